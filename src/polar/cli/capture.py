@@ -1,0 +1,113 @@
+"""polar capture: any agent command, unchanged, against a private gateway."""
+
+import asyncio
+import json
+import os
+import signal
+from pathlib import Path
+
+import click
+from rich.console import Console
+from rich.table import Table
+
+from polar.cli.common import json_option, load_settings, run, settings_options
+from polar.config import Settings
+from polar.errors import ConfigError
+from polar.harnesses import environment, known_by_command, load_harness
+from polar.service import Service
+from polar.trajectory.chains import Chains
+
+
+@click.command("capture", context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
+@settings_options
+@click.option("--harness", help="configure a known harness [default: told by the command]")
+@click.option("--model", help="the model name that the harness is told to ask for")
+@click.option("--engine", "engine_url", help="URL of the inference engine (kind vllm, unless configured)")
+@json_option
+@click.argument("argv", nargs=-1, required=True, metavar="-- CMD...")
+def command(
+    argv: tuple[str, ...],
+    config_path: Path | None,
+    data: Path,
+    harness: str | None,
+    model: str | None,
+    engine_url: str | None,
+    as_json: bool,
+) -> int:
+    """Run CMD with every provider's base URL and key pointing at a private gateway; keep and sum up what it asked."""
+    engine = {"kind": "vllm", "urls": [engine_url]} if engine_url else {}
+    settings = load_settings(config_path, gateway={"port": 0, "host": "127.0.0.1"}, engine=engine)
+    return run(capture(settings, data, list(argv), harness=harness, model=model, as_json=as_json))
+
+
+async def capture(
+    settings: Settings, data: Path, argv: list[str], *, harness: str | None, model: str | None, as_json: bool
+) -> int:
+    console = Console(stderr=True)
+    name = harness or known_by_command(argv)
+    preset = load_harness(name) if name else None
+    async with Service(settings, data, control=False) as service:
+        wanted = model or (preset.default_model if preset else "polar")
+        session, key = await service.sessions.create({"command": argv, "harness": name, "model": wanted})
+        variables = os.environ | environment(service.gateway_url, key, wanted)
+        if preset is not None:
+            home = _private_home(data, session.session_id)
+            variables |= {"HOME": str(home)} | preset.configure(home, service.gateway_url, key, wanted)
+        try:
+            exit_code = await _run(argv, variables)
+        finally:
+            await service.sessions.end(session.session_id)
+        chains, exchanges, sampled, prompt, untrainable = Chains(), 0, 0, 0, 0
+        async for exchange in service.store.exchanges(session.session_id):
+            exchanges += 1
+            chains.add(exchange)
+            sampled += exchange.usage.completion
+            prompt += exchange.usage.prompt
+            untrainable += exchange.untrainable is not None
+    if as_json:
+        summary = {
+            "session_id": session.session_id,
+            "exchanges": exchanges,
+            "traces": len(chains),
+            "tokens": sampled,
+            "exit_code": exit_code,
+        }
+        click.echo(json.dumps(summary))
+    else:
+        table = Table(title=f"Captured session {session.session_id}", title_justify="left")
+        for column in ("model calls", "traces", "prompt tokens", "sampled tokens", "untrainable calls", "exit code"):
+            table.add_column(column, justify="right")
+        table.add_row(*(str(value) for value in (exchanges, len(chains), prompt, sampled, untrainable, exit_code)))
+        console.print(table)
+        console.print(f"Look at it with: polar show {session.session_id} --data {data}")
+    if exit_code == 0 and exchanges == 0:
+        raise ConfigError(
+            "The command ended well, but asked the gateway nothing: does it read OPENAI_BASE_URL, ANTHROPIC_BASE_URL "
+            "or GOOGLE_GEMINI_BASE_URL? A known harness can be named with --harness."
+        )
+    return exit_code
+
+
+def _private_home(data: Path, session_id: str) -> Path:
+    home = data.absolute() / "homes" / session_id
+    home.mkdir(parents=True)
+    return home
+
+
+async def _run(argv: list[str], variables: dict[str, str]) -> int:
+    """The command's exit status. It shares our terminal; an interrupt reaches it first, and we wait for its end."""
+    loop = asyncio.get_running_loop()
+    try:
+        process = await asyncio.create_subprocess_exec(*argv, env=variables)
+    except FileNotFoundError:
+        raise ConfigError(f"There is no command {argv[0]!r}.") from None
+    except OSError as error:
+        raise ConfigError(f"Can't run {argv[0]!r}: {error.strerror}.") from error
+    loop.add_signal_handler(signal.SIGINT, lambda: None)
+    loop.add_signal_handler(signal.SIGTERM, process.terminate)
+    try:
+        status = await process.wait()
+    finally:
+        loop.remove_signal_handler(signal.SIGINT)
+        loop.remove_signal_handler(signal.SIGTERM)
+    return status if status >= 0 else 128 - status

@@ -1,0 +1,50 @@
+"""What commands share: their options, the event loop, and how results are printed."""
+
+import asyncio
+import logging
+import sys
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+
+from polar import config
+
+T = TypeVar("T")
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+config_option = click.option(
+    "--config",
+    "config_path",
+    type=click.Path(path_type=Path),
+    default=None,
+    help="settings [default: polar.toml, if it is there]",
+)
+data_option = click.option(
+    "--data", type=click.Path(path_type=Path), default=Path(".polar"), show_default=True, help="where state lives"
+)
+
+
+def settings_options(function: F) -> F:
+    return config_option(data_option(function))
+
+
+json_option = click.option("--json", "as_json", is_flag=True, help="one line of JSON for machines")
+
+
+def load_settings(path: Path | None, **overrides: dict[str, Any]) -> config.Settings:
+    """The settings, with keys of whole sections replaced (`gateway={"port": 0}`)."""
+    settings = config.load(path)
+    changed = {name: getattr(settings, name).model_copy(update=values) for name, values in overrides.items() if values}
+    return settings.model_copy(update=changed)
+
+
+def run(main: Coroutine[Any, Any, T]) -> T:
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    if sys.platform == "win32":
+        return asyncio.run(main)
+    import uvloop
+
+    return uvloop.run(main)

@@ -1,0 +1,56 @@
+"""The command line. Each command lives in a module of its own, which is imported when it is called."""
+
+import sys
+from importlib import import_module
+from typing import Any
+
+import click
+
+from polar.errors import PolarError
+
+_COMMANDS = {
+    "capture": "run any agent command against a private gateway and keep every model call",
+    "up": "run the gateway and its control plane",
+    "session": "a session for a harness that is run by hand",
+    "show": "a session's model calls, readable",
+    "doctor": "what works here, and what an engine can do",
+    "bench": "the benchmarks, each against its peers in the same run",
+    "demo": "capture a real agent run and show it",
+}
+
+
+class _Lazy(click.Group):
+    """Finds commands by name; importing all of them would take longer than most of them run."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002
+        return list(_COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:  # noqa: ARG002
+        if cmd_name not in _COMMANDS:
+            return None
+        command: click.Command = import_module(f"polar.cli.{cmd_name}").command
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:  # noqa: ARG002
+        with formatter.section("Commands"):
+            formatter.write_dl(list(_COMMANDS.items()))
+
+
+@click.command(cls=_Lazy, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="polar")
+def cli() -> None:
+    """Reinforcement learning for language agents, without opening the agent."""
+
+
+def main(arguments: list[str] | None = None) -> Any:
+    try:
+        status = cli.main(arguments, standalone_mode=False)
+    except click.ClickException as error:
+        error.show()
+        sys.exit(error.exit_code)
+    except (click.Abort, KeyboardInterrupt):
+        sys.exit(130)
+    except PolarError as error:
+        click.echo(f"polar: {error}", err=True)
+        sys.exit(1)
+    sys.exit(status if isinstance(status, int) else 0)

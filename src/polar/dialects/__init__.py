@@ -1,0 +1,1 @@
+"""Wire formats. See `base` for what a dialect is."""

@@ -1,0 +1,597 @@
+"""OpenAI's Chat Completions, as harnesses speak it and as vLLM and SGLang serve it.
+
+What the wire can't say: a message has its reasoning first, then its text, then its calls, in whatever order the model
+wrote them; reasoning has no seal; a tool result has no error flag, so the text of a failed call goes out as it is, with
+nothing put in front of it. Reasoning, which OpenAI itself never shows, travels as `reasoning_content`.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+
+import msgspec
+
+from polar import ids
+from polar.dialects import openai_chat_wire as w
+from polar.dialects import openai_errors, sse, wire
+from polar.dialects.base import HttpError, Route, StreamEncoder, Wire
+from polar.errors import ApiError, EngineError
+from polar.types import (
+    CallStart,
+    Event,
+    Media,
+    Message,
+    Part,
+    Raw,
+    Reasoning,
+    ReasoningDelta,
+    Reply,
+    Request,
+    ResponseFormat,
+    Text,
+    TextDelta,
+    Thinking,
+    TokenLogprob,
+    Tool,
+    ToolCall,
+    ToolChoice,
+    ToolResult,
+    Usage,
+)
+
+_REQUEST = msgspec.json.Decoder(w.ChatRequest)
+_MESSAGE = msgspec.json.Decoder(w.Message)
+_COMPLETION = msgspec.json.Decoder(w.Completion[w.Choice])
+_NAMES = msgspec.json.Decoder(dict[str, Raw])
+
+_REFUSED = {
+    **w.REFUSED,
+    "functions": ((None, []), "it was replaced by `tools`"),
+    "modalities": ((None, [], ["text"]), "replies are text"),
+    "audio": ((None,), "replies are text"),
+    "web_search_options": ((None,), "no engine searches the web"),
+    "chat_template": ((None,), "the model's own template is used"),
+    "documents": ((None, []), "put documents into a message"),
+    "echo": ((None, False), "a reply holds what was sampled"),
+    "add_special_tokens": ((None, False), "the template writes the special tokens"),
+    "add_generation_prompt": ((None, True), "every call asks for a new turn"),
+    "continue_final_message": ((None, False), "every call asks for a new turn"),
+}
+
+# Template arguments that say how earlier turns are shown: the gateway's own matter, and no reason to refuse a call.
+_TEMPLATE_ARGUMENTS = {*w.TemplateArguments.__struct_fields__, "preserve_thinking", "clear_thinking"}
+
+
+class OpenAIChat:
+    name = "openai_chat"
+    routes: tuple[Route, ...] = (
+        Route("POST", re.compile(r"^/v1/chat/completions$"), "generate"),
+        Route("GET", re.compile(r"^/v1/models$"), "list_models"),
+        Route("GET", re.compile(r"^/v1/models/(?P<model>.+)$"), "get_model"),
+    )
+
+    def recognises(self, path: str, headers: Mapping[str, str]) -> bool:
+        """A bearer token is OpenAI's way to carry a key; a client may also carry it in the path, and send none."""
+        return path.startswith(("/v1/chat/", "/v1/models")) or headers.get("Authorization", "").startswith("Bearer ")
+
+    def split(self, body: bytes) -> Wire:
+        return wire.split(body, "messages")
+
+    def decode_request(self, wire: Wire, params: dict[str, str]) -> Request:  # noqa: ARG002
+        fields = w.decode_fields(_REQUEST, wire)
+        w.refuse(wire, _REFUSED)
+        if not fields.model:
+            raise ApiError("invalid_request", "`model` is required.", param="model")
+        if not wire.items:
+            raise ApiError("invalid_request", "`messages` is required, with at least one message.", param="messages")
+        return Request(
+            model=fields.model,
+            messages=_decode_messages(wire.items),
+            tools=[_decode_tool(tool, f"tools[{i}]") for i, tool in enumerate(fields.tools or ())],
+            tool_choice=_decode_choice(fields.tool_choice),
+            parallel_tool_calls=fields.parallel_tool_calls,
+            sampling=fields.sampling(),
+            response_format=_decode_format(fields.response_format),
+            thinking=_decode_thinking(fields, wire),
+            stream=bool(fields.stream),
+            stream_usage=fields.stream_usage(),
+            logprobs=(fields.top_logprobs or 0) if fields.logprobs else None,
+        )
+
+    def encode_request(self, request: Request) -> bytes:
+        if request.prompt is not None:
+            raise ApiError(
+                "unsupported", "A chat can't continue a raw prompt: use the completions API.", param="prompt"
+            )
+        messages: list[w.Message] = []
+        for message in request.messages:
+            if message.role == "assistant":
+                messages.append(_encode_assistant(message))
+            elif message.role == "tool":
+                messages += [_encode_result(part) for part in message.parts if isinstance(part, ToolResult)]
+            else:
+                messages.append(w.Message(message.role, _encode_content(message.parts), message.name))
+        out = w.ChatRequest(model=request.model, messages=messages)
+        out.set_sampling(request)
+        out.max_completion_tokens, out.max_tokens = out.max_tokens, None
+        if tools := [_encode_tool(tool) for tool in request.tools if tool.kind != "hosted"]:
+            out.tools = tools
+            out.tool_choice = _encode_choice(request)
+            out.parallel_tool_calls = request.parallel_tool_calls
+        out.response_format = _encode_format(request.response_format)
+        _set_thinking(out, request.thinking)
+        if request.logprobs is not None:
+            out.logprobs = True
+            out.top_logprobs = request.logprobs
+        return wire.encode(out)
+
+    def encode_reply(self, request: Request, reply: Reply) -> bytes:
+        shown = request.thinking.visible
+        message = w.Message(
+            "assistant",
+            # "" and not null where there is none, as in a stream, which can't know yet
+            content="".join([part.text for part in reply.parts if isinstance(part, Text)]),
+            reasoning_content="".join([p.text for p in reply.parts if isinstance(p, Reasoning) and shown]) or None,
+            tool_calls=[_encode_call(p, "call_" + p.id) for p in reply.parts if isinstance(p, ToolCall)] or None,
+        )
+        choice = w.Choice(0, message, _encode_logprobs(request, reply), w.FINISH[reply.finish_reason])
+        if reply.stop_sequence is not None:
+            choice.stop_reason = reply.stop_sequence
+        completion = w.Completion(
+            id=f"chatcmpl-{reply.exchange_id}",
+            object="chat.completion",
+            created=reply.created,
+            model=reply.model,
+            choices=[choice],
+            usage=w.usage(reply.usage),
+        )
+        return wire.encode(completion)
+
+    def decode_reply(self, body: bytes) -> Reply:
+        completion = w.decode_completion(_COMPLETION, body)
+        choice = completion.choices[0]
+        try:
+            parts = _decode_assistant(choice.message, "choices[0].message", "")
+        except ApiError as error:
+            raise EngineError(f"The engine's answer can't be used: {error.message}") from error
+        for part in parts:
+            if isinstance(part, ToolCall):
+                part.id = part.id.removeprefix("call_")
+        logprobs = choice.logprobs.content if choice.logprobs else None
+        return Reply(
+            exchange_id=ids.exchange_named(completion.id) or completion.id,
+            model=completion.model,
+            created=completion.created,
+            parts=parts,
+            finish_reason=w.canonical_finish(choice.finish_reason),
+            stop_sequence=choice.stop_reason if isinstance(choice.stop_reason, str) else None,
+            usage=w.canonical_usage(completion.usage),
+            logprobs=None if logprobs is None else [_decode_logprob(token) for token in logprobs],
+        )
+
+    def stream(self, request: Request, exchange_id: str, created: int) -> StreamEncoder:
+        return ChatStream(request, exchange_id, created)
+
+    def encode_count(self, tokens: int) -> bytes:
+        """OpenAI has no such call for chats (no route leads here); the words are those of its Responses API."""
+        return wire.encode({"object": "response.input_tokens", "input_tokens": tokens})
+
+    def encode_models(self, models: list[str], model: str | None) -> bytes:
+        if model is not None:
+            return wire.encode(_model(model))
+        return wire.encode(w.Models("list", [_model(name) for name in models]))
+
+    def encode_error(self, error: ApiError) -> HttpError:
+        return openai_errors.encode_error(error)
+
+
+class ChatStream:
+    """A chunk per event. What is the same in every chunk is encoded once; a delta adds one JSON string between."""
+
+    content_type = "text/event-stream"
+
+    def __init__(self, request: Request, exchange_id: str, created: int) -> None:
+        self._request = request
+        self._show_reasoning = request.thinking.visible
+        self._head = b'data: {"id":%b,"object":"chat.completion.chunk","created":%d,"model":%b,"choices":[' % (
+            wire.encode(f"chatcmpl-{exchange_id}"),
+            created,
+            wire.encode(request.model),
+        )
+        # With usage asked for, every chunk but the last says that it has none.
+        self._end = b'],"usage":null}\n\n' if request.stream_usage else b"]}\n\n"
+        self._delta = self._head + b'{"index":0,"delta":'
+        self._after = b',"logprobs":null,"finish_reason":null}' + self._end
+        self._text = self._delta + b'{"content":'
+        self._reasoning = self._delta + b'{"reasoning_content":'
+        self._text_end = b"}" + self._after
+        self._calls = 0
+        self._arguments = self._arguments_end = b""
+
+    def start(self, usage: Usage | None) -> bytes:  # noqa: ARG002
+        return self._delta + b'{"role":"assistant","content":""}' + self._after
+
+    def feed(self, event: Event) -> bytes:
+        if isinstance(event, TextDelta):
+            return self._text + wire.encode(event.text) + self._text_end if event.text else b""
+        if isinstance(event, ReasoningDelta):
+            if not event.text or not self._show_reasoning:
+                return b""
+            return self._reasoning + wire.encode(event.text) + self._text_end
+        if isinstance(event, CallStart):
+            return self._start_call(event)
+        return self._arguments + wire.encode(event.arguments) + self._arguments_end if event.arguments else b""
+
+    def _start_call(self, event: CallStart) -> bytes:
+        kind, field = (b"custom", b"input") if event.kind == "custom" else (b"function", b"arguments")
+        call = self._delta + b'{"tool_calls":[{"index":%d,' % self._calls
+        self._calls += 1
+        self._arguments = call + b'"%b":{"%b":' % (kind, field)
+        self._arguments_end = b"}}]}" + self._after
+        name = wire.encode(_flat(event.namespace, event.name))
+        opening = b'"id":%b,"type":"%b","%b":{"name":%b,"%b":""' % (
+            wire.encode("call_" + event.id),
+            kind,
+            kind,
+            name,
+            field,
+        )
+        return call + opening + self._arguments_end
+
+    def finish(self, reply: Reply) -> bytes:
+        logprobs = wire.encode(_encode_logprobs(self._request, reply))
+        reason = w.FINISH[reply.finish_reason].encode()
+        last = self._delta + b'{},"logprobs":%b,"finish_reason":"%b"' % (logprobs, reason)
+        if reply.stop_sequence is not None:
+            last += b',"stop_reason":' + wire.encode(reply.stop_sequence)
+        last += b"}" + self._end
+        if self._request.stream_usage:
+            last += self._head + b'],"usage":' + wire.encode(w.usage(reply.usage)) + b"}\n\n"
+        return last + sse.event(b"[DONE]")
+
+    def error(self, error: ApiError) -> bytes:
+        """No [DONE] after it: a client that overlooks the error must not take the turn for whole."""
+        return sse.event(openai_errors.error_body(error))
+
+    def keep_alive(self) -> bytes:
+        return sse.COMMENT
+
+
+# Messages, decoding
+
+
+def _decode_messages(items: Sequence[Raw]) -> list[Message]:
+    messages: list[Message] = []
+    legacy_call = ""  # calls of the old kind had no ids: a result belongs to the call before it
+    for index, item in enumerate(items):
+        where = f"messages[{index}]"
+        found = wire.decode(_MESSAGE, item, where)
+        if found.role == "assistant":
+            if found.function_call is not None:
+                legacy_call = f"function_call_{index}"
+            messages.append(Message("assistant", _decode_assistant(found, where, legacy_call), found.name))
+        elif found.role == "tool" or found.role == "function":
+            call_id = legacy_call if found.role == "function" else found.tool_call_id
+            if call_id is None:
+                raise ApiError("invalid_request", f"{where}.tool_call_id is required.", param=f"{where}.tool_call_id")
+            parts = _decode_content(found.content, where)
+            messages.append(Message("tool", [ToolResult(call_id, parts, name=found.name)]))
+        else:
+            messages.append(Message(found.role, [*_decode_content(found.content, where)], found.name))
+    return messages
+
+
+def _decode_assistant(found: w.Message, where: str, legacy_call: str) -> list[Part]:
+    if w.present(found.audio) is not None:
+        raise wire.unsupported(f"{where}.audio", "no engine knows the audio that the provider keeps")
+    parts: list[Part] = []
+    if reasoning := found.reasoning_content or found.reasoning:
+        parts.append(Reasoning(reasoning))
+    parts += _decode_content(found.content, where)
+    if found.refusal:
+        parts.append(Text(found.refusal))
+    for index, call in enumerate(found.tool_calls or ()):
+        parts.append(_decode_call(call, f"{where}.tool_calls[{index}]"))
+    if found.function_call is not None:
+        parts.append(ToolCall(legacy_call, found.function_call.name, found.function_call.arguments or ""))
+    return parts
+
+
+def _decode_call(call: w.Call, where: str) -> ToolCall:
+    if call.custom is not None:
+        return ToolCall(call.id or "", call.custom.name, call.custom.input or "", "custom")
+    if call.function is not None:
+        return ToolCall(call.id or "", call.function.name, call.function.arguments or "")
+    raise ApiError("invalid_request", f"{where} has neither `function` nor `custom`.", param=where)
+
+
+def _decode_content(content: w.Content | None, where: str) -> list[Text | Media]:
+    if not content:
+        return []
+    if isinstance(content, str):
+        return [Text(content)]
+    return [
+        Text(part.text) if isinstance(part, w.TextPart) else _decode_part(part, f"{where}.content[{index}]")
+        for index, part in enumerate(content)
+    ]
+
+
+def _decode_part(part: w.OtherPart, where: str) -> Text | Media:
+    match part:
+        case w.RefusalPart():
+            return Text(part.refusal)
+        case w.ImagePart():
+            return _decode_address("image", part.image_url)
+        case w.VideoPart():
+            return _decode_address("video", part.video_url)
+        case w.AudioAddressPart():
+            return _decode_address("audio", part.audio_url)
+        case w.AudioPart():
+            subtype = "mpeg" if part.input_audio.format == "mp3" else part.input_audio.format
+            return Media("audio", f"audio/{subtype}", data=part.input_audio.data)
+        case w.FilePart():
+            return _decode_file(part.file, where)
+
+
+def _decode_address(kind: w.MediaKind, address: w.Address | str) -> Media:
+    """A data URL is taken apart; any other address is kept, and never fetched."""
+    url, detail = (address, None) if isinstance(address, str) else (address.url, address.detail)
+    header, comma, data = url.partition(",")
+    if comma and header.startswith("data:") and header.endswith(";base64"):
+        return Media(kind, header[len("data:") : -len(";base64")], data=data, detail=detail)
+    return Media(kind, url=url, detail=detail)
+
+
+def _decode_file(file: w.File, where: str) -> Media:
+    if (file.file_data is None) == (file.file_id is None):
+        raise ApiError("invalid_request", f"{where}.file must have one of `file_data`, `file_id`.", param=where)
+    if file.file_data is None:
+        media = Media("file", file_id=file.file_id)
+    elif file.file_data.startswith(("data:", "http://", "https://")):
+        media = _decode_address("file", file.file_data)
+    else:
+        media = Media("file", data=file.file_data)
+    media.name = file.filename
+    return media
+
+
+# Messages, encoding
+
+
+def _encode_assistant(message: Message) -> w.Message:
+    content: list[Part] = []
+    calls: list[w.Call] = []
+    reasoning: str | None = None
+    for part in message.parts:
+        if isinstance(part, ToolCall):
+            calls.append(_encode_call(part, part.id))
+        elif isinstance(part, Reasoning):
+            reasoning = part.text if reasoning is None else reasoning + part.text
+        else:
+            content.append(part)
+    out = w.Message("assistant", _encode_content(content) if content or not calls else None, message.name)
+    if calls:
+        out.tool_calls = calls
+    if reasoning:
+        # Engines differ, from version to version, in which of the two reaches the template.
+        out.reasoning_content = out.reasoning = reasoning
+    return out
+
+
+def _encode_call(call: ToolCall, call_id: str) -> w.Call:
+    name = _flat(call.namespace, call.name)
+    if call.kind == "custom":
+        return w.Call(call_id, "custom", custom=w.CustomCall(name, call.arguments))
+    return w.Call(call_id, "function", w.FunctionCall(name, call.arguments))
+
+
+def _encode_result(result: ToolResult) -> w.Message:
+    return w.Message("tool", _encode_content(result.parts), result.name, result.call_id)
+
+
+def _encode_content(parts: Sequence[Part]) -> w.Content:
+    """A single text goes out as a string, which every server takes; anything else as a list of parts."""
+    if not parts:
+        return ""
+    first = parts[0]
+    if len(parts) == 1 and isinstance(first, Text) and first.text:
+        return first.text
+    return [
+        w.TextPart(part.text) if isinstance(part, Text) else _encode_media(part)
+        for part in parts
+        if isinstance(part, Text | Media)
+    ]
+
+
+def _encode_media(media: Media) -> w.ContentPart:
+    if media.file_id is not None or media.kind == "file":
+        return w.FilePart(_encode_file(media))
+    if media.kind == "audio" and media.data is not None:
+        subtype = media.media_type.removeprefix("audio/")
+        return w.AudioPart(w.Audio(media.data, _AUDIO_FORMATS.get(subtype, subtype)))
+    address = w.Address(media.url if media.url is not None else _data_url(media), media.detail)
+    if media.kind == "image":
+        return w.ImagePart(address)
+    return w.VideoPart(address) if media.kind == "video" else w.AudioAddressPart(address)
+
+
+_AUDIO_FORMATS = {"mpeg": "mp3", "x-wav": "wav", "wave": "wav"}
+
+
+def _encode_file(media: Media) -> w.File:
+    """OpenAI knows no files by address; where one must be said, `file_data` holds it, as other providers have it."""
+    if media.file_id is not None:
+        return w.File(file_id=media.file_id, filename=media.name)
+    data = media.url if media.url is not None else _data_url(media) if media.media_type else media.data
+    return w.File(file_data=data, filename=media.name)
+
+
+def _data_url(media: Media) -> str:
+    return f"data:{media.media_type};base64,{media.data}"
+
+
+def _flat(namespace: str | None, name: str) -> str:
+    """Chats know no namespaces."""
+    return f"{namespace}__{name}" if namespace else name
+
+
+# Tools
+
+
+def _decode_tool(tool: w.Tool, where: str) -> Tool:
+    if tool.type is None or tool.type == "function":
+        if tool.function is None:
+            raise ApiError("invalid_request", f"{where}.function is required.", param=where)
+        found = tool.function
+        return Tool(found.name, found.description or "", w.present(found.parameters), strict=found.strict)
+    if tool.type == "custom":
+        if tool.custom is None:
+            raise ApiError("invalid_request", f"{where}.custom is required.", param=where)
+        custom = tool.custom
+        return Tool(custom.name, custom.description or "", kind="custom", grammar=w.present(custom.format))
+    return Tool(tool.type, kind="hosted")
+
+
+def _encode_tool(tool: Tool) -> w.Tool:
+    name = _flat(tool.namespace, tool.name)
+    description = tool.description or None
+    if tool.kind == "custom":
+        return w.Tool("custom", custom=w.Custom(name, description, w.NULL if tool.grammar is None else tool.grammar))
+    parameters = w.NULL if tool.parameters is None else tool.parameters
+    return w.Tool("function", w.Function(name, description, parameters, tool.strict))
+
+
+def _decode_choice(choice: w.WireChoice | None) -> ToolChoice:
+    if choice is None or choice == "auto":
+        return ToolChoice()
+    if choice == "none":
+        return ToolChoice("none")
+    if choice == "required":
+        return ToolChoice("required")
+    if isinstance(choice, w.Choose):
+        if choice.type == "allowed_tools" and choice.allowed_tools is not None:
+            mode = choice.allowed_tools.mode
+            named = [tool.function or tool.custom for tool in choice.allowed_tools.tools]
+            names = [tool.name for tool in named if tool is not None]
+            return ToolChoice("named" if mode == "required" else "auto", names)
+        if (found := choice.function or choice.custom) is not None:
+            return ToolChoice("named", [found.name])
+    raise ApiError("invalid_request", "`tool_choice` names no tool.", param="tool_choice")
+
+
+def _encode_choice(request: Request) -> w.WireChoice | None:
+    choice = request.tool_choice
+    if not choice.names:
+        return None if choice.mode == "auto" else "none" if choice.mode == "none" else "required"
+    tools = {tool.name: tool for tool in request.tools}
+    references = [_encode_reference(tools.get(name), name) for name in choice.names]
+    if choice.mode == "named" and len(references) == 1:
+        only = references[0]
+        return w.Choose(only.type, only.function, only.custom)
+    return w.Choose(
+        "allowed_tools", allowed_tools=w.AllowedTools("auto" if choice.mode == "auto" else "required", references)
+    )
+
+
+def _encode_reference(tool: Tool | None, name: str) -> w.ToolReference:
+    if tool is None:
+        return w.ToolReference("function", w.Named(name))
+    named = w.Named(_flat(tool.namespace, name))
+    return w.ToolReference("custom", custom=named) if tool.kind == "custom" else w.ToolReference("function", named)
+
+
+# Output format and thinking
+
+
+def _decode_format(found: w.Format | None) -> ResponseFormat:
+    if found is None or found.type == "text":
+        return ResponseFormat()
+    if found.type == "json_object":
+        return ResponseFormat("json_object")
+    if found.json_schema is None:
+        raise ApiError(
+            "invalid_request", "`response_format.json_schema` is required.", param="response_format.json_schema"
+        )
+    schema = found.json_schema
+    return ResponseFormat("json_schema", w.present(schema.schema), schema.name, schema.strict)
+
+
+def _encode_format(wanted: ResponseFormat) -> w.Format | None:
+    if wanted.kind == "text":
+        return None
+    if wanted.kind == "json_object":
+        return w.Format("json_object")
+    schema = w.NULL if wanted.schema is None else wanted.schema
+    return w.Format("json_schema", w.JsonSchema(wanted.name or "response", schema, wanted.strict))
+
+
+def _decode_thinking(fields: w.ChatRequest, wire_request: Wire) -> Thinking:
+    """Every server has its own words for this; what is said first in the lists below wins."""
+    template = fields.chat_template_kwargs or w.TemplateArguments()
+    if fields.chat_template_kwargs is not None:
+        given = wire.decode(_NAMES, wire_request.fields["chat_template_kwargs"], "chat_template_kwargs")
+        for name in given.keys() - _TEMPLATE_ARGUMENTS:
+            raise wire.unsupported(f"chat_template_kwargs.{name}", "it would change the prompt")
+    reasoning = fields.reasoning or w.ReasoningOptions()
+    switch = fields.thinking or w.ThinkingOptions()
+    switched = {"enabled": True, "disabled": False}.get(switch.type or "")
+    effort = _first(fields.reasoning_effort, reasoning.effort, template.reasoning_effort)
+    return Thinking(
+        enabled=_first(
+            template.enable_thinking,
+            template.thinking,
+            fields.enable_thinking,
+            reasoning.enabled,
+            switched,
+            False if effort == "none" else None,
+        ),
+        effort=effort,
+        budget=_first(
+            fields.thinking_token_budget,
+            fields.thinking_budget,
+            template.thinking_budget,
+            reasoning.max_tokens,
+            switch.budget_tokens,
+        ),
+        visible=fields.include_reasoning is not False and not reasoning.exclude,
+    )
+
+
+def _first(*values: w.S | None) -> w.S | None:
+    return next((value for value in values if value is not None), None)
+
+
+def _set_thinking(out: w.ChatRequest, thinking: Thinking) -> None:
+    """`visible` is not passed on: an engine always shows its reasoning, and it is hidden on the way to the harness."""
+    out.reasoning_effort = thinking.effort
+    if thinking.enabled is not None or thinking.budget is not None:
+        # Templates call the switch by either name, and ignore the other.
+        out.chat_template_kwargs = w.TemplateArguments(thinking.enabled, thinking.enabled, thinking.budget)
+
+
+# Replies
+
+
+def _encode_logprobs(request: Request, reply: Reply) -> w.Logprobs | None:
+    """Only where the harness asked. In a stream all stand in the last chunk, since events and tokens don't line up."""
+    if request.logprobs is None or reply.logprobs is None:
+        return None
+    return w.Logprobs(
+        [
+            w.TokenLogprob(
+                found.token,
+                w.finite(found.logprob),
+                found.bytes,
+                [w.Alternative(other.token, w.finite(other.logprob), other.bytes) for other in found.top_logprobs],
+            )
+            for found in reply.logprobs
+        ]
+    )
+
+
+def _decode_logprob(found: w.TokenLogprob) -> TokenLogprob:
+    alternatives = [TokenLogprob(other.token, other.logprob, other.bytes) for other in found.top_logprobs]
+    return TokenLogprob(found.token, found.logprob, found.bytes, alternatives)
+
+
+def _model(name: str) -> w.Model:
+    return w.Model(name, "model", 0, "polar")

@@ -1,0 +1,45 @@
+"""Server-sent events, both ways."""
+
+from collections.abc import Iterator
+
+
+def event(data: bytes, name: bytes | None = None) -> bytes:
+    if name is None:
+        return b"data: " + data + b"\n\n"
+    return b"event: " + name + b"\ndata: " + data + b"\n\n"
+
+
+COMMENT = b": keep-alive\n\n"
+"""Ignored by every parser that follows the standard."""
+
+
+class Parser:
+    """Cuts a byte stream into the `data` of its events, however the stream was cut into chunks.
+
+    `limit` bounds what one event may hold, so that a stream without line ends can't take all memory.
+    """
+
+    def __init__(self, limit: int = 64 * 1024 * 1024) -> None:
+        self._rest = b""
+        self._data: list[bytes] = []
+        self._limit = limit
+        self._size = 0
+
+    def feed(self, chunk: bytes) -> Iterator[bytes]:
+        buffer = self._rest + chunk if self._rest else chunk
+        lines = buffer.split(b"\n")
+        self._rest = lines.pop()
+        if len(self._rest) + self._size > self._limit:
+            raise ValueError(f"an event of more than {self._limit} bytes")
+        for line in lines:
+            if line.endswith(b"\r"):
+                line = line[:-1]
+            if line.startswith(b"data:"):
+                data = line[6:] if line[5:6] == b" " else line[5:]
+                self._data.append(data)
+                self._size += len(data)
+            elif not line and self._data:
+                yield self._data[0] if len(self._data) == 1 else b"\n".join(self._data)
+                self._data = []
+                self._size = 0
+            # other fields (event, id, retry) and comments carry nothing that we use

@@ -1,0 +1,50 @@
+"""What all dialects share: splitting a body into raw fields, and errors that name the field at fault."""
+
+from typing import Any, TypeVar
+
+import msgspec
+from msgspec import Raw
+
+from polar.dialects.base import Wire
+from polar.errors import ApiError
+
+T = TypeVar("T")
+
+_FIELDS = msgspec.json.Decoder(dict[str, Raw])
+_ITEMS = msgspec.json.Decoder(list[Raw])
+encode = msgspec.json.Encoder().encode
+"""Python values and Structs to JSON bytes; Raw goes in as it is."""
+
+
+def split(body: bytes, list_name: str) -> Wire:
+    """The body's top-level fields, with the list `list_name` as raw items (no items where it is absent or not a
+    list)."""
+    try:
+        fields = _FIELDS.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ApiError("invalid_request", f"The request body is not a JSON object: {error}.") from error
+    except RecursionError as error:
+        raise ApiError("invalid_request", "The request body is nested too deeply.") from error
+    listed = fields.get(list_name)
+    if listed is None or bytes(memoryview(listed)[:1]) != b"[":
+        return Wire(fields, list_name, [])
+    del fields[list_name]
+    return Wire(fields, list_name, _ITEMS.decode(listed))
+
+
+def decode(decoder: "msgspec.json.Decoder[T]", raw: Raw | bytes, where: str) -> T:
+    """Decodes one field or item; an error says where in the request it stands."""
+    try:
+        return decoder.decode(raw)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ApiError("invalid_request", f"{where}: {error}.", param=where) from error
+    except RecursionError as error:
+        raise ApiError("invalid_request", f"{where} is nested too deeply.", param=where) from error
+
+
+def unsupported(field: str, why: str) -> ApiError:
+    return ApiError("unsupported", f"`{field}` is not supported: {why}.", param=field)
+
+
+def loads(text: str | bytes | Raw) -> Any:
+    return msgspec.json.decode(text)

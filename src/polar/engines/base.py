@@ -1,0 +1,91 @@
+"""An engine: where tokens are sampled.
+
+An engine is one replica of an inference server. It takes a canonical request and yields what was sampled as it is
+sampled: the events that a harness may see, and beside them the token ids and log-probabilities that the trainer needs.
+"""
+
+from collections.abc import AsyncGenerator
+from typing import Literal, Protocol
+
+import numpy as np
+from msgspec import Struct, field
+from numpy.typing import NDArray
+
+from polar.types import Event, FinishReason, Request, Sampling, TokenLogprob, Usage
+
+Ids = NDArray[np.int32]
+LogprobKind = Literal["raw", "processed", "none"]
+
+
+class VersionSpan(Struct, frozen=True, array_like=True):
+    """Sampled tokens `start` to `stop` (exclusive) came from policy `version`."""
+
+    version: int
+    start: int
+    stop: int
+
+
+class Chunk(Struct):
+    """One step of a generation, as the engine reported it. Fields are empty where this step says nothing of them."""
+
+    events: list[Event] = field(default_factory=list)
+    ids: list[int] = field(default_factory=list)
+    logprobs: list[float | None] | None = None  # one per id
+    prompt_ids: Ids | None = None
+    versions: list[VersionSpan] | None = None
+    alternatives: list[TokenLogprob] | None = None  # for a harness that asked for log-probabilities itself
+    finish_reason: FinishReason | None = None
+    stop_sequence: str | None = None
+    usage: Usage | None = None
+
+
+class Capabilities(Struct):
+    """What an engine can do, as found by a probe (`polar doctor`) or known of its kind."""
+
+    token_ids: bool = False
+    logprobs: LogprobKind = "none"
+    version_spans: bool = False
+    context_length: int | None = None
+    models: list[str] = field(default_factory=list)
+
+
+class Engine(Protocol):
+    """One replica. Raises EngineError; everything else it raises is a bug."""
+
+    url: str
+    capabilities: Capabilities
+
+    async def start(self) -> Capabilities:
+        """Connects and finds out what there is."""
+        ...
+
+    def generate(self, request: Request, *, stream: bool) -> AsyncGenerator[Chunk, None]:
+        """Samples one reply. Closing the generator early aborts the sampling."""
+        ...
+
+    def defaults(self, sampling: Sampling) -> Sampling:
+        """Sampling as it will be used: what the harness left open is filled in."""
+        ...
+
+    async def count_tokens(self, request: Request) -> int:
+        """The prompt's length, without sampling."""
+        ...
+
+    async def freeze(self) -> bool:
+        """Stops sampling where it stands, running calls included; False where the engine can't."""
+        ...
+
+    async def thaw(self) -> None: ...
+
+    async def healthy(self) -> bool: ...
+
+    async def close(self) -> None: ...
+
+
+class Launched(Protocol):
+    """A server that an engine's kind brought up by itself, because none was configured. A kind that can has an
+    `async def launch(settings) -> Launched`."""
+
+    url: str
+
+    async def stop(self) -> None: ...

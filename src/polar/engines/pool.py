@@ -1,0 +1,196 @@
+"""Several replicas of one engine, and which policy each of them holds.
+
+A session stays with one replica, for its prefix cache; it moves when that one is saturated or down. Versions are
+kept per replica: a token's version is known if the replica held one version while the call ran, or if the call stood
+frozen while the version changed; otherwise it is unknown, and we say so.
+"""
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Callable
+from typing import Protocol
+
+from polar.config import EngineSettings
+from polar.engines.base import Chunk, Engine, Launched
+from polar.errors import ConfigError, EngineError
+from polar.plugins import load
+from polar.types import Request
+
+_FIRST_BACKOFF, _LAST_BACKOFF = 0.5, 15.0
+
+
+class Running(Protocol):
+    """A call in progress, as far as a weight update concerns it."""
+
+    def version_changed(self, version: int, *, frozen: bool) -> None: ...
+
+
+class Replica:
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.version = 0
+        self.running: set[Running] = set()
+        self._failures = 0
+        self._down_until = 0.0
+
+    @property
+    def url(self) -> str:
+        return self.engine.url
+
+    @property
+    def down(self) -> bool:
+        return time.monotonic() < self._down_until
+
+    def failed(self) -> None:
+        """Not reached: leave it alone for a while, longer each time."""
+        self._failures += 1
+        self._down_until = time.monotonic() + min(_FIRST_BACKOFF * 2 ** (self._failures - 1), _LAST_BACKOFF)
+
+    def answered(self) -> None:
+        self._failures = 0
+        self._down_until = 0.0
+
+
+class Gate:
+    """Open, or holding every new call until it opens again."""
+
+    def __init__(self) -> None:
+        self._open = asyncio.Event()
+        self._open.set()
+        self.frozen = False
+        self.held = 0
+
+    @property
+    def paused(self) -> bool:
+        return not self._open.is_set()
+
+    def close(self) -> None:
+        self._open.clear()
+
+    def open(self) -> None:
+        self.frozen = False
+        self._open.set()
+
+    async def passed(self) -> None:
+        if self._open.is_set():
+            return
+        self.held += 1
+        try:
+            await self._open.wait()
+        finally:
+            self.held -= 1
+
+
+class Pool:
+    def __init__(self, engines: list[Engine], max_inflight: int, launched: Launched | None = None) -> None:
+        if not engines:
+            raise ConfigError('No engine is configured: set [engine] urls, for example ["http://127.0.0.1:8000"].')
+        self.replicas = [Replica(engine) for engine in engines]
+        self.gate = Gate()
+        self._max_inflight = max_inflight
+        self._launched = launched
+
+    @classmethod
+    async def from_settings(cls, settings: EngineSettings) -> "Pool":
+        """The configured replicas; an engine that comes with a server of its own is launched where none is named."""
+        kind = load("engines", settings.kind)
+        if settings.urls or not hasattr(kind, "launch"):
+            return cls([kind(url, settings) for url in settings.urls], settings.max_inflight)
+        launched: Launched = await kind.launch(settings)
+        return cls([kind(launched.url, settings)], settings.max_inflight, launched)
+
+    async def start(self) -> None:
+        """Finds out what each replica can do. One that can't be reached yet is tried again by its first call."""
+        for replica in self.replicas:
+            try:
+                await replica.engine.start()
+            except EngineError:
+                replica.failed()
+
+    async def close(self) -> None:
+        for replica in self.replicas:
+            await replica.engine.close()
+        if self._launched is not None:
+            await self._launched.stop()
+
+    # Which replica
+
+    def pick(self, preferred: Replica | None, tried: set[Replica]) -> Replica:
+        """`preferred` while it has room; else the least busy one. Saturated ones are used only if all are."""
+        if preferred is not None and preferred not in tried and self._has_room(preferred):
+            return preferred
+        candidates = [replica for replica in self.replicas if replica not in tried]
+        return min(candidates, key=lambda replica: (replica.down, not self._has_room(replica), len(replica.running)))
+
+    def _has_room(self, replica: Replica) -> bool:
+        return not replica.down and len(replica.running) < self._max_inflight
+
+    # Sampling
+
+    async def generate(
+        self,
+        request: Request,
+        *,
+        stream: bool,
+        preferred: Replica | None,
+        call: Running,
+        chosen: Callable[[Replica], None],
+    ) -> AsyncGenerator[Chunk, None]:
+        """Samples on a replica, and on another where one can't be reached or refuses before its first chunk.
+
+        `chosen` is told where the call runs, each time before it starts there.
+        """
+        tried: set[Replica] = set()
+        while True:
+            await self.gate.passed()
+            replica = self.pick(preferred, tried)
+            chosen(replica)
+            replica.running.add(call)
+            chunks = replica.engine.generate(request, stream=stream)
+            begun = False
+            try:
+                async for chunk in chunks:
+                    if not begun:
+                        begun = True
+                        replica.answered()
+                    yield chunk
+                return
+            except EngineError as error:
+                if begun or not error.elsewhere:
+                    raise
+                if error.kind in ("overloaded", "engine"):
+                    replica.failed()
+                tried.add(replica)
+                if len(tried) == len(self.replicas):
+                    raise
+            finally:
+                replica.running.discard(call)
+                # An abandoned stream must end at the engine now, not when the garbage collector comes by.
+                await chunks.aclose()
+
+    async def count_tokens(self, request: Request, preferred: Replica | None) -> int:
+        return await self.pick(preferred, set()).engine.count_tokens(request)
+
+    # Policy
+
+    async def pause(self, *, freeze: bool = True) -> bool:
+        """Holds new calls and, where the engine can, freezes the running ones. True if all stand still."""
+        self.gate.close()
+        if freeze:
+            answers = await asyncio.gather(*(replica.engine.freeze() for replica in self.replicas))
+            self.gate.frozen = all(answers)
+        return self.gate.frozen or not any(replica.running for replica in self.replicas)
+
+    async def resume(self) -> None:
+        if self.gate.frozen:
+            await asyncio.gather(*(replica.engine.thaw() for replica in self.replicas))
+        self.gate.open()
+
+    def set_version(self, version: int, url: str | None = None) -> list[Replica]:
+        """The weights of one replica (default: all) are now those of `version`."""
+        changed = [replica for replica in self.replicas if url is None or replica.url == url.rstrip("/")]
+        for replica in changed:
+            replica.version = version
+            for call in replica.running:
+                call.version_changed(version, frozen=self.gate.frozen)
+        return changed

@@ -1,0 +1,184 @@
+"""What the model says: a play is a list of turns, and the turn that comes next follows from the request alone.
+
+The server keeps no state of a conversation. The number of assistant messages says which turn it is, so retries and
+sub-agents that send the same messages hear the same words.
+"""
+
+import json
+import tomllib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from random import Random
+from typing import Literal
+
+import msgspec
+from msgspec import Struct, field
+
+from polar.engines.scripted.adapt import Call, OfferedTool, any_call, shell_call, write_call
+from polar.errors import ConfigError
+
+Fault = Literal["midstream", "close", "garbage", "hang"]
+MAIN = "main"
+
+
+class File(Struct, forbid_unknown_fields=True):
+    path: str
+    content: str
+
+
+class Turn(Struct, forbid_unknown_fields=True):
+    """One reply. What it says:"""
+
+    reasoning: str = ""
+    text: str = ""
+    calls: list[Call] = field(default_factory=list)
+    shell: str | None = None  # a command, for whatever tool of the request runs one
+    write: File | None = None  # likewise a file to write
+    raw: str | None = None  # the model's whole output up to its end token, instead of all of the above
+    finish_reason: Literal["stop", "length", "abort"] = "stop"  # the last two: the end token is never sampled
+
+    # How it is said:
+    delay: float = 0.0  # seconds before the first token
+    token_delay: float | None = None  # seconds between tokens, instead of the server's rate
+
+    # What goes wrong. A number is an HTTP status; `midstream`: an error event; `close`: the connection breaks;
+    # `garbage`: bytes that are no reply; `hang`: nothing more ever comes.
+    fail: int | Fault | None = None
+    fail_after: int = 3  # tokens that come through before it goes wrong; 0 for none (a status has none)
+    fail_times: int | None = None  # only the first so many times that this turn is asked for
+    # Spoiled log-probabilities: of one token in the middle (nan: null on the wire, as vLLM writes it; sentinel: -9999),
+    # of the last one, which has none (short), or of all (missing).
+    logprobs: Literal["nan", "sentinel", "short", "missing"] | None = None
+
+    @property
+    def acts(self) -> bool:
+        return bool(self.calls) or self.shell is not None or self.write is not None
+
+
+class Scene(Struct):
+    """What a request asks for, as far as a play needs to know."""
+
+    turn: int = 0
+    play: str | None = None
+    tools: list[OfferedTool] = field(default_factory=list)
+    forced: str | None = None  # the tool that must be called; "" for any
+    thinking: Literal["possible", "begun", "over"] = "possible"  # what the prompt ends in
+
+
+class Play(Struct, forbid_unknown_fields=True):
+    turns: list[Turn] = field(default_factory=list)
+    aside: str = "A short note on the task."
+    """The answer to a request without tools, such as for a title or a summary, in a play whose turns use tools. Empty:
+    the turns are played there, too."""
+
+    @classmethod
+    def default(cls) -> "Play":
+        return cls(
+            [
+                Turn(
+                    reasoning="I will create the file first.",
+                    text="Creating the file.",
+                    shell="echo 'hello from polar' > polar.txt",
+                ),
+                Turn(reasoning="Now I read it back to be sure.", text="Reading it back.", shell="cat polar.txt"),
+                Turn(reasoning="The file has the right content.", text="Done: polar.txt says hello from polar."),
+            ]
+        )
+
+    @classmethod
+    def random(cls, seed: int, turns: int = 4, words: int = 40) -> "Play":
+        """Random words and commands; turn number i is the same for the same seed, however many turns there are."""
+        played = []
+        for index in range(turns):
+            random = Random(f"{seed}:{index}")
+            turn = Turn(reasoning=_prose(random, words // 2), text=_prose(random, words))
+            if index < turns - 1:
+                turn.shell = f"echo {' '.join(random.choices(_PLAIN_WORDS, k=4))} | tee note-{index}.txt"
+            played.append(turn)
+        return cls(played)
+
+    def next(self, scene: Scene) -> Turn:
+        uses_tools = any(turn.acts for turn in self.turns)
+        if not scene.tools and uses_tools and self.aside:
+            return Turn(text=self.aside)
+        if scene.turn < len(self.turns):
+            return self.turns[scene.turn]
+        return Turn(text=(self.turns[-1].text if self.turns else "") or "Done.")
+
+
+class Plays:
+    """A main play, and others that a user message selects by saying `PLAY:name`."""
+
+    def __init__(self, main: Play | None = None, named: Mapping[str, Play] | None = None) -> None:
+        self._plays = {**(named or {}), MAIN: main or Play.default()}
+
+    @classmethod
+    def load(cls, path: str | Path) -> "Plays":
+        """A TOML or JSON file: the main play's fields at the top, named ones under `plays`."""
+        path = Path(path)
+        try:
+            text = path.read_text(encoding="utf-8")
+            data = tomllib.loads(text) if path.suffix == ".toml" else json.loads(text)
+            written = msgspec.convert(data, _File)
+        except (OSError, ValueError) as error:  # both parsers' and msgspec's errors are ValueErrors
+            raise ConfigError(f"The play {path} can't be read: {error}") from error
+        return cls(Play(written.turns, written.aside), written.plays)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._plays
+
+    def next(self, scene: Scene) -> Turn:
+        return self._plays[scene.play or MAIN].next(scene)
+
+
+class _File(Play):
+    plays: dict[str, Play] = field(default_factory=dict)
+
+
+def raw_output(turn: Turn, scene: Scene) -> str:
+    """The text that the model writes, markup included, without the end token."""
+    if turn.raw is not None:
+        return turn.raw
+    calls = _calls(turn, scene)
+    text = turn.text
+    if not calls and turn.shell is not None:
+        text += f"\n```bash\n{turn.shell}\n```"  # nothing runs commands here: say it
+    out = ""
+    if turn.reasoning and scene.thinking != "over":
+        out = ("" if scene.thinking == "begun" else "<think>") + turn.reasoning + "</think>"
+    elif scene.thinking == "begun":
+        out = "</think>"
+    return out + text + "".join(_call_text(call) for call in calls)
+
+
+def _calls(turn: Turn, scene: Scene) -> Sequence[Call]:
+    calls = list(turn.calls)
+    if turn.shell is not None and (call := shell_call(scene.tools, turn.shell)):
+        calls.append(call)
+    if turn.write is not None and (call := write_call(scene.tools, turn.write.path, turn.write.content)):
+        calls.append(call)
+    if scene.forced is None or (calls and scene.forced in ("", calls[0].name)):
+        return calls
+    forced = [tool for tool in scene.tools if scene.forced in ("", tool.name)]
+    return [any_call(forced[0])] if forced else calls
+
+
+def _call_text(call: Call) -> str:
+    body = {"name": call.name, "arguments": call.arguments}
+    return f"<tool_call>{json.dumps(body, ensure_ascii=False)}</tool_call>"
+
+
+_PLAIN_WORDS = """
+    
+""".split()
+_WORDS = [*_PLAIN_WORDS, *"having the of and with naïve Größe 東京 — 🙂 café x_2 3.14".split()]
+
+
+def _prose(random: Random, words: int) -> str:
+    """Sentences, some of them with characters that take several bytes."""
+    sentences = []
+    while words > 0:
+        length = min(words, random.randint(5, 12))
+        sentences.append(" ".join(random.choices(_WORDS, k=length)).capitalize() + ".")
+        words -= length
+    return " ".join(sentences)

@@ -1,0 +1,118 @@
+"""Tools as an engine takes them: plain functions under flat names.
+
+Harnesses bring more kinds than engines know. A custom (freeform) tool becomes a function with one string parameter
+`input`; a tool in a namespace becomes `namespace__name`; hosted tools, which only the provider could run, are not
+shown to the model. What the model calls is translated back before the harness sees it.
+"""
+
+import msgspec
+from msgspec import Raw, Struct
+
+from polar.types import CallDelta, CallStart, Event, Message, Part, Request, Tool, ToolCall
+
+_FREEFORM = Raw(
+    b'{"type":"object","properties":{"input":{"type":"string"}},"required":["input"],"additionalProperties":false}'
+)
+
+
+class _Input(Struct):
+    input: str
+
+
+def flat_name(namespace: str | None, name: str) -> str:
+    return f"{namespace}__{name}" if namespace else name
+
+
+def flatten(request: Request) -> Request:
+    """The same request with plain function tools only; `request` itself where it has no others."""
+    plain_tools = all(tool.kind == "function" and not tool.namespace for tool in request.tools)
+    if plain_tools and not _has_special_calls(request):
+        return request
+    flat = msgspec.structs.replace(
+        request,
+        tools=[_flatten_tool(tool) for tool in request.tools if tool.kind != "hosted"],
+        messages=[_flatten_message(message) for message in request.messages],
+    )
+    names = {tool.name: flat_name(tool.namespace, tool.name) for tool in request.tools}
+    if request.tool_choice.names:
+        choice = request.tool_choice
+        flat.tool_choice = msgspec.structs.replace(choice, names=[names.get(name, name) for name in choice.names])
+    return flat
+
+
+def _has_special_calls(request: Request) -> bool:
+    for message in request.messages:
+        if message.role == "assistant":
+            for part in message.parts:
+                if isinstance(part, ToolCall) and (part.kind == "custom" or part.namespace):
+                    return True
+    return False
+
+
+def _flatten_tool(tool: Tool) -> Tool:
+    parameters, description = tool.parameters, tool.description
+    if tool.kind == "custom":
+        parameters = _FREEFORM
+        if tool.grammar is not None:
+            description += f"\n\nFormat of `input`: {bytes(tool.grammar).decode()}"
+    return Tool(flat_name(tool.namespace, tool.name), description, parameters, strict=tool.strict)
+
+
+def _flatten_message(message: Message) -> Message:
+    if message.role != "assistant":
+        return message
+    return Message("assistant", [_flatten_part(part) for part in message.parts], message.name)
+
+
+def _flatten_part(part: Part) -> Part:
+    if not isinstance(part, ToolCall) or (part.kind == "function" and not part.namespace):
+        return part
+    arguments = part.arguments
+    if part.kind == "custom":
+        arguments = msgspec.json.encode(_Input(arguments)).decode()
+    return ToolCall(part.id, flat_name(part.namespace, part.name), arguments)
+
+
+class CallTranslator:
+    """Turns calls of flat functions back into calls of the harness's own tools, event by event.
+
+    A custom tool's input is handed on when its JSON is whole, since a harness wants the text inside; `holding` says
+    that something is being held back. Input that does not parse is handed on as the model wrote it.
+    """
+
+    def __init__(self, tools: list[Tool]) -> None:
+        self._special = {
+            flat_name(tool.namespace, tool.name): tool for tool in tools if tool.kind == "custom" or tool.namespace
+        }
+        self._held: list[str] | None = None
+
+    @property
+    def holding(self) -> bool:
+        return self._held is not None
+
+    def translate(self, events: list[Event]) -> list[Event]:
+        if not self._special:
+            return events
+        out: list[Event] = []
+        for event in events:
+            if isinstance(event, CallDelta) and self._held is not None:
+                self._held.append(event.arguments)
+                continue
+            out += self.flush()
+            if isinstance(event, CallStart) and (tool := self._special.get(event.name)) is not None:
+                custom = tool.kind == "custom"
+                out.append(CallStart(event.id, tool.name, "custom" if custom else "function", tool.namespace))
+                self._held = [] if custom else None
+            else:
+                out.append(event)
+        return out
+
+    def flush(self) -> list[Event]:
+        """What is held back, at the end of a call."""
+        if self._held is None:
+            return []
+        text, self._held = "".join(self._held), None
+        try:
+            return [CallDelta(msgspec.json.decode(text, type=_Input).input)]
+        except msgspec.DecodeError:
+            return [CallDelta(text)]

@@ -1,0 +1,222 @@
+"""What one model call turned out to be: collected chunk by chunk, and in the end an Exchange for the store."""
+
+import time
+from collections.abc import Callable
+
+import numpy as np
+from msgspec import Struct
+
+from polar import ids
+from polar.dialects.base import Dialect, Wire
+from polar.engines.base import Chunk, Ids, VersionSpan
+from polar.engines.pool import Replica
+from polar.gateway.checks import untrainable
+from polar.gateway.sessions import OpenSession
+from polar.store.base import Exchange, ExchangeStatus
+from polar.types import (
+    CallDelta,
+    CallStart,
+    Event,
+    FinishReason,
+    Part,
+    Reasoning,
+    ReasoningDelta,
+    Reply,
+    Request,
+    Text,
+    TextDelta,
+    TokenLogprob,
+    ToolCall,
+    Usage,
+)
+
+
+class Call(Struct, frozen=True):
+    """What a harness asked for, understood: all that does not change while it is answered."""
+
+    session: OpenSession
+    dialect: Dialect
+    params: dict[str, str]
+    hints: dict[str, str]
+    body: bytes
+    wire: Wire
+    request: Request
+
+    def repeats(self, other: "Call") -> bool:
+        """The same request once more, as a client sends it after a broken connection."""
+        return self.body == other.body and self.params == other.params and self.dialect is other.dialect
+
+
+class Capture:
+    def __init__(self, call: Call, seq: int) -> None:
+        self.call = call
+        self.seq = seq
+        self.exchange_id = ids.new_exchange_id()
+        self.created = int(time.time())
+        self.sampled: list[int] = []
+        self._started_at = time.time()
+        self._first_token_at: float | None = None
+        self._logprobs: list[float | None] | None = None
+        self._alternatives: list[TokenLogprob] = []
+        self._prompt_ids: Ids | None = None
+        self._parts = _Parts()
+        self._calls = 0
+        self._usage = Usage()
+        self._reasoning_tokens = 0
+        self._finish_reason: FinishReason | None = None
+        self._stop_sequence: str | None = None
+        self._replica: Replica | None = None
+        self._versions = _Versions()
+
+    def chosen(self, replica: Replica) -> None:
+        """The call goes to this replica (and to another, if it gets no answer there)."""
+        self._replica = self.call.session.replica = replica
+        self._versions = _Versions(replica.version)
+
+    def version_changed(self, version: int, *, frozen: bool) -> None:
+        """The weights changed under this call. Where it stood still meanwhile, the boundary is here; else nobody knows:
+        a whole reply does not say when its tokens were sampled."""
+        self._versions.change(version, len(self.sampled), known=frozen and self.call.request.stream)
+
+    def take(self, chunk: Chunk) -> None:
+        if chunk.ids:
+            if self._first_token_at is None:
+                self._first_token_at = time.time()
+            self.sampled += chunk.ids
+        if chunk.logprobs is not None:
+            if self._logprobs is None:
+                self._logprobs = []
+            self._logprobs += chunk.logprobs
+        if chunk.alternatives is not None:
+            self._alternatives += chunk.alternatives
+        for event in chunk.events:
+            if isinstance(event, CallStart):
+                event.id = ids.call_id(self.exchange_id, self._calls)
+                self._calls += 1
+            elif isinstance(event, ReasoningDelta):
+                self._reasoning_tokens += len(chunk.ids)
+            self._parts.add(event)
+        if chunk.prompt_ids is not None:
+            self._prompt_ids = chunk.prompt_ids
+        if chunk.usage is not None:
+            self._usage = chunk.usage
+        if chunk.versions is not None:
+            self._versions.reported = chunk.versions
+        if chunk.finish_reason is not None:
+            self._finish_reason = chunk.finish_reason
+            self._stop_sequence = chunk.stop_sequence
+
+    @property
+    def prompt_usage(self) -> Usage | None:
+        """Prompt counts, as far as they are known while the reply is being sampled."""
+        return self._usage if self._usage.prompt else None
+
+    def reply(self) -> Reply:
+        """The turn as it stands."""
+        usage = self._usage
+        if not usage.prompt and self._prompt_ids is not None:
+            usage.prompt = len(self._prompt_ids)
+        usage.completion = usage.completion or len(self.sampled)
+        usage.reasoning = usage.reasoning or min(self._reasoning_tokens, usage.completion)
+        finish = self._finish_reason or "stop"
+        if finish == "stop" and self._calls:
+            finish = "tool_calls"
+        return Reply(
+            self.exchange_id,
+            self.call.request.model,
+            self.created,
+            self._parts.all(),
+            finish,
+            self._stop_sequence,
+            usage,
+            self._alternatives or None,
+        )
+
+    def exchange(self, status: ExchangeStatus, delivered: int, error: str | None, *, wants_logprobs: bool) -> Exchange:
+        call, sampled = self.call, self.sampled
+        engine = self._replica.engine if self._replica else None
+        reply = self.reply() if sampled or self._finish_reason else None
+        logprobs = None
+        if self._logprobs is not None:
+            logprobs = np.array([np.nan if value is None else value for value in self._logprobs], dtype=np.float32)
+        exchange = Exchange(
+            exchange_id=self.exchange_id,
+            session_id=call.session.session_id,
+            seq=self.seq,
+            dialect=call.dialect.name,
+            params=call.params,
+            hints=call.hints,
+            wire=call.wire,
+            status=status,
+            started_at=self._started_at,
+            first_token_at=self._first_token_at,
+            ended_at=time.time(),
+            reply=reply,
+            error=error,
+            prompt_ids=self._prompt_ids,
+            sampled_ids=np.array(sampled, dtype=np.int32) if sampled else None,
+            logprobs=logprobs,
+            logprob_kind="none" if logprobs is None or engine is None else engine.capabilities.logprobs,
+            delivered=delivered,
+            sampling=engine.defaults(call.request.sampling) if engine else call.request.sampling,
+            versions=self._versions.spans(len(sampled)),
+            replica=self._replica.url if self._replica else "",
+            finish_reason=reply.finish_reason if reply and self._finish_reason else None,
+            usage=reply.usage if reply else Usage(),
+        )
+        exchange.untrainable = untrainable(exchange, call.request, wants_logprobs=wants_logprobs)
+        return exchange
+
+
+class _Versions:
+    """Which policy sampled which tokens: as the engine reports it, or as far as we can know."""
+
+    def __init__(self, version: int = 0) -> None:
+        self.reported: list[VersionSpan] | None = None
+        self._spans: list[VersionSpan] = []
+        self._version = version
+        self._start = 0
+        self._known = True
+
+    def change(self, version: int, sampled: int, *, known: bool) -> None:
+        self._known = self._known and known
+        self._spans = self.spans(sampled)
+        self._version, self._start = version, sampled
+
+    def spans(self, sampled: int) -> list[VersionSpan]:
+        """None (an empty list) where unknown."""
+        if self.reported is not None:
+            return self.reported
+        if not self._known:
+            return []
+        return (
+            [*self._spans, VersionSpan(self._version, self._start, sampled)] if sampled > self._start else self._spans
+        )
+
+
+class _Parts:
+    """Events into parts: neighbours of one kind are one part."""
+
+    def __init__(self) -> None:
+        self._closed: list[Part] = []
+        self._kind: type[Event] | None = None
+        self._make: Callable[[str], Part] = Text
+        self._pieces: list[str] = []
+
+    def add(self, event: Event) -> None:
+        if isinstance(event, CallDelta):
+            self._pieces.append(event.arguments)
+        elif isinstance(event, CallStart):
+            self._begin(CallDelta, lambda text: ToolCall(event.id, event.name, text, event.kind, event.namespace))
+        else:
+            if self._kind is not type(event):
+                self._begin(type(event), Text if isinstance(event, TextDelta) else Reasoning)
+            self._pieces.append(event.text)
+
+    def _begin(self, kind: type[Event], make: Callable[[str], Part]) -> None:
+        self._closed = self.all()
+        self._kind, self._make, self._pieces = kind, make, []
+
+    def all(self) -> list[Part]:
+        """What has come so far; a part that is still open as it stands."""
+        return self._closed if self._kind is None else [*self._closed, self._make("".join(self._pieces))]

@@ -1,0 +1,53 @@
+"""What is checked at the door: whether a captured call may be trained on.
+
+A call that fails a check is kept whole and marked with the reason; nothing is repaired.
+"""
+
+import numpy as np
+
+from polar.store.base import Exchange
+from polar.types import Request
+
+SENTINEL = -1000.0
+"""No sampled token is this unlikely; engines write such numbers (-9999, say) where they have none."""
+
+
+def untrainable(exchange: Exchange, request: Request, *, wants_logprobs: bool) -> str | None:
+    """The reason why no token of this call may be trained on, or None. Machine-readable, one word."""
+    sampled = exchange.sampled_ids
+    if exchange.reply is None:
+        return "no_reply"
+    if sampled is None or not len(sampled):
+        return "no_token_ids" if exchange.reply.parts else "no_tokens"
+    if exchange.prompt_ids is None:
+        return "no_prompt_ids"
+    if exchange.finish_reason == "abort":
+        return "aborted"
+    if not exchange.versions:
+        return "version_unknown"
+    if wants_logprobs and (reason := _bad_logprobs(exchange, len(sampled))):
+        return reason
+    if exchange.logprob_kind != "processed":
+        # Masking changes the distribution that was sampled from; raw log-probabilities don't know of it.
+        if request.response_format.kind != "text":
+            return "structured_output"
+        if request.tool_choice.forces:
+            return "forced_tool"
+    return None
+
+
+def _bad_logprobs(exchange: Exchange, sampled: int) -> str | None:
+    logprobs = exchange.logprobs
+    if logprobs is None:
+        return "logprobs_missing"
+    if len(logprobs) != sampled:
+        return "logprobs_short" if len(logprobs) < sampled else "logprobs_long"
+    if np.isnan(logprobs).any():
+        return "logprobs_nan"
+    if np.isinf(logprobs).any():
+        return "logprobs_infinite"
+    if (logprobs <= SENTINEL).any():
+        return "logprobs_sentinel"
+    if (logprobs > 1e-3).any():
+        return "logprobs_positive"
+    return None

@@ -1,0 +1,193 @@
+"""One generation: a model call from the engine's first token to the store.
+
+It runs in a task of its own, apart from the connection that asked for it, so that a harness that goes away for a moment
+loses nothing. Chunks are kept until the end: whoever reads gets them from the first.
+
+    engine --chunks--> Generation --chunks--> reader (the harness's connection; at most one at a time)
+                           |
+                           +-- at the end, before the reader is told so --> store (durable)
+
+Invariant: a reader sees `finished` only after the exchange is durable.
+"""
+
+import asyncio
+import logging
+
+from msgspec import Struct
+
+from polar.engines.base import Chunk
+from polar.engines.pool import Pool
+from polar.errors import ApiError, EngineError, StoreError
+from polar.gateway.capture import Call, Capture
+from polar.gateway.metrics import Metrics
+from polar.store.base import ExchangeStatus, Store
+
+log = logging.getLogger(__name__)
+
+
+class Context(Struct, frozen=True):
+    """What every generation of a gateway has in common."""
+
+    pool: Pool
+    store: Store
+    metrics: Metrics
+    wants_logprobs: bool
+    grace: float  # seconds that a generation goes on after its harness went away
+
+
+class Generation:
+    def __init__(self, call: Call, context: Context) -> None:
+        self.call = call
+        self.capture = Capture(call, call.session.take_seq())
+        self.chunks: list[Chunk] = []
+        self.finished = False
+        self.error: ApiError | None = None
+        self._context = context
+        self._ends: list[int] = []  # sampled tokens up to and with each chunk
+        self._delivered = 0
+        self._sampling = True
+        self._reading = True
+        self._served = False
+        self._given_up = False
+        self._recorded: tuple[ExchangeStatus, int] | None = None  # and how many tokens were delivered
+        self._waiter: asyncio.Future[None] | None = None
+        self._farewell: asyncio.TimerHandle | None = None
+        self._amendment: asyncio.Task[None] | None = None
+        call.session.running.add(self)
+        context.metrics.running.inc()
+        self._task = asyncio.get_running_loop().create_task(self._run())
+
+    # The reader's side
+
+    async def more(self, have: int, patience: float) -> bool:
+        """Waits until there are more than `have` chunks, or the end; False when `patience` seconds pass first."""
+        if len(self.chunks) == have and not self.finished:
+            loop = asyncio.get_running_loop()
+            self._waiter = waiter = loop.create_future()
+            timer = loop.call_later(patience, _wake, waiter)
+            try:
+                await waiter
+            finally:
+                timer.cancel()
+                self._waiter = None
+        return len(self.chunks) > have or self.finished
+
+    def delivered(self, chunks: int) -> None:
+        """Text was written to the harness, up to and with that of the last of so many chunks."""
+        self._delivered = max(self._delivered, self._ends[chunks - 1])
+
+    def served(self) -> None:
+        """The reply was written to its last byte."""
+        self._served = True
+
+    def attach(self) -> None:
+        """A new reader takes over, from the first chunk on."""
+        self._reading = True
+        if self._farewell is not None:
+            self._farewell.cancel()
+            self._farewell = None
+        self.call.session.orphans.remove(self)
+
+    def detach(self) -> None:
+        """The reader leaves: served, or because the harness went away. Then the generation goes on for a moment, so
+        that a retry can attach to it, and is given up after that."""
+        self._reading = False
+        if not self._served:
+            self.call.session.orphans.append(self)
+            self._farewell = asyncio.get_running_loop().call_later(self._context.grace, self.give_up)
+        else:
+            self._correct()  # it may have been recorded while nobody was reading
+
+    def give_up(self) -> None:
+        """Nobody will read this any more: its harness stayed away, or the session ended."""
+        if self._farewell is not None:
+            self._farewell.cancel()
+            self._farewell = None
+        if self in self.call.session.orphans:
+            self.call.session.orphans.remove(self)
+        self._given_up = True
+        if self._sampling:
+            self._task.cancel()
+        elif self.finished:
+            self._correct()
+
+    async def settled(self) -> None:
+        """Until all that is to be recorded of this generation is."""
+        await asyncio.wait([self._task])
+        if self._amendment is not None:
+            await asyncio.wait([self._amendment])
+
+    # The engine's side
+
+    async def _run(self) -> None:
+        capture = self.capture
+        request = self.call.request
+        status: ExchangeStatus = "complete"
+        chunks = self._context.pool.generate(
+            request, stream=request.stream, preferred=self.call.session.replica, call=capture, chosen=capture.chosen
+        )
+        try:
+            async for chunk in chunks:
+                capture.take(chunk)
+                self.chunks.append(chunk)
+                self._ends.append(len(capture.sampled))
+                self._wake()
+        except EngineError as error:
+            self.error = ApiError(error.kind, str(error))
+        except asyncio.CancelledError:
+            self.error = ApiError("timeout", "The call was given up, because nobody waited for its reply any more.")
+        finally:
+            self._sampling = False  # from here on nothing cancels this task: what was sampled gets recorded
+            await chunks.aclose()
+        if self.error is not None:
+            status = "partial" if capture.sampled else "failed"
+        elif not self._reading:
+            status = "partial"  # nobody has it yet; amended if somebody still comes
+        try:
+            await self._record(status)
+        except StoreError as error:
+            # What is not durable is not delivered: the harness may try again when the store is well.
+            self.error = ApiError("overloaded", f"The reply could not be recorded: {error}")
+        finally:
+            self.call.session.running.discard(self)
+            self._context.metrics.running.dec()
+            self.finished = True
+            self._wake()
+        if self._given_up:
+            self._correct()
+
+    async def _record(self, status: ExchangeStatus) -> None:
+        delivered = len(self.capture.sampled) if status == "complete" else self._delivered
+        error = str(self.error) if self.error else None
+        exchange = self.capture.exchange(status, delivered, error, wants_logprobs=self._context.wants_logprobs)
+        await self._context.store.append(exchange)
+        self._recorded = status, delivered
+        self._context.metrics.captured(exchange)
+
+    def _correct(self) -> None:
+        """Makes the record say what was really delivered, once nobody reads any more."""
+        if self._recorded is None:
+            return
+        status, delivered = self._recorded[0], self._delivered
+        if self.error is None:
+            status = "complete" if self._served else "partial"
+        if status == "complete":
+            delivered = len(self.capture.sampled)
+        if (status, delivered) != self._recorded:
+            self._recorded = status, delivered
+            self._amendment = asyncio.get_running_loop().create_task(self._amend(status, delivered))
+
+    async def _amend(self, status: ExchangeStatus, delivered: int) -> None:
+        try:
+            await self._context.store.amend(self.capture.exchange_id, status=status, delivered=delivered)
+        except StoreError as error:
+            log.error("exchange %s stays recorded as delivered otherwise: %s", self.capture.exchange_id, error)
+
+    def _wake(self) -> None:
+        if self._waiter is not None:
+            _wake(self._waiter)
+
+
+def _wake(waiter: asyncio.Future[None]) -> None:
+    if not waiter.done():
+        waiter.set_result(None)

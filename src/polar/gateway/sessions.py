@@ -1,0 +1,97 @@
+"""Sessions and their keys.
+
+A key is random, unrelated to the session's id, stored only as a hash, and works only while its session is open.
+"""
+
+import asyncio
+import hashlib
+import time
+from typing import TYPE_CHECKING, Any
+
+from polar import ids
+from polar.engines.pool import Replica
+from polar.store.base import Session, Store
+
+if TYPE_CHECKING:
+    from polar.gateway.generation import Generation
+
+
+class OpenSession:
+    """What the gateway keeps in memory of a session that is running: little, since thousands may be idle."""
+
+    __slots__ = ("_next_seq", "models", "orphans", "replica", "running", "session_id")
+
+    def __init__(self, session_id: str, next_seq: int, models: tuple[str, ...]) -> None:
+        self.session_id = session_id
+        self.models = models  # names that the harness has used
+        self.replica: Replica | None = None
+        self.running: set[Generation] = set()
+        self.orphans: list[Generation] = []  # their harness went away a moment ago
+        self._next_seq = next_seq
+
+    def take_seq(self) -> int:
+        seq = self._next_seq
+        self._next_seq += 1
+        return seq
+
+
+def hash_key(key: str) -> bytes:
+    return hashlib.sha256(key.encode("utf-8", "surrogatepass")).digest()
+
+
+class Sessions:
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._open: dict[bytes, OpenSession] = {}
+        self._keys: dict[str, bytes] = {}
+
+    async def create(self, metadata: dict[str, Any], run: str = "default") -> tuple[Session, str]:
+        """A new session and its key, which is not to be had again."""
+        key = ids.new_key()
+        session = Session(ids.new_session_id(), hash_key(key), time.time(), run, metadata)
+        await self._store.create_session(session)
+        self._remember(session, 0)
+        return session, key
+
+    async def by_key(self, key: str) -> OpenSession | None:
+        """The open session that this key belongs to. Sessions from before a restart are found in the store."""
+        hashed = hash_key(key)
+        found = self._open.get(hashed)
+        if found is not None:
+            return found
+        session = await self._store.session_by_key(hashed)
+        if session is None or session.status != "open":
+            return None
+        next_seq = await self._store.next_seq(session.session_id)
+        # Another call may have got here first while we waited.
+        return self._open.get(hashed) or self._remember(session, next_seq)
+
+    def _remember(self, session: Session, next_seq: int) -> OpenSession:
+        model = session.metadata.get("model")
+        opened = OpenSession(session.session_id, next_seq, (model,) if isinstance(model, str) else ())
+        self._open[session.key_hash] = opened
+        self._keys[session.session_id] = session.key_hash
+        return opened
+
+    async def end(self, session_id: str, reward: float | None = None) -> Session | None:
+        """Ends a session: its key stops working, and what still runs is given up and recorded."""
+        hashed = self._keys.pop(session_id, None)
+        opened = self._open.pop(hashed, None) if hashed is not None else None
+        if opened is not None:
+            await give_up(opened)
+        return await self._store.end_session(session_id, ended_at=time.time(), reward=reward)
+
+    async def close(self) -> None:
+        """Gives up whatever runs; the sessions stay open in the store."""
+        await asyncio.gather(*(give_up(opened) for opened in self._open.values()))
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+
+async def give_up(opened: OpenSession) -> None:
+    generations = [*opened.running, *opened.orphans]
+    for generation in generations:
+        generation.give_up()
+    for generation in generations:
+        await generation.settled()

@@ -1,0 +1,89 @@
+"""An exchange as the control plane shows it (the contract's fields)."""
+
+from typing import Any
+
+import msgspec
+from msgspec import Raw
+
+from polar.errors import ApiError
+from polar.plugins import load
+from polar.store.base import Exchange, Session
+from polar.types import Reply
+
+
+def session(record: Session) -> dict[str, Any]:
+    """Everything but the key."""
+    return {
+        "session_id": record.session_id,
+        "run": record.run,
+        "status": record.status,
+        "metadata": record.metadata,
+        "created_at": record.created_at,
+        "ended_at": record.ended_at,
+        "reward": record.reward,
+    }
+
+
+def exchange(record: Exchange) -> dict[str, Any]:
+    sampled = record.sampled_ids
+    return {
+        "exchange_id": record.exchange_id,
+        "session_id": record.session_id,
+        "seq": record.seq,
+        "parent": record.parent,
+        "agent_id": record.agent_id,
+        "dialect": record.dialect,
+        "role": record.role,
+        "status": record.status,
+        "error": record.error,
+        "request": record.request(),
+        "params": record.params,
+        "hints": record.hints,
+        "reply": _reply(record),
+        "prompt_ids": _list(record.prompt_ids),
+        "sampled_ids": _list(sampled),
+        "logprobs": _list(record.logprobs),
+        "logprob_kind": record.logprob_kind,
+        "delivered": record.delivered,
+        "sampling": record.sampling,
+        "policy_versions": _versions(record),
+        "routed_experts": record.routed_experts,
+        "finish_reason": record.finish_reason,
+        "continuation": record.continuation,
+        "branch_reason": record.branch_reason,
+        "untrainable": record.untrainable,
+        "usage": record.usage,
+        "replica": record.replica,
+        "started_at": record.started_at,
+        "first_token_at": record.first_token_at,
+        "ended_at": record.ended_at,
+    }
+
+
+def _list(values: Any) -> list[Any] | None:
+    """JSON has no NaN: such log-probabilities show as null."""
+    if values is None:
+        return None
+    return [None if value != value else value for value in values.tolist()]
+
+
+def _versions(record: Exchange) -> list[int] | None:
+    if record.sampled_ids is None or not record.versions:
+        return None
+    return [span.version for span in record.versions for _ in range(span.stop - span.start)]
+
+
+def _reply(record: Exchange) -> Raw | Reply | None:
+    """As the harness would have got it whole; the canonical form where its dialect can't say it."""
+    if record.reply is None:
+        return None
+    dialect = load("dialects", record.dialect)()
+    try:
+        request = dialect.decode_request(record.wire, dict(record.params))
+        return Raw(dialect.encode_reply(request, record.reply))
+    except ApiError:
+        return record.reply
+
+
+def encode(value: Any) -> bytes:
+    return msgspec.json.encode(value)

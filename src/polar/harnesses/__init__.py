@@ -1,0 +1,44 @@
+"""Known harnesses, and the environment that points any client library at the gateway."""
+
+from pathlib import PurePath
+
+from polar.harnesses.base import Harness
+from polar.plugins import load, names
+
+
+def environment(gateway_url: str, key: str, model: str) -> dict[str, str]:
+    """What the providers' own client libraries read. Works for most agents without further configuration."""
+    return {
+        "OPENAI_BASE_URL": f"{gateway_url}/v1",
+        "OPENAI_API_BASE": f"{gateway_url}/v1",
+        "OPENAI_API_KEY": key,
+        "OPENAI_MODEL": model,
+        "ANTHROPIC_BASE_URL": gateway_url,
+        "ANTHROPIC_API_KEY": key,
+        "ANTHROPIC_MODEL": model,
+        "GOOGLE_GEMINI_BASE_URL": gateway_url,
+        "GEMINI_API_KEY": key,
+        "GOOGLE_API_KEY": key,
+        "POLAR_BASE_URL": gateway_url,
+        "POLAR_API_KEY": key,
+        "NO_PROXY": "127.0.0.1,localhost",
+        "no_proxy": "127.0.0.1,localhost",
+    }
+
+
+def load_harness(name: str) -> Harness:
+    harness: Harness = load("harnesses", name.replace("-", "_"))()
+    return harness
+
+
+def known_by_command(argv: list[str]) -> str | None:
+    """The harness that a command line runs, told by its executable (also behind npx, uvx and the like)."""
+    words = [PurePath(word).name.split("@")[0] for word in argv[:3]]
+    for name in names("harnesses"):
+        executables = load("harnesses", name).executables
+        if words[0] in executables or (words[0] in _LAUNCHERS and any(word in executables for word in words[1:])):
+            return name
+    return None
+
+
+_LAUNCHERS = frozenset({"npx", "npm", "uvx", "pipx", "node", "env", "bunx"})

@@ -1,0 +1,50 @@
+"""Names that the gateway gives out.
+
+Every id that a harness may echo (tool calls, messages, items, signatures) carries the exchange's id, so that an echoed
+turn names the exchange it came from. Exchange ids sort by time of creation.
+"""
+
+import re
+import secrets
+import time
+
+_ALPHABET = "0123456789abcdefghjkmnpqrstvwxyz"  # Crockford's base 32, lower case
+_EXCHANGE = re.compile(r"x[0-9a-hjkmnp-tv-z]{24}")
+
+
+def _base32(value: int, length: int) -> str:
+    out = []
+    for _ in range(length):
+        value, digit = divmod(value, 32)
+        out.append(_ALPHABET[digit])
+    return "".join(reversed(out))
+
+
+def new_exchange_id() -> str:
+    """48 bits of milliseconds, 72 random ones: 25 characters that begin with x."""
+    return "x" + _base32((time.time_ns() // 1_000_000) << 72 | secrets.randbits(72), 24)
+
+
+def new_session_id() -> str:
+    return "s" + _base32((time.time_ns() // 1_000_000) << 52 | secrets.randbits(52), 20)
+
+
+def new_key() -> str:
+    """A session's key: random, and unrelated to the session's id. The prefix keeps harnesses content that check it."""
+    return "sk-polar-" + secrets.token_urlsafe(24)
+
+
+def call_id(exchange_id: str, index: int) -> str:
+    """The id of an exchange's tool call number `index`, before the dialect's prefix."""
+    return f"{exchange_id}_{index}"
+
+
+def seal(exchange_id: str, index: int) -> str:
+    """The opaque string that goes out with reasoning number `index` (a signature, encrypted content)."""
+    return f"polar.{exchange_id}.{index}"
+
+
+def exchange_named(issued: str | None) -> str | None:
+    """The exchange that an echoed id or seal names, or None if it isn't one of ours."""
+    found = _EXCHANGE.search(issued) if issued else None
+    return found.group() if found else None

@@ -1,0 +1,24 @@
+"""Plug-ins, found by name: one entry-point group per kind, built-ins registered the same way (see pyproject.toml)."""
+
+from functools import cache
+from importlib.metadata import entry_points
+from typing import Any, Literal
+
+from polar.errors import ConfigError
+
+Kind = Literal["dialects", "engines", "harnesses", "runtimes", "evaluators", "builders", "exporters"]
+
+
+@cache
+def load(kind: Kind, name: str) -> Any:
+    """The plug-in of that name; the error lists the known ones."""
+    for entry in entry_points(group=f"polar.{kind}"):
+        if entry.name == name:
+            return entry.load()
+    known = ", ".join(names(kind)) or "none"
+    raise ConfigError(f"There is no {kind.removesuffix('s')} named {name!r}; known: {known}.")
+
+
+@cache
+def names(kind: Kind) -> tuple[str, ...]:
+    return tuple(sorted({entry.name for entry in entry_points(group=f"polar.{kind}")}))

@@ -1,0 +1,132 @@
+"""Chat templates: messages to the text that a model was trained on.
+
+The environment is the one that Hugging Face's chat templates are written for, so that a template renders here to
+exactly the text that `apply_chat_template` gives. A template is code of the model's author: it runs in Jinja's sandbox
+and can't change what it is given.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from functools import lru_cache
+from typing import Any
+
+import jinja2
+from jinja2 import nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.runtime import Macro
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from polar.errors import PolarError
+
+ChatMessage = Mapping[str, Any]
+"""A message in the form of OpenAI's chat API, as plain data: templates read it by key."""
+
+
+class TemplateError(PolarError):
+    """The template refuses the messages, or breaks on them."""
+
+
+class _Generation(Extension):
+    """`{% generation %}` marks what the model wrote, for those who mask by it. Here it only has to be accepted. The
+    body becomes a call block, as it does in transformers: what is set inside isn't seen outside."""
+
+    tags = {"generation"}  # noqa: RUF012 (Jinja's own interface)
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.CallBlock(self.call_method("_body"), [], [], body).set_lineno(line)
+
+    def _body(self, caller: Macro) -> str:
+        return caller()
+
+
+def _raise_exception(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+def _strftime_now(form: str) -> str:
+    return datetime.now().strftime(form)  # noqa: DTZ005 (templates show the local date, as in transformers)
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Unlike Jinja's own filter: no HTML escapes, and keys stay in order."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+@lru_cache(maxsize=64)
+def _compile(source: str) -> jinja2.Template:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
+    )
+    environment.filters["tojson"] = _tojson
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = _strftime_now
+    return environment.from_string(source)
+
+
+def _mapped(call: Any) -> Any:
+    """A tool call whose arguments are a mapping: templates expect one, the API carries JSON text. Text that is no JSON
+    object stays as it is."""
+    function = call.get("function") if isinstance(call, Mapping) else None
+    arguments = function.get("arguments") if isinstance(function, Mapping) else None
+    if function is None or not isinstance(arguments, str):
+        return call
+    try:
+        parsed = json.loads(arguments) if arguments else {}
+    except ValueError:
+        return call
+    if not isinstance(parsed, dict):
+        return call
+    return {**call, "function": {**function, "arguments": parsed}}
+
+
+def _with_mapped_arguments(message: ChatMessage) -> ChatMessage:
+    calls = message.get("tool_calls")
+    if not isinstance(calls, list):
+        return message
+    return {**message, "tool_calls": [_mapped(call) for call in calls]}
+
+
+class ChatTemplate:
+    """A model's template, or its named templates: then `tool_use` is for requests with tools, `default` for the others.
+
+    `variables` are what every rendering sees besides the messages: the special tokens (`eos_token`, ...).
+    """
+
+    def __init__(self, source: str | Mapping[str, str], variables: Mapping[str, str] | None = None) -> None:
+        self._sources = {"default": source} if isinstance(source, str) else dict(source)
+        self._variables = dict(variables or {})
+        if "default" not in self._sources:
+            raise TemplateError(f"There is no default among the chat templates {sorted(self._sources)}.")
+
+    def source(self, tools: bool = False) -> str:
+        return self._sources["tool_use"] if tools and "tool_use" in self._sources else self._sources["default"]
+
+    def render(
+        self,
+        messages: Sequence[ChatMessage],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        **kwargs: Any,
+    ) -> str:
+        """Raises TemplateError where the template refuses or can't read the messages."""
+        variables = self._variables | kwargs
+        try:
+            return _compile(self.source(tools is not None)).render(
+                messages=[_with_mapped_arguments(message) for message in messages],
+                tools=tools,
+                documents=None,
+                add_generation_prompt=add_generation_prompt,
+                **variables,
+            )
+        except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
+            raise TemplateError(f"The chat template can't render these messages: {error}") from error

@@ -1,0 +1,191 @@
+"""A model's tokenizer, read from its folder: `tokenizer.json`, `tokenizer_config.json`, `chat_template.jinja`.
+
+Text that is encoded turn by turn must give the ids of the text encoded whole. For tokenizers where it does (probed when
+the folder is read), `encode_turns` remembers the ids of each turn, so that a conversation costs only what is new in it.
+"""
+
+import re
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import tokenizers
+from msgspec import Struct
+from numpy.typing import NDArray
+
+from polar.errors import ConfigError
+from polar.rendering.template import ChatTemplate
+
+Ids = NDArray[np.int32]
+
+_TURNS_REMEMBERED = 8192
+_REPLACEMENT = "�"  # what undecodable bytes, such as half a character, are shown as
+
+
+class _AddedToken(Struct):
+    content: str
+
+
+class _NamedTemplate(Struct):
+    name: str
+    template: str
+
+
+class _Config(Struct):
+    """What we need of tokenizer_config.json."""
+
+    bos_token: str | _AddedToken | None = None
+    eos_token: str | _AddedToken | None = None
+    unk_token: str | _AddedToken | None = None
+    sep_token: str | _AddedToken | None = None
+    pad_token: str | _AddedToken | None = None
+    cls_token: str | _AddedToken | None = None
+    mask_token: str | _AddedToken | None = None
+    chat_template: str | list[_NamedTemplate] | None = None
+
+    def special(self) -> dict[str, str]:
+        tokens = {name: getattr(self, name) for name in self.__struct_fields__ if name.endswith("_token")}
+        return {
+            name: token.content if isinstance(token, _AddedToken) else token
+            for name, token in tokens.items()
+            if token is not None
+        }
+
+
+class Tokenizer:
+    """Encodes and decodes as the model's own tokenizer does. Safe to use from several threads."""
+
+    def __init__(self, backend: tokenizers.Tokenizer, special: dict[str, str], template: ChatTemplate | None) -> None:
+        self._backend = backend
+        self._template = template
+        self.special = special
+        """The special tokens' text by their part: `eos_token`, `bos_token`, ..."""
+        self.added = {token.content: id for id, token in backend.get_added_tokens_decoder().items()}
+        """The ids of all tokens that are matched as a whole before the text is cut: control tokens and markup."""
+        self.eos_id = self.added.get(special.get("eos_token", ""))
+        self.vocabulary_size: int = backend.get_vocab_size(with_added_tokens=True)
+        self._turn_end = self._find_turn_end()
+        self._encode_turn = lru_cache(maxsize=_TURNS_REMEMBERED)(self._encode_array)
+        self._token_texts: list[str | None] = [None] * self.vocabulary_size
+
+    @classmethod
+    def load(cls, folder: str | Path) -> "Tokenizer":
+        folder = Path(folder)
+        try:
+            backend = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+        except Exception as error:  # the library raises nothing more precise
+            raise ConfigError(f"There is no readable tokenizer.json in {folder}: {error}.") from error
+        config = _Config()
+        if (path := folder / "tokenizer_config.json").exists():
+            try:
+                config = msgspec.json.decode(path.read_bytes(), type=_Config)
+            except msgspec.DecodeError as error:
+                raise ConfigError(f"{path} can't be read: {error}.") from error
+        special = config.special()
+        source: str | dict[str, str] | None
+        if (path := folder / "chat_template.jinja").exists():
+            source = path.read_text(encoding="utf-8")
+        elif isinstance(config.chat_template, list):
+            source = {named.name: named.template for named in config.chat_template}
+        else:
+            source = config.chat_template
+        return cls(backend, special, None if source is None else ChatTemplate(source, special))
+
+    @property
+    def template(self) -> ChatTemplate:
+        if self._template is None:
+            raise ConfigError("The tokenizer's folder has no chat template (chat_template.jinja or chat_template).")
+        return self._template
+
+    def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
+        return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+
+    def encode_words(self, text: str) -> tuple[list[int], list[int | None]]:
+        """The ids, and for each id the number of the word that it is part of."""
+        encoding = self._backend.encode(text, add_special_tokens=False)
+        return encoding.ids, encoding.word_ids
+
+    def encode_turns(self, text: str) -> Ids:
+        """The same ids as `encode`, for a rendered conversation of which much was encoded before."""
+        if self._turn_end is None:
+            return self._encode_turn(text)
+        return np.concatenate([self._encode_turn(turn) for turn in self._turn_end.split(text)])
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
+        return self._backend.decode(ids, skip_special_tokens=skip_special_tokens)
+
+    def token_text(self, id: int) -> str:
+        """One token's own text; with the replacement character where it holds a part of a character."""
+        if not 0 <= id < self.vocabulary_size:
+            return ""
+        text = self._token_texts[id]
+        if text is None:
+            text = self._token_texts[id] = self.decode([id])
+        return text
+
+    def token(self, id: int) -> str | None:
+        """The vocabulary's entry: in byte-level tokenizers one character for each byte."""
+        return self._backend.id_to_token(id)
+
+    def id(self, token: str) -> int | None:
+        return self._backend.token_to_id(token)
+
+    def detokenizer(self) -> "Detokenizer":
+        return Detokenizer(self)
+
+    def _encode_array(self, text: str) -> Ids:
+        ids = np.asarray(self.encode(text), dtype=np.int32)
+        ids.flags.writeable = False  # shared by all who ask
+        return ids
+
+    def _find_turn_end(self) -> re.Pattern[str] | None:
+        """Matches right behind an end-of-turn token, if cutting the text there changes no ids."""
+        if self.eos_id is None:
+            return None
+        eos = self.special["eos_token"]
+        for before, after in (("Yes.", "\nNo"), (" a", " b"), ("", "x"), ("\n", "\n\n"), ("é", "  1")):
+            if self.encode(before + eos + after) != self.encode(before + eos) + self.encode(after):
+                return None
+        return re.compile(f"(?<={re.escape(eos)})")
+
+
+class Detokenizer:
+    """Text of a growing sequence of ids. What is given out is never taken back: a token that ends within a character
+    is held until the character is whole."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._decode = tokenizer.decode
+        # A token's text can depend on the ones before it (leading spaces), so it is decoded together with the tokens
+        # that were given out last.
+        self._window: list[int] = []
+        self._known = 0
+        self._known_text = ""
+
+    def add(self, id: int) -> str:
+        self._window.append(id)
+        text = self._decode(self._window)
+        if text.endswith(_REPLACEMENT):
+            return ""
+        return self._give_out(text)
+
+    def flush(self) -> str:
+        """What is still held, however it decodes."""
+        return self._give_out(self._decode(self._window))
+
+    def _give_out(self, text: str) -> str:
+        new = text[len(self._known_text) :]
+        del self._window[: self._known]
+        self._known = len(self._window)
+        self._known_text = self._decode(self._window)
+        return new
+
+
+def pieces(tokenizer: Tokenizer, ids: Iterable[int]) -> list[str]:
+    """What each id adds to the text; together they are the whole text."""
+    detokenizer = tokenizer.detokenizer()
+    out = [detokenizer.add(id) for id in ids]
+    if out:
+        out[-1] += detokenizer.flush()
+    return out

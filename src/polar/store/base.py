@@ -1,0 +1,112 @@
+"""What is kept: sessions, and every model call they made.
+
+The store is the truth. `append` returns when the exchange would survive kill -9 (or loss of power, if so
+configured), and only then does the harness get the last byte of the reply.
+"""
+
+from collections.abc import AsyncIterator
+from typing import Any, Literal, Protocol
+
+import numpy as np
+from msgspec import Raw, Struct, field
+from numpy.typing import NDArray
+
+from polar.dialects.base import Wire
+from polar.engines.base import Ids, LogprobKind, VersionSpan
+from polar.types import FinishReason, Reply, Sampling, Usage
+
+Logprobs = NDArray[np.float32]
+ExchangeRole = Literal["main", "subagent", "compaction", "auxiliary", "retry"]
+ExchangeStatus = Literal["complete", "partial", "failed"]
+Continuation = Literal["recorded", "rendered", "engine"]
+
+
+class Session(Struct):
+    """One harness run. The key itself is never stored, only its SHA-256."""
+
+    session_id: str
+    key_hash: bytes
+    created_at: float
+    run: str = "default"
+    metadata: dict[str, Any] = field(default_factory=dict)
+    status: Literal["open", "ended"] = "open"
+    ended_at: float | None = None
+    reward: float | None = None
+
+
+class Exchange(Struct):
+    """One captured model call: what the harness asked (as it wrote it), what was sampled, and how it got there."""
+
+    exchange_id: str
+    session_id: str
+    seq: int  # order of arrival within the session
+    dialect: str
+    params: dict[str, str]  # of the route: a model named in the path, say
+    hints: dict[str, str]  # request headers that say something of the harness (never credentials)
+    wire: Wire
+    status: ExchangeStatus
+    started_at: float
+    ended_at: float
+    first_token_at: float | None = None
+    reply: Reply | None = None  # None where nothing was sampled
+    error: str | None = None
+    prompt_ids: Ids | None = None
+    sampled_ids: Ids | None = None
+    logprobs: Logprobs | None = None
+    logprob_kind: LogprobKind = "none"
+    delivered: int = 0  # sampled tokens whose text was written to the harness
+    sampling: Sampling = field(default_factory=Sampling)  # as used
+    versions: list[VersionSpan] = field(default_factory=list)  # empty where unknown
+    replica: str = ""
+    finish_reason: FinishReason | None = None
+    usage: Usage = field(default_factory=Usage)
+    continuation: Continuation = "engine"
+    branch_reason: str | None = None
+    untrainable: str | None = None
+    role: ExchangeRole = "main"
+    agent_id: str | None = None
+    routed_experts: bytes | None = None
+    parent: str | None = None  # found by the store: the latest exchange whose whole request this one extends
+
+    def request(self) -> dict[str, Raw | list[Raw]]:
+        """The harness's request body, field by field."""
+        body: dict[str, Raw | list[Raw]] = dict(self.wire.fields)
+        if self.wire.items or self.wire.list_name not in body:
+            body[self.wire.list_name] = self.wire.items
+        return body
+
+
+class Store(Protocol):
+    """Raises StoreError, which says what to do."""
+
+    async def create_session(self, session: Session) -> None: ...
+
+    async def end_session(self, session_id: str, *, ended_at: float, reward: float | None) -> Session | None:
+        """None where there is no such session. Ending twice keeps the first end (a reward may still be added)."""
+        ...
+
+    async def session(self, session_id: str) -> Session | None: ...
+
+    async def session_by_key(self, key_hash: bytes) -> Session | None: ...
+
+    async def sessions(self, *, limit: int = 100, before: str | None = None) -> list[Session]:
+        """Newest first; `before` is the last session id of the page before."""
+        ...
+
+    async def append(self, exchange: Exchange) -> None:
+        """Durable on return."""
+        ...
+
+    async def amend(self, exchange_id: str, *, status: ExchangeStatus, delivered: int) -> None:
+        """Corrects what was delivered, after a harness went away at the last moment. Durable on return."""
+        ...
+
+    def exchanges(self, session_id: str) -> AsyncIterator[Exchange]:
+        """In order of `seq`, with whole prompts and requests."""
+        ...
+
+    async def next_seq(self, session_id: str) -> int:
+        """One more than the highest stored, 0 for none."""
+        ...
+
+    async def close(self) -> None: ...

@@ -1,0 +1,174 @@
+"""What an exchange shares with the earlier ones of its session.
+
+A conversation repeats itself: request k holds nearly all of request k-1, and its prompt begins with the tokens of turn
+k-1. So an exchange is stored against a base: how many leading items and tokens it shares with it, and what is new.
+
+    base     the exchange that shares the most leading items; the latest one where none shares any
+    parent   the exchange whose whole request this one extends: the longest such, the latest among equals
+    context  an exchange's prompt and sampled ids, which the next prompt usually begins with
+
+Items are compared by digest. Invariant: any base gives back what was stored; the choice only decides how much is saved.
+"""
+
+from array import array
+from bisect import bisect_left, insort
+from collections import OrderedDict
+from collections.abc import Hashable, Iterable, Sequence
+from hashlib import sha256
+from typing import NamedTuple
+
+from msgspec import Raw
+
+from polar.engines.base import Ids
+from polar.store.lru import Lru
+
+DIGEST_SIZE = 16
+
+
+class Digester:
+    """Digests of pieces: SHA-256, the first 16 bytes. Content is adversarial, so the hash must be a cryptographic one;
+    with the CPU's own instructions for it, this is the fastest of them.
+
+    Most of a request came with an earlier one, and comparing bytes takes a twentieth of the time of hashing them. So a
+    conversation's last items are kept with their digests, and large fields (tools, system prompts: the same in thousands
+    of sessions) one per length. Only equal bytes are taken for equal.
+    """
+
+    LARGE = 4096
+    ITEMS_BUDGET = 32 * 1024 * 1024
+    FIELDS_BUDGET = 16 * 1024 * 1024
+
+    def __init__(self) -> None:
+        self._items: Lru[Hashable, tuple[list[Raw], list[bytes]]] = Lru(self.ITEMS_BUDGET)
+        self._fields: Lru[int, tuple[bytes, bytes]] = Lru(self.FIELDS_BUDGET)
+
+    def items(self, conversation: Hashable, items: list[Raw]) -> list[bytes]:
+        known, digests = self._items.get(conversation) or ([], [])
+        shared = 0
+        for old, new in zip(known, items, strict=False):
+            if old != new:
+                break
+            shared += 1
+        digests = digests[:shared] + [_digest(item) for item in items[shared:]]
+        kept = known[:shared] + [item.copy() for item in items[shared:]]  # a copy, since a Raw holds its whole request
+        self._items.put(conversation, (kept, digests), sum(memoryview(item).nbytes for item in kept))
+        return digests
+
+    def field(self, field: bytes) -> bytes:
+        if len(field) < self.LARGE:
+            return _digest(field)
+        known = self._fields.get(len(field))
+        if known is not None and known[0] == field:
+            return known[1]
+        digest = _digest(field)
+        self._fields.put(len(field), (field, digest), len(field))
+        return digest
+
+
+def _digest(piece: Raw | bytes) -> bytes:
+    return sha256(piece).digest()[:DIGEST_SIZE]
+
+
+class Match(NamedTuple):
+    base: int | None
+    parent: str | None
+    shared_items: int
+
+
+class Stored(NamedTuple):
+    """What a lineage keeps of one exchange."""
+
+    exchange_id: str
+    end: int  # the node of its last item
+    length: int  # in items
+    fields: bytes
+
+
+class Lineage:
+    """One session's exchanges as a trie over item digests, and the contexts at its tips.
+
+    Node 0 is the empty request. A node knows the node above it and the exchange that passed it last.
+    """
+
+    TIPS = 8
+    _NODE_SIZE = 230  # bytes, about: a key of two objects, its value, their slot, two array entries
+    _STORED_SIZE = 420
+
+    def __init__(self) -> None:
+        self._child: dict[tuple[int, bytes], int] = {}
+        self._above = array("q", [0])
+        self._passed = array("q", [-1])
+        self._ends: dict[int, list[int]] = {}
+        self._stored: dict[int, Stored] = {}
+        self._contexts: OrderedDict[int, Ids] = OrderedDict()
+        self._context_size = 0
+
+    @property
+    def size(self) -> int:
+        """Bytes held, about."""
+        return self._NODE_SIZE * len(self._above) + self._STORED_SIZE * len(self._stored) + self._context_size
+
+    def match(self, seq: int, digests: Sequence[bytes]) -> Match:
+        if not self._stored:
+            return Match(None, None, 0)
+        path = [0]
+        for digest in digests:
+            node = self._child.get((path[-1], digest))
+            if node is None:
+                break
+            path.append(node)
+        return Match(self._passed[path[-1]], self._parent(seq, path[1 : len(digests)]), len(path) - 1)
+
+    def _parent(self, seq: int, path: list[int]) -> str | None:
+        for node in reversed(path):
+            ends = self._ends.get(node)
+            if ends and ends[0] < seq:
+                return self._stored[ends[bisect_left(ends, seq) - 1]].exchange_id
+        return None
+
+    def fields(self, seq: int) -> bytes:
+        return self._stored[seq].fields
+
+    def add(
+        self, seq: int, exchange_id: str, base: int | None, shared: int, new: Iterable[bytes], fields: bytes
+    ) -> None:
+        """Takes in an exchange that is stored against `base`, with `new` after the `shared` first items."""
+        node, count = 0, shared
+        if base is not None:
+            stored = self._stored[base]
+            node = stored.end
+            for _ in range(stored.length - shared):
+                node = self._above[node]
+        self._passed[0] = self._passed[node] = seq
+        for digest in new:
+            node = self._step(node, digest)
+            self._passed[node] = seq
+            count += 1
+        self._stored[seq] = Stored(exchange_id, node, count, fields)
+        if count:
+            insort(self._ends.setdefault(node, []), seq)
+
+    def _step(self, node: int, digest: bytes) -> int:
+        found = self._child.setdefault((node, digest), len(self._above))
+        if found == len(self._above):
+            self._above.append(node)
+            self._passed.append(-1)
+        return found
+
+    def context(self, seq: int) -> Ids | None:
+        """None where it is not held."""
+        return self._contexts.get(seq)
+
+    def advance(self, base: int | None, seq: int, context: Ids) -> None:
+        """Holds the context of `seq` instead of its base's: the next exchange goes on from here."""
+        if base is not None:
+            self._release(base)
+        self._contexts[seq] = context
+        self._context_size += context.nbytes
+        if len(self._contexts) > self.TIPS:
+            self._release(next(iter(self._contexts)))
+
+    def _release(self, seq: int) -> None:
+        context = self._contexts.pop(seq, None)
+        if context is not None:
+            self._context_size -= context.nbytes

@@ -1,0 +1,158 @@
+"""Group commit: one thread writes, and one transaction carries everything that was waiting when it began.
+
+A caller hands in work and awaits it; the work runs in the writer's thread. While one transaction is being committed the
+next one's work gathers, so the more there is to do the cheaper each write becomes, and a lone write waits for nobody.
+
+Invariant: `submit` returns only after the commit, and work that was handed in is done even if nobody waits for it.
+"""
+
+import asyncio
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from queue import Empty, SimpleQueue
+from threading import Lock, Thread
+from typing import Any, Protocol, TypeVar
+
+from polar.errors import StoreError
+
+T = TypeVar("T")
+
+BATCH_LIMIT = 256
+
+
+class Transactions(Protocol):
+    """A database's side of it. All of this is called in the writer's thread."""
+
+    def begin(self) -> None: ...
+
+    def commit(self) -> None: ...
+
+    def rollback(self) -> None: ...
+
+    def explain(self, error: Exception) -> StoreError: ...
+
+    def close(self) -> None: ...
+
+
+class _Job:
+    __slots__ = ("error", "future", "loop", "result", "settled", "work")
+
+    def __init__(self, work: Callable[[], Any], loop: asyncio.AbstractEventLoop, future: "asyncio.Future[Any]") -> None:
+        self.work = work
+        self.loop = loop
+        self.future = future
+        self.settled = False
+        self.result: Any = None
+        self.error: StoreError | None = None
+
+    def settle(self, result: Any, error: StoreError | None) -> None:
+        self.result, self.error, self.settled = result, error, True
+
+    def answer(self) -> None:
+        if self.future.done():  # the caller was cancelled
+            return
+        if self.error is not None:
+            self.future.set_exception(self.error)
+        else:
+            self.future.set_result(self.result)
+
+
+class GroupCommit:
+    def __init__(self, transactions: Transactions, name: str) -> None:
+        self._transactions = transactions
+        self._queue: SimpleQueue[_Job | None] = SimpleQueue()
+        self._lock = Lock()  # nothing enters the queue after the None that ends it
+        self._closed = False
+        self.commits = 0
+        self._thread = Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    async def submit(self, work: Callable[[], T]) -> T:
+        """Runs `work` inside a transaction; returns its result once that is committed."""
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[T] = loop.create_future()
+        with self._lock:
+            if self._closed:
+                raise closed()
+            self._queue.put(_Job(work, loop, future))
+        return await future
+
+    async def close(self) -> None:
+        """Returns when all that was handed in is written and the database is closed."""
+        with self._lock:
+            if not self._closed:
+                self._closed = True
+                self._queue.put(None)
+        await asyncio.to_thread(self._thread.join)
+
+    def _run(self) -> None:
+        more = True
+        while more:
+            batch, more = self._take()
+            if batch:
+                self._settle(batch)
+                _answer(batch)
+        self._transactions.close()
+
+    def _take(self) -> tuple[list[_Job], bool]:
+        """Everything that is waiting, and whether there may be more."""
+        batch: list[_Job] = []
+        job = self._queue.get()
+        while job is not None:
+            batch.append(job)
+            if len(batch) == BATCH_LIMIT:
+                return batch, True
+            try:
+                job = self._queue.get_nowait()
+            except Empty:
+                return batch, True
+        return batch, False
+
+    def _settle(self, batch: Sequence[_Job]) -> None:
+        try:
+            if not self._write(batch):
+                for job in batch:
+                    self._write([job])
+        except Exception as error:  # noqa: BLE001 - no work's own fault, so it goes to all that is left; the thread goes on
+            reason = self._transactions.explain(error)
+            for job in batch:
+                if not job.settled:
+                    job.settle(None, reason)
+
+    def _write(self, batch: Sequence[_Job]) -> bool:
+        """One transaction. False where some work of several failed: then nothing is written and nothing settled, and
+        each is to be tried alone, so that only the one at fault fails."""
+        self._transactions.begin()
+        try:
+            results = [job.work() for job in batch]
+            self._transactions.commit()
+        except Exception as error:  # noqa: BLE001 - it goes to the caller whose work it was
+            self._transactions.rollback()
+            if len(batch) > 1:
+                return False
+            batch[0].settle(None, self._transactions.explain(error))
+            return True
+        self.commits += 1
+        for job, result in zip(batch, results, strict=True):
+            job.settle(result, None)
+        return True
+
+
+def _answer(batch: Sequence[_Job]) -> None:
+    """Wakes the callers, with one call per event loop."""
+    by_loop: defaultdict[asyncio.AbstractEventLoop, list[_Job]] = defaultdict(list)
+    for job in batch:
+        by_loop[job.loop].append(job)
+    for loop, jobs in by_loop.items():
+        with suppress(RuntimeError):  # that loop is closed, and its callers with it
+            loop.call_soon_threadsafe(_answer_all, jobs)
+
+
+def _answer_all(jobs: Sequence[_Job]) -> None:
+    for job in jobs:
+        job.answer()
+
+
+def closed() -> StoreError:
+    return StoreError("The store is closed; open it again before using it.")

@@ -1,0 +1,80 @@
+"""Following bases: a sequence that is stored as "the first n of the base's, then these" put together again.
+
+The same walk serves item digests and token ids. It fills the result from its end, so that each stored piece is copied
+once and nothing but the result is held.
+"""
+
+from collections.abc import Callable, Mapping
+from sys import maxsize
+from typing import NamedTuple
+
+from polar.engines.base import Ids
+from polar.errors import StoreError
+from polar.store.arrays import ID_SIZE, NO_IDS, bytes_to_ids
+from polar.store.sql import Connection, Queries
+
+
+class Link(NamedTuple):
+    """The first `shared` bytes of the base's sequence, then `own`. A link that has nothing of its own and shares all
+    of its base's sequence, however long, has `shared` = ALL."""
+
+    base: int | None
+    shared: int
+    own: bytes
+
+
+ALL = maxsize
+
+
+def follow(link: Link, fetch: Callable[[int], Link], held: Mapping[int, bytes | bytearray]) -> bytearray:
+    """The whole sequence of `link`. `held` has sequences that are at hand already, by `seq`."""
+    need = link.shared
+    whole = bytearray(need + len(link.own))
+    whole[need:] = link.own
+    base = link.base
+    while need:
+        if base is None:
+            raise damaged("an exchange shares more with its base than that has")
+        start, piece = 0, held.get(base)
+        if piece is None:
+            base, start, piece = fetch(base)
+        if start < need:
+            if len(piece) < need - start:
+                raise damaged("an exchange shares more with its base than that has")
+            whole[start:need] = piece[: need - start]
+            need = start
+    return whole
+
+
+def token_link(db: Connection, queries: Queries, session_id: str, seq: int) -> Link:
+    """Of an exchange's context."""
+    row = db.execute(queries.token_link, {"session_id": session_id, "seq": seq}).fetchone()
+    if row is None:
+        raise damaged(f"exchange {seq} of session {session_id} is missing")
+    base, shared, prompt, sampled = row
+    return context_link(base, shared, prompt, sampled)
+
+
+def context_link(base: int | None, shared: int | None, prompt: bytes | None, sampled: bytes | None) -> Link:
+    if shared is None or prompt is None:
+        return Link(base, ALL, b"")
+    return Link(base, shared * ID_SIZE, prompt + (sampled or b""))
+
+
+def load_context(db: Connection, queries: Queries, session_id: str, seq: int) -> Ids:
+    """Empty where no prompt is known."""
+    link = token_link(db, queries, session_id, seq)
+    while link.shared == ALL:
+        if link.base is None:
+            return NO_IDS
+        link = token_link(db, queries, session_id, link.base)
+    return bytes_to_ids(follow(link, lambda base: token_link(db, queries, session_id, base), {}))
+
+
+def cut(data: bytes | bytearray, size: int) -> list[bytes]:
+    """Into pieces of equal size."""
+    return [bytes(data[start : start + size]) for start in range(0, len(data), size)]
+
+
+def damaged(what: str) -> StoreError:
+    return StoreError(f"The store is damaged ({what}); restore it from a backup.")

@@ -1,0 +1,84 @@
+-- Every statement that the store runs, by name; `:name` is a parameter. All of them run on SQLite and on PostgreSQL.
+
+-- name: schema_version
+SELECT version FROM polar_schema;
+
+-- name: insert_session
+INSERT INTO sessions (session_id, key_hash, created_at, run, status, ended_at, reward, metadata)
+VALUES (:session_id, :key_hash, :created_at, :run, :status, :ended_at, :reward, :metadata);
+
+-- name: end_session
+-- The first end stays, and the first reward.
+UPDATE sessions
+SET status = 'ended', ended_at = COALESCE(ended_at, :ended_at), reward = COALESCE(reward, :reward)
+WHERE session_id = :session_id
+RETURNING session_id, key_hash, created_at, run, status, ended_at, reward, metadata;
+
+-- name: session
+SELECT session_id, key_hash, created_at, run, status, ended_at, reward, metadata
+FROM sessions
+WHERE session_id = :session_id;
+
+-- name: session_by_key
+SELECT session_id, key_hash, created_at, run, status, ended_at, reward, metadata
+FROM sessions
+WHERE key_hash = :key_hash;
+
+-- name: newest_sessions
+SELECT session_id, key_hash, created_at, run, status, ended_at, reward, metadata
+FROM sessions
+ORDER BY created_at DESC, session_id DESC
+LIMIT :limit;
+
+-- name: sessions_before
+SELECT session_id, key_hash, created_at, run, status, ended_at, reward, metadata
+FROM sessions
+WHERE (created_at, session_id) < (:created_at, :session_id)
+ORDER BY created_at DESC, session_id DESC
+LIMIT :limit;
+
+-- name: insert_blob
+INSERT INTO blobs (digest, data) VALUES (:digest, :data) ON CONFLICT DO NOTHING;
+
+-- name: blob
+SELECT data FROM blobs WHERE digest = :digest;
+
+-- name: insert_exchange
+INSERT INTO exchanges (
+    exchange_id, session_id, seq, base, shared_items, shared_tokens, items, fields, list_name, dialect, parent, role,
+    agent_id, status, finish_reason, started_at, first_token_at, ended_at, replica, continuation, branch_reason,
+    untrainable, delivered, logprob_kind, detail, prompt, sampled, logprobs, reply, reply_logprobs, routed_experts
+) VALUES (
+    :exchange_id, :session_id, :seq, :base, :shared_items, :shared_tokens, :items, :fields, :list_name, :dialect,
+    :parent, :role, :agent_id, :status, :finish_reason, :started_at, :first_token_at, :ended_at, :replica,
+    :continuation, :branch_reason, :untrainable, :delivered, :logprob_kind, :detail, :prompt, :sampled, :logprobs,
+    :reply, :reply_logprobs, :routed_experts
+);
+
+-- name: amend_exchange
+UPDATE exchanges SET status = :status, delivered = :delivered WHERE exchange_id = :exchange_id;
+
+-- name: next_exchange
+SELECT
+    exchange_id, session_id, seq, base, shared_items, shared_tokens, items, fields, list_name, dialect, parent, role,
+    agent_id, status, finish_reason, started_at, first_token_at, ended_at, replica, continuation, branch_reason,
+    untrainable, delivered, logprob_kind, detail, prompt, sampled, logprobs, reply, reply_logprobs, routed_experts
+FROM exchanges
+WHERE session_id = :session_id AND seq > :after
+ORDER BY seq
+LIMIT 1;
+
+-- name: next_seq
+SELECT COALESCE(MAX(seq) + 1, 0) FROM exchanges WHERE session_id = :session_id;
+
+-- name: request_links
+SELECT seq, exchange_id, base, shared_items, items, fields
+FROM exchanges
+WHERE session_id = :session_id
+ORDER BY seq;
+
+-- name: request_link
+SELECT base, shared_items, items, fields FROM exchanges WHERE session_id = :session_id AND seq = :seq;
+
+-- name: token_link
+SELECT base, shared_tokens, prompt, sampled FROM exchanges WHERE session_id = :session_id AND seq = :seq;

@@ -1,0 +1,145 @@
+"""Reading: rows to records, whole again, on one connection of any driver.
+
+A session is read one exchange at a time, each with a query of its own, so that a slow reader holds no transaction open
+and memory stays the same however long the session is. What the next exchange probably shares is kept at hand.
+"""
+
+from collections import OrderedDict
+from typing import TypeVar
+
+import msgspec
+from msgspec import Raw
+
+from polar.dialects.base import Wire
+from polar.engines.base import Ids
+from polar.errors import StoreError
+from polar.store.arrays import bytes_to_ids
+from polar.store.base import Exchange, Session
+from polar.store.difference import DIGEST_SIZE
+from polar.store.links import ALL, Link, context_link, cut, damaged, follow, token_link
+from polar.store.rows import ExchangeRow, FieldEntry, to_exchange, to_session
+from polar.store.sql import Connection, Queries
+
+T = TypeVar("T")
+
+
+class Reader:
+    def __init__(self, connection: Connection, queries: Queries) -> None:
+        self._db = connection
+        self._q = queries
+
+    def session(self, session_id: str) -> Session | None:
+        row = self._db.execute(self._q.session, {"session_id": session_id}).fetchone()
+        return None if row is None else to_session(row)
+
+    def session_by_key(self, key_hash: bytes) -> Session | None:
+        row = self._db.execute(self._q.session_by_key, {"key_hash": key_hash}).fetchone()
+        return None if row is None else to_session(row)
+
+    def sessions(self, limit: int, before: str | None) -> list[Session]:
+        if before is None:
+            rows = self._db.execute(self._q.newest_sessions, {"limit": limit}).fetchall()
+        else:
+            last = self.session(before)
+            if last is None:
+                raise StoreError(f"There is no session {before} to list from; start again from the newest.")
+            place = {"created_at": last.created_at, "session_id": before, "limit": limit}
+            rows = self._db.execute(self._q.sessions_before, place).fetchall()
+        return [to_session(row) for row in rows]
+
+    def next_seq(self, session_id: str) -> int:
+        found: int = self._db.execute(self._q.next_seq, {"session_id": session_id}).fetchone()[0]
+        return found
+
+    def exchanges(self, session_id: str) -> "SessionReading":
+        return SessionReading(self._db, self._q, session_id)
+
+
+class SessionReading:
+    """One pass over a session's exchanges."""
+
+    RECENT = 8
+    _PIECES_BUDGET = 32 * 1024 * 1024
+
+    def __init__(self, connection: Connection, queries: Queries, session_id: str) -> None:
+        self._db = connection
+        self._q = queries
+        self._session_id = session_id
+        self._after = -1
+        # Of the latest exchanges, by seq: item digests, table of fields, context.
+        self._items: OrderedDict[int, bytearray] = OrderedDict()
+        self._fields: OrderedDict[int, bytes] = OrderedDict()
+        self._contexts: OrderedDict[int, bytes | bytearray] = OrderedDict()
+        self._pieces: dict[bytes, Raw] = {}
+        self._pieces_size = 0
+        self._decode_fields = msgspec.msgpack.Decoder(dict[str, FieldEntry]).decode
+
+    def next(self) -> Exchange | None:
+        place = {"session_id": self._session_id, "after": self._after}
+        found = self._db.execute(self._q.next_exchange, place).fetchone()
+        if found is None:
+            return None
+        row = msgspec.convert(found, ExchangeRow)
+        self._after = row.seq
+        return to_exchange(row, self._wire(row), self._prompt(row))
+
+    def _wire(self, row: ExchangeRow) -> Wire:
+        if self._pieces_size > self._PIECES_BUDGET:
+            self._pieces.clear()
+            self._pieces_size = 0
+        link = Link(row.base, row.shared_items * DIGEST_SIZE, row.items)
+        digests = follow(link, self._request_link, self._items)
+        table = self._table(row.base, row.fields)
+        self._keep(self._items, row.seq, digests)
+        self._keep(self._fields, row.seq, table)
+        fields = {
+            name: self._piece(entry.data) if entry.is_digest else Raw(entry.data)
+            for name, entry in self._decode_fields(table).items()
+        }
+        return Wire(fields, row.list_name, [self._piece(digest) for digest in cut(digests, DIGEST_SIZE)])
+
+    def _prompt(self, row: ExchangeRow) -> Ids | None:
+        link = context_link(row.base, row.shared_tokens, row.prompt, row.sampled)
+        if link.shared == ALL:
+            if row.base is not None and row.base in self._contexts:
+                self._keep(self._contexts, row.seq, self._contexts[row.base])
+            return None
+        context = follow(link, lambda seq: token_link(self._db, self._q, self._session_id, seq), self._contexts)
+        self._keep(self._contexts, row.seq, context)
+        return bytes_to_ids(bytes(context[: len(context) - len(row.sampled or b"")]))
+
+    def _table(self, base: int | None, own: bytes | None) -> bytes:
+        while own is None:
+            if base is None:
+                raise damaged(f"session {self._session_id} has an exchange without fields")
+            own = self._fields.get(base)
+            if own is None:
+                base, _, _, own = self._request(base)
+        return own
+
+    def _request_link(self, seq: int) -> Link:
+        base, shared_items, items, _ = self._request(seq)
+        return Link(base, shared_items * DIGEST_SIZE, items)
+
+    def _request(self, seq: int) -> tuple[int | None, int, bytes, bytes | None]:
+        row: tuple[int | None, int, bytes, bytes | None] | None = self._db.execute(
+            self._q.request_link, {"session_id": self._session_id, "seq": seq}
+        ).fetchone()
+        if row is None:
+            raise damaged(f"exchange {seq} of session {self._session_id} is missing")
+        return row
+
+    def _piece(self, digest: bytes) -> Raw:
+        piece = self._pieces.get(digest)
+        if piece is None:
+            row = self._db.execute(self._q.blob, {"digest": digest}).fetchone()
+            if row is None:
+                raise damaged(f"piece {digest.hex()} of session {self._session_id} is missing")
+            piece = self._pieces[digest] = Raw(row[0])
+            self._pieces_size += len(row[0])
+        return piece
+
+    def _keep(self, recent: OrderedDict[int, T], seq: int, value: T) -> None:
+        recent[seq] = value
+        if len(recent) > self.RECENT:
+            recent.popitem(last=False)

@@ -1,0 +1,146 @@
+"""Writing: records to rows, by difference, on one connection of any driver.
+
+Everything here runs in the one thread that owns the connection, inside a transaction that the caller opens and closes.
+The lineages in memory run ahead of the database within a transaction, so a rollback forgets those it touched.
+"""
+
+import math
+
+import msgspec
+import numpy as np
+from msgspec import Raw
+
+from polar.engines.base import Ids
+from polar.errors import StoreError
+from polar.store.arrays import NO_IDS, ids_to_bytes, shared_prefix
+from polar.store.base import Exchange, ExchangeStatus, Session
+from polar.store.difference import DIGEST_SIZE, Digester, Lineage
+from polar.store.links import cut, load_context
+from polar.store.lru import Lru
+from polar.store.rows import Difference, FieldEntry, exchange_parameters, session_parameters, to_session
+from polar.store.sql import Connection, Queries
+
+INLINE_SIZE = 256
+"""A request's field up to so many bytes stands in the exchange's own row; a larger one becomes a blob."""
+
+Pieces = list[tuple[bytes, Raw | bytes]]
+
+
+class Recorder:
+    def __init__(self, connection: Connection, queries: Queries, *, memory: int) -> None:
+        self._db = connection
+        self._q = queries
+        self._digester = Digester()
+        self.lineages: Lru[str, Lineage] = Lru(memory)
+        self._touched: set[str] = set()
+        self._encode = msgspec.msgpack.Encoder().encode
+
+    def committed(self) -> None:
+        self._touched.clear()
+
+    def rolled_back(self) -> None:
+        for session_id in self._touched:
+            self.lineages.drop(session_id)
+        self._touched.clear()
+
+    def create_session(self, session: Session) -> None:
+        _check_reward(session.reward)
+        self._db.execute(self._q.insert_session, session_parameters(session))
+
+    def end_session(self, session_id: str, ended_at: float, reward: float | None) -> Session | None:
+        _check_reward(reward)
+        parameters = {"session_id": session_id, "ended_at": ended_at, "reward": reward}
+        rows = self._db.execute(self._q.end_session, parameters).fetchall()
+        self.lineages.drop(session_id)
+        return to_session(rows[0]) if rows else None
+
+    def amend(self, exchange_id: str, status: ExchangeStatus, delivered: int) -> None:
+        parameters = {"exchange_id": exchange_id, "status": status, "delivered": delivered}
+        if self._db.execute(self._q.amend_exchange, parameters).rowcount != 1:
+            raise StoreError(f"There is no exchange {exchange_id} to amend; append it first.")
+
+    def append(self, exchange: Exchange) -> str | None:
+        """Returns the parent's id."""
+        session_id, seq, items = exchange.session_id, exchange.seq, exchange.wire.items
+        lineage = self.lineages.get(session_id) or self._load_lineage(session_id)
+        self._touched.add(session_id)
+        digests = self._digester.items((session_id, exchange.agent_id), items)
+        base, parent, shared_items = lineage.match(seq, digests)
+        new = digests[shared_items:]
+        pieces: Pieces = list(zip(new, items[shared_items:], strict=True))
+        fields, field_pieces = self._split_fields(exchange.wire.fields)
+        own_fields = None if base is not None and fields == lineage.fields(base) else fields
+        if own_fields is not None:
+            pieces += field_pieces
+
+        context = NO_IDS if base is None else self._context(lineage, session_id, base)
+        shared_tokens = prompt = None
+        if exchange.prompt_ids is not None:
+            shared_tokens = shared_prefix(exchange.prompt_ids, context)
+            prompt = ids_to_bytes(exchange.prompt_ids[shared_tokens:])
+            context = _join(exchange.prompt_ids, exchange.sampled_ids)
+
+        difference = Difference(
+            base=base,
+            parent=exchange.parent or parent,
+            shared_items=shared_items,
+            items=b"".join(new),
+            fields=own_fields,
+            shared_tokens=shared_tokens,
+            prompt=prompt,
+        )
+        self._db.execute(self._q.insert_exchange, exchange_parameters(exchange, difference))
+        self._insert_blobs(pieces)
+        lineage.add(seq, exchange.exchange_id, base, shared_items, new, fields)
+        lineage.advance(base, seq, context)
+        self.lineages.put(session_id, lineage, lineage.size)
+        return difference.parent
+
+    def _split_fields(self, fields: dict[str, Raw]) -> tuple[bytes, Pieces]:
+        """The table of fields, and the pieces that it names."""
+        table: dict[str, FieldEntry] = {}
+        pieces: Pieces = []
+        for name, raw in fields.items():
+            data = bytes(raw)
+            if len(data) <= INLINE_SIZE:
+                table[name] = FieldEntry(False, data)
+            else:
+                digest = self._digester.field(data)
+                table[name] = FieldEntry(True, digest)
+                pieces.append((digest, data))
+        return self._encode(table), pieces
+
+    def _insert_blobs(self, pieces: Pieces) -> None:
+        for digest, piece in pieces:
+            self._db.execute(self._q.insert_blob, {"digest": digest, "data": bytes(piece)})
+
+    def _context(self, lineage: Lineage, session_id: str, seq: int) -> Ids:
+        held = lineage.context(seq)
+        return load_context(self._db, self._q, session_id, seq) if held is None else held
+
+    def _load_lineage(self, session_id: str) -> Lineage:
+        """From the database: after a restart, or when the session was idle for long. A base may have a higher `seq`
+        (calls end in any order), so each goes in after its own base."""
+        lineage = Lineage()
+        found = self._db.execute(self._q.request_links, {"session_id": session_id}).fetchall()
+        rows = {seq: row for seq, *row in found}
+        fields: dict[int, bytes] = {}
+        for first in rows:
+            chain = [first]
+            while (base := rows[chain[-1]][1]) is not None and base not in fields:
+                chain.append(base)
+            for seq in reversed(chain):
+                if seq not in fields:
+                    exchange_id, base, shared_items, items, own = rows[seq]
+                    fields[seq] = fields[base] if own is None else own
+                    lineage.add(seq, exchange_id, base, shared_items, cut(items, DIGEST_SIZE), fields[seq])
+        return lineage
+
+
+def _join(prompt: Ids, sampled: Ids | None) -> Ids:
+    return prompt.copy() if sampled is None else np.concatenate((prompt, sampled))
+
+
+def _check_reward(reward: float | None) -> None:
+    if reward is not None and not math.isfinite(reward):
+        raise StoreError(f"A reward must be a finite number, not {reward}; give none where there is no verdict.")

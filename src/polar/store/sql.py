@@ -1,0 +1,82 @@
+"""The SQL files, read once: the schema's statements, and the named queries in a driver's own style of parameters.
+
+Queries are written with `:name` parameters, one query per `-- name:` line. Each is a field of `Queries`, so that a name
+that is misspelt, missing or left over is found at once.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from functools import cache
+from importlib.resources import files
+from typing import Any, Literal, Protocol
+
+SCHEMA_VERSION = 1
+
+Style = Literal["named", "pyformat"]
+"""`:name` (sqlite3) or `%(name)s` (psycopg)."""
+
+_NAME = re.compile(r"^-- name: *(\w+) *\n", re.MULTILINE)
+_COMMENT = re.compile(r"--(?! name:)[^\n]*")
+_PARAMETER = re.compile(r"(?<!:):([a-z_]+)")  # not the type in a cast, x::text
+
+
+class Cursor(Protocol):
+    @property
+    def rowcount(self) -> int: ...
+
+    def fetchone(self) -> Any: ...
+
+    def fetchall(self) -> Sequence[Any]: ...
+
+
+class Connection(Protocol):
+    """What this package needs of a driver's connection. sqlite3's and psycopg's both have it."""
+
+    def execute(self, query: str, parameters: Mapping[str, Any], /) -> Cursor: ...
+
+
+@dataclass(frozen=True)
+class Queries:
+    schema_version: str
+    insert_session: str
+    end_session: str
+    session: str
+    session_by_key: str
+    newest_sessions: str
+    sessions_before: str
+    insert_blob: str
+    blob: str
+    insert_exchange: str
+    amend_exchange: str
+    next_exchange: str
+    next_seq: str
+    request_links: str
+    request_link: str
+    token_link: str
+
+
+@cache
+def queries(style: Style) -> Queries:
+    _, *parts = _NAME.split(_read("queries.sql"))
+    found = {name: _translate(text, style) for name, text in zip(parts[::2], parts[1::2], strict=True)}
+    known = {field.name for field in fields(Queries)}
+    if found.keys() != known or len(parts) != 2 * len(found):
+        raise ValueError(f"queries.sql and Queries differ, or a name stands twice: {sorted(found.keys() ^ known)}")
+    return Queries(**found)
+
+
+def schema() -> list[str]:
+    """The statements that make an empty database ours."""
+    return [text for statement in _read("schema.sql").split(";") if (text := statement.strip())]
+
+
+def _read(name: str) -> str:
+    return _COMMENT.sub("", (files(__package__) / name).read_text("utf-8"))
+
+
+def _translate(text: str, style: Style) -> str:
+    statement = text.strip().removesuffix(";")
+    if style == "named":
+        return statement
+    return _PARAMETER.sub(r"%(\1)s", statement.replace("%", "%%"))
