@@ -29,6 +29,21 @@ demo: setup $(NODE)/.ready
 test: setup $(NODE)/.ready
 	$(BIN)/python -m pytest -n 2 -m "not harnesses and not engines" --durations=10
 
+# A real vLLM with real weights, in an environment of its own. torch comes first and alone: at this version pip takes
+# the CPU build, and vLLM is content with it.
+ENGINES := .cache/engines
+$(ENGINES)/.ready: tests/engines/requirements.txt tests/engines/prepare_model.py
+	$(PYTHON) -m venv $(ENGINES)/venv
+	$(ENGINES)/venv/bin/python -m pip install -q --upgrade pip
+	$(ENGINES)/venv/bin/python -m pip install -q torch==2.13.0
+	$(ENGINES)/venv/bin/python -m pip install -q -r tests/engines/requirements.txt
+	$(ENGINES)/venv/bin/python -m pip uninstall -q -y torchvision torchaudio torchcodec
+	$(ENGINES)/venv/bin/python tests/engines/prepare_model.py $(ENGINES)/model
+	touch $@
+
+test-engines: setup $(ENGINES)/.ready
+	$(BIN)/python -m pytest -m engines tests/engines
+
 lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .

@@ -13,7 +13,7 @@ from rich.table import Table
 from polar.cli.common import json_option, load_settings, run, settings_options
 from polar.config import Settings
 from polar.errors import ConfigError
-from polar.harnesses import environment, known_by_command, load_harness
+from polar.harnesses import environment, inherited, known_by_command, load_harness
 from polar.service import Service
 from polar.trajectory.chains import Chains
 
@@ -49,7 +49,8 @@ async def capture(
     async with Service(settings, data, control=False) as service:
         wanted = model or (preset.default_model if preset else "polar")
         session, key = await service.sessions.create({"command": argv, "harness": name, "model": wanted})
-        variables = os.environ | environment(service.gateway_url, key, wanted)
+        variables = inherited(os.environ) | environment(service.gateway_url, key, wanted)
+        variables["PWD"] = os.getcwd()  # some harnesses go by it, and it is stale where no shell has started us
         if preset is not None:
             home = _private_home(data, session.session_id)
             variables |= {"HOME": str(home)} | preset.configure(home, service.gateway_url, key, wanted)

@@ -52,25 +52,30 @@ _CONTENT = msgspec.json.Decoder(gw.Content)
 _INSTRUCTION = msgspec.json.Decoder(gw.Content | str)
 _RESPONSE = msgspec.json.Decoder(gw.GenerateContentResponse)
 
-_VERBS = r"^/(?:v1|v1beta|v1alpha)/models/(?P<model>.+)"
-_MODELS = r"^/(?:v1beta|v1alpha)/models"  # /v1/models is OpenAI's
+_MODELS = r"^/(?:v1|v1beta|v1alpha)/models"
 _AS_ARRAY = Raw(b'"json"')
 
 
 class Google:
     name = "google"
-    routes = (
-        Route("POST", re.compile(_VERBS + ":(?P<verb>generateContent|streamGenerateContent)$"), "generate"),
-        Route("POST", re.compile(_VERBS + ":(?P<verb>countTokens)$"), "count_tokens"),
+    routes: tuple[Route, ...] = (
+        Route(
+            "POST", re.compile(_MODELS + "/(?P<model>.+):(?P<verb>generateContent|streamGenerateContent)$"), "generate"
+        ),
+        Route("POST", re.compile(_MODELS + "/(?P<model>.+):(?P<verb>countTokens)$"), "count_tokens"),
         Route("GET", re.compile(_MODELS + "$"), "list_models"),
         Route("GET", re.compile(_MODELS + "/(?P<model>.+)$"), "get_model"),
     )
 
     def recognises(self, path: str, headers: Mapping[str, str]) -> bool:
-        return path.startswith(("/v1beta/", "/v1alpha/")) or "x-goog-api-key" in headers
+        """The newest clients ask under /v1, where the model list is also OpenAI's and Anthropic's: the key tells."""
+        return (
+            path.startswith(("/v1beta/", "/v1alpha/"))
+            or path.endswith((":generateContent", ":streamGenerateContent", ":countTokens"))
+            or "x-goog-api-key" in headers
+        )
 
     def split(self, body: bytes) -> Wire:
-        _require_utf8(body)
         return wire.split(body, "contents")
 
     def decode_request(self, wire: Wire, params: dict[str, str]) -> Request:
@@ -101,10 +106,9 @@ class Google:
 
     def decode_reply(self, body: bytes) -> Reply:
         try:
-            _require_utf8(body)
             return _decode_reply(wire.decode(_RESPONSE, body, "reply"))
-        except ApiError as error:
-            raise ApiError("engine", f"This is no reply of generateContent: {error.message}") from error
+        except (ApiError, UnicodeDecodeError) as error:
+            raise ApiError("engine", f"This is no reply of generateContent: {error}") from error
 
     def stream(self, request: Request, exchange_id: str, created: int) -> "GoogleStream":
         return GoogleStream(request, exchange_id, created)
@@ -122,14 +126,6 @@ class Google:
         if error.retry_after is not None:
             headers["retry-after"] = str(_wait(error.retry_after))
         return HttpError(STATUS[error.kind], _error_body(error), headers)
-
-
-def _require_utf8(body: bytes) -> None:
-    """The JSON decoder looks at this only where it makes a string, and then raises an error of another kind."""
-    try:
-        body.decode()
-    except UnicodeDecodeError as error:
-        raise ApiError("invalid_request", f"The body is not valid UTF-8: {error}.") from error
 
 
 def _model(name: str) -> gw.Model:
@@ -324,6 +320,8 @@ def _token_logprobs(result: gw.LogprobsResult | None) -> list[TokenLogprob] | No
 class _Events:
     """Chunks as server-sent events, the way that Google's own clients read them, which is not the standard's way.
 
+    The Python client ends lines wherever Unicode does, so that every line separator in the JSON has to be escaped.
+
     All of them choke on comments, older ones on empty lines too, and a chunk without content makes the Python client's
     chat forget the turn. So a keep-alive is the beginning of the next event: `data: `, then a space each time.
 
@@ -337,10 +335,9 @@ class _Events:
         self._begun = False
 
     def frame(self, *json: bytes) -> bytes:
-        if self._begun:
-            self._begun = False
-            return b"".join((*json, b"\n\n"))
-        return b"".join((b"data: ", *json, b"\n\n"))
+        before = b"" if self._begun else b"data: "
+        self._begun = False
+        return _one_line(b"".join((before, *json, b"\n\n")))
 
     def keep_alive(self) -> bytes:
         if self._begun:
@@ -349,10 +346,21 @@ class _Events:
         return b"data: "
 
     def error(self, json: bytes) -> bytes:
-        return json
+        return _one_line(json)
 
     def end(self) -> bytes:
         return b""
+
+
+_SEPARATORS = tuple((char.encode(), f"\\u{ord(char):04x}".encode()) for char in "\x85\u2028\u2029")
+
+
+def _one_line(data: bytes) -> bytes:
+    if data.isascii():
+        return data
+    for separator, escaped in _SEPARATORS:
+        data = data.replace(separator, escaped)
+    return data
 
 
 class _Array:

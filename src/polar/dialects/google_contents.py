@@ -48,6 +48,7 @@ class Conversation:
     def __init__(self) -> None:
         self.messages: list[Message] = []
         self._open: list[_OpenCall] = []
+        self._names: dict[str, str] = {}  # of all calls so far, by id
         self._calls = 0
         self._results = 0
 
@@ -115,6 +116,7 @@ class Conversation:
             call_id = issued_id(ids.call_id(exchange, nth) if exchange else str(self._calls))
         self._calls += 1
         self._open.append(_OpenCall(call_id, call.name, ours=not call.id))
+        self._names[call_id] = call.name
         return ToolCall(call_id, call.name, _arguments(call.args, f"{where}.args"), seal=seal)
 
     def _result(self, response: gw.FunctionResponse, where: str) -> ToolResult:
@@ -125,11 +127,11 @@ class Conversation:
             if media is None:
                 raise invalid(f"{where}.parts[{n}]", "neither inlineData nor fileData")
             parts.append(media)
-        call = self._answered(response)
-        return ToolResult(call.id, parts, is_error, response.name or call.name or None)
+        call_id = self._answered(response)
+        return ToolResult(call_id, parts, is_error, response.name or self._names.get(call_id) or None)
 
-    def _answered(self, response: gw.FunctionResponse) -> _OpenCall:
-        """The call that a result belongs to. An id on the wire stays as it is, unless the call itself had none."""
+    def _answered(self, response: gw.FunctionResponse) -> str:
+        """The id of the call that a result belongs to. An id on the wire stays as it is, unless the call had none."""
         self._results += 1
         by_name = [call for call in self._open if call.name == response.name]
         if response.id:
@@ -138,9 +140,10 @@ class Conversation:
         else:
             candidates = by_name or self._open
         if not candidates:
-            return _OpenCall(response.id or f"result_{self._results - 1}", response.name, ours=False)
-        self._open.remove(candidates[0])
-        return candidates[0]
+            return response.id or f"result_{self._results - 1}"
+        call = candidates[0]
+        self._open.remove(call)
+        return call.id
 
 
 def _think(turn: list[Part], text: str, seal: str | None) -> None:

@@ -131,7 +131,7 @@ class GenerationConfig(Struct, omit_defaults=True):
     topP: float | None = None
     topK: Int32 | None = None
     seed: Int32 | None = None
-    maxOutputTokens: Int32 | None = None
+    maxOutputTokens: Annotated[int, Meta(ge=1, lt=2**31)] | None = None
     stopSequences: list[str] = []
     presencePenalty: float | None = None
     frequencyPenalty: float | None = None

@@ -51,7 +51,7 @@ class Conversation:
     def read(self, raw: Raw, where: str) -> None:
         head = wire.decode(w.HEAD, raw, where)
         kind = head.type or ("item_reference" if head.role is None else "message")
-        reader = _READERS.get(kind)
+        reader = READERS.get(kind)
         if reader is None:
             why = _UNREADABLE.get(kind, "the provider's own tools and states mean nothing to an engine")
             raise ApiError("unsupported", f"{where}: items of type `{kind}` can't be read: {why}.", param=where)
@@ -155,7 +155,7 @@ class Conversation:
         self._turn = None
 
 
-_READERS: dict[str, Callable[[Conversation, Raw, str], None]] = {
+READERS: dict[str, Callable[[Conversation, Raw, str], None]] = {
     "message": Conversation._read_message,
     "agent_message": Conversation._read_agent_message,
     "reasoning": Conversation._read_reasoning,
@@ -280,7 +280,10 @@ def _text_of(raw: Raw, where: str) -> str:
     """JSON as text; where it is a string, what the string says."""
     if bytes(memoryview(raw)[:1]) == b'"':
         return wire.decode(w.TEXT, raw, where)
-    return str(raw, "utf-8")
+    try:
+        return str(raw, "utf-8")
+    except UnicodeDecodeError as error:
+        raise ApiError("invalid_request", f"{where}: {error}.", param=where) from error
 
 
 def encode_messages(messages: Iterable[Message]) -> Iterator[w.InputItem]:

@@ -20,6 +20,7 @@ def split(body: bytes, list_name: str) -> Wire:
     """The body's top-level fields, with the list `list_name` as raw items (no items where it is absent or not a
     list)."""
     try:
+        body.decode()  # msgspec passes over the inside of strings in raw fields
         fields = _FIELDS.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ApiError("invalid_request", f"The request body is not a JSON object: {error}.") from error

@@ -71,6 +71,14 @@ class Engine(Protocol):
         """The prompt's length, without sampling."""
         ...
 
+    async def version_spans(self) -> bool:
+        """Whether the engine itself says which weights sampled which tokens."""
+        ...
+
+    async def running(self) -> int | None:
+        """How many calls are being sampled right now; None where the engine doesn't tell."""
+        ...
+
     async def freeze(self) -> bool:
         """Stops sampling where it stands, running calls included; False where the engine can't."""
         ...

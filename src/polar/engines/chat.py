@@ -1,13 +1,15 @@
 """An engine behind an OpenAI-compatible chat endpoint: the common part of `vllm`, `sglang` and `openai`.
 
 The engine renders and parses; we ask it for token ids and log-probabilities beside the text and take them as it reports
-them. A stream is handed on chunk by chunk as it comes; the prompt's ids, which can be long, are parsed at its end,
-so that they don't delay the first token.
+them. A stream is handed on chunk by chunk as it comes; the prompt's ids, which can be long, are parsed when the first token has
+gone out, so that they don't delay it.
 """
 
+import asyncio
 import json
 from array import array
 from collections.abc import AsyncGenerator
+from typing import TypeVar
 
 import aiohttp
 import msgspec
@@ -34,6 +36,8 @@ from polar.types import (
     Usage,
 )
 
+T = TypeVar("T")
+
 _NULL = Raw(b"null")
 
 # The reply's wire format, as far as it matters here. Fields that are not named are skipped by the decoder.
@@ -48,8 +52,18 @@ class _Logprobs(Struct):
     token_logprobs: list[float | None] | None = None  # legacy completions
 
 
+class _FullToken(Struct):
+    token: str
+    logprob: float | None = None
+    bytes: list[int] | None = None
+    top_logprobs: list["_FullToken"] = msgspec.field(default_factory=list)
+
+
 class _FullLogprobs(Struct):
-    content: list[TokenLogprob] | None = None
+    content: list[_FullToken] | None = None
+    tokens: list[str] = msgspec.field(default_factory=list)  # legacy completions have columns
+    token_logprobs: list[float | None] = msgspec.field(default_factory=list)
+    top_logprobs: list[dict[str, float | None] | None] | None = None
 
 
 class _FullChoice(Struct):
@@ -114,7 +128,7 @@ class _ReasoningTokens(Struct):
 
 
 class _Usage(Struct):
-    prompt_tokens: int = 0
+    prompt_tokens: int | None = None
     completion_tokens: int | None = None
     prompt_tokens_details: _CachedTokens | None = None
     completion_tokens_details: _ReasoningTokens | None = None
@@ -163,6 +177,7 @@ _KINDS: dict[int, ApiErrorKind] = {
 }
 
 _CONTEXT_WORDS = (b"context length", b"context_length", b"context window", b"maximum input length", b"too many tokens")
+_LIMIT_WORDS = (b"max_tokens", b"max_completion_tokens", b"max_model_len")
 
 
 class ChatEngine:
@@ -208,32 +223,46 @@ class ChatEngine:
         call = self.prepare(flatten(request), stream)
         translator = CallTranslator(request.tools)
         wants = request.logprobs is not None
-        path = "/v1/chat/completions" if call.prompt is None else "/v1/completions"
-        response = await self._open(path, self.encode(call))
-        if response.status == 400 and call.sampling.max_tokens is not None:
-            # More tokens were asked for than the context has room for? Then leave the limit to the engine, whose own is
-            # the room that is left. If it is the prompt that is too long, the engine says so again.
-            text = await response.read()
-            if not _about_context(text):
-                raise self._refused(400, text)
-            call.sampling = msgspec.structs.replace(call.sampling, max_tokens=None)
-            response = await self._open(path, self.encode(call))
-        if response.status != 200:
-            raise self._refused(response.status, await self._read(response))
+        response = await self._accepted(call)
         try:
             if stream:
                 async for chunk in self._stream(response, translator, wants):
                     yield chunk
             else:
-                yield self._whole(await self._read(response), translator, wants)
+                body = await self._read(response)
+                try:
+                    chunk = self._whole(body, translator, wants)
+                except ValueError as error:
+                    raise self._broken(error) from error
+                yield chunk
         finally:
             response.close()
+
+    async def _accepted(self, call: Request) -> aiohttp.ClientResponse:
+        """The engine's answer, once it has begun to sample."""
+        path = "/v1/chat/completions" if call.prompt is None else "/v1/completions"
+        response = await self._open(path, self.encode(call))
+        if response.status == 200:
+            return response
+        refusal = await self._read(response)
+        if response.status == 400 and call.sampling.max_tokens is not None and _about_length(refusal):
+            # More tokens were asked for than the context has room for? Then leave the limit to the engine, whose own
+            # is the room that is left. If it is the prompt that is too long, the engine says so again.
+            call.sampling = msgspec.structs.replace(call.sampling, max_tokens=None)
+            return await self._accepted(call)
+        raise self._refused(response.status, refusal)
 
     async def count_tokens(self, request: Request) -> int:  # noqa: ARG002
         raise EngineError(
             f"{self.url} can't count tokens: set [engine] tokenizer, or use an engine with /tokenize.",
             kind="unsupported",
         )
+
+    async def version_spans(self) -> bool:
+        return False
+
+    async def running(self) -> int | None:
+        return None
 
     async def freeze(self) -> bool:
         return False
@@ -261,13 +290,12 @@ class ChatEngine:
         if logprobs is None and self._settings.logprobs and self.capabilities.logprobs != "none":
             logprobs = 0
         assert self.model is not None
+        sampling = self.defaults(request.sampling)
+        context = self.capabilities.context_length
+        if context is not None and sampling.max_tokens is not None and sampling.max_tokens >= context:
+            sampling.max_tokens = None  # no limit is tighter than the context's own
         return msgspec.structs.replace(
-            request,
-            model=self.model,
-            stream=stream,
-            stream_usage=True,
-            logprobs=logprobs,
-            sampling=self.defaults(request.sampling),
+            request, model=self.model, stream=stream, stream_usage=True, logprobs=logprobs, sampling=sampling
         )
 
     def defaults(self, sampling: Sampling) -> Sampling:
@@ -290,14 +318,14 @@ class ChatEngine:
     ) -> AsyncGenerator[Chunk, None]:
         parser = Parser()
         calls = -1
-        prompt: Raw | None = None
+        prompt: Raw | None = None  # until its ids are handed on
         finished = False
         try:
             async for piece in response.content.iter_any():
                 for data in parser.feed(piece):
                     if data == b"[DONE]":
                         continue
-                    reply = _decode(data)
+                    reply = _decode(_reply, data)
                     if reply.error != _NULL:
                         raise self._refused(500, bytes(reply.error))
                     chunk = Chunk()
@@ -321,18 +349,22 @@ class ChatEngine:
                             finished = True
                             chunk.events += translator.flush()
                     yield chunk
-        except (aiohttp.ClientError, TimeoutError, ValueError, msgspec.DecodeError) as error:
+                    if prompt is not None and chunk.ids:
+                        await asyncio.sleep(0)  # whoever waits for the first token goes first
+                        yield Chunk(prompt_ids=_array(prompt))
+                        prompt = None
+        except ValueError as error:
             raise self._broken(error) from error
+        except (aiohttp.ClientError, TimeoutError) as error:
+            if not finished:  # else all was said before the connection broke
+                raise self._broken(error) from error
         if not finished:
             raise EngineError(f"{self.url} ended its stream without a finish reason.")
         if prompt is not None:
             yield Chunk(prompt_ids=_array(prompt))
 
     def _whole(self, body: bytes, translator: CallTranslator, wants: bool) -> Chunk:
-        try:
-            reply = _decode(body)
-        except msgspec.DecodeError as error:
-            raise self._broken(error) from error
+        reply = _decode(_reply, body)
         choice = reply.choices[0] if reply.choices else _Choice()
         turn = choice.message if choice.text is None else _Turn(content=choice.text)
         if turn is None:
@@ -367,13 +399,22 @@ class ChatEngine:
 
     async def _open(self, path: str, body: bytes) -> aiohttp.ClientResponse:
         try:
-            return await self._session().post(self.url + path, data=body)
+            try:
+                return await self._post(path, body)
+            except aiohttp.ServerDisconnectedError:
+                # Most likely a kept connection that the server closed, being idle, just as we used it: once more.
+                return await self._post(path, body)
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             raise self._broken(error) from error
 
+    async def _post(self, path: str, body: bytes) -> aiohttp.ClientResponse:
+        # Redirects are refused: prompts and keys go only where somebody said that they should.
+        return await self._session().post(self.url + path, data=body, allow_redirects=False)
+
     async def _read(self, response: aiohttp.ClientResponse) -> bytes:
         try:
-            return await response.read()
+            async with response:
+                return await response.read()
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             raise self._broken(error) from error
 
@@ -381,7 +422,9 @@ class ChatEngine:
         """A small call beside sampling: the answer's body."""
         limit = aiohttp.ClientTimeout(total=timeout)
         try:
-            async with self._session().request(method, self.url + path, data=body, timeout=limit) as response:
+            async with self._session().request(
+                method, self.url + path, data=body, timeout=limit, allow_redirects=False
+            ) as response:
                 text = await response.read()
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             raise self._broken(error) from error
@@ -397,7 +440,7 @@ class ChatEngine:
             return EngineError(f"{self.url} can't be reached: {what}.", kind="overloaded", elsewhere=True)
         if isinstance(error, aiohttp.ServerTimeoutError):
             return EngineError(f"{self.url} fell silent for {self._settings.timeout:g} s.", kind="timeout")
-        if isinstance(error, msgspec.DecodeError | ValueError):
+        if isinstance(error, ValueError):
             return EngineError(f"{self.url} answered something that is no chat completion: {what}.")
         return EngineError(f"The connection to {self.url} broke: {what}.", elsewhere=True)
 
@@ -411,14 +454,18 @@ class ChatEngine:
         )
 
 
-def _decode(data: bytes) -> _Reply:
+def _decode(decoder: "msgspec.json.Decoder[T]", data: bytes) -> T:
+    """Raises ValueError (of which msgspec's errors are) where this is no reply."""
     try:
-        return _reply.decode(data)
-    except msgspec.DecodeError:
-        # NaN and Infinity are no JSON, but engines write them. A log-probability that is none makes the call
-        # untrainable, not unusable: such values become null, and the checks at capture say why.
-        tolerant = json.loads(data, parse_constant=lambda _: None)
-        return _reply.decode(msgspec.json.encode(tolerant))
+        try:
+            return decoder.decode(data)
+        except msgspec.DecodeError:
+            # NaN and Infinity are no JSON, but engines write them. A log-probability that is none makes the call
+            # untrainable, not unusable: such values become null, and the checks at capture say why.
+            tolerant = json.loads(data, parse_constant=lambda _: None)
+            return decoder.decode(msgspec.json.encode(tolerant))
+    except RecursionError as error:
+        raise ValueError("nested too deeply") from error
 
 
 def _events(turn: _Turn, calls: int) -> tuple[list[Event], int]:
@@ -458,18 +505,35 @@ def _fill(chunk: Chunk, choice: _Choice) -> None:
 
 
 def _alternatives(data: bytes) -> list[TokenLogprob] | None:
-    choices = _full_reply.decode(data).choices
-    return choices[0].logprobs.content if choices and choices[0].logprobs else None
+    choices = _decode(_full_reply, data).choices
+    found = choices[0].logprobs if choices else None
+    if found is None or found.content is not None:
+        return [_shown(token) for token in found.content] if found and found.content else None
+    tops = found.top_logprobs or [None] * len(found.tokens)
+    return [
+        _shown(_FullToken(token, logprob, None, [_FullToken(*other) for other in (top or {}).items()]))
+        for token, logprob, top in zip(found.tokens, found.token_logprobs, tops, strict=False)
+    ]
+
+
+def _shown(token: _FullToken) -> TokenLogprob:
+    """Where there is no log-probability, a harness gets the number that OpenAI has for this."""
+    logprob = -9999.0 if token.logprob is None else token.logprob
+    return TokenLogprob(token.token, logprob, token.bytes, [_shown(other) for other in token.top_logprobs])
 
 
 def _usage(usage: _Usage) -> Usage:
     cached, thinking = usage.prompt_tokens_details, usage.completion_tokens_details
     return Usage(
-        prompt=usage.prompt_tokens,
-        completion=usage.completion_tokens or 0,
-        cached=(cached.cached_tokens or 0) if cached else 0,
-        reasoning=(thinking.reasoning_tokens or 0) if thinking else 0,
+        prompt=_counted(usage.prompt_tokens),
+        completion=_counted(usage.completion_tokens),
+        cached=_counted(cached.cached_tokens) if cached else 0,
+        reasoning=_counted(thinking.reasoning_tokens) if thinking else 0,
     )
+
+
+def _counted(tokens: int | None) -> int:
+    return max(tokens or 0, 0)
 
 
 def _given(reply: _Reply) -> Raw | None:
@@ -481,8 +545,12 @@ def _given(reply: _Reply) -> Raw | None:
     return None
 
 
-def _array(raw: Raw) -> Ids:
-    return np.frombuffer(array("i", _ids.decode(raw)), dtype=np.int32)
+def _array(raw: Raw) -> Ids | None:
+    """None where these are no token ids; the call then has none, and is not trained on."""
+    try:
+        return np.frombuffer(array("i", _ids.decode(raw)), dtype=np.int32)
+    except (ValueError, OverflowError):
+        return None
 
 
 def _count(raw: Raw) -> int:
@@ -493,6 +561,10 @@ def _count(raw: Raw) -> int:
 def _about_context(body: bytes) -> bool:
     lower = body.lower()
     return any(words in lower for words in _CONTEXT_WORDS)
+
+
+def _about_length(body: bytes) -> bool:
+    return _about_context(body) or any(words in body for words in _LIMIT_WORDS)
 
 
 class _ErrorBody(Struct):

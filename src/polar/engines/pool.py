@@ -6,15 +6,19 @@ frozen while the version changed; otherwise it is unknown, and we say so.
 """
 
 import asyncio
+import logging
 import time
 from collections.abc import AsyncGenerator, Callable
 from typing import Protocol
 
 from polar.config import EngineSettings
 from polar.engines.base import Chunk, Engine, Launched
+from polar.engines.probe import logprob_kind
 from polar.errors import ConfigError, EngineError
 from polar.plugins import load
 from polar.types import Request
+
+log = logging.getLogger(__name__)
 
 _FIRST_BACKOFF, _LAST_BACKOFF = 0.5, 15.0
 
@@ -103,8 +107,12 @@ class Pool:
         """Finds out what each replica can do. One that can't be reached yet is tried again by its first call."""
         for replica in self.replicas:
             try:
-                await replica.engine.start()
-            except EngineError:
+                found = await replica.engine.start()
+                if found.logprobs != "none":
+                    kind = await logprob_kind(replica.engine)
+                    found.logprobs = kind if kind != "none" else found.logprobs
+            except EngineError as error:
+                log.warning("%s", error)
                 replica.failed()
 
     async def close(self) -> None:

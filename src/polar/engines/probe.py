@@ -168,10 +168,33 @@ async def _clamping(engine: Engine) -> tuple[bool, str, str]:
     if limit is None:
         return True, "context length not told", "max_tokens is passed on as the harness asks"
     request = _request("Answer with one word.", max_tokens=limit * 2)
-    request.sampling.stop = ["\n", "."]
-    async for _ in engine.generate(request, stream=True):
-        break  # it was accepted, which is what we wanted to know; closing the stream aborts it
+    stream = engine.generate(request, stream=True)
+    async for _ in stream:
+        break  # it was accepted, which is what we wanted to know
+    await stream.aclose()
     return True, "more tokens than the context holds may be asked for", "the room that is left is the limit"
+
+
+async def _versions(engine: Engine) -> tuple[bool, str, str]:
+    if await engine.version_spans():
+        return True, "spans of tokens with their weights' version", "updates in mid-call are known token by token"
+    follows = "tell Polar of updates (POST /policy) and pause across them; calls that run on meanwhile are not trained"
+    return True, "not reported", follows
+
+
+async def _abort(engine: Engine) -> tuple[bool, str, str]:
+    before = await engine.running()
+    if before is None:
+        return True, "the engine does not tell what it is running", "not checked"
+    stream = engine.generate(_request("Count to a thousand, in words.", max_tokens=1024), stream=True)
+    async for _ in stream:
+        break
+    await stream.aclose()
+    for _ in range(50):
+        if (await engine.running() or 0) <= before:
+            return True, "a closed stream stops being sampled", "harnesses that go away cost nothing"
+        await asyncio.sleep(0.1)
+    return False, "sampling goes on after the stream was closed", "abandoned calls keep the engine busy"
 
 
 _CHECKS: dict[str, Check] = {
@@ -182,4 +205,6 @@ _CHECKS: dict[str, Check] = {
     "tools": _tools,
     "token counting": _counting,
     "max_tokens beyond the context": _clamping,
+    "policy versions": _versions,
+    "abort": _abort,
 }

@@ -1,5 +1,7 @@
 """vLLM, through its chat API with `return_token_ids`. The scripted engine speaks the same."""
 
+import re
+
 import msgspec
 from msgspec import Struct
 
@@ -41,6 +43,22 @@ class VllmEngine(ChatEngine):
             return _count.decode(body).count
         except msgspec.DecodeError as error:
             raise EngineError(f"{self.url}/tokenize did not answer with a count: {error}.") from error
+
+    async def version_spans(self) -> bool:
+        """Only the token-in, token-out route reports them (vLLM: --enable-scale-out)."""
+        body = b'{"model":%b,"token_ids":[1,2,3],"sampling_params":{"max_tokens":1}}' % msgspec.json.encode(self.model)
+        try:
+            return b"weight_versions" in await self._request("POST", "/inference/v1/generate", body)
+        except EngineError:
+            return False
+
+    async def running(self) -> int | None:
+        try:
+            metrics = (await self._request("GET", "/metrics", timeout=5)).decode()
+        except EngineError:
+            return None
+        counts = re.findall(r"^vllm:num_requests_running(?:\{.*\})? ([0-9.]+)$", metrics, re.MULTILINE)
+        return sum(int(float(count)) for count in counts) if counts else None
 
     async def freeze(self) -> bool:
         """Needs vLLM's development routes (VLLM_SERVER_DEV_MODE=1)."""

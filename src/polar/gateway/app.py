@@ -80,10 +80,12 @@ class Gateway:
                 tokens = await self._pool.count_tokens(call.request, session.replica)
                 return _json(dialect.encode_count(tokens))
             return await self._generate(request, call)
-        except ApiError as error:
-            return _error(dialect, error)
-        except EngineError as error:
-            return _error(dialect, ApiError(error.kind, str(error)))
+        except (ApiError, EngineError) as error:
+            told = error if isinstance(error, ApiError) else ApiError(error.kind, str(error))
+            if told.kind != "authentication":  # which anybody can fail at, as often as they like
+                # Harnesses tend to hide what they were told.
+                log.warning("%s %r got an error (%s): %s", request.method, path, told.kind, told)
+            return _error(dialect, told)
         except StoreError as error:
             log.error("%s", error)
             return _error(dialect, ApiError("overloaded", f"The store does not answer: {error}"))

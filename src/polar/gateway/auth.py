@@ -50,5 +50,5 @@ def hints(headers: CIMultiDictProxy[str]) -> dict[str, str]:
     for name, value in headers.items():
         name = name.lower()
         if name not in _NO_HINTS:
-            found[name] = value
+            found[name] = value.encode("utf-8", "replace").decode()  # bytes that are no text stay out of the store
     return found

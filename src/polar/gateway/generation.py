@@ -45,7 +45,7 @@ class Generation:
         self._context = context
         self._ends: list[int] = []  # sampled tokens up to and with each chunk
         self._delivered = 0
-        self._sampling = True
+        self._sampling = False
         self._reading = True
         self._served = False
         self._given_up = False
@@ -107,7 +107,7 @@ class Generation:
             self.call.session.orphans.remove(self)
         self._given_up = True
         if self._sampling:
-            self._task.cancel()
+            self._task.cancel()  # one that has not begun finds out by itself; cancelled before, it would never end
         elif self.finished:
             self._correct()
 
@@ -126,7 +126,10 @@ class Generation:
         chunks = self._context.pool.generate(
             request, stream=request.stream, preferred=self.call.session.replica, call=capture, chosen=capture.chosen
         )
+        self._sampling = True
         try:
+            if self._given_up:
+                raise asyncio.CancelledError
             async for chunk in chunks:
                 capture.take(chunk)
                 self.chunks.append(chunk)
@@ -136,6 +139,9 @@ class Generation:
             self.error = ApiError(error.kind, str(error))
         except asyncio.CancelledError:
             self.error = ApiError("timeout", "The call was given up, because nobody waited for its reply any more.")
+        except Exception:
+            log.exception("exchange %s failed while it was sampled", capture.exchange_id)
+            self.error = _our_fault()
         finally:
             self._sampling = False  # from here on nothing cancels this task: what was sampled gets recorded
             await chunks.aclose()
@@ -148,6 +154,9 @@ class Generation:
         except StoreError as error:
             # What is not durable is not delivered: the harness may try again when the store is well.
             self.error = ApiError("overloaded", f"The reply could not be recorded: {error}")
+        except Exception:
+            log.exception("exchange %s could not be recorded", capture.exchange_id)
+            self.error = _our_fault()
         finally:
             self.call.session.running.discard(self)
             self._context.metrics.running.dec()
@@ -186,6 +195,10 @@ class Generation:
     def _wake(self) -> None:
         if self._waiter is not None:
             _wake(self._waiter)
+
+
+def _our_fault() -> ApiError:
+    return ApiError("internal", "Polar's gateway failed on this call; its log says why.")
 
 
 def _wake(waiter: asyncio.Future[None]) -> None:

@@ -3,6 +3,8 @@
 The last byte goes out only after the exchange is durable, which is when a generation says that it is finished.
 """
 
+import asyncio
+
 from aiohttp import web
 
 from polar.gateway.generation import Generation
@@ -27,47 +29,52 @@ async def send_whole(request: web.BaseRequest, generation: Generation) -> web.St
 
 
 async def send_stream(request: web.BaseRequest, generation: Generation, patience: float) -> web.StreamResponse:
+    """`patience` is how long a harness is left without a byte: not every chunk has text to show."""
     call, capture = generation.call, generation.capture
     encoder = call.dialect.stream(call.request, capture.exchange_id, capture.created)
+    now = asyncio.get_running_loop().time
+    due = now() + patience
     response: web.StreamResponse | None = None
-    started = False
     done = 0
     while True:
-        heard = await generation.more(done, patience)
+        await generation.more(done, max(0.0, due - now()))
         ready = generation.chunks[done:]
-        if response is None:
-            # Until something is to be said, an error can still have its own status.
-            if generation.finished and generation.error is not None and not ready:
-                generation.served()
-                raise generation.error
-            response = web.StreamResponse(
-                headers={"Content-Type": encoder.content_type, "Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-            )
-            await response.prepare(request)
-        if not heard:
-            await response.write(encoder.keep_alive())
-            continue
         pieces = []
         written = 0
         for index, chunk in enumerate(ready, done + 1):
-            if not started:
-                started = True
+            if index == 1:
                 pieces.append(encoder.start(capture.prompt_usage))
             for event in chunk.events:
                 if piece := encoder.feed(event):
                     pieces.append(piece)
                     written = index
         done += len(ready)
-        if data := b"".join(pieces):
-            await response.write(data)
+        ended = generation.finished and done == len(generation.chunks)
+        if response is None and ended and generation.error is not None and not pieces:
+            # Nothing has been said yet: the error can still have its own status.
+            generation.served()
+            raise generation.error
+        if ended:
+            pieces.append(encoder.error(generation.error) if generation.error else encoder.finish(capture.reply()))
+        elif not pieces and now() >= due:
+            pieces.append(encoder.keep_alive())
+        if pieces:
+            if response is None:
+                response = await _begin(request, encoder.content_type)
+            await response.write(b"".join(pieces))
+            due = now() + patience
         if written:
             generation.delivered(written)
-        if generation.finished and done == len(generation.chunks):
+        if ended:
             break
-    if generation.error is not None:
-        await response.write(encoder.error(generation.error))
-    else:
-        await response.write(encoder.finish(capture.reply()))
+    assert response is not None
     await response.write_eof()
     generation.served()
+    return response
+
+
+async def _begin(request: web.BaseRequest, content_type: str) -> web.StreamResponse:
+    headers = {"Content-Type": content_type, "Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+    response = web.StreamResponse(headers=headers)
+    await response.prepare(request)
     return response

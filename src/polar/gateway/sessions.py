@@ -44,6 +44,7 @@ class Sessions:
         self._store = store
         self._open: dict[bytes, OpenSession] = {}
         self._keys: dict[str, bytes] = {}
+        self._lock = asyncio.Lock()  # no session is taken in from the store while it is being ended there
 
     async def create(self, metadata: dict[str, Any], run: str = "default") -> tuple[Session, str]:
         """A new session and its key, which is not to be had again."""
@@ -59,12 +60,14 @@ class Sessions:
         found = self._open.get(hashed)
         if found is not None:
             return found
-        session = await self._store.session_by_key(hashed)
-        if session is None or session.status != "open":
-            return None
-        next_seq = await self._store.next_seq(session.session_id)
-        # Another call may have got here first while we waited.
-        return self._open.get(hashed) or self._remember(session, next_seq)
+        async with self._lock:
+            found = self._open.get(hashed)  # another call may have got here first
+            if found is not None:
+                return found
+            session = await self._store.session_by_key(hashed)
+            if session is None or session.status != "open":
+                return None
+            return self._remember(session, await self._store.next_seq(session.session_id))
 
     def _remember(self, session: Session, next_seq: int) -> OpenSession:
         model = session.metadata.get("model")
@@ -75,11 +78,13 @@ class Sessions:
 
     async def end(self, session_id: str, reward: float | None = None) -> Session | None:
         """Ends a session: its key stops working, and what still runs is given up and recorded."""
-        hashed = self._keys.pop(session_id, None)
-        opened = self._open.pop(hashed, None) if hashed is not None else None
+        async with self._lock:
+            ended = await self._store.end_session(session_id, ended_at=time.time(), reward=reward)
+            hashed = self._keys.pop(session_id, None)
+            opened = self._open.pop(hashed, None) if hashed is not None else None
         if opened is not None:
             await give_up(opened)
-        return await self._store.end_session(session_id, ended_at=time.time(), reward=reward)
+        return ended
 
     async def close(self) -> None:
         """Gives up whatever runs; the sessions stay open in the store."""

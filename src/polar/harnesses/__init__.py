@@ -1,7 +1,9 @@
 """Known harnesses, and the environment that points any client library at the gateway."""
 
+from collections.abc import Mapping
 from pathlib import PurePath
 
+from polar import config
 from polar.harnesses.base import Harness
 from polar.plugins import load, names
 
@@ -24,6 +26,29 @@ def environment(gateway_url: str, key: str, model: str) -> dict[str, str]:
         "NO_PROXY": "127.0.0.1,localhost",
         "no_proxy": "127.0.0.1,localhost",
     }
+
+
+def inherited(variables: Mapping[str, str]) -> dict[str, str]:
+    """What a harness gets of our own environment: neither settings of ours, which hold keys, nor what would lead it to
+    an account of the user's."""
+    return {
+        name: value
+        for name, value in variables.items()
+        if name not in _ACCOUNTS and not (name.startswith(config.PREFIX) and "__" in name)
+    }
+
+
+_ACCOUNTS = frozenset(
+    {
+        "ANTHROPIC_AUTH_TOKEN",
+        "CLAUDE_CODE_OAUTH_TOKEN",
+        "CLAUDE_CODE_USE_BEDROCK",
+        "CLAUDE_CODE_USE_FOUNDRY",
+        "CLAUDE_CODE_USE_VERTEX",
+        "GOOGLE_GENAI_USE_GCA",
+        "GOOGLE_GENAI_USE_VERTEXAI",
+    }
+)
 
 
 def load_harness(name: str) -> Harness:

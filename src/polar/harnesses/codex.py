@@ -8,8 +8,8 @@ from pathlib import Path
 
 from polar.harnesses.files import write
 
-# Nothing is asked and nothing is boxed in: whoever runs the harness decides where it runs. Hosted tools (web search) are
-# off, since no engine has them.
+# Nothing is asked and nothing is boxed in: whoever runs the harness decides where it runs. Web search, a tool that the
+# provider would run, is off: no engine has it.
 _CONFIG = """\
 model = {model}
 model_provider = "polar"

@@ -1,5 +1,8 @@
-"""opencode (npm opencode-ai): `opencode run "..."`. It speaks Chat; `-m polar-responses/MODEL` or `-m polar-anthropic/MODEL`
-selects another API."""
+"""opencode (npm opencode-ai): `opencode run "..."`.
+
+It speaks Chat; `-m polar-responses/MODEL` or `-m polar-anthropic/MODEL` selects another API. Its first call asks for a
+title, without tools.
+"""
 
 from pathlib import Path
 
@@ -30,8 +33,12 @@ class OpenCode:
             "autoupdate": False,
             "share": "disabled",
         }
-        path = home / ".config" / "opencode" / "opencode.json"
+        folder = home / ".config" / "opencode"
+        path = folder / "opencode.json"
         write_json(path, config)
+        # It fetches the library for plug-ins, which there are none of, unless its folder says that it is there.
+        write_json(folder / "package-lock.json", {"packages": {"": {"dependencies": {"@opencode-ai/plugin": "*"}}}})
+        (folder / "node_modules").mkdir()
         return {
             "XDG_CONFIG_HOME": str(home / ".config"),
             "XDG_DATA_HOME": str(home / ".local" / "share"),

@@ -4,7 +4,6 @@ Text that is encoded turn by turn must give the ids of the text encoded whole. F
 the folder is read), `encode_turns` remembers the ids of each turn, so that a conversation costs only what is new in it.
 """
 
-import re
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -111,7 +110,8 @@ class Tokenizer:
         """The same ids as `encode`, for a rendered conversation of which much was encoded before."""
         if self._turn_end is None:
             return self._encode_turn(text)
-        return np.concatenate([self._encode_turn(turn) for turn in self._turn_end.split(text)])
+        *turns, rest = text.split(self._turn_end)
+        return np.concatenate([*(self._encode_turn(turn + self._turn_end) for turn in turns), self._encode_turn(rest)])
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
         return self._backend.decode(ids, skip_special_tokens=skip_special_tokens)
@@ -140,15 +140,15 @@ class Tokenizer:
         ids.flags.writeable = False  # shared by all who ask
         return ids
 
-    def _find_turn_end(self) -> re.Pattern[str] | None:
-        """Matches right behind an end-of-turn token, if cutting the text there changes no ids."""
+    def _find_turn_end(self) -> str | None:
+        """The end-of-turn token, if cutting the text behind it changes no ids."""
         if self.eos_id is None:
             return None
         eos = self.special["eos_token"]
         for before, after in (("Yes.", "\nNo"), (" a", " b"), ("", "x"), ("\n", "\n\n"), ("é", "  1")):
             if self.encode(before + eos + after) != self.encode(before + eos) + self.encode(after):
                 return None
-        return re.compile(f"(?<={re.escape(eos)})")
+        return eos
 
 
 class Detokenizer:

@@ -66,7 +66,7 @@ class Exchange(Struct):
     role: ExchangeRole = "main"
     agent_id: str | None = None
     routed_experts: bytes | None = None
-    parent: str | None = None  # found by the store: the latest exchange whose whole request this one extends
+    parent: str | None = None  # found by the store: the longest earlier request that this one extends
 
     def request(self) -> dict[str, Raw | list[Raw]]:
         """The harness's request body, field by field."""

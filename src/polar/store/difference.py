@@ -30,8 +30,8 @@ class Digester:
     with the CPU's own instructions for it, this is the fastest of them.
 
     Most of a request came with an earlier one, and comparing bytes takes a twentieth of the time of hashing them. So a
-    conversation's last items are kept with their digests, and large fields (tools, system prompts: the same in thousands
-    of sessions) one per length. Only equal bytes are taken for equal.
+    conversation's last items are kept with their digests, and large fields (tools, system prompts: many sessions have
+    the same) one per length. Only equal bytes are taken for equal.
     """
 
     LARGE = 4096

@@ -115,10 +115,9 @@ class GroupCommit:
                 for job in batch:
                     self._write([job])
         except Exception as error:  # noqa: BLE001 - no work's own fault, so it goes to all that is left; the thread goes on
-            reason = self._transactions.explain(error)
             for job in batch:
                 if not job.settled:
-                    job.settle(None, reason)
+                    self._fail(job, error)
 
     def _write(self, batch: Sequence[_Job]) -> bool:
         """One transaction. False where some work of several failed: then nothing is written and nothing settled, and
@@ -131,12 +130,18 @@ class GroupCommit:
             self._transactions.rollback()
             if len(batch) > 1:
                 return False
-            batch[0].settle(None, self._transactions.explain(error))
+            self._fail(batch[0], error)
             return True
         self.commits += 1
         for job, result in zip(batch, results, strict=True):
             job.settle(result, None)
         return True
+
+    def _fail(self, job: _Job, error: Exception) -> None:
+        reason = self._transactions.explain(error)
+        if reason is not error:
+            reason.__cause__ = error
+        job.settle(None, reason)
 
 
 def _answer(batch: Sequence[_Job]) -> None:

@@ -17,6 +17,7 @@ import msgspec
 from polar.errors import StoreError
 from polar.store.base import Exchange, ExchangeStatus, Session
 from polar.store.group_commit import GroupCommit, closed
+from polar.store.links import damaged
 from polar.store.reading import Reader
 from polar.store.recorder import Recorder
 from polar.store.sql import SCHEMA_VERSION, Queries, queries, schema
@@ -121,8 +122,10 @@ class SqliteStore:
             raise closed()
         try:
             return await asyncio.get_running_loop().run_in_executor(self._reading, work)
-        except (sqlite3.Error, msgspec.MsgspecError) as error:
+        except sqlite3.Error as error:
             raise _explain(error, self._path) from error
+        except msgspec.MsgspecError as error:
+            raise damaged(f"{self._path}: {error}") from error
 
 
 class _Writer:
@@ -211,9 +214,8 @@ def _explain(error: Exception, path: Path) -> StoreError:
     """What happened, and what to do."""
     code = getattr(error, "sqlite_errorcode", None)
     if code is not None:
-        advice = _ADVICE.get(code) or _ADVICE.get(
-            code & 0xFF, "SQLite failed; check the disk"
-        )  # & 0xFF: the general code
+        general = code & 0xFF
+        advice = _ADVICE.get(code) or _ADVICE.get(general, "SQLite failed; check the disk")
         return StoreError(f"{path}: {advice} ({error}).")
     if isinstance(error, OSError):
         return StoreError(f"{path}: it can't be opened; check the path and its permissions ({error}).")

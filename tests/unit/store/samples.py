@@ -71,7 +71,7 @@ def wire(items: list[bytes], **fields: bytes) -> Wire:
 
 def conversation(session_id: str, turns: int, *, seed: int = 0, shared_seed: int = 0) -> Iterator[Exchange]:
     """A conversation that grows as they do: 30 KB of tools, a system prompt of 10 KB, two items of about 1.5 KB a turn,
-    300 sampled tokens and 200 of context. Sessions of equal `shared_seed` have the tools and the system prompt in common."""
+    300 sampled tokens and 200 of context. Sessions of equal `shared_seed` have tools and system prompt in common."""
     common, own = random.Random(f"{shared_seed}"), random.Random(f"{seed}/{session_id}")
     tools = b'[{"description":"' + common.randbytes(15_000).hex().encode() + b'"}]'
     items = [_item(common, 10_000), _item(own, 800)]
@@ -103,9 +103,9 @@ def _ids(source: random.Random, count: int) -> Ids:
 def fingerprint(exchange: Exchange) -> dict[str, object]:
     """Equal for two exchanges that are the same to the bit: NaN equals NaN, and fields have an order."""
     values: dict[str, object] = {name: getattr(exchange, name) for name in exchange.__struct_fields__}
-    for name in ("prompt_ids", "sampled_ids", "logprobs"):
-        array = values[name]
+    for name, array in (("prompt_ids", exchange.prompt_ids), ("sampled_ids", exchange.sampled_ids)):
         values[name] = None if array is None else (array.dtype, array.tobytes())
+    values["logprobs"] = None if exchange.logprobs is None else (exchange.logprobs.dtype, exchange.logprobs.tobytes())
     it = exchange.wire
     fields = [(name, bytes(raw)) for name, raw in it.fields.items()]
     values["wire"] = (fields, it.list_name, [bytes(item) for item in it.items])

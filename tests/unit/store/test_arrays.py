@@ -35,7 +35,7 @@ def test_other_types_are_refused(array: np.ndarray) -> None:
 
 def test_float64_logprobs_are_refused() -> None:
     with pytest.raises(TypeError):
-        logprobs_to_bytes(np.array([0.1]))  # type: ignore[arg-type]
+        logprobs_to_bytes(np.array([0.1]))
 
 
 @given(few, few)

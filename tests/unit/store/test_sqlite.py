@@ -120,7 +120,7 @@ async def test_a_caller_may_reuse_its_arrays_and_bodies(store: SqliteStore) -> N
     """What the store keeps for the next difference must not change under it."""
     await store.create_session(session("s"))
     ids = np.arange(100, dtype=np.int32)
-    await store.append(exchange("s", 0, [b"1"], prompt_ids=ids))
+    await store.append(exchange("s", 0, [b"1"], prompt_ids=ids, sampled_ids=None))
     ids[:] = 7
     await store.append(exchange("s", 1, [b"1"], prompt_ids=ids))
     first, second = await read(store, "s")
@@ -168,7 +168,7 @@ async def test_next_seq_and_order(store: SqliteStore) -> None:
 @pytest.mark.parametrize("name", captures.names())
 async def test_requests_of_real_harnesses(store: SqliteStore, name: str) -> None:
     await store.create_session(session("s"))
-    turns = []
+    turns: list[Exchange] = []
     for record in captures.load(name):
         body = record["body"]
         grows = next((key for key in ("messages", "input", "contents") if key in body), None)
@@ -368,12 +368,17 @@ async def test_damage_is_reported(store: SqliteStore, tmp_path: Path) -> None:
     await store.create_session(session("s"))
     for turn in conversation("s", 3):
         await store.append(turn)
-    other = sqlite3.connect(tmp_path / "polar.db")
-    with other:
-        other.execute("DELETE FROM blobs WHERE length(data) < 2000")
-    other.close()
-    with pytest.raises(StoreError, match="damaged"):
-        await read(store, "s")
+    for damage in (
+        "UPDATE exchanges SET detail = '{' WHERE seq = 2",
+        "UPDATE exchanges SET shared_tokens = 1000000 WHERE seq = 1",
+        "DELETE FROM blobs WHERE length(data) < 2000",
+    ):
+        other = sqlite3.connect(tmp_path / "polar.db")
+        with other:
+            other.execute(damage)
+        other.close()
+        with pytest.raises(StoreError, match="damaged"):
+            await read(store, "s")
 
 
 # Opening

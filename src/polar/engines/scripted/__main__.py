@@ -2,6 +2,7 @@
 
 import asyncio
 import signal
+import sys
 from pathlib import Path
 
 import click
@@ -34,7 +35,12 @@ def main(path: Path | None, random_seed: int | None, turns: int, words: int, **o
         else:
             play = None if random_seed is None else Play.random(random_seed, turns, words)
         server = ScriptedServer(play, **options)  # type: ignore[arg-type]  # click has checked them
-        asyncio.run(_serve(server))
+        if sys.platform == "win32":
+            asyncio.run(_serve(server))
+        else:
+            import uvloop
+
+            uvloop.run(_serve(server))
     except PolarError as error:
         raise click.ClickException(str(error)) from error
 

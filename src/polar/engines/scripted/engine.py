@@ -2,6 +2,9 @@
 
 import inspect
 
+import msgspec
+from msgspec import Struct
+
 from polar.config import EngineSettings
 from polar.engines.scripted.play import Plays
 from polar.engines.scripted.server import ScriptedServer
@@ -9,7 +12,14 @@ from polar.engines.vllm import VllmEngine
 from polar.errors import ConfigError
 
 
+class _Log(Struct):
+    running: int = 0
+
+
 class ScriptedEngine(VllmEngine):
+    async def running(self) -> int | None:
+        return msgspec.json.decode(await self._request("GET", "/scripted/log"), type=_Log).running
+
     @staticmethod
     async def launch(settings: EngineSettings) -> ScriptedServer:
         """`[engine.options]` are the server's own: `play` names a file, the others are ScriptedServer's arguments."""

@@ -170,8 +170,9 @@ class Generation(Struct):
     fault: Fault | None = None
     spans: list[VersionSpan] = field(default_factory=list)
     sampled: int = 0
-    state: int = 0  # of all tokens so far, under version 0
     aborted: bool = False
+    _state: int = 0  # of all tokens so far, under `_version`
+    _version: int = 0
 
     @property
     def finish_reason(self) -> str:
@@ -191,7 +192,7 @@ class Generation(Struct):
             if self.script.turn.delay:
                 await asyncio.sleep(self.script.turn.delay)
             due = loop.time()
-            self.state = self.script.state
+            self._state = self.script.state
             while True:
                 if fault_at is not None and self.sampled >= fault_at:
                     await self._go_wrong()
@@ -216,14 +217,15 @@ class Generation(Struct):
 
     def _sample(self, stop: int) -> Step:
         start, version = self.sampled, self.policy.version
-        length = len(self.script.prompt) + start
-        state = change_version(self.state, length, 0, version)
+        if version != self._version:
+            length = len(self.script.prompt) + start
+            self._state = change_version(self._state, length, self._version, version)
+            self._version = version
         states, logprobs = [], []
         for id in self.script.ids[start:stop]:
-            states.append(state)
-            logprobs.append(logprob(state, id))
-            state = advance(state, id)
-        self.state = change_version(state, length + stop - start, version, 0)
+            states.append(self._state)
+            logprobs.append(logprob(self._state, id))
+            self._state = advance(self._state, id)
         self.sampled = stop
         if self.spans and self.spans[-1].version == version:
             self.spans[-1] = VersionSpan(version, self.spans[-1].start, stop)

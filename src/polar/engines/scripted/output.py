@@ -20,10 +20,8 @@ _CALL, _CALL_END = "<tool_call>", "</tool_call>"
 
 def _held(text: str, tags: tuple[str, ...]) -> int:
     """How many characters at the text's end may be the beginning of one of the tags."""
-    for length in range(min(len(text), max(map(len, tags)) - 1), 0, -1):
-        if any(tag.startswith(text[-length:]) for tag in tags):
-            return length
-    return 0
+    at = text.rfind("<")  # the only one in a tag, and its first character
+    return len(text) - at if at >= 0 and any(tag.startswith(text[at:]) for tag in tags) else 0
 
 
 class OutputParser:

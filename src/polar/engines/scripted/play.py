@@ -168,10 +168,19 @@ def _call_text(call: Call) -> str:
     return f"<tool_call>{json.dumps(body, ensure_ascii=False)}</tool_call>"
 
 
-_PLAIN_WORDS = """
-    
-""".split()
-_WORDS = [*_PLAIN_WORDS, *"having the of and with naïve Größe 東京 — 🙂 café x_2 3.14".split()]
+# fmt: off
+_PLAIN_WORDS = (
+    "amber", "answer", "bridge", "button", "canyon", "circle", "copper", "custom", "desert", "driver", "engine",
+    "fabric", "figure", "forest", "garden", "golden", "harbor", "hollow", "island", "jacket", "kernel", "ladder",
+    "legend", "market", "meadow", "mirror", "number", "object", "orange", "packet", "parser", "pebble", "planet",
+    "pocket", "puzzle", "rabbit", "record", "rocket", "sample", "shadow", "signal", "silver", "socket", "spirit",
+    "stream", "string", "summer", "system", "target", "thread", "ticket", "timber", "tunnel", "valley", "vector",
+    "velvet", "vessel", "violet", "window", "winter",
+)
+_WORDS = (
+    *_PLAIN_WORDS, "having", "the", "of", "and", "with", "naïve", "Größe", "東京", "—", "🙂", "café", "x_2", "3.14",
+)
+# fmt: on
 
 
 def _prose(random: Random, words: int) -> str:

@@ -20,6 +20,7 @@ from polar.rendering.tokenizer import Ids, Tokenizer
 T = TypeVar("T")
 
 _COMPLETION_TOKENS = 16  # the completions API's own default
+_MEDIA = ("image_url", "input_audio", "audio_url", "video_url", "file")
 
 
 class Refusal(Exception):
@@ -68,10 +69,15 @@ class Reader:
 
     def completion(self, asked: wire.CompletionRequest) -> Script:
         self._check_model(asked.model)
-        prompt = asked.prompt
-        if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
+        prompt: object = asked.prompt
+        if isinstance(prompt, list) and len(prompt) == 1 and not isinstance(prompt[0], int):
             prompt = prompt[0]  # a batch of one
-        ids = self._encoded(prompt, asked.add_special_tokens) if isinstance(prompt, str) else self._checked(prompt)
+        if isinstance(prompt, str):
+            ids = self._encoded(prompt, asked.add_special_tokens)
+        elif isinstance(prompt, list) and all(isinstance(id, int) for id in prompt):
+            ids = self._checked(prompt)
+        else:
+            raise Refusal("The scripted engine takes one prompt: a text, or a list of token ids.", "prompt")
         limit = _COMPLETION_TOKENS if asked.max_tokens is None else asked.max_tokens
         return self._script(ids, self._scenes.of_ids(ids), limit, asked)
 
@@ -110,10 +116,11 @@ class Reader:
     def _encoded(self, text: str, add_special_tokens: bool) -> Ids:
         return np.asarray(self._tokenizer.encode(text, add_special_tokens=add_special_tokens), dtype=np.int32)
 
-    def _checked(self, ids: list[Any]) -> Ids:
-        if not ids or not all(isinstance(id, int) and 0 <= id < self._tokenizer.vocabulary_size for id in ids):
-            raise Refusal("The prompt must be one text, or one list of token ids that are in the vocabulary.", "prompt")
-        return np.asarray(ids, dtype=np.int32)
+    def _checked(self, ids: list[int]) -> Ids:
+        array = np.asarray(ids, dtype=np.int32)
+        if not len(array) or array.max() >= self._tokenizer.vocabulary_size:
+            raise Refusal("A prompt of token ids has at least one, and all of them are in the vocabulary.", "prompt")
+        return array
 
     def _script(self, prompt: Ids, scene: Scene, limit: int | None, asked: _Generating) -> Script:
         if asked.n not in (None, 1):
@@ -155,11 +162,13 @@ def _forced_tool(choice: str | dict[str, Any] | None) -> str | None:
 
 
 def _plain(message: dict[str, Any]) -> dict[str, Any]:
-    """A message as vLLM gives it to a template: content as one text, reasoning under both of its names."""
+    """A message as vLLM gives it to a template: content as one text, reasoning under both of its names. Pictures and
+    the like are taken, and not looked at."""
     message = dict(message)
     if isinstance(parts := message.get("content"), list):
-        if any(not isinstance(part, dict) or not isinstance(part.get("text"), str) for part in parts):
-            raise Refusal("The scripted engine reads text only.", "messages")
+        for part in parts:
+            if not isinstance(part, dict) or not (isinstance(part.get("text"), str) or part.get("type") in _MEDIA):
+                raise Refusal("A part of a message is text, or media of a known type.", "messages")
         message["content"] = content_text(parts)
     if reasoning := message.get("reasoning") or message.get("reasoning_content"):
         message["reasoning"] = message["reasoning_content"] = reasoning

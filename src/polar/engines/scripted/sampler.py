@@ -1,7 +1,8 @@
 """Tokens and log-probabilities of a model that isn't there, chosen so that mistakes with them show.
 
-Ids *drift*: they decode to the text, but encoding that text again gives other ids for a share of the words, as it does
-with a real model. Whoever re-tokenises a reply ends up with ids that were never sampled.
+Ids *drift*: they decode to the text, but encoding that text again gives other ids for a share of the words (of those
+that can be spelled in another way), as it does with a real model. Whoever re-tokenises a reply ends up with ids that
+were never sampled.
 
 Log-probabilities depend on the policy version and on every context id in order, and anyone can recompute them: a single
 wrong, missing or moved id before a token changes the value. `expected_logprobs` is the check.

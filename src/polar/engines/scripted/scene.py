@@ -9,6 +9,7 @@ import json
 import re
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -75,7 +76,7 @@ class Scenes:
         if self._open is None:
             return
         starts = np.flatnonzero(prompt == self._open).tolist()
-        for start, stop in zip(starts, [*starts[1:], len(prompt)], strict=True):
+        for start, stop in pairwise([*starts, len(prompt)]):
             yield self._read_turn(prompt[start + 1 : stop].tobytes())
 
     def _decode_turn(self, ids: bytes) -> tuple[str, str]:

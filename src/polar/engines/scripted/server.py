@@ -222,18 +222,18 @@ class ScriptedServer:
     async def _break(
         self, request: web.Request, response: web.StreamResponse | None, fault: Fault
     ) -> web.StreamResponse:
-        begun = response is not None and response.prepared
-        if fault == "close":
-            if request.transport is not None:
-                request.transport.close()
+        """Goes wrong as the play wants it, in the stream if one has begun."""
+        begun = response if response is not None and response.prepared else None
+        if fault == "close" and request.transport is not None:
+            request.transport.close()
         elif fault == "midstream":
             refusal = Refusal("The play breaks off here.", status=HTTPStatus.INTERNAL_SERVER_ERROR)
-            if response is None or not begun:
+            if begun is None:
                 raise refusal
-            await response.write(sse.event(refusal.body) + DONE)
-        elif response is not None and begun:
-            await response.write(_GARBAGE)
-        return response if response is not None and begun else web.Response(body=_GARBAGE, content_type=_JSON)
+            await begun.write(sse.event(refusal.body) + DONE)
+        elif fault == "garbage" and begun is not None:
+            await begun.write(_GARBAGE)
+        return begun or web.Response(body=_GARBAGE, content_type=_JSON)
 
     async def _in_thread(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)

@@ -4,9 +4,11 @@ Requests take what they know and ignore the rest, as vLLM does. In replies a fie
 set; one that it leaves out where it says nothing is UNSET.
 """
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from msgspec import UNSET, Struct, UnsetType, field
+from msgspec import UNSET, Meta, Struct, UnsetType, field
+
+TokenId = Annotated[int, Meta(ge=0, lt=1 << 31)]
 
 # Requests
 
@@ -42,7 +44,7 @@ class ChatRequest(Struct):
 
 
 class CompletionRequest(Struct):
-    prompt: str | list[Any]
+    prompt: str | list[TokenId | str | list[TokenId]]
     model: str | None = None
     max_tokens: int | None = None
     stop: str | list[str] | None = None
@@ -68,7 +70,7 @@ class SamplingParams(Struct):
 
 
 class GenerateRequest(Struct):
-    token_ids: list[int]
+    token_ids: list[TokenId]
     sampling_params: SamplingParams
     request_id: str | None = None
     model: str | None = None
@@ -89,7 +91,7 @@ class TokenizeRequest(Struct):
 
 
 class DetokenizeRequest(Struct):
-    tokens: list[int]
+    tokens: list[TokenId]
     model: str | None = None
 
 

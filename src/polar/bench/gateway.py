@@ -1,0 +1,338 @@
+"""`polar bench gateway`: what capturing a call costs, against the usual ways to put a proxy there.
+
+Every server runs in a process of its own, pinned to one core; the load generator and the stand-in engine share this process
+on another. Servers take turns in short rounds, so that whatever else the machine does hits all of them alike.
+
+Each measurement is one function from a `Bench` to its part of the report; `MEASUREMENTS` lists them in the order in which they
+run. One more (first renderings of a long prompt, say, once the gateway renders) is one more entry.
+"""
+
+import asyncio
+import contextlib
+import gc
+import os
+import re
+import secrets
+import socket
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import msgspec
+from msgspec import Raw, Struct, field
+
+from polar.bench import calls
+from polar.bench.calls import TURNS, L, S, Size
+from polar.bench.client import BenchError, Connection, get, post
+from polar.bench.engine import FakeEngine
+from polar.bench.load import CALLERS, Cost, Target, check, measure
+from polar.bench.peers import litellm
+from polar.bench.peers.gateway import Addresses
+from polar.bench.process import Server
+from polar.bench.report import Added, Memory, Report, Streams
+from polar.bench.watch import Watched
+from polar.errors import ConfigError
+
+POLAR, FASTAPI, LITELLM, RELAY = "Polar", "FastAPI + httpx", "LiteLLM", "aiohttp pass-through"
+
+
+CALLS_EACH = {POLAR: (40, 20), RELAY: (40, 20), FASTAPI: (10, 5), LITELLM: (2, 1)}
+"""Calls that each caller makes per round, S and L: about a second of work each."""
+
+
+class Plan(Struct, frozen=True):
+    """How much is measured. Calls are of each caller, per round."""
+
+    rounds: int = 8
+    calls: dict[str, tuple[int, int]] = field(default_factory=lambda: dict(CALLS_EACH))
+    dialect_calls: int = 20
+    pairs: int = 400  # of a direct call and one through a server
+    slow_pairs: int = 20  # through LiteLLM
+    streams: int = 500
+    stream_seconds: float = 20.0
+    ramp_seconds: float = 5.0
+    sessions: int = 10_000
+    large_sessions: int = 500
+
+
+QUICK = Plan(rounds=2, pairs=150, slow_pairs=5, stream_seconds=6.0, ramp_seconds=3.0)
+
+Progress = Callable[[str], None]
+
+
+class Bench:
+    def __init__(self, plan: Plan, engine: FakeEngine, targets: dict[str, Target], progress: Progress) -> None:
+        self.plan = plan
+        self.engine = engine
+        self.targets = targets
+        self.direct = Target("engine", engine.port, None)
+        self.progress = progress
+        self.report = Report()
+
+    @property
+    def polar(self) -> Target:
+        return self.targets[POLAR]
+
+
+async def run(plan: Plan, litellm_environment: Path | None, progress: Progress) -> Report:
+    """All measurements. Without an environment LiteLLM is left out."""
+    cores = sorted(os.sched_getaffinity(0))
+    if len(cores) < 2:
+        raise ConfigError("The benchmark needs two cores: one for the server, one for the load.")
+    os.sched_setaffinity(0, {cores[0]})
+    try:
+        async with contextlib.AsyncExitStack() as stack:
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="polar-bench-")))
+            engine = await stack.enter_async_context(FakeEngine())
+            progress("starting the servers")
+            targets = await _start(stack, engine, folder, cores[-1], litellm_environment)
+            bench = Bench(plan, engine, targets, progress)
+            for measurement in MEASUREMENTS:
+                _calm()
+                await measurement(bench)
+            return bench.report
+    finally:
+        gc.enable()
+        os.sched_setaffinity(0, cores)
+
+
+async def _start(
+    stack: contextlib.AsyncExitStack, engine: FakeEngine, folder: Path, core: int, environment: Path | None
+) -> dict[str, Target]:
+    targets: dict[str, Target] = {}
+
+    async def start(name: str, argv: list[str], *, speaks: bool = False, env: dict[str, str] | None = None) -> Server:
+        return await stack.enter_async_context(Server(argv, core, folder / f"{name}.log", speaks=speaks, env=env))
+
+    module = [sys.executable, "-m"]
+    if environment is not None:
+        command = litellm.executable(environment)
+        if command is None:
+            raise ConfigError(f"There is no LiteLLM in {environment}: pip install 'litellm[proxy]=={litellm.VERSION}'.")
+        port = _free_port()
+        key = f"sk-{secrets.token_urlsafe(24)}"
+        argv = litellm.argv(command, engine.url, port, key, folder / "litellm.yaml")
+        server = await start("litellm", argv, env=litellm.ENVIRONMENT)
+        await server.answers(port, "/health/liveliness", 120)
+        targets[LITELLM] = Target(LITELLM, port, server, key=key)
+
+    port = _free_port()
+    database = str(folder / "fastapi.db")
+    server = await start("fastapi", [*module, "polar.bench.peers.fastapi_httpx", engine.url, str(port), database])
+    await server.answers(port, "/health", 30)
+    targets[FASTAPI] = Target(FASTAPI, port, server)
+
+    port = _free_port()
+    server = await start("relay", [*module, "polar.bench.peers.aiohttp_relay", engine.url, str(port)])
+    await server.answers(port, "/health", 30)
+    targets[RELAY] = Target(RELAY, port, server)
+
+    argv = [*module, "polar.bench.peers.gateway", engine.url, str(folder / "data")]
+    server = await start("polar", argv, speaks=True)
+    addresses = await server.hear(Addresses)
+    await server.answers(_port(addresses.control), "/health", 30)
+    targets[POLAR] = Target(POLAR, _port(addresses.gateway), server, control_port=_port(addresses.control))
+    return targets
+
+
+def _calm() -> None:
+    """Our own garbage collector must not show in a server's latencies."""
+    gc.enable()
+    gc.collect()
+    gc.disable()
+
+
+# CPU per call and throughput
+
+
+async def cpu_per_call(bench: Bench) -> None:
+    for target in bench.targets.values():
+        for size in (S, L):
+            await measure(target, size, 1)  # warm
+    for number in range(bench.plan.rounds):
+        bench.progress(f"CPU per call, round {number + 1} of {bench.plan.rounds}")
+        for index, size in enumerate((S, L)):
+            for target in bench.targets.values():
+                cost = await measure(target, size, bench.plan.calls[target.name][index])
+                bench.report.costs.setdefault(size.name, {}).setdefault(target.name, Cost()).add(cost)
+    await _check_capture(bench)
+
+
+async def cpu_of_dialects(bench: Bench) -> None:
+    for dialect in calls.DIALECTS:
+        await measure(bench.polar, S, 1, dialect)
+    for number in range(bench.plan.rounds):
+        bench.progress(f"dialects, round {number + 1} of {bench.plan.rounds}")
+        for dialect in calls.DIALECTS:
+            cost = await measure(bench.polar, S, bench.plan.dialect_calls, dialect)
+            bench.report.dialects.setdefault(dialect, Cost()).add(cost)
+
+
+class _Exchange(Struct):
+    seq: int
+    prompt_ids: list[int] | None
+    sampled_ids: list[int] | None
+    logprobs: list[float] | None
+    untrainable: str | None
+    request: dict[str, Raw]
+
+
+async def _check_capture(bench: Bench) -> None:
+    """The figures are those of a gateway that kept everything, or there are none."""
+    assert bench.polar.control_port is not None
+    connection = await Connection.open(bench.polar.control_port)
+    answer = await connection.call(get(f"/sessions/{bench.polar.sessions[0]}/exchanges"))
+    connection.close()
+    exchanges = msgspec.json.decode(answer.content(), type=list[_Exchange])
+    for exchange in exchanges:
+        kept = (len(exchange.sampled_ids or ()), len(exchange.logprobs or ()))
+        if kept != (L.sampled_tokens, L.sampled_tokens) or not exchange.prompt_ids or exchange.untrainable:
+            raise BenchError(f"Polar did not capture a call whole: {kept}, {exchange.untrainable}.")
+    if not exchanges:
+        raise BenchError("Polar captured nothing.")
+
+
+# Added latency
+
+
+async def added_latency(bench: Bench) -> None:
+    for size in (S, L):
+        for stream in (True, False):
+            for target in bench.targets.values():
+                form = "streamed" if stream else "whole"
+                bench.progress(f"first byte of {size.name}, {form}, through {target.name}")
+                pairs = bench.plan.slow_pairs if target.name == LITELLM else bench.plan.pairs
+                bench.report.added.append(await _first_byte(bench, target, size, stream, pairs))
+
+
+async def _first_byte(bench: Bench, target: Target, size: Size, stream: bool, pairs: int) -> Added:
+    warm = TURNS
+    keys = await target.keys((warm + pairs) // TURNS + 1)
+    ways = [(it, await Connection.open(it.port)) for it in (bench.direct, target)]
+    direct: list[float] = []
+    added: list[float] = []
+    for index in range(warm + pairs):
+        turn = index % TURNS
+        if turn == 0:
+            key = next(keys)
+            sessions = [it.session(key) for it, _ in ways]
+        took = []
+        for session, (_, connection) in zip(sessions, ways, strict=True):
+            answer = await connection.call(session.request(size, turn, stream=stream))
+            took.append((answer.first_at - answer.sent_at) * 1e3)
+        if index >= warm:
+            direct.append(took[0])
+            added.append(took[1] - took[0])
+    for _, connection in ways:
+        connection.close()
+    return Added(target.name, size.name, stream, len(added), statistics.median(direct), *_percentiles(added))
+
+
+# Many streams
+
+
+_STAMP = re.compile(rb"~(\d{18})")
+
+
+async def many_streams(bench: Bench) -> None:
+    plan = bench.plan
+    bench.progress(f"{plan.streams} streams of 10 tokens a second for {plan.stream_seconds:g} s")
+    through: list[float] = []
+    direct: list[float] = []
+    keys = await bench.polar.keys(plan.streams)
+    pace = bench.engine.pace
+    pace.tokens, pace.interval = int(plan.stream_seconds * 10), 0.1
+
+    async def stream(target: Target, key: str, start: float, delays: list[float]) -> None:
+        def arrived(data: bytes) -> None:
+            now = time.monotonic_ns()
+            delays.extend((now - int(stamp)) / 1e6 for stamp in _STAMP.findall(data))
+
+        await asyncio.sleep(start)
+        connection = await Connection.open(target.port)
+        await connection.call(target.session(key).request(S, 5, stream=True), arrived)
+        connection.close()
+
+    step = plan.ramp_seconds / plan.streams
+    running = [stream(bench.polar, key, index * step, through) for index, key in enumerate(keys)]
+    # A few straight to the engine at the same time: what the machine and the load generator take by themselves.
+    running += [stream(bench.direct, "none", index * step * 10, direct) for index in range(plan.streams // 10)]
+    server = bench.polar.server
+    assert server is not None
+    await server.ask("report", Watched)
+    cpu, began = server.cpu(), time.monotonic()
+    await asyncio.gather(*running)
+    seconds = time.monotonic() - began
+    cpu = server.cpu() - cpu
+    pace.tokens = 0
+    watched = await server.ask("report", Watched)
+    expected = plan.streams * int(plan.stream_seconds * 10)
+    if len(through) != expected:
+        raise BenchError(f"{len(through)} of {expected} tokens came through.")
+    baseline = statistics.median(direct)
+    p50, p99 = _percentiles(through)
+    bench.report.streams = Streams(
+        streams=plan.streams,
+        tokens=expected,
+        seconds=seconds,
+        cpu_per_token_us=cpu / expected * 1e6,
+        core_busy=cpu / seconds,
+        direct_p50=baseline,
+        added_p50=p50 - baseline,
+        added_p99=p99 - baseline,
+        added_max=max(through) - baseline,
+        loop=watched,
+    )
+
+
+# Memory
+
+
+async def idle_sessions(bench: Bench) -> None:
+    plan, polar = bench.plan, bench.polar
+    bench.progress(f"{plan.sessions} open sessions")
+    assert polar.server is not None
+    before = polar.server.memory()
+    keys = await polar.keys(plan.sessions)
+    numbered = enumerate(keys)
+    connections: list[Connection] = []
+
+    async def caller() -> None:
+        for number, key in numbered:
+            connection = await Connection.open(polar.port)
+            connections.append(connection)
+            size = S if number < plan.large_sessions else calls.SMALL
+            check(await connection.call(polar.session(key).request(size, 5)))
+
+    await asyncio.gather(*(caller() for _ in range(CALLERS)))
+    await asyncio.sleep(2)
+    connected = polar.server.memory()
+    for connection in connections:
+        connection.close()
+    await asyncio.sleep(2)
+    bench.report.memory = Memory(plan.sessions, plan.large_sessions, before, connected, polar.server.memory())
+
+
+Measurement = Callable[[Bench], Awaitable[None]]
+
+MEASUREMENTS: tuple[Measurement, ...] = (cpu_per_call, cpu_of_dialects, added_latency, many_streams, idle_sessions)
+
+
+def _percentiles(values: list[float]) -> tuple[float, float]:
+    """The 50th and the 99th."""
+    ordered = sorted(values)
+    return ordered[len(ordered) // 2], ordered[min(len(ordered) - 1, len(ordered) * 99 // 100)]
+
+
+def _port(url: str) -> int:
+    return int(url.rpartition(":")[2])
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port

@@ -1,0 +1,1 @@
+"""The servers that are compared, each started as a process of its own."""

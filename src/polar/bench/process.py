@@ -1,0 +1,112 @@
+"""A server under measurement: a process of its own on a core of its own, with its CPU time and memory."""
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import TypeVar
+
+import msgspec
+
+from polar.bench.client import BenchError, Connection, get
+
+T = TypeVar("T")
+
+
+class Server:
+    """Use as an async context manager. Its output goes to `log`, but for standard output where `speaks` is set: such
+    a server answers a line on its standard input with a line of JSON, and ends when its input does."""
+
+    def __init__(
+        self, argv: Sequence[str], core: int, log: Path, *, speaks: bool = False, env: dict[str, str] | None = None
+    ) -> None:
+        self._argv = argv
+        self._core = core
+        self._log = log
+        self._speaks = speaks
+        self._env = env
+        self._process: asyncio.subprocess.Process | None = None
+
+    async def __aenter__(self) -> "Server":
+        pipe = asyncio.subprocess.PIPE
+        variables = os.environ | (self._env or {})
+        variables.pop("DATABASE_URL", None)  # whose it is, it is not for a benchmark to write to
+        with self._log.open("wb") as log:
+            self._process = await asyncio.create_subprocess_exec(
+                *self._argv,
+                stdin=pipe if self._speaks else asyncio.subprocess.DEVNULL,
+                stdout=pipe if self._speaks else log,
+                stderr=log,
+                env=variables,
+                preexec_fn=self._pin,
+            )
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        process = self._running()
+        if process.returncode is None:
+            process.terminate()
+            try:
+                await asyncio.wait_for(process.wait(), 10)
+            except TimeoutError:
+                process.kill()
+                await process.wait()
+
+    @property
+    def pid(self) -> int:
+        return self._running().pid
+
+    def cpu(self) -> float:
+        """Seconds of user and system time so far, of all threads: the process's CPU clock, to the nanosecond."""
+        return time.clock_gettime(~self.pid << 3 | 2)  # CLOCK_PROCESS_CPUTIME_ID of another process
+
+    def memory(self) -> int:
+        """Resident bytes."""
+        resident = Path(f"/proc/{self.pid}/statm").read_text(encoding="ascii").split()[1]
+        return int(resident) * os.sysconf("SC_PAGE_SIZE")
+
+    async def hear(self, type: type[T], timeout: float = 60) -> T:
+        """The next line that the server prints."""
+        process = self._running()
+        assert process.stdout is not None
+        try:
+            line = await asyncio.wait_for(process.stdout.readline(), timeout)
+            return msgspec.json.decode(line, type=type)
+        except (TimeoutError, msgspec.DecodeError) as error:
+            raise self.failed("did not say what it was asked") from error
+
+    async def ask(self, question: str, type: type[T]) -> T:
+        process = self._running()
+        assert process.stdin is not None
+        process.stdin.write(question.encode() + b"\n")
+        return await self.hear(type)
+
+    async def answers(self, port: int, path: str, timeout: float) -> None:
+        """Returns once the server answers 200 there."""
+        deadline = time.monotonic() + timeout
+        while time.monotonic() < deadline and self._running().returncode is None:
+            try:
+                connection = await Connection.open(port)
+                await connection.call(get(path))
+                connection.close()
+                return
+            except (OSError, BenchError):
+                await asyncio.sleep(0.2)
+        raise self.failed("did not start")
+
+    def failed(self, what: str) -> BenchError:
+        tail = self._log.read_text(errors="replace").strip().splitlines()[-5:]
+        return BenchError(f"{self._argv[0]} {what}: {' / '.join(tail) or 'it printed nothing'}")
+
+    def _running(self) -> asyncio.subprocess.Process:
+        assert self._process is not None
+        return self._process
+
+    def _pin(self) -> None:
+        os.sched_setaffinity(0, {self._core})
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the bench, which ends its servers

@@ -1,0 +1,84 @@
+"""What a server's event loop suffers, seen from inside: how late a timer of one millisecond comes, and why.
+
+Lateness has three causes: the loop's own thread worked (its CPU time grew), another thread of the process held the
+interpreter (the process's CPU time grew), or the machine gave the core to somebody else (neither did).
+"""
+
+import asyncio
+import gc
+import time
+from typing import Any
+
+from msgspec import Struct
+
+INTERVAL = 0.001
+STALL = 0.010
+
+
+class Stall(Struct):
+    """Milliseconds: how late the loop was, and what its thread and its process worked meanwhile."""
+
+    late: float
+    thread_cpu: float
+    process_cpu: float
+
+
+class Watched(Struct):
+    """Since the last report; all in milliseconds."""
+
+    seconds: float
+    late_p50: float
+    late_p99: float
+    late_max: float
+    stalls: list[Stall]
+    collections: int
+    gc_total: float
+    gc_max: float
+
+
+class Watch:
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._late: list[float] = []
+        self._stalls: list[Stall] = []
+        self._pauses: list[float] = []
+        self._collecting_since = 0.0
+        self._begun = self._due = time.monotonic()
+        self._thread_cpu, self._process_cpu = time.thread_time(), time.process_time()
+        gc.callbacks.append(self._collected)
+        self._tick()
+
+    def report(self) -> Watched:
+        late = sorted(self._late) or [0.0]
+        now = time.monotonic()
+        watched = Watched(
+            seconds=now - self._begun,
+            late_p50=late[len(late) // 2] * 1e3,
+            late_p99=late[len(late) * 99 // 100] * 1e3,
+            late_max=late[-1] * 1e3,
+            stalls=self._stalls,
+            collections=len(self._pauses),
+            gc_total=sum(self._pauses) * 1e3,
+            gc_max=max(self._pauses, default=0.0) * 1e3,
+        )
+        self._late, self._stalls, self._pauses = [], [], []
+        self._begun = now
+        return watched
+
+    def _tick(self) -> None:
+        now = time.monotonic()
+        thread_cpu, process_cpu = time.thread_time(), time.process_time()
+        late = now - self._due
+        self._late.append(late)
+        if late > STALL:
+            worked = thread_cpu - self._thread_cpu
+            self._stalls.append(Stall(late * 1e3, worked * 1e3, (process_cpu - self._process_cpu) * 1e3))
+        self._thread_cpu, self._process_cpu = thread_cpu, process_cpu
+        self._due = now + INTERVAL
+        self._loop.call_later(INTERVAL, self._tick)
+
+    def _collected(self, phase: str, info: dict[str, Any]) -> None:  # noqa: ARG002
+        if phase == "start":
+            self._collecting_since = time.monotonic()
+        else:
+            self._pauses.append(time.monotonic() - self._collecting_since)

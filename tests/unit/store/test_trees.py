@@ -1,0 +1,117 @@
+"""Whatever tree of conversations a session is, it reads back exactly, and parents are what their definition says."""
+
+import asyncio
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from random import Random
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from msgspec import Struct
+
+from polar.engines.base import Ids
+from polar.store.base import Exchange
+from polar.store.sqlite import MEMORY, SqliteStore
+from tests.unit.store.samples import exchange, fingerprint, session, wire
+
+ITEMS = [b"1", b'"two"', b'{"three": 3}', b'"' + b"4" * 5000 + b'"']
+FIELDS = [{}, {"stream": b"false"}, {"tools": b'"' + b"x" * 300 + b'"'}, {"tools": b'"' + b"y" * 300 + b'"', "n": b"1"}]
+
+
+class Step(Struct):
+    """One call: it goes on from an earlier one, keeps so much of its items and tokens, and adds these."""
+
+    of: int
+    keep_items: int
+    add_items: list[int]
+    keep_tokens: int | None  # None: the prompt's ids are not known
+    add_tokens: list[int]
+    sampled: list[int] | None
+    fields: int
+    agent: str | None
+    reopen: bool
+
+
+steps = st.builds(
+    Step,
+    of=st.integers(0, 5),
+    keep_items=st.integers(0, 12) | st.just(99),
+    add_items=st.lists(st.integers(0, len(ITEMS) - 1), max_size=3),
+    keep_tokens=st.none() | st.integers(0, 30) | st.just(99),
+    add_tokens=st.lists(st.integers(0, 2), max_size=6),
+    sampled=st.none() | st.lists(st.integers(0, 2), max_size=4),
+    fields=st.integers(0, len(FIELDS) - 1),
+    agent=st.sampled_from([None, "a"]),
+    reopen=st.sampled_from([False, False, False, True]),
+)
+
+
+def array(values: Sequence[int]) -> Ids:
+    return np.array(values, np.int32)
+
+
+def made(plan: list[Step], seqs: list[int]) -> list[Exchange]:
+    """The exchanges of a plan in the order in which they are written."""
+    items: list[list[bytes]] = [[]]
+    tokens: list[list[int]] = [[]]
+    exchanges = []
+    for step, seq in zip(plan, seqs, strict=True):
+        of = max(0, len(items) - 1 - step.of)
+        own = items[of][: step.keep_items] + [ITEMS[n] for n in step.add_items]
+        prompt = None if step.keep_tokens is None else tokens[of][: step.keep_tokens] + step.add_tokens
+        exchanges.append(
+            exchange(
+                "s",
+                seq,
+                [],
+                wire=wire(own, **FIELDS[step.fields]),
+                prompt_ids=None if prompt is None else array(prompt),
+                sampled_ids=None if step.sampled is None else array(step.sampled),
+                agent_id=step.agent,
+            )
+        )
+        items.append(own)
+        tokens.append((tokens[of] if prompt is None else prompt) + (step.sampled or []))
+    return exchanges
+
+
+def parent(of: Exchange, earlier: list[Exchange]) -> str | None:
+    def items(it: Exchange) -> list[bytes]:
+        return [bytes(item) for item in it.wire.items]
+
+    whole = items(of)
+    candidates = [
+        it for it in earlier if it.seq < of.seq and (n := len(items(it))) and n < len(whole) and whole[:n] == items(it)
+    ]
+    found = max(candidates, key=lambda it: (len(it.wire.items), it.seq), default=None)
+    return None if found is None else found.exchange_id
+
+
+@settings(max_examples=100, deadline=None)
+@given(plan=st.lists(steps, min_size=1, max_size=14), shuffle=st.randoms(), memory=st.sampled_from([MEMORY, 0]))
+def test_any_tree_reads_back(plan: list[Step], shuffle: Random, memory: int) -> None:
+    seqs = list(range(len(plan)))
+    for start in range(0, len(seqs), 4):  # calls that run at the same time end in any order
+        window = seqs[start : start + 4]
+        shuffle.shuffle(window)
+        seqs[start : start + 4] = window
+    exchanges = made(plan, seqs)
+
+    async def run(path: Path) -> None:
+        store = SqliteStore.open(path, memory=memory)
+        await store.create_session(session("s"))
+        for number, (step, it) in enumerate(zip(plan, exchanges, strict=True)):
+            if step.reopen:
+                await store.close()
+                store = SqliteStore.open(path, memory=memory)
+            expected = parent(it, exchanges[:number])
+            await store.append(it)
+            assert it.parent == expected
+        found = [it async for it in store.exchanges("s")]
+        await store.close()
+        assert [fingerprint(it) for it in found] == [fingerprint(it) for it in sorted(exchanges, key=lambda it: it.seq)]
+
+    with tempfile.TemporaryDirectory() as folder:
+        asyncio.run(run(Path(folder) / "polar.db"))
