@@ -20,7 +20,7 @@ $(VENV)/.ready: pyproject.toml requirements.lock
 $(NODE)/.ready: tests/node/package.json tests/node/package-lock.json
 	mkdir -p $(NODE)
 	cp tests/node/package.json tests/node/package-lock.json $(NODE)/
-	cd $(NODE) && npm ci --no-audit --no-fund --silent
+	cd $(NODE) && npm install --no-audit --no-fund --silent
 	touch $@
 
 demo: setup $(NODE)/.ready
@@ -28,6 +28,22 @@ demo: setup $(NODE)/.ready
 
 test: setup $(NODE)/.ready
 	$(BIN)/python -m pytest -n 2 -m "not harnesses and not engines" --durations=10
+
+# The real harnesses: 1.6 GB of npm packages, and mini-swe-agent in an environment of its own.
+HARNESSES := .cache/harnesses
+$(HARNESSES)/.ready: tests/node-harnesses/package.json tests/node-harnesses/package-lock.json
+	mkdir -p $(HARNESSES)
+	cp tests/node-harnesses/package.json tests/node-harnesses/package-lock.json $(HARNESSES)/
+	cd $(HARNESSES) && npm install --no-audit --no-fund --silent
+	touch $@
+
+$(HARNESSES)-venv/.ready: tests/requirements-harnesses.txt
+	$(PYTHON) -m venv $(HARNESSES)-venv
+	$(HARNESSES)-venv/bin/python -m pip install -q -r $<
+	touch $@
+
+test-harnesses: setup $(HARNESSES)/.ready $(HARNESSES)-venv/.ready
+	$(BIN)/python -m pytest -n 2 -m harnesses tests/harnesses
 
 # A real vLLM with real weights, in an environment of its own. torch comes first and alone: at this version pip takes
 # the CPU build, and vLLM is content with it.

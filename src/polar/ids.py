@@ -8,25 +8,20 @@ import re
 import secrets
 import time
 
-_ALPHABET = "0123456789abcdefghjkmnpqrstvwxyz"  # Crockford's base 32, lower case
-_EXCHANGE = re.compile(r"x[0-9a-hjkmnp-tv-z]{24}")
+_EXCHANGE = re.compile(r"x[0-9a-z]{24}")
 
 
-def _base32(value: int, length: int) -> str:
-    out = []
-    for _ in range(length):
-        value, digit = divmod(value, 32)
-        out.append(_ALPHABET[digit])
-    return "".join(reversed(out))
+def _milliseconds() -> int:
+    return time.time_ns() // 1_000_000
 
 
 def new_exchange_id() -> str:
-    """48 bits of milliseconds, 72 random ones: 25 characters that begin with x."""
-    return "x" + _base32((time.time_ns() // 1_000_000) << 72 | secrets.randbits(72), 24)
+    """An x, then 48 bits of milliseconds and 48 random ones in hexadecimal: 25 characters."""
+    return f"x{_milliseconds():012x}{secrets.token_hex(6)}"
 
 
 def new_session_id() -> str:
-    return "s" + _base32((time.time_ns() // 1_000_000) << 52 | secrets.randbits(52), 20)
+    return f"s{_milliseconds():012x}{secrets.token_hex(4)}"
 
 
 def new_key() -> str:

@@ -2,9 +2,12 @@
 
 import asyncio
 import contextlib
+import gc
 import ipaddress
 import logging
+import resource
 import socket
+import sys
 from pathlib import Path
 from types import TracebackType
 
@@ -15,12 +18,27 @@ from polar.engines.pool import Pool
 from polar.errors import ConfigError
 from polar.gateway.app import Gateway
 from polar.gateway.control import create_app
+from polar.gateway.http import url_of
 from polar.gateway.metrics import Metrics
 from polar.gateway.sessions import Sessions
 from polar.store import open_store
 from polar.store.base import Store
 
 log = logging.getLogger(__name__)
+
+
+def settle_process() -> None:
+    """Settings of the whole process for one that serves: call it once, when everything is imported.
+
+    A full garbage collection stops every stream for as long as it takes to walk all objects; what is imported stays
+    anyway, and calls leave few cycles behind. The store's thread gives way to the event loop soon.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(20_000, 50, 1_000)
+    sys.setswitchinterval(0.0005)
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # each open call takes two
 
 
 class Service:
@@ -40,7 +58,7 @@ class Service:
 
     async def __aenter__(self) -> "Service":
         server = self._settings.server
-        if self._control and server.token is None and not is_loopback(server.host):
+        if self._control and not server.token and not is_loopback(server.host):
             raise ConfigError(
                 f"The control plane on {server.host} would be open to everyone: set [server] token, or use 127.0.0.1."
             )
@@ -73,7 +91,7 @@ class Service:
                 token=settings.server.token,
             )
             listener = _listen(settings.server.host, settings.server.port)
-            self.control_url = f"http://{settings.server.host}:{listener.getsockname()[1]}"
+            self.control_url = url_of(settings.server.host, listener.getsockname()[1])
             config = uvicorn.Config(app, log_config=None, access_log=False, lifespan="off", timeout_graceful_shutdown=2)
             control = _Uvicorn(config)
             task = asyncio.create_task(control.serve(sockets=[listener]))
@@ -98,10 +116,14 @@ async def _stop(server: uvicorn.Server, task: "asyncio.Task[None]") -> None:
 
 def _listen(host: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener = socket.socket(
+        family, socket.SOCK_STREAM, socket.IPPROTO_TCP
+    )  # the protocol: else asyncio lets Nagle wait
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((host, port))
+        listener.listen(1024)  # so that nobody is turned away before uvicorn is ready
+        listener.listen()  # from here on callers wait for an answer, though uvicorn still has to start
     except OSError as error:
         listener.close()
         raise ConfigError(f"Can't listen on {host}:{port}: {error.strerror}. Set [server] port.") from error

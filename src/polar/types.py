@@ -6,6 +6,9 @@ it was sent.
 
 Invariant: decoding never loses anything that the model would see. What a type here cannot hold is refused by the
 dialect with a clear error, or is harmless and stays in the recorded wire request.
+
+All of these are trees that live as long as a call. `gc=False` keeps the garbage collector from walking thousands of
+them again and again while hundreds of calls are open.
 """
 
 from typing import Literal, TypeAlias
@@ -15,11 +18,11 @@ from msgspec import UNSET, Raw, Struct, UnsetType, field
 Role = Literal["system", "developer", "user", "assistant", "tool"]
 
 
-class Text(Struct, tag="text", tag_field="part"):
+class Text(Struct, tag="text", tag_field="part", gc=False):
     text: str
 
 
-class Media(Struct, tag="media", tag_field="part"):
+class Media(Struct, tag="media", tag_field="part", gc=False):
     """An image, audio clip, video or file: inline (`data`, base64), by address (`url`, never fetched by us), or by the
     provider's own file id. Exactly one of the three is set."""
 
@@ -32,14 +35,14 @@ class Media(Struct, tag="media", tag_field="part"):
     detail: str | None = None
 
 
-class Reasoning(Struct, tag="reasoning", tag_field="part"):
+class Reasoning(Struct, tag="reasoning", tag_field="part", gc=False):
     """The model's thinking. `seal` is the opaque string (signature, encrypted content) that travels with it."""
 
     text: str
     seal: str | None = None
 
 
-class ToolCall(Struct, tag="call", tag_field="part"):
+class ToolCall(Struct, tag="call", tag_field="part", gc=False):
     """`arguments` is the text that the model wrote: JSON for a function, free text for a custom tool. Never
     re-serialised by us where the dialect carries it as text."""
 
@@ -51,7 +54,7 @@ class ToolCall(Struct, tag="call", tag_field="part"):
     seal: str | None = None
 
 
-class ToolResult(Struct, tag="result", tag_field="part"):
+class ToolResult(Struct, tag="result", tag_field="part", gc=False):
     call_id: str
     parts: list["Text | Media"]
     is_error: bool = False
@@ -61,7 +64,7 @@ class ToolResult(Struct, tag="result", tag_field="part"):
 Part: TypeAlias = Text | Media | Reasoning | ToolCall | ToolResult
 
 
-class Message(Struct):
+class Message(Struct, gc=False):
     """One turn. Tool results stand in messages of role `tool`, one result each; reasoning and calls in `assistant`
     ones."""
 
@@ -70,7 +73,7 @@ class Message(Struct):
     name: str | None = None
 
 
-class Tool(Struct):
+class Tool(Struct, gc=False):
     """Something the model may call. `hosted` tools are run by the provider (web search, say): no engine has them, so
     they are recorded and not shown to the model."""
 
@@ -83,7 +86,7 @@ class Tool(Struct):
     strict: bool | None = None
 
 
-class ToolChoice(Struct):
+class ToolChoice(Struct, gc=False):
     """`named` forces one of `names`; `auto` with names narrows the set without forcing a call."""
 
     mode: Literal["auto", "none", "required", "named"] = "auto"
@@ -94,14 +97,14 @@ class ToolChoice(Struct):
         return self.mode in ("required", "named")
 
 
-class ResponseFormat(Struct):
+class ResponseFormat(Struct, gc=False):
     kind: Literal["text", "json_object", "json_schema"] = "text"
     schema: Raw | None = None
     name: str | None = None
     strict: bool | None = None
 
 
-class Sampling(Struct, omit_defaults=True):
+class Sampling(Struct, omit_defaults=True, gc=False):
     """Sampling parameters as asked for; None means the engine's default."""
 
     temperature: float | None = None
@@ -118,7 +121,7 @@ class Sampling(Struct, omit_defaults=True):
     logit_bias: dict[str, float] | None = None
 
 
-class Thinking(Struct, omit_defaults=True):
+class Thinking(Struct, omit_defaults=True, gc=False):
     """How much the model is asked to think: None where the harness said nothing."""
 
     enabled: bool | None = None
@@ -127,7 +130,7 @@ class Thinking(Struct, omit_defaults=True):
     visible: bool = True  # the harness wants to see it
 
 
-class Request(Struct):
+class Request(Struct, gc=False):
     """A model call. `prompt` is set instead of `messages` for the legacy completions API (text, or token ids)."""
 
     model: str
@@ -148,7 +151,7 @@ class Request(Struct):
 FinishReason = Literal["stop", "length", "tool_calls", "content_filter", "abort"]
 
 
-class Usage(Struct):
+class Usage(Struct, gc=False):
     """Token counts of one call. `prompt` includes `cached`; `completion` includes `reasoning`."""
 
     prompt: int = 0
@@ -157,7 +160,7 @@ class Usage(Struct):
     reasoning: int = 0
 
 
-class TokenLogprob(Struct):
+class TokenLogprob(Struct, gc=False):
     """One sampled token as a harness that asked for log-probabilities sees it."""
 
     token: str
@@ -166,7 +169,7 @@ class TokenLogprob(Struct):
     top_logprobs: list["TokenLogprob"] = field(default_factory=list)
 
 
-class Reply(Struct):
+class Reply(Struct, gc=False):
     """A finished (or cut) model turn. `parts` are in the order the model wrote them: Reasoning, Text and ToolCall."""
 
     exchange_id: str
@@ -183,15 +186,15 @@ class Reply(Struct):
 # where an event of another kind begins.
 
 
-class TextDelta(Struct):
+class TextDelta(Struct, gc=False):
     text: str
 
 
-class ReasoningDelta(Struct):
+class ReasoningDelta(Struct, gc=False):
     text: str
 
 
-class CallStart(Struct):
+class CallStart(Struct, gc=False):
     """A tool call begins. `id` is the gateway's own (see `ids`)."""
 
     id: str
@@ -200,7 +203,7 @@ class CallStart(Struct):
     namespace: str | None = None
 
 
-class CallDelta(Struct):
+class CallDelta(Struct, gc=False):
     """More of the arguments of the call that began last."""
 
     arguments: str

@@ -161,7 +161,8 @@ async def ask(
 
 
 def encode(body: Any) -> bytes:
-    return json.dumps(body).encode()
+    """As servers and clients write JSON; NaN and infinities as careless ones do."""
+    return json.dumps(body, separators=(",", ":")).encode()
 
 
 # An engine that replays bytes
@@ -174,9 +175,7 @@ def response(body: bytes, status: str = "200 OK", content_type: str = "applicati
     return head.encode() + body
 
 
-STREAM_HEAD = (
-    b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream; charset=utf-8\r\nTransfer-Encoding: chunked\r\n\r\n"
-)
+STREAM_HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream; charset=utf-8\r\nTransfer-Encoding: chunked\r\n\r\n"
 
 
 def chunked(*pieces: bytes, end: bool = True) -> bytes:
@@ -189,7 +188,7 @@ def stream(*pieces: bytes) -> bytes:
 
 
 def event(**fields: Any) -> bytes:
-    return b"data: " + json.dumps(fields).encode() + b"\n\n"
+    return b"data: " + encode(fields) + b"\n\n"
 
 
 DONE = b"data: [DONE]\n\n"
@@ -201,6 +200,7 @@ class ByteEngine:
     def __init__(self) -> None:
         self.script: Script | None = None
         self.models = b'{"object":"list","data":[{"id":"m","object":"model","max_model_len":4096}]}'
+        self.fixed: dict[str, bytes] = {}  # whole answers by path, for routes beside sampling
         self.calls: list[dict[str, Any]] = []
         self.paths: list[str] = []
         self.connections = 0
@@ -221,14 +221,18 @@ class ByteEngine:
 
     async def start(self, port: int = 0) -> str:
         self._server = await asyncio.start_server(self._serve, "127.0.0.1", port)
-        self.url = "http://127.0.0.1:%d" % self._server.sockets[0].getsockname()[1]
+        self.url = f"http://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
         return self.url
+
+    async def hang_up(self) -> None:
+        """Closes every connection, also those that are kept for the next call."""
+        for writer in list(self._writers):
+            writer.close()
 
     async def stop(self) -> None:
         if self._server is not None:
             self._server.close()
-            for writer in list(self._writers):
-                writer.close()
+            await self.hang_up()
             await self._server.wait_closed()
             self._server = None
 
@@ -240,10 +244,14 @@ class ByteEngine:
                 head = await reader.readuntil(b"\r\n\r\n")
                 method, path, _ = head.split(b"\r\n", 1)[0].decode().split(" ", 2)
                 self.paths.append(path)
-                length = next((line for line in head.lower().split(b"\r\n") if line.startswith(b"content-length:")), b":0")
+                length = next(
+                    (line for line in head.lower().split(b"\r\n") if line.startswith(b"content-length:")), b":0"
+                )
                 body = await reader.readexactly(int(length.partition(b":")[2]))
                 if path == "/v1/models":
                     writer.write(response(self.models))
+                elif path in self.fixed:
+                    writer.write(self.fixed[path])
                 elif self.script is not None and method == "POST":
                     self.calls.append(json.loads(body))
                     await self.script(self.calls[-1], writer)
@@ -287,6 +295,15 @@ class Bench:
     async def recorded(self, count: int) -> list[Exchange]:
         """Waits until so many exchanges are recorded and nothing runs any more."""
         return await recorded(self.service, self.session_id, count)
+
+
+async def comes_true(condition: Callable[[], bool]) -> None:
+    """Waits for what must come to be soon."""
+    for _ in range(1000):
+        if condition():
+            return
+        await asyncio.sleep(0.01)
+    raise AssertionError("it did not come true")
 
 
 async def recorded(service: Service, session_id: str, count: int) -> list[Exchange]:

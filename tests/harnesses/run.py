@@ -33,14 +33,21 @@ FIRST: Turn = {
 LAST: Turn = {"reasoning": "That was all.", "text": "Both files are written."}
 
 
-def second(folder: Path) -> Turn:
-    """Some harnesses' tools for writing files want absolute paths."""
-    return {
+def three_turns(tmp_path: Path, last: Turn = LAST) -> list[Turn]:
+    # Some harnesses' tools for writing files want absolute paths.
+    write = {"path": str(workspace(tmp_path) / "turn2.txt"), "content": "two\n"}
+    second: Turn = {
         "reasoning": "Now I read it, and write the second one.",
         "text": "Reading the first file and writing the second.",
         "shell": "sed 's/^/read: /' turn1.txt",
-        "write": {"path": str(folder / "turn2.txt"), "content": "two\n"},
+        "write": write,
     }
+    return [FIRST, second, last]
+
+
+def workspace(tmp_path: Path) -> Path:
+    """Where the harness works."""
+    return tmp_path / "workspace"
 
 
 class Run(NamedTuple):
@@ -51,12 +58,17 @@ class Run(NamedTuple):
 
 
 async def run(
-    tmp_path: Path, command: list[str], binaries: Path, *, options: tuple[str, ...] = (), last: Turn = LAST
+    tmp_path: Path,
+    command: list[str],
+    binaries: Path,
+    *,
+    options: tuple[str, ...] = (),
+    turns: list[Turn] | None = None,
 ) -> Run:
-    """`binaries` come first on PATH; `options` are those of `polar capture`."""
-    folder, data, play = tmp_path / "workspace", tmp_path / "data", tmp_path / "play.json"
+    """`binaries` come first on PATH; `options` are those of `polar capture`; `turns` are three_turns by default."""
+    turns = turns or three_turns(tmp_path)
+    folder, data, play = workspace(tmp_path), tmp_path / "data", tmp_path / "play.json"
     folder.mkdir()
-    turns = [FIRST, second(folder), last]
     play.write_text(json.dumps({"turns": turns}))
     polar = Path(sys.executable).with_name("polar")
     arguments = [str(polar), "capture", "--json", "--data", str(data), *options, "--", *command]
@@ -90,9 +102,9 @@ def _execute(arguments: list[str], folder: Path, variables: dict[str, str]) -> "
 
 
 def check(done: Run, tmp_path: Path, *, dialect: str, asides: Sequence[str] = ()) -> None:
-    """`asides`: the dialects of calls without tools besides the three turns."""
-    assert (tmp_path / "workspace" / "turn1.txt").read_text() == "42\n"
-    assert (tmp_path / "workspace" / "turn2.txt").read_text().rstrip() == "two"
+    """A run of the three turns. `asides`: the dialects of calls without tools besides them."""
+    assert (workspace(tmp_path) / "turn1.txt").read_text() == "42\n"
+    assert (workspace(tmp_path) / "turn2.txt").read_text() == "two\n"
     assert done.summary["exit_code"] == 0
     assert done.summary["exchanges"] == len(done.exchanges) == 3 + len(asides)
     for exchange in done.exchanges:

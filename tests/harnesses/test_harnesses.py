@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.harnesses.run import LAST, ROOT, Turn, check, refused, run
+from polar.types import ToolCall
+from tests.harnesses.run import LAST, ROOT, Turn, asked, check, check_tokens, refused, run, three_turns, workspace
 
 NODE = ROOT / ".cache" / "harnesses" / "node_modules" / ".bin"
 PYTHON = ROOT / ".cache" / "harnesses-venv" / "bin"
@@ -57,7 +58,7 @@ async def test_opencode(tmp_path: Path, flags: list[str], dialect: str) -> None:
 
 async def test_mini_swe_agent(tmp_path: Path) -> None:
     command = ["mini", "--yolo", "--exit-immediately", "-t", TASK]
-    done = await run(tmp_path, command, PYTHON, last=SUBMIT)
+    done = await run(tmp_path, command, PYTHON, turns=three_turns(tmp_path, SUBMIT))
     check(done, tmp_path, dialect="openai_chat")
     assert not refused(done)
 
@@ -72,3 +73,24 @@ async def test_codex_gives_up_its_websocket_at_once(tmp_path: Path) -> None:
     check(done, tmp_path, dialect="openai_responses")
     assert len(refused(done)) == 1
     assert "WebSocket" in refused(done)[0]
+
+
+@pytest.mark.parametrize(
+    ("model", "tool", "text"),
+    [
+        ("gpt-5.5", "apply_patch", "*** Begin Patch\n*** Add File: turn1.txt\n+42\n*** End Patch"),
+        ("gpt-5.6-sol", "functions__exec", "text(await tools.exec_command({cmd: \"expr 6 '*' 7 > turn1.txt\"}))"),
+    ],
+)
+async def test_codex_custom_tools(tmp_path: Path, model: str, tool: str, text: str) -> None:
+    """The name of the model decides which tools it offers: free text instead of JSON, also in a namespace."""
+    patch: Turn = {"text": "Writing it.", "calls": [{"name": tool, "arguments": {"input": text}}]}
+    command = ["codex", "exec", "--skip-git-repo-check", TASK]
+    done = await run(tmp_path, command, NODE, options=("--model", model), turns=[patch, LAST])
+    assert (workspace(tmp_path) / "turn1.txt").read_text() == "42\n"
+    assert len(done.exchanges) == 2
+    for exchange in done.exchanges:
+        check_tokens(exchange)
+    echoed = [part for message in asked(done.exchanges[1]).messages for part in message.parts]
+    assert [part.arguments for part in echoed if isinstance(part, ToolCall)] == [text]
+    assert not refused(done)

@@ -1,4 +1,4 @@
-"""The official clients, each behind the same small face, against a gateway whose engine remembers what it was asked.
+"""The official clients, each behind the same small face.
 
 A `Client` keeps the provider's own shapes: `user`, `results` and `Answer.echo` are lists of items of its API, which a
 test puts together into a history. So what goes over the wire is what the provider's own client writes.
@@ -6,27 +6,16 @@ test puts together into a history. So what goes over the wire is what the provid
 
 import base64
 import json
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol, TypeAlias
 
 import anthropic
-import httpx
-import numpy as np
 import openai
-from aiohttp import web
-from aiohttp.typedefs import Handler
 from google import genai
 from google.genai import types as gt
 
-from polar.engines.scripted import Play, Plays, ScriptedServer
-from polar.engines.scripted.sampler import expected_logprobs
-from polar.service import Service
-from polar.store.base import Exchange
 from polar.types import FinishReason
-from tests.integration.stack import settings
 
 MODEL = "some-model"  # a name that no engine knows
 PNG = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
@@ -194,7 +183,8 @@ class Chat(_OpenAI):
 
     def _answer(self, completion: Any) -> Answer:
         (choice,) = completion.choices
-        message, usage = choice.message, completion.usage
+        message = choice.message
+        usage = completion.usage or openai.types.CompletionUsage(prompt_tokens=0, completion_tokens=0, total_tokens=0)
         calls = [
             Call(call.id, call.function.name, json.loads(call.function.arguments)) for call in message.tool_calls or ()
         ]
@@ -207,7 +197,7 @@ class Chat(_OpenAI):
             echo=[message.model_dump(exclude_none=True)],
             prompt=usage.prompt_tokens,
             completion=usage.completion_tokens,
-            cached=usage.prompt_tokens_details.cached_tokens,
+            cached=(usage.prompt_tokens_details and usage.prompt_tokens_details.cached_tokens) or 0,
             native=completion,
         )
 
@@ -584,91 +574,5 @@ def _google_part(part: Content) -> gt.Part:
 
 
 GOOGLE_WARNS = "ignore:Inheritance class AiohttpClientSession:DeprecationWarning"  # Google's client, about itself
-CLIENTS: tuple[type[Chat] | type[Responses] | type[Messages] | type[Gemini], ...] = (Chat, Responses, Messages, Gemini)
-
-
-# The gateway
-
-
-class Listening(ScriptedServer):
-    """A scripted engine that remembers what it was asked to sample."""
-
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, **options)
-        self.heard: list[dict[str, Any]] = []
-
-    def _app(self) -> web.Application:
-        app = super()._app()
-        app.middlewares.append(self._hear)
-        return app
-
-    @property
-    def _hear(self) -> Any:
-        @web.middleware
-        async def hear(request: web.Request, handler: Handler) -> web.StreamResponse:
-            if request.path.endswith("completions"):
-                self.heard.append(await request.json())
-            return await handler(request)
-
-        return hear
-
-
-class Gateway:
-    """A running one, with a session."""
-
-    def __init__(self, service: Service, engine: Listening, session_id: str, key: str) -> None:
-        self.service = service
-        self.engine = engine
-        self.session_id = session_id
-        self.key = key
-        self.url = service.gateway_url
-
-    async def exchanges(self) -> list[Exchange]:
-        return [exchange async for exchange in self.service.store.exchanges(self.session_id)]
-
-    async def recorded(self, *answers: Answer) -> list[Exchange]:
-        """The session's exchanges, which are those of these answers, each whole and exact."""
-        exchanges = await self.exchanges()
-        assert len(exchanges) == len(answers)
-        for exchange, answer in zip(exchanges, answers, strict=True):
-            prompt, sampled = exact(exchange)
-            assert (answer.prompt, answer.completion) == (prompt, sampled)
-            assert exchange.usage.cached == answer.cached
-            assert exchange.finish_reason == answer.finish
-            assert all(exchange.exchange_id in issued for issued in answer.issued)
-        return exchanges
-
-    def prompt_text(self, exchange: Exchange) -> str:
-        """What the model saw."""
-        assert exchange.prompt_ids is not None
-        return self.engine.tokenizer.decode(exchange.prompt_ids.tolist())
-
-
-def exact(exchange: Exchange) -> tuple[int, int]:
-    """Checks that an exchange is whole, delivered and faithful; the numbers of its prompt's and sampled tokens."""
-    prompt, sampled, logprobs = exchange.prompt_ids, exchange.sampled_ids, exchange.logprobs
-    assert exchange.status == "complete"
-    assert exchange.error is None
-    assert prompt is not None
-    assert sampled is not None
-    assert logprobs is not None
-    assert exchange.delivered == len(sampled)
-    np.testing.assert_array_equal(logprobs, expected_logprobs(0, prompt, sampled))
-    assert [(span.version, span.start, span.stop) for span in exchange.versions] == [(0, 0, len(sampled))]
-    return len(prompt), len(sampled)
-
-
-@asynccontextmanager
-async def gateway(data: Path, plays: Plays | Play | None = None, **engine: Any) -> AsyncIterator[Gateway]:
-    """`engine`: options of the scripted server."""
-    listening = Listening(plays, **engine)
-    async with listening as server, Service(settings([server.url]), data, control=False) as service:
-        session, key = await service.sessions.create({})
-        yield Gateway(service, listening, session.session_id, key)
-
-
-@asynccontextmanager
-async def raw_http(running: Gateway) -> AsyncIterator[httpx.AsyncClient]:
-    """For what no official client sends."""
-    async with httpx.AsyncClient(base_url=running.url, headers={"x-api-key": running.key}) as http:
-        yield http
+ClientKind: TypeAlias = type[Chat] | type[Responses] | type[Messages] | type[Gemini]
+CLIENTS: tuple[ClientKind, ...] = (Chat, Responses, Messages, Gemini)

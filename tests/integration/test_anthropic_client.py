@@ -9,7 +9,8 @@ import pytest
 
 from polar.engines.scripted import Play, Plays, Turn
 from polar.engines.scripted.adapt import Call as PlayedCall
-from tests.integration.clients import MODEL, PNG, Gateway, Messages, Wish, exact, gateway, tool
+from tests.integration.clients import MODEL, PNG, Messages, Wish, tool
+from tests.integration.listening import Gateway, exact, gateway
 
 WORDS = "One two three, four; fünf — 六 🙂 eight STOP nine ten."
 CALL = PlayedCall("shell", {"command": "ls", "timeout": 1.0})

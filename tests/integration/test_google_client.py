@@ -11,7 +11,8 @@ from google.genai import types as gt
 
 from polar.engines.scripted import Play, Plays, Turn
 from polar.engines.scripted.adapt import Call as PlayedCall
-from tests.integration.clients import GOOGLE_WARNS, MODEL, Gateway, Gemini, Output, Wish, exact, gateway, raw_http, tool
+from tests.integration.clients import GOOGLE_WARNS, MODEL, Gemini, Output, Wish, tool
+from tests.integration.listening import Gateway, exact, gateway, raw_http
 
 pytestmark = pytest.mark.filterwarnings(GOOGLE_WARNS)
 

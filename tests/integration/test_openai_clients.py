@@ -9,7 +9,8 @@ import pytest
 
 from polar.engines.scripted import Play, Plays, Turn
 from polar.engines.scripted.adapt import Call as PlayedCall
-from tests.integration.clients import MODEL, Chat, Gateway, Responses, Wish, exact, gateway, tool
+from tests.integration.clients import MODEL, Chat, Responses, Wish, tool
+from tests.integration.listening import Gateway, exact, gateway
 
 WORDS = "One two three, four; fünf — 六 🙂 eight STOP nine ten."
 PATCH = '*** Begin Patch\n+ say "hällo"\n*** End Patch'

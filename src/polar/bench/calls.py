@@ -1,8 +1,8 @@
 """The model calls that are measured: requests of a coding agent's session, as its harness would send them.
 
-A session is a conversation with tools that grows by one assistant turn and one tool result from call to call. Its text is
-code-like filler; every message but the system prompt is of its own session (it holds the session's nonce), as in real
-runs, where samples of one task share little more than their beginning.
+A session is a conversation with tools that grows by one assistant turn and one tool result from call to call. Its
+text is code-like filler; every message but the system prompt is of its own session (it holds the session's nonce),
+as in real runs, where samples of one task share little more than their beginning.
 
 A request is made from a template that is cut at the nonces, so that making one costs the load generator a `join`.
 """
@@ -97,7 +97,9 @@ def request(size: Size, turn: int, *, stream: bool = False) -> Request:
         said = f"{NONCE} {reply_text(size, max(number, 0))}" if number >= 0 else _earlier_text(size, index)
         parts: list[Part] = [Text(said), ToolCall(call_id, "bash", arguments)]
         messages.append(Message("assistant", parts))
-        seen = f"{NONCE}\n{filler(f'{size.name} result {index}', _result_bytes(size))}\n{mark(size, max(number + 1, 0))}"
+        seen = (
+            f"{NONCE}\n{filler(f'{size.name} result {index}', _result_bytes(size))}\n{mark(size, max(number + 1, 0))}"
+        )
         messages.append(Message("tool", [ToolResult(call_id, [Text(seen)])]))
     return Request(
         "bench", messages, tools=_tools(size), stream=stream, sampling=Sampling(temperature=1.0, max_tokens=4096)
@@ -126,10 +128,9 @@ def _result_bytes(size: Size) -> int:
 
 @cache
 def _tools(size: Size) -> list[Tool]:
-    tools = [Tool("bash", "Run a shell command and return what it printed.", _schema("bash"))]
-    for index in range(1, size.tools):
-        tools.append(Tool(f"tool_{index}", filler(f"tool {index}", 560), _schema(f"tool_{index}")))
-    return tools
+    bash = Tool("bash", "Run a shell command and return what it printed.", _schema("bash"))
+    others = [Tool(f"tool_{n}", filler(f"tool {n}", 560), _schema(f"tool_{n}")) for n in range(1, size.tools)]
+    return [bash, *others]
 
 
 def _schema(name: str) -> Raw:
@@ -141,10 +142,9 @@ def _schema(name: str) -> Raw:
     return Raw(json.encode({"type": "object", "properties": properties, "required": ["command"]}))
 
 
-_WORDS = (
-    "self value return index request error for in range result handle session token stream parse None True import "
-    "from yield await class def test assert path lines buffer state event config update with open the of a is not to"
-).split()
+_VOCABULARY = """self value return index request error for in range result handle session token stream parse None True
+import from yield await class def test assert path lines buffer state event config update with open the of a is not"""
+_WORDS = _VOCABULARY.split()
 
 
 @cache

@@ -119,7 +119,9 @@ class Connection(asyncio.Protocol):
         if self._waiter is not None and not self._waiter.done():
             status = int(self._head[9:12])
             body = b"".join(self._pieces)
-            self._waiter.set_result(Answer(status, body, self._sent_at, self._first_at, time.monotonic(), self._chunked))
+            self._waiter.set_result(
+                Answer(status, body, self._sent_at, self._first_at, time.monotonic(), self._chunked)
+            )
 
 
 def post(path: str, body: bytes, key: str = "none") -> bytes:

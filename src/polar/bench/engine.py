@@ -1,7 +1,7 @@
 """A stand-in engine: vLLM's chat API with answers that were made beforehand.
 
-It is never the bottleneck: a request is not parsed beyond its length and its last mark, and an answer is one write. Streams
-are sent at once, or token by token at a given pace, each token with the time at which it was sent.
+It is never the bottleneck: a request is not parsed beyond its length and its last mark, and an answer is one write.
+A stream is a few tokens, or many at a given pace, each with the time at which it was sent.
 """
 
 import asyncio
@@ -16,12 +16,15 @@ from polar.bench.calls import SIZES, TURNS, Size, find_mark
 _LENGTH = re.compile(rb"\r\ncontent-length: *(\d+)", re.IGNORECASE)
 _STREAM = re.compile(rb'"stream": ?true')
 _MODELS = b'{"object":"list","data":[{"id":"bench","object":"model","owned_by":"vllm","max_model_len":131072}]}'
-_STREAM_HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\ntransfer-encoding: chunked\r\n\r\n"
+_STREAM_HEAD = (
+    b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\ntransfer-encoding: chunked\r\n\r\n"
+)
 _LAST_CHUNK = b"0\r\n\r\n"
+_SECOND_TOKEN = 0.003  # seconds after the first one, where streams have no pace
 
 
 class Pace:
-    """How streams are sent: at once, or `tokens` tokens with `interval` seconds between them."""
+    """How streams are sent: `tokens` tokens with `interval` seconds between them; a few at once where it is 0."""
 
     def __init__(self) -> None:
         self.tokens = 0
@@ -100,8 +103,11 @@ class _Connection(asyncio.Protocol):
         elif self._pace.tokens:
             _Pacer(self, size, self._pace)
         else:
-            events = b"".join(map(_chunk, replies.answer(size, turn).events))
-            self._write(_STREAM_HEAD + events + _LAST_CHUNK)
+            # vLLM sends the first event, with the prompt's ids, when it has the first token; the others come later.
+            events = [*map(_chunk, replies.answer(size, turn).events)]
+            self._write(_STREAM_HEAD + b"".join(events[:2]))
+            rest = b"".join(events[2:]) + _LAST_CHUNK
+            asyncio.get_running_loop().call_later(_SECOND_TOKEN, self._write, rest)
 
     def _write(self, data: bytes) -> bool:
         if self._transport is None:

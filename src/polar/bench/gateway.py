@@ -1,10 +1,10 @@
 """`polar bench gateway`: what capturing a call costs, against the usual ways to put a proxy there.
 
-Every server runs in a process of its own, pinned to one core; the load generator and the stand-in engine share this process
-on another. Servers take turns in short rounds, so that whatever else the machine does hits all of them alike.
+Every server runs in a process of its own, pinned to one core; the load generator and the stand-in engine share this
+process on another. Servers take turns in short rounds, so that whatever else the machine does hits all of them alike.
 
-Each measurement is one function from a `Bench` to its part of the report; `MEASUREMENTS` lists them in the order in which they
-run. One more (first renderings of a long prompt, say, once the gateway renders) is one more entry.
+Each measurement is one function from a `Bench` to its part of the report; `MEASUREMENTS` lists them in the order in
+which they run. One more (first renderings of a long prompt, say, once the gateway renders) is one more entry.
 """
 
 import asyncio
@@ -12,10 +12,8 @@ import contextlib
 import gc
 import os
 import re
-import secrets
-import socket
+import resource
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Awaitable, Callable
@@ -26,25 +24,21 @@ from msgspec import Raw, Struct, field
 
 from polar.bench import calls
 from polar.bench.calls import TURNS, L, S, Size
-from polar.bench.client import BenchError, Connection, get, post
+from polar.bench.client import BenchError, Connection, get
 from polar.bench.engine import FakeEngine
 from polar.bench.load import CALLERS, Cost, Target, check, measure
-from polar.bench.peers import litellm
-from polar.bench.peers.gateway import Addresses
-from polar.bench.process import Server
+from polar.bench.peers import FASTAPI, LITELLM, POLAR, RELAY
 from polar.bench.report import Added, Memory, Report, Streams
+from polar.bench.servers import Servers
 from polar.bench.watch import Watched
 from polar.errors import ConfigError
-
-POLAR, FASTAPI, LITELLM, RELAY = "Polar", "FastAPI + httpx", "LiteLLM", "aiohttp pass-through"
-
 
 CALLS_EACH = {POLAR: (40, 20), RELAY: (40, 20), FASTAPI: (10, 5), LITELLM: (2, 1)}
 """Calls that each caller makes per round, S and L: about a second of work each."""
 
 
 class Plan(Struct, frozen=True):
-    """How much is measured. Calls are of each caller, per round."""
+    """How much is measured."""
 
     rounds: int = 8
     calls: dict[str, tuple[int, int]] = field(default_factory=lambda: dict(CALLS_EACH))
@@ -53,22 +47,28 @@ class Plan(Struct, frozen=True):
     slow_pairs: int = 20  # through LiteLLM
     streams: int = 500
     stream_seconds: float = 20.0
-    ramp_seconds: float = 5.0
+    ramp_seconds: float = 10.0  # in which the streams begin, one after another
     sessions: int = 10_000
     large_sessions: int = 500
+    settle_seconds: float = 2.0
 
 
-QUICK = Plan(rounds=2, pairs=150, slow_pairs=5, stream_seconds=6.0, ramp_seconds=3.0)
+QUICK = Plan(
+    rounds=2, pairs=150, slow_pairs=5, stream_seconds=8.0, ramp_seconds=4.0, sessions=2_000, large_sessions=100
+)
 
 Progress = Callable[[str], None]
 
 
 class Bench:
-    def __init__(self, plan: Plan, engine: FakeEngine, targets: dict[str, Target], progress: Progress) -> None:
+    """What measurements share."""
+
+    def __init__(self, plan: Plan, engine: FakeEngine, servers: Servers, progress: Progress) -> None:
         self.plan = plan
         self.engine = engine
-        self.targets = targets
+        self.servers = servers
         self.direct = Target("engine", engine.port, None)
+        self.targets: dict[str, Target] = {}
         self.progress = progress
         self.report = Report()
 
@@ -82,14 +82,16 @@ async def run(plan: Plan, litellm_environment: Path | None, progress: Progress) 
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) < 2:
         raise ConfigError("The benchmark needs two cores: one for the server, one for the load.")
+    _allow_files(plan.sessions + 1_000)
     os.sched_setaffinity(0, {cores[0]})
     try:
         async with contextlib.AsyncExitStack() as stack:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="polar-bench-")))
             engine = await stack.enter_async_context(FakeEngine())
+            servers = await stack.enter_async_context(Servers(engine.url, cores[-1], folder))
+            bench = Bench(plan, engine, servers, progress)
             progress("starting the servers")
-            targets = await _start(stack, engine, folder, cores[-1], litellm_environment)
-            bench = Bench(plan, engine, targets, progress)
+            bench.targets = await servers.start_all(litellm_environment)
             for measurement in MEASUREMENTS:
                 _calm()
                 await measurement(bench)
@@ -99,43 +101,13 @@ async def run(plan: Plan, litellm_environment: Path | None, progress: Progress) 
         os.sched_setaffinity(0, cores)
 
 
-async def _start(
-    stack: contextlib.AsyncExitStack, engine: FakeEngine, folder: Path, core: int, environment: Path | None
-) -> dict[str, Target]:
-    targets: dict[str, Target] = {}
-
-    async def start(name: str, argv: list[str], *, speaks: bool = False, env: dict[str, str] | None = None) -> Server:
-        return await stack.enter_async_context(Server(argv, core, folder / f"{name}.log", speaks=speaks, env=env))
-
-    module = [sys.executable, "-m"]
-    if environment is not None:
-        command = litellm.executable(environment)
-        if command is None:
-            raise ConfigError(f"There is no LiteLLM in {environment}: pip install 'litellm[proxy]=={litellm.VERSION}'.")
-        port = _free_port()
-        key = f"sk-{secrets.token_urlsafe(24)}"
-        argv = litellm.argv(command, engine.url, port, key, folder / "litellm.yaml")
-        server = await start("litellm", argv, env=litellm.ENVIRONMENT)
-        await server.answers(port, "/health/liveliness", 120)
-        targets[LITELLM] = Target(LITELLM, port, server, key=key)
-
-    port = _free_port()
-    database = str(folder / "fastapi.db")
-    server = await start("fastapi", [*module, "polar.bench.peers.fastapi_httpx", engine.url, str(port), database])
-    await server.answers(port, "/health", 30)
-    targets[FASTAPI] = Target(FASTAPI, port, server)
-
-    port = _free_port()
-    server = await start("relay", [*module, "polar.bench.peers.aiohttp_relay", engine.url, str(port)])
-    await server.answers(port, "/health", 30)
-    targets[RELAY] = Target(RELAY, port, server)
-
-    argv = [*module, "polar.bench.peers.gateway", engine.url, str(folder / "data")]
-    server = await start("polar", argv, speaks=True)
-    addresses = await server.hear(Addresses)
-    await server.answers(_port(addresses.control), "/health", 30)
-    targets[POLAR] = Target(POLAR, _port(addresses.gateway), server, control_port=_port(addresses.control))
-    return targets
+def _allow_files(count: int) -> None:
+    """A connection is an open file; the servers inherit the limit."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if resource.RLIM_INFINITY not in (soft, hard) and hard < count:
+        raise ConfigError(f"The benchmark holds {count} files open, and {hard} are allowed: see ulimit -Hn.")
+    if soft != resource.RLIM_INFINITY:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, count), hard))
 
 
 def _calm() -> None:
@@ -262,13 +234,14 @@ async def many_streams(bench: Bench) -> None:
     running += [stream(bench.direct, "none", index * step * 10, direct) for index in range(plan.streams // 10)]
     server = bench.polar.server
     assert server is not None
-    await server.ask("report", Watched)
+    server.tell("watch")
     cpu, began = server.cpu(), time.monotonic()
     await asyncio.gather(*running)
     seconds = time.monotonic() - began
     cpu = server.cpu() - cpu
     pace.tokens = 0
-    watched = await server.ask("report", Watched)
+    server.tell("report")
+    watched = await server.hear(Watched)
     expected = plan.streams * int(plan.stream_seconds * 10)
     if len(through) != expected:
         raise BenchError(f"{len(through)} of {expected} tokens came through.")
@@ -292,8 +265,11 @@ async def many_streams(bench: Bench) -> None:
 
 
 async def idle_sessions(bench: Bench) -> None:
-    plan, polar = bench.plan, bench.polar
-    bench.progress(f"{plan.sessions} open sessions")
+    plan = bench.plan
+    bench.progress(f"{plan.sessions:,} open sessions")
+    polar = await bench.servers.start_polar(
+        "polar-idle"
+    )  # a fresh one: what other measurements left behind is not counted
     assert polar.server is not None
     before = polar.server.memory()
     keys = await polar.keys(plan.sessions)
@@ -308,11 +284,11 @@ async def idle_sessions(bench: Bench) -> None:
             check(await connection.call(polar.session(key).request(size, 5)))
 
     await asyncio.gather(*(caller() for _ in range(CALLERS)))
-    await asyncio.sleep(2)
+    await asyncio.sleep(plan.settle_seconds)
     connected = polar.server.memory()
     for connection in connections:
         connection.close()
-    await asyncio.sleep(2)
+    await asyncio.sleep(plan.settle_seconds)
     bench.report.memory = Memory(plan.sessions, plan.large_sessions, before, connected, polar.server.memory())
 
 
@@ -325,14 +301,3 @@ def _percentiles(values: list[float]) -> tuple[float, float]:
     """The 50th and the 99th."""
     ordered = sorted(values)
     return ordered[len(ordered) // 2], ordered[min(len(ordered) - 1, len(ordered) * 99 // 100)]
-
-
-def _port(url: str) -> int:
-    return int(url.rpartition(":")[2])
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port

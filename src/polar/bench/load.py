@@ -98,8 +98,8 @@ class Session:
 
 
 async def measure(target: Target, size: Size, calls_each: int, dialect: str = "openai_chat") -> Cost:
-    """The cost of `calls_each` calls of each of the callers, who begin at different turns of their sessions, so that few
-    calls have the same mean size as many."""
+    """The cost of `calls_each` calls of each of the callers, who begin at different turns of their sessions, so that
+    few calls have the same mean size as many."""
     sessions_each = -(-calls_each // TURNS) + 1
     keys = await target.keys(CALLERS * sessions_each)
     connections = [await Connection.open(target.port) for _ in range(CALLERS)]

@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 class Server:
     """Use as an async context manager. Its output goes to `log`, but for standard output where `speaks` is set: such
-    a server answers a line on its standard input with a line of JSON, and ends when its input does."""
+    a server reads lines from its standard input, prints lines of JSON, and ends when its input does."""
 
     def __init__(
         self, argv: Sequence[str], core: int, log: Path, *, speaks: bool = False, env: dict[str, str] | None = None
@@ -80,11 +80,10 @@ class Server:
         except (TimeoutError, msgspec.DecodeError) as error:
             raise self.failed("did not say what it was asked") from error
 
-    async def ask(self, question: str, type: type[T]) -> T:
+    def tell(self, line: str) -> None:
         process = self._running()
         assert process.stdin is not None
-        process.stdin.write(question.encode() + b"\n")
-        return await self.hear(type)
+        process.stdin.write(line.encode() + b"\n")
 
     async def answers(self, port: int, path: str, timeout: float) -> None:
         """Returns once the server answers 200 there."""

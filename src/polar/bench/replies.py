@@ -1,7 +1,7 @@
 """What the stand-in engine answers, made once: bytes of vLLM's chat API with `return_token_ids` and log-probabilities.
 
-The token ids of a session are one sequence: the prompt of a call is the prompt of the one before, what was sampled then, and
-the tool's result. So capture finds the same shared prefixes as with a real model.
+The token ids of a session are one sequence: the prompt of a call is the prompt of the one before, what was sampled
+then, and the tool's result. So capture finds the same shared prefixes as with a real model.
 """
 
 import random
@@ -36,7 +36,11 @@ def answer(size: Size, turn: int) -> Answer:
     step = -(-len(text) // size.sampled_tokens)
     tokens = [text[step * index : step * (index + 1)] for index in range(size.sampled_tokens)]
     logprobs = [_logprob(token, index) for index, token in enumerate(tokens)]
-    usage = {"prompt_tokens": len(prompt), "total_tokens": len(prompt) + len(sampled), "completion_tokens": len(sampled)}
+    usage = {
+        "prompt_tokens": len(prompt),
+        "total_tokens": len(prompt) + len(sampled),
+        "completion_tokens": len(sampled),
+    }
     call = {
         "id": f"call_{turn}",
         "type": "function",

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from polar.bench.load import Cost
+from polar.bench.peers import FASTAPI, LITELLM, POLAR
 from polar.bench.watch import Watched
 
 MB = 1_000_000
@@ -29,8 +30,8 @@ class Added(Struct):
 
 
 class Streams(Struct):
-    """Many streams at once through Polar. Delays are milliseconds per token, less the median of streams that went straight to
-    the engine at the same time."""
+    """Many streams at once through Polar. Delays are milliseconds per token, less the median of streams that went
+    straight to the engine at the same time."""
 
     streams: int
     tokens: int
@@ -45,7 +46,7 @@ class Streams(Struct):
 
 
 class Memory(Struct):
-    """Resident bytes of Polar's process: before, with all sessions and a connection of each open, with sessions only."""
+    """Resident bytes of Polar's process: before, with all sessions and a connection of each, with sessions only."""
 
     sessions: int
     large_sessions: int
@@ -75,16 +76,16 @@ def promises(report: Report) -> list[Promise]:
 
 def _cost_promises(report: Report) -> Iterator[Promise]:
     for size, costs in report.costs.items():
-        for peer, share in (("LiteLLM", 40), ("FastAPI + httpx", 5)):
+        for peer, share in ((LITELLM, 40), (FASTAPI, 5)):
             if peer in costs:
-                ratio = costs[peer].cpu_ms / costs["Polar"].cpu_ms
+                ratio = costs[peer].cpu_ms / costs[POLAR].cpu_ms
                 what = f"CPU per captured call against {peer}, {size}"
                 yield Promise(what, f"at most 1/{share}", f"1/{ratio:.1f}", ratio >= share)
 
 
 def _latency_promises(report: Report) -> Iterator[Promise]:
     for added in report.added:
-        if added.server == "Polar":
+        if added.server == POLAR:
             what = f"added latency to the first byte, p50, {added.size} {_form(added.stream)}"
             yield Promise(what, "under 1 ms", f"{added.p50:.2f} ms", added.p50 < 1)
 
@@ -99,7 +100,7 @@ def _stream_promises(report: Report) -> Iterator[Promise]:
 
 
 def _memory_promises(report: Report) -> Iterator[Promise]:
-    if (memory := report.memory) is not None:
+    if (memory := report.memory) is not None and memory.sessions >= 10_000:
         measured = f"{memory.connected / MB:.0f} MB"
         what = f"memory with {memory.sessions:,} open idle sessions"
         yield Promise(what, "under 500 MB", measured, memory.connected < 500 * MB)
@@ -139,7 +140,7 @@ def _costs(report: Report) -> Table:
         "CPU per call and throughput on one core", "call", "server", "CPU ms", "of Polar's", "calls a second", "calls"
     )
     for size, costs in report.costs.items():
-        own = costs["Polar"].cpu_ms
+        own = costs[POLAR].cpu_ms
         for name, cost in sorted(costs.items(), key=lambda item: item[1].cpu_ms):
             ratio = f"{cost.cpu_ms / own:.2f} x"
             table.add_row(size, name, f"{cost.cpu_ms:.2f}", ratio, f"{cost.per_second:.0f}", str(cost.calls))
@@ -169,13 +170,19 @@ def _streams(report: Report) -> Table:
         return table
     loop = found.loop
     table.add_row("streams, tokens", f"{found.streams}, {found.tokens:,}")
-    table.add_row("added delay per token, p50 / p99 / max (ms)", _three(found.added_p50, found.added_p99, found.added_max))
+    table.add_row(
+        "added delay per token, p50 / p99 / max (ms)", _three(found.added_p50, found.added_p99, found.added_max)
+    )
     table.add_row("engine alone, p50 (ms)", f"{found.direct_p50:.2f}")
     table.add_row("CPU per token (µs), share of the core", f"{found.cpu_per_token_us:.0f}, {found.core_busy:.0%}")
     table.add_row("event loop late, p50 / p99 / max (ms)", _three(loop.late_p50, loop.late_p99, loop.late_max))
-    busy = sum(stall.thread_cpu >= stall.late / 2 for stall in loop.stalls)
-    table.add_row("stalls over 10 ms, of which by its own work", f"{len(loop.stalls)}, {busy}")
-    table.add_row("garbage collections, total / longest (ms)", f"{loop.collections}, {loop.gc_total:.0f} / {loop.gc_max:.1f}")
+    busy = sum(stall.process_cpu >= stall.late / 2 for stall in loop.stalls)
+    table.add_row(
+        "stalls over 10 ms, of which by its own work (else the core was taken)", f"{len(loop.stalls)}, {busy}"
+    )
+    table.add_row(
+        "garbage collections, total / longest (ms)", f"{loop.collections}, {loop.gc_total:.0f} / {loop.gc_max:.1f}"
+    )
     return table
 
 
@@ -184,7 +191,10 @@ def _memory(report: Report) -> Table:
     if (found := report.memory) is None:
         return table
     table.add_row("before", f"{found.before / MB:.0f}")
-    table.add_row(f"{found.sessions:,} sessions after a call each ({found.large_sessions} of them S), connected", f"{found.connected / MB:.0f}")
+    table.add_row(
+        f"{found.sessions:,} sessions after a call each ({found.large_sessions} of them S), connected",
+        f"{found.connected / MB:.0f}",
+    )
     table.add_row("the same, connections closed", f"{found.idle / MB:.0f}")
     return table
 
@@ -192,7 +202,9 @@ def _memory(report: Report) -> Table:
 def _kept(report: Report) -> Table:
     table = _table("Promises", "", "promised", "measured", "")
     for row in promises(report):
-        table.add_row(row.what, row.promised, row.measured, "[green]reached[/]" if row.reached else "[red]not reached[/]")
+        table.add_row(
+            row.what, row.promised, row.measured, "[green]reached[/]" if row.reached else "[red]not reached[/]"
+        )
     return table
 
 

@@ -24,7 +24,7 @@ class Stall(Struct):
 
 
 class Watched(Struct):
-    """Since the last report; all in milliseconds."""
+    """All in milliseconds, but for the time that was watched."""
 
     seconds: float
     late_p50: float
@@ -37,6 +37,8 @@ class Watched(Struct):
 
 
 class Watch:
+    """Watches the running loop from when it is made until it is asked for its report."""
+
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._late: list[float] = []
@@ -49,10 +51,11 @@ class Watch:
         self._tick()
 
     def report(self) -> Watched:
-        late = sorted(self._late) or [0.0]
-        now = time.monotonic()
-        watched = Watched(
-            seconds=now - self._begun,
+        self._timer.cancel()
+        gc.callbacks.remove(self._collected)
+        late = sorted(self._late)
+        return Watched(
+            seconds=time.monotonic() - self._begun,
             late_p50=late[len(late) // 2] * 1e3,
             late_p99=late[len(late) * 99 // 100] * 1e3,
             late_max=late[-1] * 1e3,
@@ -61,9 +64,6 @@ class Watch:
             gc_total=sum(self._pauses) * 1e3,
             gc_max=max(self._pauses, default=0.0) * 1e3,
         )
-        self._late, self._stalls, self._pauses = [], [], []
-        self._begun = now
-        return watched
 
     def _tick(self) -> None:
         now = time.monotonic()
@@ -75,7 +75,7 @@ class Watch:
             self._stalls.append(Stall(late * 1e3, worked * 1e3, (process_cpu - self._process_cpu) * 1e3))
         self._thread_cpu, self._process_cpu = thread_cpu, process_cpu
         self._due = now + INTERVAL
-        self._loop.call_later(INTERVAL, self._tick)
+        self._timer = self._loop.call_later(INTERVAL, self._tick)
 
     def _collected(self, phase: str, info: dict[str, Any]) -> None:  # noqa: ARG002
         if phase == "start":

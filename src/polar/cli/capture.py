@@ -1,12 +1,13 @@
 """polar capture: any agent command, unchanged, against a private gateway."""
 
 import asyncio
-import json
 import os
 import signal
 from pathlib import Path
 
 import click
+import msgspec
+from msgspec import Struct
 from rich.console import Console
 from rich.table import Table
 
@@ -40,53 +41,82 @@ def command(
     return run(capture(settings, data, list(argv), harness=harness, model=model, as_json=as_json))
 
 
+class Summary(Struct):
+    """What was captured. `tokens` are the sampled ones; `traces` what merging by exact prefix gives."""
+
+    session_id: str
+    exchanges: int = 0
+    traces: int = 0
+    tokens: int = 0
+    exit_code: int = 0
+    prompt_tokens: int = 0
+    untrainable: int = 0
+
+
 async def capture(
-    settings: Settings, data: Path, argv: list[str], *, harness: str | None, model: str | None, as_json: bool
+    settings: Settings,
+    data: Path,
+    argv: list[str],
+    *,
+    harness: str | None,
+    model: str | None,
+    as_json: bool,
+    folder: Path | None = None,
 ) -> int:
-    console = Console(stderr=True)
+    """Runs `argv` in `folder` (default: this one) and prints what was captured; its exit status."""
     name = harness or known_by_command(argv)
     preset = load_harness(name) if name else None
     async with Service(settings, data, control=False) as service:
         wanted = model or (preset.default_model if preset else "polar")
         session, key = await service.sessions.create({"command": argv, "harness": name, "model": wanted})
+        summary = Summary(session.session_id)
         variables = inherited(os.environ) | environment(service.gateway_url, key, wanted)
-        variables["PWD"] = os.getcwd()  # some harnesses go by it, and it is stale where no shell has started us
+        # Some harnesses go by PWD, and it is stale where no shell has started us.
+        variables["PWD"] = str(folder) if folder else os.getcwd()
         if preset is not None:
             home = _private_home(data, session.session_id)
             variables |= {"HOME": str(home)} | preset.configure(home, service.gateway_url, key, wanted)
         try:
-            exit_code = await _run(argv, variables)
+            summary.exit_code = await _run(argv, variables, folder)
         finally:
             await service.sessions.end(session.session_id)
-        chains, exchanges, sampled, prompt, untrainable = Chains(), 0, 0, 0, 0
+        chains = Chains()
         async for exchange in service.store.exchanges(session.session_id):
-            exchanges += 1
+            summary.exchanges += 1
             chains.add(exchange)
-            sampled += exchange.usage.completion
-            prompt += exchange.usage.prompt
-            untrainable += exchange.untrainable is not None
+            summary.tokens += exchange.usage.completion
+            summary.prompt_tokens += exchange.usage.prompt
+            summary.untrainable += exchange.untrainable is not None
+        summary.traces = len(chains)
     if as_json:
-        summary = {
-            "session_id": session.session_id,
-            "exchanges": exchanges,
-            "traces": len(chains),
-            "tokens": sampled,
-            "exit_code": exit_code,
-        }
-        click.echo(json.dumps(summary))
+        # The command's own output may not have ended its line.
+        click.echo("\n" + msgspec.json.encode(summary).decode())
     else:
-        table = Table(title=f"Captured session {session.session_id}", title_justify="left")
-        for column in ("model calls", "traces", "prompt tokens", "sampled tokens", "untrainable calls", "exit code"):
-            table.add_column(column, justify="right")
-        table.add_row(*(str(value) for value in (exchanges, len(chains), prompt, sampled, untrainable, exit_code)))
-        console.print(table)
-        console.print(f"Look at it with: polar show {session.session_id} --data {data}")
-    if exit_code == 0 and exchanges == 0:
+        _print(summary, data)
+    if summary.exit_code == 0 and summary.exchanges == 0:
         raise ConfigError(
             "The command ended well, but asked the gateway nothing: does it read OPENAI_BASE_URL, ANTHROPIC_BASE_URL "
             "or GOOGLE_GEMINI_BASE_URL? A known harness can be named with --harness."
         )
-    return exit_code
+    return summary.exit_code
+
+
+def _print(summary: Summary, data: Path) -> None:
+    table = Table(title=f"Captured session {summary.session_id}", title_justify="left")
+    columns = {
+        "model calls": summary.exchanges,
+        "traces": summary.traces,
+        "prompt tokens": summary.prompt_tokens,
+        "sampled tokens": summary.tokens,
+        "untrainable calls": summary.untrainable,
+        "exit code": summary.exit_code,
+    }
+    for name in columns:
+        table.add_column(name, justify="right")
+    table.add_row(*(str(value) for value in columns.values()))
+    console = Console(stderr=True)
+    console.print(table)
+    console.print(f"Look at it with: polar show {summary.session_id} --data {data}")
 
 
 def _private_home(data: Path, session_id: str) -> Path:
@@ -95,11 +125,11 @@ def _private_home(data: Path, session_id: str) -> Path:
     return home
 
 
-async def _run(argv: list[str], variables: dict[str, str]) -> int:
+async def _run(argv: list[str], variables: dict[str, str], folder: Path | None) -> int:
     """The command's exit status. It shares our terminal; an interrupt reaches it first, and we wait for its end."""
     loop = asyncio.get_running_loop()
     try:
-        process = await asyncio.create_subprocess_exec(*argv, env=variables)
+        process = await asyncio.create_subprocess_exec(*argv, env=variables, cwd=folder)
     except FileNotFoundError:
         raise ConfigError(f"There is no command {argv[0]!r}.") from None
     except OSError as error:

@@ -8,6 +8,7 @@ from rich.text import Text as Styled
 from rich.tree import Tree
 
 from polar.cli.common import config_option, data_option, json_option, load_settings, run
+from polar.config import Settings
 from polar.errors import ConfigError
 from polar.gateway import view
 from polar.plugins import load
@@ -26,11 +27,10 @@ _WIDTH = 160
 @click.argument("session_id", required=False)
 def command(session_id: str | None, config_path: Path | None, data: Path, as_json: bool) -> None:
     """Show a session (default: the newest) as a tree of its calls."""
-    run(show(config_path, data, session_id, as_json=as_json))
+    run(show(load_settings(config_path), data, session_id, as_json=as_json))
 
 
-async def show(config_path: Path | None, data: Path, session_id: str | None, *, as_json: bool = False) -> None:
-    settings = load_settings(config_path)
+async def show(settings: Settings, data: Path, session_id: str | None, *, as_json: bool = False) -> None:
     url = settings.store.url or f"sqlite:{data / 'polar.db'}"
     store = open_store(url, settings.store.durability)
     try:

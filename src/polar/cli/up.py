@@ -10,7 +10,7 @@ from rich.console import Console
 
 from polar.cli.common import json_option, load_settings, run, settings_options
 from polar.config import Settings
-from polar.service import Service
+from polar.service import Service, settle_process
 
 
 @click.command("up")
@@ -29,6 +29,7 @@ def command(config_path: Path | None, data: Path, port: int | None, control_port
 
 
 async def _up(settings: Settings, data: Path, as_json: bool) -> None:
+    settle_process()
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):

@@ -391,9 +391,9 @@ def _wire_messages(messages: list[Message]) -> list[aw.WireMessage]:
 
 
 def _wire_thinking(thinking: Thinking) -> aw.WireThinking | None:
-    if thinking.enabled is None:
+    if thinking.enabled is None and thinking.budget is None:
         return None
-    if not thinking.enabled:
+    if thinking.enabled is False:
         return aw.WireThinking("disabled")
     display = None if thinking.visible else "omitted"
     return aw.WireThinking("adaptive" if thinking.budget is None else "enabled", thinking.budget, display)

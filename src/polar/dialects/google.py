@@ -274,6 +274,9 @@ def _decode_reply(response: gw.GenerateContentResponse) -> Reply:
     conversation = gc.Conversation()
     conversation.add(gw.Content(candidate.content.parts if candidate.content else [], "model"), "candidates[0].content")
     parts = conversation.messages[0].parts
+    for part in parts:
+        if isinstance(part, ToolCall):
+            part.id = part.id.removeprefix(gc.issued_id(""))
     usage = response.usageMetadata or gw.UsageMetadata()
     if response.promptFeedback is not None and response.promptFeedback.blockReason:
         finish: FinishReason = "content_filter"

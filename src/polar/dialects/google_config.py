@@ -142,7 +142,7 @@ def encode_tools(tools: list[Tool]) -> list[WireTool]:
     functions = [
         gw.FunctionDeclaration(
             full_name(tool.namespace, tool.name),
-            tool.description,
+            _description(tool),
             parametersJsonSchema=_CUSTOM_INPUT if tool.kind == "custom" else tool.parameters or gw.ABSENT,
         )
         for tool in tools
@@ -152,6 +152,12 @@ def encode_tools(tools: list[Tool]) -> list[WireTool]:
     return declared + [{tool.name: {}} for tool in tools if tool.kind == "hosted"]
 
 
+def _description(tool: Tool) -> str:
+    if tool.grammar is None:
+        return tool.description
+    return f"{tool.description}\n\nThe format of `input`: {bytes(tool.grammar).decode()}".lstrip()
+
+
 def encode_tool_choice(request: Request) -> gw.ToolConfig | None:
     choice = request.tool_choice
     functions = [tool for tool in request.tools if tool.kind == "function"]
@@ -159,7 +165,9 @@ def encode_tool_choice(request: Request) -> gw.ToolConfig | None:
     mode = {"auto": "VALIDATED" if strict else "AUTO", "none": "NONE"}.get(choice.mode, "ANY")
     if mode == "AUTO" and not choice.names:
         return None
-    return gw.ToolConfig(Raw(encode(gw.FunctionCallingConfig(mode, choice.names))))
+    names = {tool.name: full_name(tool.namespace, tool.name) for tool in request.tools}
+    allowed = [names.get(name, name) for name in choice.names]
+    return gw.ToolConfig(Raw(encode(gw.FunctionCallingConfig(mode, allowed))))
 
 
 def encode_config(request: Request) -> gw.GenerationConfig | None:

@@ -23,6 +23,7 @@ _STRINGS = msgspec.json.Decoder(dict[str, str])
 _STRING = msgspec.json.Decoder(str)
 
 _UNPARSED = "__unparsed_arguments"
+_ANY_SUBTYPE = "/*"
 _HOLDS_TEXT = ("output", "result", "error")  # the one key of a function's response that is just text
 _URLSAFE = str.maketrans("-_", "+/")  # Google's Python client writes base64 in this alphabet
 
@@ -202,7 +203,8 @@ def _media(blob: gw.Blob | None, file: gw.FileData | None, resolution: gw.PartRe
         return Media(_media_kind(media_type), media_type, data=data, name=name, detail=detail)
     if file is not None:
         media_type = file.mimeType or file.mime_type
-        media = Media(_media_kind(media_type), media_type, name=file.displayName or file.display_name, detail=detail)
+        media = Media(_media_kind(media_type), name=file.displayName or file.display_name, detail=detail)
+        media.media_type = "" if media_type.endswith(_ANY_SUBTYPE) else media_type
         uri = file.fileUri or file.file_uri
         if "://" in uri:
             media.url = uri
@@ -332,9 +334,11 @@ def _object(text: str) -> dict[str, Raw] | None:
 
 
 def _wire_media(media: Media) -> tuple[gw.Blob | None, gw.FileData | None]:
+    """Google tells pictures from files by their type; other providers' addresses come without one."""
+    media_type = media.media_type or ("" if media.kind == "file" else media.kind + _ANY_SUBTYPE)
     if media.data is not None:
-        return gw.Blob(media.media_type, media.data, media.name), None
-    return None, gw.FileData(media.media_type, media.url or media.file_id or "", media.name)
+        return gw.Blob(media_type, media.data, media.name), None
+    return None, gw.FileData(media_type, media.url or media.file_id or "", media.name)
 
 
 def signature(seal: str | None) -> str | None:

@@ -64,7 +64,7 @@ _LOGPROBS = "message.output_text.logprobs"
 
 class OpenAIResponses:
     name = "openai_responses"
-    routes = (
+    routes: tuple[Route, ...] = (
         Route("POST", re.compile(r"^/v1/responses$"), "generate"),
         Route("POST", re.compile(r"^/v1/responses/input_tokens$"), "count_tokens"),
     )

@@ -17,7 +17,7 @@ Ids = NDArray[np.int32]
 LogprobKind = Literal["raw", "processed", "none"]
 
 
-class VersionSpan(Struct, frozen=True, array_like=True):
+class VersionSpan(Struct, frozen=True, array_like=True, gc=False):
     """Sampled tokens `start` to `stop` (exclusive) came from policy `version`."""
 
     version: int
@@ -25,13 +25,14 @@ class VersionSpan(Struct, frozen=True, array_like=True):
     stop: int
 
 
-class Chunk(Struct):
+class Chunk(Struct, gc=False):
     """One step of a generation, as the engine reported it. Fields are empty where this step says nothing of them."""
 
     events: list[Event] = field(default_factory=list)
     ids: list[int] = field(default_factory=list)
     logprobs: list[float | None] | None = None  # one per id
     prompt_ids: Ids | None = None
+    prompt_json: bytes | None = None  # the same as a JSON list, where that is how the engine gave them
     versions: list[VersionSpan] | None = None
     alternatives: list[TokenLogprob] | None = None  # for a harness that asked for log-probabilities itself
     finish_reason: FinishReason | None = None

@@ -1,13 +1,10 @@
 """An engine behind an OpenAI-compatible chat endpoint: the common part of `vllm`, `sglang` and `openai`.
 
 The engine renders and parses; we ask it for token ids and log-probabilities beside the text and take them as it reports
-them. A stream is handed on chunk by chunk as it comes; the prompt's ids, which can be long, are parsed when the first token has
-gone out, so that they don't delay it.
+them. A stream is handed on chunk by chunk as it comes; the prompt's ids, which can be long, are handed on unparsed.
 """
 
-import asyncio
 import json
-from array import array
 from collections.abc import AsyncGenerator
 from typing import TypeVar
 
@@ -20,7 +17,7 @@ from polar.config import EngineSettings
 from polar.dialects.openai_chat import OpenAIChat
 from polar.dialects.openai_completions import OpenAICompletions
 from polar.dialects.sse import Parser
-from polar.engines.base import Capabilities, Chunk, Ids
+from polar.engines.base import Capabilities, Chunk
 from polar.engines.tools import CallTranslator, flatten
 from polar.errors import ApiErrorKind, EngineError
 from polar.types import (
@@ -40,63 +37,64 @@ T = TypeVar("T")
 
 _NULL = Raw(b"null")
 
-# The reply's wire format, as far as it matters here. Fields that are not named are skipped by the decoder.
+# The reply's wire format, as far as it matters here. Fields that are not named are skipped by the decoder. Nothing here
+# can be part of a cycle, and there is much of it: the garbage collector need not look.
 
 
-class _Logprob(Struct):
+class _Logprob(Struct, gc=False):
     logprob: float | None = None
 
 
-class _Logprobs(Struct):
+class _Logprobs(Struct, gc=False):
     content: list[_Logprob] | None = None
     token_logprobs: list[float | None] | None = None  # legacy completions
 
 
-class _FullToken(Struct):
+class _FullToken(Struct, gc=False):
     token: str
     logprob: float | None = None
     bytes: list[int] | None = None
     top_logprobs: list["_FullToken"] = msgspec.field(default_factory=list)
 
 
-class _FullLogprobs(Struct):
+class _FullLogprobs(Struct, gc=False):
     content: list[_FullToken] | None = None
     tokens: list[str] = msgspec.field(default_factory=list)  # legacy completions have columns
     token_logprobs: list[float | None] = msgspec.field(default_factory=list)
     top_logprobs: list[dict[str, float | None] | None] | None = None
 
 
-class _FullChoice(Struct):
+class _FullChoice(Struct, gc=False):
     logprobs: _FullLogprobs | None = None
 
 
-class _FullReply(Struct):
+class _FullReply(Struct, gc=False):
     """The same once more, for a harness that wants to see log-probabilities with their alternatives."""
 
     choices: list[_FullChoice] = msgspec.field(default_factory=list)
 
 
-class _SampledToken(Struct, array_like=True):
+class _SampledToken(Struct, array_like=True, gc=False):
     logprob: float | None
     id: int
 
 
-class _MetaInfo(Struct):
+class _MetaInfo(Struct, gc=False):
     output_token_logprobs: list[_SampledToken] | None = None
 
 
-class _Function(Struct):
+class _Function(Struct, gc=False):
     name: str | None = None
     arguments: str | None = None
 
 
-class _Call(Struct):
+class _Call(Struct, gc=False):
     index: int = 0
     id: str | None = None
     function: _Function = msgspec.field(default_factory=_Function)
 
 
-class _Turn(Struct):
+class _Turn(Struct, gc=False):
     """A whole message, or the delta of one: the fields are the same."""
 
     content: str | None = None
@@ -106,7 +104,7 @@ class _Turn(Struct):
     refusal: str | None = None
 
 
-class _Choice(Struct):
+class _Choice(Struct, gc=False):
     index: int = 0
     delta: _Turn | None = None
     message: _Turn | None = None
@@ -119,22 +117,22 @@ class _Choice(Struct):
     stop_reason: str | int | None = None
 
 
-class _CachedTokens(Struct):
+class _CachedTokens(Struct, gc=False):
     cached_tokens: int | None = None
 
 
-class _ReasoningTokens(Struct):
+class _ReasoningTokens(Struct, gc=False):
     reasoning_tokens: int | None = None
 
 
-class _Usage(Struct):
+class _Usage(Struct, gc=False):
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
     prompt_tokens_details: _CachedTokens | None = None
     completion_tokens_details: _ReasoningTokens | None = None
 
 
-class _Reply(Struct):
+class _Reply(Struct, gc=False):
     """A whole completion, or one chunk of a stream."""
 
     choices: list[_Choice] = msgspec.field(default_factory=list)
@@ -143,12 +141,12 @@ class _Reply(Struct):
     error: Raw = _NULL
 
 
-class _Model(Struct):
+class _Model(Struct, gc=False):
     id: str
     max_model_len: int | None = None
 
 
-class _Models(Struct):
+class _Models(Struct, gc=False):
     data: list[_Model] = msgspec.field(default_factory=list)
 
 
@@ -164,6 +162,7 @@ _FINISH: dict[str, FinishReason] = {
     "function_call": "tool_calls",
     "content_filter": "content_filter",
     "abort": "abort",
+    "error": "abort",  # the engine gave up by itself: no end that the model chose
 }
 
 _KINDS: dict[int, ApiErrorKind] = {
@@ -204,7 +203,7 @@ class ChatEngine:
         body = await self._request("GET", "/v1/models")
         try:
             listed = _models.decode(body).data
-        except msgspec.DecodeError as error:
+        except (ValueError, RecursionError) as error:
             raise EngineError(f"{self.url} does not list its models: {error}. Is it an inference engine?") from error
         names = [model.id for model in listed]
         if self.model is None:
@@ -318,20 +317,18 @@ class ChatEngine:
     ) -> AsyncGenerator[Chunk, None]:
         parser = Parser()
         calls = -1
-        prompt: Raw | None = None  # until its ids are handed on
         finished = False
         try:
             async for piece in response.content.iter_any():
                 for data in parser.feed(piece):
                     if data == b"[DONE]":
                         continue
-                    reply = _decode(_reply, data)
+                    reply, prompt = _read(data)
                     if reply.error != _NULL:
                         raise self._refused(500, bytes(reply.error))
                     chunk = Chunk()
-                    given = _given(reply)
-                    if given is not None:
-                        prompt = given
+                    if prompt is not None:
+                        chunk.prompt_json = prompt
                         chunk.usage = Usage(prompt=_count(prompt))
                     if reply.usage is not None:
                         chunk.usage = _usage(reply.usage)
@@ -349,10 +346,6 @@ class ChatEngine:
                             finished = True
                             chunk.events += translator.flush()
                     yield chunk
-                    if prompt is not None and chunk.ids:
-                        await asyncio.sleep(0)  # whoever waits for the first token goes first
-                        yield Chunk(prompt_ids=_array(prompt))
-                        prompt = None
         except ValueError as error:
             raise self._broken(error) from error
         except (aiohttp.ClientError, TimeoutError) as error:
@@ -360,18 +353,16 @@ class ChatEngine:
                 raise self._broken(error) from error
         if not finished:
             raise EngineError(f"{self.url} ended its stream without a finish reason.")
-        if prompt is not None:
-            yield Chunk(prompt_ids=_array(prompt))
 
     def _whole(self, body: bytes, translator: CallTranslator, wants: bool) -> Chunk:
-        reply = _decode(_reply, body)
+        reply, prompt = _read(body)
         choice = reply.choices[0] if reply.choices else _Choice()
         turn = choice.message if choice.text is None else _Turn(content=choice.text)
         if turn is None:
             raise EngineError(f"{self.url} answered without a message: {_excerpt(body)}")
         for index, call in enumerate(turn.tool_calls or ()):
             call.index = index  # whole replies need not number their calls
-        chunk = Chunk(usage=_usage(reply.usage) if reply.usage else None)
+        chunk = Chunk(usage=_usage(reply.usage) if reply.usage else None, prompt_json=prompt)
         events, _ = _events(turn, -1)
         chunk.events = translator.translate(events) + translator.flush()
         _fill(chunk, choice)
@@ -379,9 +370,6 @@ class ChatEngine:
             chunk.alternatives = _alternatives(body)
         if chunk.finish_reason is None:
             chunk.finish_reason = "stop"
-        prompt = _given(reply)
-        if prompt is not None:
-            chunk.prompt_ids = _array(prompt)
         return chunk
 
     # HTTP
@@ -401,7 +389,9 @@ class ChatEngine:
         try:
             try:
                 return await self._post(path, body)
-            except aiohttp.ServerDisconnectedError:
+            except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError) as error:
+                if isinstance(error, aiohttp.ClientConnectorError):
+                    raise
                 # Most likely a kept connection that the server closed, being idle, just as we used it: once more.
                 return await self._post(path, body)
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
@@ -479,7 +469,7 @@ def _events(turn: _Turn, calls: int) -> tuple[list[Event], int]:
         if call.index > calls:
             calls = call.index
             events.append(CallStart(call.id or "", call.function.name or ""))
-        elif call.index < calls:
+        elif call.index < calls or calls < 0:
             raise ValueError("tool calls whose pieces are mixed")
         if call.function.arguments:
             events.append(CallDelta(call.function.arguments))
@@ -536,26 +526,30 @@ def _counted(tokens: int | None) -> int:
     return max(tokens or 0, 0)
 
 
-def _given(reply: _Reply) -> Raw | None:
-    """The prompt's ids, where the reply has them; not yet parsed."""
-    if reply.prompt_token_ids != _NULL:
-        return reply.prompt_token_ids
-    if reply.choices and reply.choices[0].prompt_token_ids != _NULL:
-        return reply.choices[0].prompt_token_ids
-    return None
+_PROMPT = b'"prompt_token_ids":['
 
 
-def _array(raw: Raw) -> Ids | None:
-    """None where these are no token ids; the call then has none, and is not trained on."""
-    try:
-        return np.frombuffer(array("i", _ids.decode(raw)), dtype=np.int32)
-    except (ValueError, OverflowError):
-        return None
+def _read(data: bytes) -> tuple[_Reply, bytes | None]:
+    """A reply, and its prompt's ids as they stand there.
+
+    They are most of what an engine sends, so they are cut out before the rest is decoded. Within a JSON string the
+    quotes of `_PROMPT` would be escaped: what is found is the member itself.
+    """
+    start = data.find(_PROMPT)
+    end = data.find(b"]", start)
+    if start < 0 or end < 0:
+        reply = _decode(_reply, data)
+        loose = reply.prompt_token_ids  # where white space stands in between, say
+        if loose == _NULL and reply.choices:
+            loose = reply.choices[0].prompt_token_ids
+        return reply, None if loose == _NULL else bytes(loose)
+    opening = start + len(_PROMPT) - 1
+    return _decode(_reply, data[:opening] + b"null" + data[end + 1 :]), data[opening : end + 1]
 
 
-def _count(raw: Raw) -> int:
-    text = bytes(raw)
-    return text.count(b",") + 1 if len(text) > 2 else 0
+def _count(ids: bytes) -> int:
+    """The length of a list of numbers, without reading it."""
+    return int(np.count_nonzero(np.frombuffer(ids, np.uint8) == ord(","))) + 1 if len(ids) > 2 else 0
 
 
 def _about_context(body: bytes) -> bool:
@@ -567,7 +561,7 @@ def _about_length(body: bytes) -> bool:
     return _about_context(body) or any(words in body for words in _LIMIT_WORDS)
 
 
-class _ErrorBody(Struct):
+class _ErrorBody(Struct, gc=False):
     message: str | None = None
     detail: str | None = None
     error: "_ErrorBody | str | None" = None
@@ -577,7 +571,7 @@ def _message(body: bytes) -> str:
     """What an engine says is wrong, out of the shapes in use."""
     try:
         found = msgspec.json.decode(body, type=_ErrorBody)
-    except msgspec.DecodeError:
+    except (ValueError, RecursionError):
         return _excerpt(body)
     if isinstance(found.error, _ErrorBody):
         found = found.error

@@ -21,6 +21,7 @@ from polar.types import Request
 log = logging.getLogger(__name__)
 
 _FIRST_BACKOFF, _LAST_BACKOFF = 0.5, 15.0
+_PROBE_LIMIT = 30.0  # seconds; an engine that hangs must not keep everything from starting
 
 
 class Running(Protocol):
@@ -33,7 +34,11 @@ class Replica:
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self.version = 0
+        self.frozen = False
         self.running: set[Running] = set()
+        self._told = 0  # the version that running calls know of
+        self._met = False
+        self._meeting = asyncio.Lock()
         self._failures = 0
         self._down_until = 0.0
 
@@ -53,6 +58,48 @@ class Replica:
     def answered(self) -> None:
         self._failures = 0
         self._down_until = 0.0
+
+    async def meet(self) -> None:
+        """Finds out what the engine can do, once. Raises EngineError where it can't be reached."""
+        if self._met:
+            return
+        async with self._meeting:
+            if self._met:
+                return
+            found = await self.engine.start()
+            if found.logprobs != "none":
+                try:
+                    async with asyncio.timeout(_PROBE_LIMIT):
+                        kind = await logprob_kind(self.engine)
+                    found.logprobs = kind if kind != "none" else found.logprobs
+                except (EngineError, TimeoutError) as error:
+                    log.warning("Log-probabilities of %s are taken for %s ones: %r", self.url, found.logprobs, error)
+            self._met = True
+
+    async def freeze(self) -> bool:
+        self.frozen = await self.engine.freeze()
+        return self.frozen
+
+    async def thaw(self) -> None:
+        """Only now do frozen calls hear of new weights: tokens that were on their way when they froze have come."""
+        self._tell()
+        try:
+            await self.engine.thaw()
+        except EngineError:
+            self.failed()
+            raise
+        self.frozen = False
+
+    def set_version(self, version: int) -> None:
+        self.version = version
+        if not self.frozen:
+            self._tell()
+
+    def _tell(self) -> None:
+        if self.version != self._told:
+            self._told = self.version
+            for call in self.running:
+                call.version_changed(self.version, frozen=self.frozen)
 
 
 class Gate:
@@ -91,6 +138,7 @@ class Pool:
             raise ConfigError('No engine is configured: set [engine] urls, for example ["http://127.0.0.1:8000"].')
         self.replicas = [Replica(engine) for engine in engines]
         self.gate = Gate()
+        self._switching = asyncio.Lock()  # pausing and resuming take turns
         self._max_inflight = max_inflight
         self._launched = launched
 
@@ -105,15 +153,14 @@ class Pool:
 
     async def start(self) -> None:
         """Finds out what each replica can do. One that can't be reached yet is tried again by its first call."""
-        for replica in self.replicas:
-            try:
-                found = await replica.engine.start()
-                if found.logprobs != "none":
-                    kind = await logprob_kind(replica.engine)
-                    found.logprobs = kind if kind != "none" else found.logprobs
-            except EngineError as error:
-                log.warning("%s", error)
-                replica.failed()
+        await asyncio.gather(*(self._try_to_meet(replica) for replica in self.replicas))
+
+    async def _try_to_meet(self, replica: Replica) -> None:
+        try:
+            await replica.meet()
+        except EngineError as error:
+            log.warning("%s", error)
+            replica.failed()
 
     async def close(self) -> None:
         for replica in self.replicas:
@@ -157,6 +204,7 @@ class Pool:
             chunks = replica.engine.generate(request, stream=stream)
             begun = False
             try:
+                await replica.meet()
                 async for chunk in chunks:
                     if not begun:
                         begun = True
@@ -177,28 +225,34 @@ class Pool:
                 await chunks.aclose()
 
     async def count_tokens(self, request: Request, preferred: Replica | None) -> int:
-        return await self.pick(preferred, set()).engine.count_tokens(request)
+        replica = self.pick(preferred, set())
+        await replica.meet()
+        return await replica.engine.count_tokens(request)
 
     # Policy
 
     async def pause(self, *, freeze: bool = True) -> bool:
         """Holds new calls and, where the engine can, freezes the running ones. True if all stand still."""
-        self.gate.close()
-        if freeze:
-            answers = await asyncio.gather(*(replica.engine.freeze() for replica in self.replicas))
-            self.gate.frozen = all(answers)
-        return self.gate.frozen or not any(replica.running for replica in self.replicas)
+        async with self._switching:
+            self.gate.close()
+            if freeze:
+                answers = await asyncio.gather(*(replica.freeze() for replica in self.replicas))
+                self.gate.frozen = all(answers)
+            return self.gate.frozen or not any(replica.running for replica in self.replicas)
 
     async def resume(self) -> None:
-        if self.gate.frozen:
-            await asyncio.gather(*(replica.engine.thaw() for replica in self.replicas))
-        self.gate.open()
+        """Lets calls go on, also where a replica can't be thawed: that is told, and tried again by the next resume."""
+        async with self._switching:
+            frozen = [replica for replica in self.replicas if replica.frozen]
+            answers = await asyncio.gather(*(replica.thaw() for replica in frozen), return_exceptions=True)
+            self.gate.open()
+        for answer in answers:
+            if answer is not None:
+                raise answer
 
     def set_version(self, version: int, url: str | None = None) -> list[Replica]:
         """The weights of one replica (default: all) are now those of `version`."""
         changed = [replica for replica in self.replicas if url is None or replica.url == url.rstrip("/")]
         for replica in changed:
-            replica.version = version
-            for call in replica.running:
-                call.version_changed(version, frozen=self.gate.frozen)
+            replica.set_version(version)
         return changed

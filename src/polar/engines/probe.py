@@ -6,6 +6,7 @@ Each check is one or two small calls and ends in a finding: what was seen, and w
 import asyncio
 from collections.abc import Awaitable, Callable
 
+import msgspec
 from msgspec import Raw, Struct
 
 from polar.engines.base import Chunk, Engine, LogprobKind
@@ -35,8 +36,13 @@ class Sample(Struct):
 
     @property
     def prompt(self) -> list[int] | None:
-        found = [chunk.prompt_ids for chunk in self.chunks if chunk.prompt_ids is not None]
-        return found[-1].tolist() if found else None
+        found: list[int] | None = None
+        for chunk in self.chunks:
+            if chunk.prompt_ids is not None:
+                found = chunk.prompt_ids.tolist()
+            elif chunk.prompt_json is not None:
+                found = msgspec.json.decode(chunk.prompt_json, type=list[int])
+        return found
 
 
 def _request(words: str, *, temperature: float = 1.0, max_tokens: int = 16, logprobs: int | None = None) -> Request:

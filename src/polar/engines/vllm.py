@@ -41,7 +41,7 @@ class VllmEngine(ChatEngine):
         body = await self._request("POST", "/tokenize", self._dialect.encode_request(call))
         try:
             return _count.decode(body).count
-        except msgspec.DecodeError as error:
+        except (ValueError, RecursionError) as error:
             raise EngineError(f"{self.url}/tokenize did not answer with a count: {error}.") from error
 
     async def version_spans(self) -> bool:

@@ -10,16 +10,18 @@ import logging
 from typing import NamedTuple
 
 from aiohttp import web
-from aiohttp.http_exceptions import HttpProcessingError
 
 from polar.config import Settings
 from polar.dialects.base import Dialect, Operation
+from polar.dialects.wire import mend
 from polar.engines.pool import Pool
 from polar.errors import ApiError, ConfigError, EngineError, StoreError
 from polar.gateway import auth
 from polar.gateway.capture import Call
 from polar.gateway.generation import Context, Generation
+from polar.gateway.http import create_server, read_body, url_of
 from polar.gateway.metrics import Metrics
+from polar.gateway.prompt_ids import PromptIds
 from polar.gateway.relay import send_stream, send_whole
 from polar.gateway.sessions import OpenSession, Sessions
 from polar.plugins import load, names
@@ -40,14 +42,14 @@ class Gateway:
         self._sampling = settings.engine.sampling
         self._pool = pool
         self._sessions = sessions
-        self._context = Context(pool, store, metrics, settings.engine.logprobs, settings.gateway.grace)
+        self._context = Context(pool, store, metrics, PromptIds(), settings.engine.logprobs, settings.gateway.grace)
         self._dialects: list[Dialect] = [load("dialects", name)() for name in names("dialects")]
         self._runner: web.ServerRunner | None = None
+        self._stopping = False
 
     async def start(self) -> str:
         """Listens; the address that harnesses are pointed at."""
-        server = web.Server(self.handle, access_log=None, handler_cancellation=True, auto_decompress=True)
-        self._runner = web.ServerRunner(server, shutdown_timeout=2)
+        self._runner = web.ServerRunner(create_server(self.handle), shutdown_timeout=2)
         await self._runner.setup()
         site = web.TCPSite(self._runner, self._settings.host, self._settings.port, backlog=4096, reuse_address=True)
         try:
@@ -55,13 +57,15 @@ class Gateway:
         except OSError as error:
             where = f"{self._settings.host}:{self._settings.port}"
             raise ConfigError(f"Can't listen on {where}: {error.strerror}. Set [gateway] port.") from error
-        host, port = self._runner.addresses[0][:2]
-        return f"http://{f'[{host}]' if ':' in host else host}:{port}"
+        return url_of(*self._runner.addresses[0][:2])
 
     async def stop(self) -> None:
+        """Cuts what runs, and records it. When the last harness is gone, so is all that was left to be corrected."""
+        self._stopping = True
         await self._sessions.close()
         if self._runner is not None:
             await self._runner.cleanup()
+        await self._sessions.close()
 
     async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
         path_key, path = auth.split_path(request.path)
@@ -72,10 +76,11 @@ class Gateway:
             key = path_key or auth.find_key(request.headers, request.query)
             session = await self._sessions.by_key(key) if key else None
             if session is None:
-                raise ApiError("authentication", "The API key is unknown, or its session has ended.")
+                raise _unknown_key()
             if match.operation in ("list_models", "get_model"):
                 return self._models(match, session)
-            call = self._understand(match, session, request, await self._read(request))
+            body = await read_body(request, self._settings.max_body)
+            call = self._understand(match, session, request, body)
             if match.operation == "count_tokens":
                 tokens = await self._pool.count_tokens(call.request, session.replica)
                 return _json(dialect.encode_count(tokens))
@@ -84,7 +89,7 @@ class Gateway:
             told = error if isinstance(error, ApiError) else ApiError(error.kind, str(error))
             if told.kind != "authentication":  # which anybody can fail at, as often as they like
                 # Harnesses tend to hide what they were told.
-                log.warning("%s %r got an error (%s): %s", request.method, path, told.kind, told)
+                log.warning("%s %r got an error (%s): %s", request.method, auth.shown(path), told.kind, told)
             return _error(dialect, told)
         except StoreError as error:
             log.error("%s", error)
@@ -92,7 +97,9 @@ class Gateway:
         except (asyncio.CancelledError, ConnectionError):
             raise
         except Exception:
-            log.exception("%s %s failed", request.method, path)
+            log.exception("%s %r failed", request.method, auth.shown(path))
+            if request.writer.output_size:
+                raise  # the answer has begun: nothing fits behind it, and the connection is cut
             return _error(dialect, ApiError("internal", "Polar's gateway failed on this request; its log says why."))
 
     def _spoken(self, path: str, request: web.BaseRequest) -> Dialect:
@@ -121,34 +128,22 @@ class Gateway:
             # 426 is what codex takes as "never mind" before it falls back to HTTP.
             raise ApiError("upgrade", "WebSockets are not served here: use plain HTTP.")
         if known:
-            raise ApiError("method", f"{path} does not take {method}.")
-        raise ApiError("not_found", f"There is no {method} {path} here.")
-
-    async def _read(self, request: web.BaseRequest) -> bytes:
-        limit = self._settings.max_body
-        too_large = ApiError("too_large", f"The request body is larger than {limit} bytes ([gateway] max_body).")
-        if (request.content_length or 0) > limit:
-            raise too_large
-        try:
-            body = await request.content.read(limit + 1) if request.can_read_body else b""
-            pieces = [body]
-            size = len(body)
-            while not request.content.at_eof():
-                piece = await request.content.readany()
-                size += len(piece)
-                if size > limit:
-                    raise too_large
-                pieces.append(piece)
-        except HttpProcessingError as error:
-            raise ApiError("invalid_request", f"The request body can't be read: {error.message}.") from error
-        return b"".join(pieces)
+            raise ApiError("method", f"{auth.shown(path)} does not take {method}.")
+        raise ApiError("not_found", f"There is no {method} {auth.shown(path)} here.")
 
     def _understand(self, match: Match, session: OpenSession, request: web.BaseRequest, body: bytes) -> Call:
         params = match.params
         if "alt" in request.query:
             params["alt"] = request.query["alt"]
-        wire = match.dialect.split(body)
-        asked = match.dialect.decode_request(wire, params)
+        try:
+            wire = match.dialect.split(body)
+            asked = match.dialect.decode_request(wire, params)
+        except ApiError:
+            mended = mend(body)
+            if mended == body:
+                raise
+            wire = match.dialect.split(mended)
+            asked = match.dialect.decode_request(wire, params)
         self._sampling.apply(asked.sampling)
         if asked.model not in session.models:
             session.models = (*session.models[-7:], asked.model)
@@ -160,7 +155,11 @@ class Gateway:
         return _json(match.dialect.encode_models(listed, match.params.get("model")))
 
     async def _generate(self, request: web.BaseRequest, call: Call) -> web.StreamResponse:
-        generation = next((orphan for orphan in call.session.orphans if orphan.call.repeats(call)), None)
+        if self._stopping:
+            raise ApiError("overloaded", "Polar is being stopped.")
+        if call.session.ended:  # while the request was being read
+            raise _unknown_key()
+        generation = next((orphan for orphan in call.session.orphans if orphan.can_answer(call)), None)
         if generation is not None:
             generation.attach()
         else:
@@ -171,6 +170,10 @@ class Gateway:
             return await send_whole(request, generation)
         finally:
             generation.detach()
+
+
+def _unknown_key() -> ApiError:
+    return ApiError("authentication", "The API key is unknown, or its session has ended.")
 
 
 def _json(body: bytes) -> web.Response:

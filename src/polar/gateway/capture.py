@@ -1,6 +1,8 @@
 """What one model call turned out to be: collected chunk by chunk, and in the end an Exchange for the store."""
 
+import logging
 import time
+from array import array
 from collections.abc import Callable
 
 import numpy as np
@@ -11,6 +13,7 @@ from polar.dialects.base import Dialect, Wire
 from polar.engines.base import Chunk, Ids, VersionSpan
 from polar.engines.pool import Replica
 from polar.gateway.checks import untrainable
+from polar.gateway.prompt_ids import PromptIds
 from polar.gateway.sessions import OpenSession
 from polar.store.base import Exchange, ExchangeStatus
 from polar.types import (
@@ -29,6 +32,8 @@ from polar.types import (
     ToolCall,
     Usage,
 )
+
+log = logging.getLogger(__name__)
 
 
 class Call(Struct, frozen=True):
@@ -57,8 +62,10 @@ class Capture:
         self._started_at = time.time()
         self._first_token_at: float | None = None
         self._logprobs: list[float | None] | None = None
+        self._aligned = True  # every chunk's log-probabilities are those of its own tokens
         self._alternatives: list[TokenLogprob] = []
         self._prompt_ids: Ids | None = None
+        self._prompt_json: bytes | None = None  # until the end, when there is time to read it
         self._parts = _Parts()
         self._calls = 0
         self._usage = Usage()
@@ -87,6 +94,7 @@ class Capture:
             if self._logprobs is None:
                 self._logprobs = []
             self._logprobs += chunk.logprobs
+            self._aligned = self._aligned and len(chunk.logprobs) == len(chunk.ids)
         if chunk.alternatives is not None:
             self._alternatives += chunk.alternatives
         for event in chunk.events:
@@ -98,6 +106,8 @@ class Capture:
             self._parts.add(event)
         if chunk.prompt_ids is not None:
             self._prompt_ids = chunk.prompt_ids
+        if chunk.prompt_json is not None:
+            self._prompt_json = chunk.prompt_json
         if chunk.usage is not None:
             self._usage = chunk.usage
         if chunk.versions is not None:
@@ -132,13 +142,22 @@ class Capture:
             self._alternatives or None,
         )
 
+    def read_prompt(self, prompts: PromptIds) -> None:
+        """Reads the prompt's ids, where the engine gave them as JSON; what is no list of ids counts as none."""
+        if self._prompt_json is not None and self._prompt_ids is None:
+            try:
+                self._prompt_ids = prompts.parse(self.call.session.session_id, self._prompt_json)
+            except (ValueError, OverflowError, RecursionError) as error:
+                log.warning("exchange %s: the engine's prompt ids can't be read: %s", self.exchange_id, error)
+
     def exchange(self, status: ExchangeStatus, delivered: int, error: str | None, *, wants_logprobs: bool) -> Exchange:
         call, sampled = self.call, self.sampled
         engine = self._replica.engine if self._replica else None
         reply = self.reply() if sampled or self._finish_reason else None
         logprobs = None
         if self._logprobs is not None:
-            logprobs = np.array([np.nan if value is None else value for value in self._logprobs], dtype=np.float32)
+            with np.errstate(over="ignore"):  # what is too large for a float is infinite, which the checks see
+                logprobs = np.array(self._logprobs, dtype=np.float32)  # None becomes NaN, which they see, too
         exchange = Exchange(
             exchange_id=self.exchange_id,
             session_id=call.session.session_id,
@@ -154,7 +173,7 @@ class Capture:
             reply=reply,
             error=error,
             prompt_ids=self._prompt_ids,
-            sampled_ids=np.array(sampled, dtype=np.int32) if sampled else None,
+            sampled_ids=_array(sampled),
             logprobs=logprobs,
             logprob_kind="none" if logprobs is None or engine is None else engine.capabilities.logprobs,
             delivered=delivered,
@@ -164,8 +183,18 @@ class Capture:
             finish_reason=reply.finish_reason if reply and self._finish_reason else None,
             usage=reply.usage if reply else Usage(),
         )
-        exchange.untrainable = untrainable(exchange, call.request, wants_logprobs=wants_logprobs)
+        exchange.untrainable = untrainable(
+            exchange, call.request, tokens=len(sampled), aligned=self._aligned, wants_logprobs=wants_logprobs
+        )
         return exchange
+
+
+def _array(sampled: list[int]) -> Ids | None:
+    """None where there are none, or where they are numbers that no token has."""
+    try:
+        return np.frombuffer(array("i", sampled), dtype=np.int32) if sampled else None
+    except OverflowError:
+        return None
 
 
 class _Versions:

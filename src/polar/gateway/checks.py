@@ -12,20 +12,31 @@ SENTINEL = -1000.0
 """No sampled token is this unlikely; engines write such numbers (-9999, say) where they have none."""
 
 
-def untrainable(exchange: Exchange, request: Request, *, wants_logprobs: bool) -> str | None:
-    """The reason why no token of this call may be trained on, or None. Machine-readable, one word."""
+def untrainable(
+    exchange: Exchange, request: Request, *, tokens: int, aligned: bool, wants_logprobs: bool
+) -> str | None:
+    """The reason why no token of this call may be trained on, or None. Machine-readable, one word.
+
+    `tokens` is how many ids the engine reported; `aligned`, whether each came together with its log-probability.
+    """
     sampled = exchange.sampled_ids
     if exchange.reply is None:
         return "no_reply"
-    if sampled is None or not len(sampled):
+    if not tokens:
         return "no_token_ids" if exchange.reply.parts else "no_tokens"
+    if sampled is None or sampled.min() < 0:
+        return "token_ids_invalid"
+    if tokens < exchange.usage.completion:  # what the engine counted itself, where it did
+        return "token_ids_short"
     if exchange.prompt_ids is None:
         return "no_prompt_ids"
+    if exchange.prompt_ids.min(initial=0) < 0:
+        return "prompt_ids_invalid"
     if exchange.finish_reason == "abort":
         return "aborted"
     if not exchange.versions:
         return "version_unknown"
-    if wants_logprobs and (reason := _bad_logprobs(exchange, len(sampled))):
+    if wants_logprobs and (reason := _bad_logprobs(exchange, tokens, aligned)):
         return reason
     if exchange.logprob_kind != "processed":
         # Masking changes the distribution that was sampled from; raw log-probabilities don't know of it.
@@ -36,18 +47,18 @@ def untrainable(exchange: Exchange, request: Request, *, wants_logprobs: bool) -
     return None
 
 
-def _bad_logprobs(exchange: Exchange, sampled: int) -> str | None:
+def _bad_logprobs(exchange: Exchange, sampled: int, aligned: bool) -> str | None:
     logprobs = exchange.logprobs
     if logprobs is None:
         return "logprobs_missing"
     if len(logprobs) != sampled:
         return "logprobs_short" if len(logprobs) < sampled else "logprobs_long"
+    if not aligned:
+        return "logprobs_misaligned"
+    if logprobs.min() > SENTINEL and logprobs.max() <= 1e-3:  # false for NaN
+        return None
     if np.isnan(logprobs).any():
         return "logprobs_nan"
     if np.isinf(logprobs).any():
         return "logprobs_infinite"
-    if (logprobs <= SENTINEL).any():
-        return "logprobs_sentinel"
-    if (logprobs > 1e-3).any():
-        return "logprobs_positive"
-    return None
+    return "logprobs_sentinel" if logprobs.min() <= SENTINEL else "logprobs_positive"

@@ -7,10 +7,12 @@ import time
 from collections.abc import AsyncIterator
 from typing import Annotated, Any, Literal
 
+import msgspec
 from fastapi import Depends, FastAPI, HTTPException, Query, Request
+from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, Field, field_validator
 
 from polar.engines.pool import Pool
 from polar.errors import EngineError, StoreError
@@ -24,6 +26,16 @@ class NewSession(BaseModel):
     metadata: dict[str, Any] = {}
     run: str = "default"
 
+    @field_validator("metadata", "run")
+    @classmethod
+    def can_be_kept(cls, value: Any) -> Any:
+        """What is written must be read again: Python's parser takes what is no JSON, and numbers without end."""
+        try:
+            msgspec.json.decode(msgspec.json.encode(value))
+        except RecursionError as error:
+            raise ValueError("it is nested too deeply") from error
+        return value
+
 
 class SessionCreated(BaseModel):
     session_id: str
@@ -36,7 +48,7 @@ class SessionEnd(BaseModel):
 
 
 class NewPolicy(BaseModel):
-    version: int = Field(ge=0)
+    version: int = Field(ge=0, lt=2**63)
     replica: str | None = Field(None, description="the URL of one replica; default: all")
 
 
@@ -57,13 +69,17 @@ def create_app(
     *, store: Store, sessions: Sessions, pool: Pool, metrics: Metrics, gateway_url: str, token: str | None
 ) -> FastAPI:
     async def admin(request: Request) -> None:
-        if token is None:
+        if not token:
             return
         scheme, _, given = request.headers.get("Authorization", "").partition(" ")
         if scheme.lower() != "bearer" or not hmac.compare_digest(given.strip().encode(), token.encode()):
             raise HTTPException(401, "This needs the admin token: Authorization: Bearer ...")
 
-    app = FastAPI(title="Polar", description="Rollouts of unmodified agent harnesses, token by token.")
+    app = FastAPI(
+        title="Polar",
+        description="Rollouts of unmodified agent harnesses, token by token.",
+        openapi_url=None if token else "/openapi.json",  # and with it the pages at /docs, which can't carry a token
+    )
     guarded = [Depends(admin)]
 
     @app.exception_handler(StoreError)
@@ -73,6 +89,12 @@ def create_app(
     @app.exception_handler(EngineError)
     async def engine_failed(_: Request, error: EngineError) -> JSONResponse:
         return JSONResponse({"detail": str(error)}, 502)
+
+    @app.exception_handler(RequestValidationError)
+    async def invalid(_: Request, error: RequestValidationError) -> JSONResponse:
+        """What is wrong where; not the value, which need not be anything that JSON can hold."""
+        detail = [{name: problem[name] for name in ("type", "loc", "msg")} for problem in error.errors()]
+        return JSONResponse({"detail": detail}, 422)
 
     @app.get("/health")
     async def health() -> dict[str, Any]:
@@ -92,6 +114,8 @@ def create_app(
     async def list_sessions(
         limit: Annotated[int, Query(ge=1, le=1000)] = 100, before: str | None = None
     ) -> list[dict[str, Any]]:
+        if before is not None:
+            await existing(before)
         return [view.session(session) for session in await store.sessions(limit=limit, before=before)]
 
     @app.get("/sessions/{session_id}", dependencies=guarded)

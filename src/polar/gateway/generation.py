@@ -12,15 +12,17 @@ Invariant: a reader sees `finished` only after the exchange is durable.
 
 import asyncio
 import logging
+from collections.abc import Sequence
 
 from msgspec import Struct
 
-from polar.engines.base import Chunk
 from polar.engines.pool import Pool
 from polar.errors import ApiError, EngineError, StoreError
 from polar.gateway.capture import Call, Capture
 from polar.gateway.metrics import Metrics
+from polar.gateway.prompt_ids import PromptIds
 from polar.store.base import ExchangeStatus, Store
+from polar.types import Event
 
 log = logging.getLogger(__name__)
 
@@ -31,6 +33,7 @@ class Context(Struct, frozen=True):
     pool: Pool
     store: Store
     metrics: Metrics
+    prompts: PromptIds
     wants_logprobs: bool
     grace: float  # seconds that a generation goes on after its harness went away
 
@@ -39,7 +42,7 @@ class Generation:
     def __init__(self, call: Call, context: Context) -> None:
         self.call = call
         self.capture = Capture(call, call.session.take_seq())
-        self.chunks: list[Chunk] = []
+        self.chunks: list[Sequence[Event]] = []  # of each, what the harness may see
         self.finished = False
         self.error: ApiError | None = None
         self._context = context
@@ -79,6 +82,10 @@ class Generation:
     def served(self) -> None:
         """The reply was written to its last byte."""
         self._served = True
+
+    def can_answer(self, call: Call) -> bool:
+        """Whether a retry may have this reply. One that failed is no answer: the retry is for a better one."""
+        return self.error is None and self.call.repeats(call)
 
     def attach(self) -> None:
         """A new reader takes over, from the first chunk on."""
@@ -132,7 +139,7 @@ class Generation:
                 raise asyncio.CancelledError
             async for chunk in chunks:
                 capture.take(chunk)
-                self.chunks.append(chunk)
+                self.chunks.append(chunk.events)
                 self._ends.append(len(capture.sampled))
                 self._wake()
         except EngineError as error:
@@ -168,6 +175,7 @@ class Generation:
     async def _record(self, status: ExchangeStatus) -> None:
         delivered = len(self.capture.sampled) if status == "complete" else self._delivered
         error = str(self.error) if self.error else None
+        self.capture.read_prompt(self._context.prompts)
         exchange = self.capture.exchange(status, delivered, error, wants_logprobs=self._context.wants_logprobs)
         await self._context.store.append(exchange)
         self._recorded = status, delivered

@@ -14,7 +14,8 @@ class Metrics:
         self._untrainable = Counter(
             "polar_untrainable", "Captured calls that may not be trained on", ("reason",), registry=self.registry
         )
-        self._tokens = Counter("polar_tokens", "Tokens", ("kind",), registry=self.registry)
+        tokens = Counter("polar_tokens", "Tokens", ("kind",), registry=self.registry)
+        self._prompt, self._cached, self._sampled = (tokens.labels(kind) for kind in ("prompt", "cached", "sampled"))
         self._first_token = Histogram(
             "polar_first_token_seconds",
             "From the request to its first sampled token",
@@ -27,8 +28,8 @@ class Metrics:
         self._exchanges.labels(exchange.dialect, exchange.status).inc()
         if exchange.untrainable is not None:
             self._untrainable.labels(exchange.untrainable).inc()
-        self._tokens.labels("prompt").inc(exchange.usage.prompt)
-        self._tokens.labels("cached").inc(exchange.usage.cached)
-        self._tokens.labels("sampled").inc(exchange.usage.completion)
+        self._prompt.inc(exchange.usage.prompt)
+        self._cached.inc(exchange.usage.cached)
+        self._sampled.inc(exchange.usage.completion)
         if exchange.first_token_at is not None:
             self._first_token.observe(max(0.0, exchange.first_token_at - exchange.started_at))

@@ -41,10 +41,10 @@ async def send_stream(request: web.BaseRequest, generation: Generation, patience
         ready = generation.chunks[done:]
         pieces = []
         written = 0
-        for index, chunk in enumerate(ready, done + 1):
+        for index, events in enumerate(ready, done + 1):
             if index == 1:
                 pieces.append(encoder.start(capture.prompt_usage))
-            for event in chunk.events:
+            for event in events:
                 if piece := encoder.feed(event):
                     pieces.append(piece)
                     written = index

@@ -19,10 +19,11 @@ if TYPE_CHECKING:
 class OpenSession:
     """What the gateway keeps in memory of a session that is running: little, since thousands may be idle."""
 
-    __slots__ = ("_next_seq", "models", "orphans", "replica", "running", "session_id")
+    __slots__ = ("_next_seq", "ended", "models", "orphans", "replica", "running", "session_id")
 
     def __init__(self, session_id: str, next_seq: int, models: tuple[str, ...]) -> None:
         self.session_id = session_id
+        self.ended = False
         self.models = models  # names that the harness has used
         self.replica: Replica | None = None
         self.running: set[Generation] = set()
@@ -83,6 +84,7 @@ class Sessions:
             hashed = self._keys.pop(session_id, None)
             opened = self._open.pop(hashed, None) if hashed is not None else None
         if opened is not None:
+            opened.ended = True
             await give_up(opened)
         return ended
 

@@ -15,3 +15,7 @@ class Harness(Protocol):
     def configure(self, home: Path, gateway_url: str, key: str, model: str) -> dict[str, str]:
         """Writes the config files it needs below `home` (its private HOME) and returns its environment variables."""
         ...
+
+    def command(self, instruction: str) -> list[str]:
+        """Runs an instruction headless, to its end."""
+        ...

@@ -29,3 +29,6 @@ class ClaudeCode:
             "DISABLE_AUTOUPDATER": "1",
             "IS_SANDBOX": "1",  # else it won't bypass permissions as root, which is what one is in a container
         }
+
+    def command(self, instruction: str) -> list[str]:
+        return ["claude", "-p", instruction]

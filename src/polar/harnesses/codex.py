@@ -44,3 +44,6 @@ class Codex:
         config = _CONFIG.format(model=json.dumps(model), base_url=json.dumps(f"{gateway_url}/v1"))
         write(folder / "config.toml", config)
         return {"CODEX_HOME": str(folder), "POLAR_API_KEY": key}
+
+    def command(self, instruction: str) -> list[str]:
+        return ["codex", "exec", "--skip-git-repo-check", instruction]

@@ -37,3 +37,6 @@ class GeminiCli:
             "GEMINI_API_KEY": key,
             "GEMINI_MODEL": model,
         }
+
+    def command(self, instruction: str) -> list[str]:
+        return ["gemini", "-p", instruction]

@@ -22,3 +22,6 @@ class MiniSweAgent:
             "OPENAI_API_KEY": key,
             "LITELLM_LOCAL_MODEL_COST_MAP": "True",  # else it fetches prices
         }
+
+    def command(self, instruction: str) -> list[str]:
+        return ["mini", "--yolo", "--exit-immediately", "-t", instruction]

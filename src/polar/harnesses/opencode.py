@@ -49,3 +49,6 @@ class OpenCode:
             "OPENCODE_DISABLE_MODELS_FETCH": "1",
             "POLAR_API_KEY": key,
         }
+
+    def command(self, instruction: str) -> list[str]:
+        return ["opencode", "run", instruction]

@@ -44,3 +44,6 @@ class Pi:
             "PI_TELEMETRY": "0",
             "POLAR_API_KEY": key,
         }
+
+    def command(self, instruction: str) -> list[str]:
+        return ["pi", "-p", instruction]

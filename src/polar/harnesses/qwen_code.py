@@ -28,3 +28,6 @@ class QwenCode:
             "OPENAI_MODEL": model,
             "QWEN_CODE_SUPPRESS_YOLO_WARNING": "1",
         }
+
+    def command(self, instruction: str) -> list[str]:
+        return ["qwen", "-p", instruction]

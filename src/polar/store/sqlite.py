@@ -182,6 +182,7 @@ def _check_schema(connection: sqlite3.Connection, named: Queries, path: Path) ->
 
 def _set_durability(connection: sqlite3.Connection, durability: Durability, path: Path) -> None:
     mode = connection.execute("PRAGMA journal_mode = WAL").fetchone()[0]
+    connection.execute("PRAGMA wal_autocheckpoint = 8000")  # pages, 32 MB: pages that change often are moved less often
     if mode != "wal":
         raise StoreError(f"{path} can't have a write-ahead log; choose a path on a local disk.")
     if durability == "power":

@@ -809,7 +809,7 @@ def test_our_own_client_reads_replies(name: str) -> None:
     assert [p.text for p in read.parts if isinstance(p, Reasoning) and p.text] == thoughts
     assert any(isinstance(p, Reasoning | ToolCall) and p.seal == SEAL for p in read.parts)
     if name not in ("no arguments", "custom"):
-        calls = [(f"call_{p.id}", p.name, p.arguments.strip()) for p in turn.parts if isinstance(p, ToolCall)]
+        calls = [(p.id, p.name, p.arguments.strip()) for p in turn.parts if isinstance(p, ToolCall)]
         assert [(p.id, p.name, p.arguments) for p in read.parts if isinstance(p, ToolCall)] == calls
     has_calls = any(isinstance(part, ToolCall) for part in turn.parts)
     assert read.finish_reason == ("tool_calls" if has_calls and turn.finish_reason == "stop" else turn.finish_reason)

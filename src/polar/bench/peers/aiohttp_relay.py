@@ -1,6 +1,6 @@
 """A bare pass-through in aiohttp: bytes in, bytes out, nothing parsed and nothing kept. The floor for this stack.
 
-    python -m polar.bench.peers.aiohttp_relay ENGINE_URL PORT
+python -m polar.bench.peers.aiohttp_relay ENGINE_URL PORT
 """
 
 import asyncio

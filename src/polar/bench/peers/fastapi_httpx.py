@@ -1,10 +1,10 @@
-"""A capturing proxy as most people would write it: FastAPI, httpx, the standard library's json, a row per call in SQLite.
+"""A capturing proxy as most people would write it: FastAPI, httpx, stdlib json, a row per call in SQLite.
 
     python -m polar.bench.peers.fastapi_httpx ENGINE_URL PORT DATABASE
 
-It keeps what training needs (messages, ids, log-probabilities) and commits before the reply's last byte leaves, as Polar
-does. Where the idiom leaves a choice it takes the faster one: one client for all calls, uvloop and httptools under uvicorn,
-`JSONResponse` instead of FastAPI's own encoder, a write-ahead log without a sync per commit.
+It keeps what training needs (messages, ids, log-probabilities) and commits before the reply's last byte leaves, as
+Polar does. Where the idiom leaves a choice it takes the faster one: one client for all calls, uvloop and httptools
+under uvicorn, `JSONResponse` instead of FastAPI's own encoder, a write-ahead log without a sync per commit.
 """
 
 import json
@@ -41,7 +41,9 @@ def create_app(engine_url: str, database: str) -> FastAPI:
             connection.execute("INSERT INTO calls VALUES (?, ?, ?, ?, ?)", tuple(map(json.dumps, row)))
 
     async def stream(body: Any) -> AsyncIterator[str]:
-        text, ids, logprobs, prompt_ids = "", [], [], None
+        text, prompt_ids = "", None
+        ids: list[int] = []
+        logprobs: list[float] = []
         async with client.stream("POST", "/v1/chat/completions", json=body) as response:
             async for line in response.aiter_lines():
                 if line == "data: [DONE]":

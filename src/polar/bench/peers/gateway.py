@@ -1,8 +1,9 @@
-"""Polar's gateway as `polar up` runs it, with a watch on its event loop.
+"""Polar's gateway as `polar up` runs it, with a watch on its event loop when one is asked for.
 
     python -m polar.bench.peers.gateway ENGINE_URL DATA_DIR
 
-Prints its addresses, then a report of the watch for every line that it reads, until its input ends.
+Prints its addresses. A line on its standard input begins a watch, the next one ends it and has its report printed,
+and so on until the input ends.
 """
 
 import asyncio
@@ -15,7 +16,7 @@ from msgspec import Struct
 from polar.bench.watch import Watch
 from polar.cli.common import run
 from polar.config import EngineSettings, GatewaySettings, ServerSettings, Settings
-from polar.service import Service
+from polar.service import Service, settle_process
 
 
 class Addresses(Struct):
@@ -29,13 +30,18 @@ async def serve(engine_url: str, data: Path) -> None:
         gateway=GatewaySettings(port=0),
         server=ServerSettings(port=0),
     )
+    settle_process()
     async with Service(settings, data) as service:
-        watch = Watch()
         _say(Addresses(service.gateway_url, service.control_url))
         reader = asyncio.StreamReader()
         await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
+        watch: Watch | None = None
         while await reader.readline():
-            _say(watch.report())
+            if watch is None:
+                watch = Watch()
+            else:
+                _say(watch.report())
+                watch = None
 
 
 def _say(value: Struct) -> None:

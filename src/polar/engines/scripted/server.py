@@ -320,6 +320,8 @@ async def _answer_refusals(
         return await handler(request)
     except Refusal as refusal:
         return web.Response(body=refusal.body, status=refusal.status, content_type=_JSON)
+    except ConnectionError:
+        return web.Response()  # the client went away while we wrote: nothing to say, and nobody to say it to
 
 
 def _json(body: bytes) -> web.Response:

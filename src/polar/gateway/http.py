@@ -1,0 +1,97 @@
+"""HTTP's own side of the data plane: the server, and a request's body, bounded before and after it is unpacked."""
+
+import asyncio
+import logging
+import zlib
+from collections.abc import Awaitable, Callable
+
+from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
+
+from polar.errors import ApiError
+
+_HEADER_LIMIT = 64 * 1024
+"""Bytes of one header; harnesses put JSON into theirs."""
+
+SILENCE = 60.0
+"""Seconds without a byte after which a request body is given up."""
+
+Handler = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
+
+
+class _WithoutBytes(logging.Filter):
+    """What is no HTTP is logged in one line, without the bytes themselves: a key may be among them."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if record.exc_info and record.exc_info[0] is not None and issubclass(record.exc_info[0], HttpProcessingError):
+            record.msg, record.args = f"{record.getMessage()}: {record.exc_info[0].__name__}", ()
+            record.exc_info = None
+        return True
+
+
+_log = logging.getLogger(__name__)
+_log.addFilter(_WithoutBytes())
+
+
+def create_server(handler: Handler) -> web.Server:
+    """A handler is cancelled when its client goes away. Bodies come as they were sent (`read_body` unpacks them)."""
+    return web.Server(
+        handler,
+        access_log=None,
+        logger=_log,
+        handler_cancellation=True,
+        auto_decompress=False,
+        max_line_size=_HEADER_LIMIT,
+        max_field_size=_HEADER_LIMIT,
+    )
+
+
+def url_of(host: str, port: int) -> str:
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}"
+
+
+async def read_body(request: web.BaseRequest, limit: int) -> bytes:
+    """All of it; refused as soon as it turns out to be larger than `limit`."""
+    if (request.content_length or 0) > limit:
+        raise _too_large(limit)
+    if request.headers.get("Expect", "").lower() == "100-continue":
+        await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        request.writer.output_size = 0  # this was no part of the answer yet
+    now = asyncio.get_running_loop().time
+    pieces = []
+    size = 0
+    try:
+        async with asyncio.timeout(SILENCE) as patience:
+            async for piece in request.content.iter_any():
+                patience.reschedule(now() + SILENCE)
+                size += len(piece)
+                if size > limit:
+                    raise _too_large(limit)
+                pieces.append(piece)
+    except (HttpProcessingError, web.RequestPayloadError) as error:
+        raise ApiError("invalid_request", f"The request body can't be read: {error}.") from error
+    except TimeoutError as error:
+        message = f"No more of the request body came for {SILENCE:g} s, or what came is not chunked as it should be."
+        raise ApiError("invalid_request", message) from error
+    return _unpacked(b"".join(pieces), request.headers.get("Content-Encoding", "").strip().lower(), limit)
+
+
+def _unpacked(body: bytes, encoding: str, limit: int) -> bytes:
+    if encoding in ("", "identity") or not body:
+        return body
+    if encoding not in ("gzip", "x-gzip", "deflate"):
+        raise ApiError("invalid_request", f"The body's encoding {encoding!r} is not known here: send gzip, or none.")
+    unpacker = zlib.decompressobj(wbits=zlib.MAX_WBITS | 32)  # 32: gzip or zlib, as its first bytes say
+    try:
+        unpacked = unpacker.decompress(body, limit + 1)
+    except zlib.error as error:
+        raise ApiError("invalid_request", f"The body is not what its encoding {encoding!r} says: {error}.") from error
+    if len(unpacked) > limit:
+        raise _too_large(limit)
+    if not unpacker.eof:
+        raise ApiError("invalid_request", f"The body's {encoding} data is cut short.")
+    return unpacked
+
+
+def _too_large(limit: int) -> ApiError:
+    return ApiError("too_large", f"The request body is larger than {limit} bytes ([gateway] max_body).")
