@@ -10,6 +10,7 @@ from urllib.parse import urlsplit
 
 from polar.service import Service
 from polar.store.base import Exchange
+from tests.attack.replies import DONE, GOOD, encode, response, stream
 from tests.integration.stack import settings
 
 PATIENCE = 20
@@ -160,38 +161,31 @@ async def ask(
         return await wire.request("POST", path, {"Authorization": f"Bearer {key}"}, encode(body | changes))
 
 
-def encode(body: Any) -> bytes:
-    """As servers and clients write JSON; NaN and infinities as careless ones do."""
-    return json.dumps(body, separators=(",", ":")).encode()
+# What came of it
+
+
+def is_error(dialect: Dialect, answer: Answer, *statuses: int) -> str:
+    own = {502: 500, 503: 529} if dialect is ANTHROPIC else {}  # statuses of its own
+    assert answer.status in [own.get(status, status) for status in statuses or (502, 503, 504)], answer
+    return dialect.check_error(answer.body, answer.status)
+
+
+def ends_in_error(dialect: Dialect, answer: Answer) -> bool:
+    """Whether a stream that had begun ended the way the provider's do when they break."""
+    assert answer.status == 200
+    assert answer.whole
+    last = answer.body.strip().rsplit(b"\n\n", 1)[-1]
+    data = json.loads(last.rsplit(b"data: ", 1)[-1]) if b"[DONE]" not in last else {}
+    return "error" in data or data.get("type") in ("error", "response.failed")
+
+
+def sampled(exchange: Exchange) -> list[int]:
+    return [] if exchange.sampled_ids is None else exchange.sampled_ids.tolist()
 
 
 # An engine that replays bytes
 
 Script = Callable[[dict[str, Any], asyncio.StreamWriter], Awaitable[None]]
-
-
-def response(body: bytes, status: str = "200 OK", content_type: str = "application/json", extra: str = "") -> bytes:
-    head = f"HTTP/1.1 {status}\r\nContent-Type: {content_type}\r\nContent-Length: {len(body)}\r\n{extra}\r\n"
-    return head.encode() + body
-
-
-STREAM_HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream; charset=utf-8\r\nTransfer-Encoding: chunked\r\n\r\n"
-
-
-def chunked(*pieces: bytes, end: bool = True) -> bytes:
-    return b"".join(b"%x\r\n%s\r\n" % (len(piece), piece) for piece in pieces) + (b"0\r\n\r\n" if end else b"")
-
-
-def stream(*pieces: bytes) -> bytes:
-    """A whole answer: these pieces as a chunked stream."""
-    return STREAM_HEAD + chunked(*pieces)
-
-
-def event(**fields: Any) -> bytes:
-    return b"data: " + encode(fields) + b"\n\n"
-
-
-DONE = b"data: [DONE]\n\n"
 
 
 class ByteEngine:
@@ -317,9 +311,17 @@ async def recorded(service: Service, session_id: str, count: int) -> list[Exchan
 
 
 @asynccontextmanager
-async def bench(data: Path, kind: str = "vllm", **changes: Any) -> AsyncIterator[Bench]:
+async def bench(data: Path, *, control: bool = False, **changes: Any) -> AsyncIterator[Bench]:
+    """`control`: with the control plane; `changes`: settings, section by section."""
     async with ByteEngine() as engine:
-        sections = {"engine": {"kind": kind, "timeout": 5} | changes.pop("engine", {})} | changes
-        async with Service(settings([engine.url], **sections), data) as service:
+        sections = {"engine": {"kind": "vllm", "timeout": 5} | changes.pop("engine", {})} | changes
+        async with Service(settings([engine.url], **sections), data, control=control) as service:
             session, key = await service.sessions.create({})
             yield Bench(service, engine, session.session_id, key)
+
+
+async def still_works(bench: Bench) -> None:
+    bench.engine.replay(stream(*GOOD))
+    answer = await bench.ask(stream=True)
+    assert answer.status == 200
+    assert answer.body.endswith(DONE)

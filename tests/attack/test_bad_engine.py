@@ -20,105 +20,40 @@ from tests.attack.parts import (
     CHAT,
     COMPLETIONS,
     DIALECTS,
-    DONE,
     GOOGLE,
     PATIENCE,
     RESPONSES,
-    STREAM_HEAD,
-    Answer,
     Bench,
     ByteEngine,
     Dialect,
     ask,
     bench,
-    chunked,
-    encode,
-    event,
+    ends_in_error,
+    is_error,
     recorded,
+    sampled,
+    still_works,
+)
+from tests.attack.replies import (
+    DONE,
+    GOOD,
+    PROMPT,
+    STREAM_HEAD,
+    begin,
+    choice,
+    chunked,
+    completion,
+    event,
+    finish,
     response,
     stream,
+    token,
+    usage,
+    whole,
 )
 from tests.integration.stack import settings
 
-PROMPT = [5, 6, 7]
 NAN, INFINITY = math.nan, math.inf
-
-
-def choice(**fields: Any) -> dict[str, Any]:
-    return {"index": 0, "delta": {}, **fields}
-
-
-def begin(prompt: Any = PROMPT) -> bytes:
-    return event(choices=[choice(delta={"role": "assistant", "content": ""})], prompt_token_ids=prompt)
-
-
-def token(text: str, id: Any, logprob: Any = -0.5) -> bytes:
-    logprobs = {"content": [{"token": text, "logprob": logprob}]}
-    return event(choices=[choice(delta={"content": text}, token_ids=[id], logprobs=logprobs)])
-
-
-def finish(reason: str = "stop") -> bytes:
-    return event(
-        choices=[choice(finish_reason=reason, token_ids=[2], logprobs={"content": [{"token": "", "logprob": -0.1}]})]
-    )
-
-
-def usage(prompt: Any = 3, completion: Any = 3) -> bytes:
-    return event(choices=[], usage={"prompt_tokens": prompt, "completion_tokens": completion})
-
-
-GOOD = [begin(), token("one ", 11), token("two", 12), finish(), usage(), DONE]
-
-
-def whole(**fields: Any) -> bytes:
-    """A whole chat completion; `fields` replace those of its choice, and a few of its top."""
-    top = {name: fields.pop(name) for name in ("usage", "prompt_token_ids", "choices") if name in fields}
-    message = {
-        "index": 0,
-        "message": {"role": "assistant", "content": "one two"},
-        "token_ids": [11, 12, 2],
-        "logprobs": {"content": [{"token": "x", "logprob": -0.5}] * 3},
-        "finish_reason": "stop",
-    }
-    reply = {
-        "choices": [message | fields],
-        "prompt_token_ids": PROMPT,
-        "usage": {"prompt_tokens": 3, "completion_tokens": 3},
-    }
-    return encode(reply | top)
-
-
-def completion(text: str = "one two") -> bytes:
-    """The same from the legacy route."""
-    fields = {"text": text, "logprobs": {"token_logprobs": [-0.5, -0.5, -0.1]}}
-    return whole(**fields)
-
-
-def is_error(dialect: Dialect, answer: Answer, *statuses: int) -> str:
-    own = {502: 500, 503: 529} if dialect is ANTHROPIC else {}  # statuses of its own
-    assert answer.status in [own.get(status, status) for status in statuses or (502, 503, 504)], answer
-    return dialect.check_error(answer.body, answer.status)
-
-
-def ends_in_error(dialect: Dialect, answer: Answer) -> bool:
-    """Whether a stream that had begun ended the way the provider's do when they break."""
-    assert answer.status == 200
-    assert answer.whole
-    last = answer.body.strip().rsplit(b"\n\n", 1)[-1]
-    data = json.loads(last.rsplit(b"data: ", 1)[-1]) if b"[DONE]" not in last else {}
-    return "error" in data or data.get("type") in ("error", "response.failed")
-
-
-async def still_works(bench: Bench) -> None:
-    bench.engine.replay(stream(*GOOD))
-    answer = await bench.ask(stream=True)
-    assert answer.status == 200
-    assert answer.body.endswith(DONE)
-
-
-def sampled(exchange: Exchange) -> list[int]:
-    return [] if exchange.sampled_ids is None else exchange.sampled_ids.tolist()
-
 
 # Streams that break
 
@@ -471,6 +406,22 @@ async def test_odd_tool_calls(tmp_path: Path, dialect: Dialect) -> None:
                 assert len(exchange.reply.parts) == len(calls)
 
 
+@pytest.mark.parametrize("written", ["", "{oops", '{"input":5}', "[" * 50_000, '{"input":"x","y":' + "[" * 50_000])
+async def test_odd_input_of_custom_tools(tmp_path: Path, written: str) -> None:
+    """What does not parse is handed on as the model wrote it."""
+    calls = [{"index": 0, "id": "a", "function": {"name": "g", "arguments": written}}]
+    async with bench(tmp_path) as it:
+        tools = [{"type": "custom", "name": "g"}]
+        it.engine.replay(response(whole(message={"tool_calls": calls}, finish_reason="tool_calls")))
+        answer = await it.ask(RESPONSES, tools=tools)
+        assert json.loads(answer.body)["output"][0]["input"] == written
+        tail = [finish("tool_calls"), usage(3, 1), DONE]
+        it.engine.replay(stream(begin(), event(choices=[choice(delta={"tool_calls": calls})]), *tail))
+        answer = await it.ask(RESPONSES, stream=True, tools=tools)
+        assert b"response.completed" in answer.body
+        assert [exchange.status for exchange in await it.recorded(2)] == ["complete"] * 2
+
+
 async def test_a_gigantic_line(tmp_path: Path) -> None:
     text = "x" * 4_000_000
     async with bench(tmp_path) as it:
@@ -511,7 +462,9 @@ async def test_an_engine_that_is_down_at_first_and_later(tmp_path: Path) -> None
     engine = ByteEngine()
     port = int((await engine.start()).rsplit(":", 1)[1])
     await engine.stop()
-    async with Service(settings([engine.url], engine={"kind": "vllm", "timeout": 5}), tmp_path) as service:
+    async with Service(
+        settings([engine.url], engine={"kind": "vllm", "timeout": 5}), tmp_path, control=False
+    ) as service:
         session, key = await service.sessions.create({})
         for dialect in DIALECTS:
             for streaming in (False, True):
@@ -525,6 +478,41 @@ async def test_an_engine_that_is_down_at_first_and_later(tmp_path: Path) -> None
             is_error(CHAT, await ask(service.gateway_url, key, stream=True), 502, 503)
         found = await recorded(service, session.session_id, 14)
         assert [exchange.status for exchange in found].count("complete") == 2
+
+
+async def test_an_engine_that_comes_late_is_asked_what_it_can_do(tmp_path: Path) -> None:
+    """What kind its log-probabilities are must not depend on who was started first."""
+    engine = ByteEngine()
+    port = int((await engine.start()).rsplit(":", 1)[1])
+    await engine.stop()
+
+    async def after_temperature(call: dict[str, Any], writer: asyncio.StreamWriter) -> None:
+        entry = {"token": "one two", "logprob": -1 / call["temperature"]}
+        writer.write(response(whole(token_ids=[11], logprobs={"content": [entry]}, usage=None)))
+
+    async with Service(
+        settings([engine.url], engine={"kind": "vllm", "timeout": 5}), tmp_path, control=False
+    ) as service:
+        session, key = await service.sessions.create({})
+        is_error(CHAT, await ask(service.gateway_url, key), 503)
+        await engine.start(port)
+        engine.script = after_temperature
+        for answer in await asyncio.gather(*(ask(service.gateway_url, key, text=str(n)) for n in range(4))):
+            assert answer.status == 200
+        _, *found = await recorded(service, session.session_id, 5)
+        assert {exchange.logprob_kind for exchange in found} == {"processed"}
+        assert len(engine.calls) == 2 + 4  # it was asked once, by two samples
+        await engine.stop()
+
+
+async def test_an_engine_that_hangs_at_first_keeps_nothing_from_starting(tmp_path: Path) -> None:
+    async with ByteEngine() as engine:
+        engine.replay(b"", close=False)
+        config = settings([engine.url], engine={"kind": "vllm", "timeout": 0.3})
+        async with asyncio.timeout(PATIENCE), Service(config, tmp_path, control=False) as service:
+            _, key = await service.sessions.create({})
+            engine.replay(response(whole()))
+            assert (await ask(service.gateway_url, key)).status == 200
 
 
 async def test_an_idle_connection_that_the_engine_closes_as_it_is_used(tmp_path: Path) -> None:
@@ -554,7 +542,7 @@ async def test_an_engine_that_lists_no_models(tmp_path: Path, models: bytes) -> 
     """Polar starts, and says what is wrong when it is asked for something."""
     async with ByteEngine() as engine:
         engine.models = models
-        async with Service(settings([engine.url], engine={"kind": "vllm"}), tmp_path) as service:
+        async with Service(settings([engine.url], engine={"kind": "vllm"}), tmp_path, control=False) as service:
             _, key = await service.sessions.create({})
             engine.replay(response(whole()))
             is_error(CHAT, await ask(service.gateway_url, key), 502)

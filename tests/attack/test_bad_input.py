@@ -25,11 +25,8 @@ from tests.attack.parts import (
     Wire,
     ask,
     bench,
-    chunked,
-    encode,
-    response,
 )
-from tests.attack.test_bad_engine import GOOD, stream, whole
+from tests.attack.replies import GOOD, chunked, encode, response, stream, whole
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 each_dialect = pytest.mark.parametrize("dialect", DIALECTS, ids=lambda dialect: dialect.name)
@@ -39,7 +36,7 @@ LIMIT = 200_000
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def it(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Bench]:
-    async with bench(tmp_path_factory.mktemp("data"), gateway={"max_body": LIMIT, "grace": 0.1}) as made:
+    async with bench(tmp_path_factory.mktemp("data"), control=True, gateway={"max_body": LIMIT, "grace": 0.1}) as made:
 
         async def script(call: dict[str, Any], writer: asyncio.StreamWriter) -> None:
             writer.write(stream(*GOOD) if call.get("stream") else response(whole()))

@@ -17,21 +17,8 @@ from polar.gateway.generation import Generation
 from polar.service import Service
 from polar.store.base import Exchange
 from polar.types import Text
-from tests.attack.parts import (
-    DIALECTS,
-    DONE,
-    STREAM_HEAD,
-    Answer,
-    Dialect,
-    Wire,
-    ask,
-    bench,
-    chunked,
-    comes_true,
-    encode,
-    event,
-    response,
-)
+from tests.attack.parts import DIALECTS, Answer, Dialect, Wire, ask, bench, comes_true
+from tests.attack.replies import DONE, STREAM_HEAD, chunked, encode, event, response
 
 CALLERS = 200
 WORDS = 12

@@ -30,22 +30,22 @@ from polar.gateway.prompt_ids import PromptIds
 from polar.gateway.sessions import Sessions
 from polar.service import Service
 from polar.store import open_store
-from tests.attack.parts import (
-    CHAT,
+from polar.types import Text
+from tests.attack.parts import CHAT, Bench, ByteEngine, Wire, ask, bench, comes_true, is_error, sampled, still_works
+from tests.attack.replies import (
     DONE,
+    GOOD,
     STREAM_HEAD,
-    Bench,
-    ByteEngine,
-    Wire,
-    ask,
-    bench,
+    begin,
     chunked,
-    comes_true,
     encode,
+    finish,
     response,
     stream,
+    token,
+    usage,
+    whole,
 )
-from tests.attack.test_bad_engine import GOOD, begin, finish, is_error, sampled, still_works, token, usage, whole
 from tests.integration.stack import settings
 
 
@@ -379,7 +379,9 @@ async def two_engines(tmp_path: Path) -> AsyncIterator[tuple[Service, ByteEngine
         for engine in (one, two):
             engine.replay(stream(*GOOD))
             engine.fixed = {"/pause?mode=keep": OK, "/resume": OK}
-        async with Service(settings([one.url, two.url], engine={"kind": "vllm", "timeout": 5}), tmp_path) as service:
+        async with Service(
+            settings([one.url, two.url], engine={"kind": "vllm", "timeout": 5}), tmp_path, control=False
+        ) as service:
             yield service, one, two
 
 
@@ -457,6 +459,25 @@ async def test_stopping_records_all_that_was_sampled(tmp_path: Path) -> None:
     assert len(found) == steps.begun
 
 
+async def test_stopping_while_a_reply_is_on_its_way(tmp_path: Path) -> None:
+    """It was recorded as complete before its last byte left; which never did."""
+    text = "x" * 16_000_000  # more than any buffer takes
+    async with bench(tmp_path) as it:
+        it.engine.replay(response(whole(message={"content": text})))
+        session_id = it.session_id
+        async with Wire.open(it.url) as wire:
+            data = encode(CHAT.body)
+            await wire.send(wire.head("POST", CHAT.path, {"Authorization": f"Bearer {it.key}"}, len(data)) + data)
+            wire.reader._transport.pause_reading()  # type: ignore[attr-defined]
+            (exchange,) = await it.recorded(1)
+            assert exchange.status == "complete"
+            await it.service.__aexit__(None, None, None)
+    store = open_store(f"sqlite:{tmp_path / 'polar.db'}")
+    (exchange,) = [exchange async for exchange in store.exchanges(session_id)]
+    await store.close()
+    assert (exchange.status, exchange.delivered, sampled(exchange)) == ("partial", 0, [11, 12, 2])
+
+
 def content(data: bytes) -> str:
     """The text in some events of a chat stream."""
     events = [json.loads(line[6:]) for line in data.split(b"\n") if line.startswith(b'data: {"id"')]
@@ -519,5 +540,7 @@ async def test_sigterm_loses_nothing(tmp_path: Path) -> None:
         assert len(exchange.logprobs) == len(exchange.sampled_ids)
         assert exchange.delivered == len(exchange.sampled_ids)
         assert exchange.untrainable is None
-        replies.append(exchange.reply.parts[0].text)
+        (part,) = exchange.reply.parts
+        assert isinstance(part, Text)
+        replies.append(part.text)
     assert sorted(texts) == sorted(replies)

@@ -5,12 +5,15 @@ from pathlib import Path
 
 import aiohttp
 import pytest
+from starlette.routing import Route
 
 from polar.config import Settings
 from polar.errors import ConfigError
+from polar.gateway.control import create_app
+from polar.gateway.metrics import Metrics
 from polar.service import Service
-from tests.attack.parts import CHAT, DIALECTS, Bench, ByteEngine, Wire, ask, bench, encode, response
-from tests.attack.test_bad_engine import whole
+from tests.attack.parts import CHAT, DIALECTS, Bench, ByteEngine, Wire, ask, bench
+from tests.attack.replies import encode, response, whole
 from tests.integration.stack import settings
 
 TOKEN = "admin-token-5e1f"
@@ -50,7 +53,7 @@ async def calls_with_the_key_everywhere(it: Bench) -> list[bytes]:
 
 async def test_keys_are_written_down_nowhere(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG)
-    async with bench(tmp_path, engine={"api_key": ENGINE_KEY}, server={"token": TOKEN}) as it:
+    async with bench(tmp_path, control=True, engine={"api_key": ENGINE_KEY}, server={"token": TOKEN}) as it:
         it.engine.replay(response(whole()))
         answers = await calls_with_the_key_everywhere(it)
         it.engine.replay(response(b'{"error":{"message":"no"}}', "500 No"))
@@ -74,7 +77,7 @@ async def test_keys_are_written_down_nowhere(tmp_path: Path, caplog: pytest.LogC
 
 
 async def test_the_key_is_not_the_session_id_nor_told_again(tmp_path: Path) -> None:
-    async with bench(tmp_path) as it, aiohttp.ClientSession() as http:
+    async with bench(tmp_path, control=True) as it, aiohttp.ClientSession() as http:
         keys = set()
         for _ in range(20):
             async with http.post(f"{it.service.control_url}/sessions", json={}) as made:
@@ -102,7 +105,7 @@ PAGES = ("/docs", "/redoc", "/openapi.json", "/docs/oauth2-redirect")
 
 
 async def test_every_route_of_the_control_plane_but_one_needs_its_token(tmp_path: Path) -> None:
-    async with bench(tmp_path, server={"token": TOKEN}) as it, aiohttp.ClientSession() as http:
+    async with bench(tmp_path, control=True, server={"token": TOKEN}) as it, aiohttp.ClientSession() as http:
         wrong = [
             {},
             {"Authorization": TOKEN},
@@ -135,9 +138,6 @@ async def test_every_route_of_the_control_plane_but_one_needs_its_token(tmp_path
 
 
 def control_routes(it: Bench) -> set[tuple[str, str]]:
-    from polar.gateway.control import create_app
-    from polar.gateway.metrics import Metrics
-
     service = it.service
     app = create_app(
         store=service.store,
@@ -147,7 +147,9 @@ def control_routes(it: Bench) -> set[tuple[str, str]]:
         gateway_url=it.url,
         token=TOKEN,
     )
-    return {(route.path, method) for route in app.routes for method in route.methods - {"HEAD"}}
+    routes = [route for route in app.routes if isinstance(route, Route)]
+    assert len(routes) == len(app.routes)
+    return {(route.path, method) for route in routes for method in (route.methods or set()) - {"HEAD"}}
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "", "192.0.2.1", "example.org", "127.0.0.1.example.org"])
@@ -161,7 +163,7 @@ async def test_the_control_plane_is_open_on_loopback_only(tmp_path: Path, host: 
 
 
 async def test_an_empty_token_is_none(tmp_path: Path) -> None:
-    async with bench(tmp_path, server={"token": ""}) as it, aiohttp.ClientSession() as http:
+    async with bench(tmp_path, control=True, server={"token": ""}) as it, aiohttp.ClientSession() as http:
         async with http.get(f"{it.service.control_url}/policy") as answer:
             assert answer.status == 200
         async with http.get(f"{it.service.control_url}/docs") as answer:
@@ -171,7 +173,7 @@ async def test_an_empty_token_is_none(tmp_path: Path) -> None:
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1", "localhost", "127.0.0.2"])
 async def test_both_planes_listen_where_they_say(tmp_path: Path, host: str) -> None:
     async with ByteEngine() as engine:
-        sections = {
+        sections: dict[str, dict[str, object]] = {
             "engine": {"kind": "vllm"},
             "server": {"host": host, "port": 0},
             "gateway": {"host": host, "port": 0},
@@ -184,7 +186,10 @@ async def test_both_planes_listen_where_they_say(tmp_path: Path, host: str) -> N
 
 
 async def test_each_plane_has_its_own_routes_only(tmp_path: Path) -> None:
-    async with bench(tmp_path) as it, aiohttp.ClientSession(headers={"Authorization": f"Bearer {it.key}"}) as http:
+    async with (
+        bench(tmp_path, control=True) as it,
+        aiohttp.ClientSession(headers={"Authorization": f"Bearer {it.key}"}) as http,
+    ):
         it.engine.replay(response(whole()))
         for method, path in (*GUARDED, ("GET", "/health"), *(("GET", page) for page in PAGES)):
             async with http.request(method, it.url + path, json={}) as answer:
@@ -201,7 +206,7 @@ async def test_each_plane_has_its_own_routes_only(tmp_path: Path) -> None:
 
 async def test_bad_input_to_the_control_plane(tmp_path: Path) -> None:
     """Operators get a clear refusal, too, and nothing they send breaks calls."""
-    async with bench(tmp_path) as it, aiohttp.ClientSession() as http:
+    async with bench(tmp_path, control=True) as it, aiohttp.ClientSession() as http:
         it.engine.replay(response(whole()))
         end = f"/sessions/{it.session_id}/end"
         cases: list[tuple[str, bytes]] = [

@@ -14,18 +14,8 @@ from polar.gateway.app import Gateway
 from polar.gateway.metrics import Metrics
 from polar.gateway.sessions import Sessions
 from polar.store.sqlite import SqliteStore
-from tests.attack.parts import (
-    ANTHROPIC,
-    CHAT,
-    DIALECTS,
-    DONE,
-    ByteEngine,
-    ask,
-    bench,
-    response,
-    stream,
-)
-from tests.attack.test_bad_engine import GOOD, ends_in_error, is_error, whole
+from tests.attack.parts import ANTHROPIC, CHAT, DIALECTS, ByteEngine, ask, bench, ends_in_error, is_error
+from tests.attack.replies import DONE, GOOD, response, stream, whole
 from tests.integration.stack import settings
 
 NOT_ANSWERING = (503,)
@@ -67,7 +57,7 @@ async def all_is_well(url: str, key: str) -> None:
 
 
 async def test_a_full_disk(tmp_path: Path) -> None:
-    async with bench(tmp_path) as it, aiohttp.ClientSession() as http:
+    async with bench(tmp_path, control=True) as it, aiohttp.ClientSession() as http:
         replying(it.engine)
         await all_is_well(it.url, it.key)
         with disk_full(tmp_path):
@@ -153,7 +143,7 @@ async def test_a_store_that_is_locked_for_a_moment(tmp_path: Path) -> None:
 
 
 async def test_a_store_that_is_closed(tmp_path: Path) -> None:
-    async with bench(tmp_path) as it:
+    async with bench(tmp_path, control=True) as it:
         replying(it.engine)
         await it.service.store.close()
         await nothing_is_delivered(it.url, it.key)

@@ -27,13 +27,13 @@ from polar.bench.calls import TURNS, L, S, Size
 from polar.bench.client import BenchError, Connection, get
 from polar.bench.engine import FakeEngine
 from polar.bench.load import CALLERS, Cost, Target, check, measure
-from polar.bench.peers import FASTAPI, LITELLM, POLAR, RELAY
+from polar.bench.peers import FASTAPI, LITELLM, LITELLM_VLLM, POLAR, RELAY
 from polar.bench.report import Added, Memory, Report, Streams
 from polar.bench.servers import Servers
 from polar.bench.watch import Watched
 from polar.errors import ConfigError
 
-CALLS_EACH = {POLAR: (40, 20), RELAY: (40, 20), FASTAPI: (10, 5), LITELLM: (2, 1)}
+CALLS_EACH = {POLAR: (40, 20), RELAY: (40, 20), FASTAPI: (10, 5), LITELLM: (2, 1), LITELLM_VLLM: (2, 1)}
 """Calls that each caller makes per round, S and L: about a second of work each."""
 
 
@@ -176,7 +176,7 @@ async def added_latency(bench: Bench) -> None:
             for target in bench.targets.values():
                 form = "streamed" if stream else "whole"
                 bench.progress(f"first byte of {size.name}, {form}, through {target.name}")
-                pairs = bench.plan.slow_pairs if target.name == LITELLM else bench.plan.pairs
+                pairs = bench.plan.slow_pairs if target.name in (LITELLM, LITELLM_VLLM) else bench.plan.pairs
                 bench.report.added.append(await _first_byte(bench, target, size, stream, pairs))
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from types import TracebackType
 
 from polar.bench.load import Target
-from polar.bench.peers import FASTAPI, LITELLM, POLAR, RELAY, litellm
+from polar.bench.peers import FASTAPI, LITELLM, LITELLM_VLLM, POLAR, RELAY, litellm
 from polar.bench.peers.gateway import Addresses
 from polar.bench.process import Server
 from polar.errors import ConfigError
@@ -37,7 +37,8 @@ class Servers:
         """Without an environment LiteLLM is left out."""
         targets = {}
         if litellm_environment is not None:
-            targets[LITELLM] = await self._start_litellm(litellm_environment)
+            targets[LITELLM] = await self._start_litellm(LITELLM, "openai", litellm_environment)
+            targets[LITELLM_VLLM] = await self._start_litellm(LITELLM_VLLM, "hosted_vllm", litellm_environment)
         port, engine = _free_port(), self._engine_url
         database = str(self._folder / "fastapi.db")
         server = await self._start(
@@ -60,15 +61,16 @@ class Servers:
         await server.answers(control, "/health", 30)
         return Target(POLAR, _port(addresses.gateway), server, control_port=control)
 
-    async def _start_litellm(self, environment: Path) -> Target:
+    async def _start_litellm(self, name: str, provider: str, environment: Path) -> Target:
         command = litellm.executable(environment)
         if command is None:
             raise ConfigError(f"There is no LiteLLM in {environment}: pip install 'litellm[proxy]=={litellm.VERSION}'.")
         port, key = _free_port(), f"sk-{secrets.token_urlsafe(24)}"
-        argv = litellm.argv(command, self._engine_url, port, key, self._folder / "litellm.yaml")
-        server = await self._start("litellm", argv, env=litellm.ENVIRONMENT)
+        config = self._folder / f"litellm-{provider}.yaml"
+        argv = litellm.argv(command, provider, self._engine_url, port, key, config)
+        server = await self._start(f"litellm-{provider}", argv, env=litellm.ENVIRONMENT)
         await server.answers(port, "/health/liveliness", 120)
-        return Target(LITELLM, port, server, key=key)
+        return Target(name, port, server, key=key)
 
     async def _start(
         self, name: str, argv: list[str], *, speaks: bool = False, env: dict[str, str] | None = None

@@ -114,5 +114,5 @@ class CallTranslator:
         text, self._held = "".join(self._held), None
         try:
             return [CallDelta(msgspec.json.decode(text, type=_Input).input)]
-        except msgspec.DecodeError:
+        except (msgspec.DecodeError, RecursionError):
             return [CallDelta(text)]

@@ -139,7 +139,7 @@ class Generation:
                 raise asyncio.CancelledError
             async for chunk in chunks:
                 capture.take(chunk)
-                self.chunks.append(chunk.events)
+                self.chunks.append(tuple(chunk.events))  # a tuple of these is nothing to the garbage collector
                 self._ends.append(len(capture.sampled))
                 self._wake()
         except EngineError as error:

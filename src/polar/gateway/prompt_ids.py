@@ -24,7 +24,7 @@ class _Prompt(Struct, frozen=True):
 
 
 class PromptIds:
-    def __init__(self, memory: int = 64 * 1024 * 1024) -> None:
+    def __init__(self, memory: int = 32 * 1024 * 1024) -> None:
         self._known: Lru[str, _Prompt] = Lru(memory)
         self._last: _Prompt | None = None
 

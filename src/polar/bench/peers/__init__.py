@@ -2,5 +2,6 @@
 
 POLAR = "Polar"
 FASTAPI = "FastAPI + httpx"
-LITELLM = "LiteLLM"
+LITELLM = "LiteLLM"  # with the provider that any OpenAI-compatible server is named by
+LITELLM_VLLM = "LiteLLM, hosted_vllm"  # with its provider for vLLM, which is lighter
 RELAY = "aiohttp pass-through"

@@ -36,8 +36,8 @@ def _run(argv: list[str]) -> None:
         raise ConfigError(f"Can't install LiteLLM ({reason}): name an environment that has it with --litellm DIR.")
 
 
-def argv(command: Path, engine_url: str, port: int, key: str, config: Path) -> list[str]:
-    parameters = {"model": "hosted_vllm/bench", "api_base": f"{engine_url}/v1", "api_key": "none"}
+def argv(command: Path, provider: str, engine_url: str, port: int, key: str, config: Path) -> list[str]:
+    parameters = {"model": f"{provider}/bench", "api_base": f"{engine_url}/v1", "api_key": "none"}
     settings = {
         "model_list": [{"model_name": "bench", "litellm_params": parameters}],
         "litellm_settings": {"telemetry": False},
