@@ -103,7 +103,9 @@ def load(path: Path | None = None, environment: Mapping[str, str] = os.environ) 
 
 
 def _parsed(value: str) -> Any:
-    """Lists, tables, numbers and booleans are JSON; anything else is a string."""
+    """Lists and tables are JSON; what other strings mean follows from the setting's type."""
+    if not value.lstrip().startswith(("[", "{")):
+        return value
     try:
         return json.loads(value)
     except ValueError:

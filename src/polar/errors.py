@@ -62,10 +62,22 @@ class EngineError(PolarError):
     `kind` is what the harness should be told; `elsewhere` says that another replica may well succeed.
     """
 
-    def __init__(self, message: str, *, kind: ApiErrorKind = "engine", elsewhere: bool = False) -> None:
+    def __init__(
+        self,
+        message: str,
+        *,
+        kind: ApiErrorKind = "engine",
+        elsewhere: bool = False,
+        retry_after: float | None = None,
+    ) -> None:
         super().__init__(message)
         self.kind: ApiErrorKind = kind
         self.elsewhere = elsewhere
+        self.retry_after = retry_after
+
+    def told(self) -> ApiError:
+        """As a harness hears of it."""
+        return ApiError(self.kind, str(self), retry_after=self.retry_after)
 
 
 class StoreError(PolarError):

@@ -38,7 +38,7 @@ class VllmEngine(ChatEngine):
         if self.model is None:
             await self.start()
         call = self.prepare(flatten(request), stream=False)
-        body = await self._request("POST", "/tokenize", self._dialect.encode_request(call))
+        body = await self._http.request("POST", "/tokenize", self._dialect.encode_request(call))
         try:
             return _count.decode(body).count
         except (ValueError, RecursionError) as error:
@@ -48,13 +48,13 @@ class VllmEngine(ChatEngine):
         """Only the token-in, token-out route reports them (vLLM: --enable-scale-out)."""
         body = b'{"model":%b,"token_ids":[1,2,3],"sampling_params":{"max_tokens":1}}' % msgspec.json.encode(self.model)
         try:
-            return b"weight_versions" in await self._request("POST", "/inference/v1/generate", body)
+            return b"weight_versions" in await self._http.request("POST", "/inference/v1/generate", body)
         except EngineError:
             return False
 
     async def running(self) -> int | None:
         try:
-            metrics = (await self._request("GET", "/metrics", timeout=5)).decode()
+            metrics = (await self._http.request("GET", "/metrics", timeout=5)).decode()
         except EngineError:
             return None
         counts = re.findall(r"^vllm:num_requests_running(?:\{.*\})? ([0-9.]+)$", metrics, re.MULTILINE)
@@ -63,17 +63,17 @@ class VllmEngine(ChatEngine):
     async def freeze(self) -> bool:
         """Needs vLLM's development routes (VLLM_SERVER_DEV_MODE=1)."""
         try:
-            await self._request("POST", "/pause?mode=keep")
+            await self._http.request("POST", "/pause?mode=keep")
         except EngineError:
             return False
         return True
 
     async def thaw(self) -> None:
-        await self._request("POST", "/resume")
+        await self._http.request("POST", "/resume")
 
     async def healthy(self) -> bool:
         try:
-            await self._request("GET", "/health", timeout=5)
+            await self._http.request("GET", "/health", timeout=5)
         except EngineError:
             return False
         return True

@@ -86,7 +86,7 @@ class Gateway:
                 return _json(dialect.encode_count(tokens))
             return await self._generate(request, call)
         except (ApiError, EngineError) as error:
-            told = error if isinstance(error, ApiError) else ApiError(error.kind, str(error))
+            told = error if isinstance(error, ApiError) else error.told()
             if told.kind != "authentication":  # which anybody can fail at, as often as they like
                 # Harnesses tend to hide what they were told.
                 log.warning("%s %r got an error (%s): %s", request.method, auth.shown(path), told.kind, told)

@@ -143,7 +143,7 @@ class Generation:
                 self._ends.append(len(capture.sampled))
                 self._wake()
         except EngineError as error:
-            self.error = ApiError(error.kind, str(error))
+            self.error = error.told()
         except asyncio.CancelledError:
             self.error = ApiError("timeout", "The call was given up, because nobody waited for its reply any more.")
         except Exception:

@@ -18,7 +18,7 @@ class _Log(Struct):
 
 class ScriptedEngine(VllmEngine):
     async def running(self) -> int | None:
-        return msgspec.json.decode(await self._request("GET", "/scripted/log"), type=_Log).running
+        return msgspec.json.decode(await self._http.request("GET", "/scripted/log"), type=_Log).running
 
     @staticmethod
     async def launch(settings: EngineSettings) -> ScriptedServer:

@@ -1,0 +1,138 @@
+"""Calls to an engine's HTTP server, and its failures as `EngineError`s that say what follows."""
+
+import aiohttp
+import msgspec
+from msgspec import Struct
+
+from polar.errors import ApiErrorKind, EngineError
+
+_KINDS: dict[int, ApiErrorKind] = {
+    400: "invalid_request",
+    408: "timeout",
+    413: "too_large",
+    422: "invalid_request",
+    429: "rate_limit",
+    503: "overloaded",
+    504: "timeout",
+}
+
+_CONTEXT_WORDS = (b"context length", b"context_length", b"context window", b"maximum input length", b"too many tokens")
+_LIMIT_WORDS = (b"max_tokens", b"max_completion_tokens", b"max_model_len")
+
+
+class EngineHttp:
+    def __init__(self, url: str, api_key: str | None, silence: float) -> None:
+        """`silence` is how many seconds may pass without a byte before a call is given up."""
+        self.url = url
+        self._headers = {"Content-Type": "application/json"}
+        if api_key:
+            self._headers["Authorization"] = f"Bearer {api_key}"
+        self._silence = silence
+        self._http: aiohttp.ClientSession | None = None
+
+    async def close(self) -> None:
+        if self._http is not None:
+            await self._http.close()
+            self._http = None
+
+    def _session(self) -> aiohttp.ClientSession:
+        if self._http is None:
+            self._http = aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=60),
+                timeout=aiohttp.ClientTimeout(total=None, sock_connect=10, sock_read=self._silence),
+                headers=self._headers,
+                read_bufsize=2**20,
+                auto_decompress=True,
+            )
+        return self._http
+
+    async def open(self, path: str, body: bytes) -> aiohttp.ClientResponse:
+        try:
+            try:
+                return await self._post(path, body)
+            except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError) as error:
+                if isinstance(error, aiohttp.ClientConnectorError):
+                    raise
+                # Most likely a kept connection that the server closed, being idle, just as we used it: once more.
+                return await self._post(path, body)
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            raise self.broken(error) from error
+
+    async def _post(self, path: str, body: bytes) -> aiohttp.ClientResponse:
+        # Redirects are refused: prompts and keys go only where somebody said that they should.
+        return await self._session().post(self.url + path, data=body, allow_redirects=False)
+
+    async def read(self, response: aiohttp.ClientResponse) -> bytes:
+        try:
+            async with response:
+                return await response.read()
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            raise self.broken(error) from error
+
+    async def request(self, method: str, path: str, body: bytes | None = None, timeout: float = 30) -> bytes:
+        """A small call beside sampling: the answer's body."""
+        limit = aiohttp.ClientTimeout(total=timeout)
+        try:
+            async with self._session().request(
+                method, self.url + path, data=body, timeout=limit, allow_redirects=False
+            ) as response:
+                text = await response.read()
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            raise self.broken(error) from error
+        if response.status >= 300:
+            raise self.refused(response.status, text)
+        return text
+
+    def broken(self, error: Exception) -> EngineError:
+        what = str(error) or type(error).__name__
+        if isinstance(error, TimeoutError) and not isinstance(error, aiohttp.ServerTimeoutError):
+            return EngineError(f"{self.url} did not answer in time.", kind="timeout", elsewhere=True)
+        if isinstance(error, aiohttp.ClientConnectorError | aiohttp.ConnectionTimeoutError):
+            return EngineError(f"{self.url} can't be reached: {what}.", kind="overloaded", elsewhere=True)
+        if isinstance(error, aiohttp.ServerTimeoutError):
+            return EngineError(f"{self.url} fell silent for {self._silence:g} s.", kind="timeout")
+        if isinstance(error, ValueError):
+            return EngineError(f"{self.url} answered something that is no chat completion: {what}.")
+        return EngineError(f"The connection to {self.url} broke: {what}.", elsewhere=True)
+
+    def refused(self, status: int, body: bytes, retry_after: str | None = None) -> EngineError:
+        kind: ApiErrorKind = _KINDS.get(status, "engine")
+        if status == 400 and _about_context(body):
+            kind = "context_length"
+        return EngineError(
+            f"The engine answered {status}: {_message(body)}",
+            kind=kind,
+            elsewhere=status in (429, 500, 502, 503),
+            retry_after=float(retry_after) if retry_after and retry_after.isdecimal() else None,
+        )
+
+
+def _about_context(body: bytes) -> bool:
+    lower = body.lower()
+    return any(words in lower for words in _CONTEXT_WORDS)
+
+
+def about_length(body: bytes) -> bool:
+    return _about_context(body) or any(words in body for words in _LIMIT_WORDS)
+
+
+class _ErrorBody(Struct, gc=False):
+    message: str | None = None
+    detail: str | None = None
+    error: "_ErrorBody | str | None" = None
+
+
+def _message(body: bytes) -> str:
+    """What an engine says is wrong, out of the shapes in use."""
+    try:
+        found = msgspec.json.decode(body, type=_ErrorBody)
+    except (ValueError, RecursionError):
+        return excerpt(body)
+    if isinstance(found.error, _ErrorBody):
+        found = found.error
+    return found.message or found.detail or (found.error if isinstance(found.error, str) else None) or excerpt(body)
+
+
+def excerpt(body: bytes) -> str:
+    text = body[:300].decode("utf-8", "replace").strip()
+    return text or "(nothing)"
