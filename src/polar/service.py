@@ -30,12 +30,13 @@ log = logging.getLogger(__name__)
 def settle_process() -> None:
     """Settings of the whole process for one that serves: call it once, when everything is imported.
 
-    A full garbage collection stops every stream for as long as it takes to walk all objects; what is imported stays
-    anyway, and calls leave few cycles behind. The store's thread gives way to the event loop soon.
+    A full garbage collection stops every stream for as long as it takes to walk all objects. What is imported stays
+    anyway, and calls leave no cycles behind: young objects are looked at in small portions, old ones hardly ever. The
+    store's thread gives way to the event loop soon.
     """
     gc.collect()
     gc.freeze()
-    gc.set_threshold(20_000, 50, 1_000)
+    gc.set_threshold(2_000, 2, 10_000)
     sys.setswitchinterval(0.0005)
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # each open call takes two

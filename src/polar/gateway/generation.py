@@ -1,9 +1,9 @@
 """One generation: a model call from the engine's first token to the store.
 
 It runs in a task of its own, apart from the connection that asked for it, so that a harness that goes away for a moment
-loses nothing. Chunks are kept until the end: whoever reads gets them from the first.
+loses nothing. Events are kept until the end: whoever reads gets them from the first.
 
-    engine --chunks--> Generation --chunks--> reader (the harness's connection; at most one at a time)
+    engine --chunks--> Generation --events--> reader (the harness's connection; at most one at a time)
                            |
                            +-- at the end, before the reader is told so --> store (durable)
 
@@ -12,7 +12,6 @@ Invariant: a reader sees `finished` only after the exchange is durable.
 
 import asyncio
 import logging
-from collections.abc import Sequence
 
 from msgspec import Struct
 
@@ -22,9 +21,12 @@ from polar.gateway.capture import Call, Capture
 from polar.gateway.metrics import Metrics
 from polar.gateway.prompt_ids import PromptIds
 from polar.store.base import ExchangeStatus, Store
-from polar.types import Event
+from polar.types import Event, TextDelta
 
 log = logging.getLogger(__name__)
+
+_BEGINNING = (TextDelta(""),)
+"""Says nothing but that the engine has begun."""
 
 
 class Context(Struct, frozen=True):
@@ -42,11 +44,11 @@ class Generation:
     def __init__(self, call: Call, context: Context) -> None:
         self.call = call
         self.capture = Capture(call, call.session.take_seq())
-        self.chunks: list[Sequence[Event]] = []  # of each, what the harness may see
+        self.events: list[Event] = []
         self.finished = False
         self.error: ApiError | None = None
         self._context = context
-        self._ends: list[int] = []  # sampled tokens up to and with each chunk
+        self._ends: list[int] = []  # for each event, the tokens sampled up to and with its chunk
         self._delivered = 0
         self._sampling = False
         self._reading = True
@@ -63,8 +65,8 @@ class Generation:
     # The reader's side
 
     async def more(self, have: int, patience: float) -> bool:
-        """Waits until there are more than `have` chunks, or the end; False when `patience` seconds pass first."""
-        if len(self.chunks) == have and not self.finished:
+        """Waits until there are more than `have` events, or the end; False when `patience` seconds pass first."""
+        if len(self.events) == have and not self.finished:
             loop = asyncio.get_running_loop()
             self._waiter = waiter = loop.create_future()
             timer = loop.call_later(patience, _wake, waiter)
@@ -73,11 +75,11 @@ class Generation:
             finally:
                 timer.cancel()
                 self._waiter = None
-        return len(self.chunks) > have or self.finished
+        return len(self.events) > have or self.finished
 
-    def delivered(self, chunks: int) -> None:
-        """Text was written to the harness, up to and with that of the last of so many chunks."""
-        self._delivered = max(self._delivered, self._ends[chunks - 1])
+    def delivered(self, events: int) -> None:
+        """Text was written to the harness, up to and with that of the last of so many events."""
+        self._delivered = max(self._delivered, self._ends[events - 1])
 
     def served(self) -> None:
         """The reply was written to its last byte."""
@@ -139,8 +141,9 @@ class Generation:
                 raise asyncio.CancelledError
             async for chunk in chunks:
                 capture.take(chunk)
-                self.chunks.append(tuple(chunk.events))  # a tuple of these is nothing to the garbage collector
-                self._ends.append(len(capture.sampled))
+                for event in chunk.events or (() if self.events else _BEGINNING):
+                    self.events.append(event)
+                    self._ends.append(len(capture.sampled))
                 self._wake()
         except EngineError as error:
             self.error = error.told()

@@ -14,7 +14,7 @@ _FOREVER = 3600.0  # engines have a time limit of their own
 
 async def send_whole(request: web.BaseRequest, generation: Generation) -> web.StreamResponse:
     while not generation.finished:
-        await generation.more(len(generation.chunks), _FOREVER)
+        await generation.more(len(generation.events), _FOREVER)
     if generation.error is not None:
         generation.served()
         raise generation.error
@@ -29,7 +29,7 @@ async def send_whole(request: web.BaseRequest, generation: Generation) -> web.St
 
 
 async def send_stream(request: web.BaseRequest, generation: Generation, patience: float) -> web.StreamResponse:
-    """`patience` is how long a harness is left without a byte: not every chunk has text to show."""
+    """`patience` is how long a harness is left without a byte: not everything that is sampled has text to show."""
     call, capture = generation.call, generation.capture
     encoder = call.dialect.stream(call.request, capture.exchange_id, capture.created)
     now = asyncio.get_running_loop().time
@@ -38,18 +38,17 @@ async def send_stream(request: web.BaseRequest, generation: Generation, patience
     done = 0
     while True:
         await generation.more(done, max(0.0, due - now()))
-        ready = generation.chunks[done:]
+        ready = generation.events[done:]
         pieces = []
         written = 0
-        for index, events in enumerate(ready, done + 1):
+        for index, event in enumerate(ready, done + 1):
             if index == 1:
                 pieces.append(encoder.start(capture.prompt_usage))
-            for event in events:
-                if piece := encoder.feed(event):
-                    pieces.append(piece)
-                    written = index
+            if piece := encoder.feed(event):
+                pieces.append(piece)
+                written = index
         done += len(ready)
-        ended = generation.finished and done == len(generation.chunks)
+        ended = generation.finished and done == len(generation.events)
         if response is None and ended and generation.error is not None and not pieces:
             # Nothing has been said yet: the error can still have its own status.
             generation.served()
