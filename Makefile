@@ -3,9 +3,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 NODE := .cache/node
-PI := $(NODE)/node_modules/.bin/pi
 
-.PHONY: setup demo test check lint types test-harnesses test-engines bench lock clean
+.PHONY: setup demo test check lint types test-harnesses test-engines
 
 setup: $(VENV)/.ready
 

@@ -5,14 +5,23 @@ import os
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from polar.errors import ConfigError
 from polar.types import Sampling
 
 PREFIX = "POLAR_"
+
+
+Port = Annotated[int, Field(ge=0, le=65535)]
+
+
+def _http_url(url: str) -> str:
+    if not url.startswith(("http://", "https://")):
+        raise ValueError(f"{url!r} is no address: it begins with http:// or https://")
+    return url
 
 
 class Section(BaseModel):
@@ -39,7 +48,7 @@ class SamplingOverrides(Section):
 
 class EngineSettings(Section):
     kind: str = "scripted"
-    urls: list[str] = []
+    urls: list[Annotated[str, AfterValidator(_http_url)]] = []
     model: str | None = None
     tokenizer: str | None = None
     api_key: str | None = Field(None, repr=False)
@@ -50,10 +59,15 @@ class EngineSettings(Section):
     options: dict[str, Any] = Field({}, description="settings of the engine's own kind")
     max_inflight: int = Field(512, gt=0, description="calls at one replica before sessions move to another")
 
+    @field_validator("urls", mode="before")
+    @classmethod
+    def _one_or_more(cls, urls: Any) -> Any:
+        return [urls] if isinstance(urls, str) else urls
+
 
 class GatewaySettings(Section):
     host: str = "127.0.0.1"
-    port: int = 8100
+    port: Port = 8100
     max_body: int = Field(64 * 1024 * 1024, gt=0, description="bytes of a request; larger ones get 413")
     keep_alive: float = Field(10, gt=0, description="seconds of silence before a stream gets a keep-alive")
     grace: float = Field(2, ge=0, description="seconds that a generation goes on after its harness went away")
@@ -61,7 +75,7 @@ class GatewaySettings(Section):
 
 class ServerSettings(Section):
     host: str = "127.0.0.1"
-    port: int = 8080
+    port: Port = 8080
     token: str | None = Field(None, repr=False)
 
 
@@ -77,29 +91,55 @@ class Settings(Section):
     store: StoreSettings = StoreSettings()
 
 
-def load(path: Path | None = None, environment: Mapping[str, str] = os.environ) -> Settings:
-    """Settings from `path` (default: polar.toml in this folder, if there is one) and the environment."""
-    tables: dict[str, Any] = {}
+def load(
+    path: Path | None = None,
+    environment: Mapping[str, str] = os.environ,
+    overrides: Mapping[str, Mapping[str, Any]] | None = None,
+) -> Settings:
+    """Settings from `path` (default: polar.toml in this folder, if there is one), then the environment, then
+    `overrides` (the command line's, by section)."""
     if path is None and Path("polar.toml").exists():
         path = Path("polar.toml")
-    if path is not None:
-        try:
-            tables = tomllib.loads(path.read_text(encoding="utf-8"))
-        except OSError as error:
-            raise ConfigError(f"Can't read {path}: {error.strerror}.") from error
-        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-            raise ConfigError(f"{path} is not valid TOML: {error}.") from error
+    tables = _read(path) if path is not None else {}
+    sources: dict[tuple[str, ...], str] = {}  # of a setting's value, where it is not the file
     for name, value in environment.items():
-        section, separator, key = name.removeprefix(PREFIX).lower().partition("__")
-        if name.startswith(PREFIX) and separator:
-            tables.setdefault(section, {})[key] = _parsed(value)
+        keys = tuple(name.removeprefix(PREFIX).lower().split("__"))
+        if name.startswith(PREFIX) and len(keys) > 1:
+            _set(tables, keys, _parsed(value))
+            sources[keys] = f"the variable {name}"
+    for section, values in (overrides or {}).items():
+        for key, value in values.items():
+            _set(tables, (section, key), value)
+            sources[section, key] = "the command line"
     try:
         return Settings.model_validate(tables)
     except ValidationError as error:
         problem = error.errors()[0]
-        where = ".".join(str(step) for step in problem["loc"])
-        source = path or "the environment"
-        raise ConfigError(f"{source}: {where}: {problem['msg']}.") from error
+        where = tuple(str(step) for step in problem["loc"])
+        found = [source for keys, source in sources.items() if where[: len(keys)] == keys]
+        message = _MESSAGES.get(problem["type"], problem["msg"])
+        raise ConfigError(f"{found[0] if found else path}: {'.'.join(where)}: {message}.") from error
+
+
+_MESSAGES = {"extra_forbidden": "there is no such setting", "model_type": "this is a table of settings"}
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"Can't read {path}: {error.strerror}.") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not valid TOML: {error}.") from error
+
+
+def _set(tables: dict[str, Any], keys: tuple[str, ...], value: Any) -> None:
+    for key in keys[:-1]:
+        inner = tables.get(key)
+        if not isinstance(inner, dict):
+            inner = tables[key] = {}
+        tables = inner
+    tables[keys[-1]] = value
 
 
 def _parsed(value: str) -> Any:

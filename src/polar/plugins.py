@@ -16,7 +16,7 @@ def load(kind: Kind, name: str) -> Any:
         if entry.name == name:
             return entry.load()
     known = ", ".join(names(kind)) or "none"
-    raise ConfigError(f"There is no {kind.removesuffix('s')} named {name!r}; known: {known}.")
+    raise ConfigError(f"Among the {kind} there is no {name!r}; known: {known}.")
 
 
 @cache

@@ -70,7 +70,12 @@ class Service:
 
     async def _start(self, stack: contextlib.AsyncExitStack) -> None:
         settings = self._settings
-        self._data.mkdir(parents=True, exist_ok=True)
+        try:
+            self._data.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(
+                f"Can't keep anything in {self._data}: {error.strerror}. Name a folder with --data."
+            ) from error
         url = settings.store.url or f"sqlite:{self._data / 'polar.db'}"
         self.store = open_store(url, settings.store.durability)
         stack.push_async_callback(self.store.close)
@@ -117,14 +122,11 @@ async def _stop(server: uvicorn.Server, task: "asyncio.Task[None]") -> None:
 
 def _listen(host: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(
-        family, socket.SOCK_STREAM, socket.IPPROTO_TCP
-    )  # the protocol: else asyncio lets Nagle wait
+    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)  # the protocol: else Nagle may wait
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((host, port))
-        listener.listen(1024)  # so that nobody is turned away before uvicorn is ready
-        listener.listen()  # from here on callers wait for an answer, though uvicorn still has to start
+        listener.listen(1024)  # from here on callers wait for an answer, though uvicorn still has to start
     except OSError as error:
         listener.close()
         raise ConfigError(f"Can't listen on {host}:{port}: {error.strerror}. Set [server] port.") from error

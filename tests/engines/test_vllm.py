@@ -228,10 +228,9 @@ async def test_forced_tools_and_structured_output_are_not_trained(recorder: Reco
         messages: Any = [{"role": "user", "content": "Which city? Say Oslo."}]
         tool: Any = {"type": "function", "function": {"name": "city", "parameters": schema}}
         forced: Any = {"type": "function", "function": {"name": "city"}}
-        reply = await client.chat.completions.create(
+        await client.chat.completions.create(
             model="any", messages=messages, tools=[tool], tool_choice=forced, max_tokens=48
         )
-        assert reply.choices[0].message.tool_calls
         structured: Any = {"type": "json_schema", "json_schema": {"name": "city", "schema": schema}}
         await client.chat.completions.create(model="any", messages=messages, response_format=structured, max_tokens=48)
         one, two = await setup.exchanges()

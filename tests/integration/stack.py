@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from polar.config import Settings
-from polar.engines.scripted import Play, ScriptedServer
+from polar.engines.scripted import Play, Plays, ScriptedServer
 from polar.service import Service
 from polar.store.base import Exchange
 
@@ -37,7 +37,7 @@ def settings(engine_urls: list[str], **changes: dict[str, Any]) -> Settings:
 
 @asynccontextmanager
 async def running(
-    data: Path, plays: "Play | dict[str, Play] | None" = None, *, engine: dict[str, Any] | None = None, **changes: Any
+    data: Path, plays: Play | Plays | None = None, *, engine: dict[str, Any] | None = None, **changes: Any
 ) -> AsyncIterator[Stack]:
     """`engine`: options of the scripted server; `changes`: settings, section by section."""
     async with (

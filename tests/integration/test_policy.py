@@ -122,10 +122,13 @@ async def test_draining_waits_for_what_runs(tmp_path: Path) -> None:
 
 @asynccontextmanager
 async def two_replicas(data: Path, **engine: Any) -> AsyncIterator[tuple[Stack, ScriptedServer]]:
-    async with ScriptedServer(SLOW) as one, ScriptedServer(SLOW) as two:
-        async with Service(settings([one.url, two.url], engine=engine), data) as service:
-            session, key = await service.sessions.create({})
-            yield Stack(service, one, session.session_id, key), two
+    async with (
+        ScriptedServer(SLOW) as one,
+        ScriptedServer(SLOW) as two,
+        Service(settings([one.url, two.url], engine=engine), data) as service,
+    ):
+        session, key = await service.sessions.create({})
+        yield Stack(service, one, session.session_id, key), two
 
 
 async def test_a_session_stays_with_its_replica_and_sessions_spread(tmp_path: Path) -> None:

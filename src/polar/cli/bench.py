@@ -21,7 +21,7 @@ def command() -> None:
 
 
 @command.command("gateway")
-@click.option("--quick", is_flag=True, help="fewer rounds: a minute and a half instead of six")
+@click.option("--quick", is_flag=True, help="fewer rounds: a minute and a half instead of four")
 @click.option(
     "--litellm",
     "environment",

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import shutil
 import signal
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from polar.service import Service
 from polar.trajectory.chains import Chains
 
 
-@click.command("capture", context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
+@click.command("capture", context_settings={"allow_interspersed_args": False})
 @settings_options
 @click.option("--harness", help="configure a known harness [default: told by the command]")
 @click.option("--model", help="the model name that the harness is told to ask for")
@@ -64,6 +65,8 @@ async def capture(
     folder: Path | None = None,
 ) -> int:
     """Runs `argv` in `folder` (default: this one) and prints what was captured; its exit status."""
+    if shutil.which(argv[0]) is None:
+        raise ConfigError(f"There is no command {argv[0]!r}.")
     name = harness or known_by_command(argv)
     preset = load_harness(name) if name else None
     async with Service(settings, data, control=False) as service:
@@ -116,6 +119,11 @@ def _print(summary: Summary, data: Path) -> None:
     table.add_row(*(str(value) for value in columns.values()))
     console = Console(stderr=True)
     console.print(table)
+    if summary.traces > 1:
+        console.print(
+            "A trace is a run of calls whose prompts each begin with everything before, token for token. "
+            "A history that is tokenised anew, a sub-agent or a title call begins another."
+        )
     console.print(f"Look at it with: polar show {summary.session_id} --data {data}")
 
 
@@ -130,8 +138,6 @@ async def _run(argv: list[str], variables: dict[str, str], folder: Path | None) 
     loop = asyncio.get_running_loop()
     try:
         process = await asyncio.create_subprocess_exec(*argv, env=variables, cwd=folder)
-    except FileNotFoundError:
-        raise ConfigError(f"There is no command {argv[0]!r}.") from None
     except OSError as error:
         raise ConfigError(f"Can't run {argv[0]!r}: {error.strerror}.") from error
     loop.add_signal_handler(signal.SIGINT, lambda: None)

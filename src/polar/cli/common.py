@@ -35,10 +35,8 @@ json_option = click.option("--json", "as_json", is_flag=True, help="one line of 
 
 
 def load_settings(path: Path | None, **overrides: dict[str, Any]) -> config.Settings:
-    """The settings, with keys of whole sections replaced (`gateway={"port": 0}`)."""
-    settings = config.load(path)
-    changed = {name: getattr(settings, name).model_copy(update=values) for name, values in overrides.items() if values}
-    return settings.model_copy(update=changed)
+    """The settings, with some replaced by the command line (`gateway={"port": 0}`)."""
+    return config.load(path, overrides=overrides)
 
 
 def run(main: Coroutine[Any, Any, T]) -> T:

@@ -27,7 +27,9 @@ from polar.plugins import names
 @click.argument("engine_url", required=False)
 def command(config_path: Path | None, data: Path, kind: str | None, as_json: bool, engine_url: str | None) -> int:
     """Check this machine; with ENGINE_URL, run the conformance test against that engine."""
-    engine = {"urls": [engine_url], "kind": kind or "vllm"} if engine_url else {}
+    engine: dict[str, object] = {"kind": kind} if kind else {}
+    if engine_url:
+        engine = {"urls": [engine_url], "kind": kind or "vllm"}
     settings = load_settings(config_path, engine=engine)
     machine = _machine(data)
     found = run(_engines(settings))
@@ -40,7 +42,7 @@ def command(config_path: Path | None, data: Path, kind: str | None, as_json: boo
         _print(console, "This machine", machine)
         for url, rows in found.items():
             _print(console, f"Engine {url} ({settings.engine.kind})", rows)
-    return 0 if all(row.ok for rows in found.values() for row in rows) else 1
+    return 1 if any(row.ok is False for rows in found.values() for row in rows) else 0
 
 
 async def _engines(settings: Settings) -> dict[str, list[Finding]]:
@@ -57,12 +59,13 @@ def _machine(data: Path) -> list[Finding]:
     for name in names("harnesses"):
         harness = load_harness(name)
         path = next((found for command in harness.executables if (found := shutil.which(command))), None)
+        command = f"polar capture -- {harness.executables[0]} ..."
         rows.append(
             Finding(
                 f"harness {name}",
                 path is not None,
                 path or "not on PATH",
-                f"polar capture -- {harness.executables[0]} ...",
+                command if path else f"install it, then: {command}",
             )
         )
     for tool in ("bwrap", "docker", "podman"):
@@ -84,12 +87,15 @@ def _store(data: Path) -> Finding:
     return Finding("store", mode == "wal", f"SQLite {sqlite3.sqlite_version} in {data}", "captures survive a crash")
 
 
+_MARKS = {True: "[green]yes[/]", False: "[yellow]no[/]", None: "?"}
+
+
 def _print(console: Console, title: str, rows: list[Finding]) -> None:
     table = Table(title=title, title_justify="left")
     for column in ("", "check", "seen", "what follows"):
         table.add_column(column, overflow="fold")
     for row in rows:
-        table.add_row("[green]yes[/]" if row.ok else "[yellow]no[/]", row.check, row.seen, row.follows)
+        table.add_row(_MARKS[row.ok], row.check, row.seen, row.follows)
     console.print(table)
 
 

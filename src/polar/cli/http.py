@@ -17,6 +17,8 @@ def post(server: str, path: str, body: dict[str, Any], token: str | None) -> dic
     headers = {"Content-Type": "application/json"}
     if token:
         headers["Authorization"] = f"Bearer {token}"
+    if not server.startswith(("http://", "https://")):
+        raise ServerError(f"{server!r} is no address: it begins with http:// or https://.")
     request = urllib.request.Request(server.rstrip("/") + path, json.dumps(body).encode(), headers, method="POST")
     try:
         with urllib.request.urlopen(request, timeout=30) as response:

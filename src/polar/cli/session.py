@@ -59,7 +59,8 @@ def end(
     if not session_id:
         raise ConfigError("Which session? Name it, or set POLAR_SESSION.")
     ended = _post(config_path, server, f"/sessions/{session_id}/end", {"reward": reward})
-    click.echo(json.dumps(ended) if as_json else f"{session_id} has ended; reward {ended['reward']}")
+    given = "no reward" if ended["reward"] is None else f"reward {ended['reward']:g}"
+    click.echo(json.dumps(ended) if as_json else f"{session_id} has ended, {given}")
 
 
 def _post(config_path: Path | None, server: str | None, path: str, body: dict[str, Any]) -> dict[str, Any]:

@@ -31,7 +31,10 @@ def command(session_id: str | None, config_path: Path | None, data: Path, as_jso
 
 
 async def show(settings: Settings, data: Path, session_id: str | None, *, as_json: bool = False) -> None:
-    url = settings.store.url or f"sqlite:{data / 'polar.db'}"
+    database = data / "polar.db"
+    if settings.store.url is None and not database.exists():
+        raise ConfigError(f"Nothing has been captured in {data} yet: try `polar capture -- YOUR-AGENT`.")
+    url = settings.store.url or f"sqlite:{database}"
     store = open_store(url, settings.store.durability)
     try:
         if session_id is None:

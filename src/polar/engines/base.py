@@ -45,7 +45,6 @@ class Capabilities(Struct):
 
     token_ids: bool = False
     logprobs: LogprobKind = "none"
-    version_spans: bool = False
     context_length: int | None = None
     models: list[str] = field(default_factory=list)
 
@@ -85,8 +84,6 @@ class Engine(Protocol):
         ...
 
     async def thaw(self) -> None: ...
-
-    async def healthy(self) -> bool: ...
 
     async def close(self) -> None: ...
 

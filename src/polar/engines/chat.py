@@ -107,13 +107,6 @@ class ChatEngine:
     async def thaw(self) -> None:
         return None
 
-    async def healthy(self) -> bool:
-        try:
-            await self._http.request("GET", "/v1/models", timeout=5)
-        except EngineError:
-            return False
-        return True
-
     async def close(self) -> None:
         await self._http.close()
 

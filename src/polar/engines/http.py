@@ -88,7 +88,8 @@ class EngineHttp:
         if isinstance(error, TimeoutError) and not isinstance(error, aiohttp.ServerTimeoutError):
             return EngineError(f"{self.url} did not answer in time.", kind="timeout", elsewhere=True)
         if isinstance(error, aiohttp.ClientConnectorError | aiohttp.ConnectionTimeoutError):
-            return EngineError(f"{self.url} can't be reached: {what}.", kind="overloaded", elsewhere=True)
+            reason = error.os_error.strerror if isinstance(error, aiohttp.ClientConnectorError) else None
+            return EngineError(f"{self.url} can't be reached: {reason or what}.", kind="overloaded", elsewhere=True)
         if isinstance(error, aiohttp.ServerTimeoutError):
             return EngineError(f"{self.url} fell silent for {self._silence:g} s.", kind="timeout")
         if isinstance(error, ValueError):

@@ -16,7 +16,7 @@ from polar.types import Message, Request, Sampling, Text, Tool
 
 class Finding(Struct):
     check: str
-    ok: bool
+    ok: bool | None  # None: could not be checked
     seen: str
     follows: str
 
@@ -83,7 +83,7 @@ async def probe(engine: Engine) -> list[Finding]:
     return findings
 
 
-Check = Callable[[Engine], Awaitable[tuple[bool, str, str]]]
+Check = Callable[[Engine], Awaitable[tuple[bool | None, str, str]]]
 
 
 async def _guarded(name: str, engine: Engine, check: Check) -> Finding:
@@ -98,13 +98,13 @@ async def _guarded(name: str, engine: Engine, check: Check) -> Finding:
         return Finding(name, False, "no answer within 120 s", "the engine hangs or is much too slow")
 
 
-async def _reachable(engine: Engine) -> tuple[bool, str, str]:
+async def _reachable(engine: Engine) -> tuple[bool | None, str, str]:
     found = await engine.start()
     length = f"context of {found.context_length} tokens" if found.context_length else "context length not told"
     return True, f"{', '.join(found.models)}; {length}", "harnesses may ask for any model name; this one answers"
 
 
-async def _token_ids(engine: Engine) -> tuple[bool, str, str]:
+async def _token_ids(engine: Engine) -> tuple[bool | None, str, str]:
     sample = await _sample(engine, _request("Say hello."), stream=False)
     if not sample.ids or sample.prompt is None:
         return False, "replies without token ids", "calls are captured as text and can't be trained on"
@@ -112,7 +112,7 @@ async def _token_ids(engine: Engine) -> tuple[bool, str, str]:
     return True, seen, "calls are trainable: what was sampled, and in which context, is known exactly"
 
 
-async def _streamed_ids(engine: Engine) -> tuple[bool, str, str]:
+async def _streamed_ids(engine: Engine) -> tuple[bool | None, str, str]:
     sample = await _sample(engine, _request("Count to ten.", max_tokens=24), stream=True)
     pieces = sum(bool(chunk.ids) for chunk in sample.chunks)
     if not sample.ids:
@@ -122,7 +122,7 @@ async def _streamed_ids(engine: Engine) -> tuple[bool, str, str]:
     return True, f"{len(sample.ids)} ids in {pieces} pieces", "harnesses see tokens as they are sampled"
 
 
-async def _logprobs(engine: Engine) -> tuple[bool, str, str]:
+async def _logprobs(engine: Engine) -> tuple[bool | None, str, str]:
     for stream in (False, True):
         sample = await _sample(engine, _request("Say hello."), stream=stream)
         if len(sample.logprobs) != len(sample.ids) or None in sample.logprobs:
@@ -132,7 +132,7 @@ async def _logprobs(engine: Engine) -> tuple[bool, str, str]:
     return True, "one per sampled token, streamed and whole", "the trainer can use the sampler's own probabilities"
 
 
-async def _kind(engine: Engine) -> tuple[bool, str, str]:
+async def _kind(engine: Engine) -> tuple[bool | None, str, str]:
     kind = await logprob_kind(engine)
     if kind == "processed":
         follows = "they are what was sampled from, also with temperature and forced tools"
@@ -143,7 +143,7 @@ async def _kind(engine: Engine) -> tuple[bool, str, str]:
     return True, kind, follows
 
 
-async def _tools(engine: Engine) -> tuple[bool, str, str]:
+async def _tools(engine: Engine) -> tuple[bool | None, str, str]:
     request = _request("What is the weather in Oslo?", max_tokens=8)
     schema = Raw(b'{"type":"object","properties":{"city":{"type":"string"}},"required":["city"]}')
     request.tools = [Tool("get_weather", "Weather of a city", schema)]
@@ -160,7 +160,7 @@ async def _tools(engine: Engine) -> tuple[bool, str, str]:
     return True, "a request with tools is accepted", "harnesses that use tools work"
 
 
-async def _counting(engine: Engine) -> tuple[bool, str, str]:
+async def _counting(engine: Engine) -> tuple[bool | None, str, str]:
     request = _request("How long is this?", max_tokens=1)
     count = await engine.count_tokens(request)
     prompt = (await _sample(engine, request, stream=False)).prompt
@@ -169,7 +169,7 @@ async def _counting(engine: Engine) -> tuple[bool, str, str]:
     return True, f"{count} tokens, as sampled with", "count_tokens is exact and samples nothing"
 
 
-async def _clamping(engine: Engine) -> tuple[bool, str, str]:
+async def _clamping(engine: Engine) -> tuple[bool | None, str, str]:
     limit = engine.capabilities.context_length
     if limit is None:
         return True, "context length not told", "max_tokens is passed on as the harness asks"
@@ -181,17 +181,17 @@ async def _clamping(engine: Engine) -> tuple[bool, str, str]:
     return True, "more tokens than the context holds may be asked for", "the room that is left is the limit"
 
 
-async def _versions(engine: Engine) -> tuple[bool, str, str]:
+async def _versions(engine: Engine) -> tuple[bool | None, str, str]:
     if await engine.version_spans():
         return True, "spans of tokens with their weights' version", "updates in mid-call are known token by token"
     follows = "tell Polar of updates (POST /policy) and pause across them; calls that run on meanwhile are not trained"
     return True, "not reported", follows
 
 
-async def _abort(engine: Engine) -> tuple[bool, str, str]:
+async def _abort(engine: Engine) -> tuple[bool | None, str, str]:
     before = await engine.running()
     if before is None:
-        return True, "the engine does not tell what it is running", "not checked"
+        return None, "the engine does not tell what it is running", "see that it stops when a stream is closed"
     stream = engine.generate(_request("Count to a thousand, in words.", max_tokens=1024), stream=True)
     async for _ in stream:
         break

@@ -76,8 +76,8 @@ def _flatten_part(part: Part) -> Part:
 class CallTranslator:
     """Turns calls of flat functions back into calls of the harness's own tools, event by event.
 
-    A custom tool's input is handed on when its JSON is whole, since a harness wants the text inside; `holding` says
-    that something is being held back. Input that does not parse is handed on as the model wrote it.
+    A custom tool's input is handed on when its JSON is whole, since a harness wants the text inside. Input that does
+    not parse is handed on as the model wrote it.
     """
 
     def __init__(self, tools: list[Tool]) -> None:
@@ -85,10 +85,6 @@ class CallTranslator:
             flat_name(tool.namespace, tool.name): tool for tool in tools if tool.kind == "custom" or tool.namespace
         }
         self._held: list[str] | None = None
-
-    @property
-    def holding(self) -> bool:
-        return self._held is not None
 
     def translate(self, events: list[Event]) -> list[Event]:
         if not self._special:

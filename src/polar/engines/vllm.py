@@ -70,10 +70,3 @@ class VllmEngine(ChatEngine):
 
     async def thaw(self) -> None:
         await self._http.request("POST", "/resume")
-
-    async def healthy(self) -> bool:
-        try:
-            await self._http.request("GET", "/health", timeout=5)
-        except EngineError:
-            return False
-        return True

@@ -12,7 +12,7 @@ from fastapi import Depends, FastAPI, HTTPException, Query, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
-from pydantic import BaseModel, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from polar.engines.pool import Pool
 from polar.errors import EngineError, StoreError
@@ -22,7 +22,13 @@ from polar.gateway.sessions import Sessions
 from polar.store.base import Session, Store
 
 
-class NewSession(BaseModel):
+class Body(BaseModel):
+    """What is sent to us: a field that nobody knows is most likely a known one, misspelt."""
+
+    model_config = ConfigDict(extra="forbid")
+
+
+class NewSession(Body):
     metadata: dict[str, Any] = {}
     run: str = "default"
 
@@ -43,16 +49,16 @@ class SessionCreated(BaseModel):
     base_urls: dict[str, str] = Field(description="where each provider's clients are pointed")
 
 
-class SessionEnd(BaseModel):
+class SessionEnd(Body):
     reward: float | None = None
 
 
-class NewPolicy(BaseModel):
+class NewPolicy(Body):
     version: int = Field(ge=0, lt=2**63)
     replica: str | None = Field(None, description="the URL of one replica; default: all")
 
 
-class Pause(BaseModel):
+class Pause(Body):
     mode: Literal["freeze", "hold", "drain"] = Field(
         "freeze",
         description="freeze: running calls stand still, where the engine can; hold: they run on; drain: wait for them",
@@ -130,6 +136,8 @@ def create_app(
         session = await sessions.end(session_id, reward)
         if session is None:
             raise HTTPException(404, f"There is no session {session_id}.")
+        if reward is not None and session.reward != reward:
+            raise HTTPException(409, f"Session {session_id} has the reward {session.reward:g} already.")
         return view.session(session)
 
     @app.get("/sessions/{session_id}/exchanges", dependencies=guarded)

@@ -1,5 +1,6 @@
 """Known harnesses, and the environment that points any client library at the gateway."""
 
+import os
 from collections.abc import Mapping
 from pathlib import PurePath
 
@@ -10,6 +11,8 @@ from polar.plugins import load, names
 
 def environment(gateway_url: str, key: str, model: str) -> dict[str, str]:
     """What the providers' own client libraries read. Works for most agents without further configuration."""
+    exempt = os.environ.get("NO_PROXY") or os.environ.get("no_proxy")
+    no_proxy = ",".join(filter(None, (exempt, "127.0.0.1,localhost")))
     return {
         "OPENAI_BASE_URL": f"{gateway_url}/v1",
         "OPENAI_API_BASE": f"{gateway_url}/v1",
@@ -24,8 +27,8 @@ def environment(gateway_url: str, key: str, model: str) -> dict[str, str]:
         "GOOGLE_API_KEY": key,
         "POLAR_BASE_URL": gateway_url,
         "POLAR_API_KEY": key,
-        "NO_PROXY": "127.0.0.1,localhost",
-        "no_proxy": "127.0.0.1,localhost",
+        "NO_PROXY": no_proxy,
+        "no_proxy": no_proxy,
     }
 
 
@@ -53,7 +56,8 @@ _ACCOUNTS = frozenset(
 
 
 def load_harness(name: str) -> Harness:
-    harness: Harness = load("harnesses", name.replace("-", "_"))()
+    """By its name, or by that of its command."""
+    harness: Harness = load("harnesses", known_by_command([name]) or name.replace("-", "_"))()
     return harness
 
 

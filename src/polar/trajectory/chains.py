@@ -1,8 +1,6 @@
 """How a session's calls hang together, token for token: a chain goes on only where a prompt begins with everything that
 the chain's last call saw and sampled."""
 
-from collections.abc import Iterable
-
 import numpy as np
 
 from polar.engines.base import Ids
@@ -14,13 +12,6 @@ class Chains:
 
     def __init__(self) -> None:
         self._ends: list[Ids] = []
-
-    @classmethod
-    def of(cls, exchanges: Iterable[Exchange]) -> "Chains":
-        chains = cls()
-        for exchange in exchanges:
-            chains.add(exchange)
-        return chains
 
     def add(self, exchange: Exchange) -> None:
         prompt, sampled = exchange.prompt_ids, exchange.sampled_ids

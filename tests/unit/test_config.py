@@ -1,0 +1,63 @@
+"""Settings: where they come from, and what is said when they are wrong."""
+
+from pathlib import Path
+
+import pytest
+
+from polar import config
+from polar.errors import ConfigError
+
+
+def test_the_environment_wins_over_the_file_and_the_command_line_over_both(tmp_path: Path) -> None:
+    path = tmp_path / "polar.toml"
+    path.write_text('[gateway]\nport = 1\nhost = "::1"\n[server]\nport = 2\n[engine]\nmodel = "m"\n')
+    environment = {"POLAR_GATEWAY__PORT": "11", "POLAR_SERVER__PORT": "12", "POLAR_SESSION": "s", "OTHER": "x"}
+    found = config.load(path, environment, {"server": {"port": 22}})
+    assert (found.gateway.port, found.gateway.host, found.server.port, found.engine.model) == (11, "::1", 22, "m")
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "read"),
+    [
+        ("POLAR_ENGINE__URLS", '["http://a", "http://b"]', ["http://a", "http://b"]),
+        ("POLAR_ENGINE__URLS", "http://a", ["http://a"]),
+        ("POLAR_ENGINE__API_KEY", "12345", "12345"),
+        ("POLAR_ENGINE__LOGPROBS", "false", False),
+        ("POLAR_ENGINE__OPTIONS", '{"seed": 3}', {"seed": 3}),
+    ],
+)
+def test_variables_are_read_by_the_type_of_their_setting(name: str, value: str, read: object) -> None:
+    engine = config.load(None, {name: value}).engine
+    assert getattr(engine, name.rpartition("__")[2].lower()) == read
+
+
+def test_tables_within_a_section_are_reached_too() -> None:
+    assert config.load(None, {"POLAR_ENGINE__SAMPLING__TEMPERATURE": "0.5"}).engine.sampling.temperature == 0.5
+
+
+@pytest.mark.parametrize(
+    ("variables", "overrides", "said"),
+    [
+        ({"POLAR_GATEWAY__PORT": "99999"}, {}, "the variable POLAR_GATEWAY__PORT: gateway.port"),
+        ({"POLAR_GATWAY__PORT": "1"}, {}, "gatway: there is no such setting"),
+        ({"POLAR_ENGINE__URLS": "host:80"}, {}, "'host:80' is no address"),
+        ({}, {"gateway": {"port": -1}}, "the command line: gateway.port"),
+        ({"POLAR_ENGINE": "x"}, {"engine": {"kidn": "vllm"}}, "engine.kidn: there is no such setting"),
+    ],
+)
+def test_what_is_wrong_is_named_with_its_source(
+    variables: dict[str, str], overrides: dict[str, dict[str, object]], said: str
+) -> None:
+    with pytest.raises(ConfigError, match=said.replace(".", r"\.")):
+        config.load(None, variables, overrides)
+
+
+def test_a_file_that_can_not_be_read_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="missing"):
+        config.load(tmp_path / "missing.toml", {})
+    (tmp_path / "bad.toml").write_text("[engine")
+    with pytest.raises(ConfigError, match="not valid TOML"):
+        config.load(tmp_path / "bad.toml", {})
+    (tmp_path / "odd.toml").write_text("[engine]\nkidn = 1")
+    with pytest.raises(ConfigError, match=r"odd\.toml: engine\.kidn"):
+        config.load(tmp_path / "odd.toml", {})
