@@ -81,12 +81,14 @@ class Service:
         stack.push_async_callback(self.store.close)
         self.pool = await Pool.from_settings(settings.engine)
         stack.push_async_callback(self.pool.close)
+        for url, version in (await self.store.policies()).items():
+            self.pool.set_version(version, url)
         await self.pool.start()
         self.sessions = Sessions(self.store)
         metrics = Metrics()
         gateway = Gateway(settings, store=self.store, pool=self.pool, sessions=self.sessions, metrics=metrics)
-        self.gateway_url = await gateway.start()
         stack.push_async_callback(gateway.stop)
+        self.gateway_url = await gateway.start()
         if self._control:
             app = create_app(
                 store=self.store,

@@ -172,3 +172,18 @@ async def test_versions_are_kept_per_replica(tmp_path: Path) -> None:
             f"{stack.service.control_url}/policy", json={"version": 6, "replica": "http://127.0.0.1:1"}
         ) as response:
             assert response.status == 404
+
+
+async def test_versions_outlive_a_restart(tmp_path: Path) -> None:
+    async with ScriptedServer(Play([Turn(text="short")]), port=0) as engine, aiohttp.ClientSession() as http:
+        async with (
+            Service(settings([engine.url]), tmp_path) as service,
+            http.post(f"{service.control_url}/policy", json={"version": 7}) as response,
+        ):
+            assert response.status == 200
+        async with Service(settings([engine.url]), tmp_path) as service:
+            session, key = await service.sessions.create({})
+            stack = Stack(service, engine, session.session_id, key)
+            await ask(stack, http)
+            (exchange,) = await stack.exchanges()
+            assert [span.version for span in exchange.versions] == [7]

@@ -24,7 +24,8 @@ from polar.trajectory.chains import Chains
 @settings_options
 @click.option("--harness", help="configure a known harness [default: told by the command]")
 @click.option("--model", help="the model name that the harness is told to ask for")
-@click.option("--engine", "engine_url", help="URL of the inference engine (kind vllm, unless configured)")
+@click.option("--engine", "engine_url", help="URL of the inference engine")
+@click.option("--kind", help="the engine's kind [default: as configured; vllm if no engine is]")
 @json_option
 @click.argument("argv", nargs=-1, required=True, metavar="-- CMD...")
 def command(
@@ -34,10 +35,17 @@ def command(
     harness: str | None,
     model: str | None,
     engine_url: str | None,
+    kind: str | None,
     as_json: bool,
 ) -> int:
     """Run CMD with every provider's base URL and key pointing at a private gateway; keep and sum up what it asked."""
-    engine = {"kind": "vllm", "urls": [engine_url]} if engine_url else {}
+    engine: dict[str, object] = {}
+    if engine_url:
+        engine = {"urls": [engine_url]}
+        if not load_settings(config_path).engine.urls:
+            engine["kind"] = kind or "vllm"
+    if kind:
+        engine["kind"] = kind
     settings = load_settings(config_path, gateway={"port": 0, "host": "127.0.0.1"}, engine=engine)
     return run(capture(settings, data, list(argv), harness=harness, model=model, as_json=as_json))
 

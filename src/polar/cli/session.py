@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,7 @@ def new(config_path: Path | None, server: str | None, metadata: str, model: str,
         return
     click.echo(f"export POLAR_SESSION={created['session_id']}")
     for name, value in environment(created["base_urls"]["anthropic"], created["api_key"], model).items():
-        click.echo(f"export {name}={value}")
+        click.echo(f"export {name}={shlex.quote(value)}")
 
 
 @command.command("end")
@@ -65,6 +66,7 @@ def end(
 
 def _post(config_path: Path | None, server: str | None, path: str, body: dict[str, Any]) -> dict[str, Any]:
     from polar.cli.http import post
+    from polar.gateway.http import url_of
 
     settings = load_settings(config_path).server
-    return post(server or f"http://{settings.host}:{settings.port}", path, body, settings.token)
+    return post(server or url_of(settings.host, settings.port), path, body, settings.token)

@@ -42,6 +42,8 @@ _ESCAPE = re.compile(rb"\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{
 def mend(body: bytes) -> bytes:
     """JavaScript harnesses cut strings in the middle of a character, which no decoder takes: half a character becomes
     U+FFFD, as it does in browsers."""
+    if b"\\ud" not in body and b"\\uD" not in body:
+        return body
     return _ESCAPE.sub(lambda escape: b"\\ufffd" if len(escape.group()) == 6 else escape.group(), body)
 
 

@@ -91,7 +91,7 @@ class ChatEngine:
 
     async def count_tokens(self, request: Request) -> int:  # noqa: ARG002
         raise EngineError(
-            f"{self.url} can't count tokens: set [engine] tokenizer, or use an engine with /tokenize.",
+            f"{self.url} can't count tokens: an engine of kind vllm or sglang can.",
             kind="unsupported",
         )
 
@@ -118,18 +118,21 @@ class ChatEngine:
         if logprobs is None and self._settings.logprobs and self.capabilities.logprobs != "none":
             logprobs = 0
         assert self.model is not None
-        sampling = self.defaults(request.sampling)
-        context = self.capabilities.context_length
-        if context is not None and sampling.max_tokens is not None and sampling.max_tokens >= context:
-            sampling.max_tokens = None  # no limit is tighter than the context's own
         return msgspec.structs.replace(
-            request, model=self.model, stream=stream, stream_usage=True, logprobs=logprobs, sampling=sampling
+            request,
+            model=self.model,
+            stream=stream,
+            stream_usage=True,
+            logprobs=logprobs,
+            sampling=self.defaults(request.sampling),
         )
 
     def defaults(self, sampling: Sampling) -> Sampling:
         """Sampling with the provider's defaults made explicit, so that what is recorded is what was used."""
+        limit, context = sampling.max_tokens, self.capabilities.context_length
         return msgspec.structs.replace(
             sampling,
+            max_tokens=None if limit and context and limit >= context else limit,  # the context is the tighter limit
             temperature=1.0 if sampling.temperature is None else sampling.temperature,
             top_p=1.0 if sampling.top_p is None else sampling.top_p,
         )
@@ -145,7 +148,7 @@ class ChatEngine:
         self, response: aiohttp.ClientResponse, translator: CallTranslator, wants: bool
     ) -> AsyncGenerator[Chunk, None]:
         parser = Parser()
-        calls = -1
+        events = w.Events()
         finished = False
         try:
             async for piece in response.content.iter_any():
@@ -166,8 +169,7 @@ class ChatEngine:
                         if choice.text:
                             chunk.events = [TextDelta(choice.text)]
                         elif choice.delta is not None:
-                            events, calls = w.events(choice.delta, calls)
-                            chunk.events = translator.translate(events)
+                            chunk.events = translator.translate(events.of(choice.delta))
                         w.fill(chunk, choice)
                         if wants:
                             chunk.alternatives = w.alternatives(data)
@@ -192,8 +194,7 @@ class ChatEngine:
         for index, call in enumerate(turn.tool_calls or ()):
             call.index = index  # whole replies need not number their calls
         chunk = Chunk(usage=w.usage(reply.usage) if reply.usage else None, prompt_json=prompt)
-        events, _ = w.events(turn, -1)
-        chunk.events = translator.translate(events) + translator.flush()
+        chunk.events = translator.translate(w.Events().of(turn)) + translator.flush()
         w.fill(chunk, choice)
         if wants:
             chunk.alternatives = w.alternatives(body)

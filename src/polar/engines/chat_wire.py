@@ -157,22 +157,29 @@ def decode(decoder: "msgspec.json.Decoder[T]", data: bytes) -> T:
         raise ValueError("nested too deeply") from error
 
 
-def events(turn: Turn, calls: int) -> tuple[list[Event], int]:
-    """The events of a turn or delta; `calls` is the index of the call that is open, -1 for none."""
-    events: list[Event] = []
-    if thinking := turn.reasoning_content or turn.reasoning:
-        events.append(ReasoningDelta(thinking))
-    if text := turn.content or turn.refusal:
-        events.append(TextDelta(text))
-    for call in turn.tool_calls or ():
-        if call.index > calls:
-            calls = call.index
-            events.append(CallStart(call.id or "", call.function.name or ""))
-        elif call.index < calls or calls < 0:
-            raise ValueError("tool calls whose pieces are mixed")
-        if call.function.arguments:
-            events.append(CallDelta(call.function.arguments))
-    return events, calls
+class Events:
+    """Turns or deltas into events, one after another. Remembers which call is open."""
+
+    def __init__(self) -> None:
+        self._call = -1
+        self._open = False
+
+    def of(self, turn: Turn) -> list[Event]:
+        events: list[Event] = []
+        if thinking := turn.reasoning_content or turn.reasoning:
+            events.append(ReasoningDelta(thinking))
+        if text := turn.content or turn.refusal:
+            events.append(TextDelta(text))
+        self._open = self._open and not events
+        for call in turn.tool_calls or ():
+            if call.index > self._call:
+                self._call, self._open = call.index, True
+                events.append(CallStart(call.id or "", call.function.name or ""))
+            elif call.index < self._call or (call.function.arguments and not self._open):
+                raise ValueError("tool calls whose pieces are mixed")
+            if call.function.arguments:
+                events.append(CallDelta(call.function.arguments))
+        return events
 
 
 def fill(chunk: Chunk, choice: Choice) -> None:

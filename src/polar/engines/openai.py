@@ -1,5 +1,5 @@
-"""Any OpenAI-compatible chat endpoint. Token ids and log-probabilities are taken where it gives them, and asked for
-only where the user says that it can (`logprobs`); calls without ids are captured as text and marked as untrainable."""
+"""Any OpenAI-compatible chat endpoint. Token ids are taken where it gives them; calls without are captured as text and
+marked as untrainable. Log-probabilities are asked for unless the settings say `logprobs = false`."""
 
 from polar.engines.base import Capabilities
 from polar.engines.chat import ChatEngine

@@ -35,6 +35,7 @@ class Replica:
         self.engine = engine
         self.version = 0
         self.frozen = False
+        self.stuck = False  # it was frozen, and did not answer when it was to go on
         self.running: set[Running] = set()
         self._told = 0  # the version that running calls know of
         self._met = False
@@ -74,10 +75,12 @@ class Replica:
                     found.logprobs = kind if kind != "none" else found.logprobs
                 except (EngineError, TimeoutError) as error:
                     log.warning("Log-probabilities of %s are taken for %s ones: %r", self.url, found.logprobs, error)
+                    if isinstance(error, TimeoutError) or error.elsewhere:
+                        return  # and asked about again by the next call
             self._met = True
 
     async def freeze(self) -> bool:
-        self.frozen = await self.engine.freeze()
+        self.frozen = await self.engine.freeze() or self.frozen
         return self.frozen
 
     async def thaw(self) -> None:
@@ -86,9 +89,13 @@ class Replica:
         try:
             await self.engine.thaw()
         except EngineError:
+            # It may go on or not: whoever runs there now must take the next change of weights for one in mid-call.
+            self.stuck = True
             self.failed()
             raise
-        self.frozen = False
+        finally:
+            self.frozen = False
+        self.stuck = False
 
     def set_version(self, version: int) -> None:
         self.version = version
@@ -214,7 +221,7 @@ class Pool:
             except EngineError as error:
                 if begun or not error.elsewhere:
                     raise
-                if error.kind in ("overloaded", "engine"):
+                if error.kind == "overloaded":  # any other failure may be this request's own
                     replica.failed()
                 tried.add(replica)
                 if len(tried) == len(self.replicas):
@@ -225,9 +232,16 @@ class Pool:
                 await chunks.aclose()
 
     async def count_tokens(self, request: Request, preferred: Replica | None) -> int:
-        replica = self.pick(preferred, set())
-        await replica.meet()
-        return await replica.engine.count_tokens(request)
+        tried: set[Replica] = set()
+        while True:
+            replica = self.pick(preferred, tried)
+            try:
+                await replica.meet()
+                return await replica.engine.count_tokens(request)
+            except EngineError as error:
+                tried.add(replica)
+                if not error.elsewhere or len(tried) == len(self.replicas):
+                    raise
 
     # Policy
 
@@ -243,7 +257,7 @@ class Pool:
     async def resume(self) -> None:
         """Lets calls go on, also where a replica can't be thawed: that is told, and tried again by the next resume."""
         async with self._switching:
-            frozen = [replica for replica in self.replicas if replica.frozen]
+            frozen = [replica for replica in self.replicas if replica.frozen or replica.stuck]
             answers = await asyncio.gather(*(replica.thaw() for replica in frozen), return_exceptions=True)
             self.gate.open()
         for answer in answers:

@@ -29,6 +29,8 @@ from polar.store.base import Store
 
 log = logging.getLogger(__name__)
 
+_LARGE = 1024 * 1024  # bytes
+
 
 class Match(NamedTuple):
     dialect: Dialect
@@ -80,7 +82,10 @@ class Gateway:
             if match.operation in ("list_models", "get_model"):
                 return self._models(match, session)
             body = await read_body(request, self._settings.max_body)
-            call = self._understand(match, session, request, body)
+            if len(body) < _LARGE:
+                call = self._understand(match, session, request, body)
+            else:  # pictures, mostly: long enough to be noticed by others
+                call = await asyncio.to_thread(self._understand, match, session, request, body)
             if match.operation == "count_tokens":
                 tokens = await self._pool.count_tokens(call.request, session.replica)
                 return _json(dialect.encode_count(tokens))
@@ -138,8 +143,8 @@ class Gateway:
         try:
             wire = match.dialect.split(body)
             asked = match.dialect.decode_request(wire, params)
-        except ApiError:
-            mended = mend(body)
+        except ApiError as error:
+            mended = mend(body) if error.kind == "invalid_request" and len(body) < _LARGE else body
             if mended == body:
                 raise
             wire = match.dialect.split(mended)

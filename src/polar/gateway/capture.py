@@ -81,9 +81,9 @@ class Capture:
         self._versions = _Versions(replica.version)
 
     def version_changed(self, version: int, *, frozen: bool) -> None:
-        """The weights changed under this call. Where it stood still meanwhile, the boundary is here; else nobody knows:
-        a whole reply does not say when its tokens were sampled."""
-        self._versions.change(version, len(self.sampled), known=frozen and self.call.request.stream)
+        """The weights changed under this call. Where it stood still meanwhile, the boundary is here; else nobody knows.
+        Nor where nothing has come yet: an engine that replies whole may have sampled much."""
+        self._versions.change(version, len(self.sampled), known=frozen and bool(self.sampled))
 
     def take(self, chunk: Chunk) -> None:
         if chunk.ids:

@@ -20,14 +20,15 @@ def untrainable(
     `tokens` is how many ids the engine reported; `aligned`, whether each came together with its log-probability.
     """
     sampled = exchange.sampled_ids
+    counted = exchange.usage.completion  # by the engine itself, where it does
     if exchange.reply is None:
         return "no_reply"
     if not tokens:
         return "no_token_ids" if exchange.reply.parts else "no_tokens"
     if sampled is None or sampled.min() < 0:
         return "token_ids_invalid"
-    if tokens < exchange.usage.completion:  # what the engine counted itself, where it did
-        return "token_ids_short"
+    if counted and tokens != counted:
+        return "token_ids_short" if tokens < counted else "token_ids_long"
     if exchange.prompt_ids is None:
         return "no_prompt_ids"
     if exchange.prompt_ids.min(initial=0) < 0:

@@ -167,9 +167,11 @@ def create_app(
 
     @app.post("/policy", dependencies=guarded)
     async def new_policy(body: NewPolicy) -> dict[str, Any]:
-        if not pool.set_version(body.version, body.replica):
+        changed = pool.set_version(body.version, body.replica)
+        if not changed:
             known = ", ".join(replica.url for replica in pool.replicas)
             raise HTTPException(404, f"There is no replica {body.replica}; known: {known}.")
+        await store.set_policy({replica.url: body.version for replica in changed})
         return await policy()
 
     @app.post("/policy/pause", dependencies=guarded)

@@ -61,10 +61,8 @@ def exchange(record: Exchange) -> dict[str, Any]:
 
 
 def _list(values: Any) -> list[Any] | None:
-    """JSON has no NaN: such log-probabilities show as null."""
-    if values is None:
-        return None
-    return [None if value != value else value for value in values.tolist()]
+    """JSON has no NaN and no infinity: such log-probabilities are encoded as null."""
+    return None if values is None else values.tolist()
 
 
 def _versions(record: Exchange) -> list[int] | None:

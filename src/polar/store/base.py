@@ -4,7 +4,7 @@ The store is the truth. `append` returns when the exchange would survive kill -9
 configured), and only then does the harness get the last byte of the reply.
 """
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from typing import Any, Literal, Protocol
 
 import numpy as np
@@ -100,6 +100,12 @@ class Store(Protocol):
     async def amend(self, exchange_id: str, *, status: ExchangeStatus, delivered: int) -> None:
         """Corrects what was delivered, after a harness went away at the last moment. Durable on return."""
         ...
+
+    async def set_policy(self, versions: Mapping[str, int]) -> None:
+        """Which version of the policy each replica (by its URL) holds now. Durable on return."""
+        ...
+
+    async def policies(self) -> dict[str, int]: ...
 
     def exchanges(self, session_id: str) -> AsyncIterator[Exchange]:
         """In order of `seq`, with whole prompts and requests."""

@@ -82,3 +82,10 @@ SELECT base, shared_items, items, fields FROM exchanges WHERE session_id = :sess
 
 -- name: token_link
 SELECT base, shared_tokens, prompt, sampled FROM exchanges WHERE session_id = :session_id AND seq = :seq;
+
+-- name: set_policy
+INSERT INTO policies (replica, version) VALUES (:replica, :version)
+ON CONFLICT (replica) DO UPDATE SET version = excluded.version;
+
+-- name: policies
+SELECT replica, version FROM policies;

@@ -47,6 +47,9 @@ class Reader:
             rows = self._db.execute(self._q.sessions_before, place).fetchall()
         return [to_session(row) for row in rows]
 
+    def policies(self) -> dict[str, int]:
+        return dict(self._db.execute(self._q.policies, {}).fetchall())
+
     def next_seq(self, session_id: str) -> int:
         found: int = self._db.execute(self._q.next_seq, {"session_id": session_id}).fetchone()[0]
         return found

@@ -5,6 +5,7 @@ The lineages in memory run ahead of the database within a transaction, so a roll
 """
 
 import math
+from collections.abc import Mapping
 
 import msgspec
 import numpy as np
@@ -53,6 +54,10 @@ class Recorder:
         rows = self._db.execute(self._q.end_session, parameters).fetchall()
         self.lineages.drop(session_id)
         return to_session(rows[0]) if rows else None
+
+    def set_policy(self, versions: Mapping[str, int]) -> None:
+        for replica, version in versions.items():
+            self._db.execute(self._q.set_policy, {"replica": replica, "version": version})
 
     def amend(self, exchange_id: str, status: ExchangeStatus, delivered: int) -> None:
         parameters = {"exchange_id": exchange_id, "status": status, "delivered": delivered}

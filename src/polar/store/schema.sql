@@ -66,3 +66,8 @@ CREATE TABLE exchanges (
     UNIQUE (session_id, seq),
     FOREIGN KEY (session_id, base) REFERENCES exchanges (session_id, seq)
 );
+
+CREATE TABLE policies (
+    replica TEXT NOT NULL PRIMARY KEY,  -- its URL
+    version BIGINT NOT NULL
+);

@@ -54,6 +54,8 @@ class Queries:
     request_links: str
     request_link: str
     token_link: str
+    set_policy: str
+    policies: str
 
 
 @cache

@@ -7,7 +7,7 @@ commit, so that it survives loss of power too.
 
 import asyncio
 import sqlite3
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Literal, TypeVar
@@ -92,6 +92,12 @@ class SqliteStore:
 
     async def amend(self, exchange_id: str, *, status: ExchangeStatus, delivered: int) -> None:
         await self._writing.submit(lambda: self._recorder.amend(exchange_id, status, delivered))
+
+    async def set_policy(self, versions: Mapping[str, int]) -> None:
+        await self._writing.submit(lambda: self._recorder.set_policy(versions))
+
+    async def policies(self) -> dict[str, int]:
+        return await self._read(self._reader.policies)
 
     async def session(self, session_id: str) -> Session | None:
         return await self._read(lambda: self._reader.session(session_id))

@@ -71,6 +71,9 @@ def test_everything_runs_on_postgresql(server: str) -> None:
         turns[4].status, turns[4].delivered = "partial", 12
         assert reader.next_seq("s") == 32
         assert reader.next_seq("t") == 0
+        for version in (1, 2):
+            recorder.set_policy({"http://a": version, "http://b": 7})
+        assert reader.policies() == {"http://a": 2, "http://b": 7}
         reading = reader.exchanges("s")
         assert [fingerprint(it) for it in iter(reading.next, None)] == [fingerprint(it) for it in turns + forks]
 
