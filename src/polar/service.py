@@ -36,7 +36,7 @@ def settle_process() -> None:
     """
     gc.collect()
     gc.freeze()
-    gc.set_threshold(2_000, 2, 10_000)
+    gc.set_threshold(1_000, 5, 10_000)
     sys.setswitchinterval(0.0005)
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # each open call takes two

@@ -64,18 +64,18 @@ class Generation:
 
     # The reader's side
 
-    async def more(self, have: int, patience: float) -> bool:
-        """Waits until there are more than `have` events, or the end; False when `patience` seconds pass first."""
+    async def more(self, have: int) -> None:
+        """Waits until there are more than `have` events, or the end, or somebody calls `wake`."""
         if len(self.events) == have and not self.finished:
-            loop = asyncio.get_running_loop()
-            self._waiter = waiter = loop.create_future()
-            timer = loop.call_later(patience, _wake, waiter)
+            self._waiter = asyncio.get_running_loop().create_future()
             try:
-                await waiter
+                await self._waiter
             finally:
-                timer.cancel()
                 self._waiter = None
-        return len(self.events) > have or self.finished
+
+    def wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
 
     def delivered(self, events: int) -> None:
         """Text was written to the harness, up to and with that of the last of so many events."""
@@ -144,7 +144,7 @@ class Generation:
                 for event in chunk.events or (() if self.events else _BEGINNING):
                     self.events.append(event)
                     self._ends.append(len(capture.sampled))
-                self._wake()
+                self.wake()
         except EngineError as error:
             self.error = error.told()
         except asyncio.CancelledError:
@@ -171,7 +171,7 @@ class Generation:
             self.call.session.running.discard(self)
             self._context.metrics.running.dec()
             self.finished = True
-            self._wake()
+            self.wake()
         if self._given_up:
             self._correct()
 
@@ -203,15 +203,6 @@ class Generation:
         except StoreError as error:
             log.error("exchange %s stays recorded as delivered otherwise: %s", self.capture.exchange_id, error)
 
-    def _wake(self) -> None:
-        if self._waiter is not None:
-            _wake(self._waiter)
-
 
 def _our_fault() -> ApiError:
     return ApiError("internal", "Polar's gateway failed on this call; its log says why.")
-
-
-def _wake(waiter: asyncio.Future[None]) -> None:
-    if not waiter.done():
-        waiter.set_result(None)

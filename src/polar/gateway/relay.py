@@ -4,17 +4,16 @@ The last byte goes out only after the exchange is durable, which is when a gener
 """
 
 import asyncio
+from collections.abc import Callable
 
 from aiohttp import web
 
 from polar.gateway.generation import Generation
 
-_FOREVER = 3600.0  # engines have a time limit of their own
-
 
 async def send_whole(request: web.BaseRequest, generation: Generation) -> web.StreamResponse:
     while not generation.finished:
-        await generation.more(len(generation.events), _FOREVER)
+        await generation.more(len(generation.events))
     if generation.error is not None:
         generation.served()
         raise generation.error
@@ -30,14 +29,20 @@ async def send_whole(request: web.BaseRequest, generation: Generation) -> web.St
 
 async def send_stream(request: web.BaseRequest, generation: Generation, patience: float) -> web.StreamResponse:
     """`patience` is how long a harness is left without a byte: not everything that is sampled has text to show."""
+    silence = _Silence(patience, generation.wake)
+    try:
+        return await _send_stream(request, generation, silence)
+    finally:
+        silence.forget()
+
+
+async def _send_stream(request: web.BaseRequest, generation: Generation, silence: "_Silence") -> web.StreamResponse:
     call, capture = generation.call, generation.capture
     encoder = call.dialect.stream(call.request, capture.exchange_id, capture.created)
-    now = asyncio.get_running_loop().time
-    due = now() + patience
     response: web.StreamResponse | None = None
     done = 0
     while True:
-        await generation.more(done, max(0.0, due - now()))
+        await generation.more(done)
         ready = generation.events[done:]
         pieces = []
         written = 0
@@ -55,13 +60,13 @@ async def send_stream(request: web.BaseRequest, generation: Generation, patience
             raise generation.error
         if ended:
             pieces.append(encoder.error(generation.error) if generation.error else encoder.finish(capture.reply()))
-        elif not pieces and now() >= due:
+        elif not pieces and silence.too_long:
             pieces.append(encoder.keep_alive())
         if pieces:
             if response is None:
                 response = await _begin(request, encoder.content_type)
             await response.write(b"".join(pieces))
-            due = now() + patience
+            silence.broken()
         if written:
             generation.delivered(written)
         if ended:
@@ -70,6 +75,35 @@ async def send_stream(request: web.BaseRequest, generation: Generation, patience
     await response.write_eof()
     generation.served()
     return response
+
+
+class _Silence:
+    """How long nothing has been written. One timer for a stream, not one for each token: it comes when the time may be
+    up, looks, and wakes whoever should say something."""
+
+    def __init__(self, patience: float, wake: Callable[[], None]) -> None:
+        self._patience = patience
+        self._wake = wake
+        self._loop = asyncio.get_running_loop()
+        self._due = self._loop.time() + patience
+        self._timer = self._loop.call_at(self._due, self._look)
+
+    @property
+    def too_long(self) -> bool:
+        return self._loop.time() >= self._due
+
+    def broken(self) -> None:
+        self._due = self._loop.time() + self._patience
+
+    def forget(self) -> None:
+        self._timer.cancel()
+
+    def _look(self) -> None:
+        if self.too_long:
+            self._wake()
+            self._timer = self._loop.call_later(self._patience, self._look)
+        else:
+            self._timer = self._loop.call_at(self._due, self._look)
 
 
 async def _begin(request: web.BaseRequest, content_type: str) -> web.StreamResponse:
