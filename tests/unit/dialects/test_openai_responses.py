@@ -412,7 +412,7 @@ def test_messages_between_the_agents_of_codex() -> None:
         {"type": "input_text", "text": "Payload:\n"},
         {"type": "encrypted_content", "encrypted_content": "look at the tests"},
     ]
-    item = {"type": "agent_message", "author": "/root", "recipient": "/root/worker", "content": content}
+    item = {"type": "agent_message", "author": "/lead", "recipient": "/lead/worker", "content": content}
     assert read(item) == [Message("user", [Text("Payload:\n"), Text("look at the tests")])]
 
 
