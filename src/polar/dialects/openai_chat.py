@@ -6,7 +6,7 @@ nothing put in front of it. Reasoning, which OpenAI itself never shows, travels 
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import msgspec
 
@@ -14,13 +14,19 @@ from polar import ids
 from polar.dialects import openai_chat_wire as w
 from polar.dialects import openai_errors, sse, wire
 from polar.dialects.base import HttpError, Route, StreamEncoder, Wire
+from polar.dialects.openai_chat_messages import (
+    decode_assistant,
+    decode_messages,
+    encode_assistant,
+    encode_call,
+    encode_content,
+    encode_result,
+    flat,
+)
 from polar.errors import ApiError, EngineError
 from polar.types import (
     CallStart,
     Event,
-    Media,
-    Message,
-    Part,
     Raw,
     Reasoning,
     ReasoningDelta,
@@ -39,7 +45,6 @@ from polar.types import (
 )
 
 _REQUEST = msgspec.json.Decoder(w.ChatRequest)
-_MESSAGE = msgspec.json.Decoder(w.Message)
 _COMPLETION = msgspec.json.Decoder(w.Completion[w.Choice])
 _NAMES = msgspec.json.Decoder(dict[str, Raw])
 
@@ -85,7 +90,7 @@ class OpenAIChat:
             raise ApiError("invalid_request", "`messages` is required, with at least one message.", param="messages")
         return Request(
             model=fields.model,
-            messages=_decode_messages(wire.items),
+            messages=decode_messages(wire.items),
             tools=[_decode_tool(tool, f"tools[{i}]") for i, tool in enumerate(fields.tools or ())],
             tool_choice=_decode_choice(fields.tool_choice),
             parallel_tool_calls=fields.parallel_tool_calls,
@@ -105,11 +110,11 @@ class OpenAIChat:
         messages: list[w.Message] = []
         for message in request.messages:
             if message.role == "assistant":
-                messages.append(_encode_assistant(message))
+                messages.append(encode_assistant(message))
             elif message.role == "tool":
-                messages += [_encode_result(part) for part in message.parts if isinstance(part, ToolResult)]
+                messages += [encode_result(part) for part in message.parts if isinstance(part, ToolResult)]
             else:
-                messages.append(w.Message(message.role, _encode_content(message.parts), message.name))
+                messages.append(w.Message(message.role, encode_content(message.parts), message.name))
         out = w.ChatRequest(model=request.model, messages=messages)
         out.set_sampling(request)
         out.max_completion_tokens, out.max_tokens = out.max_tokens, None
@@ -131,7 +136,7 @@ class OpenAIChat:
             # "" and not null where there is none, as in a stream, which can't know yet
             content="".join([part.text for part in reply.parts if isinstance(part, Text)]),
             reasoning_content="".join([p.text for p in reply.parts if isinstance(p, Reasoning) and shown]) or None,
-            tool_calls=[_encode_call(p, "call_" + p.id) for p in reply.parts if isinstance(p, ToolCall)] or None,
+            tool_calls=[encode_call(p, "call_" + p.id) for p in reply.parts if isinstance(p, ToolCall)] or None,
         )
         choice = w.Choice(0, message, _encode_logprobs(request, reply), w.FINISH[reply.finish_reason])
         if reply.stop_sequence is not None:
@@ -150,7 +155,7 @@ class OpenAIChat:
         completion = w.decode_completion(_COMPLETION, body)
         choice = completion.choices[0]
         try:
-            parts = _decode_assistant(choice.message, "choices[0].message", "")
+            parts = decode_assistant(choice.message, "choices[0].message", "")
         except ApiError as error:
             raise EngineError(f"The engine's answer can't be used: {error.message}") from error
         for part in parts:
@@ -227,7 +232,7 @@ class ChatStream:
         self._calls += 1
         self._arguments = call + b'"%b":{"%b":' % (kind, field)
         self._arguments_end = b"}}]}" + self._after
-        name = wire.encode(_flat(event.namespace, event.name))
+        name = wire.encode(flat(event.namespace, event.name))
         opening = b'"id":%b,"type":"%b","%b":{"name":%b,"%b":""' % (
             wire.encode("call_" + event.id),
             kind,
@@ -256,184 +261,6 @@ class ChatStream:
         return sse.COMMENT
 
 
-# Messages, decoding
-
-
-def _decode_messages(items: Sequence[Raw]) -> list[Message]:
-    messages: list[Message] = []
-    legacy_call = ""  # calls of the old kind had no ids: a result belongs to the call before it
-    for index, item in enumerate(items):
-        where = f"messages[{index}]"
-        found = wire.decode(_MESSAGE, item, where)
-        if found.role == "assistant":
-            if found.function_call is not None:
-                legacy_call = f"function_call_{index}"
-            messages.append(Message("assistant", _decode_assistant(found, where, legacy_call), found.name))
-        elif found.role == "tool" or found.role == "function":
-            call_id = legacy_call if found.role == "function" else found.tool_call_id
-            if call_id is None:
-                raise ApiError("invalid_request", f"{where}.tool_call_id is required.", param=f"{where}.tool_call_id")
-            parts = _decode_content(found.content, where)
-            messages.append(Message("tool", [ToolResult(call_id, parts, name=found.name)]))
-        else:
-            messages.append(Message(found.role, [*_decode_content(found.content, where)], found.name))
-    return messages
-
-
-def _decode_assistant(found: w.Message, where: str, legacy_call: str) -> list[Part]:
-    if w.present(found.audio) is not None:
-        raise wire.unsupported(f"{where}.audio", "no engine knows the audio that the provider keeps")
-    parts: list[Part] = []
-    if reasoning := found.reasoning_content or found.reasoning:
-        parts.append(Reasoning(reasoning))
-    parts += _decode_content(found.content, where)
-    if found.refusal:
-        parts.append(Text(found.refusal))
-    for index, call in enumerate(found.tool_calls or ()):
-        parts.append(_decode_call(call, f"{where}.tool_calls[{index}]"))
-    if found.function_call is not None:
-        parts.append(ToolCall(legacy_call, found.function_call.name, found.function_call.arguments or ""))
-    return parts
-
-
-def _decode_call(call: w.Call, where: str) -> ToolCall:
-    if call.custom is not None:
-        return ToolCall(call.id or "", call.custom.name, call.custom.input or "", "custom")
-    if call.function is not None:
-        return ToolCall(call.id or "", call.function.name, call.function.arguments or "")
-    raise ApiError("invalid_request", f"{where} has neither `function` nor `custom`.", param=where)
-
-
-def _decode_content(content: w.Content | None, where: str) -> list[Text | Media]:
-    if not content:
-        return []
-    if isinstance(content, str):
-        return [Text(content)]
-    return [
-        Text(part.text) if isinstance(part, w.TextPart) else _decode_part(part, f"{where}.content[{index}]")
-        for index, part in enumerate(content)
-    ]
-
-
-def _decode_part(part: w.OtherPart, where: str) -> Text | Media:
-    match part:
-        case w.RefusalPart():
-            return Text(part.refusal)
-        case w.ImagePart():
-            return _decode_address("image", part.image_url)
-        case w.VideoPart():
-            return _decode_address("video", part.video_url)
-        case w.AudioAddressPart():
-            return _decode_address("audio", part.audio_url)
-        case w.AudioPart():
-            subtype = "mpeg" if part.input_audio.format == "mp3" else part.input_audio.format
-            return Media("audio", f"audio/{subtype}", data=part.input_audio.data)
-        case w.FilePart():
-            return _decode_file(part.file, where)
-
-
-def _decode_address(kind: w.MediaKind, address: w.Address | str) -> Media:
-    """A data URL is taken apart; any other address is kept, and never fetched."""
-    url, detail = (address, None) if isinstance(address, str) else (address.url, address.detail)
-    header, comma, data = url.partition(",")
-    if comma and header.startswith("data:") and header.endswith(";base64"):
-        return Media(kind, header[len("data:") : -len(";base64")], data=data, detail=detail)
-    return Media(kind, url=url, detail=detail)
-
-
-def _decode_file(file: w.File, where: str) -> Media:
-    if (file.file_data is None) == (file.file_id is None):
-        raise ApiError("invalid_request", f"{where}.file must have one of `file_data`, `file_id`.", param=where)
-    if file.file_data is None:
-        media = Media("file", file_id=file.file_id)
-    elif file.file_data.startswith(("data:", "http://", "https://")):
-        media = _decode_address("file", file.file_data)
-    else:
-        media = Media("file", data=file.file_data)
-    media.name = file.filename
-    return media
-
-
-# Messages, encoding
-
-
-def _encode_assistant(message: Message) -> w.Message:
-    content: list[Part] = []
-    calls: list[w.Call] = []
-    reasoning: str | None = None
-    for part in message.parts:
-        if isinstance(part, ToolCall):
-            calls.append(_encode_call(part, part.id))
-        elif isinstance(part, Reasoning):
-            reasoning = part.text if reasoning is None else reasoning + part.text
-        else:
-            content.append(part)
-    out = w.Message("assistant", _encode_content(content) if content or not calls else None, message.name)
-    if calls:
-        out.tool_calls = calls
-    if reasoning:
-        # Engines differ, from version to version, in which of the two reaches the template.
-        out.reasoning_content = out.reasoning = reasoning
-    return out
-
-
-def _encode_call(call: ToolCall, call_id: str) -> w.Call:
-    name = _flat(call.namespace, call.name)
-    if call.kind == "custom":
-        return w.Call(call_id, "custom", custom=w.CustomCall(name, call.arguments))
-    return w.Call(call_id, "function", w.FunctionCall(name, call.arguments))
-
-
-def _encode_result(result: ToolResult) -> w.Message:
-    return w.Message("tool", _encode_content(result.parts), result.name, result.call_id)
-
-
-def _encode_content(parts: Sequence[Part]) -> w.Content:
-    """A single text goes out as a string, which every server takes; anything else as a list of parts."""
-    if not parts:
-        return ""
-    first = parts[0]
-    if len(parts) == 1 and isinstance(first, Text) and first.text:
-        return first.text
-    return [
-        w.TextPart(part.text) if isinstance(part, Text) else _encode_media(part)
-        for part in parts
-        if isinstance(part, Text | Media)
-    ]
-
-
-def _encode_media(media: Media) -> w.ContentPart:
-    if media.file_id is not None or media.kind == "file":
-        return w.FilePart(_encode_file(media))
-    if media.kind == "audio" and media.data is not None:
-        subtype = media.media_type.removeprefix("audio/")
-        return w.AudioPart(w.Audio(media.data, _AUDIO_FORMATS.get(subtype, subtype)))
-    address = w.Address(media.url if media.url is not None else _data_url(media), media.detail)
-    if media.kind == "image":
-        return w.ImagePart(address)
-    return w.VideoPart(address) if media.kind == "video" else w.AudioAddressPart(address)
-
-
-_AUDIO_FORMATS = {"mpeg": "mp3", "x-wav": "wav", "wave": "wav"}
-
-
-def _encode_file(media: Media) -> w.File:
-    """OpenAI knows no files by address; where one must be said, `file_data` holds it, as other providers have it."""
-    if media.file_id is not None:
-        return w.File(file_id=media.file_id, filename=media.name)
-    data = media.url if media.url is not None else _data_url(media) if media.media_type else media.data
-    return w.File(file_data=data, filename=media.name)
-
-
-def _data_url(media: Media) -> str:
-    return f"data:{media.media_type};base64,{media.data}"
-
-
-def _flat(namespace: str | None, name: str) -> str:
-    """Chats know no namespaces."""
-    return f"{namespace}__{name}" if namespace else name
-
-
 # Tools
 
 
@@ -452,7 +279,7 @@ def _decode_tool(tool: w.Tool, where: str) -> Tool:
 
 
 def _encode_tool(tool: Tool) -> w.Tool:
-    name = _flat(tool.namespace, tool.name)
+    name = flat(tool.namespace, tool.name)
     description = tool.description or None
     if tool.kind == "custom":
         return w.Tool("custom", custom=w.Custom(name, description, w.NULL if tool.grammar is None else tool.grammar))
@@ -495,7 +322,7 @@ def _encode_choice(request: Request) -> w.WireChoice | None:
 def _encode_reference(tool: Tool | None, name: str) -> w.ToolReference:
     if tool is None:
         return w.ToolReference("function", w.Named(name))
-    named = w.Named(_flat(tool.namespace, name))
+    named = w.Named(flat(tool.namespace, name))
     return w.ToolReference("custom", custom=named) if tool.kind == "custom" else w.ToolReference("function", named)
 
 
