@@ -163,7 +163,7 @@ class _Writer:
 
 def _connect(path: Path, lock_timeout_s: float) -> sqlite3.Connection:
     # Each connection is used by one thread at a time, though not by the one that opens it.
-    connection = sqlite3.connect(path, lock_timeout_s, isolation_level=None, check_same_thread=False)
+    connection = sqlite3.connect(path, timeout=lock_timeout_s, isolation_level=None, check_same_thread=False)
     connection.execute("PRAGMA foreign_keys = ON")
     return connection
 

@@ -1090,8 +1090,8 @@ def accepted(body: Any) -> Request | None:
         b'{"model": "m", "input": [',
         b'{"model": "m", "input": "\xff"}',
         b'{"model": "m", "input": [{"type": "shell_call", "call_id": "c", "action": {"a": "\xff"}}]}',
-        b'{"model": "m", "input": ' + b"[" * 5000 + b"]" * 5000 + b"}",
-        b'{"model": "m", "input": "x", "metadata": ' + b"[" * 5000 + b"]" * 5000 + b"}",
+        b'{"model": "m", "input": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
+        b'{"model": "m", "input": "x", "metadata": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
     ],
 )
 def test_what_is_no_json_is_an_error(body: bytes) -> None:
