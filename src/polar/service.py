@@ -81,8 +81,9 @@ class Service:
         stack.push_async_callback(self.store.close)
         self.pool = await Pool.from_settings(settings.engine)
         stack.push_async_callback(self.pool.close)
-        for url, version in (await self.store.policies()).items():
-            self.pool.set_version(version, url)
+        if settings.engine.urls:  # an engine that was launched just now holds nothing from before
+            for url, version in (await self.store.policies()).items():
+                self.pool.set_version(version, url)
         await self.pool.start()
         self.sessions = Sessions(self.store)
         metrics = Metrics()

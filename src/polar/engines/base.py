@@ -43,7 +43,6 @@ class Chunk(Struct, gc=False):
 class Capabilities(Struct):
     """What an engine can do, as found by a probe (`polar doctor`) or known of its kind."""
 
-    token_ids: bool = False
     logprobs: LogprobKind = "none"
     context_length: int | None = None
     models: list[str] = field(default_factory=list)

@@ -21,7 +21,7 @@ _count = msgspec.json.Decoder(_Count)
 
 class VllmEngine(ChatEngine):
     extra_fields = b'"return_token_ids":true'
-    capabilities = Capabilities(token_ids=True, logprobs="raw")
+    capabilities = Capabilities(logprobs="raw")
 
     def defaults(self, sampling: Sampling) -> Sampling:
         """A model's generation_config.json would otherwise set these behind our back."""

@@ -71,41 +71,45 @@ class Gateway:
 
     async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
         path_key, path = auth.split_path(request.path)
-        dialect = self._spoken(path, request)
+        shown = f"{request.method} {auth.shown(path)!r}"
         try:
             match = self._route(request.method, path, request)
-            dialect = match.dialect
-            key = path_key or auth.find_key(request.headers, request.query)
-            session = await self._sessions.by_key(key) if key else None
-            if session is None:
-                raise _unknown_key()
-            if match.operation in ("list_models", "get_model"):
-                return self._models(match, session)
-            body = await read_body(request, self._settings.max_body)
-            if len(body) < _LARGE:
-                call = self._understand(match, session, request, body)
-            else:  # pictures, mostly: long enough to be noticed by others
-                call = await asyncio.to_thread(self._understand, match, session, request, body)
-            if match.operation == "count_tokens":
-                tokens = await self._pool.count_tokens(call.request, session.replica)
-                return _json(dialect.encode_count(tokens))
-            return await self._generate(request, call)
-        except (ApiError, EngineError) as error:
-            told = error if isinstance(error, ApiError) else error.told()
-            if told.kind != "authentication":  # which anybody can fail at, as often as they like
-                # Harnesses tend to hide what they were told.
-                log.warning("%s %r got an error (%s): %s", request.method, auth.shown(path), told.kind, told)
-            return _error(dialect, told)
+        except ApiError as error:
+            return _tell(self._spoken(path, request), error, shown)
+        try:
+            return await self._answer(match, path_key, request)
+        except ApiError as error:
+            return _tell(match.dialect, error, shown)
+        except EngineError as error:
+            return _tell(match.dialect, error.told(), shown)
         except StoreError as error:
-            log.error("%s", error)
-            return _error(dialect, ApiError("overloaded", f"The store does not answer: {error}"))
+            return _tell(match.dialect, ApiError("overloaded", f"The store does not answer: {error}"), shown)
         except (asyncio.CancelledError, ConnectionError):
             raise
         except Exception:
-            log.exception("%s %r failed", request.method, auth.shown(path))
+            log.exception("%s failed", shown)
             if request.writer.output_size:
                 raise  # the answer has begun: nothing fits behind it, and the connection is cut
-            return _error(dialect, ApiError("internal", "Polar's gateway failed on this request; its log says why."))
+            return _error(
+                match.dialect, ApiError("internal", "Polar's gateway failed on this request; its log says why.")
+            )
+
+    async def _answer(self, match: Match, path_key: str | None, request: web.BaseRequest) -> web.StreamResponse:
+        key = path_key or auth.find_key(request.headers, request.query)
+        session = await self._sessions.by_key(key) if key else None
+        if session is None:
+            raise _unknown_key()
+        if match.operation in ("list_models", "get_model"):
+            return self._models(match, session)
+        body = await read_body(request, self._settings.max_body)
+        if len(body) < _LARGE:
+            call = self._understand(match, session, request, body)
+        else:  # pictures, mostly: long enough to be noticed by others
+            call = await asyncio.to_thread(self._understand, match, session, request, body)
+        if match.operation == "count_tokens":
+            tokens = await self._pool.count_tokens(call.request, session.replica)
+            return _json(match.dialect.encode_count(tokens))
+        return await self._generate(request, call)
 
     def _spoken(self, path: str, request: web.BaseRequest) -> Dialect:
         """The dialect that a client of this request most likely speaks, for errors before a route is found."""
@@ -183,6 +187,14 @@ def _unknown_key() -> ApiError:
 
 def _json(body: bytes) -> web.Response:
     return web.Response(body=body, content_type="application/json")
+
+
+def _tell(dialect: Dialect, error: ApiError, shown: str) -> web.Response:
+    """An error, and a line in the log: harnesses tend to hide what they were told. Not for keys that are wrong, which
+    anybody can send as often as they like."""
+    if error.kind != "authentication":
+        log.warning("%s got an error (%s): %s", shown, error.kind, error)
+    return _error(dialect, error)
 
 
 def _error(dialect: Dialect, error: ApiError) -> web.Response:
