@@ -4,13 +4,14 @@ VENV := .venv
 BIN := $(VENV)/bin
 NODE := .cache/node
 
-.PHONY: setup demo test check lint types test-harnesses test-engines
+.PHONY: setup demo test check lint types test-harnesses test-engines test-trainers
 
 setup: $(VENV)/.ready
 
 $(VENV)/.ready: pyproject.toml requirements.lock
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -q --upgrade pip
+	$(BIN)/python -m pip install -q torch==2.13.0  # first and alone: so pip takes the CPU build, where there is one
 	$(BIN)/python -m pip install -q -r requirements.lock
 	$(BIN)/python -m pip install -q --no-deps -e .
 	touch $@
@@ -26,7 +27,7 @@ demo: setup $(NODE)/.ready
 	PATH="$(abspath $(NODE))/node_modules/.bin:$$PATH" $(BIN)/polar demo
 
 test: setup $(NODE)/.ready
-	$(BIN)/python -m pytest -n 2 -m "not harnesses and not engines" --durations=10
+	$(BIN)/python -m pytest -n 2 -m "not harnesses and not engines and not trainers" --durations=10
 
 # The real harnesses: 1.6 GB of npm packages, and mini-swe-agent in an environment of its own.
 HARNESSES := .cache/harnesses
@@ -58,6 +59,20 @@ $(ENGINES)/.ready: tests/engines/requirements.txt tests/engines/prepare_model.py
 
 test-engines: setup $(ENGINES)/.ready
 	$(BIN)/python -m pytest -m engines tests/engines
+
+# What trainers make of our exports, in an environment of their own. The second list is installed without what it asks
+# for, which is not needed to read a file.
+TRAINERS := .cache/trainers
+$(TRAINERS)/.ready: tests/trainers/requirements.txt tests/trainers/requirements-alone.txt
+	$(PYTHON) -m venv $(TRAINERS)/venv
+	$(TRAINERS)/venv/bin/python -m pip install -q --upgrade pip
+	$(TRAINERS)/venv/bin/python -m pip install -q torch==2.13.0
+	$(TRAINERS)/venv/bin/python -m pip install -q -r tests/trainers/requirements.txt
+	$(TRAINERS)/venv/bin/python -m pip install -q --no-deps -r tests/trainers/requirements-alone.txt
+	touch $@
+
+test-trainers: setup $(TRAINERS)/.ready
+	$(BIN)/python -m pytest -n 2 -m trainers tests/trainers
 
 lint: setup
 	$(BIN)/ruff check .

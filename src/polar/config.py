@@ -52,7 +52,11 @@ class EngineSettings(Section):
     model: str | None = None
     tokenizer: str | None = None
     api_key: str | None = Field(None, repr=False)
+    render: Literal["gateway", "engine"] = Field(
+        "gateway", description="who renders prompts; the engine does in any case what only it can (pictures, say)"
+    )
     continuation: Literal["auto", "sampled", "off"] = "auto"
+    template_kwargs: dict[str, Any] = Field({}, description="variables of the chat template, such as enable_thinking")
     logprobs: bool = True
     sampling: SamplingOverrides = SamplingOverrides()
     timeout: float = Field(600, gt=0, description="seconds without a byte from the engine before a call is given up")

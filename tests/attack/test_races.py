@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 
+from polar.config import EngineSettings
 from polar.dialects.openai_chat import OpenAIChat
 from polar.engines.base import VersionSpan
 from polar.engines.pool import Pool
@@ -27,9 +28,11 @@ from polar.gateway.capture import Call
 from polar.gateway.generation import Context, Generation
 from polar.gateway.metrics import Metrics
 from polar.gateway.prompt_ids import PromptIds
+from polar.gateway.prompting import Prompting
 from polar.gateway.sessions import Sessions
 from polar.service import Service
 from polar.store import open_store
+from polar.store.base import Verdict
 from polar.types import Text
 from tests.attack.parts import CHAT, Bench, ByteEngine, Wire, ask, bench, comes_true, is_error, sampled, still_works
 from tests.attack.replies import (
@@ -232,7 +235,8 @@ async def test_a_call_that_is_given_up_before_it_begins(tmp_path: Path) -> None:
         body = encode(CHAT.body)
         wire = dialect.split(body)
         call = Call(opened, dialect, {}, {}, body, wire, dialect.decode_request(wire, {}))
-        generation = Generation(call, Context(pool, store, Metrics(), PromptIds(), True, 0.1))
+        prompting = Prompting(EngineSettings(), pool, store)
+        generation = Generation(call, Context(pool, store, Metrics(), PromptIds(), prompting, True, 0.1))
         generation.give_up()
         async with asyncio.timeout(10):
             await generation.settled()
@@ -281,7 +285,7 @@ async def test_a_session_that_ends_while_its_calls_are_being_recorded(tmp_path: 
             steps.go(0)
             await until(wire, b"one ")
             with locked(tmp_path):
-                end = asyncio.create_task(it.service.sessions.end(it.session_id, 1.0))
+                end = asyncio.create_task(it.service.sessions.end(it.session_id, Verdict(1.0)))
                 await asyncio.sleep(0.05)
                 it.engine.replay(response(whole()))
                 meanwhile = asyncio.create_task(it.ask())

@@ -96,6 +96,7 @@ GUARDED = (
     ("GET", "/sessions/x"),
     ("POST", "/sessions/x/end"),
     ("GET", "/sessions/x/exchanges"),
+    ("GET", "/sessions/x/trajectory"),
     ("GET", "/policy"),
     ("POST", "/policy"),
     ("POST", "/policy/pause"),

@@ -87,12 +87,17 @@ def exact(exchange: Exchange) -> tuple[int, int]:
 
 
 @asynccontextmanager
-async def gateway(data: Path, plays: Plays | Play | None = None, **engine: Any) -> AsyncIterator[Gateway]:
-    """`engine`: options of the scripted server."""
-    listening = Listening(plays, **engine)
-    async with listening as server, Service(settings([server.url]), data, control=False) as service:
+async def gateway(
+    data: Path, plays: Plays | Play | None = None, *, render: str = "engine", **engine: Any
+) -> AsyncIterator[Gateway]:
+    """`engine`: options of the scripted server. What it is asked can be looked at where it renders."""
+    async with (
+        Listening(plays, **engine) as server,
+        Service(settings([server.url], engine={"render": render}), data, control=False) as service,
+    ):
         session, key = await service.sessions.create({})
-        yield Gateway(service, listening, session.session_id, key)
+        assert isinstance(server, Listening)
+        yield Gateway(service, server, session.session_id, key)
 
 
 @asynccontextmanager

@@ -10,7 +10,7 @@ import pytest
 
 from polar.engines.scripted import Play, Turn
 from polar.engines.scripted.sampler import expected_logprobs
-from polar.store.base import Exchange
+from polar.store.base import Exchange, Verdict
 from tests.integration.stack import Stack, running
 
 WORDS = " ".join(f"word{number}" for number in range(60))
@@ -180,7 +180,7 @@ async def test_ending_a_session_cuts_what_runs_and_closes_its_key(tmp_path: Path
     async with running(tmp_path, slow()) as stack, aiohttp.ClientSession() as http:
         response = await post(stack, http)
         await read_some(response, 3)
-        await stack.service.sessions.end(stack.session_id, 0.5)
+        await stack.service.sessions.end(stack.session_id, Verdict(0.5))
         rest = await response.read()
         assert b'"error"' in rest
         (exchange,) = await stack.exchanges()

@@ -1,18 +1,27 @@
 """polar bench: the benchmarks, each against its peers in the same run."""
 
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import click
 from rich.console import Console
-from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
+from polar.bench import fidelity as fidelity_bench
+from polar.bench import fidelity_report, fidelity_sessions, report, trajectory_report
 from polar.bench import gateway as gateway_bench
-from polar.bench import report
+from polar.bench import trajectory as trajectory_bench
 from polar.bench.peers import litellm
 from polar.cli.common import json_option, run
 
 _ENVIRONMENT = Path(".cache/bench-litellm")
+_HARNESSES = (
+    Path(".cache/node/node_modules/.bin"),
+    Path(".cache/harnesses/node_modules/.bin"),
+    Path(".cache/harnesses-venv/bin"),
+)
+"""Where `make` installs harnesses."""
 
 
 @click.group("bench")
@@ -35,16 +44,72 @@ def gateway(quick: bool, environment: Path | None, no_litellm: bool, as_json: bo
     console = Console(stderr=True)
     where = None if no_litellm else environment or _install(console)
     plan = gateway_bench.QUICK if quick else gateway_bench.Plan()
+    measured = run(gateway_bench.run(plan, where, _progress(console)))
+    if as_json:
+        click.echo(report.as_json(measured))
+    else:
+        report.show(measured, Console())
+
+
+@command.command("trajectory")
+@click.option("--quick", is_flag=True, help="fewer and smaller sessions")
+@click.option(
+    "--peer-python",
+    "peer_pythons",
+    type=click.Path(path_type=Path, dir_okay=False),
+    multiple=True,
+    help="an interpreter whose environment has TRL, AReaL or both; may be given twice",
+)
+@json_option
+def trajectory(quick: bool, peer_pythons: tuple[Path, ...], as_json: bool) -> None:
+    """Tokens a second into the token tree, and what a session takes on disk."""
+    plan = trajectory_bench.QUICK if quick else trajectory_bench.FULL
+    measured = run(trajectory_bench.run(plan, peer_pythons, _progress(Console(stderr=True))))
+    if as_json:
+        click.echo(trajectory_report.as_json(measured))
+    else:
+        trajectory_report.show(measured, Console())
+
+
+@command.command("fidelity")
+@click.option(
+    "--harness", "harnesses", multiple=True, help="only this one; may be given twice [default: all installed]"
+)
+@click.option("--turns", default=20, show_default=True, type=click.IntRange(min=4), help="of each session")
+@click.option(
+    "--tokenizer",
+    type=click.Path(path_type=Path, exists=True, file_okay=False),
+    help="a model's folder, with tokenizer and chat template [default: the scripted engine's own]",
+)
+@json_option
+def fidelity(harnesses: tuple[str, ...], turns: int, tokenizer: Path | None, as_json: bool) -> None:
+    """Tokens trained in a wrong context, and tokens lost, with real harnesses and a baseline that merges by prompts.
+
+    Harnesses are looked for on PATH and where `make` puts them; a small agent, `built-in`, is always there.
+    """
+    agents = fidelity_sessions.installed(harnesses, _HARNESSES)
+    columns = SpinnerColumn(), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}")
+    with Progress(*columns, console=Console(stderr=True)) as bar:
+        task = bar.add_task("")
+
+        def progress(what: str, done: int, total: int) -> None:
+            bar.update(task, description=what, completed=done, total=total)
+
+        folder = None if tokenizer is None else str(tokenizer.absolute())
+        measured = run(fidelity_bench.run(agents, turns=turns, tokenizer=folder, progress=progress))
+    if as_json:
+        click.echo(fidelity_report.as_json(measured))
+    else:
+        fidelity_report.show(measured, Console())
+
+
+def _progress(console: Console) -> Callable[[str], None]:
     began = time.monotonic()
 
     def progress(what: str) -> None:
         console.print(f"[dim]{time.monotonic() - began:4.0f} s[/]  {what}", highlight=False)
 
-    measured = run(gateway_bench.run(plan, where, progress))
-    if as_json:
-        click.echo(report.as_json(measured))
-    else:
-        report.show(measured, Console())
+    return progress
 
 
 def _install(console: Console) -> Path:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import click
 import msgspec
-from msgspec import Struct
+from msgspec import Struct, field
 from rich.console import Console
 from rich.table import Table
 
@@ -17,7 +17,8 @@ from polar.config import Settings
 from polar.errors import ConfigError
 from polar.harnesses import environment, inherited, known_by_command, load_harness
 from polar.service import Service
-from polar.trajectory.chains import Chains
+from polar.trajectory.builders import prefix_merging
+from polar.trajectory.session import sampled
 
 
 @click.command("capture", context_settings={"allow_interspersed_args": False})
@@ -60,6 +61,7 @@ class Summary(Struct):
     exit_code: int = 0
     prompt_tokens: int = 0
     untrainable: int = 0
+    branches: dict[str, int] = field(default_factory=dict)  # by reason
 
 
 async def capture(
@@ -91,14 +93,17 @@ async def capture(
             summary.exit_code = await _run(argv, variables, folder)
         finally:
             await service.sessions.end(session.session_id)
-        chains = Chains()
-        async for exchange in service.store.exchanges(session.session_id):
-            summary.exchanges += 1
-            chains.add(exchange)
-            summary.tokens += exchange.usage.completion
-            summary.prompt_tokens += exchange.usage.prompt
-            summary.untrainable += exchange.untrainable is not None
-        summary.traces = len(chains)
+        recorded = await service.store.session(session.session_id)
+        assert recorded is not None
+        exchanges = [exchange async for exchange in service.store.exchanges(session.session_id)]
+    for exchange in exchanges:
+        summary.exchanges += 1
+        summary.tokens += exchange.usage.completion
+        summary.prompt_tokens += exchange.usage.prompt
+        summary.untrainable += exchange.untrainable is not None
+        if exchange.branch_reason is not None:
+            summary.branches[exchange.branch_reason] = summary.branches.get(exchange.branch_reason, 0) + 1
+    summary.traces = len(prefix_merging(sampled(recorded, exchanges)).traces)
     if as_json:
         # The command's own output may not have ended its line.
         click.echo("\n" + msgspec.json.encode(summary).decode())
@@ -130,8 +135,11 @@ def _print(summary: Summary, data: Path) -> None:
     if summary.traces > 1:
         console.print(
             "A trace is a run of calls whose prompts each begin with everything before, token for token. "
-            "A history that is tokenised anew, a sub-agent or a title call begins another."
+            "A sub-agent begins another, and so does a history that was changed."
         )
+    if summary.branches:
+        reasons = ", ".join(f"{reason} ({count})" for reason, count in sorted(summary.branches.items()))
+        console.print(f"Histories that were changed: {reasons}.")
     console.print(f"Look at it with: polar show {summary.session_id} --data {data}")
 
 

@@ -1,46 +1,79 @@
 """polar show: a session's model calls, as a person would like to read them."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import click
 from rich.console import Console
-from rich.text import Text as Styled
-from rich.tree import Tree
 
+from polar.cli import show_tree
 from polar.cli.common import config_option, data_option, json_option, load_settings, run
+from polar.cli.show_tokens import TokenView, says_the_same
 from polar.config import Settings
+from polar.engines.scripted.server import TOKENIZER as SCRIPTED_TOKENIZER
 from polar.errors import ConfigError
 from polar.gateway import view
-from polar.plugins import load
+from polar.rendering.tokenizer import Tokenizer
 from polar.store import open_store
-from polar.store.base import Exchange
-from polar.types import Message, Reasoning, Text, ToolCall, ToolResult
+from polar.store.base import Exchange, Store
+from polar.trajectory import session as sessions
+from polar.trajectory.roles import call_of
 
-_STYLES = {"complete": "green", "partial": "yellow", "failed": "red"}
-_WIDTH = 160
+LIMIT = 20
 
 
 @click.command("show")
 @config_option
 @data_option
+@click.option("--tokens", is_flag=True, help="show tokens: context dim, sampled coloured, excluded struck out")
+@click.option("--ids", is_flag=True, help="show tokens with their ids")
+@click.option(
+    "--tokenizer",
+    "folder",
+    type=click.Path(path_type=Path, file_okay=False, exists=True),
+    help="the model's tokenizer [default: as configured, or the scripted engine's where that was used]",
+)
+@click.option(
+    "--limit",
+    type=click.IntRange(0),
+    default=LIMIT,
+    show_default=True,
+    help="calls shown of a long run without incidents; 0 shows all, and long contexts whole",
+)
 @json_option
 @click.argument("session_id", required=False)
-def command(session_id: str | None, config_path: Path | None, data: Path, as_json: bool) -> None:
-    """Show a session (default: the newest) as a tree of its calls."""
-    run(show(load_settings(config_path), data, session_id, as_json=as_json))
+def command(
+    session_id: str | None,
+    config_path: Path | None,
+    data: Path,
+    tokens: bool,
+    ids: bool,
+    folder: Path | None,
+    limit: int,
+    as_json: bool,
+) -> None:
+    """Show a session (default: the newest) as a tree of its calls: each hangs under the one that it goes on from."""
+    settings = load_settings(config_path)
+    run(show(settings, data, session_id, as_json=as_json, tokens=tokens, ids=ids, folder=folder, limit=limit))
 
 
-async def show(settings: Settings, data: Path, session_id: str | None, *, as_json: bool = False) -> None:
-    database = data / "polar.db"
-    if settings.store.url is None and not database.exists():
-        raise ConfigError(f"Nothing has been captured in {data} yet: try `polar capture -- YOUR-AGENT`.")
-    url = settings.store.url or f"sqlite:{database}"
-    store = open_store(url, settings.store.durability)
+async def show(
+    settings: Settings,
+    data: Path,
+    session_id: str | None,
+    *,
+    as_json: bool = False,
+    tokens: bool = False,
+    ids: bool = False,
+    folder: Path | None = None,
+    limit: int = LIMIT,
+) -> None:
+    store = open_captured(settings, data)
     try:
         if session_id is None:
             newest = await store.sessions(limit=1)
             if not newest:
-                raise ConfigError(f"Nothing has been captured in {data} yet: try `polar capture -- YOUR-AGENT`.")
+                raise _nothing(data)
             session_id = newest[0].session_id
         session = await store.session(session_id)
         if session is None:
@@ -49,69 +82,39 @@ async def show(settings: Settings, data: Path, session_id: str | None, *, as_jso
     finally:
         await store.close()
     if as_json:
-        shown = {"session": view.session(session), "exchanges": [view.exchange(exchange) for exchange in exchanges]}
+        labels = sessions.labelled(session, [call_of(exchange) for exchange in exchanges])
+        rows = [view.exchange(exchange, labels[exchange.exchange_id]) for exchange in exchanges]
+        shown = {"session": view.session(session), "exchanges": rows}
         click.echo(view.encode(shown))
         return
-    reward = "" if session.reward is None else f", reward {session.reward:g}"
-    root = Tree(f"[bold]{session_id}[/] {session.status}{reward}, {len(exchanges)} model calls")
-    branches: dict[str | None, Tree] = {None: root}
-    for exchange in exchanges:
-        # A call hangs where the conversation it goes on from hangs; only a fork opens a new branch.
-        parent = exchange.parent if exchange.parent in branches else None
-        siblings = sum(other.parent == exchange.parent for other in exchanges)
-        place = branches[parent]
-        node = place.add(_headline(exchange))
-        for line in _lines(exchange):
-            node.add(line)
-        branches[exchange.exchange_id] = node if siblings > 1 else place
-    Console().print(root)
+    token_view = None
+    if tokens or ids:
+        tokenizer = _tokenizer(settings, folder, exchanges)
+        token_view = TokenView(tokenizer, ids=ids, whole=limit == 0)
+        if tokenizer is None:
+            click.echo("No tokenizer is known that these tokens are from: name its folder with --tokenizer.", err=True)
+    paths = sessions.sampled(session, exchanges).paths
+    Console().print(show_tree.tree(session, exchanges, paths, token_view, limit))
 
 
-def _headline(exchange: Exchange) -> Styled:
-    sampled = 0 if exchange.sampled_ids is None else len(exchange.sampled_ids)
-    prompt = 0 if exchange.prompt_ids is None else len(exchange.prompt_ids)
-    line = Styled(f"#{exchange.seq} ", style="bold")
-    line.append(exchange.status, _STYLES[exchange.status])
-    line.append(f" {exchange.role} {exchange.dialect}: {prompt} tokens in, {sampled} sampled")
-    if exchange.versions:
-        versions = sorted({span.version for span in exchange.versions})
-        line.append(f", policy {'-'.join(str(version) for version in versions)}")
-    if exchange.finish_reason:
-        line.append(f", {exchange.finish_reason}")
-    if exchange.untrainable:
-        line.append(f", untrainable: {exchange.untrainable}", "yellow")
-    return line
+def open_captured(settings: Settings, data: Path) -> Store:
+    """The store that something was captured in."""
+    database = data / "polar.db"
+    if settings.store.url is None and not database.exists():
+        raise _nothing(data)
+    return open_store(settings.store.url or f"sqlite:{database}", settings.store.durability)
 
 
-def _lines(exchange: Exchange) -> list[Styled]:
-    lines = []
-    dialect = load("dialects", exchange.dialect)()
-    request = dialect.decode_request(exchange.wire, dict(exchange.params))
-    for message in _news(request.messages):
-        lines += [_line(message.role, part.text, "dim") for part in message.parts if isinstance(part, Text)]
-        for part in message.parts:
-            if isinstance(part, ToolResult):
-                said = "".join(piece.text for piece in part.parts if isinstance(piece, Text))
-                lines.append(_line("result", said, "dim"))
-    for part in exchange.reply.parts if exchange.reply else ():
-        match part:
-            case Reasoning():
-                lines.append(_line("thinks", part.text, "italic magenta"))
-            case Text():
-                lines.append(_line("says", part.text, "cyan"))
-            case ToolCall():
-                lines.append(_line("calls", f"{part.name} {part.arguments}", "green"))
-    if exchange.error:
-        lines.append(_line("error", exchange.error, "red"))
-    return lines
+def _nothing(data: Path) -> ConfigError:
+    return ConfigError(f"Nothing has been captured in {data} yet: try `polar capture -- YOUR-AGENT`.")
 
 
-def _news(messages: list[Message]) -> list[Message]:
-    """What came since the model spoke last."""
-    last = max((index for index, message in enumerate(messages) if message.role == "assistant"), default=-1)
-    return messages[last + 1 :]
-
-
-def _line(who: str, text: str, style: str) -> Styled:
-    flat = " ".join(text.split())
-    return Styled(f"{who}: ", style="bold").append(flat if len(flat) <= _WIDTH else flat[: _WIDTH - 1] + "…", style)
+def _tokenizer(settings: Settings, folder: Path | None, exchanges: Sequence[Exchange]) -> Tokenizer | None:
+    """The one that was named. Else a likely one, if the sampled ids mean with it what the replies say; else None."""
+    if folder is not None:
+        return Tokenizer.load(folder)
+    likely = SCRIPTED_TOKENIZER if settings.engine.tokenizer is None else Path(settings.engine.tokenizer)
+    if not (likely / "tokenizer.json").exists():
+        return None
+    tokenizer = Tokenizer.load(likely)
+    return tokenizer if says_the_same(tokenizer, exchanges) else None

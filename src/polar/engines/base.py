@@ -33,17 +33,28 @@ class Chunk(Struct, gc=False):
     logprobs: list[float | None] | None = None  # one per id
     prompt_ids: Ids | None = None
     prompt_json: bytes | None = None  # the same as a JSON list, where that is how the engine gave them
-    versions: list[VersionSpan] | None = None
+    versions: list[VersionSpan] | None = None  # as the engine labels them, over the whole reply
+    routed_experts: bytes | None = None
+    reasoning: int | None = None  # how many of the ids are reasoning, where somebody counted
     alternatives: list[TokenLogprob] | None = None  # for a harness that asked for log-probabilities itself
     finish_reason: FinishReason | None = None
     stop_sequence: str | None = None
     usage: Usage | None = None
 
 
+class TokenPrompt(Struct, frozen=True):
+    """A prompt as token ids, and the same as JSON (a list without its brackets): the longest part of what is sent, and
+    mostly known from the call before."""
+
+    ids: Ids
+    json: bytes
+
+
 class Capabilities(Struct):
     """What an engine can do, as found by a probe (`polar doctor`) or known of its kind."""
 
     logprobs: LogprobKind = "none"
+    takes_ids: bool = False  # prompts of token ids, and ids back
     context_length: int | None = None
     models: list[str] = field(default_factory=list)
 
@@ -58,8 +69,17 @@ class Engine(Protocol):
         """Connects and finds out what there is."""
         ...
 
-    def generate(self, request: Request, *, stream: bool) -> AsyncGenerator[Chunk, None]:
-        """Samples one reply. Closing the generator early aborts the sampling."""
+    def generate(
+        self, request: Request, *, stream: bool, prompt: TokenPrompt | None = None
+    ) -> AsyncGenerator[Chunk, None]:
+        """Samples one reply. Closing the generator early aborts the sampling.
+
+        With a `prompt` the engine conditions on exactly these ids, whatever the request's messages are, and its chunks
+        have ids and no events. Only for engines that take ids."""
+        ...
+
+    def tokenizer_folder(self) -> str | None:
+        """The folder of the model's tokenizer and chat template, where one is known."""
         ...
 
     def defaults(self, sampling: Sampling) -> Sampling:

@@ -14,7 +14,7 @@ from polar.dialects.openai_chat import OpenAIChat
 from polar.dialects.openai_completions import OpenAICompletions
 from polar.dialects.sse import Parser
 from polar.engines import chat_wire as w
-from polar.engines.base import Capabilities, Chunk
+from polar.engines.base import Capabilities, Chunk, TokenPrompt
 from polar.engines.http import EngineHttp, about_length, excerpt
 from polar.engines.tools import CallTranslator, flatten
 from polar.errors import EngineError
@@ -54,7 +54,11 @@ class ChatEngine:
         )
         return self.capabilities
 
-    async def generate(self, request: Request, *, stream: bool) -> AsyncGenerator[Chunk, None]:
+    async def generate(
+        self, request: Request, *, stream: bool, prompt: TokenPrompt | None = None
+    ) -> AsyncGenerator[Chunk, None]:
+        if prompt is not None:
+            raise EngineError(f"{self.url} takes no token ids.", kind="unsupported")
         if self.model is None:
             await self.start()
         call = self.prepare(flatten(request), stream)
@@ -88,6 +92,9 @@ class ChatEngine:
             call.sampling = msgspec.structs.replace(call.sampling, max_tokens=None)
             return await self._accepted(call)
         raise self._http.refused(response.status, refusal, response.headers.get("Retry-After"))
+
+    def tokenizer_folder(self) -> str | None:
+        return self._settings.tokenizer
 
     async def count_tokens(self, request: Request) -> int:  # noqa: ARG002
         raise EngineError(

@@ -4,14 +4,16 @@ Fields that are not named are skipped by the decoder. Nothing here can be part o
 garbage collector need not look.
 """
 
+import base64
 import json
+from collections.abc import Callable
 from typing import TypeVar
 
 import msgspec
 import numpy as np
 from msgspec import Raw, Struct
 
-from polar.engines.base import Chunk
+from polar.engines.base import Chunk, VersionSpan
 from polar.types import CallDelta, CallStart, Event, FinishReason, ReasoningDelta, TextDelta, TokenLogprob, Usage
 
 T = TypeVar("T")
@@ -52,6 +54,24 @@ class _FullReply(Struct, gc=False):
     choices: list[_FullChoice] = msgspec.field(default_factory=list)
 
 
+class _IdToken(Struct, gc=False):
+    token_id: int
+    logprob: float | None = None
+    top_logprobs: list["_IdToken"] = msgspec.field(default_factory=list)
+
+
+class _IdLogprobs(Struct, gc=False):
+    content: list[_IdToken] | None = None
+
+
+class _IdChoice(Struct, gc=False):
+    logprobs: _IdLogprobs | None = None
+
+
+class _IdReply(Struct, gc=False):
+    choices: list[_IdChoice] = msgspec.field(default_factory=list)
+
+
 class _SampledToken(Struct, array_like=True, gc=False):
     logprob: float | None
     id: int
@@ -82,6 +102,12 @@ class Turn(Struct, gc=False):
     refusal: str | None = None
 
 
+class _WeightVersion(Struct, gc=False):
+    version: str | int
+    start: int
+    end: int
+
+
 class Choice(Struct, gc=False):
     index: int = 0
     delta: Turn | None = None
@@ -93,6 +119,8 @@ class Choice(Struct, gc=False):
     meta_info: _MetaInfo | None = None  # SGLang
     finish_reason: str | None = None
     stop_reason: str | int | None = None
+    weight_versions: list[_WeightVersion] | None = None  # of token ids in, token ids out
+    routed_experts: str | None = None  # base64
 
 
 class _CachedTokens(Struct, gc=False):
@@ -130,6 +158,7 @@ class Models(Struct, gc=False):
 
 _reply = msgspec.json.Decoder(Reply)
 _full_reply = msgspec.json.Decoder(_FullReply)
+_id_reply = msgspec.json.Decoder(_IdReply)
 models = msgspec.json.Decoder(Models)
 
 _FINISH: dict[str, FinishReason] = {
@@ -194,10 +223,35 @@ def fill(chunk: Chunk, choice: Choice) -> None:
         if choice.logprobs is not None:
             content = choice.logprobs.content
             chunk.logprobs = choice.logprobs.token_logprobs if content is None else [token.logprob for token in content]
+    if choice.weight_versions:
+        chunk.versions = _spans(choice.weight_versions)
+    if choice.routed_experts is not None:
+        chunk.routed_experts = base64.b64decode(choice.routed_experts)
     if choice.finish_reason:
         chunk.finish_reason = _FINISH.get(choice.finish_reason, "stop")
         if isinstance(choice.stop_reason, str):
             chunk.stop_sequence = choice.stop_reason
+
+
+def _spans(labelled: list[_WeightVersion]) -> list[VersionSpan] | None:
+    """None where the labels are no versions of ours, which are whole numbers."""
+    try:
+        return [VersionSpan(int(span.version), span.start, span.end) for span in labelled]
+    except ValueError:
+        return None
+
+
+def alternatives_of_ids(data: bytes, text: Callable[[int], str]) -> list[TokenLogprob] | None:
+    """Alternatives from a reply of ids, in text for a harness that asked for them."""
+    choices = decode(_id_reply, data).choices
+    content = choices[0].logprobs.content if choices and choices[0].logprobs is not None else None
+    return None if content is None else [_shown(_with_text(token, text)) for token in content]
+
+
+def _with_text(token: _IdToken, text: Callable[[int], str]) -> _FullToken:
+    others = [_with_text(other, text) for other in token.top_logprobs]
+    said = text(token.token_id)
+    return _FullToken(said, token.logprob, list(said.encode("utf-8", "replace")), others)
 
 
 def alternatives(data: bytes) -> list[TokenLogprob] | None:

@@ -12,7 +12,7 @@ from collections.abc import AsyncGenerator, Callable
 from typing import Protocol
 
 from polar.config import EngineSettings
-from polar.engines.base import Chunk, Engine, Launched
+from polar.engines.base import Chunk, Engine, Launched, TokenPrompt
 from polar.engines.probe import logprob_kind
 from polar.errors import ConfigError, EngineError
 from polar.plugins import load
@@ -194,6 +194,7 @@ class Pool:
         request: Request,
         *,
         stream: bool,
+        prompt: TokenPrompt | None = None,
         preferred: Replica | None,
         call: Running,
         chosen: Callable[[Replica], None],
@@ -208,7 +209,7 @@ class Pool:
             replica = self.pick(preferred, tried)
             chosen(replica)
             replica.running.add(call)
-            chunks = replica.engine.generate(request, stream=stream)
+            chunks = replica.engine.generate(request, stream=stream, prompt=prompt)
             begun = False
             try:
                 await replica.meet()

@@ -61,7 +61,11 @@ def _flatten_tool(tool: Tool) -> Tool:
 def _flatten_message(message: Message) -> Message:
     if message.role != "assistant":
         return message
-    return Message("assistant", [_flatten_part(part) for part in message.parts], message.name)
+    return Message("assistant", flatten_parts(message.parts), message.name)
+
+
+def flatten_parts(parts: list[Part]) -> list[Part]:
+    return [_flatten_part(part) for part in parts]
 
 
 def _flatten_part(part: Part) -> Part:

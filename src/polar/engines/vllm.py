@@ -1,14 +1,26 @@
-"""vLLM, through its chat API with `return_token_ids`. The scripted engine speaks the same."""
+"""vLLM. The scripted engine speaks the same.
+
+Prompts that the gateway rendered go in as token ids and come back as token ids (`/inference/v1/generate`, which also
+says which weights sampled which tokens; where the server has no such route, `/v1/completions`). What only the server
+can render goes through its chat API with `return_token_ids`.
+"""
 
 import re
+from collections.abc import AsyncGenerator
+from pathlib import Path
+from typing import Any
 
+import aiohttp
 import msgspec
 from msgspec import Struct
 
-from polar.engines.base import Capabilities
+from polar.dialects.sse import Parser
+from polar.engines import chat_wire as w
+from polar.engines.base import Capabilities, Chunk, TokenPrompt
 from polar.engines.chat import ChatEngine
 from polar.engines.tools import flatten
 from polar.errors import EngineError
+from polar.rendering.tokenizer import Tokenizer
 from polar.types import Request, Sampling
 
 
@@ -16,12 +28,38 @@ class _Count(Struct):
     count: int
 
 
+class _ModelCard(Struct):
+    id: str
+    root: str | None = None
+
+
+class _ModelCards(Struct):
+    data: list[_ModelCard]
+
+
 _count = msgspec.json.Decoder(_Count)
+_GENERATE = "/inference/v1/generate"
 
 
 class VllmEngine(ChatEngine):
     extra_fields = b'"return_token_ids":true'
-    capabilities = Capabilities(logprobs="raw")
+    capabilities = Capabilities(logprobs="raw", takes_ids=True)
+    _generates = True  # until the server says that it has no such route
+    _folder: str | None = None
+    _tokenizer: Tokenizer | None = None
+
+    async def start(self) -> Capabilities:
+        capabilities = await super().start()
+        if self._settings.tokenizer is None:
+            cards = msgspec.json.decode(await self._http.request("GET", "/v1/models"), type=_ModelCards).data
+            root = next((card.root for card in cards if card.id == self.model), None)
+            # An engine on this machine says where its model lies; elsewhere the path means nothing.
+            if root and (Path(root) / "tokenizer.json").is_file():
+                self._folder = root
+        return capabilities
+
+    def tokenizer_folder(self) -> str | None:
+        return super().tokenizer_folder() or self._folder
 
     def defaults(self, sampling: Sampling) -> Sampling:
         """A model's generation_config.json would otherwise set these behind our back."""
@@ -33,6 +71,134 @@ class VllmEngine(ChatEngine):
         if sampling.repetition_penalty is None:
             sampling.repetition_penalty = 1.0
         return sampling
+
+    # Token ids in, token ids out
+
+    async def generate(
+        self, request: Request, *, stream: bool, prompt: TokenPrompt | None = None
+    ) -> AsyncGenerator[Chunk, None]:
+        chunks = super().generate(request, stream=stream) if prompt is None else self._sample(request, prompt, stream)
+        try:
+            async for chunk in chunks:
+                yield chunk
+        finally:
+            await chunks.aclose()
+
+    async def _sample(self, request: Request, prompt: TokenPrompt, stream: bool) -> AsyncGenerator[Chunk, None]:
+        if self.model is None:
+            await self.start()
+        call = self.prepare(request, stream)
+        room = self._room(prompt)
+        if room is not None:
+            call.sampling.max_tokens = min(call.sampling.max_tokens or room, room)
+        response = await self._opened(call, prompt)
+        wants = request.logprobs is not None
+        try:
+            if stream:
+                async for chunk in self._id_stream(response, wants):
+                    yield chunk
+            else:
+                body = await self._http.read(response)
+                try:
+                    yield self._id_reply(body, wants)
+                except ValueError as error:
+                    raise self._http.broken(error) from error
+        finally:
+            response.close()
+
+    def _room(self, prompt: TokenPrompt) -> int | None:
+        length = self.capabilities.context_length
+        if length is None:
+            return None
+        if len(prompt.ids) >= length:
+            raise EngineError(
+                f"This model's maximum context length is {length} tokens, and the prompt has {len(prompt.ids)}.",
+                kind="context_length",
+            )
+        return length - len(prompt.ids)
+
+    async def _opened(self, call: Request, prompt: TokenPrompt) -> aiohttp.ClientResponse:
+        if self._generates:
+            response = await self._http.open(_GENERATE, self._generate_body(call, prompt))
+            if response.status == 200:
+                return response
+            refusal = await self._http.read(response)
+            if response.status != 404:
+                raise self._http.refused(response.status, refusal, response.headers.get("Retry-After"))
+            self._generates = False
+        response = await self._http.open("/v1/completions", self._completion_body(call, prompt))
+        if response.status == 200:
+            return response
+        refusal = await self._http.read(response)
+        raise self._http.refused(response.status, refusal, response.headers.get("Retry-After"))
+
+    def _generate_body(self, call: Request, prompt: TokenPrompt) -> bytes:
+        stream = b',"stream":true,"stream_options":{"include_usage":true}' if call.stream else b""
+        model, parameters = msgspec.json.encode(call.model), msgspec.json.encode(_parameters(call))
+        return b'{"model":%b,"sampling_params":%b%b,"token_ids":[%b]}' % (model, parameters, stream, prompt.json)
+
+    def _completion_body(self, call: Request, prompt: TokenPrompt) -> bytes:
+        fields = _parameters(call) | {"model": call.model, "return_token_ids": True, "stream": call.stream}
+        if call.stream:
+            fields["stream_options"] = {"include_usage": True}
+        return b'%b,"prompt":[%b]}' % (msgspec.json.encode(fields)[:-1], prompt.json)
+
+    async def _id_stream(self, response: aiohttp.ClientResponse, wants: bool) -> AsyncGenerator[Chunk, None]:
+        parser = Parser()
+        finished = False
+        try:
+            async for piece in response.content.iter_any():
+                # What came in one piece is handed on as one chunk: an engine that is ahead is caught up with quickly.
+                whole = Chunk()
+                for data in parser.feed(piece):
+                    if data != b"[DONE]":
+                        self._take(whole, data, wants)
+                finished = finished or whole.finish_reason is not None
+                yield whole
+        except ValueError as error:
+            raise self._http.broken(error) from error
+        except (aiohttp.ClientError, TimeoutError) as error:
+            if not finished:  # else all was said before the connection broke
+                raise self._http.broken(error) from error
+        if not finished:
+            raise EngineError(f"{self.url} ended its stream without a finish reason.")
+
+    def _id_reply(self, body: bytes, wants: bool) -> Chunk:
+        chunk = Chunk()
+        self._take(chunk, body, wants)
+        if chunk.finish_reason is None:
+            chunk.finish_reason = "stop"
+        return chunk
+
+    def _take(self, whole: Chunk, data: bytes, wants: bool) -> None:
+        reply, _ = w.read(data)
+        if reply.error != w.NULL:
+            raise self._http.refused(500, bytes(reply.error))
+        if reply.usage is not None:
+            whole.usage = w.usage(reply.usage)
+        if not reply.choices:
+            return
+        chunk = Chunk()
+        w.fill(chunk, reply.choices[0])
+        whole.ids = whole.ids + chunk.ids
+        if chunk.logprobs is not None:
+            whole.logprobs = (whole.logprobs or []) + chunk.logprobs
+        if wants:
+            named = w.alternatives_of_ids(data, self._text) if self._generates else w.alternatives(data)
+            whole.alternatives = (whole.alternatives or []) + (named or [])
+        whole.versions = chunk.versions or whole.versions
+        whole.routed_experts = chunk.routed_experts or whole.routed_experts
+        if chunk.finish_reason is not None:
+            whole.finish_reason, whole.stop_sequence = chunk.finish_reason, chunk.stop_sequence
+
+    def _text(self, id: int) -> str:
+        if self._tokenizer is None:
+            folder = self.tokenizer_folder()
+            assert folder is not None  # ids come from a prompt that was rendered with it
+            self._tokenizer = Tokenizer.load(folder)
+        return self._tokenizer.token_text(id)
+
+    # Beside sampling
 
     async def count_tokens(self, request: Request) -> int:
         if self.model is None:
@@ -48,7 +214,7 @@ class VllmEngine(ChatEngine):
         """Only the token-in, token-out route reports them (vLLM: --enable-scale-out)."""
         body = b'{"model":%b,"token_ids":[1,2,3],"sampling_params":{"max_tokens":1}}' % msgspec.json.encode(self.model)
         try:
-            return b"weight_versions" in await self._http.request("POST", "/inference/v1/generate", body)
+            return b"weight_versions" in await self._http.request("POST", _GENERATE, body)
         except EngineError:
             return False
 
@@ -70,3 +236,25 @@ class VllmEngine(ChatEngine):
 
     async def thaw(self) -> None:
         await self._http.request("POST", "/resume")
+
+
+def _parameters(call: Request) -> dict[str, Any]:
+    """Sampling as vLLM names it; special tokens are wanted, since they are what was sampled."""
+    sampling = call.sampling
+    named: dict[str, Any] = {
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "min_p": sampling.min_p,
+        "presence_penalty": sampling.presence_penalty,
+        "frequency_penalty": sampling.frequency_penalty,
+        "repetition_penalty": sampling.repetition_penalty,
+        "seed": sampling.seed,
+        "max_tokens": sampling.max_tokens,
+        "min_tokens": sampling.min_tokens,
+        "stop": sampling.stop or None,
+        "logit_bias": sampling.logit_bias,
+        "logprobs": call.logprobs,
+        "skip_special_tokens": False,
+    }
+    return {name: value for name, value in named.items() if value is not None}

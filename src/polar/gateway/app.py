@@ -22,6 +22,7 @@ from polar.gateway.generation import Context, Generation
 from polar.gateway.http import create_server, read_body, url_of
 from polar.gateway.metrics import Metrics
 from polar.gateway.prompt_ids import PromptIds
+from polar.gateway.prompting import Prompting
 from polar.gateway.relay import send_stream, send_whole
 from polar.gateway.sessions import OpenSession, Sessions
 from polar.plugins import load, names
@@ -44,13 +45,17 @@ class Gateway:
         self._sampling = settings.engine.sampling
         self._pool = pool
         self._sessions = sessions
-        self._context = Context(pool, store, metrics, PromptIds(), settings.engine.logprobs, settings.gateway.grace)
+        self._prompting = Prompting(settings.engine, pool, store)
+        self._context = Context(
+            pool, store, metrics, PromptIds(), self._prompting, settings.engine.logprobs, settings.gateway.grace
+        )
         self._dialects: list[Dialect] = [load("dialects", name)() for name in names("dialects")]
         self._runner: web.ServerRunner | None = None
         self._stopping = False
 
     async def start(self) -> str:
         """Listens; the address that harnesses are pointed at."""
+        await self._prompting.model()  # before the first harness has to wait for it
         self._runner = web.ServerRunner(create_server(self.handle), shutdown_timeout=2)
         await self._runner.setup()
         site = web.TCPSite(self._runner, self._settings.host, self._settings.port, backlog=4096, reuse_address=True)
@@ -107,7 +112,9 @@ class Gateway:
         else:  # pictures, mostly: long enough to be noticed by others
             call = await asyncio.to_thread(self._understand, match, session, request, body)
         if match.operation == "count_tokens":
-            tokens = await self._pool.count_tokens(call.request, session.replica)
+            tokens = await self._prompting.count(call)
+            if tokens is None:
+                tokens = await self._pool.count_tokens(call.request, session.replica)
             return _json(match.dialect.encode_count(tokens))
         return await self._generate(request, call)
 

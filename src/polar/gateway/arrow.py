@@ -7,6 +7,7 @@ import pyarrow as pa
 
 from polar.gateway import view
 from polar.store.base import Store
+from polar.trajectory.session import roles_of
 
 _ARRAYS = {
     "prompt_ids": pa.list_(pa.int32()),
@@ -16,6 +17,7 @@ _ARRAYS = {
 }
 _NUMBERS = {
     "seq": pa.int64(),
+    "malformed": pa.bool_(),
     "delivered": pa.int64(),
     "started_at": pa.float64(),
     "first_token_at": pa.float64(),
@@ -66,9 +68,10 @@ class _Buffer:
 
 async def to_stream(store: Store, session_id: str) -> AsyncIterator[bytes]:
     buffer = _Buffer()
+    labels = await roles_of(store, session_id)
     with pa.ipc.new_stream(pa.PythonFile(buffer, mode="w"), SCHEMA) as writer:
         async for exchange in store.exchanges(session_id):
-            row = view.exchange(exchange)
+            row = view.exchange(exchange, labels[exchange.exchange_id])
             for name in _JSON:
                 row[name] = view.encode(row[name]).decode()
             # Straight from the arrays: NaN stays NaN here.

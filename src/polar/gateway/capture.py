@@ -10,12 +10,13 @@ from msgspec import Struct
 
 from polar import ids
 from polar.dialects.base import Dialect, Wire
-from polar.engines.base import Chunk, Ids, VersionSpan
+from polar.engines.base import Chunk, Ids, TokenPrompt, VersionSpan
 from polar.engines.pool import Replica
 from polar.gateway.checks import untrainable
 from polar.gateway.prompt_ids import PromptIds
 from polar.gateway.sessions import OpenSession
-from polar.store.base import Exchange, ExchangeStatus
+from polar.rendering.mark import ContextMark
+from polar.store.base import Continuation, Exchange, ExchangeStatus
 from polar.types import (
     CallDelta,
     CallStart,
@@ -52,6 +53,18 @@ class Call(Struct, frozen=True):
         return self.body == other.body and self.params == other.params and self.dialect is other.dialect
 
 
+class Rendered(Struct):
+    """A prompt of our own, and how it came about."""
+
+    prompt: TokenPrompt
+    request: Request  # with plain function tools
+    end: str  # of the prompt's text
+    continuation: Continuation
+    parent: str | None
+    branch_reason: str | None
+    mark: ContextMark | None
+
+
 class Capture:
     def __init__(self, call: Call, seq: int) -> None:
         self.call = call
@@ -69,11 +82,20 @@ class Capture:
         self._parts = _Parts()
         self._calls = 0
         self._usage = Usage()
+        self._rendered: Rendered | None = None
+        self._routed_experts: bytes | None = None
+        self.malformed = False
         self._reasoning_tokens = 0
         self._finish_reason: FinishReason | None = None
         self._stop_sequence: str | None = None
         self._replica: Replica | None = None
         self._versions = _Versions()
+
+    def rendered(self, rendered: Rendered) -> None:
+        """The prompt is ours: its ids are known before anything is sampled."""
+        self._rendered = rendered
+        self._prompt_ids = rendered.prompt.ids
+        self._usage.prompt = len(rendered.prompt.ids)
 
     def chosen(self, replica: Replica) -> None:
         """The call goes to this replica (and to another, if it gets no answer there)."""
@@ -101,15 +123,20 @@ class Capture:
             if isinstance(event, CallStart):
                 event.id = ids.call_id(self.exchange_id, self._calls)
                 self._calls += 1
-            elif isinstance(event, ReasoningDelta):
+            elif isinstance(event, ReasoningDelta) and chunk.reasoning is None:
                 self._reasoning_tokens += len(chunk.ids)
             self._parts.add(event)
+        self._reasoning_tokens += chunk.reasoning or 0
         if chunk.prompt_ids is not None:
             self._prompt_ids = chunk.prompt_ids
         if chunk.prompt_json is not None:
             self._prompt_json = chunk.prompt_json
         if chunk.usage is not None:
             self._usage = chunk.usage
+            if self._rendered is not None:
+                self._usage.prompt = len(self._rendered.prompt.ids)
+        if chunk.routed_experts is not None:
+            self._routed_experts = chunk.routed_experts
         if chunk.versions is not None:
             self._versions.reported = chunk.versions
         if chunk.finish_reason is not None:
@@ -182,7 +209,14 @@ class Capture:
             replica=self._replica.url if self._replica else "",
             finish_reason=reply.finish_reason if reply and self._finish_reason else None,
             usage=reply.usage if reply else Usage(),
+            routed_experts=self._routed_experts,
         )
+        if (rendered := self._rendered) is not None:
+            exchange.continuation = rendered.continuation
+            exchange.parent = rendered.parent
+            exchange.branch_reason = rendered.branch_reason
+            exchange.context = rendered.mark
+            exchange.malformed = self.malformed
         exchange.untrainable = untrainable(
             exchange, call.request, tokens=len(sampled), aligned=self._aligned, wants_logprobs=wants_logprobs
         )
@@ -198,7 +232,11 @@ def _array(sampled: list[int]) -> Ids | None:
 
 
 class _Versions:
-    """Which policy sampled which tokens: as the engine reports it, or as far as we can know."""
+    """Which policy sampled which tokens: as the engine reports it, or as far as we can know.
+
+    An engine's labels count only where somebody keeps them up to date: labels that are all older than the version that
+    the replica is known to have may be leftovers.
+    """
 
     def __init__(self, version: int = 0) -> None:
         self.reported: list[VersionSpan] | None = None
@@ -214,7 +252,7 @@ class _Versions:
 
     def spans(self, sampled: int) -> list[VersionSpan]:
         """None (an empty list) where unknown."""
-        if self.reported is not None:
+        if self.reported and max(span.version for span in self.reported) >= self._version:
             return self.reported
         if not self._known:
             return []

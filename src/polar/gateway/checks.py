@@ -5,6 +5,7 @@ A call that fails a check is kept whole and marked with the reason; nothing is r
 
 import numpy as np
 
+from polar.engines.base import VersionSpan
 from polar.store.base import Exchange
 from polar.types import Request
 
@@ -35,7 +36,7 @@ def untrainable(
         return "prompt_ids_invalid"
     if exchange.finish_reason == "abort":
         return "aborted"
-    if not exchange.versions:
+    if not _covers(exchange.versions, tokens):
         return "version_unknown"
     if wants_logprobs and (reason := _bad_logprobs(exchange, tokens, aligned)):
         return reason
@@ -46,6 +47,16 @@ def untrainable(
         if request.tool_choice.forces:
             return "forced_tool"
     return None
+
+
+def _covers(spans: list[VersionSpan], tokens: int) -> bool:
+    """Whether each token has exactly one version."""
+    at = 0
+    for span in spans:
+        if span.start != at or span.stop <= at:
+            return False
+        at = span.stop
+    return at == tokens
 
 
 def _bad_logprobs(exchange: Exchange, sampled: int, aligned: bool) -> str | None:

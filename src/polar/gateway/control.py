@@ -12,14 +12,16 @@ from fastapi import Depends, FastAPI, HTTPException, Query, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from polar.engines.pool import Pool
-from polar.errors import EngineError, StoreError
+from polar.errors import ConfigError, EngineError, StoreError
 from polar.gateway import view
 from polar.gateway.metrics import Metrics
 from polar.gateway.sessions import Sessions
-from polar.store.base import Session, Store
+from polar.plugins import names
+from polar.store.base import Session, Store, Verdict
+from polar.trajectory.session import built, roles_of
 
 
 class Body(BaseModel):
@@ -51,6 +53,16 @@ class SessionCreated(BaseModel):
 
 class SessionEnd(Body):
     reward: float | None = None
+    reason: str | None = Field(None, description="why there is no reward")
+    turn_rewards: dict[str, float] = Field({}, description="rewards of single turns, by exchange id")
+
+    @model_validator(mode="after")
+    def one_verdict(self) -> "SessionEnd":
+        if self.reward is not None and self.reason is not None:
+            raise ValueError("an outcome is a reward or a reason, never both")
+        if not all(math.isfinite(reward) for reward in (self.reward or 0.0, *self.turn_rewards.values())):
+            raise ValueError("a reward is a finite number")
+        return self
 
 
 class NewPolicy(Body):
@@ -92,6 +104,11 @@ def create_app(
     async def store_failed(_: Request, error: StoreError) -> JSONResponse:
         return JSONResponse({"detail": str(error)}, 503)
 
+    @app.exception_handler(ConfigError)
+    async def misconfigured(_: Request, error: ConfigError) -> JSONResponse:
+        """A session's metadata, say, that give roles which don't exist."""
+        return JSONResponse({"detail": str(error)}, 422)
+
     @app.exception_handler(EngineError)
     async def engine_failed(_: Request, error: EngineError) -> JSONResponse:
         return JSONResponse({"detail": str(error)}, 502)
@@ -130,13 +147,11 @@ def create_app(
 
     @app.post("/sessions/{session_id}/end", dependencies=guarded)
     async def end_session(session_id: str, body: SessionEnd | None = None) -> dict[str, Any]:
-        reward = body.reward if body else None
-        if reward is not None and not math.isfinite(reward):
-            raise HTTPException(422, "A reward is a finite number.")
-        session = await sessions.end(session_id, reward)
+        told = body or SessionEnd()
+        session = await sessions.end(session_id, Verdict(told.reward, told.reason, told.turn_rewards))
         if session is None:
             raise HTTPException(404, f"There is no session {session_id}.")
-        if reward is not None and session.reward != reward:
+        if told.reward is not None and session.reward != told.reward:
             raise HTTPException(409, f"Session {session_id} has the reward {session.reward:g} already.")
         return view.session(session)
 
@@ -146,6 +161,14 @@ def create_app(
         if ARROW in request.headers.get("accept", ""):
             return await _arrow(store, session_id)
         return StreamingResponse(_json_list(store, session_id), media_type="application/json")
+
+    @app.get("/sessions/{session_id}/trajectory", dependencies=guarded)
+    async def trajectory(session_id: str, builder: str = "prefix_merging") -> Response:
+        """What a builder makes of the session so far; `prefix_tree` gives the whole token tree."""
+        await existing(session_id)
+        if builder not in names("builders"):
+            raise HTTPException(422, f"There is no builder {builder}; known: {', '.join(names('builders'))}.")
+        return Response(await built(store, session_id, builder), media_type="application/json")
 
     async def existing(session_id: str) -> Session:
         session = await store.session(session_id)
@@ -198,8 +221,9 @@ ARROW = "application/vnd.apache.arrow.stream"
 
 async def _json_list(store: Store, session_id: str) -> AsyncIterator[bytes]:
     separator = b"["
+    labels = await roles_of(store, session_id)
     async for exchange in store.exchanges(session_id):
-        yield separator + view.encode(view.exchange(exchange))
+        yield separator + view.encode(view.exchange(exchange, labels[exchange.exchange_id]))
         separator = b","
     yield b"[]" if separator == b"[" else b"]"
 

@@ -12,16 +12,20 @@ Invariant: a reader sees `finished` only after the exchange is durable.
 
 import asyncio
 import logging
+from collections.abc import AsyncGenerator
 
 from msgspec import Struct
 
+from polar.engines.base import Chunk, TokenPrompt
 from polar.engines.pool import Pool
 from polar.errors import ApiError, EngineError, StoreError
-from polar.gateway.capture import Call, Capture
+from polar.gateway.capture import Call, Capture, Rendered
 from polar.gateway.metrics import Metrics
 from polar.gateway.prompt_ids import PromptIds
+from polar.gateway.prompting import Prompting, parsed
+from polar.rendering.families import Parser
 from polar.store.base import ExchangeStatus, Store
-from polar.types import Event, TextDelta
+from polar.types import Event, Request, TextDelta
 
 log = logging.getLogger(__name__)
 
@@ -36,6 +40,7 @@ class Context(Struct, frozen=True):
     store: Store
     metrics: Metrics
     prompts: PromptIds
+    prompting: Prompting
     wants_logprobs: bool
     grace: float  # seconds that a generation goes on after its harness went away
 
@@ -54,6 +59,8 @@ class Generation:
         self._reading = True
         self._served = False
         self._given_up = False
+        self._rendered: Rendered | None = None
+        self._parser: Parser | None = None
         self._recorded: tuple[ExchangeStatus, int] | None = None  # and how many tokens were delivered
         self._waiter: asyncio.Future[None] | None = None
         self._farewell: asyncio.TimerHandle | None = None
@@ -130,21 +137,21 @@ class Generation:
 
     async def _run(self) -> None:
         capture = self.capture
-        request = self.call.request
         status: ExchangeStatus = "complete"
-        chunks = self._context.pool.generate(
-            request, stream=request.stream, preferred=self.call.session.replica, call=capture, chosen=capture.chosen
-        )
+        chunks: AsyncGenerator[Chunk, None] | None = None
         self._sampling = True
         try:
             if self._given_up:
                 raise asyncio.CancelledError
+            chunks = await self._chunks()
             async for chunk in chunks:
                 capture.take(chunk)
                 for event in chunk.events or (() if self.events else _BEGINNING):
                     self.events.append(event)
                     self._ends.append(len(capture.sampled))
                 self.wake()
+        except ApiError as error:  # the template refuses the request
+            self.error = error
         except EngineError as error:
             self.error = error.told()
         except asyncio.CancelledError:
@@ -154,7 +161,10 @@ class Generation:
             self.error = _our_fault()
         finally:
             self._sampling = False  # from here on nothing cancels this task: what was sampled gets recorded
-            await chunks.aclose()
+            if chunks is not None:
+                await chunks.aclose()
+        if self._parser is not None:
+            capture.malformed = self._parser.malformed
         if self.error is not None:
             status = "partial" if capture.sampled else "failed"
         elif not self._reading:
@@ -175,6 +185,27 @@ class Generation:
         if self._given_up:
             self._correct()
 
+    async def _chunks(self) -> AsyncGenerator[Chunk, None]:
+        """What is sampled for this call, on ids of our own wherever they can be had."""
+        call, capture = self.call, self.capture
+        model, rendered = await self._context.prompting.render(call)
+        if model is None or rendered is None:
+            return self._sampled(call.request, None)
+        self._rendered = rendered
+        capture.rendered(rendered)
+        self._parser = model.parser(rendered.request, rendered.end)
+        return parsed(self._sampled(rendered.request, rendered.prompt), self._parser, call.request)
+
+    def _sampled(self, request: Request, prompt: TokenPrompt | None) -> AsyncGenerator[Chunk, None]:
+        return self._context.pool.generate(
+            request,
+            stream=request.stream,
+            prompt=prompt,
+            preferred=self.call.session.replica,
+            call=self.capture,
+            chosen=self.capture.chosen,
+        )
+
     async def _record(self, status: ExchangeStatus) -> None:
         delivered = len(self.capture.sampled) if status == "complete" else self._delivered
         error = str(self.error) if self.error else None
@@ -182,6 +213,7 @@ class Generation:
         exchange = self.capture.exchange(status, delivered, error, wants_logprobs=self._context.wants_logprobs)
         await self._context.store.append(exchange)
         self._recorded = status, delivered
+        self._context.prompting.learn(self.call.session, exchange, self._rendered)
         self._context.metrics.captured(exchange)
 
     def _correct(self) -> None:
@@ -195,6 +227,7 @@ class Generation:
             delivered = len(self.capture.sampled)
         if (status, delivered) != self._recorded:
             self._recorded = status, delivered
+            self._context.prompting.amend(self.call.session, self.capture.exchange_id, delivered)
             self._amendment = asyncio.get_running_loop().create_task(self._amend(status, delivered))
 
     async def _amend(self, status: ExchangeStatus, delivered: int) -> None:

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from polar import ids
 from polar.engines.pool import Replica
-from polar.store.base import Session, Store
+from polar.rendering.continuation import History
+from polar.store.base import Session, Store, Verdict
 
 if TYPE_CHECKING:
     from polar.gateway.generation import Generation
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 class OpenSession:
     """What the gateway keeps in memory of a session that is running: little, since thousands may be idle."""
 
-    __slots__ = ("_next_seq", "ended", "models", "orphans", "replica", "running", "session_id")
+    __slots__ = ("_next_seq", "ended", "history", "models", "orphans", "replica", "resumed", "running", "session_id")
 
     def __init__(self, session_id: str, next_seq: int, models: tuple[str, ...]) -> None:
         self.session_id = session_id
@@ -28,6 +29,8 @@ class OpenSession:
         self.replica: Replica | None = None
         self.running: set[Generation] = set()
         self.orphans: list[Generation] = []  # their harness went away a moment ago
+        self.resumed = next_seq > 0  # it has exchanges from before this process
+        self.history: History | None = None  # its turns, once a prompt has been rendered
         self._next_seq = next_seq
 
     def take_seq(self) -> int:
@@ -77,10 +80,10 @@ class Sessions:
         self._keys[session.session_id] = session.key_hash
         return opened
 
-    async def end(self, session_id: str, reward: float | None = None) -> Session | None:
+    async def end(self, session_id: str, verdict: Verdict | None = None) -> Session | None:
         """Ends a session: its key stops working, and what still runs is given up and recorded."""
         async with self._lock:
-            ended = await self._store.end_session(session_id, ended_at=time.time(), reward=reward)
+            ended = await self._store.end_session(session_id, ended_at=time.time(), verdict=verdict or Verdict())
             hashed = self._keys.pop(session_id, None)
             opened = self._open.pop(hashed, None) if hashed is not None else None
         if opened is not None:

@@ -8,6 +8,7 @@ from msgspec import Raw
 from polar.errors import ApiError
 from polar.plugins import load
 from polar.store.base import Exchange, Session
+from polar.trajectory.roles import Labelled
 from polar.types import Reply
 
 
@@ -21,19 +22,21 @@ def session(record: Session) -> dict[str, Any]:
         "created_at": record.created_at,
         "ended_at": record.ended_at,
         "reward": record.reward,
+        "reason": record.reason,
+        "turn_rewards": record.turn_rewards,
     }
 
 
-def exchange(record: Exchange) -> dict[str, Any]:
+def exchange(record: Exchange, label: Labelled) -> dict[str, Any]:
     sampled = record.sampled_ids
     return {
         "exchange_id": record.exchange_id,
         "session_id": record.session_id,
         "seq": record.seq,
         "parent": record.parent,
-        "agent_id": record.agent_id,
+        "agent_id": label.agent_id,
         "dialect": record.dialect,
-        "role": record.role,
+        "role": label.role,
         "status": record.status,
         "error": record.error,
         "request": record.request(),
@@ -52,6 +55,7 @@ def exchange(record: Exchange) -> dict[str, Any]:
         "continuation": record.continuation,
         "branch_reason": record.branch_reason,
         "untrainable": record.untrainable,
+        "malformed": record.malformed,
         "usage": record.usage,
         "replica": record.replica,
         "started_at": record.started_at,

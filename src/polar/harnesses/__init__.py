@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import PurePath
 
 from polar import config
-from polar.harnesses.base import Harness
+from polar.harnesses.base import Harness, Knowledge
 from polar.plugins import load, names
 
 
@@ -57,8 +57,19 @@ _ACCOUNTS = frozenset(
 
 def load_harness(name: str) -> Harness:
     """By its name, or by that of its command."""
-    harness: Harness = load("harnesses", known_by_command([name]) or name.replace("-", "_"))()
+    harness: Harness = load("harnesses", _proper(name))()
     return harness
+
+
+def knowledge(name: str | None) -> Knowledge:
+    """What is known of a harness's calls; for one that has no name, or an unknown one, what is known of any."""
+    if name is not None and _proper(name) in names("harnesses"):
+        return load_harness(name).knowledge
+    return Knowledge.union(load_harness(known).knowledge for known in names("harnesses"))
+
+
+def _proper(name: str) -> str:
+    return known_by_command([name]) or name.replace("-", "_")
 
 
 def known_by_command(argv: list[str]) -> str | None:

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from polar.harnesses.base import Knowledge, Mark
 from polar.harnesses.files import write_json
 
 
@@ -9,6 +10,18 @@ class ClaudeCode:
     name = "claude_code"
     executables = ("claude", "claude-code")
     default_model = "claude-sonnet-4-5"  # an unknown name gets other prompts
+    knowledge = Knowledge(
+        agents=("x-claude-code-agent-id",),
+        subagents=("x-claude-code-agent-id",),  # the main agent has no id
+        # Helpers share the main agent's prompt and tools, for the sake of the provider's cache.
+        marks=(
+            Mark("compaction", header="x-claude-code-compaction"),
+            Mark("compaction", last="Your task is to create a detailed summary of"),
+            Mark("compaction", system="tasked with summarizing conversations"),
+            Mark("auxiliary", header="x-claude-code-auxiliary-type"),
+            Mark("auxiliary", last="[SUGGESTION MODE:"),
+        ),
+    )
 
     def configure(self, home: Path, gateway_url: str, key: str, model: str) -> dict[str, str]:
         folder = home / ".claude"

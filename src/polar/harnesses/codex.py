@@ -6,6 +6,7 @@ Outside a Git repository it insists on `--skip-git-repo-check`, which no setting
 import json
 from pathlib import Path
 
+from polar.harnesses.base import Knowledge, Mark
 from polar.harnesses.files import write
 
 # Nothing is asked and nothing is boxed in: whoever runs the harness decides where it runs. Web search, a tool that the
@@ -37,6 +38,16 @@ class Codex:
     name = "codex"
     executables = ("codex",)
     default_model = "gpt-5-codex"
+    knowledge = Knowledge(
+        agents=("thread-id",),  # the session id is the same for all of them
+        subagents=("x-codex-parent-thread-id", "x-openai-subagent"),
+        marks=(
+            Mark("compaction", header="x-codex-turn-metadata", value='"request_kind":"compaction"'),
+            Mark("compaction", header="x-openai-subagent", value="compact"),
+            Mark("compaction", last="CONTEXT CHECKPOINT COMPACTION"),
+            Mark("auxiliary", header="x-openai-subagent", value="memory_consolidation"),
+        ),
+    )
 
     def configure(self, home: Path, gateway_url: str, key: str, model: str) -> dict[str, str]:
         folder = home / ".codex"

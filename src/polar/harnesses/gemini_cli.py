@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from polar.harnesses.base import Knowledge, Mark
 from polar.harnesses.files import write, write_json
 
 # What --yolo does, which no setting can: allow every tool, also shell commands that redirect.
@@ -18,6 +19,13 @@ class GeminiCli:
     name = "gemini_cli"
     executables = ("gemini", "gemini-cli")
     default_model = "gemini-2.5-pro"
+    knowledge = Knowledge(
+        marks=(
+            Mark("compaction", system="distilling chat history into"),
+            Mark("compaction", last="evaluate the <state_snapshot> you just generated"),
+            Mark("auxiliary", last="your immediately preceding response"),  # whose turn is it?
+        )
+    )
 
     def configure(self, home: Path, gateway_url: str, key: str, model: str) -> dict[str, str]:
         folder = home / ".gemini"

@@ -5,11 +5,14 @@ The two flags are needed: its approval mode stands in the same config file as it
 
 from pathlib import Path
 
+from polar.harnesses.base import Knowledge
+
 
 class MiniSweAgent:
     name = "mini_swe_agent"
     executables = ("mini", "mini-swe-agent")
     default_model = "polar"
+    knowledge = Knowledge()
 
     def configure(self, home: Path, gateway_url: str, key: str, model: str) -> dict[str, str]:
         return {

@@ -6,6 +6,7 @@ title, without tools.
 
 from pathlib import Path
 
+from polar.harnesses.base import Knowledge, Mark
 from polar.harnesses.files import write_json
 
 # The libraries that speak these APIs are part of opencode.
@@ -20,6 +21,14 @@ class OpenCode:
     name = "opencode"
     executables = ("opencode", "opencode-ai")
     default_model = "polar"
+    knowledge = Knowledge(
+        agents=("x-session-id",),
+        subagents=("x-parent-session-id",),
+        marks=(
+            Mark("auxiliary", system="You are a title generator"),
+            Mark("compaction", last="anchored summary"),
+        ),
+    )
 
     def configure(self, home: Path, gateway_url: str, key: str, model: str) -> dict[str, str]:
         options = {"baseURL": f"{gateway_url}/v1", "apiKey": "{env:POLAR_API_KEY}"}

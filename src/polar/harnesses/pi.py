@@ -6,6 +6,7 @@ It speaks all four APIs. The default is Chat; `--provider polar-responses`, `pol
 
 from pathlib import Path
 
+from polar.harnesses.base import Knowledge, Mark
 from polar.harnesses.files import write_json
 
 _APIS = {
@@ -20,6 +21,7 @@ class Pi:
     name = "pi"
     executables = ("pi", "pi-coding-agent")
     default_model = "polar"
+    knowledge = Knowledge(marks=(Mark("compaction", system="You are a context summarization assistant"),))
 
     def configure(self, home: Path, gateway_url: str, key: str, model: str) -> dict[str, str]:
         folder = home / ".pi" / "agent"

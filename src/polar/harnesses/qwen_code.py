@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from polar.harnesses.base import Knowledge, Mark
 from polar.harnesses.files import write_json
 
 
@@ -9,6 +10,14 @@ class QwenCode:
     name = "qwen_code"
     executables = ("qwen", "qwen-code")
     default_model = "qwen3-coder-plus"
+    knowledge = Knowledge(
+        marks=(
+            Mark("compaction", system="component that summarizes a conversation"),
+            Mark("auxiliary", system="Generate a concise, sentence-case title"),
+            Mark("auxiliary", system="You generate session recaps"),
+            Mark("auxiliary", last="your immediately preceding response"),  # whose turn is it?
+        )
+    )
 
     def configure(self, home: Path, gateway_url: str, key: str, model: str) -> dict[str, str]:
         folder = home / ".qwen"

@@ -8,20 +8,29 @@ and can't change what it is given.
 import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any
 
 import jinja2
 from jinja2 import nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
-from jinja2.runtime import Macro
+from jinja2.runtime import LoopContext, Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import Namespace
 
 from polar.errors import PolarError
 
 ChatMessage = Mapping[str, Any]
 """A message in the form of OpenAI's chat API, as plain data: templates read it by key."""
+
+
+class ToolSpec(dict[str, Any]):
+    """A tool's description. Conversations repeat it with every call, so it is written as JSON only once."""
+
+    @cached_property
+    def json(self) -> str:
+        return json.dumps(self, ensure_ascii=False)
 
 
 class TemplateError(PolarError):
@@ -59,14 +68,33 @@ def _tojson(
     sort_keys: bool = False,
 ) -> str:
     """Unlike Jinja's own filter: no HTML escapes, and keys stay in order."""
+    if isinstance(value, ToolSpec) and not ensure_ascii and indent is None and separators is None and not sort_keys:
+        return value.json
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+_OF_DICTS = frozenset(dir(dict))
+_HARMLESS = frozenset((str, LoopContext, Namespace))
+
+
+class _Sandbox(ImmutableSandboxedEnvironment):
+    """Jinja's sandbox, with the same answers sooner where they are known: most of what a rendering costs is looking up
+    `message.role` and the like, and a long conversation has thousands of those."""
+
+    def getattr(self, obj: Any, attribute: str) -> Any:
+        if type(obj) is dict and attribute not in _OF_DICTS:  # it can only be a key
+            return obj[attribute] if attribute in obj else self.undefined(obj=obj, name=attribute)
+        return super().getattr(obj, attribute)
+
+    def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
+        if type(obj) in _HARMLESS:  # nothing of theirs is internal, or changes what is given to a template
+            return not attr.startswith("_")
+        return super().is_safe_attribute(obj, attr, value)
 
 
 @lru_cache(maxsize=64)
 def _compile(source: str) -> jinja2.Template:
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
-    )
+    environment = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
     environment.filters["tojson"] = _tojson
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = _strftime_now
@@ -108,6 +136,11 @@ class ChatTemplate:
         if "default" not in self._sources:
             raise TemplateError(f"There is no default among the chat templates {sorted(self._sources)}.")
 
+    @property
+    def text(self) -> str:
+        """The sources of all of them."""
+        return "\n".join(self._sources.values())
+
     def source(self, tools: bool = False) -> str:
         return self._sources["tool_use"] if tools and "tool_use" in self._sources else self._sources["default"]
 
@@ -116,13 +149,17 @@ class ChatTemplate:
         messages: Sequence[ChatMessage],
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
+        map_arguments: bool = True,
         **kwargs: Any,
     ) -> str:
-        """Raises TemplateError where the template refuses or can't read the messages."""
+        """Raises TemplateError where the template refuses or can't read the messages.
+
+        `map_arguments`: calls' arguments are given as mappings, which most templates expect, and not as JSON text.
+        """
         variables = self._variables | kwargs
         try:
             return _compile(self.source(tools is not None)).render(
-                messages=[_with_mapped_arguments(message) for message in messages],
+                messages=[_with_mapped_arguments(message) for message in messages] if map_arguments else messages,
                 tools=tools,
                 documents=None,
                 add_generation_prompt=add_generation_prompt,

@@ -57,7 +57,7 @@ class Tokenizer:
     """Encodes and decodes as the model's own tokenizer does. Safe to use from several threads."""
 
     def __init__(self, backend: tokenizers.Tokenizer, special: dict[str, str], template: ChatTemplate | None) -> None:
-        self._backend = backend
+        self.backend = backend
         self._template = template
         self.special = special
         """The special tokens' text by their part: `eos_token`, `bos_token`, ..."""
@@ -98,12 +98,17 @@ class Tokenizer:
             raise ConfigError("The tokenizer's folder has no chat template (chat_template.jinja or chat_template).")
         return self._template
 
+    @property
+    def template_source(self) -> str:
+        """All of the template's text; empty where there is none."""
+        return "" if self._template is None else self._template.text
+
     def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
-        return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
 
     def encode_words(self, text: str) -> tuple[list[int], list[int | None]]:
         """The ids, and for each id the number of the word that it is part of."""
-        encoding = self._backend.encode(text, add_special_tokens=False)
+        encoding = self.backend.encode(text, add_special_tokens=False)
         return encoding.ids, encoding.word_ids
 
     def encode_turns(self, text: str) -> Ids:
@@ -114,7 +119,7 @@ class Tokenizer:
         return np.concatenate([*(self._encode_turn(turn + self._turn_end) for turn in turns), self._encode_turn(rest)])
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
-        return self._backend.decode(ids, skip_special_tokens=skip_special_tokens)
+        return self.backend.decode(ids, skip_special_tokens=skip_special_tokens)
 
     def token_text(self, id: int) -> str:
         """One token's own text; with the replacement character where it holds a part of a character."""
@@ -127,10 +132,10 @@ class Tokenizer:
 
     def token(self, id: int) -> str | None:
         """The vocabulary's entry: in byte-level tokenizers one character for each byte."""
-        return self._backend.id_to_token(id)
+        return self.backend.id_to_token(id)
 
     def id(self, token: str) -> int | None:
-        return self._backend.token_to_id(token)
+        return self.backend.token_to_id(token)
 
     def detokenizer(self) -> "Detokenizer":
         return Detokenizer(self)

@@ -13,12 +13,20 @@ from numpy.typing import NDArray
 
 from polar.dialects.base import Wire
 from polar.engines.base import Ids, LogprobKind, VersionSpan
+from polar.rendering.mark import ContextMark
 from polar.types import FinishReason, Reply, Sampling, Usage
 
 Logprobs = NDArray[np.float32]
-ExchangeRole = Literal["main", "subagent", "compaction", "auxiliary", "retry"]
 ExchangeStatus = Literal["complete", "partial", "failed"]
 Continuation = Literal["recorded", "rendered", "engine"]
+
+
+class Verdict(Struct, frozen=True):
+    """What a session earned: a reward, or the reason why there is none; and perhaps rewards of single turns."""
+
+    reward: float | None = None
+    reason: str | None = None
+    turn_rewards: dict[str, float] = field(default_factory=dict)  # by exchange id
 
 
 class Session(Struct):
@@ -32,6 +40,8 @@ class Session(Struct):
     status: Literal["open", "ended"] = "open"
     ended_at: float | None = None
     reward: float | None = None
+    reason: str | None = None  # why there is no reward, where somebody said so
+    turn_rewards: dict[str, float] = field(default_factory=dict)  # by exchange id
 
 
 class Exchange(Struct):
@@ -63,10 +73,13 @@ class Exchange(Struct):
     continuation: Continuation = "engine"
     branch_reason: str | None = None
     untrainable: str | None = None
-    role: ExchangeRole = "main"
-    agent_id: str | None = None
     routed_experts: bytes | None = None
-    parent: str | None = None  # found by the store: the longest earlier request that this one extends
+    parent: str | None = (
+        None  # the exchange whose turn this one goes on from; found by the store where the gateway is silent
+    )
+    context: ContextMark | None = None  # of a prompt that the gateway rendered
+    malformed: bool = False  # something looked like a tool call and did not parse: it went on as text
+    checksum: bytes | None = None  # of the tokens and numbers, as the store took them in
 
     def request(self) -> dict[str, Raw | list[Raw]]:
         """The harness's request body, field by field."""
@@ -81,8 +94,8 @@ class Store(Protocol):
 
     async def create_session(self, session: Session) -> None: ...
 
-    async def end_session(self, session_id: str, *, ended_at: float, reward: float | None) -> Session | None:
-        """None where there is no such session. Ending twice keeps the first end (a reward may still be added)."""
+    async def end_session(self, session_id: str, *, ended_at: float, verdict: Verdict) -> Session | None:
+        """None where there is no such session. Ending twice keeps the first end (a verdict may still be added)."""
         ...
 
     async def session(self, session_id: str) -> Session | None: ...
@@ -109,6 +122,10 @@ class Store(Protocol):
 
     def exchanges(self, session_id: str) -> AsyncIterator[Exchange]:
         """In order of `seq`, with whole prompts and requests."""
+        ...
+
+    async def context(self, session_id: str, seq: int) -> Ids:
+        """An exchange's prompt and sampled ids, one after the other."""
         ...
 
     async def next_seq(self, session_id: str) -> int:

@@ -4,34 +4,36 @@
 SELECT version FROM polar_schema;
 
 -- name: insert_session
-INSERT INTO sessions (session_id, key_hash, created_at, run, status, ended_at, reward, metadata)
-VALUES (:session_id, :key_hash, :created_at, :run, :status, :ended_at, :reward, :metadata);
+INSERT INTO sessions (session_id, key_hash, created_at, run, status, ended_at, reward, metadata, reason, turn_rewards)
+VALUES (:session_id, :key_hash, :created_at, :run, :status, :ended_at, :reward, :metadata, :reason, :turn_rewards);
 
 -- name: end_session
--- The first end stays, and the first reward.
+-- The first end stays, and the first verdict; a reward that comes after a reason takes its place.
 UPDATE sessions
-SET status = 'ended', ended_at = COALESCE(ended_at, :ended_at), reward = COALESCE(reward, :reward)
+SET status = 'ended', ended_at = COALESCE(ended_at, :ended_at), reward = COALESCE(reward, :reward),
+    reason = CASE WHEN COALESCE(reward, :reward) IS NULL THEN COALESCE(reason, :reason) END,
+    turn_rewards = COALESCE(turn_rewards, :turn_rewards)
 WHERE session_id = :session_id
-RETURNING session_id, key_hash, created_at, run, status, ended_at, reward, metadata;
+RETURNING session_id, key_hash, created_at, run, status, ended_at, reward, metadata, reason, turn_rewards;
 
 -- name: session
-SELECT session_id, key_hash, created_at, run, status, ended_at, reward, metadata
+SELECT session_id, key_hash, created_at, run, status, ended_at, reward, metadata, reason, turn_rewards
 FROM sessions
 WHERE session_id = :session_id;
 
 -- name: session_by_key
-SELECT session_id, key_hash, created_at, run, status, ended_at, reward, metadata
+SELECT session_id, key_hash, created_at, run, status, ended_at, reward, metadata, reason, turn_rewards
 FROM sessions
 WHERE key_hash = :key_hash;
 
 -- name: newest_sessions
-SELECT session_id, key_hash, created_at, run, status, ended_at, reward, metadata
+SELECT session_id, key_hash, created_at, run, status, ended_at, reward, metadata, reason, turn_rewards
 FROM sessions
 ORDER BY created_at DESC, session_id DESC
 LIMIT :limit;
 
 -- name: sessions_before
-SELECT session_id, key_hash, created_at, run, status, ended_at, reward, metadata
+SELECT session_id, key_hash, created_at, run, status, ended_at, reward, metadata, reason, turn_rewards
 FROM sessions
 WHERE (created_at, session_id) < (:created_at, :session_id)
 ORDER BY created_at DESC, session_id DESC
@@ -45,14 +47,15 @@ SELECT data FROM blobs WHERE digest = :digest;
 
 -- name: insert_exchange
 INSERT INTO exchanges (
-    exchange_id, session_id, seq, base, shared_items, shared_tokens, items, fields, list_name, dialect, parent, role,
-    agent_id, status, finish_reason, started_at, first_token_at, ended_at, replica, continuation, branch_reason,
-    untrainable, delivered, logprob_kind, detail, prompt, sampled, logprobs, reply, reply_logprobs, routed_experts
+    exchange_id, session_id, seq, base, shared_items, shared_tokens, items, fields, list_name, dialect, parent,
+    status, finish_reason, started_at, first_token_at, ended_at, replica, continuation, branch_reason,
+    untrainable, delivered, logprob_kind, detail, prompt, sampled, logprobs, reply, reply_logprobs, routed_experts,
+    checksum
 ) VALUES (
     :exchange_id, :session_id, :seq, :base, :shared_items, :shared_tokens, :items, :fields, :list_name, :dialect,
-    :parent, :role, :agent_id, :status, :finish_reason, :started_at, :first_token_at, :ended_at, :replica,
+    :parent, :status, :finish_reason, :started_at, :first_token_at, :ended_at, :replica,
     :continuation, :branch_reason, :untrainable, :delivered, :logprob_kind, :detail, :prompt, :sampled, :logprobs,
-    :reply, :reply_logprobs, :routed_experts
+    :reply, :reply_logprobs, :routed_experts, :checksum
 );
 
 -- name: amend_exchange
@@ -60,9 +63,10 @@ UPDATE exchanges SET status = :status, delivered = :delivered WHERE exchange_id 
 
 -- name: next_exchange
 SELECT
-    exchange_id, session_id, seq, base, shared_items, shared_tokens, items, fields, list_name, dialect, parent, role,
-    agent_id, status, finish_reason, started_at, first_token_at, ended_at, replica, continuation, branch_reason,
-    untrainable, delivered, logprob_kind, detail, prompt, sampled, logprobs, reply, reply_logprobs, routed_experts
+    exchange_id, session_id, seq, base, shared_items, shared_tokens, items, fields, list_name, dialect, parent,
+    status, finish_reason, started_at, first_token_at, ended_at, replica, continuation, branch_reason,
+    untrainable, delivered, logprob_kind, detail, prompt, sampled, logprobs, reply, reply_logprobs, routed_experts,
+    checksum
 FROM exchanges
 WHERE session_id = :session_id AND seq > :after
 ORDER BY seq

@@ -16,7 +16,7 @@ from polar.errors import StoreError
 from polar.store.arrays import bytes_to_ids
 from polar.store.base import Exchange, Session
 from polar.store.difference import DIGEST_SIZE
-from polar.store.links import ALL, Link, context_link, cut, damaged, follow, token_link
+from polar.store.links import ALL, Link, context_link, cut, damaged, follow, load_context, token_link
 from polar.store.rows import ExchangeRow, FieldEntry, to_exchange, to_session
 from polar.store.sql import Connection, Queries
 
@@ -53,6 +53,9 @@ class Reader:
     def next_seq(self, session_id: str) -> int:
         found: int = self._db.execute(self._q.next_seq, {"session_id": session_id}).fetchone()[0]
         return found
+
+    def context(self, session_id: str, seq: int) -> Ids:
+        return load_context(self._db, self._q, session_id, seq)
 
     def exchanges(self, session_id: str) -> "SessionReading":
         return SessionReading(self._db, self._q, session_id)

@@ -14,11 +14,19 @@ from msgspec import Raw
 from polar.engines.base import Ids
 from polar.errors import StoreError
 from polar.store.arrays import NO_IDS, ids_to_bytes, shared_prefix
-from polar.store.base import Exchange, ExchangeStatus, Session
+from polar.store.base import Exchange, ExchangeStatus, Session, Verdict
+from polar.store.checksum import checksum
 from polar.store.difference import DIGEST_SIZE, Digester, Lineage
 from polar.store.links import cut, load_context
 from polar.store.lru import Lru
-from polar.store.rows import Difference, FieldEntry, exchange_parameters, session_parameters, to_session
+from polar.store.rows import (
+    Difference,
+    FieldEntry,
+    exchange_parameters,
+    session_parameters,
+    to_session,
+    turn_rewards_text,
+)
 from polar.store.sql import Connection, Queries
 
 INLINE_SIZE = 256
@@ -48,9 +56,16 @@ class Recorder:
         _check_reward(session.reward)
         self._db.execute(self._q.insert_session, session_parameters(session))
 
-    def end_session(self, session_id: str, ended_at: float, reward: float | None) -> Session | None:
-        _check_reward(reward)
-        parameters = {"session_id": session_id, "ended_at": ended_at, "reward": reward}
+    def end_session(self, session_id: str, ended_at: float, verdict: Verdict) -> Session | None:
+        for reward in (verdict.reward, *verdict.turn_rewards.values()):
+            _check_reward(reward)
+        parameters = {
+            "session_id": session_id,
+            "ended_at": ended_at,
+            "reward": verdict.reward,
+            "reason": verdict.reason,
+            "turn_rewards": turn_rewards_text(verdict.turn_rewards),
+        }
         rows = self._db.execute(self._q.end_session, parameters).fetchall()
         self.lineages.drop(session_id)
         return to_session(rows[0]) if rows else None
@@ -69,7 +84,7 @@ class Recorder:
         session_id, seq, items = exchange.session_id, exchange.seq, exchange.wire.items
         lineage = self.lineages.get(session_id) or self._load_lineage(session_id)
         self._touched.add(session_id)
-        digests = self._digester.items((session_id, exchange.agent_id), items)
+        digests = self._digester.items(session_id, items)
         base, parent, shared_items = lineage.match(seq, digests)
         new = digests[shared_items:]
         pieces: Pieces = list(zip(new, items[shared_items:], strict=True))
@@ -94,6 +109,7 @@ class Recorder:
             shared_tokens=shared_tokens,
             prompt=prompt,
         )
+        exchange.checksum = checksum(exchange)
         self._db.execute(self._q.insert_exchange, exchange_parameters(exchange, difference))
         self._insert_blobs(pieces)
         lineage.add(seq, exchange.exchange_id, base, shared_items, new, fields)

@@ -8,8 +8,9 @@ from msgspec import Struct, field
 
 from polar.dialects.base import Wire
 from polar.engines.base import Ids, LogprobKind, VersionSpan
+from polar.rendering.mark import ContextMark
 from polar.store.arrays import bytes_to_ids, bytes_to_logprobs, ids_to_bytes, logprobs_to_bytes
-from polar.store.base import Continuation, Exchange, ExchangeRole, ExchangeStatus, Session
+from polar.store.base import Continuation, Exchange, ExchangeStatus, Session
 from polar.types import FinishReason, Reply, Sampling, TokenLogprob, Usage
 
 
@@ -20,6 +21,8 @@ class Detail(Struct, omit_defaults=True):
     versions: list[VersionSpan] = field(default_factory=list)
     usage: Usage = field(default_factory=Usage)
     error: str | None = None
+    context: ContextMark | None = None
+    malformed: bool = False
 
 
 class SessionRow(Struct, array_like=True):
@@ -33,6 +36,8 @@ class SessionRow(Struct, array_like=True):
     ended_at: float | None
     reward: float | None
     metadata: str
+    reason: str | None
+    turn_rewards: str | None
 
 
 class ExchangeRow(Struct, array_like=True):
@@ -49,8 +54,6 @@ class ExchangeRow(Struct, array_like=True):
     list_name: str
     dialect: str
     parent: str | None
-    role: ExchangeRole
-    agent_id: str | None
     status: ExchangeStatus
     finish_reason: FinishReason | None
     started_at: float
@@ -69,6 +72,7 @@ class ExchangeRow(Struct, array_like=True):
     reply: str | None
     reply_logprobs: bytes | None
     routed_experts: bytes | None
+    checksum: bytes | None
 
 
 class FieldEntry(Struct, array_like=True):
@@ -95,7 +99,12 @@ _msgpack = msgspec.msgpack.Encoder()
 _detail = msgspec.json.Decoder(Detail)
 _reply = msgspec.json.Decoder(Reply)
 _metadata = msgspec.json.Decoder(dict[str, Any])
+_rewards = msgspec.json.Decoder(dict[str, float])
 _logprobs = msgspec.msgpack.Decoder(list[TokenLogprob])
+
+
+def turn_rewards_text(rewards: dict[str, float]) -> str | None:
+    return _json.encode(rewards).decode() if rewards else None
 
 
 def session_parameters(session: Session) -> dict[str, object]:
@@ -108,6 +117,8 @@ def session_parameters(session: Session) -> dict[str, object]:
         "ended_at": session.ended_at,
         "reward": session.reward,
         "metadata": _json.encode(session.metadata).decode(),
+        "reason": session.reason,
+        "turn_rewards": turn_rewards_text(session.turn_rewards),
     }
 
 
@@ -122,6 +133,8 @@ def to_session(row: Sequence[object]) -> Session:
         status=it.status,
         ended_at=it.ended_at,
         reward=it.reward,
+        reason=it.reason,
+        turn_rewards=_rewards.decode(it.turn_rewards) if it.turn_rewards else {},
     )
 
 
@@ -131,7 +144,14 @@ def exchange_parameters(exchange: Exchange, difference: Difference) -> dict[str,
         listed = _msgpack.encode(reply.logprobs)
         reply = msgspec.structs.replace(reply, logprobs=None)
     detail = Detail(
-        exchange.params, exchange.hints, exchange.sampling, exchange.versions, exchange.usage, exchange.error
+        exchange.params,
+        exchange.hints,
+        exchange.sampling,
+        exchange.versions,
+        exchange.usage,
+        exchange.error,
+        exchange.context,
+        exchange.malformed,
     )
     return {
         "exchange_id": exchange.exchange_id,
@@ -145,8 +165,6 @@ def exchange_parameters(exchange: Exchange, difference: Difference) -> dict[str,
         "list_name": exchange.wire.list_name,
         "dialect": exchange.dialect,
         "parent": difference.parent,
-        "role": exchange.role,
-        "agent_id": exchange.agent_id,
         "status": exchange.status,
         "finish_reason": exchange.finish_reason,
         "started_at": exchange.started_at,
@@ -165,6 +183,7 @@ def exchange_parameters(exchange: Exchange, difference: Difference) -> dict[str,
         "reply": None if reply is None else _json.encode(reply).decode(),
         "reply_logprobs": listed,
         "routed_experts": exchange.routed_experts,
+        "checksum": exchange.checksum,
     }
 
 
@@ -200,8 +219,9 @@ def to_exchange(it: ExchangeRow, wire: Wire, prompt_ids: Ids | None) -> Exchange
         continuation=it.continuation,
         branch_reason=it.branch_reason,
         untrainable=it.untrainable,
-        role=it.role,
-        agent_id=it.agent_id,
         routed_experts=it.routed_experts,
         parent=it.parent,
+        context=detail.context,
+        malformed=detail.malformed,
+        checksum=it.checksum,
     )

@@ -5,7 +5,7 @@ CREATE TABLE polar_schema (
     version BIGINT NOT NULL
 );
 
-INSERT INTO polar_schema (version) VALUES (1);
+INSERT INTO polar_schema (version) VALUES (2);
 
 CREATE TABLE sessions (
     session_id TEXT NOT NULL PRIMARY KEY,
@@ -15,7 +15,9 @@ CREATE TABLE sessions (
     status TEXT NOT NULL,
     ended_at DOUBLE PRECISION,
     reward DOUBLE PRECISION,
-    metadata TEXT NOT NULL  -- JSON
+    metadata TEXT NOT NULL,  -- JSON
+    reason TEXT,  -- why there is no reward
+    turn_rewards TEXT  -- JSON, by exchange id
 );
 
 CREATE INDEX sessions_by_age ON sessions (created_at, session_id);
@@ -43,8 +45,6 @@ CREATE TABLE exchanges (
     list_name TEXT NOT NULL,
     dialect TEXT NOT NULL,
     parent TEXT,
-    role TEXT NOT NULL,
-    agent_id TEXT,
     status TEXT NOT NULL,
     finish_reason TEXT,
     started_at DOUBLE PRECISION NOT NULL,
@@ -56,13 +56,14 @@ CREATE TABLE exchanges (
     untrainable TEXT,
     delivered BIGINT NOT NULL,
     logprob_kind TEXT NOT NULL,
-    detail TEXT NOT NULL,  -- JSON: params, hints, sampling, versions, usage, error
+    detail TEXT NOT NULL,  -- JSON: params, hints, sampling, versions, usage, error, context, malformed
     prompt BYTEA,  -- int32, little-endian
     sampled BYTEA,  -- int32, little-endian
     logprobs BYTEA,  -- float32, little-endian, as reported: NaN and infinities included
     reply TEXT,  -- JSON, without the log-probabilities that the harness asked for
     reply_logprobs BYTEA,  -- MessagePack (JSON has no NaN)
     routed_experts BYTEA,
+    checksum BYTEA,  -- checksum.py
     UNIQUE (session_id, seq),
     FOREIGN KEY (session_id, base) REFERENCES exchanges (session_id, seq)
 );

@@ -11,13 +11,14 @@ from functools import cache
 from importlib.resources import files
 from typing import Any, Literal, Protocol
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 
 Style = Literal["named", "pyformat"]
 """`:name` (sqlite3) or `%(name)s` (psycopg)."""
 
 _NAME = re.compile(r"^-- name: *(\w+) *\n", re.MULTILINE)
-_COMMENT = re.compile(r"--(?! name:)[^\n]*")
+_MIGRATION = re.compile(r"^-- from: *(\d+) *\n", re.MULTILINE)
+_COMMENT = re.compile(r"--(?! name:| from:)[^\n]*")
 _PARAMETER = re.compile(r"(?<!:):([a-z_]+)")  # not the type in a cast, x::text
 
 
@@ -71,6 +72,15 @@ def queries(style: Style) -> Queries:
 def schema() -> list[str]:
     """The statements that make an empty database ours."""
     return [text for statement in _read("schema.sql").split(";") if (text := statement.strip())]
+
+
+def migrations() -> dict[int, list[str]]:
+    """For each version, the statements that make it the next one."""
+    _, *parts = _MIGRATION.split(_read("migrations.sql"))
+    return {
+        int(version): [text for statement in body.split(";") if (text := statement.strip())]
+        for version, body in zip(parts[::2], parts[1::2], strict=True)
+    }
 
 
 def _read(name: str) -> str:

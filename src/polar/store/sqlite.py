@@ -12,15 +12,14 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Literal, TypeVar
 
-import msgspec
-
+from polar.engines.base import Ids
 from polar.errors import StoreError
-from polar.store.base import Exchange, ExchangeStatus, Session
+from polar.store.base import Exchange, ExchangeStatus, Session, Verdict
 from polar.store.group_commit import GroupCommit, closed
 from polar.store.links import damaged
 from polar.store.reading import Reader
 from polar.store.recorder import Recorder
-from polar.store.sql import SCHEMA_VERSION, Queries, queries, schema
+from polar.store.sql import SCHEMA_VERSION, Queries, migrations, queries, schema
 
 T = TypeVar("T")
 
@@ -84,8 +83,8 @@ class SqliteStore:
     async def create_session(self, session: Session) -> None:
         await self._writing.submit(lambda: self._recorder.create_session(session))
 
-    async def end_session(self, session_id: str, *, ended_at: float, reward: float | None) -> Session | None:
-        return await self._writing.submit(lambda: self._recorder.end_session(session_id, ended_at, reward))
+    async def end_session(self, session_id: str, *, ended_at: float, verdict: Verdict) -> Session | None:
+        return await self._writing.submit(lambda: self._recorder.end_session(session_id, ended_at, verdict))
 
     async def append(self, exchange: Exchange) -> None:
         exchange.parent = await self._writing.submit(lambda: self._recorder.append(exchange))
@@ -113,6 +112,9 @@ class SqliteStore:
         while (exchange := await self._read(reading.next)) is not None:
             yield exchange
 
+    async def context(self, session_id: str, seq: int) -> Ids:
+        return await self._read(lambda: self._reader.context(session_id, seq))
+
     async def next_seq(self, session_id: str) -> int:
         return await self._read(lambda: self._reader.next_seq(session_id))
 
@@ -130,7 +132,7 @@ class SqliteStore:
             return await asyncio.get_running_loop().run_in_executor(self._reading, work)
         except sqlite3.Error as error:
             raise _explain(error, self._path) from error
-        except msgspec.MsgspecError as error:
+        except ValueError as error:  # msgspec's among them
             raise damaged(f"{self._path}: {error}") from error
 
 
@@ -178,12 +180,28 @@ def _check_schema(connection: sqlite3.Connection, named: Queries, path: Path) ->
         connection.execute("COMMIT")
     if "polar_schema" not in _tables(connection):
         raise StoreError(f"{path} is a database, but not one of Polar's; choose another path.")
+    _migrate(connection, named)
     version = connection.execute(named.schema_version).fetchone()[0]
     if version != SCHEMA_VERSION:
         raise StoreError(
             f"{path} has schema version {version}, and this Polar knows version {SCHEMA_VERSION}; "
             f"use the Polar that wrote it, or another path."
         )
+
+
+def _migrate(connection: sqlite3.Connection, named: Queries) -> None:
+    steps = migrations()
+    if connection.execute(named.schema_version).fetchone()[0] not in steps:
+        return
+    connection.execute("BEGIN IMMEDIATE")
+    try:
+        while (version := connection.execute(named.schema_version).fetchone()[0]) in steps:
+            for statement in steps[version]:
+                connection.execute(statement)
+        connection.execute("COMMIT")
+    except BaseException:
+        connection.execute("ROLLBACK")
+        raise
 
 
 def _set_durability(connection: sqlite3.Connection, durability: Durability, path: Path) -> None:

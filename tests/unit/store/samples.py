@@ -57,8 +57,6 @@ def exchange(session_id: str, seq: int, items: list[bytes], **changes: object) -
         continuation="recorded",
         branch_reason="edited",
         untrainable="nan_logprobs",
-        role="subagent",
-        agent_id="agent-1",
         routed_experts=b"\x00\x01",
     )
     return msgspec.structs.replace(known, **changes)
@@ -106,6 +104,7 @@ def fingerprint(exchange: Exchange) -> dict[str, object]:
     for name, array in (("prompt_ids", exchange.prompt_ids), ("sampled_ids", exchange.sampled_ids)):
         values[name] = None if array is None else (array.dtype, array.tobytes())
     values["logprobs"] = None if exchange.logprobs is None else (exchange.logprobs.dtype, exchange.logprobs.tobytes())
+    del values["checksum"]  # the store's own
     it = exchange.wire
     fields = [(name, bytes(raw)) for name, raw in it.fields.items()]
     values["wire"] = (fields, it.list_name, [bytes(item) for item in it.items])

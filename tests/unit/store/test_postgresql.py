@@ -9,9 +9,10 @@ from typing import Any
 import psycopg
 import pytest
 
+from polar.store.base import Verdict
 from polar.store.reading import Reader
 from polar.store.recorder import Recorder
-from polar.store.sql import Queries, queries, schema
+from polar.store.sql import SCHEMA_VERSION, Queries, queries, schema
 from polar.store.sqlite import MEMORY
 from tests.unit.store.samples import conversation, exchange, fingerprint, session
 
@@ -56,8 +57,8 @@ def test_everything_runs_on_postgresql(server: str) -> None:
         assert [it.session_id for it in reader.sessions(2, None)] == ["u", "t"]
         assert [it.session_id for it in reader.sessions(2, "t")] == ["s"]
         ended = session("u", created_at=3.0, status="ended", ended_at=4.0, reward=0.5)
-        assert recorder.end_session("u", 4.0, None) is not None
-        assert recorder.end_session("u", 5.0, 0.5) == ended
+        assert recorder.end_session("u", 4.0, Verdict()) is not None
+        assert recorder.end_session("u", 5.0, Verdict(0.5)) == ended
         assert reader.session("u") == ended
 
         turns = list(conversation("s", 30))
@@ -79,5 +80,5 @@ def test_everything_runs_on_postgresql(server: str) -> None:
         reading = reader.exchanges("s")
         assert [fingerprint(it) for it in iter(reading.next, None)] == [fingerprint(it) for it in turns + forks]
 
-        assert db.execute(named.schema_version, {}).fetchone() == (1,)
+        assert db.execute(named.schema_version, {}).fetchone() == (SCHEMA_VERSION,)
         assert db.ran == {getattr(named, field.name) for field in fields(Queries)}

@@ -11,7 +11,7 @@ import pytest_asyncio
 
 from polar.errors import StoreError
 from polar.store import open_store
-from polar.store.base import Exchange, Store
+from polar.store.base import Exchange, Store, Verdict
 from polar.store.sqlite import SqliteStore
 from tests import captures
 from tests.unit.store.samples import conversation, exchange, fingerprint, session, wire
@@ -64,21 +64,21 @@ async def test_sessions_are_listed_newest_first_in_pages(store: SqliteStore) -> 
 
 async def test_the_first_end_stays_and_a_reward_may_be_added(store: SqliteStore) -> None:
     await store.create_session(session("s"))
-    ended = await store.end_session("s", ended_at=7.0, reward=None)
+    ended = await store.end_session("s", ended_at=7.0, verdict=Verdict())
     assert ended == session("s", status="ended", ended_at=7.0)
-    await store.end_session("s", ended_at=8.0, reward=0.25)
-    assert await store.end_session("s", ended_at=9.0, reward=1.0) == session(
+    await store.end_session("s", ended_at=8.0, verdict=Verdict(0.25))
+    assert await store.end_session("s", ended_at=9.0, verdict=Verdict(1.0)) == session(
         "s", status="ended", ended_at=7.0, reward=0.25
     )
     assert await store.session("s") == session("s", status="ended", ended_at=7.0, reward=0.25)
-    assert await store.end_session("nobody", ended_at=1.0, reward=None) is None
+    assert await store.end_session("nobody", ended_at=1.0, verdict=Verdict()) is None
 
 
 async def test_a_reward_is_a_number(store: SqliteStore) -> None:
     await store.create_session(session("s"))
     for reward in (float("nan"), float("inf")):
         with pytest.raises(StoreError, match="finite"):
-            await store.end_session("s", ended_at=1.0, reward=reward)
+            await store.end_session("s", ended_at=1.0, verdict=Verdict(reward))
 
 
 async def test_keys_are_used_once(store: SqliteStore) -> None:

@@ -69,7 +69,6 @@ def made(plan: list[Step], seqs: list[int]) -> list[Exchange]:
                 wire=wire(own, **FIELDS[step.fields]),
                 prompt_ids=None if prompt is None else array(prompt),
                 sampled_ids=None if step.sampled is None else array(step.sampled),
-                agent_id=step.agent,
             )
         )
         items.append(own)

@@ -7,7 +7,7 @@ from msgspec import Struct
 
 from polar.config import EngineSettings
 from polar.engines.scripted.play import Plays
-from polar.engines.scripted.server import ScriptedServer
+from polar.engines.scripted.server import TOKENIZER, ScriptedServer
 from polar.engines.vllm import VllmEngine
 from polar.errors import ConfigError
 
@@ -19,6 +19,10 @@ class _Log(Struct):
 class ScriptedEngine(VllmEngine):
     async def running(self) -> int | None:
         return msgspec.json.decode(await self._http.request("GET", "/scripted/log"), type=_Log).running
+
+    def tokenizer_folder(self) -> str:
+        """The server's own, where it was launched from these settings; the one that comes with it, where it wasn't."""
+        return str(self._settings.tokenizer or self._settings.options.get("tokenizer") or TOKENIZER)
 
     @staticmethod
     async def launch(settings: EngineSettings) -> ScriptedServer:

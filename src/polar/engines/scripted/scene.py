@@ -20,7 +20,7 @@ from polar.rendering.template import ChatMessage
 from polar.rendering.tokenizer import Ids, Tokenizer
 
 _SELECTS = re.compile(r"\bPLAY:([\w.-]+)")
-_TOOLS = re.compile(r"<tools>\n(.*?)\n?</tools>", re.DOTALL)
+_TOOLS = re.compile(r"<tools>\n")
 _RESULT = re.compile(r"<tool_response>.*?</tool_response>", re.DOTALL)
 _ASSISTANT = "assistant"
 _TURNS_REMEMBERED = 8192
@@ -95,10 +95,12 @@ class Scenes:
 
 
 def _listed_tools(system: str) -> list[OfferedTool]:
-    found = _TOOLS.search(system)
-    if found is None:
-        return []
-    try:
-        return offered_tools([json.loads(line) for line in found.group(1).splitlines()])
-    except ValueError:
-        return []  # a system prompt that has such an element of its own
+    """The last list there is: a system prompt may have such an element of its own before it."""
+    for before in reversed(list(_TOOLS.finditer(system))):
+        listed, end, _ = system[before.end() :].partition("</tools>")
+        try:
+            if end and (found := offered_tools([json.loads(line) for line in listed.splitlines()])):
+                return found
+        except ValueError:
+            continue
+    return []

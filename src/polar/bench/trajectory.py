@@ -1,0 +1,294 @@
+"""`polar bench trajectory`: how fast tokens go into the tree, and what a session costs on disk.
+
+    tree_rates     whole sequences into the token tree on one core, against TRL's and AReaL's on the same data
+    stored_bytes   sessions of 10 to 200 turns in a real store
+
+Figures are CPU seconds, the best of several rounds, so that other work on the machine shows as little as can be.
+"""
+
+import asyncio
+import os
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import msgspec
+import numpy as np
+from msgspec import Struct, field
+
+from polar.bench import calls
+from polar.bench.client import BenchError
+from polar.dialects.base import Dialect
+from polar.plugins import load
+from polar.store.base import Exchange, Session
+from polar.store.sqlite import SqliteStore
+from polar.trajectory import builders
+from polar.trajectory.tree import token_tree
+from polar.trajectory.types import Ids, Sampled
+from polar.trajectory.types import Path as TokenPath
+from polar.types import Reply, Sampling, Text
+
+POLAR, POLAR_WHOLE = "Polar", "Polar, prefix_tree"
+PEERS = {"trl": "TRL", "areal": "AReaL"}
+_SCRIPT = Path(__file__).parent / "peers" / "tree_builders.py"
+_VOCABULARY = 150_000
+
+Progress = Callable[[str], None]
+
+
+class Plan(Struct, frozen=True):
+    """How much is measured."""
+
+    shapes: tuple[str, ...]
+    rounds: int = 7
+    turns: tuple[int, ...] = (10, 25, 50, 75, 100, 125, 150, 175, 200)
+
+
+class Rate(Struct):
+    """A shape's tokens into a tree, on one core."""
+
+    builder: str
+    shape: str
+    sequences: int
+    tokens: int  # of all sequences
+    unique: int  # of the tree
+    seconds: float
+
+    @property
+    def per_second(self) -> float:
+        return self.tokens / self.seconds
+
+
+class Stored(Struct):
+    """A session in the store's file."""
+
+    turns: int
+    unique: int  # tokens
+    tokens: int  # of all prompts and replies
+    stored: int  # bytes
+    whole: int  # bytes, if each call were stored whole: request, reply, ids and log-probabilities
+
+
+class Report(Struct):
+    rates: list[Rate] = field(default_factory=list)
+    versions: dict[str, str] = field(default_factory=dict)  # of the peers
+    absent: dict[str, str] = field(default_factory=dict)  # peers that were not measured, and why
+    stored: list[Stored] = field(default_factory=list)
+
+
+async def run(plan: Plan, peer_pythons: Sequence[Path], progress: Progress) -> Report:
+    """All measurements. A peer is measured in the first of the given interpreters that has it."""
+    report = Report()
+    # In a thread: these are long calculations. It alone is pinned to one core, and with it the peers that it starts.
+    with ThreadPoolExecutor(1) as worker:
+        await asyncio.get_running_loop().run_in_executor(worker, tree_rates, report, plan, peer_pythons, progress)
+    await stored_bytes(report, plan, progress)
+    return report
+
+
+# Tokens into the tree
+
+
+def tree_rates(report: Report, plan: Plan, peer_pythons: Sequence[Path], progress: Progress) -> None:
+    """Pins the calling thread to one core."""
+    os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
+    with tempfile.TemporaryDirectory(prefix="polar-bench-") as name:
+        sizes = {}
+        for shape in plan.shapes:
+            progress(f"tokens into the tree, {shape}")
+            paths = SHAPES[shape](np.random.default_rng(0))
+            report.rates += _own_rates(shape, paths, plan.rounds)
+            sizes[shape] = report.rates[-1]
+            sequences = [np.concatenate([path.prompt, path.sampled]) for path in paths]
+            np.save(Path(name) / f"{shape}.ids.npy", np.concatenate(sequences))
+            np.save(Path(name) / f"{shape}.lengths.npy", np.array([len(it) for it in sequences]))
+        for peer in PEERS:
+            progress(f"tokens into the tree, {PEERS[peer]}")
+            _peer_rates(report, peer, Path(name), sizes, peer_pythons)
+
+
+def _own_rates(shape: str, paths: list[TokenPath], rounds: int) -> Iterator[Rate]:
+    tokens = sum(len(path.prompt) + len(path.sampled) for path in paths)
+    session = [Sampled("bench", paths)]
+    unique = token_tree(paths).tokens
+    for builder, build in (
+        (POLAR, lambda: token_tree(paths)),
+        (POLAR_WHOLE, lambda: builders.prefix_tree(session)),
+    ):
+        seconds = min(_thread_seconds(build) for _ in range(rounds))
+        yield Rate(builder, shape, len(paths), tokens, unique, seconds)
+
+
+def _thread_seconds(work: Callable[[], object]) -> float:
+    began = time.thread_time()
+    work()
+    return time.thread_time() - began
+
+
+class _Answer(Struct):
+    version: str
+    shape: str
+    seconds: float
+    unique: int
+
+
+def _peer_rates(report: Report, peer: str, folder: Path, sizes: dict[str, Rate], pythons: Sequence[Path]) -> None:
+    name = PEERS[peer]
+    report.absent[name] = f"name an interpreter that has {peer} with --peer-python"
+    for python in pythons:
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "TRL_EXPERIMENTAL_SILENCE": "1", "HF_HUB_OFFLINE": "1"}
+        argv = [str(python), str(_SCRIPT), peer, str(folder)]
+        try:
+            done = subprocess.run(argv, capture_output=True, text=True, env=environment, check=False)
+        except OSError as error:
+            report.absent[name] = f"{python}: {error.strerror}"
+            continue
+        if done.returncode:
+            reason = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
+            report.absent[name] = f"{python}: {reason}"
+            continue
+        for answer in (msgspec.json.decode(line, type=_Answer) for line in done.stdout.splitlines()):
+            ours = sizes[answer.shape]
+            _check_peer(name, ours, answer.unique)
+            report.versions[name] = answer.version
+            report.rates.append(Rate(name, answer.shape, ours.sequences, ours.tokens, answer.unique, answer.seconds))
+        del report.absent[name]
+        return
+
+
+def _check_peer(name: str, ours: Rate, unique: int) -> None:
+    """The figures are those of the same tree, or there are none. TRL's has one more token at the end of each sequence
+    and of each branch."""
+    if not ours.unique <= unique <= ours.unique + 3 * ours.sequences:
+        raise BenchError(f"{name} made a tree of {unique} tokens of {ours.shape}; Polar's has {ours.unique}.")
+
+
+# Sessions of agents, as tokens
+
+
+def _session(
+    rng: np.random.Generator,
+    turns: int,
+    tokens: int,
+    *,
+    prompt: Ids | None = None,
+    drops_thinking: bool = False,
+    subagents: int = 0,
+) -> list[TokenPath]:
+    """A conversation that grows to about `tokens`: a third of each turn is sampled, the rest are results of tools. With
+    thinking dropped, later prompts lack the first half of what was sampled. Sub-agents begin with the first part of the
+    system prompt and take turns with the main agent."""
+    beginning = _ids(rng, tokens // 10) if prompt is None else prompt
+    growth = (tokens - len(beginning)) // turns
+    contexts = [beginning]
+    paths: list[TokenPath] = []
+    for turn in range(turns):
+        for agent, context in enumerate(contexts):
+            sampled = _ids(rng, growth // 3)
+            paths.append(_path(len(paths), context, sampled))
+            echoed = sampled[len(sampled) // 2 :] if drops_thinking else sampled
+            contexts[agent] = np.concatenate([context, echoed, _ids(rng, growth - len(sampled))])
+        if len(contexts) <= subagents and turn % 10 == 0:
+            contexts.append(np.concatenate([beginning[: len(beginning) // 2], _ids(rng, 500)]))
+    return paths
+
+
+def _group(rng: np.random.Generator) -> list[TokenPath]:
+    prompt = _ids(rng, 8_000)
+    return [path for _ in range(16) for path in _session(rng, 40, 40_000, prompt=prompt)]
+
+
+def _siblings(rng: np.random.Generator) -> list[TokenPath]:
+    prompt = _ids(rng, 8_000)
+    return [_path(number, prompt.copy(), _ids(rng, 300)) for number in range(1_000)]
+
+
+def _shuffled(rng: np.random.Generator) -> list[TokenPath]:
+    paths = _session(rng, 100, 60_000, drops_thinking=True)
+    return [paths[index] for index in rng.permutation(len(paths))]
+
+
+SHAPES: dict[str, Callable[[np.random.Generator], list[TokenPath]]] = {
+    "20 turns to 30k": lambda rng: _session(rng, 20, 30_000),
+    "200 turns to 100k": lambda rng: _session(rng, 200, 100_000),
+    "200 turns to 100k, thinking dropped": lambda rng: _session(rng, 200, 100_000, drops_thinking=True),
+    "100 turns to 60k, 4 sub-agents": lambda rng: _session(rng, 100, 60_000, subagents=4),
+    "100 turns to 60k, thinking dropped, shuffled": _shuffled,
+    "group of 16, 40 turns to 40k each": _group,
+    "1000 siblings after 8k": _siblings,
+}
+FULL = Plan(tuple(SHAPES))
+QUICK = Plan(("20 turns to 30k", "100 turns to 60k, thinking dropped, shuffled"), rounds=3, turns=(10, 50, 100))
+
+
+def _ids(rng: np.random.Generator, count: int) -> Ids:
+    return rng.integers(0, _VOCABULARY, count, dtype=np.int32)
+
+
+def _path(seq: int, prompt: Ids, sampled: Ids) -> TokenPath:
+    logprobs, versions = np.zeros(len(sampled), np.float32), np.zeros(len(sampled), np.int32)
+    return TokenPath("bench", f"x{seq}", seq, prompt, sampled, logprobs, versions, len(sampled))
+
+
+# Bytes on disk
+
+
+async def stored_bytes(report: Report, plan: Plan, progress: Progress) -> None:
+    progress(f"bytes of a session of {plan.turns[0]} to {plan.turns[-1]} turns")
+    exchanges, wholes = _conversation(max(plan.turns))
+    with tempfile.TemporaryDirectory(prefix="polar-bench-") as name:
+        for turns in plan.turns:
+            path = Path(name) / f"{turns}.db"
+            store = SqliteStore.open(path)
+            await store.create_session(Session("bench", b"bench", 0.0))
+            for exchange in exchanges[:turns]:
+                await store.append(exchange)
+            await store.close()
+            lengths = [_length(exchange) for exchange in exchanges[:turns]]
+            whole = sum(wholes[:turns])
+            report.stored.append(Stored(turns, lengths[-1], sum(lengths), path.stat().st_size, whole))
+
+
+def _conversation(turns: int) -> tuple[list[Exchange], list[int]]:
+    """A coding agent's session, call by call, and the bytes of each call as it went over the wire."""
+    rng = np.random.default_rng(0)
+    dialect: Dialect = load("dialects", "openai_chat")()
+    context = _ids(rng, calls.S.prompt_tokens // 2)
+    exchanges, wholes = [], []
+    for seq in range(turns):
+        sampled = _ids(rng, calls.S.sampled_tokens)
+        text = calls.reply_text(calls.S, seq)
+        body = calls.template(calls.S, seq).body(calls.nonce(1))
+        exchange = Exchange(
+            exchange_id=f"x{seq}",
+            session_id="bench",
+            seq=seq,
+            dialect="openai_chat",
+            params={},
+            hints={},
+            wire=dialect.split(body),
+            status="complete",
+            started_at=float(seq),
+            ended_at=seq + 0.5,
+            reply=Reply(f"x{seq}", "bench", 0, [Text(text)]),
+            prompt_ids=context,
+            sampled_ids=sampled,
+            logprobs=rng.random(len(sampled), np.float32) - 1,
+            logprob_kind="raw",
+            delivered=len(sampled),
+            sampling=Sampling(temperature=1.0),
+            finish_reason="stop",
+        )
+        exchanges.append(exchange)
+        wholes.append(len(body) + len(text) + 4 * _length(exchange) + 4 * len(sampled))
+        context = np.concatenate([context, sampled, _ids(rng, 700)])
+    return exchanges, wholes
+
+
+def _length(exchange: Exchange) -> int:
+    assert exchange.prompt_ids is not None
+    assert exchange.sampled_ids is not None
+    return len(exchange.prompt_ids) + len(exchange.sampled_ids)

@@ -1,0 +1,197 @@
+"""polar export: sessions as a trainer's own code takes them."""
+
+import asyncio
+import os
+import re
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import datetime
+from pathlib import Path
+from typing import Any, BinaryIO, get_args
+
+import click
+import msgspec
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+from polar.cli.common import json_option, load_settings, run, settings_options
+from polar.config import Settings
+from polar.errors import ConfigError
+from polar.export.base import Exporter
+from polar.export.pipeline import Builder, Selection, Tally, export, items
+from polar.plugins import load, names
+from polar.store import open_store
+from polar.trajectory.types import ExchangeRole
+
+_BUILDER = "prefix_merging"
+_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 604_800}
+_QUIET_S = 2.0
+"""An export that takes longer shows how far it is."""
+
+
+@click.command("export")
+@settings_options
+@click.option("--format", "format_name", required=True, metavar="F", help="polar, slime, verl, parquet, ...")
+@click.option("--builder", metavar="B", help=f"per_request or prefix_merging [default: {_BUILDER}]")
+@click.option("--session", "sessions", multiple=True, metavar="ID", help="only this one (may be repeated)")
+@click.option("--min-reward", type=float, metavar="R", help="only sessions of this reward or more")
+@click.option("--role", "roles", multiple=True, type=click.Choice(get_args(ExchangeRole)), help="train only these")
+@click.option("--since", metavar="TIME", help="only sessions begun since: 2026-01-31, 2026-01-31T12:00, 90m, 12h, 7d")
+@click.option("-o", "--output", type=click.Path(path_type=Path, dir_okay=False), help="a file [default: stdout]")
+@json_option
+def command(
+    config_path: Path | None,
+    data: Path,
+    format_name: str,
+    builder: str | None,
+    sessions: tuple[str, ...],
+    min_reward: float | None,
+    roles: tuple[ExchangeRole, ...],
+    since: str | None,
+    output: Path | None,
+    as_json: bool,
+) -> None:
+    """Export sessions in a trainer's format, newest first.
+
+    With --role, tokens of other roles do not train (they are context at most), and weights are shares of what is left.
+    What can't be exported is counted on stderr, with the reason.
+    """
+    selection = Selection(sessions, None if since is None else moment(since, time.time()), min_reward, frozenset(roles))
+    exporter: Exporter = load("exporters", format_name)()
+    build = _builder(builder, exporter)
+    if exporter.binary and output is None and sys.stdout.isatty():
+        raise ConfigError(f"{format_name} is binary: name a file with -o.")
+    tally = run(_export(load_settings(config_path), data, exporter, build, selection, output))
+    _report(exporter, tally, output, as_json=as_json)
+    if not exporter.rows:
+        why = "all that was found had to be left out" if tally.left_out else "no session fits what was asked for"
+        raise ConfigError(f"Nothing was exported from {data}: {why}.")
+
+
+def _builder(name: str | None, exporter: Exporter) -> Builder:
+    if "tree" in exporter.needs:
+        if name not in (None, "prefix_tree"):
+            raise ConfigError(f"The format {exporter.name} is a tree; leave --builder {name} out.")
+        name = _BUILDER
+    elif name == "prefix_tree":
+        raise ConfigError(f"prefix_tree builds no traces, and {exporter.name} needs them: use --format tree.")
+    name = name or _BUILDER
+    if name not in names("builders"):
+        raise ConfigError(f"There is no builder {name!r}; known: {', '.join(names('builders'))}.")
+    build: Builder = load("builders", name)
+    return build
+
+
+def moment(said: str, now: float) -> float:
+    """Unix seconds of a time (local, where it names no zone), or of a duration before now."""
+    if duration := re.fullmatch(r"(\d+(?:\.\d+)?)([smhdw])", said.strip()):
+        return now - float(duration[1]) * _SECONDS[duration[2]]
+    try:
+        return datetime.fromisoformat(said.strip()).timestamp()
+    except ValueError as error:
+        raise ConfigError(
+            f"--since {said!r} is no time (2026-01-31, 2026-01-31T12:00) and no duration (90m, 12h, 7d)."
+        ) from error
+
+
+async def _export(
+    settings: Settings, data: Path, exporter: Exporter, build: Builder, selection: Selection, output: Path | None
+) -> Tally:
+    database = data / "polar.db"
+    if settings.store.url is None and not database.exists():
+        raise ConfigError(f"Nothing has been captured in {data} yet: try `polar capture -- YOUR-AGENT`.")
+    store = open_store(settings.store.url or f"sqlite:{database}", settings.store.durability)
+    tally = Tally()
+    try:
+        with _written(output, exporter) as file:
+            progress = asyncio.create_task(_progress(tally, file, len(selection.sessions) or None))
+            try:
+                found = items(store, selection, exporter.needs, build, tally)
+                await export(found, exporter, file.write)
+            finally:
+                progress.cancel()
+                await asyncio.gather(progress, return_exceptions=True)
+    finally:
+        await store.close()
+    return tally
+
+
+class _Counted:
+    """A file, and how much went into it."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self.size = 0
+
+    def write(self, data: bytes) -> None:
+        self._file.write(data)
+        self.size += len(data)
+
+
+@contextmanager
+def _written(output: Path | None, exporter: Exporter) -> Iterator[_Counted]:
+    """A file appears under its name when it is whole, and only if there is something in it."""
+    if output is None:
+        try:
+            yield _Counted(sys.stdout.buffer)
+            sys.stdout.buffer.flush()
+        except BrokenPipeError:
+            # Whoever read it has gone. Python would complain once more when it closes stdout.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            raise ConfigError("The export was cut short: its reader went away.") from None
+        return
+    partial = output.with_name(f".{output.name}.{os.getpid()}.partial")
+    try:
+        with partial.open("wb") as file:
+            yield _Counted(file)
+            file.flush()
+            os.fsync(file.fileno())
+        if exporter.rows:
+            partial.replace(output)
+    except OSError as error:
+        raise ConfigError(f"Can't write {output}: {error.strerror}.") from error
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+async def _progress(tally: Tally, file: _Counted, total: int | None) -> None:
+    await asyncio.sleep(_QUIET_S)
+    columns = (BarColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("", total=total)
+        while True:
+            done = f"{tally.sessions} sessions, {file.size / 1e6:.1f} MB"
+            bar.update(task, completed=tally.sessions, description=done)
+            await asyncio.sleep(0.2)
+
+
+def _report(exporter: Exporter, tally: Tally, output: Path | None, *, as_json: bool) -> None:
+    if as_json:
+        summary: dict[str, Any] = {
+            "format": exporter.name,
+            "sessions": tally.sessions,
+            "rows": exporter.rows,
+            "tokens": tally.tokens,
+            "left_out": tally.left_out,
+            "without_pictures": tally.pictures,
+            "other_roles": tally.other_roles,
+            "unfit": exporter.left_out,
+            "output": None if output is None else str(output),
+        }
+        click.echo(msgspec.json.encode(summary), err=output is None)
+        return
+    for line in tally.lines():
+        click.echo(line, err=True)
+    for reason, count in exporter.left_out.items():
+        click.echo(f"{exporter.name} can't hold: {reason} x {count}", err=True)
+    if not exporter.rows:
+        return
+    where = "" if output is None else f" to {output}"
+    counted = f"{_count(tally.sessions, 'session')}, {_count(exporter.rows, 'row')}"
+    click.echo(f"Exported {counted}, {_count(tally.tokens, 'trainable token')}{where}.", err=True)
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

@@ -1,0 +1,232 @@
+"""A session as a tree for people. A call hangs under the one that it goes on from.
+
+Drawn like that alone, a conversation of 200 turns would be 200 levels deep. So a conversation runs straight down one
+level; where it forks, the branch with the most calls runs on, and the others hang below the call that they leave. In a
+long run, calls in which nothing happens are summed up in one line.
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+
+from msgspec import Struct
+from rich.text import Text as Styled
+from rich.tree import Tree
+
+from polar.cli.show_tokens import TokenView, visible
+from polar.errors import ApiError
+from polar.plugins import load
+from polar.store.base import Exchange, Session
+from polar.trajectory.types import Path
+from polar.types import Message, Part, Reasoning, Text, ToolCall, ToolResult
+
+_STATUS = {"complete": "green", "partial": "yellow", "failed": "red"}
+_WIDTH = 160
+
+
+class _Call(Struct):
+    exchange: Exchange
+    path: Path | None  # None where nothing was sampled
+    parent: Exchange | None
+    turn_reward: float | None
+    runs_on: "_Call | None" = None
+    branches: list["_Call"] = []
+    size: int = 1  # of its subtree, in calls
+
+    @property
+    def incident(self) -> bool:
+        """Something that a person would want to see."""
+        it = self.exchange
+        return bool(
+            self.branches or it.error or it.malformed or it.status != "complete" or self.turn_reward is not None
+        )
+
+    @property
+    def kind(self) -> tuple[object, ...]:
+        """Equal for calls that are like each other; where it changes, one wants to see it."""
+        it, path = self.exchange, self.path
+        role = None if path is None else (path.role, path.agent_id)
+        versions = {span.version for span in it.versions}
+        return it.continuation, it.branch_reason, it.untrainable, role, versions
+
+
+def tree(
+    session: Session,
+    exchanges: Sequence[Exchange],
+    paths: Sequence[Path],
+    tokens: TokenView | None = None,
+    limit: int = 0,
+) -> Tree:
+    """`limit`: how many calls of a run are shown at least, if there are more and nothing happens in them; 0: all."""
+    roots = _forest(session, exchanges, {path.exchange_id: path for path in paths})
+    root = Tree(_summary(session, exchanges, paths))
+    for first in roots:
+        _hang(root, first, tokens, limit, nested=len(roots) > 1)
+    return root
+
+
+def _hang(place: Tree, first: _Call, tokens: TokenView | None, limit: int, *, nested: bool) -> None:
+    """A run of calls below `place`; a nested one below its own first call. At a fork the larger half runs on, so this
+    goes no deeper than the logarithm of the calls."""
+    for call in _run(first, limit):
+        if isinstance(call, Styled):
+            place.add(call)
+            continue
+        node = place.add(_headline(call))
+        for line in _lines(call, tokens):
+            node.add(line)
+        for branch in call.branches:
+            _hang(node, branch, tokens, limit, nested=True)
+        if nested and call is first:
+            place = node
+
+
+def _forest(session: Session, exchanges: Sequence[Exchange], paths: Mapping[str, Path]) -> list[_Call]:
+    """The calls that go on from none; below them, each call knows which ones go on from it."""
+    calls: dict[str, _Call] = {}
+    roots: list[_Call] = []
+    for it in exchanges:
+        above = calls.get(it.parent or "")  # one that comes later, or is not there, is none
+        reward = session.turn_rewards.get(it.exchange_id)
+        call = _Call(it, paths.get(it.exchange_id), above.exchange if above else None, reward, branches=[])
+        calls[it.exchange_id] = call
+        (above.branches if above else roots).append(call)
+    for call in reversed(calls.values()):  # those below come before those above
+        call.size += sum(below.size for below in call.branches)
+        if call.branches:
+            call.runs_on = max(call.branches, key=lambda below: (below.size, below.exchange.seq))
+            call.branches.remove(call.runs_on)
+    return roots
+
+
+def _run(first: _Call, limit: int) -> Iterator[_Call | Styled]:
+    run = [first]
+    while (following := run[-1].runs_on) is not None:
+        run.append(following)
+    edge = limit // 2
+    hidden: list[_Call] = []
+    for number, call in enumerate(run):
+        inner = limit and edge <= number < len(run) - edge
+        if inner and not call.incident and call.kind == run[number - 1].kind:
+            hidden.append(call)
+            continue
+        yield from _summed_up(hidden)
+        hidden = []
+        yield call
+    yield from _summed_up(hidden)
+
+
+def _summed_up(hidden: list[_Call]) -> Iterator[_Call | Styled]:
+    if len(hidden) < 3:
+        yield from hidden
+        return
+    first, last = hidden[0].exchange, hidden[-1].exchange
+    sampled = sum(0 if call.exchange.sampled_ids is None else len(call.exchange.sampled_ids) for call in hidden)
+    said = f"… {len(hidden)} calls like these, #{first.seq} to #{last.seq}: {sampled} sampled (--limit 0 shows them)"
+    yield Styled(said, "dim italic")
+
+
+def _summary(session: Session, exchanges: Sequence[Exchange], paths: Sequence[Path]) -> Styled:
+    line = Styled(session.session_id, "bold").append(f" {session.status}", "not bold")
+    if session.reward is not None:
+        line.append(f", reward {session.reward:g}", "not bold green")
+    elif session.reason is not None:
+        line.append(f", no reward: {visible(session.reason)}", "not bold yellow")
+    line.append(f", {len(exchanges)} model calls", "not bold")
+    roles: Counter[str] = Counter(path.role for path in paths)
+    excluded: Counter[str] = Counter()
+    for path in paths:
+        for it in path.excluded:
+            excluded[it.reason] += it.stop - it.start
+    branches = Counter(it.branch_reason for it in exchanges if it.branch_reason)
+    sampled, trainable = sum(len(path.sampled) for path in paths), sum(path.trainable for path in paths)
+    facts = [_counts(roles), f"{sampled} tokens sampled, {trainable} of them train"]
+    if excluded:
+        facts.append(f"excluded: {_counts(excluded)}")
+    if branches:
+        facts.append(f"branches: {_counts(branches)}")
+    return line.append("\n" + "; ".join(fact for fact in facts if fact), "not bold dim")
+
+
+def _counts(counts: Mapping[str, int]) -> str:
+    return ", ".join(f"{count} {name}" for name, count in sorted(counts.items(), key=lambda it: (-it[1], it[0])))
+
+
+def _headline(call: _Call) -> Styled:
+    it, path = call.exchange, call.path
+    sampled = 0 if it.sampled_ids is None else len(it.sampled_ids)
+    prompt = 0 if it.prompt_ids is None else len(it.prompt_ids)
+    line = Styled(f"#{it.seq} ", style="bold")
+    line.append(it.status, _STATUS[it.status])
+    if path is not None:
+        line.append(f" {_who(path)}", "not bold blue")
+    line.append(f" {it.dialect}: {prompt} tokens in ({it.continuation}), {sampled} sampled", "not bold")
+    if it.versions:
+        versions = sorted({span.version for span in it.versions})
+        line.append(f", policy {'-'.join(str(version) for version in versions)}", "not bold")
+    if it.finish_reason:
+        line.append(f", {it.finish_reason}", "not bold")
+    if call.turn_reward is not None:
+        line.append(f", reward {call.turn_reward:g}", "not bold green")
+    if it.branch_reason:
+        line.append(f", branch: {it.branch_reason}", "not bold magenta")
+    if it.untrainable:
+        line.append(f", untrainable: {it.untrainable}", "not bold yellow")
+    for excluded in () if path is None else path.excluded:
+        if excluded.reason != it.untrainable:
+            line.append(f", {excluded.stop - excluded.start} excluded: {excluded.reason}", "not bold yellow")
+    if it.malformed:
+        line.append(", malformed call", "not bold yellow")
+    return line
+
+
+def _who(path: Path) -> str:
+    """The role, and whose it is: `main`, `subagent agent-1`, `auxiliary of main`."""
+    if path.agent_id in (None, path.role):
+        return path.role
+    return f"{path.role} {path.agent_id}" if path.role == "subagent" else f"{path.role} of {path.agent_id}"
+
+
+def _lines(call: _Call, tokens: TokenView | None) -> Iterator[Styled]:
+    exchange = call.exchange
+    for message in _news(exchange):
+        for part in message.parts:
+            if isinstance(part, Text):
+                yield _line(message.role, part.text, "dim")
+            elif isinstance(part, ToolResult):
+                said = "".join(piece.text for piece in part.parts if isinstance(piece, Text))
+                yield _line("result", said, "dim")
+    for part in exchange.reply.parts if exchange.reply else ():
+        if (line := _said(part)) is not None:
+            yield line
+    if exchange.error:
+        yield _line("error", exchange.error, "red")
+    if tokens is not None:
+        yield from tokens.lines(exchange, call.path, call.parent)
+
+
+def _said(part: Part) -> Styled | None:
+    match part:
+        case Reasoning():
+            return _line("thinks", part.text, "italic magenta")
+        case Text():
+            return _line("says", part.text, "cyan")
+        case ToolCall():
+            return _line("calls", f"{part.name} {part.arguments}", "green")
+    return None
+
+
+def _news(exchange: Exchange) -> list[Message]:
+    """What came since the model spoke last; nothing where the request was refused, and so has no meaning."""
+    dialect = load("dialects", exchange.dialect)()
+    try:
+        messages: list[Message] = dialect.decode_request(exchange.wire, dict(exchange.params)).messages
+    except ApiError:
+        return []
+    last = max((index for index, message in enumerate(messages) if message.role == "assistant"), default=-1)
+    return messages[last + 1 :]
+
+
+def _line(who: str, text: str, style: str) -> Styled:
+    flat = visible(" ".join(text.split()))
+    cut = flat if len(flat) <= _WIDTH else flat[: _WIDTH - 1] + "…"
+    return Styled(f"{who}: ", style="bold").append(cut, f"not bold {style}")

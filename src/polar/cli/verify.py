@@ -1,0 +1,346 @@
+"""polar verify: the invariant on stored sessions, and on what every builder makes of them.
+
+Sessions are read one by one, so memory is that of the largest. Each is checked as its rows are, then built with all
+builders and checked again; with a model at hand, its log-probabilities are recomputed as well.
+"""
+
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+import msgspec
+from msgspec import Struct, field
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+from rich.text import Text
+
+from polar.cli.common import config_option, data_option, json_option, load_settings, run
+from polar.cli.show import open_captured
+from polar.cli.show_tokens import visible
+from polar.config import Settings
+from polar.errors import ConfigError, PolarError, StoreError
+from polar.rendering.tokenizer import Tokenizer
+from polar.store.base import Exchange, Session, Store
+from polar.trajectory import session as sessions
+from polar.trajectory.builders import per_request, prefix_merging, prefix_tree
+from polar.trajectory.roles import Overrides
+from polar.trajectory.teacher import Comparison, Teacher, Worst, conditions
+from polar.trajectory.types import Sampled
+from polar.trajectory.verify import Problem, Recorded, check_records, check_trajectory, check_tree
+
+TOLERANCE = 1e-4
+"""What fp32 allows: an engine's log-probabilities differ from a forward pass by some 1e-5."""
+_SHOWN, _KEPT = 20, 1000
+"""Problems that are printed, and that `--json` lists; all are counted."""
+_PATIENCE = 2.0
+"""Seconds before there is a progress bar."""
+
+
+@click.command("verify")
+@config_option
+@data_option
+@click.option(
+    "--model",
+    "folder",
+    type=click.Path(path_type=Path, file_okay=False, exists=True),
+    help="recompute the log-probabilities with the model in this folder, in fp32",
+)
+@click.option(
+    "--tolerance",
+    type=click.FloatRange(0),
+    default=TOLERANCE,
+    show_default=True,
+    help="with --model: the largest difference that passes; the default is for engines in fp32, bf16 needs about 0.1",
+)
+@click.option("--policy-version", type=int, help="with --model: compare only what this version sampled")
+@json_option
+@click.argument("session_ids", nargs=-1, metavar="[SESSION]...")
+def command(
+    session_ids: tuple[str, ...],
+    config_path: Path | None,
+    data: Path,
+    folder: Path | None,
+    tolerance: float,
+    policy_version: int | None,
+    as_json: bool,
+) -> int:
+    """Check sessions (default: all) token by token: what is stored, and what every builder makes of it."""
+    teacher = None if folder is None else Teacher.load(folder)
+    found = run(verify(load_settings(config_path), data, session_ids, teacher, policy_version))
+    tokenizer = None if folder is None or not (folder / "tokenizer.json").exists() else Tokenizer.load(folder)
+    complaint = found.complaint(tolerance)
+    if as_json:
+        click.echo(msgspec.json.encode(_as_json(found, tolerance, tokenizer, ok=complaint is None)))
+    else:
+        _print(found, tokenizer, Console(), "In order" if complaint is None else "Not in order")
+    if complaint is not None:
+        click.echo(f"polar: {complaint}", err=True)
+        return 1
+    return 0
+
+
+class Findings(Struct):
+    """Over all sessions that were looked at."""
+
+    sessions: int = 0
+    exchanges: int = 0
+    sampled: int = 0
+    trainable: int = 0
+    excluded: Counter[str] = field(default_factory=Counter)  # tokens by reason
+    traces: Counter[str] = field(default_factory=Counter)  # by builder
+    nodes: int = 0  # of prefix_tree
+    computed: Counter[str] = field(default_factory=Counter)  # tokens by builder
+    branches: Counter[str] = field(default_factory=Counter)  # exchanges by reason
+    without_checksum: int = 0  # exchanges that an older version stored
+    problems: list[Problem] = field(default_factory=list)  # the first ones
+    kinds: Counter[str] = field(default_factory=Counter)  # of all problems
+    faulty: int = 0  # sessions with problems
+    comparison: Comparison | None = None
+
+    def add(self, problems: Sequence[Problem]) -> None:
+        self.faulty += bool(problems)
+        self.kinds.update(problem.kind for problem in problems)
+        self.problems += problems[: max(0, _KEPT - len(self.problems))]
+
+    def complaint(self, tolerance: float) -> str | None:
+        """What is wrong, in a sentence."""
+        if self.problems:
+            first = self.problems[0]
+            where = f"session {first.session_id}" + (f", exchange {first.exchange_id}" if first.exchange_id else "")
+            return (
+                f"{_count(self.kinds.total(), 'problem')} in {self.faulty} of {_count(self.sessions, 'session')}; "
+                f"the first is in {where}: {first.message.rstrip('.')}."
+            )
+        compared = self.comparison
+        if compared is None:
+            return None
+        if not compared.tokens:
+            return f"No log-probability could be compared ({_listed(compared.skipped) or 'nothing trains'})."
+        if not compared.largest <= tolerance:
+            return (
+                f"The model's log-probabilities differ from the recorded ones by up to {compared.largest:.3g}, more "
+                f"than {tolerance:g}: is it of another policy version (--policy-version), or the engine in bf16 "
+                f"(--tolerance)?"
+            )
+        return None
+
+
+async def verify(
+    settings: Settings,
+    data: Path,
+    session_ids: Sequence[str],
+    teacher: Teacher | None = None,
+    policy_version: int | None = None,
+) -> Findings:
+    store = open_captured(settings, data)
+    findings = Findings(comparison=None if teacher is None else Comparison())
+    try:
+        wanted = session_ids or [session.session_id async for session in _all(store)]
+        with _Bar(len(wanted)) as bar:
+            for session_id in wanted:
+                await _verify(store, session_id, findings, teacher, policy_version)
+                bar.advance()
+    finally:
+        await store.close()
+    if not findings.sessions:
+        raise ConfigError(f"Nothing has been captured in {data} yet: try `polar capture -- YOUR-AGENT`.")
+    return findings
+
+
+async def _all(store: Store) -> AsyncIterator[Session]:
+    """Newest first."""
+    page = await store.sessions()
+    while page:
+        for session in page:
+            yield session
+        page = await store.sessions(before=page[-1].session_id)
+
+
+async def _verify(
+    store: Store, session_id: str, findings: Findings, teacher: Teacher | None, policy_version: int | None
+) -> None:
+    session = await store.session(session_id)
+    if session is None:
+        raise ConfigError(f"There is no session {session_id}.")
+    findings.sessions += 1
+    try:
+        exchanges = [exchange async for exchange in store.exchanges(session_id)]
+    except (StoreError, ValueError) as error:  # a ValueError: bytes that are no array any more
+        findings.add([Problem(session_id, None, "unreadable", str(error))])
+        return
+    for exchange in exchanges:
+        findings.exchanges += 1
+        findings.sampled += 0 if exchange.sampled_ids is None else len(exchange.sampled_ids)
+        findings.without_checksum += exchange.checksum is None
+        if exchange.branch_reason is not None:
+            findings.branches[exchange.branch_reason] += 1
+    problems = check_records(exchanges, vocabulary=None if teacher is None else teacher.vocabulary)
+    if not problems:  # of rows that are not in order nothing can be built that would be
+        try:
+            sampled = sessions.sampled(session, exchanges)
+        except PolarError as error:
+            findings.add([Problem(session_id, None, "unreadable", str(error))])
+            return
+        problems = _check_built(session, exchanges, sampled, findings, teacher, policy_version)
+    findings.add(problems)
+
+
+def _check_built(
+    session: Session,
+    exchanges: Sequence[Exchange],
+    sampled: Sampled,
+    findings: Findings,
+    teacher: Teacher | None,
+    policy_version: int | None,
+) -> list[Problem]:
+    trainable_roles = Overrides.of(session.metadata).trainable_roles
+    recorded = Recorded(session, exchanges, sampled.paths, trainable_roles=trainable_roles)
+    problems: list[Problem] = []
+    merged = prefix_merging(sampled)
+    for built in (per_request(sampled), merged):
+        problems += check_trajectory(recorded, built)
+        findings.traces[built.builder] += len(built.traces)
+        findings.computed[built.builder] += built.tokens.computed
+    tree = prefix_tree([sampled])
+    problems += check_tree([recorded], tree)
+    findings.nodes += len(tree.parents)
+    findings.computed["prefix_tree"] += tree.tokens.computed
+    findings.trainable += recorded.trainable
+    for excluded in merged.excluded:
+        findings.excluded[excluded.reason] += excluded.stop - excluded.start
+    if teacher is not None and findings.comparison is not None and not problems:
+        with_images = {path.exchange_id for path in sampled.paths if path.images}
+        how = {it.exchange_id: conditions(it, images=it.exchange_id in with_images) for it in exchanges}
+        teacher.compare(merged.traces, how, findings.comparison, version=policy_version)
+    return problems
+
+
+class _Bar:
+    """Progress over sessions: on a terminal, once it has taken a while."""
+
+    def __init__(self, total: int) -> None:
+        console = Console(stderr=True)
+        columns = TextColumn("sessions"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
+        self._progress = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+        self._task = self._progress.add_task("", total=total)
+        self._due = time.monotonic() + _PATIENCE
+
+    def __enter__(self) -> "_Bar":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._progress.stop()
+
+    def advance(self) -> None:
+        self._progress.advance(self._task)
+        if time.monotonic() > self._due:
+            self._progress.start()
+
+
+# What is printed
+
+
+def _print(found: Findings, tokenizer: Tokenizer | None, console: Console, title: str) -> None:
+    table = Table(show_header=False, title=title, title_justify="left")
+    table.add_column(style="bold")
+    table.add_column(justify="left")
+    rows: dict[str, Any] = {
+        "sessions": found.sessions,
+        "exchanges": found.exchanges,
+        "sampled tokens": found.sampled,
+        "trainable": found.trainable,
+        "excluded": _listed(found.excluded) or 0,
+        "traces": f"{_listed(found.traces)} (prefix_tree: {_count(found.nodes, 'node')})",
+        "computed tokens": _listed(found.computed),
+        "branches": _listed(found.branches) or 0,
+    }
+    if found.without_checksum:
+        rows["no checksum"] = f"{_count(found.without_checksum, 'exchange')} of an older version: changes can't be seen"
+    rows["problems"] = Text(_listed(found.kinds), "red") if found.kinds else Text("none", "green")
+    compared = found.comparison
+    if compared is not None:
+        rows["recomputed"] = f"{_count(compared.tokens, 'token')}: largest difference {compared.largest:.3g}"
+        rows["recomputed"] += f", mean {compared.mean:.3g}"
+        if compared.skipped:
+            rows["not comparable"] = _listed(compared.skipped)
+    for name, value in rows.items():
+        table.add_row(name, value if isinstance(value, Text) else str(value))
+    console.print(table)
+    if found.problems:
+        _print_problems(found, console)
+    if compared is not None and compared.worst is not None:
+        _print_worst(compared.worst, tokenizer, console)
+
+
+def _print_problems(found: Findings, console: Console) -> None:
+    table = Table(title="Problems", title_justify="left")
+    for column in ("session", "exchange", "kind", "what"):
+        table.add_column(column, overflow="fold")
+    for problem in found.problems[:_SHOWN]:
+        table.add_row(problem.session_id, problem.exchange_id or "", problem.kind, Text(problem.message))
+    console.print(table)
+    if (more := found.kinds.total() - _SHOWN) > 0:
+        console.print(f"and {more} more (--json lists up to {_KEPT})")
+
+
+def _print_worst(worst: Worst, tokenizer: Tokenizer | None, console: Console) -> None:
+    console.print(
+        f"Largest difference: sampled token {worst.position} of exchange {worst.exchange_id} "
+        f"(session {worst.session_id}, policy {worst.policy_version}): "
+        f"recorded {worst.recorded:.6f}, recomputed {worst.recomputed:.6f}",
+        highlight=False,
+    )
+    before, token, after = _in_words(worst, tokenizer)
+    line = Text(visible(before), "dim").append(visible(token), "bold reverse red").append(visible(after), "dim")
+    console.print(line)
+
+
+def _in_words(worst: Worst, tokenizer: Tokenizer | None) -> tuple[str, str, str]:
+    if tokenizer is None:
+        before, after = (" ".join(map(str, ids)) for ids in (worst.before, worst.after))
+        return f"{before} ", str(worst.id), f" {after}"
+    return tokenizer.decode(worst.before), tokenizer.token_text(worst.id), tokenizer.decode(worst.after)
+
+
+def _as_json(found: Findings, tolerance: float, tokenizer: Tokenizer | None, *, ok: bool) -> dict[str, Any]:
+    compared = found.comparison
+    model = None
+    if compared is not None:
+        model = {
+            "tokens": compared.tokens,
+            "largest": compared.largest,
+            "mean": compared.mean,
+            "tolerance": tolerance,
+            "skipped": dict(compared.skipped),
+            "worst": None
+            if compared.worst is None
+            else msgspec.structs.asdict(compared.worst) | {"text": _in_words(compared.worst, tokenizer)},
+        }
+    return {
+        "ok": ok,
+        "sessions": found.sessions,
+        "exchanges": found.exchanges,
+        "sampled": found.sampled,
+        "trainable": found.trainable,
+        "excluded": dict(found.excluded),
+        "traces": dict(found.traces),
+        "nodes": found.nodes,
+        "computed": dict(found.computed),
+        "branches": dict(found.branches),
+        "without_checksum": found.without_checksum,
+        "problem_kinds": dict(found.kinds),
+        "problems": found.problems,
+        "model": model,
+    }
+
+
+def _listed(counts: Counter[str]) -> str:
+    return ", ".join(f"{name} {count}" for name, count in counts.most_common())
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}" + ("" if number == 1 else "s")

@@ -1,0 +1,44 @@
+"""AReaL: a line holds the tensors of one trace as lists, [1, L] and [1]. `to_tensors` makes tensors of them.
+
+Who divides: the trainer; its loss is a mean over all tokens that train, so tokens count and not rows. Group and weight
+of a row are under `polar`, beside the tensors; AReaL normalises rewards over the rows that one workflow call returns.
+
+What is lost: nothing that trains. `versions` is -1 for context, and for a token whose version nobody knows.
+"""
+
+from typing import Any, ClassVar
+
+from polar.export.base import Item, JsonLines, Need, facts, needed, over_all, tokens
+from polar.trajectory.types import NO_VERSION, Trace
+
+
+class AReaL(JsonLines):
+    name: ClassVar[str] = "areal"
+    needs: ClassVar[frozenset[Need]] = frozenset(("traces", "reward", "logprobs"))
+
+    def row(self, item: Item, index: int, trace: Trace) -> dict[str, Any]:
+        ids = tokens(trace)
+        return {
+            "input_ids": [ids.tolist()],
+            "loss_mask": [over_all(trace, trace.loss_mask)],
+            "logprobs": [over_all(trace, needed(trace.logprobs), prompt=0.0)],
+            "versions": [over_all(trace, trace.policy_versions, prompt=NO_VERSION)],
+            "attention_mask": [[True] * len(ids)],
+            "rewards": [trace.reward],
+            "polar": facts(item, index, trace),
+        }
+
+
+def to_tensors(row: dict[str, Any]) -> dict[str, Any]:
+    """What a workflow's `arun_episode` returns for one trajectory; several go through `concat_padded_tensors`."""
+    import torch
+
+    types = {
+        "input_ids": torch.int32,
+        "loss_mask": torch.int32,
+        "logprobs": torch.float32,
+        "versions": torch.int32,
+        "attention_mask": torch.bool,
+        "rewards": torch.float32,
+    }
+    return {name: torch.tensor(row[name], dtype=kind) for name, kind in types.items()}

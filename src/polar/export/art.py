@@ -1,0 +1,48 @@
+"""ART: a line is a `TensorizedHistory` as its own JSON has it ("NaN" is a string there), one for each trace.
+
+Who divides: the trainer. Rewards stand on ART's trajectories and not on their histories: here they are under `polar`,
+with the group that advantages are computed over.
+
+What is lost: nothing that trains. A token is flagged as exact (its id came from the engine) and, where it trains, as
+sampled; what else ART's flags can say (assistant, stop) is the text's matter and is not said. The history is the one of
+raw completions: tokens, and which of them were sampled.
+"""
+
+from typing import Any, ClassVar
+
+from polar.export.base import Item, JsonLines, Need, facts, over_all, tokens
+from polar.trajectory.types import Trace
+
+EXACT = 1 << 0
+SAMPLED = 1 << 1
+
+
+class Art(JsonLines):
+    name: ClassVar[str] = "art"
+    needs: ClassVar[frozenset[Need]] = frozenset(("traces",))
+
+    def row(self, item: Item, index: int, trace: Trace) -> dict[str, Any]:
+        begin = len(trace.prompt_ids)
+        ids = tokens(trace).tolist()
+        mask = over_all(trace, trace.loss_mask)
+        model = str(item.session.metadata.get("model", "polar"))
+        return {
+            "history": {
+                "model": model,
+                "prompt": ids,
+                "prompt_sources": [],
+                "sampled_spans": [[begin + span.start, begin + span.stop] for span in trace.spans],
+            },
+            "model": model,
+            "tokens": ids,
+            "logprobs": _off_sample_nan(trace, mask),
+            "flags": [EXACT | SAMPLED if sampled else EXACT for sampled in mask],
+            "polar": facts(item, index, trace),
+        }
+
+
+def _off_sample_nan(trace: Trace, mask: list[int]) -> list[float | str]:
+    if trace.logprobs is None:
+        return ["NaN"] * len(mask)
+    recorded = over_all(trace, trace.logprobs, prompt=0.0)
+    return [value if sampled else "NaN" for value, sampled in zip(recorded, mask, strict=True)]

@@ -1,0 +1,178 @@
+"""ATIF, Harbor's Agent Trajectory Interchange Format (v1.7): a line is one session's trajectory document.
+
+The first conversation is the document, and each other one (sub-agents, forks, compactions) a trajectory inside it. A
+model call is an agent step, with its token ids and log-probabilities; what a tool answered is the step's observation.
+Steps that a fork repeats are marked as copied context. The reward is in `extra`.
+
+Who divides: nobody; this is a record, not a batch.
+
+What is lost: pictures that are no JPEG, PNG, GIF or WebP, and other media, whose place a note takes; arguments of a
+tool call that are no JSON object, which stand under `input` as text; calls that no reply came of.
+"""
+
+from datetime import UTC, datetime
+from typing import Any, ClassVar
+
+import msgspec
+import numpy as np
+
+from polar.export.base import Item, JsonLines, Need
+from polar.export.messages import Conversation, Said, chat_tools, conversations
+from polar.types import Media, Message, Reasoning, Text, ToolCall, ToolResult
+
+SCHEMA = "ATIF-v1.7"
+_PICTURES = frozenset(("image/jpeg", "image/png", "image/gif", "image/webp"))
+_SOURCES = {"assistant": "agent", "user": "user"}  # anything else is the system's
+
+
+class Atif(JsonLines):
+    name: ClassVar[str] = "atif"
+    needs: ClassVar[frozenset[Need]] = frozenset(("messages",))
+
+    def lines(self, item: Item) -> list[dict[str, Any]]:
+        found = [conversation for conversation in conversations(item) if not conversation.calls[0].raw]
+        if not found:
+            self.left_out["session without an answered chat"] += 1
+            return []
+        first, *others = [_trajectory(item, conversation) for conversation in found]
+        first["extra"] = {
+            "task_id": item.group,
+            "reward": item.sampled.reward,
+            "reason": item.sampled.reason,
+            "metadata": item.session.metadata,
+        }
+        if others:
+            first["subagent_trajectories"] = others
+        return [first]
+
+
+def _trajectory(item: Item, conversation: Conversation) -> dict[str, Any]:
+    calls = conversation.calls
+    metadata = item.session.metadata
+    steps = _Steps()
+    history = calls[0].messages[: -len(calls[0].news) or None]
+    steps.add_messages(history, copied=conversation.fork)
+    for one in calls:
+        steps.add_messages(one.news)
+        steps.add_call(one)
+    return {
+        "schema_version": SCHEMA,
+        "session_id": item.session.session_id,
+        "trajectory_id": calls[0].exchange.exchange_id,
+        "agent": {
+            "name": str(metadata.get("harness") or "unknown"),
+            "version": str(metadata.get("harness_version") or "unknown"),
+            "model_name": calls[0].call.request.model,
+            "tool_definitions": chat_tools(calls[-1].tools),
+            "extra": {"role": calls[0].role, "agent_id": calls[0].agent_id},
+        },
+        "steps": steps.steps,
+        "final_metrics": {
+            "total_prompt_tokens": sum(one.exchange.usage.prompt for one in calls),
+            "total_completion_tokens": sum(one.exchange.usage.completion for one in calls),
+            "total_cached_tokens": sum(one.exchange.usage.cached for one in calls),
+            "total_steps": len(steps.steps),
+        },
+    }
+
+
+class _Steps:
+    def __init__(self) -> None:
+        self.steps: list[dict[str, Any]] = []
+        self._calls: dict[str, dict[str, Any]] = {}  # the step that made a tool call, by its id
+
+    def add_messages(self, messages: list[Message], *, copied: bool = False) -> None:
+        for message in messages:
+            if message.role == "tool":
+                for part in message.parts:
+                    if isinstance(part, ToolResult):
+                        self._observe(part)
+                continue
+            step = self._step(_SOURCES.get(message.role, "system"), message)
+            if copied or step["source"] == "agent":  # a turn that is no call of this session was written by somebody
+                step["is_copied_context"] = True
+
+    def add_call(self, one: Said) -> None:
+        exchange = one.exchange
+        step = self._step("agent", one.reply)
+        step["timestamp"] = datetime.fromtimestamp(exchange.ended_at, UTC).isoformat()
+        step["model_name"] = one.call.request.model
+        step["llm_call_count"] = 1
+        step["metrics"] = _metrics(one)
+        step["extra"] = {
+            "exchange_id": exchange.exchange_id,
+            "role": one.role,
+            "agent_id": one.agent_id,
+            "policy_versions": [[span.version, span.start, span.stop] for span in exchange.versions],
+            "untrainable": exchange.untrainable,
+            "finish_reason": exchange.finish_reason,
+            "branch_reason": exchange.branch_reason,
+        }
+
+    def _step(self, source: str, message: Message) -> dict[str, Any]:
+        step: dict[str, Any] = {"step_id": len(self.steps) + 1, "source": source, "message": _content(message.parts)}
+        thoughts = [part.text for part in message.parts if isinstance(part, Reasoning)]
+        calls = [part for part in message.parts if isinstance(part, ToolCall)]
+        if thoughts and source == "agent":
+            step["reasoning_content"] = "".join(thoughts)
+        if calls and source == "agent":
+            step["tool_calls"] = [
+                {"tool_call_id": call.id, "function_name": call.name, "arguments": _arguments(call)} for call in calls
+            ]
+            self._calls |= {call.id: step for call in calls}
+        self.steps.append(step)
+        return step
+
+    def _observe(self, result: ToolResult) -> None:
+        seen: dict[str, Any] = {"content": _content(result.parts)}
+        step = self._calls.get(result.call_id)
+        if step is None:  # of a call that is not in this trajectory
+            step = self._step("system", Message("system", []))
+        else:
+            seen["source_call_id"] = result.call_id
+        if result.is_error:
+            seen["extra"] = {"is_error": True}
+        step.setdefault("observation", {"results": []})["results"].append(seen)
+
+
+def _metrics(one: Said) -> dict[str, Any]:
+    exchange, usage = one.exchange, one.exchange.usage
+    metrics: dict[str, Any] = {
+        "prompt_tokens": usage.prompt,
+        "completion_tokens": usage.completion,
+        "cached_tokens": usage.cached,
+    }
+    if exchange.prompt_ids is not None:
+        metrics["prompt_token_ids"] = exchange.prompt_ids.tolist()
+    if exchange.sampled_ids is not None:
+        metrics["completion_token_ids"] = exchange.sampled_ids.tolist()
+    if exchange.logprobs is not None and np.isfinite(exchange.logprobs).all():  # others can't be said, and don't train
+        metrics["logprobs"] = exchange.logprobs.tolist()
+    return metrics
+
+
+def _arguments(call: ToolCall) -> dict[str, Any]:
+    try:
+        return msgspec.json.decode(call.arguments, type=dict[str, Any])
+    except msgspec.DecodeError:
+        return {"input": call.arguments}
+
+
+def _content(parts: list[Any]) -> str | list[dict[str, Any]]:
+    """Text where there is nothing else."""
+    if not any(isinstance(part, Media) for part in parts):
+        return "".join(part.text for part in parts if isinstance(part, Text))
+    shown: list[dict[str, Any]] = []
+    for part in parts:
+        if isinstance(part, Text):
+            shown.append({"type": "text", "text": part.text})
+        elif isinstance(part, Media):
+            shown.append(_media(part))
+    return shown
+
+
+def _media(media: Media) -> dict[str, Any]:
+    path = media.url if media.url is not None else f"data:{media.media_type};base64,{media.data}"
+    if media.kind == "image" and media.media_type in _PICTURES and media.file_id is None:
+        return {"type": "image", "source": {"media_type": media.media_type, "path": path}}
+    return {"type": "text", "text": f"[{media.kind}]"}

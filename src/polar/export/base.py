@@ -1,0 +1,166 @@
+"""What an exporter is, and what most of them share.
+
+An exporter gets sessions one by one and gives bytes. The invariant of the traces holds for whatever it writes: ids,
+mask and log-probabilities are those of the trace, to the bit (a float32 is written as the double of the same value).
+
+A trace is prompt, then response; the arrays that come with it are aligned with the response. Trainers differ in where
+they want them, and in who divides the loss by what. Each module says both, and what its format can't hold.
+"""
+
+import hashlib
+from collections import Counter
+from collections.abc import Iterable
+from itertools import groupby
+from typing import Any, ClassVar, Literal, Protocol
+
+import msgspec
+import numpy as np
+from msgspec import Struct, field
+from numpy.typing import NDArray
+
+from polar.store.base import Exchange, Session
+from polar.trajectory.types import NO_VERSION, TRAINABLE_ROLES, ExchangeRole, Ids, Sampled, Trace, Trajectory
+
+Need = Literal[
+    "traces",  # at least one: a session with nothing to train is left out
+    "messages",  # the session's exchanges come with it
+    "tree",  # sessions of one group come one after another
+    "reward",  # a session without one is left out
+    "accepted",  # so is one whose reward is too small to learn from by imitation
+    "logprobs",  # and one where a trace has none
+]
+
+
+class Item(Struct):
+    """One session on its way out: what is known of it, what was sampled, and what the builder made of that."""
+
+    session: Session
+    sampled: Sampled
+    trajectory: Trajectory
+    exchanges: list[Exchange] = field(default_factory=list)
+    roles: frozenset[ExchangeRole] = TRAINABLE_ROLES  # of calls that go out
+
+    @property
+    def group(self) -> str:
+        return group_of(self.session)
+
+
+def group_of(session: Session) -> str:
+    """The task that a session is a sample of. Without one, a session is a group of its own."""
+    named = (session.metadata.get(key) for key in ("task_id", "group"))
+    return str(next((name for name in named if name is not None), session.session_id))
+
+
+class Exporter(Protocol):
+    """A class without arguments; an instance writes one file."""
+
+    name: ClassVar[str]
+    needs: ClassVar[frozenset[Need]]
+    binary: ClassVar[bool]
+    rows: int  # written so far
+    left_out: Counter[str]  # what it could not write, by reason
+
+    def feed(self, item: Item) -> bytes:
+        """What can be written now, possibly nothing."""
+        ...
+
+    def finish(self) -> bytes:
+        """The rest, after the last session."""
+        ...
+
+
+class JsonLines:
+    """An exporter that writes a JSON value a line."""
+
+    name: ClassVar[str]
+    needs: ClassVar[frozenset[Need]]
+    binary: ClassVar[bool] = False
+
+    def __init__(self) -> None:
+        self.rows = 0
+        self.left_out: Counter[str] = Counter()
+        self._encode = msgspec.json.Encoder().encode
+
+    def lines(self, item: Item) -> Iterable[Any]:
+        """A session's rows: one for each trace, where a format does not say otherwise."""
+        return [self.row(item, index, trace) for index, trace in enumerate(item.trajectory.traces)]
+
+    def row(self, item: Item, index: int, trace: Trace) -> Any:
+        raise NotImplementedError
+
+    def feed(self, item: Item) -> bytes:
+        return self.write(self.lines(item))
+
+    def finish(self) -> bytes:
+        return b""
+
+    def write(self, rows: Iterable[Any]) -> bytes:
+        written = [self._encode(row) + b"\n" for row in rows]
+        self.rows += len(written)
+        return b"".join(written)
+
+
+def facts(item: Item, index: int, trace: Trace) -> dict[str, Any]:
+    """What trainers' classes have no field for. It goes where a format has room for more, so that a row says where it
+    is from and can be turned back into the trace."""
+    return {
+        "session_id": item.session.session_id,
+        "task_id": item.group,
+        "trace": index,
+        "traces": len(item.trajectory.traces),
+        "reward": trace.reward,
+        "reason": trace.reason,
+        "turn_rewards": trace.turn_rewards,
+        "weight": trace.weight,
+        "role": trace.role,
+        "agent_id": trace.agent_id,
+        "exchange_ids": trace.exchange_ids,
+        "spans": [[span.start, span.stop] for span in trace.spans],
+        "prompt_length": len(trace.prompt_ids),
+        "policy_versions": trace.policy_versions.tolist(),
+        "temperature": trace.temperature,
+        "finish_reason": trace.finish_reason,
+        "branch_reason": trace.branch_reason,
+    }
+
+
+def tokens(trace: Trace) -> Ids:
+    """Prompt and response."""
+    return np.concatenate([trace.prompt_ids, trace.response_ids])
+
+
+def over_all(trace: Trace, values: NDArray[Any], *, prompt: float = 0) -> list[Any]:
+    """Values of the response, with `prompt` for each token of the prompt before them."""
+    return [prompt] * len(trace.prompt_ids) + list(values.tolist())
+
+
+def logprobs(trace: Trace) -> list[float] | None:
+    return None if trace.logprobs is None else list(trace.logprobs.tolist())
+
+
+def needed(values: NDArray[np.float32] | None) -> NDArray[np.float32]:
+    """Log-probabilities of a format that needs them: whatever has none was left out before."""
+    if values is None:
+        raise ValueError("a trace without log-probabilities reached a format that needs them")
+    return values
+
+
+def credit(trace: Trace) -> list[float] | None:
+    """The session's reward where a token trains, 0 elsewhere: advantages before anybody has looked at the group. None
+    where there is no reward."""
+    if trace.reward is None:
+        return None
+    return over_all(trace, np.where(trace.loss_mask == 1, trace.reward, 0.0), prompt=0.0)
+
+
+def versions(trace: Trace) -> list[int]:
+    """The policy versions that sampled it, in order, runs of the same one once."""
+    known = trace.policy_versions[(trace.loss_mask == 1) & (trace.policy_versions != NO_VERSION)]
+    return [version for version, _ in groupby(known.tolist())]
+
+
+def number(*names: str) -> int:
+    """A number for a name, for trainers that count where we name: the same in every export, and different for
+    different names (53 bits, which every reader of JSON keeps)."""
+    digest = hashlib.blake2b("\0".join(names).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 11

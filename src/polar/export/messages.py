@@ -1,0 +1,153 @@
+"""What was said, beside the tokens: a session's calls as OpenAI chat messages, whatever dialect they came in.
+
+Messages are the harness's own words and the model's replies as they were parsed. They are for reading, and for training
+by imitation; the invariant is about tokens, and nothing here takes part in it.
+"""
+
+import re
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import msgspec
+from msgspec import Struct
+
+from polar.dialects.openai_chat import OpenAIChat
+from polar.export.base import Item
+from polar.store.base import Exchange
+from polar.trajectory.conversations import Call, call_of, find
+from polar.trajectory.session import labelled
+from polar.trajectory.types import ExchangeRole, Trace
+from polar.trajectory.wire import NO_MESSAGES, Messages
+from polar.types import Message, Part, Request, Tool, ToolCall, ToolResult
+
+_CHAT = OpenAIChat()
+_OWN_CALL = re.compile(r"x[0-9a-z]{24}_\d+")
+"""A tool call's id as the gateway made it, before a dialect put its prefix in front."""
+
+
+class Said(Struct):
+    """One model call of a conversation."""
+
+    exchange: Exchange
+    call: Call
+    role: ExchangeRole
+    agent_id: str
+
+    @property
+    def messages(self) -> list[Message]:
+        """What the model was shown."""
+        return [_message(message) for message in self.call.request.messages]
+
+    @property
+    def news(self) -> list[Message]:
+        """What came since the model spoke last."""
+        messages = self.messages
+        last = max((index for index, message in enumerate(messages) if message.role == "assistant"), default=-1)
+        return messages[last + 1 :]
+
+    @property
+    def reply(self) -> Message:
+        """What it said."""
+        return _message(Message("assistant", [] if self.exchange.reply is None else list(self.exchange.reply.parts)))
+
+    @property
+    def whole(self) -> list[Message]:
+        return [*self.messages, self.reply]
+
+    @property
+    def tools(self) -> list[Tool]:
+        return self.call.request.tools
+
+    @property
+    def raw(self) -> bool:
+        """It went on from a bare prompt: there are no messages."""
+        return self.call.request.prompt is not None
+
+
+class Conversation(Struct):
+    """Calls that go on from one another. A fork begins another one, which repeats what came before it."""
+
+    calls: list[Said]
+    fork: bool
+
+
+def said_of(item: Item) -> dict[str, Said]:
+    """A session's calls, by exchange id: those without token ids as well."""
+    calls = [call_of(exchange) for exchange in item.exchanges]
+    labels = labelled(item.session, calls)
+    return {
+        call.exchange_id: Said(exchange, call, *labels[call.exchange_id])
+        for exchange, call in zip(item.exchanges, calls, strict=True)
+    }
+
+
+def conversations(item: Item) -> list[Conversation]:
+    """Each call that was answered whole, in one conversation, in order; of the roles that go out."""
+    said = said_of(item)
+    turns = find([one.call for one in said.values()], lambda call: said[call.exchange_id].agent_id)
+    made: list[Conversation] = []
+    placed: dict[str, Conversation] = {}
+    for turn in turns:
+        one = said[turn.call.exchange_id]
+        if one.role not in item.roles or one.exchange.status != "complete" or one.exchange.reply is None:
+            continue
+        before = turn.before
+        while before is not None and before.call.exchange_id not in placed:
+            before = before.before
+        conversation = None if before is None else placed[before.call.exchange_id]
+        if before is None or conversation is None or conversation.calls[-1].call is not before.call:
+            conversation = Conversation([], fork=before is not None)
+            made.append(conversation)
+        conversation.calls.append(one)
+        placed[turn.call.exchange_id] = conversation
+    return made
+
+
+def of_trace(trace: Trace, said: dict[str, Said]) -> Messages:
+    """What a trace's tokens say: the messages that it begins with, and those from its first reply on. Where the harness
+    rewrote its history in between, all but the last reply is the prompt."""
+    first, last = said.get(trace.exchange_ids[0]), said.get(trace.exchange_ids[-1])
+    if first is None or last is None or first.raw or last.raw:
+        return NO_MESSAGES
+    opening = chat_messages(first.messages)
+    whole = chat_messages(last.whole)
+    split = len(opening) if whole[: len(opening)] == opening else len(whole) - 1
+    return Messages(whole[:split], whole[split:], chat_tools(last.tools))
+
+
+def chat_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """As OpenAI's chat API spells them, with `reasoning_content`."""
+    spelled: list[dict[str, Any]] = _spelled(Request("", list(messages)))["messages"]
+    for message in spelled:
+        message.pop("reasoning", None)  # the same again, for engines that read it under that name
+    return spelled
+
+
+def chat_tools(tools: Iterable[Tool]) -> list[dict[str, Any]]:
+    spelled: list[dict[str, Any]] = _spelled(Request("", [], tools=list(tools))).get("tools", [])
+    return spelled
+
+
+def _spelled(request: Request) -> dict[str, Any]:
+    decoded: dict[str, Any] = msgspec.json.decode(_CHAT.encode_request(request))
+    return decoded
+
+
+def _message(message: Message) -> Message:
+    return msgspec.structs.replace(message, parts=[_part(part) for part in message.parts])
+
+
+def _part(part: Part) -> Part:
+    """A call and its result name each other, whatever prefix the harness's dialect wears."""
+    match part:
+        case ToolCall():
+            return msgspec.structs.replace(part, id=_call_id(part.id))
+        case ToolResult():
+            return msgspec.structs.replace(part, call_id=_call_id(part.call_id))
+        case _:
+            return part
+
+
+def _call_id(issued: str) -> str:
+    own = _OWN_CALL.search(issued)
+    return own.group() if own else issued

@@ -1,0 +1,180 @@
+"""From the store to an exporter: which sessions go out, one at a time, and a count of all that do not.
+
+Sessions come newest first, as the store lists them; of a list of ids, in its order. An exporter that wants groups gets
+the sessions of a task together: for that, all ids are read first, and the largest group is what memory has to hold.
+
+Every session that the selection names is counted once: as exported, or as left out with the reason.
+"""
+
+from collections import Counter, defaultdict
+from collections.abc import AsyncIterator, Callable
+
+import msgspec
+from msgspec import Struct, field
+
+from polar.errors import ConfigError
+from polar.export.base import Exporter, Item, Need, group_of
+from polar.store.base import Session, Store
+from polar.trajectory.roles import Overrides
+from polar.trajectory.session import sampled as sampled_of
+from polar.trajectory.types import ExchangeRole, Excluded, Sampled, Trajectory
+
+_PAGE = 100
+
+Builder = Callable[[Sampled], Trajectory]
+
+
+class Selection(Struct, frozen=True):
+    """What is asked for. Empty fields ask for everything."""
+
+    sessions: tuple[str, ...] = ()
+    since: float | None = None  # unix seconds: sessions that began then or later
+    min_reward: float | None = None
+    roles: frozenset[ExchangeRole] = frozenset()
+
+
+class Tally(Struct):
+    """What went out, and what did not."""
+
+    sessions: int = 0
+    tokens: int = 0  # that train
+    pictures: int = 0  # sessions that went out without the pictures which they were shown
+    other_roles: Counter[str] = field(default_factory=Counter)  # tokens that would train, by role
+    left_out: dict[str, Counter[str]] = field(default_factory=dict)  # sessions, by kind and then reason
+
+    def leave(self, kind: str, reason: str) -> None:
+        self.left_out.setdefault(kind, Counter())[reason] += 1
+
+    def lines(self) -> list[str]:
+        """What did not go out, in sentences."""
+        said = []
+        for kind, reasons in self.left_out.items():
+            sessions = "1 session" if reasons.total() == 1 else f"{reasons.total()} sessions"
+            said.append(f"{sessions} {kind} {_was(reasons.total())} left out: {_counts(reasons)}")
+        if self.other_roles:
+            count = self.other_roles.total()
+            tokens = "1 token" if count == 1 else f"{count} tokens"
+            said.append(f"{tokens} of other roles {_was(count)} left out: {_counts(self.other_roles)}")
+        if self.pictures:
+            said.append(
+                f"{self.pictures} of the sessions show pictures: tokens hold their places, the pictures are not here"
+            )
+        return said
+
+
+def _was(count: int) -> str:
+    return "was" if count == 1 else "were"
+
+
+def _counts(counter: Counter[str]) -> str:
+    return ", ".join(f"{name} x {count}" for name, count in counter.most_common())
+
+
+async def items(
+    store: Store, selection: Selection, needs: frozenset[Need], build: Builder, tally: Tally
+) -> AsyncIterator[Item]:
+    """The selected sessions that the exporter can take, as it needs them."""
+    sessions = _grouped(store, selection) if "tree" in needs else _sessions(store, selection)
+    async for session in sessions:
+        if session.status == "open" and not selection.sessions:
+            tally.leave("still open", "name it with --session to export what there is")
+            continue
+        if not _rewarded(session, selection, needs, tally):
+            continue
+        exchanges = [exchange async for exchange in store.exchanges(session.session_id)]
+        sampled = of_roles(sampled_of(session, exchanges), selection.roles, tally)
+        item = Item(session, sampled, build(sampled))
+        item.roles = selection.roles or Overrides.of(session.metadata).trainable_roles
+        if "messages" in needs:
+            item.exchanges = exchanges
+        if not trainable(item, needs, tally):
+            continue
+        tally.sessions += 1
+        tally.pictures += _in_tokens(needs) and any(path.images for path in sampled.paths if path.trainable)
+        tally.tokens += item.trajectory.tokens.trainable
+        yield item
+
+
+async def export(found: AsyncIterator[Item], exporter: Exporter, write: Callable[[bytes], object]) -> None:
+    async for item in found:
+        if data := exporter.feed(item):
+            write(data)
+    if data := exporter.finish():
+        write(data)
+
+
+def of_roles(sampled: Sampled, roles: frozenset[ExchangeRole], tally: Tally) -> Sampled:
+    """The session, with only calls of these roles to train: tokens of the others are excluded, and are context at most.
+    Weights are shares of what is left, so a session's still add up to 1."""
+    if not roles:
+        return sampled
+    paths = []
+    for path in sampled.paths:
+        if path.trainable and path.role not in roles:
+            tally.other_roles[path.role] += path.trainable
+            reason = Excluded(path.exchange_id, 0, path.trainable, f"role_{path.role}")
+            paths.append(msgspec.structs.replace(path, trainable=0, excluded=[reason, *path.excluded]))
+        else:
+            paths.append(path)
+    return msgspec.structs.replace(sampled, paths=paths)
+
+
+def _rewarded(session: Session, selection: Selection, needs: frozenset[Need], tally: Tally) -> bool:
+    least = selection.min_reward
+    if session.reward is None:
+        if least is not None or not needs.isdisjoint(("reward", "accepted")):
+            unsaid = "not_ended" if session.status == "open" else "not_evaluated"
+            tally.leave("without a reward", session.reason or unsaid)
+            return False
+    elif least is not None and session.reward < least:
+        tally.leave("of too small a reward", f"below {least:g}")
+        return False
+    elif least is None and "accepted" in needs and session.reward <= 0:
+        tally.leave("of too small a reward", "not above 0")
+        return False
+    return True
+
+
+def _in_tokens(needs: frozenset[Need]) -> bool:
+    """A format without messages, which is where pictures are."""
+    return "traces" in needs or "messages" not in needs
+
+
+def trainable(item: Item, needs: frozenset[Need], tally: Tally) -> bool:
+    if "traces" in needs and not item.trajectory.traces:
+        reasons = {excluded.reason for excluded in item.trajectory.excluded}
+        tally.leave("with nothing to train", " and ".join(sorted(reasons)) or "nothing sampled")
+        return False
+    if "logprobs" in needs and any(trace.logprobs is None for trace in item.trajectory.traces):
+        tally.leave("without log-probabilities", "the trainer would have to recompute them")
+        return False
+    return True
+
+
+async def _sessions(store: Store, selection: Selection) -> AsyncIterator[Session]:
+    since = float("-inf") if selection.since is None else selection.since
+    if selection.sessions:
+        for session_id in selection.sessions:
+            session = await store.session(session_id)
+            if session is None:
+                raise ConfigError(f"There is no session {session_id}.")
+            if session.created_at >= since:
+                yield session
+        return
+    last: str | None = None
+    while page := await store.sessions(limit=_PAGE, before=last):
+        for session in page:
+            if session.created_at < since:
+                return
+            yield session
+        last = page[-1].session_id
+
+
+async def _grouped(store: Store, selection: Selection) -> AsyncIterator[Session]:
+    """In order of each group's first session. Only ids are held."""
+    groups: defaultdict[str, list[str]] = defaultdict(list)
+    async for session in _sessions(store, selection):
+        groups[group_of(session)].append(session.session_id)
+    for members in groups.values():
+        async for session in _sessions(store, Selection(tuple(members))):
+            yield session

@@ -1,0 +1,55 @@
+"""prime-rl: a line is a `TrainingSample` as its msgspec array, one for each trace: the order of the values counts.
+
+Who divides: the trainer, by the tokens of the batch that train, so tokens count and not rows; `rl_weights` could say
+otherwise, and is left to the trainer. `advantages` hold the session's reward on each token that trains: subtract your
+group's baseline. Without a reward they are null, and the trainer has to assign them.
+
+What is lost: the trace's weight, policy versions and exchanges; the array has no room for more. `trace_id` is the
+session's id and `branch_index` the trace's place in it, so the rest can be looked up in another export.
+"""
+
+from typing import Any, ClassVar
+
+import numpy as np
+
+from polar.export.base import Item, JsonLines, Need, credit, needed, over_all, tokens
+from polar.trajectory.types import Trace
+
+_TEMPERATURE = 1.0
+"""Of a call that named none."""
+
+
+class PrimeRl(JsonLines):
+    name: ClassVar[str] = "prime-rl"
+    needs: ClassVar[frozenset[Need]] = frozenset(("traces", "logprobs"))
+
+    def row(self, item: Item, index: int, trace: Trace) -> list[Any]:
+        ids = tokens(trace)
+        return [
+            ids.tolist(),
+            [False] * len(trace.prompt_ids) + trace.loss_mask.astype(np.bool_).tolist(),
+            over_all(trace, needed(trace.logprobs), prompt=0.0),
+            _temperatures(item, trace),
+            str(item.session.metadata.get("env", "polar")),  # env_name
+            None,  # ref_logprobs
+            None,  # multimodal inputs
+            None,  # routed_experts
+            None,  # mm_token_type_ids
+            None,  # rl_weights
+            None,  # ce_weights
+            None,  # ref_kl_weights
+            credit(trace),  # advantages
+            None,  # sampling_mask
+            item.session.session_id,  # trace_id
+            index,  # branch_index
+        ]
+
+
+def _temperatures(item: Item, trace: Trace) -> list[float]:
+    """Of each token the one that it was sampled at; of context the usual one, which nobody looks at."""
+    used = {path.exchange_id: path.temperature for path in item.sampled.paths}
+    temperatures = [_TEMPERATURE] * len(trace.response_ids)
+    for span in trace.spans:
+        named = used[span.exchange_id]
+        temperatures[span.start : span.stop] = [_TEMPERATURE if named is None else named] * (span.stop - span.start)
+    return [_TEMPERATURE] * len(trace.prompt_ids) + temperatures

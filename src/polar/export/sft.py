@@ -1,0 +1,44 @@
+"""Chat JSON lines for supervised fine-tuning: `messages` and `tools`, one line for each conversation.
+
+Only accepted sessions: a reward above 0, or what `--min-reward` asks for. A conversation is the last request of calls
+that go on from one another, with its reply; a fork or a sub-agent is one of its own.
+
+Who divides: the trainer.
+
+What is lost: tokens and log-probabilities, since text is tokenised anew; and thinking that the harness did not send
+back. A conversation that forks repeats the turns before the fork, so they are learnt once more. Calls of the
+completions API have no messages and are left out.
+"""
+
+from collections.abc import Iterable
+from typing import Any, ClassVar
+
+from polar.export.base import Item, JsonLines, Need
+from polar.export.messages import chat_messages, chat_tools, conversations
+
+
+class Sft(JsonLines):
+    name: ClassVar[str] = "sft"
+    needs: ClassVar[frozenset[Need]] = frozenset(("messages", "accepted"))
+
+    def lines(self, item: Item) -> Iterable[dict[str, Any]]:
+        found = conversations(item)
+        if not found:
+            self.left_out["session without an answered call"] += 1
+        for conversation in found:
+            last = conversation.calls[-1]
+            if last.raw:
+                self.left_out["call of the completions API"] += 1
+                continue
+            yield {
+                "messages": chat_messages(last.whole),
+                "tools": chat_tools(last.tools),
+                "metadata": {
+                    "session_id": item.session.session_id,
+                    "task_id": item.group,
+                    "reward": item.sampled.reward,
+                    "role": last.role,
+                    "agent_id": last.agent_id,
+                    "exchange_ids": [one.exchange.exchange_id for one in conversation.calls],
+                },
+            }

@@ -1,0 +1,64 @@
+"""Tinker: a line is a `Datum`, one for each trace: the first L - 1 tokens go in, and each target is the token after.
+
+Who divides: nobody. Tinker's losses are sums over tokens, so a session's share grows with its tokens; `polar.weight`
+divided by the trace's trainable tokens is the factor that makes sessions equal. `advantages` hold the session's reward
+on each target that trains: subtract your group's baseline, or pass the advantage to `to_datum`. Without a reward there
+are none.
+
+What is lost: nothing that trains. A trace without a prompt has no input for its first token, and is left out.
+"""
+
+from collections.abc import Iterable
+from typing import Any, ClassVar
+
+import numpy as np
+
+from polar.export.base import Item, JsonLines, Need, credit, facts, needed, over_all, tokens
+from polar.trajectory.types import Trace
+
+
+class Tinker(JsonLines):
+    name: ClassVar[str] = "tinker"
+    needs: ClassVar[frozenset[Need]] = frozenset(("traces", "logprobs"))
+
+    def lines(self, item: Item) -> Iterable[dict[str, Any]]:
+        for index, trace in enumerate(item.trajectory.traces):
+            if len(trace.prompt_ids):
+                yield self.row(item, index, trace)
+            else:
+                self.left_out["trace without a prompt"] += 1
+
+    def row(self, item: Item, index: int, trace: Trace) -> dict[str, Any]:
+        ids = tokens(trace)
+        inputs = {
+            "target_tokens": _tensor(ids[1:].tolist(), "int64"),
+            "logprobs": _tensor(over_all(trace, needed(trace.logprobs), prompt=0.0)[1:], "float32"),
+        }
+        if (advantages := credit(trace)) is not None:
+            inputs["advantages"] = _tensor(advantages[1:], "float32")
+        return {
+            "model_input": {"chunks": [{"type": "encoded_text", "tokens": ids[:-1].tolist()}]},
+            "loss_fn_inputs": inputs,
+            "polar": facts(item, index, trace),
+        }
+
+
+def _tensor(values: list[Any], dtype: str) -> dict[str, Any]:
+    return {"data": values, "dtype": dtype, "shape": [len(values)]}
+
+
+def to_datum(row: dict[str, Any], advantage: float | None = None) -> Any:
+    """A `tinker.Datum`; with `advantage`, that one on each target that trains."""
+    from tinker import Datum, ModelInput, TensorData
+
+    inputs = {
+        name: TensorData(data=tensor["data"], dtype=tensor["dtype"], shape=tensor["shape"])
+        for name, tensor in row["loss_fn_inputs"].items()
+    }
+    if advantage is not None:
+        values = np.zeros(len(row["loss_fn_inputs"]["target_tokens"]["data"]), np.float32)
+        first = row["polar"]["prompt_length"] - 1
+        for start, stop in row["polar"]["spans"]:
+            values[first + start : first + stop] = advantage
+        inputs["advantages"] = TensorData.from_numpy(values)
+    return Datum(model_input=ModelInput.model_validate(row["model_input"]), loss_fn_inputs=inputs)

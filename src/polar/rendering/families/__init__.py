@@ -1,0 +1,36 @@
+"""Sampled ids to reasoning, text and tool calls, by model family."""
+
+from polar.rendering.families.base import Family, Parser, Signs
+from polar.rendering.families.deepseek import DeepSeek
+from polar.rendering.families.generic import Generic
+from polar.rendering.families.glm import Glm
+from polar.rendering.families.harmony import Harmony
+from polar.rendering.families.hermes import Hermes
+from polar.rendering.families.kimi import Kimi
+from polar.rendering.families.llama import Llama
+from polar.rendering.families.markup import Markup
+from polar.rendering.families.mistral import Mistral
+from polar.rendering.families.qwen_coder import QwenCoder
+from polar.rendering.tokenizer import Tokenizer
+
+FAMILIES: tuple[type[Markup] | type[Harmony], ...] = (
+    Harmony,
+    Kimi,
+    DeepSeek,
+    Glm,
+    QwenCoder,
+    Mistral,
+    Hermes,
+    Llama,
+    Generic,
+)
+"""In order of detection: the more particular first, the generic one last."""
+
+
+def family_for(tokenizer: Tokenizer) -> Family:
+    """The first family whose signs the tokenizer and its chat template show."""
+    signs = Signs(tokenizer)
+    return next(family for family in FAMILIES if family.fits(signs))(tokenizer)
+
+
+__all__ = ["FAMILIES", "Family", "Parser", "family_for"]

@@ -1,0 +1,288 @@
+"""Canonical messages as a chat template takes them: OpenAI's shape, as plain data.
+
+What a template can't take has a fallback, found out by probes when the model's folder is read (`Traits`), and used for
+every request alike, so that a conversation is always rendered in the same way:
+
+    system messages it refuses          user messages
+    system messages behind the first    joined to it where they follow it at once, else user messages
+    messages of one role in a row       joined into one
+    tools it doesn't show               a list of functions in the system message; calls and results as tagged text
+    several calls in one turn           one turn for each call, followed by its result
+    calls' arguments as mappings        as JSON text
+
+What no fallback can express is refused with what the template said.
+
+Everything that a harness wrote is guarded (encoder.py), as whole as it will stand in the prompt.
+"""
+
+import json
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any
+
+import msgspec
+from msgspec import Struct, field
+
+from polar.rendering.template import ChatMessage, ToolSpec
+from polar.types import Media, Message, Part, Reasoning, Text, Tool, ToolCall, ToolResult
+
+Guard = Callable[[str], str]
+CallId = Callable[[str, int], str]
+"""A call's id as the model itself writes it, from its name and its number in the conversation."""
+
+
+class Traits(Struct, frozen=True):
+    """What a template can take."""
+
+    system: bool = True  # a system message at the beginning
+    late_system: bool = True  # and elsewhere
+    repeats: bool = True  # two messages of one role in a row
+    tools: bool = True
+    parallel_calls: bool = True
+    mapped_arguments: bool = True
+
+
+class Turn(Struct):
+    """A model's turn in a conversation: the message in it, or the neighbours that together are one reply."""
+
+    reasoning: str
+    text: str
+    calls: list[ToolCall]
+    first_call: int = 0  # how many calls the conversation had before
+    parts: list[Part] = field(default_factory=list)  # as the harness sent them
+
+
+class Context(Struct):
+    """A message that is not the model's."""
+
+    message: ChatMessage
+
+
+Item = Turn | Context
+
+
+class Conversation(Struct):
+    """A request's messages, ready to be rendered with each of the model's turns as it is, or as something else."""
+
+    items: list[Item]
+    tools: list[ToolSpec] | None
+    kwargs: dict[str, Any]
+
+    @property
+    def turns(self) -> list[Turn]:
+        return [item for item in self.items if isinstance(item, Turn)]
+
+
+def conversation(
+    messages: Sequence[Message],
+    tools: Sequence[Tool],
+    kwargs: dict[str, Any],
+    *,
+    traits: Traits,
+    guard: Guard,
+    call_id: CallId,
+    together: Callable[[Message, Message], bool],
+) -> Conversation:
+    """`together` says whether two assistant messages in a row are parts of one reply."""
+    items: list[Item] = []
+    names: dict[str, tuple[str, str]] = {}  # by the harness's id of a call: its id in the prompt, and its name
+    calls = 0
+    last_assistant: Message | None = None
+    for message in messages:
+        if message.role == "assistant":
+            before = items[-1] if items else None
+            if last_assistant is not None and isinstance(before, Turn) and together(last_assistant, message):
+                before.parts += message.parts
+            else:
+                items.append(Turn("", "", [], calls, list(message.parts)))
+            for call in message.parts:
+                if isinstance(call, ToolCall):
+                    names[call.id] = guard(call_id(call.name, calls)), guard(call.name)
+                    calls += 1
+            last_assistant = message
+            continue
+        last_assistant = None
+        items += [Context(rendered) for rendered in _context(message, guard, names)]
+    for item in items:
+        if isinstance(item, Turn):
+            _fill(item, guard, traits)
+    specs = [_spec(tool.name, tool.description, bytes(tool.parameters or b"{}"), guard) for tool in tools]
+    conversation = Conversation(items, specs or None, kwargs)
+    return conversation if _fits(traits) else _adapted(conversation, traits)
+
+
+def as_message(turn: Turn, call_id: CallId) -> dict[str, Any]:
+    """A turn as the template's assistant message."""
+    message: dict[str, Any] = {"role": "assistant", "content": turn.text}
+    if turn.reasoning:
+        # Templates read one of these names.
+        message |= {"reasoning_content": turn.reasoning, "reasoning": turn.reasoning, "thinking": turn.reasoning}
+    if turn.calls:
+        message["tool_calls"] = [
+            {
+                "id": call_id(call.name, turn.first_call + index),
+                "type": "function",
+                "function": {"name": call.name, "arguments": call.arguments},
+            }
+            for index, call in enumerate(turn.calls)
+        ]
+    return message
+
+
+def _fill(turn: Turn, guard: Guard, traits: Traits) -> None:
+    """What the turn's parts come to in a template's message."""
+    for part in turn.parts:
+        match part:
+            case Reasoning():
+                turn.reasoning += part.text
+            case Text():
+                turn.text += part.text
+            case ToolCall():
+                arguments = _arguments(part.arguments, guard, traits.tools and traits.mapped_arguments)
+                turn.calls.append(msgspec.structs.replace(part, name=guard(part.name), arguments=arguments))
+            case _:
+                raise ValueError(f"an assistant message with a {type(part).__name__}")
+    turn.reasoning, turn.text = guard(turn.reasoning), guard(turn.text)
+
+
+def _arguments(arguments: str, guard: Guard, mapped: bool) -> str:
+    """A template that gets a mapping sees what JSON's escapes stand for, and they can spell anything."""
+    guarded = guard(arguments)
+    if not mapped or "\\" not in arguments:
+        return guarded
+    try:
+        value = json.loads(guarded)
+        safe = _guarded(value, guard)
+    except (ValueError, RecursionError):
+        return guarded  # shown as text
+    return guarded if safe == value else json.dumps(safe, ensure_ascii=False)
+
+
+def _context(message: Message, guard: Guard, names: dict[str, tuple[str, str]]) -> list[dict[str, Any]]:
+    texts: list[str] = []
+    rendered: list[dict[str, Any]] = []
+    for part in message.parts:
+        match part:
+            case Text():
+                texts.append(part.text)
+            case ToolResult():
+                shown, name = names.get(part.call_id, (guard(part.call_id), ""))
+                result = guard("\n".join(piece.text for piece in part.parts if isinstance(piece, Text)))
+                name = guard(part.name) if part.name else name
+                rendered.append({"role": "tool", "content": result, "tool_call_id": shown, "name": name})
+            case Media():
+                raise ValueError("a picture, which only the engine itself can render")
+            case _:
+                raise ValueError(f"a {message.role} message with a {type(part).__name__}")
+    if texts or not rendered:
+        role = "system" if message.role == "developer" else message.role
+        said = {"role": role, "content": guard("\n".join(texts))}
+        if message.name:
+            said["name"] = guard(message.name)
+        rendered.append(said)
+    return rendered
+
+
+@lru_cache(4096)
+def _spec(name: str, description: str, parameters: bytes, guard: Guard) -> ToolSpec:
+    """One per tool, however often it is sent; its JSON is written once."""
+    schema = _guarded(msgspec.json.decode(parameters), guard)
+    function = {"name": guard(name), "description": guard(description), "parameters": schema}
+    return ToolSpec({"type": "function", "function": function})
+
+
+def _guarded(value: Any, guard: Guard) -> Any:
+    if isinstance(value, str):
+        return guard(value)
+    if isinstance(value, dict):
+        return {guard(key): _guarded(inner, guard) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_guarded(inner, guard) for inner in value]
+    return value
+
+
+# Fallbacks
+
+
+def _fits(traits: Traits) -> bool:
+    return traits.system and traits.late_system and traits.repeats and traits.tools
+
+
+def _adapted(conversation: Conversation, traits: Traits) -> Conversation:
+    items = list(conversation.items)
+    tools = conversation.tools
+    if not traits.tools:
+        items, tools = _spelled_out(items, tools), None
+    messages: list[Item] = []
+    for item in items:
+        before = messages[-1] if messages else None
+        if isinstance(item, Context):
+            if item.message["role"] == "system" and not _takes_system(traits, messages):
+                item = Context({**item.message, "role": "user"})
+            role = item.message["role"]
+            repeats = traits.late_system if role == "system" else traits.repeats or role == "tool"
+            if not repeats and isinstance(before, Context) and before.message["role"] == role:
+                joined = f"{before.message['content']}\n\n{item.message['content']}"
+                messages[-1] = Context({**before.message, "content": joined})
+                continue
+        elif not traits.repeats and isinstance(before, Turn):
+            messages[-1] = _one_turn(before, item)
+            continue
+        messages.append(item)
+    return Conversation(messages, tools, conversation.kwargs)
+
+
+def _takes_system(traits: Traits, before: Sequence[Item]) -> bool:
+    """Whether a system message can stand behind these; where it can't be late, it may still be joined to the first."""
+    leading = all(isinstance(item, Context) and item.message["role"] == "system" for item in before)
+    return traits.system if leading else traits.late_system
+
+
+def _one_turn(first: Turn, second: Turn) -> Turn:
+    return Turn(
+        "\n\n".join(filter(None, (first.reasoning, second.reasoning))),
+        "\n\n".join(filter(None, (first.text, second.text))),
+        [*first.calls, *second.calls],
+        first.first_call,
+        [*first.parts, *second.parts],
+    )
+
+
+def _spelled_out(items: list[Item], tools: list[ToolSpec] | None) -> list[Item]:
+    """Tools for a template that knows none: told in the system message, called and answered in tagged text."""
+    spelled: list[Item] = []
+    for item in items:
+        if isinstance(item, Turn) and item.calls:
+            calls = "".join(f"\n<tool_call>\n{_call_text(call)}\n</tool_call>" for call in item.calls)
+            spelled.append(Turn(item.reasoning, (item.text + calls).lstrip("\n"), [], item.first_call, item.parts))
+        elif isinstance(item, Context) and item.message["role"] == "tool":
+            content = f"<tool_response>\n{item.message['content']}\n</tool_response>"
+            before = spelled[-1] if spelled else None
+            if isinstance(before, Context) and before.message["content"].endswith("</tool_response>"):
+                spelled[-1] = Context({"role": "user", "content": f"{before.message['content']}\n{content}"})
+            else:
+                spelled.append(Context({"role": "user", "content": content}))
+        else:
+            spelled.append(item)
+    if tools:
+        listed = "\n".join(tool.json for tool in tools)
+        told = (
+            "You can call functions. These are there, one JSON description a line:\n"
+            f"<tools>\n{listed}\n</tools>\n"
+            'To call one, write <tool_call>{"name": its name, "arguments": {its arguments}}</tool_call>.'
+        )
+        first = spelled[0] if spelled else None
+        if isinstance(first, Context) and first.message["role"] == "system":
+            spelled[0] = Context({**first.message, "content": f"{first.message['content']}\n\n{told}"})
+        else:
+            spelled.insert(0, Context({"role": "system", "content": told}))
+    return spelled
+
+
+def _call_text(call: ToolCall) -> str:
+    arguments = call.arguments or "{}"
+    try:
+        msgspec.json.decode(arguments)
+    except (msgspec.DecodeError, RecursionError):
+        arguments = msgspec.json.encode(arguments).decode()
+    return f'{{"name": {msgspec.json.encode(call.name).decode()}, "arguments": {arguments}}}'

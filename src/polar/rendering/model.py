@@ -1,0 +1,156 @@
+"""A model's folder as the gateway uses it: from a request to a prompt's ids, and from sampled ids to what was said.
+
+Request -> Conversation -> Plan (recorded ids + text) -> ids        sampled ids -> Parser -> Events
+"""
+
+from collections.abc import Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from polar.errors import ConfigError
+from polar.rendering.continuation import Cut, History, Known, Mode, Plan, Planner, named
+from polar.rendering.encoder import PromptEncoder
+from polar.rendering.families import Parser, family_for
+from polar.rendering.families.hermes import Hermes
+from polar.rendering.messages import conversation
+from polar.rendering.saying import Saying, saying
+from polar.rendering.seams import Seams
+from polar.rendering.skeleton import Renderer
+from polar.rendering.tokenizer import Tokenizer
+from polar.rendering.traits import find_traits
+from polar.types import (
+    CallDelta,
+    CallStart,
+    Event,
+    Media,
+    Message,
+    Part,
+    Reasoning,
+    ReasoningDelta,
+    Request,
+    Text,
+    TextDelta,
+    ToolCall,
+    ToolResult,
+)
+
+
+class Model:
+    def __init__(
+        self, tokenizer: Tokenizer, mode: Mode = "auto", template_kwargs: dict[str, Any] | None = None
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.encoder = PromptEncoder(tokenizer)
+        family = family_for(tokenizer)
+        call_id = family.call_id
+        self.traits = find_traits(tokenizer.template, call_id)
+        # A template without tools has them spelled out (messages.py) in the most common markup.
+        self.family = family if self.traits.tools else Hermes(tokenizer)
+        renderer = Renderer(tokenizer.template, self.traits, call_id)
+        self._planner = Planner(renderer, Seams(renderer, self.encoder, call_id), self.encoder, mode)
+        self._call_id = call_id
+        self._kwargs = template_kwargs or {}
+
+    @classmethod
+    def load(cls, folder: str | Path, mode: Mode = "auto", template_kwargs: dict[str, Any] | None = None) -> "Model":
+        return cls(_tokenizer(_resolve(folder)), mode, template_kwargs)
+
+    def plan(self, request: Request, history: History, cut: Cut) -> Plan:
+        """How the prompt of a request (of plain function tools) comes about. Raises TemplateError."""
+        kwargs: dict[str, Any] = {}
+        if request.thinking.enabled is False:
+            kwargs["enable_thinking"] = False
+        if request.thinking.effort:
+            kwargs["reasoning_effort"] = self.encoder.guard(request.thinking.effort)
+        talk = conversation(
+            request.messages,
+            request.tools if request.tool_choice.mode != "none" else [],
+            kwargs | self._kwargs,
+            traits=self.traits,
+            guard=self.encoder.guard,
+            call_id=self._call_id,
+            together=_together,
+        )
+        return self._planner.plan(talk, history, cut)
+
+    def parser(self, request: Request, prompt_end: str) -> Parser:
+        return self.family.parser(prompt_end=prompt_end, tools=request.tools)
+
+    def cut(self, known: Known, shown: Saying, sampled: Sequence[int], request: Request) -> int | None:
+        """How many of a partly delivered turn's first tokens say this: as many as possible, None where none do."""
+        parser = self.parser(request, known.mark.opening)
+        events: list[Event] = []
+        kept = None
+        for count, id in enumerate(sampled[: known.delivered], 1):
+            events += parser.feed([id])
+            if saying(joined(events)) == shown:
+                kept = count
+        return kept
+
+
+def renderable(request: Request) -> bool:
+    """Whether a gateway can render this, or only the engine: pictures, raw prompts, forced calls and formats."""
+    return (
+        request.prompt is None
+        and not request.tool_choice.forces
+        and request.response_format.kind == "text"
+        and not any(_has_media(part) for message in request.messages for part in message.parts)
+    )
+
+
+def _has_media(part: Part) -> bool:
+    return isinstance(part, Media) or (
+        isinstance(part, ToolResult) and any(isinstance(piece, Media) for piece in part.parts)
+    )
+
+
+def joined(events: Sequence[Event]) -> list[Part]:
+    """Events as parts: neighbours of one kind are one."""
+    parts: list[Part] = []
+    for event in events:
+        last = parts[-1] if parts else None
+        match event:
+            case TextDelta():
+                if isinstance(last, Text):
+                    last.text += event.text
+                else:
+                    parts.append(Text(event.text))
+            case ReasoningDelta():
+                if isinstance(last, Reasoning):
+                    last.text += event.text
+                else:
+                    parts.append(Reasoning(event.text))
+            case CallStart():
+                parts.append(ToolCall(event.id, event.name, "", event.kind, event.namespace))
+            case CallDelta():
+                assert isinstance(last, ToolCall)
+                last.arguments += event.arguments
+    return parts
+
+
+def _together(first: Message, second: Message) -> bool:
+    """Two assistant messages in a row are one turn where both name the same exchange."""
+    one = named(first.parts)
+    return one is not None and one == named(second.parts)
+
+
+@lru_cache(4)
+def _tokenizer(folder: Path) -> Tokenizer:
+    """Reading one takes a second or so; it never changes."""
+    return Tokenizer.load(folder)
+
+
+def _resolve(folder: str | Path) -> Path:
+    """A folder; or a model's name, where a copy of it is on this machine already. Nothing is downloaded."""
+    path = Path(folder)
+    if path.is_dir():
+        return path
+    try:
+        from huggingface_hub import snapshot_download
+
+        return Path(snapshot_download(str(folder), local_files_only=True))
+    except Exception as error:  # the library has many, and all mean that it isn't there
+        raise ConfigError(
+            f"[engine] tokenizer: there is no folder {str(folder)!r}, nor a model of that name in the local cache."
+        ) from error

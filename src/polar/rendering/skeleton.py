@@ -1,0 +1,160 @@
+"""A rendering with the model's turns replaced by marks: what is left is the context, and it shows where turns stand.
+
+    <|im_start|>user\\nHi<|im_end|>\\n<|im_start|>assistant\\n(mark)<|im_end|>\\n<|im_start|>user\\n...
+    `--------------------- context -----------------------´      `------------- tail ------------...
+
+Each piece of a turn (thinking, text, a call's arguments) has a mark of its own, so the rendering also tells which pieces
+the template shows: one that strips earlier thinking shows no mark there. A turn of which no mark is left is rendered as
+it is: whatever the template makes of it is context like any other text.
+
+A mark can be filled with more text. It is found only if all of that is there, as it was: so a template that cuts,
+escapes or rewrites what a model said is found out (seams.py).
+"""
+
+import re
+import secrets
+from collections.abc import Container, Sequence
+from typing import Any, Literal, NamedTuple
+
+from msgspec import Struct
+
+from polar.rendering.messages import CallId, Context, Conversation, Item, Traits, Turn, as_message
+from polar.rendering.template import ChatMessage, ChatTemplate, TemplateError
+from polar.types import ToolCall
+
+Piece = Literal["r", "c", "a"]
+"""Thinking, text (content), or a call's arguments."""
+
+_MARK = f"Polar{secrets.token_hex(6)}"
+_PROSE = "Aa é\n\n <b>&amp;"
+_VALUE = "Aa  <b>&amp;"  # nothing that JSON writes otherwise
+_FOUND = re.compile(f"{_MARK}([rca])(\\d+)x((?:{re.escape(_PROSE)}|{re.escape(_VALUE)})*)X")
+
+
+class Place(NamedTuple):
+    """Where a turn stands in the rendered text, and what of it is shown."""
+
+    start: int  # of its first mark
+    stop: int  # behind its last mark
+    last: Piece
+    thinking: bool
+    text: bool
+    calls: bool
+
+
+class Skeleton(Struct):
+    text: str
+    places: list[Place | None]  # for each marked turn; None where nothing of it is shown
+    ordered: bool  # turns stand in the order of the conversation, none within another, no piece twice
+
+
+class Renderer:
+    """A template as this model's requests are rendered with it."""
+
+    def __init__(self, template: ChatTemplate, traits: Traits, call_id: CallId) -> None:
+        self._template = template
+        self._call_id = call_id
+        self.traits = traits
+
+    def whole(self, conversation: Conversation, *, generation_prompt: bool = True) -> str:
+        """Raises TemplateError where the template refuses."""
+        return self._template.render(
+            self._messages(conversation.items),
+            conversation.tools,
+            generation_prompt,
+            map_arguments=self.traits.mapped_arguments,
+            **conversation.kwargs,
+        )
+
+    def attempt(self, conversation: Conversation, *, generation_prompt: bool = True) -> str | None:
+        try:
+            return self.whole(conversation, generation_prompt=generation_prompt)
+        except TemplateError:
+            return None
+
+    def skeleton(self, conversation: Conversation, turns: int | None = None) -> Skeleton:
+        """With marks for the first `turns` turns (default: all) as far as they are shown; the others as they are."""
+        skeleton = self._skeleton(conversation, turns, hidden=())
+        hidden = [number for number, place in enumerate(skeleton.places) if place is None]
+        return self._skeleton(conversation, turns, hidden) if hidden else skeleton
+
+    def _skeleton(self, conversation: Conversation, turns: int | None, hidden: Container[int]) -> Skeleton:
+        items: list[Item] = []
+        marked: list[Turn] = []
+        for item in conversation.items:
+            if isinstance(item, Turn) and (turns is None or len(marked) < turns):
+                shape = self.mark(item, len(marked))
+                item = item if len(marked) in hidden else shape
+                marked.append(shape)
+            items.append(item)
+        return read(self.whole(Conversation(items, conversation.tools, conversation.kwargs)), marked)
+
+    def mark(self, turn: Turn, number: int, fill: int = 0) -> Turn:
+        """The turn's shape, with marks for its pieces; `fill` makes them longer."""
+        calls = turn.calls if self.traits.parallel_calls else turn.calls[:1]
+        value = f"{_MARK}a{number}x{_VALUE * fill}X"
+        arguments = f'{{"{value}": "{value}"}}'
+        return Turn(
+            f"{_MARK}r{number}x{_PROSE * fill}X" if turn.reasoning else "",
+            f"{_MARK}c{number}x{_PROSE * fill}X" if turn.text else "",
+            [ToolCall(call.id, call.name, arguments) for call in calls],
+            turn.first_call,
+        )
+
+    def _messages(self, items: Sequence[Item]) -> list[ChatMessage]:
+        messages: list[ChatMessage] = []
+        taken = 0  # results that stand with their calls already
+        for index, item in enumerate(items):
+            if isinstance(item, Context):
+                if taken:
+                    taken -= 1
+                else:
+                    messages.append(item.message)
+            elif len(item.calls) > 1 and not self.traits.parallel_calls:
+                split = self._one_by_one(item, items[index + 1 :])
+                messages += split
+                taken = sum(message["role"] == "tool" for message in split)
+            else:
+                messages.append(as_message(item, self._call_id))
+        return messages
+
+    def _one_by_one(self, turn: Turn, following: Sequence[Item]) -> list[ChatMessage]:
+        """A turn with several calls, for a template that takes one a turn: each with its own result behind it."""
+        messages: list[ChatMessage] = []
+        for index, call in enumerate(turn.calls):
+            reasoning, text = (turn.reasoning, turn.text) if index == 0 else ("", "")
+            messages.append(as_message(Turn(reasoning, text, [call], turn.first_call + index), self._call_id))
+            result = following[index] if index < len(following) else None
+            if not isinstance(result, Context) or result.message["role"] != "tool":
+                break  # fewer results than calls: what has none was never answered
+            messages.append(result.message)
+        return messages
+
+
+def read(text: str, marked: Sequence[Turn]) -> Skeleton:
+    """Finds the marks of turns in a rendering."""
+    seen: list[list[re.Match[str]]] = [[] for _ in marked]
+    order: list[int] = []
+    for found in _FOUND.finditer(text):
+        number = int(found.group(2))
+        seen[number].append(found)
+        if not order or order[-1] != number:
+            order.append(number)
+    places = [_place(turn, marks) if marks else None for turn, marks in zip(marked, seen, strict=True)]
+    once = all(map(_once, marked, seen))
+    return Skeleton(text, places, once and order == sorted(set(order)))
+
+
+def _once(turn: Turn, marks: Sequence[re.Match[str]]) -> bool:
+    """Whether no piece is shown more than once. What a template repeats, it says about the turn, not in it."""
+    shown = [found.group(1) for found in marks]
+    return shown.count("r") <= 1 and shown.count("c") <= 1 and shown.count("a") <= 2 * len(turn.calls)
+
+
+def _place(turn: Turn, marks: Sequence[re.Match[str]]) -> Place:
+    shown = [found.group(1) for found in marks]
+    text = "c" in shown
+    last: Any = shown[-1]
+    # Two marks in each call's arguments, key and value. Calls that were spelled out in the text are as visible as it.
+    calls = shown.count("a") >= 2 * len(turn.calls) if turn.calls else text
+    return Place(marks[0].start(), marks[-1].end(), last, "r" in shown, text, calls)

@@ -1,0 +1,243 @@
+"""Builders: what a trainer gets of a session, as walks over the token tree.
+
+    per_request      a trace per exchange
+    prefix_merging   a trace for each run of exchanges that extend one another, token for token
+    prefix_tree      the whole tree, of one session or of a group
+
+All of them train the same: each trainable token once, after exactly the tokens that it was sampled after, with the
+log-probability and the policy version of that sampling, and with weight 1 / T in a session of T trainable tokens.
+
+The tree that they walk is that of the tokens which training needs: prompts, and what trains after them. Paths that
+train nothing, and sampled tokens behind the trainable ones, are not in it, so every leaf ends in a trainable token.
+"""
+
+from collections.abc import Iterable, Sequence
+
+import msgspec
+import numpy as np
+
+from polar.trajectory.tree import ROOT, TokenTree, token_tree
+from polar.trajectory.types import (
+    NO_VERSION,
+    Excluded,
+    Ids,
+    Logprobs,
+    Mask,
+    Path,
+    Sampled,
+    Span,
+    Term,
+    TokenCounts,
+    Trace,
+    Trajectory,
+    TreeSession,
+    TreeTrajectory,
+)
+
+
+def per_request(session: Sampled) -> Trajectory:
+    """A trace per exchange that has trainable tokens."""
+    paths = _trained(session)
+    return _trajectory(session, "per_request", token_tree(paths), [[path] for path in paths])
+
+
+def prefix_merging(session: Sampled) -> Trajectory:
+    """An exchange goes on with a trace where its prompt begins with all of that trace: its prompt and what trains after
+    it. Anything else begins a trace of its own, in which the tokens before its first sampled one are context.
+
+    Where several could go on with one trace, one does: see `_merged`. There are as few traces as there can be, and they
+    hold as few tokens as so many traces can.
+    """
+    paths = _trained(session)
+    tree = token_tree(paths)
+    # A trace has log-probabilities or has none: one without them would cost the others theirs.
+    with_logprobs = [index for index, path in enumerate(paths) if path.logprobs is not None]
+    without = [index for index, path in enumerate(paths) if path.logprobs is None]
+    runs = sorted(_merged(tree, with_logprobs) + _merged(tree, without))
+    return _trajectory(session, "prefix_merging", tree, [[paths[index] for index in run] for run in runs])
+
+
+def prefix_tree(sessions: Sequence[Sampled]) -> TreeTrajectory:
+    """The tree of one session, or of a group's, which share at least the task's prompt.
+
+    It holds exactly the tokens that training needs, each once: those that train, and those before them. So what a
+    trainer computes is what is unique, always. Tokens that train nothing, with nothing behind them that does, are left
+    out; those of them that were sampled are in `excluded`, as with every builder.
+    """
+    trained = [_trained(session) for session in sessions]
+    tree = token_tree([path for paths in trained for path in paths])
+    totals = {session.session_id: session.trainable for session in sessions}
+    terms = []
+    for index, path in enumerate(tree.paths):
+        versions = _versions(path)
+        for stretch in tree.stretches(index):
+            stop = stretch.offset + stretch.stop - stretch.start
+            term = Term(
+                session_id=path.session_id,
+                exchange_id=path.exchange_id,
+                node=stretch.node,
+                start=stretch.start,
+                stop=stretch.stop,
+                offset=stretch.offset,
+                logprobs=None if path.logprobs is None else path.logprobs[stretch.offset : stop],
+                policy_versions=versions[stretch.offset : stop],
+                weight=(stop - stretch.offset) / totals[path.session_id],
+            )
+            terms.append(term)
+    pieces = [tree.ids(number) for number in range(len(tree.nodes))]
+    unique = tree.tokens
+    return TreeTrajectory(
+        ids=np.concatenate(pieces) if pieces else np.empty(0, np.int32),
+        starts=np.cumsum([0, *map(len, pieces)], dtype=np.int64),
+        parents=np.array([node.parent for node in tree.nodes], np.int32),
+        depths=np.array([node.start for node in tree.nodes], np.int64),
+        terms=terms,
+        sessions=[
+            TreeSession(session.session_id, session.reward, session.reason, _turn_rewards(paths))
+            for session, paths in zip(sessions, trained, strict=True)
+        ],
+        excluded=[excluded for session in sessions for excluded in _excluded(session)],
+        tokens=TokenCounts(computed=unique, unique=unique, trainable=sum(totals.values())),
+    )
+
+
+# What goes in
+
+
+def _ordered(session: Sampled) -> list[Path]:
+    return sorted(session.paths, key=lambda path: (path.seq, path.exchange_id))
+
+
+def _trained(session: Sampled) -> list[Path]:
+    """The paths that train, cut behind their last trainable token."""
+    return [
+        path
+        if path.trainable == len(path.sampled)
+        else msgspec.structs.replace(path, sampled=path.sampled[: path.trainable])
+        for path in _ordered(session)
+        if path.trainable
+    ]
+
+
+def _excluded(session: Sampled) -> list[Excluded]:
+    return [excluded for path in _ordered(session) for excluded in path.excluded]
+
+
+def _versions(path: Path) -> Ids:
+    if path.versions is None:
+        return np.full(path.trainable, NO_VERSION, np.int32)
+    return path.versions[: path.trainable]
+
+
+def _turn_rewards(paths: Iterable[Path]) -> dict[str, float]:
+    return {path.exchange_id: path.reward for path in paths if path.reward is not None}
+
+
+# Which exchanges become one trace
+
+
+def _merged(tree: TokenTree, members: Sequence[int]) -> list[list[int]]:
+    """The given paths in runs, each of which extends the one before it.
+
+    A path can follow another that ends where its prompt ends, or above that in the tree. So the tree is walked from the
+    leaves to the roots: where a prompt ends, its path begins to wait for one to follow; where a path ends, one of those
+    that wait below follows it, if any does. All of them could as well follow whatever ends further up. So whichever is
+    taken, there are as few runs as there can be; and since the deepest ends are served first, those that none follows,
+    up to which a trainer computes, are as little deep as can be. One of the same agent is taken first, then the one
+    whose run has the most trainable tokens, then the earliest.
+    """
+    paths = tree.paths
+    prompt_ends, path_ends = 1, 0  # at the same depth, prompts come first: a path can follow one that ends right there
+    points: list[list[tuple[int, int, int]]] = [[] for _ in tree.nodes]
+    for index in members:
+        context = len(paths[index].prompt)
+        if (number := tree.node_at(index, context)) != ROOT:
+            points[number].append((context, prompt_ends, index))
+        points[tree.ends[index]].append((context + len(paths[index].sampled), path_ends, index))
+
+    trainable = {index: paths[index].trainable for index in members}  # of each run from there on
+    follower: dict[int, int] = {}
+    waiting: list[list[int]] = [[] for _ in tree.nodes]
+    for number in reversed(range(len(tree.nodes))):
+        here, waiting[number] = waiting[number], []
+        for _, kind, index in sorted(points[number], reverse=True):
+            if kind == prompt_ends:
+                here.append(index)
+            elif here:
+                agent = _agent(paths[index])
+                best = min(here, key=lambda it: (_agent(paths[it]) != agent, -trainable[it], it))
+                here.remove(best)
+                follower[index] = best
+                trainable[index] += trainable[best]
+        if (parent := tree.nodes[number].parent) != ROOT:
+            fewer, more = sorted((here, waiting[parent]), key=len)
+            more.extend(fewer)
+            waiting[parent] = more
+
+    runs = []
+    for first in set(members) - set(follower.values()):
+        run = [first]
+        while run[-1] in follower:
+            run.append(follower[run[-1]])
+        runs.append(run)
+    return runs
+
+
+def _agent(path: Path) -> tuple[str | None, str]:
+    return path.agent_id, path.role
+
+
+# What comes out
+
+
+def _trajectory(session: Sampled, builder: str, tree: TokenTree, runs: Iterable[Sequence[Path]]) -> Trajectory:
+    total = session.trainable
+    traces = [_trace(session, run, total) for run in runs]
+    computed = sum(len(trace.prompt_ids) + len(trace.response_ids) for trace in traces)
+    return Trajectory(
+        session_id=session.session_id,
+        builder=builder,
+        traces=traces,
+        excluded=_excluded(session),
+        tokens=TokenCounts(computed=computed, unique=tree.tokens, trainable=total),
+        reward=session.reward,
+        reason=session.reason,
+    )
+
+
+def _trace(session: Sampled, run: Sequence[Path], total: int) -> Trace:
+    """Each path of a run begins with all of the one before it, so the last one's tokens are the trace's."""
+    first, last = run[0], run[-1]
+    context = len(first.prompt)
+    response = np.concatenate([last.prompt[context:], last.sampled])
+    mask: Mask = np.zeros(len(response), np.uint8)
+    logprobs: Logprobs | None = None if first.logprobs is None else np.zeros(len(response), np.float32)
+    versions: Ids = np.full(len(response), NO_VERSION, np.int32)
+    spans = []
+    for path in run:
+        start = len(path.prompt) - context
+        stop = start + path.trainable
+        mask[start:stop] = 1
+        versions[start:stop] = _versions(path)
+        if logprobs is not None and path.logprobs is not None:
+            logprobs[start:stop] = path.logprobs[: path.trainable]
+        spans.append(Span(path.exchange_id, start, stop, 0))
+    return Trace(
+        session_id=session.session_id,
+        prompt_ids=last.prompt[:context],
+        response_ids=response,
+        loss_mask=mask,
+        logprobs=logprobs,
+        policy_versions=versions,
+        weight=sum(path.trainable for path in run) / total,
+        exchange_ids=[path.exchange_id for path in run],
+        spans=spans,
+        role=first.role,
+        agent_id=first.agent_id,
+        branch_reason=first.branch_reason,
+        temperature=first.temperature,
+        finish_reason=last.finish_reason,
+        reward=session.reward,
+        reason=session.reason,
+        turn_rewards=_turn_rewards(run),
+    )

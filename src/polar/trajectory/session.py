@@ -1,0 +1,138 @@
+"""A stored session as paths: which tokens each call saw and sampled, which part it played, and what of it trains."""
+
+import asyncio
+import hashlib
+from collections.abc import Iterable
+
+import msgspec
+import numpy as np
+
+from polar.engines.base import VersionSpan
+from polar.errors import StoreError
+from polar.harnesses import knowledge
+from polar.plugins import load as load_plugin
+from polar.store.base import Exchange, Session, Store
+from polar.trajectory import wire
+from polar.trajectory.roles import Call, Labelled, Overrides, assign, call_of
+from polar.trajectory.types import NO_VERSION, Excluded, Ids, Image, Path, Sampled
+from polar.types import Media, Request, ToolResult
+
+NO_IDS: Ids = np.empty(0, np.int32)
+TREE = "prefix_tree"
+"""The builder that takes many sessions and hands out a tree."""
+
+
+async def load(store: Store, session_id: str) -> Sampled:
+    """All of a session's paths. Raises StoreError where there is no such session."""
+    session = await store.session(session_id)
+    if session is None:
+        raise StoreError(f"There is no session {session_id}.")
+    exchanges = [exchange async for exchange in store.exchanges(session_id)]
+    return await asyncio.to_thread(sampled, session, exchanges)
+
+
+def sampled(session: Session, exchanges: Iterable[Exchange]) -> Sampled:
+    overrides = Overrides.of(session.metadata)
+    exchanges = list(exchanges)
+    calls = [call_of(exchange) for exchange in exchanges]
+    labels = labelled(session, calls, overrides)
+    paths = [
+        _path(exchange, call.request, labels[exchange.exchange_id], overrides, session.turn_rewards)
+        for exchange, call in zip(exchanges, calls, strict=True)
+        if exchange.sampled_ids is not None
+    ]
+    return Sampled(session.session_id, paths, session.reward, _reason(session))
+
+
+async def roles_of(store: Store, session_id: str) -> dict[str, Labelled]:
+    """Each exchange's role and agent. Raises StoreError where there is no such session."""
+    session = await store.session(session_id)
+    if session is None:
+        raise StoreError(f"There is no session {session_id}.")
+    calls = [call_of(exchange) async for exchange in store.exchanges(session_id)]
+    return await asyncio.to_thread(labelled, session, calls)
+
+
+async def built(store: Store, session_id: str, builder: str) -> bytes:
+    """What a builder makes of a session, as JSON."""
+    paths = await load(store, session_id)
+    build = load_plugin("builders", builder)
+    if builder == TREE:
+        return await asyncio.to_thread(lambda: msgspec.json.encode(wire.tree(build([paths]))))
+    return await asyncio.to_thread(lambda: msgspec.json.encode(wire.trajectory(build(paths))))
+
+
+def labelled(session: Session, calls: list[Call], overrides: Overrides | None = None) -> dict[str, Labelled]:
+    """Each call's role and agent."""
+    harness = session.metadata.get("harness")
+    known = knowledge(harness if isinstance(harness, str) else None)
+    return assign(calls, known=known, overrides=overrides or Overrides.of(session.metadata))
+
+
+def _reason(session: Session) -> str | None:
+    if session.reward is not None:
+        return None
+    return session.reason or ("not_ended" if session.status == "open" else "not_evaluated")
+
+
+def _path(
+    exchange: Exchange, request: Request, label: Labelled, overrides: Overrides, rewards: dict[str, float]
+) -> Path:
+    ids = exchange.sampled_ids
+    assert ids is not None
+    trainable, excluded = _trainable(exchange, len(ids), label, overrides)
+    return Path(
+        session_id=exchange.session_id,
+        exchange_id=exchange.exchange_id,
+        seq=exchange.seq,
+        prompt=NO_IDS if exchange.prompt_ids is None else exchange.prompt_ids,
+        sampled=ids,
+        logprobs=exchange.logprobs if trainable else None,
+        versions=_versions(exchange.versions, len(ids)) if trainable else None,
+        trainable=trainable,
+        excluded=excluded,
+        role=label.role,
+        agent_id=label.agent_id,
+        branch_reason=exchange.branch_reason,
+        temperature=exchange.sampling.temperature,
+        finish_reason=exchange.finish_reason,
+        reward=rewards.get(exchange.exchange_id),
+        images=_images(request),
+    )
+
+
+def _trainable(exchange: Exchange, sampled: int, label: Labelled, overrides: Overrides) -> tuple[int, list[Excluded]]:
+    """How many of the first sampled tokens train, and why the others don't."""
+    reason = exchange.untrainable
+    if reason is None and label.role not in overrides.trainable_roles:
+        reason = f"role_{label.role}"
+    kept = exchange.delivered if reason is None else 0
+    excluded = []
+    if reason is not None and exchange.delivered:
+        excluded.append(Excluded(exchange.exchange_id, 0, exchange.delivered, reason))
+    if exchange.delivered < sampled:
+        late = "undelivered" if exchange.untrainable is None else exchange.untrainable
+        excluded.append(Excluded(exchange.exchange_id, exchange.delivered, sampled, late))
+    return kept, excluded
+
+
+def _versions(spans: list[VersionSpan], sampled: int) -> Ids:
+    versions = np.full(sampled, NO_VERSION, np.int32)
+    for span in spans:
+        versions[span.start : span.stop] = span.version
+    return versions
+
+
+def _images(request: Request) -> list[Image]:
+    """Pictures are rendered by the engine, which doesn't say where their placeholders stand: they count from the
+    prompt's beginning, so that prompts with other pictures share nothing. Rather too little is shared than too much."""
+    found = hashlib.sha256()
+    count = 0
+    for message in request.messages:
+        for part in message.parts:
+            pieces = part.parts if isinstance(part, ToolResult) else [part]
+            for piece in pieces:
+                if isinstance(piece, Media):
+                    count += 1
+                    found.update(msgspec.msgpack.encode(piece))
+    return [Image(0, found.digest())] if count else []

@@ -1,0 +1,280 @@
+"""The token tree: every exchange of a session, or of a whole group of sessions, with each shared prefix once.
+
+It is a radix tree over token ids. A path goes in whole, prompt and sampled tokens, and nothing says what its parent is:
+where two paths part is found by comparing them. Nodes hold ids only, as views on the paths' own arrays; a node ends
+where paths part, or where the last one on it ends, and nowhere else. What was sampled is a matter of paths, not of
+nodes (see `TokenTree.stretches`), since several samplings may have produced the same token.
+
+Images have the same placeholders whatever they show, so they are compared by a key: at its first placeholder an image
+stands for a negative number, of its own for each digest.
+
+Building takes linear time, at about the speed of memory. A path is compared with the one before it, in blocks. Where
+they part, the comparison goes on with a path of the branch that the new one takes, and each comparison runs as far as
+the two agree, across nodes: a turn that extends an earlier one costs one or two of them, however many nodes it crosses.
+
+Invariant: the same paths give the same tree, whatever their order. Nodes are numbered depth first, children by their
+first key.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+from msgspec import Struct
+
+from polar.trajectory.types import Ids, Path
+
+ROOT = -1
+"""Where a node has no parent, and where an empty path ends."""
+
+_FIRST_BLOCK, _LAST_BLOCK = 256, 32 * 1024
+"""Tokens compared at once: few at first, where paths part most often, then as many as the processor's cache likes."""
+
+
+class Node(Struct, frozen=True, gc=False):
+    """Tokens `start` to `stop` of path `path`, and of each other path that crosses it."""
+
+    parent: int
+    path: int
+    start: int
+    stop: int
+
+
+class Stretch(Struct, frozen=True, gc=False):
+    """Tokens `start` to `stop` of a node's ids were sampled by a path, from its sampled token `offset` on."""
+
+    path: int
+    node: int
+    start: int
+    stop: int
+    offset: int
+
+
+class TokenTree(Struct):
+    """Made by `token_tree`. Parents stand before their children."""
+
+    paths: tuple[Path, ...]
+    nodes: list[Node]
+    ends: list[int]  # the node that each path ends in
+
+    @property
+    def tokens(self) -> int:
+        """How many there are, each once."""
+        return sum(node.stop - node.start for node in self.nodes)
+
+    def ids(self, number: int) -> Ids:
+        """A node's token ids: a view where they lie in one array of its path."""
+        node = self.nodes[number]
+        path = self.paths[node.path]
+        context = len(path.prompt)
+        if node.stop <= context:
+            return path.prompt[node.start : node.stop]
+        if node.start >= context:
+            return path.sampled[node.start - context : node.stop - context]
+        return np.concatenate([path.prompt[node.start :], path.sampled[: node.stop - context]])
+
+    def node_at(self, path: int, depth: int) -> int:
+        """The node that holds the last of a path's first `depth` tokens."""
+        number = self.ends[path]
+        while number != ROOT and self.nodes[number].start >= depth:
+            number = self.nodes[number].parent
+        return number
+
+    def stretches(self, path: int) -> list[Stretch]:
+        """Where a path's sampled tokens are, from first to last."""
+        context = len(self.paths[path].prompt)
+        end = context + len(self.paths[path].sampled)
+        found = []
+        number = self.ends[path]
+        while number != ROOT and (node := self.nodes[number]).stop > context:
+            start, stop = max(node.start, context), min(node.stop, end)
+            if start < stop:
+                found.append(Stretch(path, number, start - node.start, stop - node.start, start - context))
+            number = node.parent
+        return found[::-1]
+
+
+def token_tree(paths: Sequence[Path]) -> TokenTree:
+    """The tree of the given paths, of one session or of many."""
+    growth = _Growth(_lines(paths))
+    for index in range(len(paths)):
+        growth.add(index)
+    return TokenTree(tuple(paths), growth.numbered(), growth.ends())
+
+
+# What is compared
+
+
+class _Line:
+    """A path's keys, in the two arrays that they come in."""
+
+    __slots__ = ("context", "length", "prompt", "sampled")
+
+    def __init__(self, prompt: Ids, sampled: Ids) -> None:
+        self.prompt = prompt
+        self.sampled = sampled
+        self.context = len(prompt)
+        self.length = len(prompt) + len(sampled)
+
+    def key(self, at: int) -> int:
+        return self.prompt.item(at) if at < self.context else self.sampled.item(at - self.context)
+
+    def rest(self, at: int) -> Ids:
+        """From `at` to the end of the array that it is in."""
+        return self.prompt[at:] if at < self.context else self.sampled[at - self.context :]
+
+
+def _lines(paths: Sequence[Path]) -> list[_Line]:
+    """Ids are keys already; a prompt with images gets a copy with theirs in it. Images are the same where placeholder
+    and digest are. They are numbered in sorted order, so that the numbers don't depend on the order of the paths."""
+    seen = {look for path in paths if path.images for look in _looks(path).values()}
+    numbers = {look: index - len(seen) for index, look in enumerate(sorted(seen))}
+    lines = []
+    for path in paths:
+        prompt = path.prompt
+        if path.images:
+            prompt = prompt.copy()
+            for position, look in _looks(path).items():
+                prompt[position] = numbers[look]
+        lines.append(_Line(prompt, path.sampled))
+    return lines
+
+
+def _looks(path: Path) -> dict[int, tuple[int, tuple[bytes, ...]]]:
+    """By position: the placeholder's own id, and the digests of what stands there (more than one where an image has no
+    placeholders of its own)."""
+    digests: dict[int, tuple[bytes, ...]] = {}
+    for image in path.images:
+        digests[image.position] = (*digests.get(image.position, ()), image.digest)
+    return {position: (path.prompt.item(position), found) for position, found in digests.items()}
+
+
+def _agree(left: _Line, right: _Line, at: int) -> int:
+    """How far two lines are the same that are known to be so up to `at`."""
+    stop = min(left.length, right.length)
+    while at < stop:
+        one, other = left.rest(at), right.rest(at)
+        shared = _shared(one, other)
+        at += shared
+        if shared < min(len(one), len(other)):
+            break
+    return at
+
+
+def _shared(left: Ids, right: Ids) -> int:
+    """The length of the longest common prefix."""
+    size = min(len(left), len(right))
+    at, block = 0, _FIRST_BLOCK
+    while at < size:
+        stop = min(at + block, size)
+        differs = left[at:stop] != right[at:stop]
+        first = int(differs.argmax())
+        if differs[first]:
+            return at + first
+        at, block = stop, min(4 * block, _LAST_BLOCK)
+    return size
+
+
+# How the tree grows
+
+
+class _Branch:
+    """A node while the tree grows: as `Node`, with its children by their first key."""
+
+    __slots__ = ("children", "number", "parent", "path", "start", "stop")
+
+    def __init__(self, parent: "_Branch | None", path: int, start: int, stop: int) -> None:
+        self.parent = parent
+        self.path = path
+        self.start = start
+        self.stop = stop
+        self.children: dict[int, _Branch] = {}
+        self.number = ROOT
+
+
+class _Growth:
+    def __init__(self, lines: list[_Line]) -> None:
+        self._lines = lines
+        self._root = _Branch(None, ROOT, 0, 0)
+        # The branch that each path ended in when it was added. Where that one was split since, it is the lower part,
+        # and the path may end above it.
+        self._ended: list[_Branch] = []
+
+    def add(self, index: int) -> None:
+        line = self._lines[index]
+        branch, at = self._follow_last(line)
+        while at < line.length:
+            # The tree has the line's first `at` keys, the last of them in `branch`.
+            key = line.key(at)
+            if at < branch.stop:
+                if self._lines[branch.path].key(at) != key:
+                    branch = self._leaf(self._split(branch, at, index), index, at)
+                    break
+            elif (child := branch.children.get(key)) is not None:
+                branch = child
+            elif branch.children or branch is self._root:
+                branch = self._leaf(branch, index, at)
+                break
+            else:  # a leaf grows
+                branch.path, branch.stop = index, line.length
+                break
+            entered = branch
+            at = _agree(line, self._lines[branch.path], at + 1)
+            while branch.stop < at:
+                branch = branch.children[line.key(branch.stop)]
+            if entered.stop <= at:
+                entered.path = index  # what comes next here is likely to resemble what came last
+        self._ended.append(branch)
+
+    def _follow_last(self, line: _Line) -> tuple[_Branch, int]:
+        """How far a line goes along with the one that was added last, and the branch that this is in."""
+        if not self._ended:
+            return self._root, 0
+        branch = self._ended[-1]
+        at = _agree(line, self._lines[len(self._ended) - 1], 0)
+        while branch.parent is not None and branch.start >= at:
+            branch = branch.parent
+        return branch, at
+
+    def _leaf(self, parent: _Branch, index: int, at: int) -> _Branch:
+        line = self._lines[index]
+        leaf = _Branch(parent, index, at, line.length)
+        parent.children[line.key(at)] = leaf
+        return leaf
+
+    def _split(self, lower: _Branch, at: int, index: int) -> _Branch:
+        """Cuts a branch in two before `at`; path `index` crosses the upper part, which is a new one."""
+        above = lower.parent
+        assert above is not None  # the root is empty
+        upper = _Branch(above, index, lower.start, at)
+        above.children[self._lines[index].key(lower.start)] = upper
+        upper.children[self._lines[lower.path].key(at)] = lower
+        lower.parent, lower.start = upper, at
+        return upper
+
+    def numbered(self) -> list[Node]:
+        nodes: list[Node] = []
+        waiting = _last_first(self._root)
+        while waiting:
+            branch = waiting.pop()
+            branch.number = len(nodes)
+            assert branch.parent is not None
+            nodes.append(Node(branch.parent.number, branch.path, branch.start, branch.stop))
+            waiting.extend(_last_first(branch))
+        return nodes
+
+    def ends(self) -> list[int]:
+        """The longest paths first, so that each branch's way up is walked once for all the paths that ended in it."""
+        ends = [ROOT] * len(self._lines)
+        above: dict[_Branch, _Branch] = {}
+        for index in sorted(range(len(ends)), key=lambda it: -self._lines[it].length):
+            ended = self._ended[index]
+            branch = above.get(ended, ended)
+            while branch.parent is not None and branch.start >= self._lines[index].length:
+                branch = branch.parent
+            above[ended] = branch
+            ends[index] = branch.number
+        return ends
+
+
+def _last_first(branch: _Branch) -> list[_Branch]:
+    return [branch.children[key] for key in sorted(branch.children, reverse=True)]

@@ -1,0 +1,463 @@
+"""The invariant, checked on what the builders hand out, against the rows that are stored.
+
+    check_records      the rows by themselves (verify_rows.py)
+    check_trajectory   traces against the rows
+    check_tree         a tree, of one session or of a group, against the rows
+
+For every token that trains: the tokens before it are those that the engine conditioned on; its id, its log-probability
+(bit for bit) and its policy version are those of the row. And every sampled token trains exactly once, or is excluded
+for a reason that the row bears out.
+
+This is the other side of the books. It shares no code with the token tree and the builders, only the nouns: plain walks
+over arrays, each exchange's context once, so that a mistake there can't hide here.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from math import isclose
+
+import numpy as np
+from msgspec import Struct
+from numpy.typing import NDArray
+
+from polar.store.base import Exchange, Session
+from polar.trajectory.types import (
+    NO_VERSION,
+    TRAINABLE_ROLES,
+    ExchangeRole,
+    Excluded,
+    Ids,
+    Image,
+    Logprobs,
+    Path,
+    Term,
+    Trace,
+    Trajectory,
+    TreeTrajectory,
+)
+from polar.trajectory.verify_rows import Kind, Problem, check_records
+
+__all__ = ["Problem", "Recorded", "check_records", "check_trajectory", "check_tree"]
+
+_UNKNOWN_VERSION = -2
+"""Of a token that the row knows no version of: equal to nothing that is handed out."""
+
+
+class Entry(Struct):
+    """One row's tokens. What trains is `sampled[:trains]`."""
+
+    session_id: str
+    exchange_id: str
+    prompt: Ids
+    sampled: Ids
+    logprobs: Logprobs | None
+    versions: Ids
+    delivered: int
+    untrainable: str | None
+    role: ExchangeRole
+    trains: int
+    images: list[Image]
+
+    def part(self, start: int, stop: int) -> Ids:
+        """Of the prompt and the sampled tokens, one after the other."""
+        edge = len(self.prompt)
+        if stop <= edge:
+            return self.prompt[start:stop]
+        if start >= edge:
+            return self.sampled[start - edge : stop - edge]
+        return np.concatenate((self.prompt[start:], self.sampled[: stop - edge]))
+
+
+class Recorded:
+    """A session as its rows have it. Which role a call has, and which images stand in a prompt, is no number of a row
+    but is read from its request: it comes with `paths`."""
+
+    def __init__(
+        self,
+        session: Session,
+        exchanges: Iterable[Exchange],
+        paths: Iterable[Path] = (),
+        *,
+        trainable_roles: frozenset[ExchangeRole] = TRAINABLE_ROLES,
+    ) -> None:
+        self.session = session
+        self.trainable_roles = trainable_roles
+        known = {path.exchange_id: path for path in paths}
+        self.entries = {it.exchange_id: self._entry(it, known.get(it.exchange_id)) for it in exchanges}
+        self.trainable = sum(entry.trains for entry in self.entries.values())
+
+    def _entry(self, exchange: Exchange, path: Path | None) -> Entry:
+        none: Ids = np.empty(0, np.int32)
+        prompt = none if exchange.prompt_ids is None else exchange.prompt_ids
+        sampled = none if exchange.sampled_ids is None else exchange.sampled_ids
+        versions: Ids = np.full(len(sampled), _UNKNOWN_VERSION, np.int32)
+        for span in exchange.versions:
+            versions[max(span.start, 0) : max(span.stop, 0)] = span.version
+        role: ExchangeRole = "main" if path is None else path.role
+        allowed = exchange.untrainable is None and role in self.trainable_roles
+        return Entry(
+            session_id=exchange.session_id,
+            exchange_id=exchange.exchange_id,
+            prompt=prompt,
+            sampled=sampled,
+            logprobs=exchange.logprobs,
+            versions=versions,
+            delivered=exchange.delivered,
+            untrainable=exchange.untrainable,
+            role=role,
+            trains=max(0, min(exchange.delivered, len(sampled))) if allowed else 0,
+            images=[] if path is None else path.images,
+        )
+
+    def bears_out(self, entry: Entry, excluded: Excluded) -> bool:
+        if excluded.reason == "undelivered":
+            return excluded.start >= entry.delivered
+        if excluded.reason.startswith("role_"):
+            return excluded.reason == f"role_{entry.role}" and entry.role not in self.trainable_roles
+        return excluded.reason == entry.untrainable
+
+
+class _Books:
+    """Collects the problems, and counts what became of each sampled token."""
+
+    def __init__(self, sessions: Sequence[Recorded]) -> None:
+        self.problems: list[Problem] = []
+        self._sessions = {recorded.session.session_id: recorded for recorded in sessions}
+        self._entries = {id: entry for recorded in sessions for id, entry in recorded.entries.items()}
+        self._trained = {id: np.zeros(len(entry.sampled), np.int32) for id, entry in self._entries.items()}
+        self._excluded = {id: np.zeros(len(entry.sampled), np.int32) for id, entry in self._entries.items()}
+
+    def add(self, entry: Entry, kind: Kind, message: str) -> None:
+        self.problems.append(Problem(entry.session_id, entry.exchange_id, kind, message))
+
+    def say(self, session_id: str, kind: Kind, message: str, exchange_id: str | None = None) -> None:
+        self.problems.append(Problem(session_id, exchange_id, kind, message))
+
+    def entry(self, session_id: str, exchange_id: str, where: str) -> Entry | None:
+        """The row that is meant; a problem, and None, where that session has none such."""
+        entry = self._entries.get(exchange_id)
+        if entry is None or entry.session_id != session_id:
+            self.say(session_id, "unknown", f"{where}: the session has no such exchange", exchange_id)
+            return None
+        return entry
+
+    def trained(self, entry: Entry, offset: int, mask: NDArray[np.uint8]) -> None:
+        """From its sampled token `offset` on, those whose mask is 1 train here."""
+        self._trained[entry.exchange_id][offset : offset + len(mask)] += mask != 0
+
+    def numbers(self, entry: Entry, offset: int, logprobs: Logprobs | None, versions: Ids, where: str) -> None:
+        """Log-probabilities and versions that are handed out, against the row's from its sampled token `offset` on."""
+        stop = offset + len(versions)
+        if (at := _differs(versions, entry.versions[offset:stop])) is not None:
+            row = entry.versions[offset + at]
+            said = "unknown" if row == _UNKNOWN_VERSION else row
+            self.add(entry, "version", f"{where}: sampled token {offset + at} has {versions[at]}, and the row {said}")
+        if logprobs is None or entry.logprobs is None:
+            if (logprobs is None) != (entry.logprobs is None):
+                self.add(entry, "logprob", f"{where}: log-probabilities are missing, here or in the row")
+        elif len(entry.logprobs) < stop:
+            self.add(entry, "logprob", f"{where}: the row has only {len(entry.logprobs)} log-probabilities")
+        elif (at := _differs(_bits(logprobs), _bits(entry.logprobs[offset:stop]))) is not None:
+            row = entry.logprobs[offset + at]
+            self.add(entry, "logprob", f"{where}: sampled token {offset + at} has {logprobs[at]}, and the row {row}")
+
+    def excluded(self, listed: Iterable[Excluded]) -> None:
+        for excluded in listed:
+            entry = self._entries.get(excluded.exchange_id)
+            if entry is None:
+                first = next(iter(self._sessions))
+                self.say(first, "unknown", "excluded: there is no such exchange", excluded.exchange_id)
+                continue
+            if not 0 <= excluded.start <= excluded.stop <= len(entry.sampled):
+                self.add(
+                    entry, "structure", f"excluded: {excluded.start}:{excluded.stop} of {len(entry.sampled)} tokens"
+                )
+                continue
+            self._excluded[entry.exchange_id][excluded.start : excluded.stop] += 1
+            if not self._sessions[entry.session_id].bears_out(entry, excluded):
+                self.add(entry, "reason", f"tokens {excluded.start}:{excluded.stop} are excluded as {excluded.reason}")
+
+    def close(self) -> None:
+        """Every sampled token trains once, or is excluded once; and none trains that must not."""
+        for id, entry in self._entries.items():
+            trained, excluded = self._trained[id], self._excluded[id]
+            total = trained + excluded
+            findings: tuple[tuple[Kind, NDArray[np.bool_], str], ...] = (
+                ("lost", total == 0, "neither train nor are excluded"),
+                ("twice", total > 1, "train or are excluded more than once"),
+                ("forbidden", (trained > 0) & (np.arange(len(trained)) >= entry.trains), "train, and must not"),
+            )
+            for kind, wrong, what in findings:
+                if len(at := np.flatnonzero(wrong)):
+                    self.add(entry, kind, f"{len(at)} sampled tokens {what}, the first is {at[0]}")
+
+    def weight(self, session_id: str, weight: float, tokens: int, where: str, exchange_id: str | None = None) -> None:
+        total = self._sessions[session_id].trainable
+        if total and not isclose(weight, tokens / total, rel_tol=1e-9):
+            self.say(session_id, "weight", f"{where}: {weight} for {tokens} of {total} tokens", exchange_id)
+
+    def verdict(self, session: Session, reward: float | None, reason: str | None, where: str) -> None:
+        """A reward or a reason, never both; and the reward is the session's."""
+        if reward != session.reward or (reward is not None and reason is not None):
+            said = f"reward {reward}, reason {reason}"
+            self.say(session.session_id, "reward", f"{where}: {said}, and the session has the reward {session.reward}")
+
+    def turn_rewards(
+        self, session: Session, exchange_ids: Iterable[str], given: Mapping[str, float], where: str
+    ) -> None:
+        """Of the exchanges that train there, those that the session has."""
+        known = session.turn_rewards
+        if given != {id: known[id] for id in exchange_ids if id in known}:
+            self.say(session.session_id, "reward", f"{where}: its turns' rewards are not those of the session")
+
+
+# Traces
+
+
+def check_trajectory(recorded: Recorded, trajectory: Trajectory) -> list[Problem]:
+    books, session = _Books([recorded]), recorded.session
+    name = trajectory.builder
+    if trajectory.session_id != session.session_id:
+        books.say(session.session_id, "unknown", f"{name}: it is of session {trajectory.session_id}")
+    for number, trace in enumerate(trajectory.traces):
+        _check_trace(books, recorded, trace, f"{name}, trace {number}")
+    books.excluded(trajectory.excluded)
+    books.close()
+    books.verdict(session, trajectory.reward, trajectory.reason, name)
+    trainable = sum(int(np.count_nonzero(trace.loss_mask)) for trace in trajectory.traces)
+    computed = sum(len(trace.prompt_ids) + len(trace.response_ids) for trace in trajectory.traces)
+    counts = trajectory.tokens
+    if (counts.trainable, counts.computed) != (trainable, computed) or counts.unique > computed:
+        said = f"{counts.computed} computed, {counts.unique} unique, {counts.trainable} trainable"
+        books.say(session.session_id, "counts", f"{name}: {said}; there are {computed} tokens, {trainable} trainable")
+    return books.problems
+
+
+def _check_trace(books: _Books, recorded: Recorded, trace: Trace, where: str) -> None:
+    session_id = recorded.session.session_id
+    length = len(trace.response_ids)
+    arrays = (trace.loss_mask, trace.policy_versions, *(() if trace.logprobs is None else (trace.logprobs,)))
+    if any(len(array) != length for array in arrays) or trace.session_id != session_id:
+        books.say(session_id, "structure", f"{where}: its arrays are of other lengths, or it is of another session")
+        return
+    ids = np.concatenate((trace.prompt_ids, trace.response_ids))
+    sampled = np.zeros(length, np.uint8)
+    entries = []
+    for span in trace.spans:
+        entry = books.entry(session_id, span.exchange_id, where)
+        if entry is None:
+            continue
+        here, offset = slice(span.start, span.stop), span.offset
+        if not (0 <= span.start < span.stop <= length and 0 <= offset <= len(entry.sampled) - (span.stop - span.start)):
+            books.add(entry, "structure", f"{where}: {span} is no part of it, or of what was sampled")
+            continue
+        sampled[here] += 1
+        entries.append(entry)
+        _check_ids(books, entry, ids, len(trace.prompt_ids) + span.start, offset, span.stop - span.start, where)
+        logprobs = None if trace.logprobs is None else trace.logprobs[here]
+        books.numbers(entry, offset, logprobs, trace.policy_versions[here], where)
+        books.trained(entry, offset, trace.loss_mask[here])
+    _check_images(books, entries, where)
+    # Every token that trains was sampled by exactly one exchange, and no other has numbers.
+    if (at := _differs(trace.loss_mask, sampled)) is not None:
+        said = f"response token {at} has mask {trace.loss_mask[at]}, and {sampled[at]} exchanges sampled it"
+        books.say(session_id, "mask", f"{where}: {said}")
+    context = sampled == 0
+    if (trace.policy_versions[context] != NO_VERSION).any():
+        books.say(session_id, "version", f"{where}: a token that nobody sampled has a version")
+    if trace.logprobs is not None and trace.logprobs[context].any():
+        books.say(session_id, "logprob", f"{where}: a token that nobody sampled has a log-probability")
+    if not length or context[-1]:
+        books.say(session_id, "structure", f"{where}: it does not end with a token that trains")
+    if trace.exchange_ids != [span.exchange_id for span in trace.spans]:
+        books.say(session_id, "structure", f"{where}: its exchanges are not those of its spans")
+    books.weight(session_id, trace.weight, int(np.count_nonzero(trace.loss_mask)), where)
+    books.verdict(recorded.session, trace.reward, trace.reason, where)
+    books.turn_rewards(recorded.session, trace.exchange_ids, trace.turn_rewards, where)
+
+
+def _check_ids(books: _Books, entry: Entry, ids: Ids, at: int, offset: int, count: int, where: str) -> None:
+    """`count` tokens of a sequence from `at` on are an exchange's sampled ones from `offset` on, and before them stands
+    exactly its context."""
+    expected = len(entry.prompt) + offset
+    if at != expected:
+        said = f"sampled token {offset} stands behind {at} tokens, and was sampled behind {expected}"
+        books.add(entry, "context", f"{where}: {said}")
+        return
+    differs = _differs(ids[: at + count], entry.part(0, at + count))
+    if differs is not None:
+        said = f"token {differs} is {ids[differs]}, and was {entry.part(differs, differs + 1)[0]} when it was sampled"
+        books.add(entry, "context" if differs < at else "token", f"{where}: {said}")
+
+
+def _check_images(books: _Books, entries: Sequence[Entry], where: str) -> None:
+    """All exchanges of a trace saw the same images, each as far as its prompt goes."""
+    for entry in entries:
+        shown = [image for image in entries[-1].images if image.position < len(entry.prompt)]
+        if shown != entry.images:
+            books.add(entry, "context", f"{where}: its prompt showed other images")
+
+
+# Trees
+
+
+def check_tree(sessions: Sequence[Recorded], tree: TreeTrajectory) -> list[Problem]:
+    books = _Books(sessions)
+    group = sessions[0].session.session_id if sessions else ""
+    with_images = any(entry.images for recorded in sessions for entry in recorded.entries.values())
+    wrong = _malformed(tree, with_images)
+    if wrong is not None:
+        books.say(group, "structure", f"prefix_tree: {wrong}")
+        return books.problems  # there is nothing to walk on
+
+    terms: dict[tuple[str, str], list[Term]] = {}
+    for term in tree.terms:
+        terms.setdefault((term.session_id, term.exchange_id), []).append(term)
+    trained_to = np.zeros(len(tree.parents), np.int64)
+    walk = _Walk(tree, with_images=with_images)
+    for (session_id, exchange_id), own in terms.items():
+        entry = books.entry(session_id, exchange_id, "prefix_tree")
+        if entry is not None:
+            _check_terms(books, entry, own, tree, walk)
+            for term in own:
+                if 0 <= term.node < len(trained_to):
+                    trained_to[term.node] = max(trained_to[term.node], term.stop)
+
+    lengths = np.diff(tree.starts)
+    leaves = np.ones(len(tree.parents), bool)
+    leaves[tree.parents[tree.parents >= 0]] = False
+    if (trained_to[leaves] != lengths[leaves]).any():
+        books.say(group, "structure", "prefix_tree: a leaf does not end with a token that trains")
+    counts, trainable = tree.tokens, sum(term.stop - term.start for term in tree.terms)
+    if (counts.computed, counts.unique, counts.trainable) != (len(tree.ids), len(tree.ids), trainable):
+        said = f"{counts.computed} computed, {counts.unique} unique, {counts.trainable} trainable"
+        books.say(group, "counts", f"prefix_tree: {said}; there are {len(tree.ids)} tokens, {trainable} trainable")
+    books.excluded(tree.excluded)
+    books.close()
+    told = {session.session_id: session for session in tree.sessions}
+    if sorted(told) != sorted(recorded.session.session_id for recorded in sessions) or len(told) != len(tree.sessions):
+        books.say(group, "unknown", "prefix_tree: its sessions are not those of the group")
+    for recorded in sessions:
+        session = recorded.session
+        if (it := told.get(session.session_id)) is not None:
+            books.verdict(session, it.reward, it.reason, "prefix_tree")
+            trained = [exchange_id for session_id, exchange_id in terms if session_id == session.session_id]
+            books.turn_rewards(session, trained, it.turn_rewards, "prefix_tree")
+    return books.problems
+
+
+def _malformed(tree: TreeTrajectory, with_images: bool) -> str | None:
+    """What is wrong with the arrays themselves. No two children of a node begin alike (but for images, whose
+    placeholders are alike): then each unique token is there once."""
+    count = len(tree.parents)
+    if len(tree.starts) != count + 1 or len(tree.depths) != count:
+        return "its arrays are of different lengths"
+    if tree.starts[0] != 0 or tree.starts[-1] != len(tree.ids) or (np.diff(tree.starts) <= 0).any():
+        return "the nodes' ids don't lie one behind the other"
+    if (tree.parents < -1).any() or (tree.parents >= np.arange(count)).any():
+        return "a node does not stand behind its parent"
+    ends = tree.depths + np.diff(tree.starts)
+    if (tree.depths != np.where(tree.parents < 0, 0, ends[tree.parents] if count else 0)).any():
+        return "a node does not begin where its parent ends"
+    beginnings = np.stack((tree.parents, tree.ids[tree.starts[:-1]]), axis=1)
+    if not with_images and len(np.unique(beginnings, axis=0)) != count:
+        return "two children of a node begin with the same token"
+    return None
+
+
+def _check_terms(books: _Books, entry: Entry, terms: Sequence[Term], tree: TreeTrajectory, walk: "_Walk") -> None:
+    placed = []
+    for term in terms:
+        count = term.stop - term.start
+        size = int(tree.starts[term.node + 1] - tree.starts[term.node]) if 0 <= term.node < len(tree.parents) else -1
+        arrays = (term.policy_versions, *(() if term.logprobs is None else (term.logprobs,)))
+        if not (0 <= term.start < term.stop <= size and 0 <= term.offset <= len(entry.sampled) - count):
+            books.add(entry, "structure", f"prefix_tree: node {term.node} has no tokens {term.start}:{term.stop} of it")
+            continue
+        if any(len(array) != count for array in arrays):
+            books.add(entry, "structure", f"prefix_tree: a term of {count} tokens has arrays of other lengths")
+            continue
+        books.trained(entry, term.offset, np.ones(count, np.uint8))
+        books.numbers(entry, term.offset, term.logprobs, term.policy_versions, "prefix_tree")
+        books.weight(entry.session_id, term.weight, count, "prefix_tree", entry.exchange_id)
+        at, expected = int(tree.depths[term.node]) + term.start, len(entry.prompt) + term.offset
+        if at != expected:
+            said = f"sampled token {term.offset} stands behind {at} tokens, and was sampled behind {expected}"
+            books.add(entry, "context", f"prefix_tree: {said}")
+            continue
+        placed.append(term)
+    if placed:
+        walk.check(books, entry, placed)
+
+
+class _Walk:
+    """Compares exchanges with the paths of a tree that they lie on, from the deepest node to the root.
+
+    Where a walk comes to a node whose path another exchange was compared with, the two exchanges are compared with each
+    other instead, at once: so a walk takes as many steps as it finds new nodes.
+    """
+
+    def __init__(self, tree: TreeTrajectory, *, with_images: bool) -> None:
+        self._tree = tree
+        self._equal: dict[int, Entry] = {}  # up to and with the node's last token
+        self._images = _NodeImages() if with_images else None
+
+    def check(self, books: _Books, entry: Entry, terms: Sequence[Term]) -> None:
+        """All of an exchange's terms lie on one path, and everything on it up to the last of them is the exchange's."""
+        tree = self._tree
+        deepest = max(terms, key=lambda term: int(tree.depths[term.node]))
+        highest = min(int(tree.depths[term.node]) for term in terms)
+        node, stop = deepest.node, int(tree.depths[deepest.node]) + deepest.stop
+        walked = set()
+        differs: int | None = None
+        while node >= 0 and differs is None:
+            start, first = int(tree.depths[node]), int(tree.starts[node])
+            known = self._equal.get(node)
+            if known is not None and start < highest and self._images is None:
+                differs = _differs(known.part(0, stop), entry.part(0, stop))
+                break
+            walked.add(node)
+            differs = _differs(tree.ids[first : first + stop - start], entry.part(start, stop))
+            if differs is not None:
+                differs += start
+            if self._images is not None and not self._images.agree(node, start, stop, entry):
+                books.add(entry, "context", "prefix_tree: its prompt showed other images")
+            node, stop = int(tree.parents[node]), start
+        if differs is not None:
+            kind: Kind = "context" if differs < len(entry.prompt) else "token"
+            books.add(entry, kind, f"prefix_tree: token {differs} is not the one that it was when it was sampled")
+            return
+        if any(term.node not in walked for term in terms):
+            books.add(entry, "context", "prefix_tree: its tokens do not lie on one path")
+        walked.discard(deepest.node)  # perhaps not to its end
+        self._equal.update(dict.fromkeys(walked, entry))
+
+
+class _NodeImages:
+    """The images that stand within a node, as far as somebody has walked it."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[int, list[Image]]] = {}
+
+    def agree(self, node: int, start: int, stop: int, entry: Entry) -> bool:
+        """Whether an exchange that passes tokens `start` to `stop` saw what others saw there."""
+        shown = [image for image in entry.images if start <= image.position < stop]
+        far, known = self._known.setdefault(node, (stop, shown))
+        if stop > far:
+            self._known[node] = stop, shown
+        common = min(stop, far)
+        return [it for it in shown if it.position < common] == [it for it in known if it.position < common]
+
+
+def _differs(a: NDArray[np.integer], b: NDArray[np.integer]) -> int | None:
+    """Where two arrays first differ, if they do. One that ends early differs there."""
+    length = min(len(a), len(b))
+    unequal = a[:length] != b[:length]
+    at = int(unequal.argmax()) if length else 0
+    if length and unequal[at]:
+        return at
+    return None if len(a) == len(b) else length
+
+
+def _bits(logprobs: Logprobs) -> NDArray[np.int32]:
+    """So that equal means bit for bit, for NaN as well."""
+    return np.ascontiguousarray(logprobs, np.float32).view(np.int32)

@@ -1,0 +1,142 @@
+"""The stored rows, checked by themselves: nothing has changed since they were taken in, and their numbers fit together.
+
+A row that says why it must not train may hold whatever the engine wrote; one that says nothing must be in order.
+"""
+
+from collections.abc import Iterable, Iterator
+from typing import Literal
+
+import numpy as np
+from msgspec import Struct
+
+from polar.store.base import Exchange
+from polar.store.checksum import checksum
+
+Kind = Literal[
+    "checksum",  # the row is not what was taken in
+    "ids",  # a number that no token has
+    "lengths",  # arrays, or what is said of them, don't fit together
+    "delivered",  # more than was sampled
+    "untrainable",  # the row's reason not to train is false, or one is missing
+    "parent",  # goes on from an exchange that isn't there
+    "unreadable",  # the store itself can't put the row together again
+    "unknown",  # handed out, but not in the rows
+    "structure",  # arrays, spans or nodes of what is handed out don't fit together
+    "context",  # a token trains behind others than it was sampled behind
+    "token",  # another id than was sampled
+    "logprob",
+    "version",
+    "mask",  # trains, but no exchange sampled it; or the other way round
+    "twice",  # trains more than once, or trains and is excluded
+    "lost",  # neither trains nor is excluded
+    "reason",  # excluded for a reason that is false
+    "forbidden",  # trains, although the row says that it must not
+    "weight",
+    "counts",
+    "reward",
+]
+
+
+class Problem(Struct, frozen=True):
+    """Something that must not be. `kind` is for machines, `message` for people."""
+
+    session_id: str
+    exchange_id: str | None
+    kind: Kind
+    message: str
+
+
+_LEAST = -1000.0
+"""No sampled token is this unlikely: engines write such numbers where they have none."""
+_MOST = 1e-3
+"""A log-probability is at most 0, but for rounding."""
+
+
+def check_records(exchanges: Iterable[Exchange], *, vocabulary: int | None = None) -> list[Problem]:
+    """A session's rows, in any order. `vocabulary`: how many tokens the model has, where that is known."""
+    problems: list[Problem] = []
+    parents: list[tuple[Exchange, str]] = []
+    seen = set()
+    for exchange in exchanges:
+        seen.add(exchange.exchange_id)
+        if exchange.parent is not None:
+            parents.append((exchange, exchange.parent))
+        problems += [
+            Problem(exchange.session_id, exchange.exchange_id, kind, message)
+            for kind, message in _check_record(exchange, vocabulary)
+        ]
+    problems += [
+        Problem(exchange.session_id, exchange.exchange_id, "parent", f"it goes on from {parent}, which is not there")
+        for exchange, parent in parents
+        if parent not in seen
+    ]
+    return problems
+
+
+def _check_record(exchange: Exchange, vocabulary: int | None) -> Iterator[tuple[Kind, str]]:
+    if exchange.checksum is not None and exchange.checksum != checksum(exchange):
+        yield "checksum", "its tokens, log-probabilities or versions have changed since they were stored"
+    if (claim := exchange.untrainable) is not None:
+        if _claim_holds(exchange, claim) is False:
+            yield "untrainable", f"it is marked {claim}, which is not so"
+        return
+    prompt, sampled, logprobs = exchange.prompt_ids, exchange.sampled_ids, exchange.logprobs
+    if prompt is None or sampled is None or not len(sampled):
+        yield "untrainable", "it has no prompt or no sampled tokens, and gives no reason"
+        return
+    most = np.iinfo(np.int32).max if vocabulary is None else vocabulary - 1
+    for what, ids in (("prompt", prompt), ("sampled", sampled)):
+        wrong = np.flatnonzero((ids < 0) | (ids > most))
+        if len(wrong):
+            yield "ids", f"{what} token {wrong[0]} is {ids[wrong[0]]}, which no token is"
+    if not 0 <= exchange.delivered <= len(sampled):
+        yield "delivered", f"{exchange.delivered} tokens of {len(sampled)} are said to be delivered"
+    if exchange.finish_reason == "abort":
+        yield "untrainable", "its sampling was broken off, and it gives no reason"
+    position = 0
+    for span in exchange.versions:
+        if span.start != position or span.stop <= span.start or span.version < 0:
+            yield (
+                "version",
+                f"the versions don't cover the tokens one by one: {span.version} at {span.start}:{span.stop}",
+            )
+        position = span.stop
+    if position != len(sampled):
+        yield "version", f"the versions end at {position}, and {len(sampled)} tokens were sampled"
+    if logprobs is None:
+        if exchange.logprob_kind != "none":
+            yield "logprob", f"its {exchange.logprob_kind} log-probabilities are missing"
+    elif len(logprobs) != len(sampled):
+        yield "lengths", f"{len(logprobs)} log-probabilities for {len(sampled)} sampled tokens"
+    else:
+        wrong = np.flatnonzero(~((logprobs > _LEAST) & (logprobs <= _MOST)))  # so that NaN is wrong
+        if len(wrong):
+            yield "logprob", f"that of sampled token {wrong[0]} is {logprobs[wrong[0]]}"
+
+
+def _claim_holds(exchange: Exchange, claim: str) -> bool | None:
+    """Whether a reason not to train is true; None where the row can't tell."""
+    sampled, logprobs = exchange.sampled_ids, exchange.logprobs
+    numbers = np.zeros(0, np.float32) if logprobs is None else logprobs
+    match claim:
+        case "no_reply":
+            return exchange.reply is None
+        case "no_tokens" | "no_token_ids":
+            return sampled is None
+        case "no_prompt_ids":
+            return exchange.prompt_ids is None
+        case "version_unknown":
+            return not exchange.versions
+        case "aborted":
+            return exchange.finish_reason == "abort"
+        case "logprobs_missing":
+            return logprobs is None
+        case "logprobs_nan":
+            return bool(np.isnan(numbers).any())
+        case "logprobs_infinite":
+            return bool(np.isinf(numbers).any())
+        case "logprobs_sentinel":
+            return bool((numbers <= _LEAST).any())
+        case "logprobs_positive":
+            return bool((numbers > _MOST).any())
+    return None

@@ -1,0 +1,91 @@
+"""Exports, read by the trainers' own code (`make test-trainers` installs them under .cache/trainers).
+
+slime, Miles, prime-rl, NeMo Gym and ART are not to be had as packages, or not with the class in question:
+tests/unit/export checks those against their fields.
+"""
+
+import json
+import os
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from polar.export.areal import AReaL
+from polar.export.atif import Atif
+from polar.export.base import Exporter, Item
+from polar.export.openrlhf import OpenRlhf
+from polar.export.parquet import Parquet
+from polar.export.prime_rl import PrimeRl
+from polar.export.sft import Sft
+from polar.export.skyrl import SkyRl
+from polar.export.tinker import Tinker
+from polar.export.trl import Trl
+from polar.export.verl import Verl
+from polar.trajectory.types import Sampled
+from tests.unit.export.samples import Talk, exported, item, said
+from tests.unit.trajectory.samples import path
+
+pytestmark = pytest.mark.trainers
+
+ROOT = Path(__file__).parents[2]
+PYTHON = ROOT / ".cache" / "trainers" / "venv" / "bin" / "python"
+
+
+def of_tokens() -> list[Item]:
+    """A session of two traces, the first of two turns; and one of a single call, part of which does not train."""
+    several = [
+        path(0, [11, 12], [13, 14]),
+        path(1, [11, 12, 13, 14, 15], [16]),
+        path(2, [19], [18, 17], role="subagent"),
+    ]
+    cut = path(0, [11, 12], [20, 21, 22], session_id="other", trainable=2)
+    return [item(Sampled("s", several, 0.5), task_id="t"), item(Sampled("other", [cut], -1.0), task_id="t")]
+
+
+def of_words() -> list[Item]:
+    talk = Talk()
+    talk.call([{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello?"}], said("Hello."))
+    return [talk.item()]
+
+
+@pytest.mark.parametrize(
+    ("trainer", "make", "sessions"),
+    [
+        ("verl", Verl, of_tokens),
+        ("trl", Trl, of_tokens),
+        ("skyrl", SkyRl, of_tokens),
+        ("openrlhf", OpenRlhf, of_tokens),
+        ("areal", AReaL, of_tokens),
+        ("tinker", Tinker, of_tokens),
+        ("verifiers", PrimeRl, of_tokens),
+        ("datasets", Parquet, of_tokens),
+        ("atif", Atif, of_words),
+        ("sft", Sft, of_words),
+    ],
+)
+def test_the_trainer_reads_it(
+    trainer: str, make: Callable[[], Exporter], sessions: Callable[[], list[Item]], tmp_path: Path
+) -> None:
+    if not PYTHON.exists():
+        pytest.fail("The trainers are not installed: run `make test-trainers`")
+    items = sessions()
+    export, expected = tmp_path / "export", tmp_path / "expected.json"
+    export.write_bytes(exported(make(), items))
+    traces = [
+        {
+            "prompt_ids": trace.prompt_ids.tolist(),
+            "response_ids": trace.response_ids.tolist(),
+            "loss_mask": trace.loss_mask.tolist(),
+            "logprobs": [] if trace.logprobs is None else trace.logprobs.tolist(),
+            "reward": trace.reward,
+        }
+        for one in items
+        for trace in one.trajectory.traces
+    ]
+    expected.write_text(json.dumps(traces))
+    environment = os.environ | {"PYTHONPATH": str(ROOT / "src"), "HF_HUB_OFFLINE": "1", "TRL_EXPERIMENTAL_SILENCE": "1"}
+    command = [PYTHON, Path(__file__).with_name("read_back.py"), trainer, export, expected]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]

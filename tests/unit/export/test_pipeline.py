@@ -1,0 +1,172 @@
+"""Which sessions go out, and that all others are counted."""
+
+import math
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import pytest
+
+from polar.errors import ConfigError
+from polar.export.areal import AReaL
+from polar.export.base import Exporter, Item
+from polar.export.parquet import Parquet
+from polar.export.pipeline import Selection, Tally, export, items, of_roles, trainable
+from polar.export.polar import Polar
+from polar.export.prime_rl import PrimeRl
+from polar.export.sft import Sft
+from polar.export.tree import Tree
+from polar.store.base import Session
+from polar.store.sqlite import SqliteStore
+from polar.trajectory.builders import prefix_merging
+from polar.trajectory.types import Sampled
+from tests.unit.export.reading import lines
+from tests.unit.export.samples import Talk, said
+from tests.unit.export.stored import START, fill, session
+from tests.unit.trajectory.samples import path
+
+SESSIONS: list[Session] = [
+    session("good", 0, reward=1.0, metadata={"task_id": "t"}),
+    session("bad", 1, reward=0.0),
+    session("cut", 2, reason="timeout", metadata={"task_id": "t"}),
+    session("lost", 3, reason="timeout"),
+    session("unjudged", 4),
+    session("running", 5, status="open", ended_at=None, reward=1.0),
+]
+
+
+@pytest.fixture
+async def store(tmp_path: Path) -> AsyncIterator[SqliteStore]:
+    await fill(tmp_path / "polar.db", SESSIONS)
+    opened = SqliteStore.open(tmp_path / "polar.db")
+    yield opened
+    await opened.close()
+
+
+async def run(
+    store: SqliteStore, make: Callable[[], Exporter] = AReaL, selection: Selection | None = None
+) -> tuple[list[bytes], Exporter, Tally]:
+    written: list[bytes] = []
+    exporter, tally = make(), Tally()
+    found = items(store, selection or Selection(), exporter.needs, prefix_merging, tally)
+    await export(found, exporter, written.append)
+    return written, exporter, tally
+
+
+async def test_sessions_without_a_reward_are_counted_with_their_reason(store: SqliteStore) -> None:
+    written, exporter, tally = await run(store)
+    assert [row["polar"]["session_id"] for row in lines(b"".join(written))] == ["bad", "bad", "good", "good"]
+    assert (tally.sessions, exporter.rows, tally.tokens) == (2, 4, 12)
+    assert tally.lines() == [
+        "1 session still open was left out: name it with --session to export what there is x 1",
+        "3 sessions without a reward were left out: timeout x 2, not_evaluated x 1",
+    ]
+
+
+async def test_a_format_that_can_say_so_keeps_them(store: SqliteStore) -> None:
+    written, _, tally = await run(store, Polar)
+    rows = lines(b"".join(written))
+    assert [row["session_id"] for row in rows] == ["unjudged", "lost", "cut", "bad", "good"]
+    assert rows[2]["trajectory"]["traces"][0]["reward"] is None
+    assert rows[2]["error"] == "timeout"
+    assert list(tally.left_out) == ["still open"]
+
+
+async def test_a_session_that_is_named_need_not_have_ended(store: SqliteStore) -> None:
+    written, _, _ = await run(store, AReaL, Selection(sessions=("running", "good")))
+    assert [row["polar"]["session_id"] for row in lines(b"".join(written))] == ["running", "running", "good", "good"]
+
+
+async def test_a_session_that_is_not_there(store: SqliteStore) -> None:
+    with pytest.raises(ConfigError, match="There is no session nowhere"):
+        await run(store, AReaL, Selection(sessions=("nowhere",)))
+
+
+async def test_min_reward(store: SqliteStore) -> None:
+    written, _, tally = await run(store, Parquet, Selection(min_reward=0.5))
+    assert len(written) > 0
+    assert tally.sessions == 1
+    assert tally.left_out["of too small a reward"] == {"below 0.5": 1}
+    assert tally.left_out["without a reward"] == {"timeout": 2, "not_evaluated": 1}
+
+
+async def test_sft_takes_accepted_sessions_only(store: SqliteStore) -> None:
+    _, _, tally = await run(store, Sft)
+    assert tally.sessions == 1
+    assert tally.left_out["of too small a reward"] == {"not above 0": 1}
+    _, _, tally = await run(store, Sft, Selection(min_reward=0.0))
+    assert tally.sessions == 2
+
+
+async def test_since(store: SqliteStore) -> None:
+    _, _, tally = await run(store, Polar, Selection(since=START + 2))
+    assert tally.sessions == 3
+
+
+async def test_a_role_trains_alone_and_weighs_all(store: SqliteStore) -> None:
+    written, _, tally = await run(store, AReaL, Selection(sessions=("good",), roles=frozenset(("subagent",))))
+    rows = lines(b"".join(written))
+    assert [row["polar"]["role"] for row in rows] == ["subagent"]
+    assert [row["polar"]["weight"] for row in rows] == [1.0]
+    assert tally.lines() == ["3 tokens of other roles were left out: main x 3"]
+
+
+async def test_a_role_that_nobody_has_leaves_nothing_to_train(store: SqliteStore) -> None:
+    _, exporter, tally = await run(store, AReaL, Selection(sessions=("good",), roles=frozenset(("compaction",))))
+    assert exporter.rows == 0
+    assert tally.left_out["with nothing to train"] == {"role_main and role_subagent": 1}
+
+
+async def test_pictures_that_stay_behind_are_counted(tmp_path: Path) -> None:
+    picture = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+    talk = Talk("seen")
+    talk.call([{"role": "user", "content": [picture]}], said("A cat."))
+    opened = SqliteStore.open(tmp_path / "polar.db")
+    try:
+        await opened.create_session(session("seen", 0, reward=1.0))
+        await opened.append(talk.exchanges[0])
+        _, _, tally = await run(opened)
+        assert tally.pictures == 1
+        _, _, tally = await run(opened, Sft)
+        assert tally.pictures == 0
+    finally:
+        await opened.close()
+
+
+async def test_groups_come_together(store: SqliteStore) -> None:
+    written, _, _ = await run(store, Tree)
+    trees = {row["task_id"]: [one["session_id"] for one in row["sessions"]] for row in lines(b"".join(written))}
+    assert trees == {"t": ["cut", "good"], "bad": ["bad"], "lost": ["lost"], "unjudged": ["unjudged"]}
+
+
+async def test_more_sessions_than_a_page(tmp_path: Path) -> None:
+    await fill(tmp_path / "polar.db", [session(f"s{index}", index, reward=1.0) for index in range(230)])
+    opened = SqliteStore.open(tmp_path / "polar.db")
+    try:
+        _, exporter, tally = await run(opened)
+    finally:
+        await opened.close()
+    assert (tally.sessions, exporter.rows) == (230, 460)
+
+
+def test_no_logprobs_where_a_format_needs_them() -> None:
+    """A session is whole or not there: half of it would carry the weight of all."""
+    one = Sampled("s", [path(0, [1], [2]), path(1, [5], [6], logprobs=False)], 1.0)
+    tally = Tally()
+    assert not trainable(Item(SESSIONS[0], one, prefix_merging(one)), PrimeRl.needs, tally)
+    assert list(tally.left_out) == ["without log-probabilities"]
+
+
+def test_roles_are_taken_out_of_the_training_not_of_the_context() -> None:
+    """A sub-agent's tokens that the main agent's prompt holds are still there, and excluded by name."""
+    paths = [path(0, [1], [2, 3], role="subagent"), path(1, [1, 2, 3, 4], [5]), path(2, [7], [8], role="auxiliary")]
+    tally = Tally()
+    kept = of_roles(Sampled("s", paths, 1.0), frozenset(("main",)), tally)
+    built = prefix_merging(kept)
+    assert [trace.prompt_ids.tolist() for trace in built.traces] == [[1, 2, 3, 4]]
+    assert math.isclose(sum(trace.weight for trace in built.traces), 1)
+    assert [(one.exchange_id, one.start, one.stop, one.reason) for one in built.excluded] == [
+        ("s-x0", 0, 2, "role_subagent"),
+        ("s-x2", 0, 1, "role_auxiliary"),
+    ]
+    assert dict(tally.other_roles) == {"subagent": 2, "auxiliary": 1}
+    assert of_roles(kept, frozenset(), tally) is kept

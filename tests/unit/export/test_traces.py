@@ -1,0 +1,203 @@
+"""Formats of traces: whatever was sampled, the trainer finds the same tokens, the same mask and the same
+log-probabilities, to the bit; and every row is what the trainer's class takes."""
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from polar.export.areal import AReaL
+from polar.export.art import Art
+from polar.export.base import Exporter, Item, number
+from polar.export.nemo_gym import NemoGym
+from polar.export.openrlhf import OpenRlhf
+from polar.export.polar import Polar
+from polar.export.prime_rl import PrimeRl
+from polar.export.skyrl import SkyRl
+from polar.export.slime import Slime
+from polar.export.tinker import Tinker
+from polar.export.tree import Tree
+from polar.export.trl import Trl, rollout
+from polar.export.verl import Verl
+from polar.trajectory.builders import per_request, prefix_merging
+from polar.trajectory.types import Sampled
+from tests.unit.export import reading, schemas
+from tests.unit.export.samples import exported, item
+from tests.unit.trajectory.samples import path, sampled_sessions, session
+
+FORMATS: list[Callable[[], Exporter]] = [
+    Polar,
+    Slime,
+    Verl,
+    Trl,
+    SkyRl,
+    NemoGym,
+    PrimeRl,
+    OpenRlhf,
+    AReaL,
+    Tinker,
+    Art,
+]
+
+
+def fits(one: Item, exporter: Exporter) -> bool:
+    """What the pipeline lets through."""
+    traces = one.trajectory.traces
+    if "reward" in exporter.needs and one.session.reward is None:
+        return False
+    if "traces" in exporter.needs and not traces:
+        return False
+    return "logprobs" not in exporter.needs or all(trace.logprobs is not None for trace in traces)
+
+
+@st.composite
+def items(draw: st.DrawFn) -> list[Item]:
+    build = draw(st.sampled_from([per_request, prefix_merging]))
+    reward = draw(st.sampled_from([0.0, 1.0, -0.25, None]))
+    sessions = [draw(sampled_sessions(f"s{index}")) for index in range(draw(st.integers(1, 3)))]
+    return [item(Sampled(one.session_id, one.paths, reward), build, task_id="t") for one in sessions]
+
+
+@pytest.mark.parametrize("make", FORMATS, ids=lambda make: make.name)
+@given(sessions=items())
+def test_a_trainer_reads_the_traces(make: Callable[[], Exporter], sessions: list[Item]) -> None:
+    exporter = make()
+    sessions = [one for one in sessions if fits(one, exporter)]
+    data = exported(exporter, sessions)
+    expected = [reading.of_trace(trace) for one in sessions for trace in one.trajectory.traces]
+    if exporter.name == "tinker":  # nothing comes before the first token of such a trace
+        expected = [reading.of_trace(t) for one in sessions for t in one.trajectory.traces if len(t.prompt_ids)]
+        assert exporter.left_out.total() == sum(not len(t.prompt_ids) for o in sessions for t in o.trajectory.traces)
+    if exporter.name == "skyrl":  # log-probabilities for all rows of a session, or for none
+        whole = [all(trace.logprobs is not None for trace in one.trajectory.traces) for one in sessions]
+        known = [ok for one, ok in zip(sessions, whole, strict=True) for _ in one.trajectory.traces]
+        expected = [one if ok else one._replace(logprobs=None) for one, ok in zip(expected, known, strict=True)]
+    assert reading.read(exporter.name, data) == expected
+    schemas.check(exporter.name, data)
+    assert exporter.rows == len(data.splitlines())
+
+
+def test_float32_comes_back_to_the_bit() -> None:
+    """The values that a decimal spelling would lose first."""
+    hard = np.array(
+        [-1 / 3, -np.finfo(np.float32).tiny, np.nextafter(np.float32(-1), np.float32(-2)), -0.0], np.float32
+    )
+    one = path(0, [1, 2], [3, 4, 5, 6])
+    one.logprobs = hard
+    for make in FORMATS:
+        exporter = make()
+        found = reading.read(exporter.name, exported(exporter, [item(session(one))]))
+        assert found[0].logprobs is not None
+        assert np.frombuffer(found[0].logprobs, np.float32)[2:].tobytes() == hard.tobytes(), exporter.name
+
+
+def forked() -> Sampled:
+    """Two traces: the second call went on from the first, the third began anew."""
+    return session(
+        path(0, [1, 2], [3, 4]), path(1, [1, 2, 3, 4, 5], [6]), path(2, [9], [8, 7, 6], role="subagent"), reward=0.5
+    )
+
+
+def test_slime_ties_a_session_together_and_leaves_the_weight_alone() -> None:
+    sessions = [item(forked(), task_id="t"), item(Sampled("other", [path(0, [1], [2])], 1.0), task_id="t")]
+    first, second, third = reading.lines(exported(Slime(), sessions))
+    assert first["rollout_id"] == second["rollout_id"] != third["rollout_id"]
+    assert first["group_index"] == second["group_index"] == third["group_index"] == number("t")
+    assert len({row["index"] for row in (first, second, third)}) == 3
+    # The trainer divides by the rollout's mask sum: masks are plain ones, and each token gets 1 / 6 that way.
+    assert sum(sum(row["loss_mask"]) for row in (first, second)) == 6
+    assert set(first["loss_mask"]) <= {0, 1}
+    assert [row["metadata"]["weight"] for row in (first, second)] == [0.5, 0.5]
+    assert first["weight_versions"] == ["0", "1"]
+
+
+@pytest.mark.parametrize(("reason", "status"), [("stop", "completed"), ("length", "truncated"), ("abort", "aborted")])
+def test_slime_says_how_it_ended(reason: str, status: str) -> None:
+    one = path(0, [1], [2])
+    one.finish_reason = reason
+    assert reading.lines(exported(Slime(), [item(session(one))]))[0]["status"] == status
+
+
+def test_verl_counts_turns() -> None:
+    rows = reading.lines(exported(Verl(), [item(forked())]))
+    assert [row["num_turns"] for row in rows] == [4, 2]  # prompt, model, tool, model; prompt, model
+
+
+def test_verl_may_have_no_reward() -> None:
+    sampled = forked()
+    sampled.reward, sampled.reason = None, "grader_crashed"
+    row = reading.lines(exported(Verl(), [item(sampled)]))[0]
+    assert row["reward_score"] is None
+    assert row["extra_fields"]["reason"] == "grader_crashed"
+
+
+def test_trl_lines_become_lists() -> None:
+    rows = reading.lines(exported(Trl(), [item(forked())]))
+    lists = rollout(rows)
+    assert lists["prompt_ids"] == [[1, 2], [9]]
+    assert lists["env_mask"] == [[1, 1, 0, 1], [1, 1, 1]]
+    assert [len(values) for values in lists["logprobs"]] == [4, 3]
+    rows[1]["logprobs"] = None
+    assert rollout(rows)["logprobs"] is None
+
+
+def test_skyrl_marks_the_last_row_of_a_session() -> None:
+    lines = reading.lines(exported(SkyRl(), [item(forked(), task_id="t")]))
+    assert len(lines) == 1
+    assert lines[0]["is_last_step"] == [False, True]
+    assert lines[0]["trajectory_ids"] == [{"instance_id": "t", "repetition_id": number("s")}] * 2
+
+
+def test_nemo_gym_prompts_grow() -> None:
+    row = reading.lines(exported(NemoGym(), [item(forked())]))[0]
+    prompts = [item["prompt_token_ids"] for item in row["response"]["output"]]
+    assert prompts == [[1, 2], [1, 2, 3, 4, 5]]
+    assert row["reward"] == 0.5
+
+
+def test_prime_rl_names_session_and_trace() -> None:
+    rows = reading.lines(exported(PrimeRl(), [item(forked())]))
+    assert [row[14:16] for row in rows] == [["s", 0], ["s", 1]]
+    assert rows[0][12] == [0.0, 0.0, 0.5, 0.5, 0.0, 0.5]
+
+
+def test_prime_rl_knows_the_temperature_of_each_turn() -> None:
+    row = reading.lines(exported(PrimeRl(), [item(forked())]))[0]
+    assert row[3] == [1.0, 1.0, 0.0, 0.0, 1.0, 0.1]
+
+
+def test_areal_marks_context_by_version() -> None:
+    row = reading.lines(exported(AReaL(), [item(forked())]))[0]
+    assert row["versions"] == [[-1, -1, 0, 0, -1, 1]]
+
+
+def test_weights_of_a_session_add_up_in_every_format() -> None:
+    for make in (Slime, Verl, Trl, OpenRlhf, AReaL, Tinker, Art, NemoGym):
+        exporter = make()
+        rows = reading.lines(exported(exporter, [item(forked())]))
+        found = [next(_facts(row))["weight"] for row in rows]
+        assert math.isclose(sum(found), 1), exporter.name
+
+
+def _facts(row: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    yield from (row[key] for key in ("polar", "metadata", "extra_fields") if key in row)
+    yield row
+
+
+def test_a_tree_for_each_group() -> None:
+    sessions = [
+        item(Sampled("a", [path(0, [1, 2], [3], session_id="a")], 1.0), task_id="t"),
+        item(Sampled("b", [path(0, [1, 2], [4], session_id="b")], None, "timeout"), task_id="t"),
+        item(Sampled("c", [path(0, [1, 2], [5], session_id="c")], 0.0)),
+    ]
+    exporter = Tree()
+    group, alone = reading.lines(exported(exporter, sessions))
+    assert group["task_id"] == "t"
+    assert sorted(tuple(node["ids"]) for node in group["nodes"]) == [(1, 2), (3,), (4,)]
+    assert [one["reason"] for one in group["sessions"]] == [None, "timeout"]
+    assert alone["task_id"] == "c"
+    assert exporter.rows == 2

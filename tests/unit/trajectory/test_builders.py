@@ -1,0 +1,314 @@
+"""What builders make of sessions. The oracles read the paths themselves and know nothing of the tree."""
+
+import random
+from collections import Counter
+from collections.abc import Callable, Iterator
+from fractions import Fraction
+from itertools import pairwise
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from polar.trajectory import wire
+from polar.trajectory.builders import per_request, prefix_merging, prefix_tree
+from polar.trajectory.types import NO_VERSION, Path, Sampled, Trace, Trajectory, TreeTrajectory
+
+from .samples import groups, path, sampled_sessions, session, symbols
+
+TRACE_BUILDERS = [per_request, prefix_merging]
+
+Trained = tuple[str, tuple[int, ...], int, float | None, int, Fraction]
+"""Session, context, token, log-probability, version, weight."""
+
+
+def expected(session: Sampled) -> Iterator[Trained]:
+    total = sum(it.trainable for it in session.paths)
+    for it in session.paths:
+        whole = (*it.prompt.tolist(), *it.sampled.tolist())
+        for index in range(it.trainable):
+            at = len(it.prompt) + index
+            logprob = None if it.logprobs is None else float(it.logprobs[index])
+            assert it.versions is not None
+            yield it.session_id, whole[:at], whole[at], logprob, int(it.versions[index]), Fraction(1, total)
+
+
+def of_traces(made: Trajectory) -> Iterator[Trained]:
+    for trace in made.traces:
+        whole = (*trace.prompt_ids.tolist(), *trace.response_ids.tolist())
+        each = Fraction(trace.weight / trace.loss_mask.sum()).limit_denominator(10_000)
+        for index in trace.loss_mask.nonzero()[0].tolist():
+            at = len(trace.prompt_ids) + index
+            logprob = None if trace.logprobs is None else float(trace.logprobs[index])
+            yield trace.session_id, whole[:at], whole[at], logprob, int(trace.policy_versions[index]), each
+
+
+def of_tree(made: TreeTrajectory) -> Iterator[Trained]:
+    def ids(node: int) -> tuple[int, ...]:
+        return tuple(made.ids[made.starts[node] : made.starts[node + 1]].tolist())
+
+    for term in made.terms:
+        before: tuple[int, ...] = ()
+        node = term.node
+        while (node := int(made.parents[node])) >= 0:
+            before = ids(node) + before
+        assert len(before) == made.depths[term.node]
+        each = Fraction(term.weight / (term.stop - term.start)).limit_denominator(10_000)
+        for index in range(term.start, term.stop):
+            context = before + ids(term.node)[:index]
+            logprob = None if term.logprobs is None else float(term.logprobs[index - term.start])
+            version = int(term.policy_versions[index - term.start])
+            yield term.session_id, context, ids(term.node)[index], logprob, version, each
+
+
+def extends(later: Path, earlier: Path) -> bool:
+    """Whether a trace that ends with `earlier` can go on with `later`, read off the paths."""
+    seen = symbols(earlier)
+    prompt = symbols(msgspec.structs.replace(later, trainable=0))
+    return prompt[: len(seen)] == seen and (later.logprobs is None) == (earlier.logprobs is None)
+
+
+def fewest(paths: list[Path]) -> tuple[int, int]:
+    """The least number of runs and of tokens in them, by matching each path with one that follows it. What is computed
+    are the paths that none follows; so the longest are matched first, and never go without a follower again."""
+    precedes: dict[int, int] = {}
+
+    def place(index: int, tried: set[int]) -> bool:
+        for later in range(len(paths)):
+            if later != index and later not in tried and extends(paths[later], paths[index]):
+                tried.add(later)
+                if later not in precedes or place(precedes[later], tried):
+                    precedes[later] = index
+                    return True
+        return False
+
+    by_length = sorted(range(len(paths)), key=lambda index: -len(symbols(paths[index])))
+    last = [index for index in by_length if not place(index, set())]
+    return len(last), sum(len(symbols(paths[index])) for index in last)
+
+
+# The invariant, on random sessions
+
+
+@given(groups())
+@settings(max_examples=150, deadline=None)
+def test_all_builders_train_exactly_what_was_sampled(sessions: list[Sampled]) -> None:
+    wanted = Counter(one for it in sessions for one in expected(it))
+    for build in TRACE_BUILDERS:
+        assert Counter(one for it in sessions for one in of_traces(build(it))) == wanted
+    assert Counter(of_tree(prefix_tree(sessions))) == wanted
+
+
+@given(groups())
+@settings(max_examples=100, deadline=None)
+def test_each_sampled_token_is_trained_once_or_excluded(sessions: list[Sampled]) -> None:
+    sampled = Counter(
+        (it.exchange_id, index) for one in sessions for it in one.paths for index in range(len(it.sampled))
+    )
+
+    def tokens(exchange_id: str, start: int, stop: int) -> list[tuple[str, int]]:
+        return [(exchange_id, index) for index in range(start, stop)]
+
+    for build in TRACE_BUILDERS:
+        found: Counter[tuple[str, int]] = Counter()
+        for made in map(build, sessions):
+            for trace in made.traces:
+                assert sum(span.stop - span.start for span in trace.spans) == trace.loss_mask.sum()
+                for span in trace.spans:
+                    found.update(tokens(span.exchange_id, span.offset, span.offset + span.stop - span.start))
+            for excluded in made.excluded:
+                found.update(tokens(excluded.exchange_id, excluded.start, excluded.stop))
+        assert found == sampled
+    tree = prefix_tree(sessions)
+    found = Counter()
+    for term in tree.terms:
+        found.update(tokens(term.exchange_id, term.offset, term.offset + term.stop - term.start))
+    for excluded in tree.excluded:
+        found.update(tokens(excluded.exchange_id, excluded.start, excluded.stop))
+    assert found == sampled
+
+
+@given(groups())
+@settings(max_examples=100, deadline=None)
+def test_weights_and_counts(sessions: list[Sampled]) -> None:
+    tree = prefix_tree(sessions)
+    needed = {symbols(it)[:length] for one in sessions for it in one.paths if it.trainable for length in _lengths(it)}
+    trainable = sum(it.trainable for one in sessions for it in one.paths)
+    assert (tree.tokens.computed, tree.tokens.unique, tree.tokens.trainable) == (len(needed), len(needed), trainable)
+    assert len(tree.ids) == len(needed)
+    for one in sessions:
+        total = sum(it.trainable for it in one.paths)
+        terms = [term.weight for term in tree.terms if term.session_id == one.session_id]
+        assert sum(terms) == pytest.approx(1.0 if total else 0.0)
+        for build in TRACE_BUILDERS:
+            made = build(one)
+            assert sum(trace.weight for trace in made.traces) == pytest.approx(1.0 if total else 0.0)
+            unique = {symbols(it)[:length] for it in one.paths if it.trainable for length in _lengths(it)}
+            computed = sum(len(trace.prompt_ids) + len(trace.response_ids) for trace in made.traces)
+            assert made.tokens.computed == computed >= made.tokens.unique == len(unique)
+            assert made.tokens.trainable == total
+
+
+def _lengths(path: Path) -> range:
+    return range(1, len(symbols(path)) + 1)
+
+
+@given(sampled_sessions())
+@settings(max_examples=150, deadline=None)
+def test_merged_traces_are_runs_of_exact_prefixes_and_as_few_as_can_be(session: Sampled) -> None:
+    paths = {it.exchange_id: it for it in session.paths}
+    made = prefix_merging(session)
+    for trace in made.traces:
+        run = [paths[exchange_id] for exchange_id in trace.exchange_ids]
+        assert all(extends(later, earlier) for earlier, later in pairwise(run))
+        assert (*trace.prompt_ids.tolist(), *trace.response_ids.tolist()) == tuple(it for it, _ in symbols(run[-1]))
+        assert trace.loss_mask[0] == trace.loss_mask[-1] == 1
+        context = trace.loss_mask == 0
+        assert (trace.policy_versions[context] == NO_VERSION).all()
+        assert trace.logprobs is None or (trace.logprobs[context] == 0).all()
+    assert (len(made.traces), made.tokens.computed) == fewest([it for it in session.paths if it.trainable])
+
+
+@given(groups(), st.randoms())
+@settings(max_examples=100, deadline=None)
+def test_the_order_in_which_paths_are_given_does_not_matter(sessions: list[Sampled], order: random.Random) -> None:
+    shuffled = [msgspec.structs.replace(it, paths=order.sample(it.paths, len(it.paths))) for it in sessions]
+    for build in TRACE_BUILDERS:
+        assert [wire.trajectory(build(it)) for it in shuffled] == [wire.trajectory(build(it)) for it in sessions]
+    tree = wire.tree(prefix_tree(sessions))
+    assert wire.tree(prefix_tree(shuffled)) == tree
+    order.shuffle(shuffled)
+    other = wire.tree(prefix_tree(shuffled))
+    assert other["nodes"] == tree["nodes"]
+    assert sorted(map(repr, other["terms"])) == sorted(map(repr, tree["terms"]))
+
+
+# What it means for sessions as they happen
+
+
+def runs(made: Trajectory) -> list[list[str]]:
+    return [trace.exchange_ids for trace in made.traces]
+
+
+def test_a_conversation_is_one_trace() -> None:
+    turns = session(path(0, [1, 2], [3, 4]), path(1, [1, 2, 3, 4, 5], [6]), reward=0.5)
+    (trace,) = prefix_merging(turns).traces
+    assert trace.prompt_ids.tolist() == [1, 2]
+    assert trace.response_ids.tolist() == [3, 4, 5, 6]
+    assert trace.loss_mask.tolist() == [1, 1, 0, 1]
+    assert trace.logprobs is not None
+    assert trace.logprobs.tolist() == [-1 / 64, -2 / 64, 0, -1 / 64 - 1]
+    assert trace.policy_versions.tolist() == [0, 0, NO_VERSION, 1]
+    assert [(span.start, span.stop) for span in trace.spans] == [(0, 2), (3, 4)]
+    assert (trace.weight, trace.reward, trace.reason) == (1.0, 0.5, None)
+    assert (trace.branch_reason, trace.temperature, trace.finish_reason) == ("reason 0", 0.0, "finish 1")
+    assert runs(per_request(turns)) == [["s-x0"], ["s-x1"]]
+
+
+def test_a_changed_token_in_the_history_begins_a_new_trace() -> None:
+    """The trap of merging by prompts alone: prompt 1 extends prompt 0, but not what was sampled after it."""
+    made = prefix_merging(session(path(0, [1, 2], [3, 4]), path(1, [1, 2, 3, 9, 5], [6])))
+    assert runs(made) == [["s-x0"], ["s-x1"]]
+    assert made.traces[1].prompt_ids.tolist() == [1, 2, 3, 9, 5]
+    assert [trace.weight for trace in made.traces] == [2 / 3, 1 / 3]
+
+
+def test_a_turn_goes_on_from_the_part_of_it_that_was_delivered() -> None:
+    made = prefix_merging(session(path(0, [1], [2, 3, 4, 5], trainable=2), path(1, [1, 2, 3, 8], [9])))
+    assert runs(made) == [["s-x0", "s-x1"]]
+    assert made.traces[0].response_ids.tolist() == [2, 3, 8, 9]
+    assert [(it.exchange_id, it.start, it.stop) for it in made.excluded] == [("s-x0", 2, 4)]
+
+
+def test_what_does_not_train_lengthens_nothing() -> None:
+    dropped = session(path(0, [1], [2, 3], trainable=0), path(1, [1], [4]), path(2, [1, 4, 5, 5, 5], [6], trainable=0))
+    for build in TRACE_BUILDERS:
+        (trace,) = build(dropped).traces
+        assert (*trace.prompt_ids.tolist(), *trace.response_ids.tolist()) == (1, 4)
+    tree = prefix_tree([dropped])
+    assert tree.ids.tolist() == [1, 4]
+    assert len(tree.excluded) == 2
+
+
+def test_two_samplings_of_one_token_are_two_traces_and_one_node() -> None:
+    twice = session(path(0, [1], [2]), path(1, [1], [2]), path(2, [1, 2], [3]))
+    assert runs(prefix_merging(twice)) == [["s-x0"], ["s-x1", "s-x2"]]
+    tree = prefix_tree([twice])
+    assert tree.ids.tolist() == [1, 2, 3]
+    assert [(term.exchange_id, term.start, term.stop) for term in tree.terms] == [
+        ("s-x0", 1, 2),
+        ("s-x1", 1, 2),
+        ("s-x2", 2, 3),
+    ]
+
+
+def test_of_several_that_could_go_on_the_longest_does() -> None:
+    fork = session(path(0, [1], [2]), path(1, [1, 2], [3]), path(2, [1, 2], [4]), path(3, [1, 2, 4], [5]))
+    made = prefix_merging(fork)
+    assert runs(made) == [["s-x0", "s-x2", "s-x3"], ["s-x1"]]
+    assert made.traces[1].prompt_ids.tolist() == [1, 2]
+
+
+def test_an_agent_goes_on_with_its_own_trace_before_its_subagents_do() -> None:
+    """A sub-agent that is started with all of its parent's context (codex does so)."""
+    made = prefix_merging(
+        session(
+            path(0, [1], [2], agent_id="main"),
+            path(1, [1, 2, 7], [7, 7, 7], agent_id="sub", role="subagent"),
+            path(2, [1, 2, 8], [8], agent_id="main"),
+        )
+    )
+    assert [(trace.agent_id, trace.exchange_ids) for trace in made.traces] == [
+        ("main", ["s-x0", "s-x2"]),
+        ("sub", ["s-x1"]),
+    ]
+
+
+def test_a_run_has_log_probabilities_or_has_none() -> None:
+    """One call without them must not cost the others theirs."""
+    made = prefix_merging(session(path(0, [1], [2]), path(1, [1, 2], [3], logprobs=False), path(2, [1, 2, 3], [4])))
+    assert runs(made) == [["s-x0", "s-x2"], ["s-x1"]]
+    assert [trace.logprobs is None for trace in made.traces] == [False, True]
+
+
+def test_rewards_of_turns_go_with_the_traces_that_train_them() -> None:
+    turns = session(
+        path(0, [1], [2], reward=0.25), path(1, [5], [6], reward=0.75), path(2, [1, 2], [3]), reward=None, reason="lost"
+    )
+    made = prefix_merging(turns)
+    assert [trace.turn_rewards for trace in made.traces] == [{"s-x0": 0.25}, {"s-x1": 0.75}]
+    assert [(trace.reward, trace.reason) for trace in made.traces] == [(None, "lost")] * 2
+    (told,) = prefix_tree([turns]).sessions
+    assert (told.reward, told.reason, told.turn_rewards) == (None, "lost", {"s-x0": 0.25, "s-x1": 0.75})
+
+
+def test_a_groups_tree_has_the_shared_prompt_once() -> None:
+    one = session(path(0, [1, 2, 3], [4], session_id="a"))
+    other = session(path(0, [1, 2, 3], [5, 6], session_id="b"), path(1, [1, 2, 3, 5, 6], [7], session_id="b"))
+    tree = prefix_tree([one, other])
+    assert tree.ids.tolist() == [1, 2, 3, 4, 5, 6, 7]
+    assert tree.parents.tolist() == [-1, 0, 0]
+    assert tree.depths.tolist() == [0, 3, 3]
+    assert tree.starts.tolist() == [0, 3, 4, 7]
+    assert [(term.session_id, term.node, term.weight) for term in tree.terms] == [
+        ("a", 1, 1.0),
+        ("b", 2, 2 / 3),
+        ("b", 2, 1 / 3),
+    ]
+
+
+@pytest.mark.parametrize("build", TRACE_BUILDERS)
+def test_a_session_that_trains_nothing(build: Callable[[Sampled], Trajectory]) -> None:
+    for empty in (session(), session(path(0, [1], [2], trainable=0))):
+        made = build(empty)
+        assert (made.traces, made.tokens.computed, made.tokens.trainable) == ([], 0, 0)
+        tree = prefix_tree([empty])
+        assert (len(tree.ids), tree.starts.tolist(), tree.terms) == (0, [0], [])
+
+
+def test_a_long_session_is_merged_without_recursion() -> None:
+    turns = session(*(path(seq, range(3 * seq + 1), [3 * seq + 1]) for seq in range(2_000)))
+    (trace,) = prefix_merging(turns).traces
+    assert isinstance(trace, Trace)
+    assert len(trace.exchange_ids) == 2_000
