@@ -10,6 +10,7 @@ from rich.console import Console
 from polar.cli.capture import capture
 from polar.cli.common import config_option, data_option, json_option, load_settings, run
 from polar.cli.show import show
+from polar.cli.verify import report, verify
 from polar.errors import ConfigError
 from polar.harnesses import load_harness
 
@@ -22,7 +23,7 @@ INSTRUCTION = "Create a file polar.txt that says hello, then read it back."
 @click.option("--harness", default="pi", show_default=True, help="the agent to run")
 @json_option
 def command(config_path: Path | None, data: Path, harness: str, as_json: bool) -> int:
-    """Capture a real agent run and show its trace. Without an engine configured, a scripted one answers."""
+    """Capture a real agent run, show its tree and verify it. Without an engine configured, a scripted one answers."""
     preset = load_harness(harness)
     argv = preset.command(INSTRUCTION)
     if shutil.which(argv[0]) is None:
@@ -34,6 +35,7 @@ def command(config_path: Path | None, data: Path, harness: str, as_json: bool) -
         status = run(
             capture(settings, data, argv, harness=harness, model=None, as_json=as_json, folder=Path(workspace))
         )
-    if not as_json:
-        run(show(settings, data, None))
-    return status
+    if as_json:
+        return status
+    run(show(settings, data, None))
+    return status or report(run(verify(settings, data, ())))

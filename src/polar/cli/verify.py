@@ -72,6 +72,13 @@ def command(
     teacher = None if folder is None else Teacher.load(folder)
     found = run(verify(load_settings(config_path), data, session_ids, teacher, policy_version))
     tokenizer = None if folder is None or not (folder / "tokenizer.json").exists() else Tokenizer.load(folder)
+    return report(found, tolerance, tokenizer, as_json=as_json)
+
+
+def report(
+    found: "Findings", tolerance: float = TOLERANCE, tokenizer: Tokenizer | None = None, *, as_json: bool = False
+) -> int:
+    """Prints what was found; the exit status."""
     complaint = found.complaint(tolerance)
     if as_json:
         click.echo(msgspec.json.encode(_as_json(found, tolerance, tokenizer, ok=complaint is None)))

@@ -18,6 +18,7 @@ _ARRAYS = {
 _NUMBERS = {
     "seq": pa.int64(),
     "malformed": pa.bool_(),
+    "mixed_kv": pa.bool_(),
     "delivered": pa.int64(),
     "started_at": pa.float64(),
     "first_token_at": pa.float64(),

@@ -50,6 +50,7 @@ def exchange(record: Exchange, label: Labelled) -> dict[str, Any]:
         "delivered": record.delivered,
         "sampling": record.sampling,
         "policy_versions": _versions(record),
+        "mixed_kv": len({span.version for span in record.versions}) > 1,  # context computed under older weights
         "routed_experts": record.routed_experts,
         "finish_reason": record.finish_reason,
         "continuation": record.continuation,
