@@ -1,7 +1,8 @@
-"""`polar bench trajectory`: how fast tokens go into the tree, and what a session costs on disk.
+"""`polar bench trajectory`: how fast tokens go into the tree, what a session costs on disk, and a turn in rendering.
 
     tree_rates     whole sequences into the token tree on one core, against TRL's and AReaL's on the same data
     stored_bytes   sessions of 10 to 200 turns in a real store
+    rendering      a turn at 30,000 tokens of context, by difference and whole (rendering.py)
 
 Figures are CPU seconds, the best of several rounds, so that other work on the machine shows as little as can be.
 """
@@ -19,7 +20,7 @@ import msgspec
 import numpy as np
 from msgspec import Struct, field
 
-from polar.bench import calls
+from polar.bench import calls, rendering
 from polar.bench.client import BenchError
 from polar.dialects.base import Dialect
 from polar.plugins import load
@@ -45,6 +46,7 @@ class Plan(Struct, frozen=True):
     shapes: tuple[str, ...]
     rounds: int = 7
     turns: tuple[int, ...] = (10, 25, 50, 75, 100, 125, 150, 175, 200)
+    context: int = 0  # tokens, at which a turn is rendered; 0 for none
 
 
 class Rate(Struct):
@@ -77,15 +79,20 @@ class Report(Struct):
     versions: dict[str, str] = field(default_factory=dict)  # of the peers
     absent: dict[str, str] = field(default_factory=dict)  # peers that were not measured, and why
     stored: list[Stored] = field(default_factory=list)
+    rendered: rendering.Rendered | None = None
 
 
-async def run(plan: Plan, peer_pythons: Sequence[Path], progress: Progress) -> Report:
-    """All measurements. A peer is measured in the first of the given interpreters that has it."""
+async def run(plan: Plan, peer_pythons: Sequence[Path], progress: Progress, tokenizer: str | None = None) -> Report:
+    """All measurements. A peer is measured in the first of the given interpreters that has it; turns are rendered with
+    the given tokenizer's folder, or the scripted engine's."""
     report = Report()
     # In a thread: these are long calculations. It alone is pinned to one core, and with it the peers that it starts.
     with ThreadPoolExecutor(1) as worker:
         await asyncio.get_running_loop().run_in_executor(worker, tree_rates, report, plan, peer_pythons, progress)
     await stored_bytes(report, plan, progress)
+    if plan.context:
+        progress(f"a turn at {plan.context:,} tokens of context")
+        report.rendered = await rendering.measure(tokenizer, plan.context)
     return report
 
 
@@ -220,8 +227,13 @@ SHAPES: dict[str, Callable[[np.random.Generator], list[TokenPath]]] = {
     "group of 16, 40 turns to 40k each": _group,
     "1000 siblings after 8k": _siblings,
 }
-FULL = Plan(tuple(SHAPES))
-QUICK = Plan(("20 turns to 30k", "100 turns to 60k, thinking dropped, shuffled"), rounds=3, turns=(10, 50, 100))
+FULL = Plan(tuple(SHAPES), context=rendering.CONTEXT)
+QUICK = Plan(
+    ("20 turns to 30k", "100 turns to 60k, thinking dropped, shuffled"),
+    rounds=3,
+    turns=(10, 50, 100),
+    context=rendering.CONTEXT,
+)
 
 
 def _ids(rng: np.random.Generator, count: int) -> Ids:

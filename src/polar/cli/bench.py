@@ -24,6 +24,13 @@ _HARNESSES = (
 """Where `make` installs harnesses."""
 
 
+_tokenizer_option = click.option(
+    "--tokenizer",
+    type=click.Path(path_type=Path, exists=True, file_okay=False),
+    help="a model's folder, with tokenizer and chat template [default: the scripted engine's own]",
+)
+
+
 @click.group("bench")
 def command() -> None:
     """Measure Polar against its peers, in one run on this machine. Nothing but loopback is used."""
@@ -60,11 +67,13 @@ def gateway(quick: bool, environment: Path | None, no_litellm: bool, as_json: bo
     multiple=True,
     help="an interpreter whose environment has TRL, AReaL or both; may be given twice",
 )
+@_tokenizer_option
 @json_option
-def trajectory(quick: bool, peer_pythons: tuple[Path, ...], as_json: bool) -> None:
-    """Tokens a second into the token tree, and what a session takes on disk."""
+def trajectory(quick: bool, peer_pythons: tuple[Path, ...], tokenizer: Path | None, as_json: bool) -> None:
+    """Tokens a second into the token tree, what a session takes on disk, and what a turn at 30k tokens costs."""
     plan = trajectory_bench.QUICK if quick else trajectory_bench.FULL
-    measured = run(trajectory_bench.run(plan, peer_pythons, _progress(Console(stderr=True))))
+    progress = _progress(Console(stderr=True))
+    measured = run(trajectory_bench.run(plan, peer_pythons, progress, _folder(tokenizer)))
     if as_json:
         click.echo(trajectory_report.as_json(measured))
     else:
@@ -76,11 +85,7 @@ def trajectory(quick: bool, peer_pythons: tuple[Path, ...], as_json: bool) -> No
     "--harness", "harnesses", multiple=True, help="only this one; may be given twice [default: all installed]"
 )
 @click.option("--turns", default=20, show_default=True, type=click.IntRange(min=4), help="of each session")
-@click.option(
-    "--tokenizer",
-    type=click.Path(path_type=Path, exists=True, file_okay=False),
-    help="a model's folder, with tokenizer and chat template [default: the scripted engine's own]",
-)
+@_tokenizer_option
 @json_option
 def fidelity(harnesses: tuple[str, ...], turns: int, tokenizer: Path | None, as_json: bool) -> None:
     """Tokens trained in a wrong context, and tokens lost, with real harnesses and a baseline that merges by prompts.
@@ -95,12 +100,15 @@ def fidelity(harnesses: tuple[str, ...], turns: int, tokenizer: Path | None, as_
         def progress(what: str, done: int, total: int) -> None:
             bar.update(task, description=what, completed=done, total=total)
 
-        folder = None if tokenizer is None else str(tokenizer.absolute())
-        measured = run(fidelity_bench.run(agents, turns=turns, tokenizer=folder, progress=progress))
+        measured = run(fidelity_bench.run(agents, turns=turns, tokenizer=_folder(tokenizer), progress=progress))
     if as_json:
         click.echo(fidelity_report.as_json(measured))
     else:
         fidelity_report.show(measured, Console())
+
+
+def _folder(tokenizer: Path | None) -> str | None:
+    return None if tokenizer is None else str(tokenizer.absolute())
 
 
 def _progress(console: Console) -> Callable[[str], None]:

@@ -74,6 +74,7 @@ def _tojson(
 
 
 _OF_DICTS = frozenset(dir(dict))
+_OF_LOOPS = frozenset(("first", "last", "index", "index0", "revindex", "revindex0", "length", "previtem", "nextitem"))
 _HARMLESS = frozenset((str, LoopContext, Namespace))
 
 
@@ -82,8 +83,11 @@ class _Sandbox(ImmutableSandboxedEnvironment):
     `message.role` and the like, and a long conversation has thousands of those."""
 
     def getattr(self, obj: Any, attribute: str) -> Any:
-        if type(obj) is dict and attribute not in _OF_DICTS:  # it can only be a key
+        kind = type(obj)
+        if kind is dict and attribute not in _OF_DICTS:  # it can only be a key
             return obj[attribute] if attribute in obj else self.undefined(obj=obj, name=attribute)
+        if kind is LoopContext and attribute in _OF_LOOPS:
+            return getattr(obj, attribute)
         return super().getattr(obj, attribute)
 
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:

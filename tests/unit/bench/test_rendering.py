@@ -1,0 +1,29 @@
+"""The measurement of a turn in a long conversation, on a shorter one."""
+
+import io
+
+from rich.console import Console
+
+from polar.bench import rendering, trajectory_report
+from polar.bench.rendering import Rendered
+from polar.bench.trajectory import Report
+
+
+async def test_turns_near_the_context_are_measured() -> None:
+    measured = await rendering.measure(None, context=11_000, window=1_000)
+    assert measured.context == 11_000
+    assert measured.turns >= 2
+    assert measured.messages > 4
+    assert measured.incremental > 0
+    assert measured.whole > 0
+
+
+def test_the_promise_is_judged_by_the_ratio() -> None:
+    report = Report(rendered=Rendered("a model's", 30_000, 90, 9, 2.0, 29.0, 4.0, 8.0))
+    (promise,) = trajectory_report.promises(report)
+    assert (promise.measured, promise.reached) == ("14.5 times cheaper", False)
+    small = Report(rendered=Rendered(rendering.OWN, 30_000, 90, 9, 2.0, 29.0, 4.0, 8.0))
+    assert not trajectory_report.promises(small)  # a tokenizer that no model has says nothing of the promise
+    console = Console(record=True, width=160, file=io.StringIO())
+    trajectory_report.show(report, console)
+    assert "a model's" in console.export_text()
