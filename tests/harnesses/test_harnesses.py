@@ -8,10 +8,20 @@ from pathlib import Path
 import pytest
 
 from polar.types import ToolCall
-from tests.harnesses.run import LAST, ROOT, Turn, asked, check, check_tokens, refused, run, three_turns, workspace
+from tests.harnesses.run import (
+    LAST,
+    NODE,
+    PYTHON,
+    Turn,
+    asked,
+    check,
+    check_tokens,
+    refused,
+    run,
+    three_turns,
+    workspace,
+)
 
-NODE = ROOT / ".cache" / "harnesses" / "node_modules" / ".bin"
-PYTHON = ROOT / ".cache" / "harnesses-venv" / "bin"
 TASK = "Write the two files."
 SUBMIT: Turn = LAST | {"shell": "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"}  # how mini-swe-agent ends
 

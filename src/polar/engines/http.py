@@ -94,7 +94,7 @@ class EngineHttp:
             return EngineError(f"{self.url} fell silent for {self._silence:g} s.", kind="timeout")
         if isinstance(error, ValueError):
             return EngineError(f"{self.url} answered something that is no chat completion: {what}.")
-        return EngineError(f"The connection to {self.url} broke: {what}.", elsewhere=True)
+        return EngineError(f"Connection lost: {self.url} broke off ({what}).", elsewhere=True)
 
     def refused(self, status: int, body: bytes, retry_after: str | None = None) -> EngineError:
         kind: ApiErrorKind = _KINDS.get(status, "engine")

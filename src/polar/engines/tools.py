@@ -101,7 +101,9 @@ class CallTranslator:
             out += self.flush()
             if isinstance(event, CallStart) and (tool := self._special.get(event.name)) is not None:
                 custom = tool.kind == "custom"
-                out.append(CallStart(event.id, tool.name, "custom" if custom else "function", tool.namespace))
+                out.append(
+                    CallStart(event.id, tool.name, "custom" if custom else "function", tool.namespace, event.written)
+                )
                 self._held = [] if custom else None
             else:
                 out.append(event)

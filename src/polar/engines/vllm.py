@@ -150,11 +150,17 @@ class VllmEngine(ChatEngine):
             async for piece in response.content.iter_any():
                 # What came in one piece is handed on as one chunk: an engine that is ahead is caught up with quickly.
                 whole = Chunk()
-                for data in parser.feed(piece):
-                    if data != b"[DONE]":
-                        self._take(whole, data, wants)
+                failure: EngineError | ValueError | None = None
+                try:
+                    for data in parser.feed(piece):
+                        if data != b"[DONE]":
+                            self._take(whole, data, wants)
+                except (EngineError, ValueError) as error:
+                    failure = error  # what came before it was sampled all the same
                 finished = finished or whole.finish_reason is not None
                 yield whole
+                if failure is not None:
+                    raise failure
         except ValueError as error:
             raise self._http.broken(error) from error
         except (aiohttp.ClientError, TimeoutError) as error:

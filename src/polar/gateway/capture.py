@@ -261,6 +261,10 @@ class _Versions:
         )
 
 
+def _call(start: CallStart, arguments: str) -> ToolCall:
+    return ToolCall(start.id, start.name, arguments, start.kind, start.namespace, written=start.written)
+
+
 class _Parts:
     """Events into parts: neighbours of one kind are one part."""
 
@@ -274,7 +278,7 @@ class _Parts:
         if isinstance(event, CallDelta):
             self._pieces.append(event.arguments)
         elif isinstance(event, CallStart):
-            self._begin(CallDelta, lambda text: ToolCall(event.id, event.name, text, event.kind, event.namespace))
+            self._begin(CallDelta, lambda text: _call(event, text))
         else:
             if self._kind is not type(event):
                 self._begin(type(event), Text if isinstance(event, TextDelta) else Reasoning)

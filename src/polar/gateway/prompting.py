@@ -182,6 +182,8 @@ class Prompting:
 
 
 def _remember(history: History, exchange: Exchange) -> None:
+    if exchange.context is None:
+        history.unmarked.add(exchange.exchange_id)
     if (
         exchange.context is None
         or exchange.reply is None
@@ -198,7 +200,9 @@ def _remember(history: History, exchange: Exchange) -> None:
             len(exchange.prompt_ids),
             len(exchange.sampled_ids),
             exchange.delivered,
-        )
+            ended=exchange.finish_reason is not None,
+        ),
+        exchange.reply.parts,
     )
 
 

@@ -1,7 +1,7 @@
 """Continuation: extending recorded token ids instead of tokenising a conversation anew.
 
-A request repeats the conversation so far as text. Where it goes on from a turn that was sampled here, the prompt is that
-exchange's own ids, then the ids of what is new:
+A request repeats the conversation so far as text. Where it goes on from a turn that was sampled here, the prompt is
+that exchange's own ids, then the ids of what is new:
 
     prompt(k+1) = prompt(k) + sampled(k) + encode(tail)
 
@@ -13,8 +13,9 @@ really goes on from there is proved, never guessed:
   harness made of its copy);
 - the tail doesn't depend on the turn's shape (seams.py).
 
-Where the last turn can't be continued, the longest recorded prefix that can be proved is kept, and the rest is rendered:
-behind an earlier turn, or behind the prompt of the exchange whose turn has changed. That is a branch, and has a reason.
+Where the last turn can't be continued, the longest recorded prefix that can be proved is kept, and the rest is
+rendered: behind an earlier turn, or behind the prompt of the exchange whose turn has changed. That is a branch, and
+has a reason.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,7 +25,7 @@ from typing import Literal, NamedTuple
 from msgspec import Struct, field
 
 from polar import ids
-from polar.rendering.encoder import BREAK, PromptEncoder
+from polar.rendering.encoder import BREAK, BROKEN, TURN, PromptEncoder
 from polar.rendering.mark import ContextMark
 from polar.rendering.messages import Context, Conversation, Turn
 from polar.rendering.saying import NOTHING, Saying, chained, saying
@@ -39,6 +40,8 @@ BranchReason = Literal[
     "context_changed",  # something before the turn: system prompt, tools, an earlier message
     "thinking_dropped_by_harness",
     "thinking_dropped_by_template",
+    "text_dropped_by_template",
+    "calls_dropped_by_template",
     "thinking_changed",
     "text_changed",
     "calls_changed",
@@ -47,9 +50,6 @@ BranchReason = Literal[
     "unknown_turn",  # no turn of this session
     "not_proved",  # what the template writes around the turn can't be told apart from the turn
 ]
-
-_TURN = "\x01"  # where a turn was, in the text that is digested
-_BROKEN = "\x00"
 
 
 class Known(Struct):
@@ -62,25 +62,37 @@ class Known(Struct):
     prompt: int  # tokens
     sampled: int
     delivered: int  # of the sampled tokens, those whose text the harness got
+    ended: bool = True  # by itself, or at a limit; else it broke off
 
     @property
     def whole(self) -> bool:
-        return self.delivered == self.sampled
+        return self.ended and self.delivered == self.sampled
 
 
 class History(Struct):
     """The turns of one session."""
 
     known: dict[str, Known] = field(default_factory=dict)
+    unmarked: set[str] = field(default_factory=set)  # exchanges of whose prompts nothing is proved
+    _written: dict[str, str] = field(default_factory=dict)  # ids of calls as the model wrote them, by ours
     _said: dict[tuple[bytes, bytes], list[Known]] = field(default_factory=dict)
 
-    def add(self, known: Known) -> None:
+    def add(self, known: Known, parts: Sequence[Part] = ()) -> None:
+        """`parts` are what the turn said."""
         self.known[known.exchange_id] = known
+        for part in parts:
+            if isinstance(part, ToolCall) and part.written and (issued := ids.call_named(part.id)):
+                self._written[issued] = part.written
         self._said.setdefault((known.saying.text, known.saying.calls), []).append(known)
 
+    def written(self, call_id: str) -> str | None:
+        """The id that the model itself wrote for a call, where it did and the harness echoes ours."""
+        issued = ids.call_named(call_id)
+        return self._written.get(issued) if issued else None
+
     def candidates(self, echo: "Echo") -> Sequence[Known]:
-        """The exchanges that a turn may have come from, the likeliest first: the one that it names; else those that said
-        the same, delivered ones first, the latest first."""
+        """The exchanges that a turn may have come from, the likeliest first: the one that it names; else those that
+        said the same, delivered ones first, the latest first."""
         named = self.known.get(echo.exchange_id) if echo.exchange_id else None
         if named is not None:
             return (named,)
@@ -154,7 +166,9 @@ class Planner:
         count = len(reading.echoes)
         reason: BranchReason | None = None
         for number in range(count - 1, -1, -1):
-            failure: BranchReason = "unknown_turn"
+            unmarked = reading.echoes[number].exchange_id in history.unmarked
+            failure: BranchReason = "not_proved" if unmarked else "unknown_turn"
+            behind_prompt: Plan | None = None
             for known in history.candidates(reading.echoes[number]):
                 base, failure = self._check(reading, number, known, cut)
                 if base is None:
@@ -164,18 +178,18 @@ class Planner:
                 text = self._tail(conversation, reading, number + through, base)
                 if text is None:
                     failure = "not_proved"
-                    continue
-                if through and number == count - 1:
-                    reason = None
-                elif not through:
-                    reason = failure
-                return Plan(base, text, text[-_END:], mark, reason, count)
+                elif through:
+                    return Plan(base, text, text[-_END:], mark, None if number == count - 1 else reason, count)
+                elif behind_prompt is None:
+                    behind_prompt = Plan(base, text, text[-_END:], mark, failure, count)
+            if behind_prompt is not None:
+                return behind_prompt
             reason = failure
         text = self._renderer.whole(conversation)
         return Plan(None, text, text[-_END:], mark, reason, count)
 
     def _check(self, reading: "_Reading", number: int, known: Known, cut: Cut) -> tuple[Base | None, BranchReason]:
-        """Whether the conversation goes on from this exchange's turn; else from its prompt; else not at all, and why."""
+        """Whether the conversation goes on from the exchange's turn, else from its prompt, else not at all; and why."""
         echo, place = reading.echoes[number], reading.skeleton.places[number]
         if not reading.proved(number):
             return None, "not_proved"
@@ -184,9 +198,11 @@ class Planner:
         if self._mode == "auto" and reading.chains[number] != known.mark.turns:
             return None, "history_changed"
         failure: BranchReason = "not_proved"
-        if not reading.opens(number, known.mark):
+        if place is None:
+            failure = _difference(echo, known)
+        elif reading.ends[number] is not None and not reading.opens(number, known.mark):
             failure = "context_changed"
-        elif place is not None and reading.ends[number] is not None:
+        elif reading.ends[number] is not None:
             if self._mode == "sampled":
                 return Base(known, known.delivered), failure
             if known.whole and echo.shown == known.saying:
@@ -194,44 +210,44 @@ class Planner:
             if not known.whole and (kept := cut(known, echo.shown)) is not None:
                 return Base(known, kept), failure
             failure = _difference(echo, known)
-        drop = self._after_control(known.mark.opening)
-        return (None, failure) if drop is None else (Base(known, None, drop), failure)
+        seam = self._last_control(known.mark.opening)
+        if seam is None:
+            return None, failure
+        return Base(known, None, len(self._encoder.encode(known.mark.opening[seam:], first=False))), failure
 
-    def _after_control(self, opening: str) -> int | None:
-        """How many tokens of a generation prompt stand behind its last control token; None where it has none."""
-        last = None
-        for last in self._encoder.controls(opening):
-            pass
-        return None if last is None else len(self._encoder.encode(opening[last.end() :], first=False))
+    def _last_control(self, opening: str) -> int | None:
+        """Where in a generation prompt its last control token begins: ids before and from there on don't depend on each
+        other."""
+        return max((found.start() for found in self._encoder.controls(opening)), default=None)
 
     def _tail(self, conversation: Conversation, reading: "_Reading", marked: int, base: Base) -> str | None:
         """The text behind the recorded ids."""
         if base.sampled is not None and marked == len(reading.echoes):
             end = reading.ends[marked - 1]
             return None if end is None else reading.skeleton.text[end:]
-        mixed = _Reading(conversation, self._renderer.skeleton(conversation, marked), self._seams, marked)
+        try:
+            mixed = _Reading(conversation, self._renderer.skeleton(conversation, marked), self._seams, marked)
+        except TemplateError:
+            return None
         text = mixed.skeleton.text
         if base.sampled is not None:
             start = mixed.ends[marked - 1]
         else:
+            opening = base.known.mark.opening
+            head = opening[: self._last_control(opening)]
             start = mixed.position(base.known.mark.length)
-            head = self._head(base.known.mark.opening)
             if start is None or not text.startswith(head, start):
                 return None
             start += len(head)
         # The turns that follow are shown as they are now, and that must not have changed anything before them.
         return text[start:] if start is not None and reading.skeleton.text.startswith(text[:start]) else None
 
-    def _head(self, opening: str) -> str:
-        """Up to and with the last control token."""
-        return opening[: max((found.end() for found in self._encoder.controls(opening)), default=0)]
-
 
 _END = 256  # characters
 
 
 class _Reading:
-    """A skeleton, cut into contexts and turns. The contexts, joined, are one text; a turn's context is its beginning."""
+    """A skeleton, cut into contexts and turns. The contexts, joined, are one text; a turn's context begins it."""
 
     def __init__(self, conversation: Conversation, skeleton: Skeleton, seams: Seams, marked: int | None = None) -> None:
         self.skeleton = skeleton
@@ -240,32 +256,43 @@ class _Reading:
         self.echoes: list[Echo] = []
         self.chains: list[str] = []  # for each turn, the digest of what those before it say
         self.ends: list[int | None] = []  # where each turn's tail begins
-        self._openings: list[frozenset[str]] = []
+        self._openings: list[str | None] = []  # what stands between each turn's context and its first piece
         self._lengths: list[int | None] = []  # of each turn's context; None where it isn't known
+        self._lasts: list[int] = []  # and of that, how much stands before the turn before it
+        self._starts: list[int] = []  # where each context begins in the text
         chain = NOTHING
-        segments: list[str] = []
-        start, length, known = 0, 0, skeleton.ordered
+        contexts: list[str] = []
+        start: int | None = 0 if skeleton.ordered else None  # of the context that is open
+        length = 0  # of the contexts before it
         turns = conversation.turns[:marked]
-        for turn, place, role in zip(turns, skeleton.places, _following(conversation), strict=False):
+        for turn, place, (preceding, following) in zip(turns, skeleton.places, _around(conversation), strict=False):
             says = saying(turn.parts)
             echo = Echo(named(turn.parts), says, _shown(says, place))
             self.echoes.append(echo)
             self.chains.append(chain.hex())
             chain = chained(chain, echo.shown.digest)
-            end, openings = None, frozenset[str]()
-            if known and place is not None:
-                segments.append(_stable(skeleton.text[start : place.start]))
-                length += len(segments[-1])
-                end, openings = self._end(turn, place, role)
-            self._lengths.append(length if known and place is not None else None)
+            end = opening = None
+            self._lasts.append(length)
+            if start is not None and place is not None:
+                end, openings = self._around(turn, place, preceding, following)
+                context = skeleton.text[start : place.start]
+                opening = max((each for each in openings if context.endswith(each)), key=len, default=None)
+                contexts.append(_stable(context.removesuffix(opening or "")))
+                self._starts.append(start)
+                self._lengths.append(length + len(contexts[-1]))
+                length += len(contexts[-1]) + len(TURN)
+                start = end
+            else:
+                # Nothing of the turn is shown: it stands somewhere in the context that is open.
+                self._lengths.append(None if start is None else length + len(_stable(skeleton.text[start:])))
             self.ends.append(end)
-            self._openings.append(openings)
-            known = known and end is not None
-            start, length = end or 0, length + len(_TURN)
+            self._openings.append(opening)
         self._chain = chain.hex()
-        self._known = known
-        segments.append(_stable(skeleton.text[start:]))
-        self._context = _TURN.join(segments)
+        self._known = start is not None
+        self._starts.append(start or 0)
+        contexts.append(_stable(skeleton.text[start or 0 :]))
+        self._contexts = contexts
+        self._context = TURN.join(contexts)
 
     def proved(self, number: int) -> bool:
         """Whether it is known where the turns before this one end, and where it begins."""
@@ -280,37 +307,39 @@ class _Reading:
         return ContextMark(_digest(base), len(base), self._chain, opening)
 
     def has_context(self, number: int, mark: ContextMark) -> bool:
+        """Whether the mark's context is this turn's, or its beginning up to somewhere behind the turn before it."""
         length = self._lengths[number]
-        return length is not None and length >= mark.length and _digest(self._context[: mark.length]) == mark.context
+        if length is None or not self._lasts[number] <= mark.length <= length:
+            return False
+        return _digest(self._context[: mark.length]) == mark.context
 
     def opens(self, number: int, mark: ContextMark) -> bool:
-        """Whether what stands between the context and the turn is just how turns of this template begin."""
-        between = self._context[mark.length : self._lengths[number]]
-        return between == mark.opening or between in self._openings[number]
+        """Whether what stands between the context and the turn is the generation prompt that it was sampled behind: in
+        full, or as the template writes it before a turn of another shape (without an empty think block, say)."""
+        opening = self._openings[number]
+        if opening is None or self._lengths[number] != mark.length:
+            return False
+        return opening.startswith(mark.opening) or mark.opening.startswith(opening)
 
     def position(self, length: int) -> int | None:
         """Where in the text so many characters of context end."""
-        start = 0
-        stops = [place.start if place is not None else 0 for place in self.skeleton.places]
-        for stop, end in zip([*stops, len(self.skeleton.text)], [*self.ends, None], strict=True):
-            segment = self.skeleton.text[start:stop]
-            stable = len(_stable(segment))
-            if stable >= length:
-                return start + _unstable(segment, length)
-            length -= stable + len(_TURN)
-            if end is None:
-                return None
-            start = end
+        for start, context in zip(self._starts, self._contexts, strict=True):
+            if length <= len(context):
+                return start + _unstable(self.skeleton.text[start:], length)
+            length -= len(context) + len(TURN)
         return None
 
-    def _end(self, turn: Turn, place: Place, following: str | None) -> tuple[int | None, frozenset[str]]:
-        if following is None:
-            return None, frozenset()
+    def _around(
+        self, turn: Turn, place: Place, preceding: str | None, following: str | None
+    ) -> tuple[int | None, set[str]]:
+        """Where the turn's tail begins, and what may stand before its first piece."""
+        asked = self._seams.opening_after(preceding, self._conversation) if preceding else None
+        openings = set() if asked is None else {asked}
         seam = self._seams.seam(place.last, bool(turn.calls), following, self._conversation)
         if seam is None:
-            return None, frozenset()
-        closing = next((each for each in seam.closings if self.skeleton.text.startswith(each, place.stop)), None)
-        return (None, frozenset()) if closing is None else (place.stop + len(closing), seam.openings)
+            return None, openings
+        end = self._seams.end(seam, turn, self.skeleton.text, place.stop)
+        return end, openings | self._seams.openings(seam, turn)
 
 
 def named(parts: Sequence[Part]) -> str | None:
@@ -344,25 +373,25 @@ def _difference(echo: Echo, known: Known) -> BranchReason:
         return "thinking_dropped_by_harness"
     if echo.says.thinking != known.saying.thinking:
         return "thinking_changed"
-    return "thinking_dropped_by_template"
+    if echo.shown.thinking != known.saying.thinking:
+        return "thinking_dropped_by_template"
+    if echo.shown.text != known.saying.text:
+        return "text_dropped_by_template"
+    if echo.shown.calls != known.saying.calls:
+        return "calls_dropped_by_template"
+    return "not_proved"
 
 
-def _following(conversation: Conversation) -> list[str | None]:
-    """For each turn, the role of the message behind it."""
-    items = conversation.items
-    roles: list[str | None] = []
-    for index, item in enumerate(items):
-        if isinstance(item, Turn):
-            after = items[index + 1] if index + 1 < len(items) else None
-            roles.append(
-                after.message["role"] if isinstance(after, Context) else None if after is None else "assistant"
-            )
-    return roles
+def _around(conversation: Conversation) -> list[tuple[str | None, str | None]]:
+    """For each turn, the roles of the messages before and behind it."""
+    roles = [item.message["role"] if isinstance(item, Context) else "assistant" for item in conversation.items]
+    around = zip([None, *roles], [*roles[1:], None], strict=False)
+    return [pair for pair, item in zip(around, conversation.items, strict=False) if isinstance(item, Turn)]
 
 
 def _stable(text: str) -> str:
     """The mark within broken spellings is random; digests must outlive the process."""
-    return text.replace(BREAK, _BROKEN)
+    return text.replace(BREAK, BROKEN)
 
 
 def _unstable(text: str, length: int) -> int:
@@ -372,7 +401,7 @@ def _unstable(text: str, length: int) -> int:
         broken = text.find(BREAK, at)
         if broken < 0 or broken - at >= length:
             return at + length
-        length -= broken - at + len(_BROKEN)
+        length -= broken - at + len(BROKEN)
         at = broken + len(BREAK)
     return at
 

@@ -26,11 +26,12 @@ _SPANS_REMEMBERED = 8192
 _TEXTS_REMEMBERED = 8192
 
 BROKEN, TURN = "\x00", "\x01"
-"""How digests of rendered text (continuation.py) write a break, and the place of a turn. Content that has these characters
-is broken there too, so that it never looks like either."""
+"""How digests of rendered text (continuation.py) write a break, and the place of a turn. Content that has these
+characters is broken there too, so that it never looks like either."""
 
-BREAK = f"\ue000{secrets.token_hex(4)}\ue001"
-"""Stands within a spelling that is only text. Random, so that nobody can write it."""
+BREAK = f"`{secrets.token_hex(8)}`"
+"""Stands within a spelling that is only text. Random, so that nobody can write it; made of characters that no JSON or
+HTML escapes, and with edges that no control token has."""
 
 
 class PromptEncoder:
@@ -42,6 +43,9 @@ class PromptEncoder:
         self._splitter = re.compile(f"({self._pattern.pattern})")
         # One character at a time, since spellings can overlap.
         self._fragile = re.compile(f"(?={self._pattern.pattern}).|[{BROKEN}{TURN}]", re.DOTALL)
+        self._beginnings = {token[:cut] for token in self.control for cut in range(1, len(token))}
+        self._endings = {token[cut:] for token in self.control for cut in range(1, len(token))}
+        self._longest = max(map(len, self.control), default=1)
         self._flags = {
             token.content: (token.lstrip, token.rstrip)
             for token in tokenizer.backend.get_added_tokens_decoder().values()
@@ -73,9 +77,13 @@ class PromptEncoder:
         return self._pattern.finditer(text, start)
 
     def _broken(self, text: str) -> str:
-        if self._pattern.search(text) is None and BROKEN not in text and TURN not in text:
-            return text
-        return self._fragile.sub(lambda found: found.group() + BREAK, text)
+        # A template may complete a spelling: '<function=' + name + '>'.
+        near = range(1, self._longest)
+        start = BREAK if any(text[:cut] in self._endings for cut in near) else ""
+        end = BREAK if any(text[-cut:] in self._beginnings for cut in near) else ""
+        if self._pattern.search(text) is not None or BROKEN in text or TURN in text:
+            text = self._fragile.sub(lambda found: found.group() + BREAK, text)
+        return start + text + end
 
     def _split(self, text: str) -> Iterator[tuple[str | None, str]]:
         """Control tokens and the plain spans between them, in order."""
@@ -115,8 +123,8 @@ class PromptEncoder:
 
 
 def _control_tokens(tokenizer: Tokenizer) -> dict[str, int]:
-    """Special tokens, and added ones that the template writes (`<think>`, `<tool_call>`). Others, such as runs of spaces
-    and single characters, are ways to write text."""
+    """Special tokens, and added ones that the template writes (`<think>`, `<tool_call>`). Others, such as runs of
+    spaces and single characters, are ways to write text."""
     source = tokenizer.template_source
     return {
         token.content: id
@@ -126,7 +134,7 @@ def _control_tokens(tokenizer: Tokenizer) -> dict[str, int]:
 
 
 def _encodable(text: str) -> str:
-    """JSON can spell half a character (a lone surrogate), and no tokenizer takes it: what undecodable bytes are shown as."""
+    """JSON can spell half a character (a lone surrogate), which no tokenizer takes: it is shown as undecodable."""
     try:
         text.encode()
     except UnicodeEncodeError:

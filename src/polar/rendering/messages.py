@@ -9,6 +9,7 @@ every request alike, so that a conversation is always rendered in the same way:
     tools it doesn't show               a list of functions in the system message; calls and results as tagged text
     several calls in one turn           one turn for each call, followed by its result
     calls' arguments as mappings        as JSON text
+    arguments that are no object        an object with one member, `arguments`
 
 What no fallback can express is refused with what the template said.
 
@@ -16,7 +17,7 @@ Everything that a harness wrote is guarded (encoder.py), as whole as it will sta
 """
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -40,6 +41,7 @@ class Traits(Struct, frozen=True):
     tools: bool = True
     parallel_calls: bool = True
     mapped_arguments: bool = True
+    text_arguments: bool = True  # arguments that are no JSON object, as models write them now and then
 
 
 class Turn(Struct):
@@ -47,8 +49,7 @@ class Turn(Struct):
 
     reasoning: str
     text: str
-    calls: list[ToolCall]
-    first_call: int = 0  # how many calls the conversation had before
+    calls: list[ToolCall]  # with their ids as the model is shown them
     parts: list[Part] = field(default_factory=list)  # as the harness sent them
 
 
@@ -81,12 +82,14 @@ def conversation(
     traits: Traits,
     guard: Guard,
     call_id: CallId,
+    written: Callable[[str], str | None],
     together: Callable[[Message, Message], bool],
 ) -> Conversation:
-    """`together` says whether two assistant messages in a row are parts of one reply."""
+    """`written` gives a call's id as the model wrote it, where it did; `together` says whether two assistant messages
+    in a row are parts of one reply."""
     items: list[Item] = []
     names: dict[str, tuple[str, str]] = {}  # by the harness's id of a call: its id in the prompt, and its name
-    calls = 0
+    shown: list[str] = []  # the ids of all calls in the prompt, in order
     last_assistant: Message | None = None
     for message in messages:
         if message.role == "assistant":
@@ -94,24 +97,25 @@ def conversation(
             if last_assistant is not None and isinstance(before, Turn) and together(last_assistant, message):
                 before.parts += message.parts
             else:
-                items.append(Turn("", "", [], calls, list(message.parts)))
+                items.append(Turn("", "", [], list(message.parts)))
             for call in message.parts:
                 if isinstance(call, ToolCall):
-                    names[call.id] = guard(call_id(call.name, calls)), guard(call.name)
-                    calls += 1
+                    shown.append(guard(written(call.id) or call_id(call.name, len(shown))))
+                    names[call.id] = shown[-1], guard(call.name)
             last_assistant = message
             continue
         last_assistant = None
         items += [Context(rendered) for rendered in _context(message, guard, names)]
+    ids = iter(shown)
     for item in items:
         if isinstance(item, Turn):
-            _fill(item, guard, traits)
+            _fill(item, guard, traits, ids)
     specs = [_spec(tool.name, tool.description, bytes(tool.parameters or b"{}"), guard) for tool in tools]
     conversation = Conversation(items, specs or None, kwargs)
     return conversation if _fits(traits) else _adapted(conversation, traits)
 
 
-def as_message(turn: Turn, call_id: CallId) -> dict[str, Any]:
+def as_message(turn: Turn) -> dict[str, Any]:
     """A turn as the template's assistant message."""
     message: dict[str, Any] = {"role": "assistant", "content": turn.text}
     if turn.reasoning:
@@ -120,17 +124,17 @@ def as_message(turn: Turn, call_id: CallId) -> dict[str, Any]:
     if turn.calls:
         message["tool_calls"] = [
             {
-                "id": call_id(call.name, turn.first_call + index),
+                "id": call.id,
                 "type": "function",
                 "function": {"name": call.name, "arguments": call.arguments},
             }
-            for index, call in enumerate(turn.calls)
+            for call in turn.calls
         ]
     return message
 
 
-def _fill(turn: Turn, guard: Guard, traits: Traits) -> None:
-    """What the turn's parts come to in a template's message."""
+def _fill(turn: Turn, guard: Guard, traits: Traits, ids: Iterator[str]) -> None:
+    """What the turn's parts come to in a template's message. `ids` are the next calls' own."""
     for part in turn.parts:
         match part:
             case Reasoning():
@@ -138,17 +142,21 @@ def _fill(turn: Turn, guard: Guard, traits: Traits) -> None:
             case Text():
                 turn.text += part.text
             case ToolCall():
-                arguments = _arguments(part.arguments, guard, traits.tools and traits.mapped_arguments)
-                turn.calls.append(msgspec.structs.replace(part, name=guard(part.name), arguments=arguments))
+                arguments = _arguments(part.arguments, guard, traits)
+                turn.calls.append(ToolCall(next(ids), guard(part.name), arguments))
             case _:
                 raise ValueError(f"an assistant message with a {type(part).__name__}")
     turn.reasoning, turn.text = guard(turn.reasoning), guard(turn.text)
 
 
-def _arguments(arguments: str, guard: Guard, mapped: bool) -> str:
+def _arguments(arguments: str, guard: Guard, traits: Traits) -> str:
     """A template that gets a mapping sees what JSON's escapes stand for, and they can spell anything."""
     guarded = guard(arguments)
-    if not mapped or "\\" not in arguments:
+    if not traits.tools or not traits.mapped_arguments:
+        return guarded
+    if not traits.text_arguments and not _is_object(arguments):
+        return json.dumps({"arguments": guarded}, ensure_ascii=False)
+    if "\\" not in arguments:
         return guarded
     try:
         value = json.loads(guarded)
@@ -156,6 +164,13 @@ def _arguments(arguments: str, guard: Guard, mapped: bool) -> str:
     except (ValueError, RecursionError):
         return guarded  # shown as text
     return guarded if safe == value else json.dumps(safe, ensure_ascii=False)
+
+
+def _is_object(arguments: str) -> bool:
+    try:
+        return not arguments or isinstance(json.loads(arguments), dict)
+    except (ValueError, RecursionError):
+        return False
 
 
 def _context(message: Message, guard: Guard, names: dict[str, tuple[str, str]]) -> list[dict[str, Any]]:
@@ -243,7 +258,6 @@ def _one_turn(first: Turn, second: Turn) -> Turn:
         "\n\n".join(filter(None, (first.reasoning, second.reasoning))),
         "\n\n".join(filter(None, (first.text, second.text))),
         [*first.calls, *second.calls],
-        first.first_call,
         [*first.parts, *second.parts],
     )
 
@@ -254,7 +268,7 @@ def _spelled_out(items: list[Item], tools: list[ToolSpec] | None) -> list[Item]:
     for item in items:
         if isinstance(item, Turn) and item.calls:
             calls = "".join(f"\n<tool_call>\n{_call_text(call)}\n</tool_call>" for call in item.calls)
-            spelled.append(Turn(item.reasoning, (item.text + calls).lstrip("\n"), [], item.first_call, item.parts))
+            spelled.append(Turn(item.reasoning, (item.text + calls).lstrip("\n"), [], item.parts))
         elif isinstance(item, Context) and item.message["role"] == "tool":
             content = f"<tool_response>\n{item.message['content']}\n</tool_response>"
             before = spelled[-1] if spelled else None

@@ -47,7 +47,7 @@ class Model:
         self.traits = find_traits(tokenizer.template, call_id)
         # A template without tools has them spelled out (messages.py) in the most common markup.
         self.family = family if self.traits.tools else Hermes(tokenizer)
-        renderer = Renderer(tokenizer.template, self.traits, call_id)
+        renderer = Renderer(tokenizer.template, self.traits)
         self._planner = Planner(renderer, Seams(renderer, self.encoder, call_id), self.encoder, mode)
         self._call_id = call_id
         self._kwargs = template_kwargs or {}
@@ -70,6 +70,7 @@ class Model:
             traits=self.traits,
             guard=self.encoder.guard,
             call_id=self._call_id,
+            written=history.written,
             together=_together,
         )
         return self._planner.plan(talk, history, cut)
@@ -80,11 +81,14 @@ class Model:
     def cut(self, known: Known, shown: Saying, sampled: Sequence[int], request: Request) -> int | None:
         """How many of a partly delivered turn's first tokens say this: as many as possible, None where none do."""
         parser = self.parser(request, known.mark.opening)
-        events: list[Event] = []
+        parts: list[Part] = []
+        says = saying(parts)
         kept = None
         for count, id in enumerate(sampled[: known.delivered], 1):
-            events += parser.feed([id])
-            if saying(joined(events)) == shown:
+            if events := parser.feed([id]):
+                join(parts, events)
+                says = saying(parts)
+            if says == shown:
                 kept = count
         return kept
 
@@ -108,6 +112,12 @@ def _has_media(part: Part) -> bool:
 def joined(events: Sequence[Event]) -> list[Part]:
     """Events as parts: neighbours of one kind are one."""
     parts: list[Part] = []
+    join(parts, events)
+    return parts
+
+
+def join(parts: list[Part], events: Sequence[Event]) -> None:
+    """Adds what the next events say."""
     for event in events:
         last = parts[-1] if parts else None
         match event:
@@ -126,7 +136,6 @@ def joined(events: Sequence[Event]) -> list[Part]:
             case CallDelta():
                 assert isinstance(last, ToolCall)
                 last.arguments += event.arguments
-    return parts
 
 
 def _together(first: Message, second: Message) -> bool:

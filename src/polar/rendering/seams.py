@@ -6,95 +6,122 @@
 Recorded ids can be extended by `encode(tail)` only if the tail doesn't depend on the turn. That is proved by rendering
 a small conversation with turns of several shapes, each with short pieces and with long ones:
 
-- the tails must be equal, and at least two shapes must render (those that a template refuses don't count). Templates
-  may end turns with calls and turns without in different ways; then only shapes of one kind count for each other;
-- the next message must not change how the turn itself is shown;
+- the tails must be equal, and at least two shapes must render. Those that a template refuses, or shows nothing of,
+  don't count;
+- the next message must stand behind the turn;
 - long pieces must be shown whole and unchanged, wherever short ones are shown.
 
-What isn't proved isn't used.
+Templates may treat turns with calls and turns without, or turns that end with different pieces, in different ways; then
+only shapes of one kind count for each other. What isn't proved isn't used.
 """
 
 import json
+import secrets
 from typing import Any
 
 from msgspec import Struct
 
 from polar.rendering.encoder import PromptEncoder
 from polar.rendering.messages import CallId, Context, Conversation, Item, Turn
-from polar.rendering.skeleton import Piece, Place, Renderer, read
+from polar.rendering.skeleton import Piece, Renderer, read
 from polar.rendering.template import ChatMessage
 from polar.types import ToolCall
 
-_CALL = ToolCall("", "probe", '{"a": 1}')
-_SHAPES = (
-    Turn("", "t", []),
-    Turn("r", "t", []),
-    Turn("r", "", []),
-    Turn("", "", [_CALL]),
-    Turn("", "t", [_CALL]),
-    Turn("r", "", [_CALL]),
-    Turn("r", "t", [_CALL]),
-    Turn("", "", [_CALL, _CALL]),
-)
+_NAME = f"probe{secrets.token_hex(6)}"
+_NEXT = f"next{secrets.token_hex(6)}"
 _LONG = 250
 """How often long pieces repeat their text: some thousand characters."""
 
 
 class Seam(Struct, frozen=True):
     """How text goes on behind a turn: one of `closings`, then the tail. It begins with the end token; in templates
-    without one, with the next message's opening."""
+    without one, with the next message's opening. Where a call's name or id is shown, it is that of the probe."""
 
     closings: frozenset[str]
     openings: frozenset[str]  # what stands between the context and a turn's first piece
 
 
 class _Sample(Struct):
-    """One shape, rendered."""
+    """One shape, rendered; without the rest where it shows that the template isn't as it has to be."""
 
     calls: bool
-    shown: tuple[bool, bool, bool]
-    last: Piece
-    closing: str
-    tail: str
-    opening: str | None
+    place: tuple[Piece, bool, bool, bool] | None = None
+    closing: str = ""
+    tail: str = ""
+    opening: str | None = None
 
 
 class Seams:
     def __init__(self, renderer: Renderer, encoder: PromptEncoder, call_id: CallId) -> None:
         self._renderer = renderer
         self._encoder = encoder
-        self._call_id = call_id
+        self._calls = [ToolCall(call_id(_NAME, number), _NAME, '{"a": 1}') for number in (0, 1)]
+        one = self._calls[:1]
+        self._shapes = (
+            Turn("", "t", []),
+            Turn("r", "t", []),
+            Turn("r", "", []),
+            Turn("", "", one),
+            Turn("", "t", one),
+            Turn("r", "", one),
+            Turn("r", "t", one),
+            Turn("", "", self._calls),
+        )
         self._sampled: dict[tuple[Any, ...], list[_Sample]] = {}
         self._proved: dict[tuple[Any, ...], Seam | None] = {}
         self._openings: dict[tuple[Any, ...], str | None] = {}
 
-    def seam(self, last: Piece, calls: bool, following: str, conversation: Conversation) -> Seam | None:
-        """Behind a turn whose last visible piece is `last`, before a message of role `following`; None where it isn't
-        proved."""
-        variant = _variant(conversation)
-        key = (last, calls, following, *variant)
+    def seam(self, last: Piece, calls: bool, following: str | None, conversation: Conversation) -> Seam | None:
+        """Behind a turn whose last visible piece is `last`, before a message of role `following`, or (None) before the
+        generation prompt; None where it isn't proved."""
+        key = (last, calls, following, *_variant(conversation))
         if key not in self._proved:
-            if (following, *variant) not in self._sampled:
-                self._sampled[following, *variant] = self._samples(following, conversation)
-            self._proved[key] = _prove(self._sampled[following, *variant], last, calls)
+            samples = _kind(self._samples(following, conversation), last, calls)
+            # Some templates show a turn in another way once there is a new question.
+            later = _kind(self._samples("user", conversation), last, calls)
+            closings = frozenset(sample.closing for sample in samples if sample.place and sample.place[0] == last)
+            openings = frozenset(sample.opening for sample in samples + later if sample.opening is not None)
+            self._proved[key] = Seam(closings, openings) if closings and len(samples) > 1 else None
         return self._proved[key]
+
+    def end(self, seam: Seam, turn: Turn, text: str, stop: int) -> int | None:
+        """Where the tail begins, behind a turn whose last piece ends at `stop`."""
+        for closing in seam.closings:
+            closing = self._named(closing, turn, -1)
+            if text.startswith(closing, stop) and self._encoder.is_control_at(text, stop + len(closing)):
+                return stop + len(closing)
+        return None
+
+    def openings(self, seam: Seam, turn: Turn) -> set[str]:
+        return {self._named(opening, turn, 0) for opening in seam.openings}
+
+    def _named(self, text: str, turn: Turn, index: int) -> str:
+        """What the template writes for the probe's call, as it writes it for this one."""
+        if not turn.calls:
+            return text
+        call = turn.calls[index]
+        for probe in self._calls:
+            text = text.replace(probe.id, call.id)
+        return text.replace(_NAME, call.name)
 
     def opening(self, conversation: Conversation) -> str | None:
         """The generation prompt: what the template adds for the model to go on from. None where it isn't just added."""
         last = conversation.items[-1] if conversation.items else None
-        role = last.message["role"] if isinstance(last, Context) else "assistant"
+        return self.opening_after(last.message["role"] if isinstance(last, Context) else "assistant", conversation)
+
+    def opening_after(self, role: str, conversation: Conversation) -> str | None:
         key = (role, *_variant(conversation))
         if key not in self._openings:
             self._openings[key] = self._find_opening(role, conversation)
         return self._openings[key]
 
     def _find_opening(self, role: str, conversation: Conversation) -> str | None:
-        if role == "assistant":
-            return None  # a turn that the model is to go on with: no template says how
         items: list[Item] = [_USER]
+        if role == "assistant":
+            items.append(Turn("", "t", []))  # the model is to go on behind a turn of its own, which is over
         if role == "tool":
-            items.append(Turn("", "", [_CALL]))
-        if role != "user":
+            items.append(Turn("", "", self._calls[:1]))
+        if role not in ("user", "assistant"):
             items.append(Context(self._message(role)))
         plain = self._attempt(items, conversation, generation_prompt=False)
         opened = self._attempt(items, conversation)
@@ -102,20 +129,25 @@ class Seams:
             return None
         return opened[len(plain) :]
 
-    def _samples(self, following: str, conversation: Conversation) -> list[_Sample]:
-        """Every shape that renders; none at all where a template doesn't show long pieces as it shows short ones."""
+    def _samples(self, following: str | None, conversation: Conversation) -> list[_Sample]:
+        key = (following, *_variant(conversation))
+        if key not in self._sampled:
+            self._sampled[key] = self._rendered(following, conversation)
+        return self._sampled[key]
+
+    def _rendered(self, following: str | None, conversation: Conversation) -> list[_Sample]:
         terminated = self._terminated(conversation)
         samples: list[_Sample] = []
-        for shape in _SHAPES:
+        for shape in self._shapes:
             short, long = (self._sample(shape, fill, following, conversation, terminated) for fill in (0, _LONG))
             if short != long:
-                return []
-            if short is not None:
+                samples.append(_Sample(bool(shape.calls)))
+            elif short is not None:
                 samples.append(short)
         return samples
 
     def _sample(
-        self, shape: Turn, fill: int, following: str, conversation: Conversation, terminated: bool
+        self, shape: Turn, fill: int, following: str | None, conversation: Conversation, terminated: bool
     ) -> _Sample | None:
         """None where the template refuses this, or shows nothing of it."""
         turn = self._renderer.mark(shape, 0, fill)
@@ -123,21 +155,26 @@ class Seams:
             return None
         context = self._attempt([_USER], conversation, generation_prompt=False)
         ended = self._attempt([_USER, turn], conversation, generation_prompt=False)
-        text = self._attempt([_USER, turn, Context(self._message(following))], conversation)
+        after: list[Item] = [] if following is None else [Context(self._message(following))]
+        text = self._attempt([_USER, turn, *after], conversation)
         if ended is None or text is None:
             return None
-        before, place = _only(ended, turn), _only(text, turn)
+        alone, between = read(ended, [turn]), read(text, [turn])
+        before, place = alone.places[0], between.places[0]
         if before is None or place is None:
             return None
-        if not ended[: before.stop].endswith(text[place.start : place.stop]):
-            return None  # the next message is shown within the turn
         closing = self._closing(ended, before.stop, terminated)
         tail_start = place.stop + len(closing)
-        if not text.startswith(closing, place.stop) or not self._encoder.is_control_at(text, tail_start):
-            return None
+        if (
+            not (alone.ordered and between.ordered)
+            or _NEXT in text[:tail_start]
+            or not text.startswith(closing, place.stop)
+            or not self._encoder.is_control_at(text, tail_start)
+        ):
+            return _Sample(bool(turn.calls))
         opening = text[len(context) : place.start] if context is not None and text.startswith(context) else None
-        shown = (place.thinking, place.text, place.calls)
-        return _Sample(bool(turn.calls), shown, place.last, closing, text[tail_start:], opening)
+        seen = (place.last, place.thinking, place.text, place.calls)
+        return _Sample(bool(turn.calls), seen, closing, text[tail_start:], opening)
 
     def _closing(self, ended: str, start: int, terminated: bool) -> str:
         """Of a conversation that ends with a turn: what closes the turn, up to its end token (the last control token
@@ -149,7 +186,7 @@ class Seams:
         """Whether turns have an end token at all, and are not just followed by the next message's opening."""
         turn = self._renderer.mark(Turn("", "t", []), 0)
         ended = self._attempt([_USER, turn], conversation, generation_prompt=False)
-        place = None if ended is None else _only(ended, turn)
+        place = None if ended is None else read(ended, [turn]).places[0]
         if ended is None or place is None:
             return True
         return next(self._encoder.controls(ended, place.stop), None) is not None
@@ -161,28 +198,26 @@ class Seams:
 
     def _message(self, role: str) -> ChatMessage:
         if role == "tool":
-            return {"role": "tool", "content": "n", "tool_call_id": self._call_id(_CALL.name, 0), "name": _CALL.name}
-        return {"role": role, "content": "n"}
+            return {"role": "tool", "content": _NEXT, "tool_call_id": self._calls[0].id, "name": _NAME}
+        return {"role": role, "content": _NEXT}
 
 
 _USER = Context({"role": "user", "content": "q"})
 
 
-def _prove(samples: list[_Sample], last: Piece, calls: bool) -> Seam | None:
-    if len({sample.tail for sample in samples}) != 1:
-        samples = [sample for sample in samples if sample.calls == calls]
-    closings = frozenset(sample.closing for sample in samples if sample.last == last)
-    openings = frozenset(sample.opening for sample in samples if sample.opening is not None)
-    if len(samples) < 2 or len({sample.tail for sample in samples}) != 1 or not closings:
-        return None
-    return Seam(closings, openings)
+def _kind(samples: list[_Sample], last: Piece, calls: bool) -> list[_Sample]:
+    """Those that count for turns of one kind: all if they agree, else those of the kind if these do, else none."""
+    if _agree(samples):
+        return samples
+    samples = [s for s in samples if s.calls == calls and (s.place is None or s.place[0] == last)]
+    return samples if _agree(samples) else []
+
+
+def _agree(samples: list[_Sample]) -> bool:
+    return all(sample.place is not None for sample in samples) and len({sample.tail for sample in samples}) == 1
 
 
 def _variant(conversation: Conversation) -> tuple[Any, ...]:
     """What a rendering depends on besides the messages; which tools they are doesn't matter for a seam."""
-    return (conversation.tools is not None, json.dumps(conversation.kwargs, sort_keys=True))
-
-
-def _only(text: str, turn: Turn) -> Place | None:
-    found = read(text, [turn])
-    return found.places[0] if found.ordered else None
+    kwargs = conversation.kwargs
+    return (conversation.tools is not None, json.dumps(kwargs, sort_keys=True) if kwargs else "")

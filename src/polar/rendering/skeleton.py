@@ -3,9 +3,9 @@
     <|im_start|>user\\nHi<|im_end|>\\n<|im_start|>assistant\\n(mark)<|im_end|>\\n<|im_start|>user\\n...
     `--------------------- context -----------------------´      `------------- tail ------------...
 
-Each piece of a turn (thinking, text, a call's arguments) has a mark of its own, so the rendering also tells which pieces
-the template shows: one that strips earlier thinking shows no mark there. A turn of which no mark is left is rendered as
-it is: whatever the template makes of it is context like any other text.
+Each piece of a turn (thinking, text, a call's arguments) has a mark of its own, so the rendering also tells which
+pieces the template shows: one that strips earlier thinking shows no mark there. A turn of which no mark is left is
+rendered as it is: whatever the template makes of it is context like any other text.
 
 A mark can be filled with more text. It is found only if all of that is there, as it was: so a template that cuts,
 escapes or rewrites what a model said is found out (seams.py).
@@ -18,7 +18,7 @@ from typing import Any, Literal, NamedTuple
 
 from msgspec import Struct
 
-from polar.rendering.messages import CallId, Context, Conversation, Item, Traits, Turn, as_message
+from polar.rendering.messages import Context, Conversation, Item, Traits, Turn, as_message
 from polar.rendering.template import ChatMessage, ChatTemplate, TemplateError
 from polar.types import ToolCall
 
@@ -51,9 +51,8 @@ class Skeleton(Struct):
 class Renderer:
     """A template as this model's requests are rendered with it."""
 
-    def __init__(self, template: ChatTemplate, traits: Traits, call_id: CallId) -> None:
+    def __init__(self, template: ChatTemplate, traits: Traits) -> None:
         self._template = template
-        self._call_id = call_id
         self.traits = traits
 
     def whole(self, conversation: Conversation, *, generation_prompt: bool = True) -> str:
@@ -98,7 +97,6 @@ class Renderer:
             f"{_MARK}r{number}x{_PROSE * fill}X" if turn.reasoning else "",
             f"{_MARK}c{number}x{_PROSE * fill}X" if turn.text else "",
             [ToolCall(call.id, call.name, arguments) for call in calls],
-            turn.first_call,
         )
 
     def _messages(self, items: Sequence[Item]) -> list[ChatMessage]:
@@ -115,7 +113,7 @@ class Renderer:
                 messages += split
                 taken = sum(message["role"] == "tool" for message in split)
             else:
-                messages.append(as_message(item, self._call_id))
+                messages.append(as_message(item))
         return messages
 
     def _one_by_one(self, turn: Turn, following: Sequence[Item]) -> list[ChatMessage]:
@@ -123,7 +121,7 @@ class Renderer:
         messages: list[ChatMessage] = []
         for index, call in enumerate(turn.calls):
             reasoning, text = (turn.reasoning, turn.text) if index == 0 else ("", "")
-            messages.append(as_message(Turn(reasoning, text, [call], turn.first_call + index), self._call_id))
+            messages.append(as_message(Turn(reasoning, text, [call])))
             result = following[index] if index < len(following) else None
             if not isinstance(result, Context) or result.message["role"] != "tool":
                 break  # fewer results than calls: what has none was never answered

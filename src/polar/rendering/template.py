@@ -114,7 +114,7 @@ def _mapped(call: Any) -> Any:
         return call
     try:
         parsed = json.loads(arguments) if arguments else {}
-    except ValueError:
+    except (ValueError, RecursionError):
         return call
     if not isinstance(parsed, dict):
         return call
@@ -169,5 +169,5 @@ class ChatTemplate:
                 add_generation_prompt=add_generation_prompt,
                 **variables,
             )
-        except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
+        except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, RecursionError) as error:
             raise TemplateError(f"The chat template can't render these messages: {error}") from error

@@ -36,8 +36,8 @@ def find_traits(template: ChatTemplate, call_id: CallId) -> Traits:
             at += len(word)
         return True
 
-    def calls(count: int) -> list[ChatMessage]:
-        return [_USER, _calling(call_id, count), *(_result(call_id, number) for number in range(count))]
+    def calls(count: int, arguments: str = '{"polarkey": "polarvalue"}') -> list[ChatMessage]:
+        return [_USER, _calling(call_id, count, arguments), *(_result(call_id, number) for number in range(count))]
 
     mapped = shows(calls(1), "polarkey", "polarresult0", tools=True)
     by_text = not mapped and shows(calls(1), "polarkey", "polarresult0", tools=True, mapped=False)
@@ -54,15 +54,16 @@ def find_traits(template: ChatTemplate, call_id: CallId) -> Traits:
         tools=tools,
         parallel_calls=not tools or shows(calls(2), "polarkey", "polarkey", "polarresult1", tools=True, mapped=mapped),
         mapped_arguments=mapped or not by_text,
+        text_arguments=not tools or shows(calls(1, "polartext"), "polartext", "polarresult0", tools=True),
     )
 
 
-def _calling(call_id: CallId, count: int) -> ChatMessage:
+def _calling(call_id: CallId, count: int, arguments: str) -> ChatMessage:
     calls: list[dict[str, Any]] = [
         {
             "id": call_id("polarfunction", number),
             "type": "function",
-            "function": {"name": "polarfunction", "arguments": '{"polarkey": "polarvalue"}'},
+            "function": {"name": "polarfunction", "arguments": arguments},
         }
         for number in range(count)
     ]

@@ -57,7 +57,7 @@ def call_of(exchange: Exchange) -> Call:
     dialect = plugins.load("dialects", exchange.dialect)()
     request: Request = dialect.decode_request(exchange.wire, exchange.params)
     # Fields that the provider merely repeats may be spelled anew by each attempt.
-    asked = json.encode(structs.replace(request, echo={}))
+    asked = json.encode(structs.replace(request, echo={}, stream=False, stream_usage=True))
     return Call(
         exchange_id=exchange.exchange_id,
         seq=exchange.seq,

@@ -44,6 +44,7 @@ class Family(Protocol):
 class Call(NamedTuple):
     name: str
     arguments: str  # JSON text
+    id: str | None = None  # as the model wrote it, in markup that has one
 
 
 class Signs:

@@ -32,4 +32,4 @@ class Kimi(Markup):
         head, *rest = cut(body, "<|tool_call_argument_begin|>")
         id = _ID.fullmatch(spelled(head))
         arguments = spelled(rest[0]).strip() if len(rest) == 1 else ""
-        return [Call(id.group(1), arguments)] if id and is_json(arguments) else None
+        return [Call(id.group(1), arguments, spelled(head).strip())] if id and is_json(arguments) else None

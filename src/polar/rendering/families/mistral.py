@@ -25,6 +25,6 @@ class Mistral(Markup):
         if calls := read_calls(spelled(body)):
             return calls
         head, *rest = cut(body, "[ARGS]")
-        name = spelled(cut(head, "[CALL_ID]")[0]).strip()
+        name, *ids = (spelled(piece).strip() for piece in cut(head, "[CALL_ID]"))
         arguments = spelled(rest[0]).strip() if len(rest) == 1 else ""
-        return [Call(name, arguments)] if name and is_json(arguments) else None
+        return [Call(name, arguments, ids[0] if ids else None)] if name and is_json(arguments) else None

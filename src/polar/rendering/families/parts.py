@@ -48,7 +48,7 @@ class Parts:
     def call(self, call: Call) -> None:
         """The open part ends, and a call comes. What follows is text again."""
         self.begin(TextDelta)
-        self._events += (CallStart("", call.name), CallDelta(call.arguments))
+        self._events += (CallStart("", call.name, written=call.id), CallDelta(call.arguments))
 
     def insert(self, events: list[Event]) -> None:
         """Events that were made elsewhere, where a part begins."""

@@ -18,12 +18,13 @@ def thought(value: str) -> list[Event]:
     return [ReasoningDelta(value)]
 
 
-def call(arguments: str = '{"text":  "ls"}', name: str = "bash") -> list[Event]:
-    return [CallStart("", name), CallDelta(arguments)]
+def call(arguments: str = '{"text":  "ls"}', name: str = "bash", written: str | None = None) -> list[Event]:
+    return [CallStart("", name, written=written), CallDelta(arguments)]
 
 
 ONE = '{"text":  "ls"}'  # spelled as no serialiser would
 HERMES = f'<tool_call>\n{{"name": "bash", "arguments": {ONE}}}\n</tool_call>'
+KIMI_CALL = call(written="functions.bash:0")
 KIMI = f"<|tool_call_begin|>functions.bash:0<|tool_call_argument_begin|>{ONE}<|tool_call_end|>"
 V3 = f"<｜tool▁call▁begin｜>function<｜tool▁sep｜>bash\n```json\n{ONE}\n```<｜tool▁call▁end｜>"
 CODER = "<tool_call>\n<function=bash>\n<parameter=text>\nls\n</parameter>\n</function>\n</tool_call>"
@@ -91,10 +92,10 @@ WELL_FORMED: list[tuple[str, str, str, list[Event]]] = [
         "kimi",
         "",
         f"<think>Hm.</think>Hi. <|tool_calls_section_begin|> {KIMI} {KIMI}<|tool_calls_section_end|><|im_end|>",
-        thought("Hm.") + text("Hi.") + call() * 2,
+        thought("Hm.") + text("Hi.") + KIMI_CALL * 2,
     ),
-    ("kimi", "<think>", f"Hm.<|tool_calls_section_begin|>{KIMI}<|tool_calls_section_end|>", thought("Hm.") + call()),
-    ("kimi", "", KIMI, call()),
+    ("kimi", "<think>", f"Hm.<|tool_calls_section_begin|>{KIMI}<|tool_calls_section_end|>", thought("Hm.") + KIMI_CALL),
+    ("kimi", "", KIMI, KIMI_CALL),
     ("kimi", "", "x<|tool_calls_section_end|>", text("x<|tool_calls_section_end|>")),
     # DeepSeek
     (
@@ -111,7 +112,12 @@ WELL_FORMED: list[tuple[str, str, str, list[Event]]] = [
     ),
     # Mistral
     ("mistral", "", f"[THINK]Hm.[/THINK]Hi.[TOOL_CALLS]bash[ARGS]{ONE}</s>", thought("Hm.") + text("Hi.") + call()),
-    ("mistral", "", f"[TOOL_CALLS]bash[ARGS]{ONE}[TOOL_CALLS]bash[CALL_ID]123456789[ARGS]{ONE}</s>", call() * 2),
+    (
+        "mistral",
+        "",
+        f"[TOOL_CALLS]bash[ARGS]{ONE}[TOOL_CALLS]bash[CALL_ID]123456789[ARGS]{ONE}</s>",
+        call() + call(written="123456789"),
+    ),
     ("mistral", "", f"[TOOL_CALLS]bash[ARGS]{ONE}", call()),
     (
         "mistral_list",
@@ -213,7 +219,7 @@ MALFORMED: list[tuple[str, str, list[Event]]] = [
         "kimi",
         f"<|tool_calls_section_begin|><|tool_call_begin|>x<|tool_call_end|>{KIMI}<|tool_calls_section_end|>",
         text("<|tool_calls_section_begin|><|tool_call_begin|>x<|tool_call_end|>")
-        + call()
+        + KIMI_CALL
         + text("<|tool_calls_section_end|>"),
     ),
     ("kimi", "a <|tool_calls_section_begin|> b", text("a <|tool_calls_section_begin|> b")),

@@ -1,0 +1,179 @@
+"""`polar bench sandbox`: how long a sandbox takes from launch until its first command has ended, and a ready one.
+
+    cold    32 sandboxes wanted, 4 launching at a time, all alive together: created, started, `true` run in each
+    ready   one that stands ready: `true` run in it
+    docker  `docker run` of the same command with the same limits, as many at a time, in the same run
+
+What runtimes of an image share is prepared before, on both sides: the layers below, and the image in the engine.
+"""
+
+import asyncio
+import io
+import shutil
+import subprocess
+import tarfile
+import tempfile
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import numpy as np
+from msgspec import Struct, field
+
+from polar.bench.client import BenchError
+from polar.runtimes.base import Limits, Runtime, Spec
+from polar.runtimes.bubblewrap import Bubblewrap
+
+_LIMITS = Limits(cpus=1.0, memory_mb=512, processes=256)
+_COMMAND = ["/usr/bin/true"]
+_IMAGE = "polar-bench-sandbox"
+_LONGEST = 120.0  # seconds for one `docker run`
+
+Progress = Callable[[str], None]
+
+
+class Plan(Struct, frozen=True):
+    """How much is measured."""
+
+    wanted: int = 32
+    launching: int = 4
+    rounds: int = 5
+    docker_runs: int = 16
+
+
+QUICK = Plan(rounds=1, docker_runs=4)
+
+
+class Times(Struct):
+    """Milliseconds, and how many were measured."""
+
+    count: int
+    p50: float
+    p99: float
+    longest: float
+
+    @classmethod
+    def of(cls, seconds: list[float]) -> "Times":
+        p50, p99, longest = np.percentile(np.array(seconds) * 1000, [50, 99, 100])
+        return cls(len(seconds), float(p50), float(p99), float(longest))
+
+
+class Report(Struct):
+    plan: Plan
+    cold: Times
+    ready: Times
+    removed: Times
+    docker: Times | None = None
+    absent: dict[str, str] = field(default_factory=dict)  # what was not measured, and why
+
+
+async def run(plan: Plan, progress: Progress) -> Report:
+    with tempfile.TemporaryDirectory(prefix="polar-bench-") as folder:
+        kind = Bubblewrap(Path(folder), "http://127.0.0.1:9")
+        if (why := await kind.unavailable()) is not None:
+            raise BenchError(f"No sandbox can be measured here: {why}")
+        try:
+            progress("bubblewrap")
+            await kind.prepare(None)
+            cold, ready, removed = await _bubblewrap(kind, plan)
+        finally:
+            await kind.close()
+    report = Report(plan, Times.of(cold), Times.of(ready), Times.of(removed))
+    progress("docker")
+    docker, why_not = await _docker(plan)
+    if why_not is not None:
+        report.absent["docker"] = why_not
+    else:
+        report.docker = Times.of(docker)
+    return report
+
+
+async def _bubblewrap(kind: Bubblewrap, plan: Plan) -> tuple[list[float], list[float], list[float]]:
+    cold: list[float] = []
+    ready: list[float] = []
+    removed: list[float] = []
+    for turn in range(plan.rounds + 1):
+        runtimes: list[Runtime] = []
+
+        async def launch(index: int, turn: int = turn, runtimes: list[Runtime] = runtimes) -> None:
+            runtime = await kind.create(f"bench-{turn}-{index}", Spec(limits=_LIMITS))
+            runtimes.append(runtime)
+            await runtime.start()
+            await _succeed(runtime)
+
+        launched = await _timed(launch, plan.wanted, plan.launching)
+        taken = await _timed(lambda index, runtimes=runtimes: _succeed(runtimes[index]), plan.wanted, 1)  # type: ignore[misc]
+        gone = await _timed(lambda index, runtimes=runtimes: runtimes[index].remove(), plan.wanted, plan.launching)  # type: ignore[misc]
+        if turn > 0:  # the first warms the machine's caches, as with the other side's image
+            cold, ready, removed = cold + launched, ready + taken, removed + gone
+    return cold, ready, removed
+
+
+async def _succeed(runtime: Runtime) -> None:
+    completed = await runtime.run(_COMMAND)
+    if completed.exit_code != 0:
+        raise BenchError(f"{_COMMAND[0]} ended with {completed.exit_code} in {runtime.id}.")
+
+
+async def _timed(work: Callable[[int], Awaitable[None]], count: int, at_once: int) -> list[float]:
+    """Seconds of each, from when its turn came."""
+    slots = asyncio.Semaphore(at_once)
+
+    async def one(index: int) -> float:
+        async with slots:
+            began = time.perf_counter()
+            await work(index)
+            return time.perf_counter() - began
+
+    return await asyncio.gather(*(one(index) for index in range(count)))
+
+
+async def _docker(plan: Plan) -> tuple[list[float], str | None]:
+    program = shutil.which("docker")
+    if program is None or plan.docker_runs == 0:
+        return [], "docker is not installed" if program is None else "not asked for"
+    imported = await _call([program, "import", "-", _IMAGE], await asyncio.to_thread(_image))
+    if imported is not None:
+        return [], f"docker can't be used: {imported}"
+    limits = [f"--cpus={_LIMITS.cpus}", f"--memory={_LIMITS.memory_mb}m", f"--pids-limit={_LIMITS.processes}"]
+
+    async def one(_: int) -> None:
+        argv = [program, "run", "--rm", "--network", "none", *limits, _IMAGE, *_COMMAND]
+        if (error := await _call(argv)) is not None:
+            raise BenchError(f"docker run failed: {error}")
+
+    try:
+        await one(0)
+        return await _timed(one, plan.docker_runs, plan.launching), None
+    except BenchError as error:
+        return [], str(error)
+    finally:
+        await _call([program, "rmi", "-f", _IMAGE])
+
+
+async def _call(argv: list[str], stdin: bytes = b"") -> str | None:
+    """Runs a client to its end; what it complained of, or None."""
+    pipe = asyncio.subprocess.PIPE
+    process = await asyncio.create_subprocess_exec(*argv, stdin=pipe, stdout=asyncio.subprocess.DEVNULL, stderr=pipe)
+    try:
+        _, errors = await asyncio.wait_for(process.communicate(stdin), _LONGEST)
+    except TimeoutError:
+        process.kill()
+        await process.wait()
+        return f"no end after {_LONGEST:.0f} seconds"
+    if process.returncode == 0:
+        return None
+    lines = errors.decode(errors="replace").strip().splitlines()
+    return lines[0] if lines else f"exit code {process.returncode}"
+
+
+def _image() -> bytes:
+    """A root with one program and what it is linked against, so that no registry is asked."""
+    program = Path(_COMMAND[0])
+    listed = subprocess.run(["ldd", str(program)], capture_output=True, text=True, check=True).stdout
+    needed = [program, *(Path(word) for line in listed.splitlines() for word in line.split() if word.startswith("/"))]
+    archive = io.BytesIO()
+    with tarfile.open(fileobj=archive, mode="w", dereference=True) as tar:
+        for path in needed:
+            tar.add(path, str(path).lstrip("/"))
+    return archive.getvalue()

@@ -1,0 +1,183 @@
+"""A conversation without HTTP: what is recorded, what a harness echoes, and the prompts that plans come to.
+
+The oracle is a claim. A prompt claims to be the rendering of certain messages: those of the request, with the turns
+that it continues as they were sampled. In mode `auto` that can be checked to the letter, for models that write their
+turns as the template does: the ids decode to the whole rendering of the claim, its context is the request's, and its
+turns say what the request's turns say.
+"""
+
+import copy
+import re
+from collections.abc import Sequence
+
+from msgspec import Struct
+
+from polar import ids
+from polar.engines.scripted.sampler import Sampler
+from polar.rendering.continuation import History, Known, Plan
+from polar.rendering.encoder import BREAK
+from polar.rendering.model import Model, joined
+from polar.rendering.saying import Saying, saying
+from polar.types import Message, Part, Reasoning, Request, Text, Thinking, Tool, ToolCall, ToolResult
+from tests.unit.rendering.families.models import TOOLS
+
+_NO_THOUGHT = re.compile(r"<think>\s*</think>\s*")
+
+
+class Prompt(Struct):
+    request: Request
+    plan: Plan
+    ids: list[int]
+    claim: list[Message]
+
+
+class Exchange(Struct):
+    prompt: Prompt
+    sampled: list[int]
+    reply: Message
+
+
+class Dialogue:
+    """One session."""
+
+    def __init__(self, model: Model, whole: Model) -> None:
+        """`whole` is the same model in mode `off`."""
+        self.model = model
+        self._whole = whole
+        self._sampler = Sampler(model.tokenizer, drift=0.4)
+        self.history = History()
+        self.exchanges: dict[str, Exchange] = {}
+
+    # Prompts
+
+    def ask(self, messages: Sequence[Message], tools: Sequence[Tool] = TOOLS, thinking: bool | None = None) -> Prompt:
+        request = Request("m", copy.deepcopy(list(messages)), list(tools), thinking=Thinking(enabled=thinking))
+        plan = self.model.plan(request, self.history, lambda known, shown: self._cut(known, shown, request))
+        new = self.model.encoder.encode(plan.text, first=plan.base is None).tolist()
+        if plan.base is None:
+            return Prompt(request, plan, new, request.messages)
+        exchange = self.exchanges[plan.base.known.exchange_id]
+        before, turns = exchange.prompt, _turns(exchange.prompt.claim)
+        at = [index for index, message in enumerate(request.messages) if message.role == "assistant"][len(turns)]
+        if plan.base.sampled is None:
+            kept = before.ids[: len(before.ids) - plan.base.drop]
+            return Prompt(request, plan, kept + new, [*before.claim, *request.messages[at:]])
+        kept = before.ids + exchange.sampled[: plan.base.sampled]
+        new = new[1:] if kept[-1] == new[0] else new
+        return Prompt(request, plan, kept + new, [*before.claim, exchange.reply, *request.messages[at + 1 :]])
+
+    def _cut(self, known: Known, shown: Saying, request: Request) -> int | None:
+        return self.model.cut(known, shown, self.exchanges[known.exchange_id].sampled, request)
+
+    def whole(self, request: Request, messages: Sequence[Message] | None = None) -> str:
+        """The rendering of a request, or of other messages in its place."""
+        sent = Request("m", list(messages or request.messages), request.tools, thinking=request.thinking)
+        return self._whole.plan(sent, History(), lambda *_: None).text.replace(BREAK, "")
+
+    def decode(self, prompt: Sequence[int]) -> str:
+        return self.model.tokenizer.decode(prompt)
+
+    # Replies
+
+    def reply(self, prompt: Prompt, written: str | list[int], delivered: int | None = None) -> Message:
+        """The model writes this; the harness gets the message (of a cut reply: what its first tokens say)."""
+        sampled = self.sample(written) if isinstance(written, str) else written
+        parser = self.model.parser(prompt.request, prompt.plan.end)
+        events = parser.feed(sampled[:delivered])
+        exchange_id = ids.new_exchange_id()
+        parts = joined(events + (parser.finish() if delivered is None else []))
+        message = Message("assistant", [_issued(part, exchange_id, at) for at, part in enumerate(parts)])
+        self.exchanges[exchange_id] = Exchange(prompt, sampled, copy.deepcopy(message))
+        if prompt.plan.mark is not None:
+            got = len(sampled) if delivered is None else delivered
+            seq = len(self.exchanges)
+            known = Known(exchange_id, seq, prompt.plan.mark, saying(parts), len(prompt.ids), len(sampled), got)
+            self.history.add(known)
+        return message
+
+    def sample(self, written: str) -> list[int]:
+        """Ids of it, many of them not those that the tokenizer would give."""
+        return self._sampler.sample(written, len(self.exchanges))
+
+    # The oracle
+
+    def check(self, prompt: Prompt, *, literal: bool = True) -> None:
+        """For mode `auto`. Not `literal`: turns that no template would have written, such as those that were cut."""
+        request, plan = prompt.request, prompt.plan
+        assert _context(prompt.claim) == _context(request.messages)
+        if literal:
+            assert _plain(self.decode(prompt.ids)) == _plain(self.whole(request, prompt.claim))
+        else:
+            new = self.decode(prompt.ids[self._recorded(plan) :])
+            assert self.whole(request).endswith(new)
+        if plan.base is not None:
+            before = self.exchanges[plan.base.known.exchange_id]
+            recorded = [*before.prompt.ids, *before.sampled][: self._recorded(plan)]
+            assert prompt.ids[: len(recorded)] == recorded
+        turns = _turns(request.messages)
+        for said, sent in zip(_turns(prompt.claim), turns, strict=True):
+            assert saying(said.parts) == saying(sent.parts) or not literal
+        assert (plan.reason is None) == (not turns or self.continues(prompt))
+
+    def continues(self, prompt: Prompt) -> bool:
+        """Whether it goes on from the request's last turn."""
+        base = prompt.plan.base
+        if base is None or base.sampled is None:
+            return False
+        return len(_turns(self.exchanges[base.known.exchange_id].prompt.claim)) == len(_turns(prompt.claim)) - 1
+
+    def _recorded(self, plan: Plan) -> int:
+        if plan.base is None:
+            return 0
+        known = plan.base.known
+        return known.prompt - plan.base.drop if plan.base.sampled is None else known.prompt + plan.base.sampled
+
+
+def user(text: str) -> Message:
+    return Message("user", [Text(text)])
+
+
+def system(text: str) -> Message:
+    return Message("system", [Text(text)])
+
+
+def results(turn: Message, text: str = "done") -> list[Message]:
+    """One for each call of the turn."""
+    calls = [part for part in turn.parts if isinstance(part, ToolCall)]
+    return [
+        Message("tool", [ToolResult(call.id, [Text(f"{text} {number}")], name=call.name)])
+        for number, call in enumerate(calls)
+    ]
+
+
+def _turns(messages: Sequence[Message]) -> list[Message]:
+    return [message for message in messages if message.role == "assistant"]
+
+
+def _context(messages: Sequence[Message]) -> list[Message]:
+    """Without the ids that say which call a result belongs to, which harnesses may change, and without white space at
+    the edges, which templates may trim."""
+    context = copy.deepcopy([message for message in messages if message.role != "assistant"])
+    for message in context:
+        for part in message.parts:
+            if isinstance(part, ToolResult):
+                part.call_id = ""
+            elif isinstance(part, Text):
+                part.text = part.text.strip()
+    return context
+
+
+def _plain(text: str) -> str:
+    """Without empty think blocks: where the generation prompt had one, it stays, whatever the template shows later."""
+    return _NO_THOUGHT.sub("", text)
+
+
+def _issued(part: Part, exchange_id: str, number: int) -> Part:
+    """With the ids that the gateway gives."""
+    match part:
+        case ToolCall():
+            return ToolCall(ids.call_id(exchange_id, number), part.name, part.arguments)
+        case Reasoning():
+            return Reasoning(part.text, ids.seal(exchange_id, number))
+        case _:
+            return part

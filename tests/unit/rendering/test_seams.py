@@ -1,0 +1,70 @@
+"""What is proved about a template, and what isn't."""
+
+import pytest
+
+from polar.rendering.encoder import PromptEncoder
+from polar.rendering.families import family_for
+from polar.rendering.messages import Context, Conversation, Turn
+from polar.rendering.seams import Seams
+from polar.rendering.skeleton import Piece, Renderer
+from polar.rendering.tokenizer import Tokenizer
+from polar.rendering.traits import find_traits
+from polar.types import ToolCall
+from tests.unit.rendering.hostile import hostile
+from tests.unit.rendering.talkers import TALKERS
+
+ASK = Conversation([Context({"role": "user", "content": "Hi"})], None, {})
+
+
+def seams(tokenizer: Tokenizer) -> Seams:
+    call_id = family_for(tokenizer).call_id
+    renderer = Renderer(tokenizer.template, find_traits(tokenizer.template, call_id))
+    return Seams(renderer, PromptEncoder(tokenizer), call_id)
+
+
+def test_a_template_as_it_should_be() -> None:
+    proved = seams(hostile("plain"))
+    assert proved.opening(ASK) == "<|im_start|>assistant\n"
+    for following in ("user", "tool", "system", "assistant"):
+        text = proved.seam("c", False, following, ASK)
+        assert text is not None
+        assert text.closings == {""}
+        calls = proved.seam("a", True, following, ASK)
+        assert calls is not None
+        assert calls.closings == {'"}}</tool_call>'}
+        turn = Turn("", "", [ToolCall("x", "bash", "{}")])
+        assert '<|im_start|>assistant\n<tool_call>{"name": "bash", "arguments": {"' in proved.openings(calls, turn)
+
+
+@pytest.mark.parametrize(
+    ("name", "last", "calls", "following"),
+    [
+        ("lower-cases", "c", False, "user"),
+        ("cuts long text", "c", False, "user"),
+        ("escapes", "c", False, "user"),
+        ("says everything twice", "c", False, "user"),
+        ("next message in the turn", "c", False, "user"),
+        ("repeats the turn", "c", False, "user"),
+        ("results before calls", "a", True, "tool"),
+        ("tells the length of the turn", "c", False, "user"),
+        ("tells the length of the arguments", "a", True, "tool"),
+        ("no end, no opener", "c", False, "user"),
+    ],
+)
+def test_what_is_not_proved(name: str, last: Piece, calls: bool, following: str) -> None:
+    assert seams(hostile(name)).seam(last, calls, following, ASK) is None
+
+
+def test_a_kind_of_turns_can_be_proved_alone() -> None:
+    ends = seams(hostile("calls end otherwise"))
+    assert ends.seam("c", False, "user", ASK) is not None
+    assert ends.seam("a", True, "tool", ASK) is not None
+    assert seams(hostile("tells the length of the arguments")).seam("c", False, "user", ASK) is not None
+
+
+def test_a_generation_prompt_depends_on_the_request() -> None:
+    qwen = seams(TALKERS["qwen35"].tokenizer())
+    assert qwen.opening(ASK) == "<|im_start|>assistant\n<think>\n"
+    quiet = Conversation(ASK.items, None, {"enable_thinking": False})
+    assert qwen.opening(quiet) == "<|im_start|>assistant\n<think>\n\n</think>\n\n"
+    assert qwen.opening(Conversation([*ASK.items, Turn("", "a", [])], None, {})) == "<|im_start|>assistant\n<think>\n"
