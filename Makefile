@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 NODE := .cache/node
 
-.PHONY: setup demo test check lint types test-harnesses test-engines test-trainers
+.PHONY: setup demo test check lint types test-harnesses test-engines test-trainers test-runtimes test-containers
 
 setup: $(VENV)/.ready
 
@@ -27,7 +27,7 @@ demo: setup $(NODE)/.ready
 	PATH="$(abspath $(NODE))/node_modules/.bin:$$PATH" $(BIN)/polar demo
 
 test: setup $(NODE)/.ready
-	$(BIN)/python -m pytest -n 2 -m "not harnesses and not engines and not trainers" --durations=10
+	$(BIN)/python -m pytest -n 2 -m "not harnesses and not engines and not trainers and not runtimes and not containers" --durations=10
 
 # The real harnesses: 1.6 GB of npm packages, and mini-swe-agent in an environment of its own.
 HARNESSES := .cache/harnesses
@@ -73,6 +73,13 @@ $(TRAINERS)/.ready: tests/trainers/requirements.txt tests/trainers/requirements-
 
 test-trainers: setup $(TRAINERS)/.ready
 	$(BIN)/python -m pytest -n 2 -m trainers tests/trainers
+
+# Sandboxes: bubblewrap (Debian: apt-get install bubblewrap) and root; engines of Docker and podman that are running.
+test-runtimes: setup
+	$(BIN)/python -m pytest -m runtimes -rs tests/contract tests/unit/runtimes
+
+test-containers: setup
+	$(BIN)/python -m pytest -m containers -rs tests/contract
 
 lint: setup
 	$(BIN)/ruff check .

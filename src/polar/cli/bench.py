@@ -9,8 +9,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from polar.bench import fidelity as fidelity_bench
-from polar.bench import fidelity_report, fidelity_sessions, report, trajectory_report
+from polar.bench import fidelity_report, fidelity_sessions, report, sandbox_report, trajectory_report
 from polar.bench import gateway as gateway_bench
+from polar.bench import sandbox as sandbox_bench
 from polar.bench import trajectory as trajectory_bench
 from polar.bench.peers import litellm
 from polar.cli.common import json_option, run
@@ -55,7 +56,7 @@ def gateway(quick: bool, environment: Path | None, no_litellm: bool, as_json: bo
     if as_json:
         click.echo(report.as_json(measured))
     else:
-        report.show(measured, Console())
+        report.show(measured, _wide())
 
 
 @command.command("trajectory")
@@ -77,7 +78,7 @@ def trajectory(quick: bool, peer_pythons: tuple[Path, ...], tokenizer: Path | No
     if as_json:
         click.echo(trajectory_report.as_json(measured))
     else:
-        trajectory_report.show(measured, Console())
+        trajectory_report.show(measured, _wide())
 
 
 @command.command("fidelity")
@@ -104,7 +105,7 @@ def fidelity(harnesses: tuple[str, ...], turns: int, tokenizer: Path | None, as_
     if as_json:
         click.echo(fidelity_report.as_json(measured))
     else:
-        fidelity_report.show(measured, Console())
+        fidelity_report.show(measured, _wide())
 
 
 def _folder(tokenizer: Path | None) -> str | None:
@@ -127,3 +128,21 @@ def _install(console: Console) -> Path:
             bar.add_task(f"installing LiteLLM {litellm.VERSION} into {_ENVIRONMENT}", total=None)
             litellm.install(_ENVIRONMENT)
     return _ENVIRONMENT
+
+
+@command.command("sandbox")
+@click.option("--quick", is_flag=True, help="one round")
+@json_option
+def sandbox(quick: bool, as_json: bool) -> None:
+    """Cold start of a sandbox, and a ready one, against docker run."""
+    plan = sandbox_bench.QUICK if quick else sandbox_bench.Plan()
+    measured = run(sandbox_bench.run(plan, _progress(Console(stderr=True))))
+    if as_json:
+        click.echo(sandbox_report.as_json(measured))
+    else:
+        sandbox_report.show(measured, _wide())
+
+
+def _wide() -> Console:
+    """Tables of figures: rather wrapped by the terminal than cut."""
+    return Console(width=max(Console().width, 130))

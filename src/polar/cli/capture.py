@@ -5,6 +5,7 @@ import os
 import shutil
 import signal
 from pathlib import Path
+from typing import Any
 
 import click
 import msgspec
@@ -12,11 +13,12 @@ from msgspec import Struct, field
 from rich.console import Console
 from rich.table import Table
 
-from polar.cli.common import json_option, load_settings, run, settings_options
+from polar.cli.common import json_object, json_option, load_settings, run, settings_options
 from polar.config import Settings
 from polar.errors import ConfigError
 from polar.harnesses import environment, inherited, known_by_command, load_harness
 from polar.service import Service
+from polar.store.base import Verdict
 from polar.trajectory.builders import prefix_merging
 from polar.trajectory.session import sampled
 
@@ -26,6 +28,8 @@ from polar.trajectory.session import sampled
 @click.option("--harness", help="configure a known harness [default: told by the command]")
 @click.option("--model", help="the model name that the harness is told to ask for")
 @click.option("--engine", "engine_url", help="URL of the inference engine")
+@click.option("--metadata", default="{}", help="a JSON object that is kept with the session")
+@click.option("--reward", type=float, help="the session's reward, if the command ends well")
 @click.option("--kind", help="the engine's kind [default: as configured; vllm if no engine is]")
 @json_option
 @click.argument("argv", nargs=-1, required=True, metavar="-- CMD...")
@@ -37,6 +41,8 @@ def command(
     model: str | None,
     engine_url: str | None,
     kind: str | None,
+    metadata: str,
+    reward: float | None,
     as_json: bool,
 ) -> int:
     """Run CMD with every provider's base URL and key pointing at a private gateway; keep and sum up what it asked."""
@@ -48,7 +54,10 @@ def command(
     if kind:
         engine["kind"] = kind
     settings = load_settings(config_path, gateway={"port": 0, "host": "127.0.0.1"}, engine=engine)
-    return run(capture(settings, data, list(argv), harness=harness, model=model, as_json=as_json))
+    kept = json_object(metadata, "--metadata")
+    return run(
+        capture(settings, data, list(argv), harness=harness, model=model, as_json=as_json, metadata=kept, reward=reward)
+    )
 
 
 class Summary(Struct):
@@ -61,6 +70,7 @@ class Summary(Struct):
     exit_code: int = 0
     prompt_tokens: int = 0
     untrainable: int = 0
+    excluded: dict[str, int] = field(default_factory=dict)  # sampled tokens that don't train, by reason
     branches: dict[str, int] = field(default_factory=dict)  # by reason
 
 
@@ -73,6 +83,8 @@ async def capture(
     model: str | None,
     as_json: bool,
     folder: Path | None = None,
+    metadata: dict[str, Any] | None = None,
+    reward: float | None = None,
 ) -> int:
     """Runs `argv` in `folder` (default: this one) and prints what was captured; its exit status."""
     if shutil.which(argv[0]) is None:
@@ -81,7 +93,9 @@ async def capture(
     preset = load_harness(name) if name else None
     async with Service(settings, data, control=False) as service:
         wanted = model or (preset.default_model if preset else "polar")
-        session, key = await service.sessions.create({"command": argv, "harness": name, "model": wanted})
+        session, key = await service.sessions.create(
+            {"command": argv, "harness": name, "model": wanted} | (metadata or {})
+        )
         summary = Summary(session.session_id)
         variables = inherited(os.environ) | environment(service.gateway_url, key, wanted)
         # Some harnesses go by PWD, and it is stale where no shell has started us.
@@ -92,7 +106,8 @@ async def capture(
         try:
             summary.exit_code = await _run(argv, variables, folder)
         finally:
-            await service.sessions.end(session.session_id)
+            verdict = Verdict(reward) if reward is not None and summary.exit_code == 0 else Verdict()
+            await service.sessions.end(session.session_id, verdict)
         recorded = await service.store.session(session.session_id)
         assert recorded is not None
         exchanges = [exchange async for exchange in service.store.exchanges(session.session_id)]
@@ -103,12 +118,16 @@ async def capture(
         summary.untrainable += exchange.untrainable is not None
         if exchange.branch_reason is not None:
             summary.branches[exchange.branch_reason] = summary.branches.get(exchange.branch_reason, 0) + 1
-    summary.traces = len(prefix_merging(sampled(recorded, exchanges)).traces)
+    built = prefix_merging(sampled(recorded, exchanges))
+    summary.traces = len(built.traces)
+    for excluded in built.excluded:
+        count = excluded.stop - excluded.start
+        summary.excluded[excluded.reason] = summary.excluded.get(excluded.reason, 0) + count
     if as_json:
         # The command's own output may not have ended its line.
         click.echo("\n" + msgspec.json.encode(summary).decode())
     else:
-        _print(summary, data)
+        _print(summary, settings, data)
     if summary.exit_code == 0 and summary.exchanges == 0:
         raise ConfigError(
             "The command ended well, but asked the gateway nothing: does it read OPENAI_BASE_URL, ANTHROPIC_BASE_URL "
@@ -117,7 +136,7 @@ async def capture(
     return summary.exit_code
 
 
-def _print(summary: Summary, data: Path) -> None:
+def _print(summary: Summary, settings: Settings, data: Path) -> None:
     table = Table(title=f"Captured session {summary.session_id}", title_justify="left")
     columns = {
         "model calls": summary.exchanges,
@@ -138,9 +157,16 @@ def _print(summary: Summary, data: Path) -> None:
             "A sub-agent begins another, and so does a history that was changed."
         )
     if summary.branches:
-        reasons = ", ".join(f"{reason} ({count})" for reason, count in sorted(summary.branches.items()))
-        console.print(f"Histories that were changed: {reasons}.")
+        console.print(f"Prompts that don't just go on from recorded tokens: {_listed(summary.branches)}.")
+    if summary.excluded:
+        console.print(f"Sampled tokens that don't train: {_listed(summary.excluded)}.")
+    if settings.engine.kind == "scripted" and not settings.engine.urls:
+        console.print("The scripted engine answered, which is no model: name yours with --engine URL.")
     console.print(f"Look at it with: polar show {summary.session_id} --data {data}")
+
+
+def _listed(counts: dict[str, int]) -> str:
+    return ", ".join(f"{name} {count}" for name, count in sorted(counts.items()))
 
 
 def _private_home(data: Path, session_id: str) -> Path:

@@ -1,6 +1,7 @@
 """What commands share: their options, the event loop, and how results are printed."""
 
 import asyncio
+import json
 import logging
 import sys
 from collections.abc import Callable, Coroutine
@@ -10,6 +11,7 @@ from typing import Any, TypeVar
 import click
 
 from polar import config
+from polar.errors import ConfigError
 
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
@@ -46,3 +48,13 @@ def run(main: Coroutine[Any, Any, T]) -> T:
     import uvloop
 
     return uvloop.run(main)
+
+
+def json_object(text: str, option: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise ConfigError(f"{option} is not JSON: {error}.") from error
+    if not isinstance(value, dict):
+        raise ConfigError(f'{option} is a JSON object, such as \'{{"purpose": "test"}}\'.')
+    return value

@@ -142,6 +142,14 @@ def _written(output: Path | None, exporter: Exporter) -> Iterator[_Counted]:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             raise ConfigError("The export was cut short: its reader went away.") from None
         return
+    if output.exists() and not output.is_file():
+        # A pipe or a device: it is written to, never put aside.
+        try:
+            with output.open("wb") as file:
+                yield _Counted(file)
+        except OSError as error:
+            raise ConfigError(f"Can't write {output}: {error.strerror}.") from error
+        return
     partial = output.with_name(f".{output.name}.{os.getpid()}.partial")
     try:
         with partial.open("wb") as file:
@@ -177,6 +185,7 @@ def _report(exporter: Exporter, tally: Tally, output: Path | None, *, as_json: b
             "left_out": tally.left_out,
             "without_pictures": tally.pictures,
             "other_roles": tally.other_roles,
+            "excluded": tally.excluded,
             "unfit": exporter.left_out,
             "output": None if output is None else str(output),
         }
@@ -186,6 +195,10 @@ def _report(exporter: Exporter, tally: Tally, output: Path | None, *, as_json: b
         click.echo(line, err=True)
     for reason, count in exporter.left_out.items():
         click.echo(f"{exporter.name} can't hold: {reason} x {count}", err=True)
+    if "without a reward" in tally.left_out:
+        click.echo(
+            "A session gets its reward with `polar session end ID --reward R`, on a gateway that is up.", err=True
+        )
     if not exporter.rows:
         return
     where = "" if output is None else f" to {output}"

@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from polar.cli.common import config_option, json_option, load_settings
+from polar.cli.common import config_option, json_object, json_option, load_settings
 from polar.errors import ConfigError
 from polar.harnesses import environment
 
@@ -28,12 +28,7 @@ def command() -> None:
 @json_option
 def new(config_path: Path | None, server: str | None, metadata: str, model: str, as_json: bool) -> None:
     """Open a session and print export lines: eval "$(polar session new)"."""
-    try:
-        kept = json.loads(metadata)
-    except ValueError as error:
-        raise ConfigError(f"--metadata is not JSON: {error}.") from error
-    if not isinstance(kept, dict):
-        raise ConfigError('--metadata is a JSON object, such as \'{"purpose": "test"}\'.')
+    kept = json_object(metadata, "--metadata")
     created = _post(config_path, server, "/sessions", {"metadata": {"model": model} | kept})
     if as_json:
         click.echo(json.dumps(created))

@@ -131,7 +131,7 @@ def _summary(session: Session, exchanges: Sequence[Exchange], paths: Sequence[Pa
         line.append(f", reward {session.reward:g}", "not bold green")
     elif session.reason is not None:
         line.append(f", no reward: {visible(session.reason)}", "not bold yellow")
-    line.append(f", {len(exchanges)} model calls", "not bold")
+    line.append(f", {len(exchanges)} model call{'s' * (len(exchanges) != 1)}", "not bold")
     roles: Counter[str] = Counter(path.role for path in paths)
     excluded: Counter[str] = Counter()
     for path in paths:

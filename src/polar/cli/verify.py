@@ -83,7 +83,7 @@ def report(
     if as_json:
         click.echo(msgspec.json.encode(_as_json(found, tolerance, tokenizer, ok=complaint is None)))
     else:
-        _print(found, tokenizer, Console(), "In order" if complaint is None else "Not in order")
+        _print(found, tokenizer, Console(), "No problems" if complaint is None else "Problems")
     if complaint is not None:
         click.echo(f"polar: {complaint}", err=True)
         return 1

@@ -198,6 +198,8 @@ def _decode_prompt(prompt: Prompt | None) -> str | list[int]:
             f"`prompt` holds {len(prompt)} prompts, and one call samples one reply; send a call for each.",
             param="prompt",
         )
+    if not first and not isinstance(first, str):
+        raise ApiError("invalid_request", "`prompt` is an empty list.", param="prompt")
     return first
 
 

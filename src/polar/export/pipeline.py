@@ -40,6 +40,7 @@ class Tally(Struct):
     tokens: int = 0  # that train
     pictures: int = 0  # sessions that went out without the pictures which they were shown
     other_roles: Counter[str] = field(default_factory=Counter)  # tokens that would train, by role
+    excluded: Counter[str] = field(default_factory=Counter)  # tokens that don't train, by reason
     left_out: dict[str, Counter[str]] = field(default_factory=dict)  # sessions, by kind and then reason
 
     def leave(self, kind: str, reason: str) -> None:
@@ -55,6 +56,8 @@ class Tally(Struct):
             count = self.other_roles.total()
             tokens = "1 token" if count == 1 else f"{count} tokens"
             said.append(f"{tokens} of other roles {_was(count)} left out: {_counts(self.other_roles)}")
+        if self.excluded:
+            said.append(f"Sampled tokens that don't train: {_counts(self.excluded)}")
         if self.pictures:
             said.append(
                 f"{self.pictures} of the sessions show pictures: tokens hold their places, the pictures are not here"
@@ -77,12 +80,17 @@ async def items(
     sessions = _grouped(store, selection) if "tree" in needs else _sessions(store, selection)
     async for session in sessions:
         if session.status == "open" and not selection.sessions:
-            tally.leave("still open", "name it with --session to export what there is")
+            tally.leave("still open", "named with --session they are exported as they are")
             continue
         if not _rewarded(session, selection, needs, tally):
             continue
         exchanges = [exchange async for exchange in store.exchanges(session.session_id)]
-        sampled = of_roles(sampled_of(session, exchanges), selection.roles, tally)
+        try:
+            whole = sampled_of(session, exchanges)
+        except ConfigError as error:
+            tally.leave("that can't be read", f"{session.session_id}: {error}")
+            continue
+        sampled = of_roles(whole, selection.roles, tally)
         item = Item(session, sampled, build(sampled))
         item.roles = selection.roles or Overrides.of(session.metadata).trainable_roles
         if "messages" in needs:
@@ -92,6 +100,8 @@ async def items(
         tally.sessions += 1
         tally.pictures += _in_tokens(needs) and any(path.images for path in sampled.paths if path.trainable)
         tally.tokens += item.trajectory.tokens.trainable
+        for excluded in (each for path in whole.paths for each in path.excluded):
+            tally.excluded[excluded.reason] += excluded.stop - excluded.start
         yield item
 
 

@@ -12,6 +12,7 @@ from polar import ids
 from polar.engines.pool import Replica
 from polar.rendering.continuation import History
 from polar.store.base import Session, Store, Verdict
+from polar.trajectory.roles import Overrides
 
 if TYPE_CHECKING:
     from polar.gateway.generation import Generation
@@ -51,7 +52,9 @@ class Sessions:
         self._lock = asyncio.Lock()  # no session is taken in from the store while it is being ended there
 
     async def create(self, metadata: dict[str, Any], run: str = "default") -> tuple[Session, str]:
-        """A new session and its key, which is not to be had again."""
+        """A new session and its key, which is not to be had again. Raises ConfigError where the metadata give roles
+        that don't exist."""
+        Overrides.of(metadata)
         key = ids.new_key()
         session = Session(ids.new_session_id(), hash_key(key), time.time(), run, metadata)
         await self._store.create_session(session)

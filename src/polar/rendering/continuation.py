@@ -141,6 +141,7 @@ class Planner:
 
     def plan(self, conversation: Conversation, history: History, cut: Cut) -> Plan:
         """Raises TemplateError where the template refuses the conversation."""
+        self._seams.forget()
         turns = conversation.turns
         if not turns:
             text = self._renderer.whole(conversation)

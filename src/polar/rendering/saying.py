@@ -30,9 +30,6 @@ class Saying(Struct, frozen=True, gc=False):
     def digest(self) -> bytes:
         return _digest((self.thinking, self.text, self.calls))
 
-    def without_thinking(self) -> "Saying":
-        return Saying(NOTHING, self.text, self.calls)
-
 
 def saying(parts: Iterable[Part]) -> Saying:
     thinking, text, calls = [], [], []

@@ -29,6 +29,7 @@ from polar.types import ToolCall
 
 _NAME = f"probe{secrets.token_hex(6)}"
 _NEXT = f"next{secrets.token_hex(6)}"
+_REMEMBERED = 512
 _LONG = 250
 """How often long pieces repeat their text: some thousand characters."""
 
@@ -70,6 +71,12 @@ class Seams:
         self._sampled: dict[tuple[Any, ...], list[_Sample]] = {}
         self._proved: dict[tuple[Any, ...], Seam | None] = {}
         self._openings: dict[tuple[Any, ...], str | None] = {}
+
+    def forget(self) -> None:
+        """Requests choose the template's variables (how much to think, say): there may be any number of them."""
+        for proved in (self._sampled, self._proved, self._openings):
+            if len(proved) > _REMEMBERED:
+                proved.clear()
 
     def seam(self, last: Piece, calls: bool, following: str | None, conversation: Conversation) -> Seam | None:
         """Behind a turn whose last visible piece is `last`, before a message of role `following`, or (None) before the

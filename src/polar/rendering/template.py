@@ -139,6 +139,11 @@ class ChatTemplate:
         self._variables = dict(variables or {})
         if "default" not in self._sources:
             raise TemplateError(f"There is no default among the chat templates {sorted(self._sources)}.")
+        for each in self._sources.values():
+            try:
+                _compile(each)
+            except jinja2.TemplateError as error:
+                raise TemplateError(f"The chat template is no valid Jinja: {error}.") from error
 
     @property
     def text(self) -> str:

@@ -15,7 +15,7 @@ from msgspec import Struct
 from numpy.typing import NDArray
 
 from polar.errors import ConfigError
-from polar.rendering.template import ChatTemplate
+from polar.rendering.template import ChatTemplate, TemplateError
 
 Ids = NDArray[np.int32]
 
@@ -56,7 +56,14 @@ class _Config(Struct):
 class Tokenizer:
     """Encodes and decodes as the model's own tokenizer does. Safe to use from several threads."""
 
-    def __init__(self, backend: tokenizers.Tokenizer, special: dict[str, str], template: ChatTemplate | None) -> None:
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        special: dict[str, str],
+        template: ChatTemplate | None,
+        folder: str = "The tokenizer",
+    ) -> None:
+        self._folder = folder
         self.backend = backend
         self._template = template
         self.special = special
@@ -90,12 +97,18 @@ class Tokenizer:
             source = {named.name: named.template for named in config.chat_template}
         else:
             source = config.chat_template
-        return cls(backend, special, None if source is None else ChatTemplate(source, special))
+        try:
+            return cls(backend, special, None if source is None else ChatTemplate(source, special), str(folder))
+        except TemplateError as error:
+            raise ConfigError(f"{folder}: {error}") from error
 
     @property
     def template(self) -> ChatTemplate:
         if self._template is None:
-            raise ConfigError("The tokenizer's folder has no chat template (chat_template.jinja or chat_template).")
+            raise ConfigError(
+                f"{self._folder} has no chat template: neither chat_template.jinja, nor chat_template in "
+                f"tokenizer_config.json."
+            )
         return self._template
 
     @property

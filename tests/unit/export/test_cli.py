@@ -1,6 +1,8 @@
 """polar export, from the command line."""
 
 import json
+import os
+import stat
 import time
 from pathlib import Path
 
@@ -56,6 +58,7 @@ def test_rows_on_stdout_and_the_rest_on_stderr(data: Path) -> None:
     ]
     assert result.stderr.splitlines() == [
         "1 session without a reward was left out: timeout x 1",
+        "A session gets its reward with `polar session end ID --reward R`, on a gateway that is up.",
         "Exported 2 sessions, 4 rows, 12 trainable tokens.",
     ]
 
@@ -70,6 +73,7 @@ def test_a_summary_for_machines(data: Path) -> None:
         "left_out": {"without a reward": {"timeout": 1}},
         "without_pictures": 0,
         "other_roles": {"subagent": 6},
+        "excluded": {},
         "unfit": {},
         "output": str(data / "out"),
     }
@@ -127,3 +131,17 @@ def test_times() -> None:
     assert moment("2026-01-31T12:00+00:00", now) == 1_769_860_800
     with pytest.raises(ConfigError):
         moment("soon", now)
+
+
+def test_a_pipe_is_written_to_and_stays_one(data: Path, tmp_path: Path) -> None:
+    """Renaming a finished file over it would put a file in the place of the pipe, or of /dev/null."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        result = export(data, "--format", "slime", "-o", str(pipe))
+        assert result.exit_code == 0
+        assert stat.S_ISFIFO(pipe.stat().st_mode)
+        assert os.read(reader, 1 << 16).startswith(b"{")
+    finally:
+        os.close(reader)

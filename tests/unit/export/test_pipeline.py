@@ -57,7 +57,7 @@ async def test_sessions_without_a_reward_are_counted_with_their_reason(store: Sq
     assert [row["polar"]["session_id"] for row in lines(b"".join(written))] == ["bad", "bad", "good", "good"]
     assert (tally.sessions, exporter.rows, tally.tokens) == (2, 4, 12)
     assert tally.lines() == [
-        "1 session still open was left out: name it with --session to export what there is x 1",
+        "1 session still open was left out: named with --session they are exported as they are x 1",
         "3 sessions without a reward were left out: timeout x 2, not_evaluated x 1",
     ]
 

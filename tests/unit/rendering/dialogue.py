@@ -155,8 +155,8 @@ def _turns(messages: Sequence[Message]) -> list[Message]:
 
 
 def _context(messages: Sequence[Message]) -> list[Message]:
-    """Without the ids that say which call a result belongs to, which harnesses may change, and without white space at
-    the edges, which templates may trim."""
+    """Without the ids that say which call a result belongs to, which harnesses may change, without white space at the
+    edges, which templates may trim, and without empty messages, of which nothing is left where messages are joined."""
     context = copy.deepcopy([message for message in messages if message.role != "assistant"])
     for message in context:
         for part in message.parts:
@@ -164,7 +164,7 @@ def _context(messages: Sequence[Message]) -> list[Message]:
                 part.call_id = ""
             elif isinstance(part, Text):
                 part.text = part.text.strip()
-    return context
+    return [message for message in context if message.parts != [Text("")]]
 
 
 def _plain(text: str) -> str:

@@ -1,0 +1,142 @@
+"""A runtime: where a harness runs, and where what it did is graded.
+
+    create -> started -> run*, put*, get* -> stopped (every process dead, files still there) -> removed (nothing left)
+
+A runtime is a place with its own files, processes and limits. Nothing that runs inside can outlive it, reach the
+network (but for the gateway, through one address), or see another runtime. What a runtime holds on the machine
+(processes, mounts, cgroups, sockets, folders) carries its id, so that a node that starts again finds and removes what
+a crash left.
+
+Kinds are plug-ins (entry points `polar.runtimes`); `tests/contract/runtimes.py` is the contract that each must pass.
+"""
+
+from pathlib import Path
+from typing import Literal, Protocol
+
+from msgspec import Struct, field
+
+from polar.errors import PolarError
+
+Network = Literal["gateway", "none", "internet"]
+
+
+class Limits(Struct, frozen=True):
+    """None is no limit of ours."""
+
+    cpus: float | None = None
+    memory_mb: int | None = None
+    processes: int | None = 1024
+    disk_mb: int | None = None
+
+
+class Mount(Struct, frozen=True):
+    """A folder of the machine that is seen inside, read-only."""
+
+    source: Path
+    inside: str
+
+
+class Spec(Struct, frozen=True):
+    """What a runtime is made of. Paths are those inside."""
+
+    image: str | None = None  # a kind's own: a Docker image, an unpacked root; None for the kind's default
+    workdir: str = "/workspace"
+    home: str = "/home/agent"  # the same in every session, since harnesses write it into their prompts
+    env: dict[str, str] = field(default_factory=dict)
+    limits: Limits = Limits()
+    network: Network = "gateway"
+    mounts: tuple[Mount, ...] = ()
+
+
+class Completed(Struct, frozen=True):
+    """How a command ended."""
+
+    exit_code: int | None  # None where it was killed: it timed out, ran out of memory, or its runtime was stopped
+    seconds: float
+    timed_out: bool = False
+    out_of_memory: bool = False
+    output_cut: bool = False  # it wrote more than was kept
+
+
+class SandboxError(PolarError):
+    """The platform's own failure: a runtime could not be made or used. Never the agent's fault, never a reward."""
+
+
+class TooLarge(PolarError):
+    """What `get` was asked for is more than may be taken: the doing of what ran inside."""
+
+
+class Runtime(Protocol):
+    id: str
+    spec: Spec
+
+    async def start(self) -> None: ...
+
+    def gateway_url(self) -> str:
+        """The gateway's address as seen from inside."""
+        ...
+
+    def path(self, inside: str) -> str:
+        """How a command must spell a path: as it is, but for kinds that have no root of their own (`local`)."""
+        ...
+
+    async def run(
+        self,
+        argv: list[str],
+        *,
+        env: dict[str, str] | None = None,
+        cwd: str | None = None,
+        stdin: bytes = b"",
+        timeout: float | None = None,
+        output: Path | None = None,
+        max_output: int = 64 * 1024 * 1024,
+    ) -> Completed:
+        """Runs a command to its end. Standard output and error go to the file `output`, as they come. At the time-out,
+        and when the call is cancelled, the command dies with everything that it started, inside. A program that isn't
+        there is exit code 127, and death by a signal 128 + its number, as in a shell."""
+        ...
+
+    async def put(self, source: Path | bytes, inside: str) -> None:
+        """A file or a folder, or the bytes of a file."""
+        ...
+
+    async def get(self, inside: str, destination: Path, *, max_bytes: int = 1 << 30) -> None:
+        """A file or a folder, whole or not at all. Links are not followed: they come as links, and those that lead out
+        of what was asked for, like devices and sockets, not at all. FileNotFoundError where there is no file or folder
+        of that name, TooLarge where it is more than `max_bytes`."""
+        ...
+
+    async def stop(self) -> None:
+        """Kills every process inside. Files stay readable through `get`."""
+        ...
+
+    async def remove(self) -> None:
+        """Stops it, and leaves nothing behind. May be called at any time, and again."""
+        ...
+
+
+class Kind(Protocol):
+    """Makes runtimes of one kind. Is itself made with the folder that it may keep its state in (`state`) and the
+    address of the gateway on this machine (`gateway`: `http://HOST:PORT`, or `unix:PATH`)."""
+
+    name: str
+
+    async def unavailable(self) -> str | None:
+        """Why there can be none here, with what to do; None where there can."""
+        ...
+
+    async def prepare(self, image: str | None) -> None:
+        """Makes ready what runtimes of this image share, so that creating one is quick."""
+        ...
+
+    async def create(self, id: str, spec: Spec) -> Runtime:
+        """Not started yet."""
+        ...
+
+    async def sweep(self) -> list[str]:
+        """Removes what runtimes of an earlier process left; their ids."""
+        ...
+
+    async def close(self) -> None:
+        """Removes every runtime that is still there, and what they shared."""
+        ...

@@ -1,0 +1,376 @@
+"""`bubblewrap`: a sandbox of namespaces, with its own layer over a shared root, and no way out but the gateway.
+
+    spawner -> mounts in a namespace of their own -> bwrap -> process 1, a `cat` that holds the sandbox open
+
+*Root.* An overlay: below, the machine's programs without its files, or an unpacked image; above, a layer of the
+sandbox's own. It is mounted where only the sandbox sees it, so that it is gone with the last process and the last
+descriptor of ours, also after kill -9 of the node. We hold the root open: files go in and out from outside, also when
+every process is dead. A disk limit is a file of that size with ext4 in it, on a loop device, under the layer: in a
+tmpfs files would eat the sandbox's memory limit, and quotas are not set up on most machines. /dev/shm counts as
+memory.
+
+*Users.* Root inside is the node's own user outside, without any capability there, and with the kernel's files in /proc
+read-only or hidden. Inside it may do with files what root may; it can't mount, set up networks or make user namespaces.
+
+*Processes.* A command is forked by the spawner into the sandbox's namespaces and a cgroup of its own, which dies as
+one at the time-out. Process 1 can't be killed from inside. Where no cgroup can be made, a time-out kills all that is
+inside.
+
+*Network.* `gateway` and `none` have loopback only; the gateway is on a port of it (relay.py). `internet` shares the
+machine's network, its loopback included: only for what is trusted with that.
+"""
+
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import shutil
+import signal
+from pathlib import Path
+
+from msgspec.structs import replace
+
+from polar.runtimes import files, processes, relay, roots
+from polar.runtimes.base import Completed, SandboxError, Spec
+from polar.runtimes.cgroups import Cgroups, Group
+from polar.runtimes.processes import Spawned, Spawner
+from polar.runtimes.relay import PORT, Relay
+from polar.runtimes.state import State, remove_tree
+
+_log = logging.getLogger(__name__)
+_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+_START_SECONDS = 60.0
+_OWN_PROCESSES = 2  # bwrap, and the first inside
+_SYS_ADMIN = 21
+
+
+class BubblewrapRuntime:
+    def __init__(self, id: str, spec: Spec, kind: "Bubblewrap", folder: Path, group: Group | None) -> None:
+        self.id = id
+        self.spec = spec
+        self._kind = kind
+        self._folder = folder
+        self._group = group
+        self._bwrap: Spawned | None = None
+        self._preparing: asyncio.Future[None] | None = None
+        self._relay: Relay | None = None
+        self._stopped = False
+        self._ending = asyncio.Lock()
+        self._held = contextlib.ExitStack()  # descriptors, until it is removed
+        self._init: int | None = None  # a pidfd of the first process inside
+        self._root: int | None = None
+
+    async def start(self) -> None:
+        if self._bwrap is not None or self._stopped:
+            raise SandboxError(f"Runtime {self.id} was started before.")
+        if self._group is not None:
+            self._group.make()
+        await self._launch()
+        if self.spec.network == "gateway":
+            assert self._init is not None
+            self._relay = Relay(self._kind.gateway)
+            await self._relay.serve(relay.listen_inside(self._init))
+
+    async def _launch(self) -> None:
+        if self.spec.limits.disk_mb is not None:
+            self._preparing = asyncio.ensure_future(asyncio.to_thread(self._make_disk, self.spec.limits.disk_mb))
+            await asyncio.shield(self._preparing)
+        job = self._job()
+        with contextlib.ExitStack() as ours:
+            with contextlib.ExitStack() as theirs:
+                (inside_hold, hold), (ready, inside_ready), (info, inside_info) = _pipe(), _pipe(), _pipe()
+                errors = os.memfd_create("bwrap")
+                self._held.callback(os.close, hold)
+                for fd in (ready, info, errors):
+                    ours.callback(os.close, fd)
+                for fd in (inside_hold, inside_ready, inside_info):
+                    theirs.callback(os.close, fd)
+                os.write(hold, b"\n")  # `cat` writes it back once it runs
+                lent = (inside_hold, inside_ready, inside_info, errors)
+                self._bwrap = await self._kind.spawner.spawn(job, lent)
+            try:
+                is_up = await asyncio.wait_for(_readable(ready), _START_SECONDS) and os.read(ready, 1) == b"\n"
+            except TimeoutError:
+                is_up = False
+            if not is_up:
+                said = os.pread(errors, 4096, 0).decode(errors="replace").strip()
+                why = self._bwrap.error or said or "no word from it"
+                raise SandboxError(f"The sandbox did not start: {why}.")
+            pid = json.loads(os.read(info, 1 << 16))["child-pid"]
+        try:
+            self._init = os.pidfd_open(pid)
+            self._held.callback(os.close, self._init)
+            world = os.open(f"/proc/{pid}/ns/mnt", os.O_RDONLY | os.O_CLOEXEC)  # its mounts stay while this is open
+            self._held.callback(os.close, world)
+            self._root = os.open(f"/proc/{pid}/root", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+            self._held.callback(os.close, self._root)
+        except OSError as error:
+            raise SandboxError(f"The sandbox ended as it started: {error}.") from error
+
+    def _make_disk(self, megabytes: int) -> None:
+        (self._folder / "disk").mkdir()
+        roots.copy_with_holes(self._kind.disk(megabytes), self._folder / "disk.img")
+
+    def _job(self) -> dict[str, object]:
+        limited = self.spec.limits.disk_mb is not None
+        layer, image = self._folder / "disk" if limited else self._folder, self._folder / "disk.img"
+        upper, work = layer / "upper", layer / "work"
+        below = ":".join(_escaped(folder) for folder in self._kind.lower(self.spec))
+        return {
+            "job": "sandbox",
+            **_entry(self._group),
+            "disk": {"image": str(image), "at": str(layer)} if limited else None,
+            "folders": (str(upper), str(work)),
+            "root": str(self._kind.mount_point),
+            "overlay": f"lowerdir={below},upperdir={_escaped(upper)},workdir={_escaped(work)},volatile",
+            "argv": self._argv(self._kind.mount_point),
+            "env": {"PATH": _PATH},
+        }
+
+    def _argv(self, root: Path) -> list[str]:
+        spec = self.spec
+        words = [self._kind.program, "--unshare-user", "--unshare-pid", "--unshare-ipc", "--unshare-uts"]
+        words += ["--unshare-cgroup-try", "--uid", "0", "--gid", "0", "--cap-drop", "ALL", "--disable-userns"]
+        words += ["--hostname", "sandbox", "--die-with-parent", "--as-pid-1", "--info-fd", "{info}"]
+        words += ["--bind", str(root), "/", "--proc", "/proc", "--dev", "/dev", "--dir", "/tmp"]
+        for path in self._kind.kernel_locked:
+            words += ["--ro-bind", path, path]
+        for path in self._kind.kernel_hidden:
+            words += ["--ro-bind", "/dev/null", path]
+        if spec.network != "internet":
+            words += ["--unshare-net"]
+        else:
+            words += ["--ro-bind-try", "/etc/resolv.conf", "/etc/resolv.conf"]
+        if spec.image is None:
+            for folder in roots.machine_mounts():
+                words += ["--ro-bind", folder, folder]
+        for mount in spec.mounts:
+            words += ["--ro-bind", str(mount.source), mount.inside]
+        return [*words, "--dir", spec.workdir, "--dir", spec.home, "--chdir", "/", "--", "cat"]
+
+    def gateway_url(self) -> str:
+        return self._kind.shared_url if self.spec.network == "internet" else f"http://127.0.0.1:{PORT}"
+
+    def path(self, inside: str) -> str:
+        return inside
+
+    async def run(
+        self,
+        argv: list[str],
+        *,
+        env: dict[str, str] | None = None,
+        cwd: str | None = None,
+        stdin: bytes = b"",
+        timeout: float | None = None,
+        output: Path | None = None,
+        max_output: int = 64 * 1024 * 1024,
+    ) -> Completed:
+        if self._init is None or self._stopped:
+            raise SandboxError(f"Runtime {self.id} is not running.")
+        group = None if self._group is None else self._group.child()
+        job = {
+            "job": "inside",
+            **_entry(group),
+            "argv": argv,
+            "env": {"PATH": _PATH, "HOME": self.spec.home, "LANG": "C.UTF-8"} | self.spec.env | (env or {}),
+            "cwd": cwd or self.spec.workdir,
+        }
+
+        async def kill(spawned: Spawned) -> None:
+            if group is None:
+                await self._kill_inside()
+            else:
+                await group.kill()
+            await spawned.gone
+
+        killed = 0 if group is None else group.out_of_memory()
+        try:
+            completed = await processes.run(
+                self._kind.spawner,
+                job,
+                (self._init,),
+                stdin=stdin,
+                timeout=timeout,
+                output=output,
+                max_output=max_output,
+                kill=kill,
+            )
+        finally:
+            if group is not None:
+                group.drop()
+        if self._stopped and completed.exit_code == 128 + signal.SIGKILL:
+            completed = replace(completed, exit_code=None)
+        return processes.with_memory(completed, group is not None and group.out_of_memory() > killed)
+
+    async def _kill_inside(self) -> None:
+        """Everything but process 1, told from within."""
+        assert self._init is not None
+        spawned = await self._kind.spawner.spawn({"job": "kill_inside", **_entry(None)}, (self._init,))
+        await spawned.gone
+
+    async def put(self, source: Path | bytes, inside: str) -> None:
+        await asyncio.to_thread(files.put, self._opened(), source, inside)
+
+    async def get(self, inside: str, destination: Path, *, max_bytes: int = 1 << 30) -> None:
+        await asyncio.to_thread(files.get, self._opened(), inside, destination, max_bytes)
+
+    def _opened(self) -> int:
+        if self._root is None:
+            raise SandboxError(f"Runtime {self.id} is not there.")
+        return self._root
+
+    async def stop(self) -> None:
+        async with self._ending:
+            await self._stop()
+
+    async def _stop(self) -> None:
+        self._stopped = True
+        if self._preparing is not None:
+            await asyncio.wait([self._preparing])  # a thread, which goes on when `start` is cancelled
+        if self._relay is not None:
+            await self._relay.close()
+            self._relay = None
+        if self._bwrap is not None:
+            bwrap = await self._bwrap.process()
+            for process in (self._init, bwrap):
+                if process is not None:
+                    with contextlib.suppress(ProcessLookupError):
+                        signal.pidfd_send_signal(process, signal.SIGKILL)
+                    await _readable(process)
+            self._bwrap.close()
+            self._bwrap = None
+        if self._group is not None:
+            await self._group.kill()
+
+    async def remove(self) -> None:
+        async with self._ending:
+            await self._stop()
+            self._root = self._init = None
+            self._held.close()
+            if self._group is not None:
+                await self._group.remove()
+            await asyncio.to_thread(remove_tree, self._folder)
+            self._kind.runtimes.pop(self.id, None)
+
+
+class Bubblewrap:
+    name = "bubblewrap"
+
+    def __init__(self, state: Path, gateway: str) -> None:
+        self._state = State(state / self.name)
+        self._cgroups: Cgroups | None = None
+        self._relay: Relay | None = None
+        self.gateway = gateway
+        self.shared_url = gateway  # for sandboxes that share the machine's network
+        self.program = shutil.which("bwrap") or "bwrap"
+        self.kernel_locked, self.kernel_hidden = roots.kernel_files()
+        self.spawner = Spawner()
+        self.runtimes: dict[str, BubblewrapRuntime] = {}
+
+    async def unavailable(self) -> str | None:
+        if shutil.which("bwrap") is None:
+            return "bwrap is not there: install the package bubblewrap (0.8 or later)."
+        if not _may_mount():
+            return "Its mounts and namespaces need root here (CAP_SYS_ADMIN): run the node as root, or use docker."
+        if not _has_overlay():
+            return "The kernel has no overlayfs: load it with `modprobe overlay`."
+        return None
+
+    async def prepare(self, image: str | None) -> None:
+        await self._set_up()
+        self.lower(Spec(image=image))
+
+    async def _set_up(self) -> Cgroups:
+        """What all runtimes share, once."""
+        if self._cgroups is None:
+            self._cgroups = Cgroups.of_this_process()
+            if missing := self._cgroups.missing:
+                _log.warning("No cgroups for %s can be made here: such limits are not kept.", ", ".join(missing))
+            self._state.note(self._cgroups)
+            self.mount_point.mkdir(exist_ok=True)
+            self.spawner.start()
+        if self._relay is None and self.gateway.startswith("unix:"):
+            self._relay = Relay(self.gateway)
+            listening = relay.listen()
+            self.shared_url = f"http://127.0.0.1:{listening.getsockname()[1]}"
+            await self._relay.serve(listening)
+        return self._cgroups
+
+    def lower(self, spec: Spec) -> tuple[Path, ...]:
+        """The layers below, the same for all sandboxes of an image. Folders that the sandbox must have are among them:
+        each folder that a sandbox has to make for itself costs the disk more than the rest of its start."""
+        inside = (spec.workdir, spec.home, "/tmp", *(mount.inside for mount in spec.mounts if mount.source.is_dir()))
+        folders = roots.folders(self._state.shared("folders"), inside)
+        if spec.image is not None:
+            return folders, roots.image_root(spec.image)
+        return folders, roots.machine_root(self._state.shared("root"), Spec().home)
+
+    @property
+    def mount_point(self) -> Path:
+        """The same for all, since each mounts where only it sees it."""
+        return self._state.shared("mount")
+
+    def disk(self, megabytes: int) -> Path:
+        return roots.formatted_disk(self._state.shared(f"disk-{megabytes}.img"), megabytes)
+
+    async def create(self, id: str, spec: Spec) -> BubblewrapRuntime:
+        group = (await self._set_up()).group(id, spec.limits, own=_OWN_PROCESSES)
+        runtime = BubblewrapRuntime(id, spec, self, self._state.runtime(id), group)
+        self.runtimes[id] = runtime
+        return runtime
+
+    async def sweep(self) -> list[str]:
+        """Processes and mounts ended with the node; what is left are groups and folders."""
+        swept = []
+        for left in self._state.left():
+            for folder in left.runtimes:
+                if (group := left.group(folder.name)) is not None:
+                    await group.remove()
+                swept.append(folder.name)
+            await asyncio.to_thread(left.remove)
+        return swept
+
+    async def close(self) -> None:
+        for runtime in list(self.runtimes.values()):
+            await runtime.remove()
+        if self._relay is not None:
+            await self._relay.close()
+            self._relay = None
+        self.spawner.close()
+        await asyncio.to_thread(self._state.close)
+
+
+def _entry(group: Group | None) -> dict[str, object]:
+    entry = None if group is None else group.entry
+    return {"into": None if entry is None else entry.into, "tasks": () if entry is None else entry.tasks}
+
+
+def _escaped(path: Path) -> str:
+    """As a mount option, where these separate."""
+    return "".join(f"\\{letter}" if letter in "\\,:" else letter for letter in str(path))
+
+
+def _pipe() -> tuple[int, int]:
+    return os.pipe2(os.O_CLOEXEC)
+
+
+async def _readable(fd: int) -> bool:
+    """Waits until there is something to read, or the end; for a pidfd, until its process is dead."""
+    loop = asyncio.get_running_loop()
+    readable: asyncio.Future[bool] = loop.create_future()
+    loop.add_reader(fd, lambda: None if readable.done() else readable.set_result(True))
+    try:
+        return await readable
+    finally:
+        loop.remove_reader(fd)
+
+
+def _may_mount() -> bool:
+    status = Path("/proc/self/status").read_text().splitlines()
+    capabilities = next(int(line.split()[1], 16) for line in status if line.startswith("CapEff:"))
+    return bool(capabilities >> _SYS_ADMIN & 1)
+
+
+def _has_overlay() -> bool:
+    return "overlay" in Path("/proc/filesystems").read_text().split()

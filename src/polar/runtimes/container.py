@@ -1,0 +1,183 @@
+"""A runtime that is one container. Its first process is a shell that sleeps and reaps; commands are started beside it.
+
+The container's network is loopback alone. The gateway's port is listened on in there, by us (relay.py): no bridge,
+firewall rule or name server is involved, and nothing else can be reached. Files are reached from outside, through the
+container's root (inside.py, files.py), also when it is stopped.
+"""
+
+import asyncio
+import posixpath
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+from polar.runtimes import container_command, files, processes
+from polar.runtimes.base import Completed, SandboxError, Spec
+from polar.runtimes.container_cli import CallError, Cli
+from polar.runtimes.inside import Inside
+from polar.runtimes.relay import PORT, Relay
+
+INIT = "while :; do sleep 86400 & wait; done"
+
+# Makes folders that are missing, for the user ($1) that commands run as.
+_MAKE_FOLDERS = """u=$1; shift
+made() { while [ ! -d "$1" ]; do set -- "$(dirname -- "$1")" "$@"; done; shift
+  for d; do mkdir -- "$d" && chown -- "$u" "$d" || return; done; }
+for f; do made "$f" || exit; done"""
+
+_CANT_START = 126  # as shells say it
+
+
+class Container:
+    def __init__(
+        self,
+        cli: Cli,
+        container: str,
+        id: str,
+        spec: Spec,
+        *,
+        user: str,
+        gateway: str,
+        removed: Callable[[str], object],
+    ) -> None:
+        self.id = id
+        self.spec = spec
+        self._cli = cli
+        self._container = container  # the engine's name for it
+        self._user = user  # that commands run as
+        self._relay = Relay(gateway)
+        self._removed = removed
+        self._inside: Inside | None = None  # from the start until it is removed
+        self._stopped = False
+        self._changing = asyncio.Lock()
+
+    async def start(self) -> None:
+        async with self._changing:
+            if self._stopped:
+                raise SandboxError(f"Runtime {self.id} is stopped.")
+            await self._cli.call("start", self._container)
+            self._inside = await Inside.of(int(await self._state("Pid")), self._container, name_of(self.id))
+            await self._make_folders(self.spec.workdir, self.spec.home)
+            if self.spec.network != "none":
+                await self._relay.serve(self._inside.listen())
+
+    def gateway_url(self) -> str:
+        return f"http://127.0.0.1:{PORT}"
+
+    def path(self, inside: str) -> str:
+        return inside
+
+    async def run(
+        self,
+        argv: list[str],
+        *,
+        env: dict[str, str] | None = None,
+        cwd: str | None = None,
+        stdin: bytes = b"",
+        timeout: float | None = None,
+        output: Path | None = None,
+        max_output: int = 64 * 1024 * 1024,
+    ) -> Completed:
+        inside = self._opened()
+        if self._stopped:
+            raise SandboxError(f"Runtime {self.id} is stopped.")
+        killed, refused = inside.group.out_of_memory(), inside.forks_refused()
+        try:
+            completed = await container_command.run(
+                self._cli,
+                self._container,
+                inside,
+                argv,
+                env={"HOME": self.spec.home, **self.spec.env, **(env or {})},
+                cwd=cwd or self.spec.workdir,
+                stdin=stdin,
+                timeout=timeout,
+                output=output,
+                max_output=max_output,
+            )
+        except SandboxError:
+            if self._stopped:
+                return Completed(None, 0.0)
+            if inside.group.out_of_memory() > killed:  # what else runs inside has left no room to start it
+                return Completed(None, 0.0, out_of_memory=True)
+            if inside.forks_refused() > refused:
+                return Completed(_CANT_START, 0.0)
+            raise
+        if self._stopped:
+            return msgspec.structs.replace(completed, exit_code=None)
+        if inside.ended():  # the counts are gone with it
+            if await self._state("OOMKilled") != "true":
+                raise SandboxError(f"The container of runtime {self.id} was killed by somebody else.")
+            return msgspec.structs.replace(completed, exit_code=None, out_of_memory=True)
+        return processes.with_memory(completed, inside.group.out_of_memory() > killed)
+
+    async def put(self, source: Path | bytes, inside: str) -> None:
+        """What is put belongs to the user that commands run as."""
+        if self._root_inside:
+            await asyncio.to_thread(files.put, self._opened().root, source, inside)
+        else:
+            await self._make_folders(posixpath.dirname(inside))
+            await asyncio.to_thread(files.put, self._opened().root, source, inside)
+            await self._as_root("chown", "-hR", "--", self._user, inside)
+
+    async def get(self, inside: str, destination: Path, *, max_bytes: int = 1 << 30) -> None:
+        await asyncio.to_thread(files.get, self._opened().root, inside, destination, max_bytes)
+
+    async def stop(self) -> None:
+        self._stopped = True
+        async with self._changing:
+            await self._stop()
+
+    async def _stop(self) -> None:
+        await self._relay.close()
+        try:
+            await self._cli.call("kill", self._container)
+        except CallError as error:
+            if not error.says("not running", "can only kill running", "no such container"):
+                raise
+        if self._inside is not None:
+            await self._inside.end()
+
+    async def remove(self) -> None:
+        self._stopped = True
+        async with self._changing:
+            await self._stop()
+            if self._inside is not None:
+                self._inside.close()
+                self._inside = None
+            await discard(self._cli, self._container)
+        self._removed(self.id)
+
+    def _opened(self) -> Inside:
+        if self._inside is None:
+            raise SandboxError(f"Runtime {self.id} is not there: it was not started, or is removed.")
+        return self._inside
+
+    @property
+    def _root_inside(self) -> bool:
+        return self._user.partition(":")[0] in ("0", "root")
+
+    async def _make_folders(self, *folders: str) -> None:
+        await self._as_root("/bin/sh", "-c", _MAKE_FOLDERS, "sh", self._user, *folders)
+
+    async def _as_root(self, *argv: str) -> None:
+        with self._opened().room():
+            await self._cli.call("exec", "--user", "0", self._container, *argv)
+
+    async def _state(self, field: str) -> str:
+        return await self._cli.call("inspect", "--format", f"{{{{.State.{field}}}}}", self._container)
+
+
+def name_of(id: str) -> str:
+    """A container's name, and the last argument of its first process."""
+    return f"polar-{id}"
+
+
+async def discard(cli: Cli, container: str) -> None:
+    """Kills and removes it, with its volumes. One that is gone is fine."""
+    try:
+        await cli.call("rm", "--force", "--volumes", container)
+    except CallError as error:
+        if not error.says("no such container", "already in progress"):
+            raise

@@ -1,0 +1,137 @@
+"""A command in a container, from its `exec` to its end.
+
+The engine's client is only a pair of pipes: killing it leaves the command running inside. So what it starts first is a
+shell that tells its process id and waits; that process is put into a cgroup of its own, hears what to run, and becomes
+it. Environment and arguments come that way too: everyone on the machine can read the client's own arguments, and
+everyone who may inspect a container its settings.
+
+A daemon that keeps a command's output open is not waited for, but Docker takes two seconds to find out.
+"""
+
+import asyncio
+import contextlib
+import os
+import secrets
+import shlex
+import time
+from asyncio.subprocess import Process
+from pathlib import Path
+
+from polar.runtimes.base import Completed
+from polar.runtimes.cgroups import Group
+from polar.runtimes.container_cli import CALL_SECONDS, CallError, Cli
+from polar.runtimes.inside import Inside, holds
+
+# Standard error carries nothing of the command, so that the engine's own complaints are told from it. What is read is
+# run at a line with the mark ($0), not if it ends before. Shells read a pipe byte by byte: the rest is the command's.
+WAIT = """echo "$0 $$" >&2
+s=; while IFS= read -r l; do
+[ "$l" = "$0" ] && { eval "$s"; exit; }
+s="$s$l
+"; done; exit 1"""
+
+_DYING_SECONDS = 10.0  # the client of a killed command ends by itself, or is ended
+_CHUNK = 1 << 16
+
+
+async def run(
+    cli: Cli,
+    container: str,
+    inside: Inside,
+    argv: list[str],
+    *,
+    env: dict[str, str],
+    cwd: str,
+    stdin: bytes,
+    timeout: float | None,
+    output: Path | None,
+    max_output: int,
+) -> Completed:
+    mark = secrets.token_hex(8)
+    client = await cli.open("exec", "--interactive", container, "/bin/sh", "-c", WAIT, mark)
+    group: Group | None = None
+    keeping = asyncio.create_task(_keep(client, output, max_output))
+    tasks: list[asyncio.Task[None] | asyncio.Task[bool] | asyncio.Task[bytes]] = [keeping]
+    try:
+        with inside.room():
+            told = await _told_pid(cli, client, mark)
+        group = inside.new_group()
+        pid = await asyncio.to_thread(inside.move, told, group)
+        began = time.monotonic()
+        tasks.append(asyncio.create_task(_send(client, script(argv, env, cwd, mark) + stdin)))
+        tasks.append(saying := asyncio.create_task(_stream(client.stderr).read()))
+        timed_out = not await _ended(client, timeout)
+        seconds = time.monotonic() - began
+        if timed_out:
+            await group.kill()
+            if not await _ended(client, _DYING_SECONDS):
+                client.kill()
+        cut, said = await keeping, await saying
+        if not timed_out and holds(group, pid):
+            raise CallError(f"{cli.name} exec", said.decode(errors="replace").strip())
+    except BaseException:
+        if group is not None:
+            await asyncio.shield(group.kill())  # nobody waits for it any more
+        raise
+    finally:
+        if client.returncode is None:
+            client.kill()
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(client.wait(), *tasks, return_exceptions=True)
+        if group is not None:
+            with contextlib.suppress(OSError):  # daemons of the command are still in it, or the container is gone
+                group.folders[0].rmdir()
+    return Completed(None if timed_out else client.returncode, seconds, timed_out, output_cut=cut)
+
+
+def script(argv: list[str], env: dict[str, str], cwd: str, mark: str) -> bytes:
+    """What the waiting shell is told."""
+    words = ["env", *(f"{name}={value}" for name, value in env.items()), *argv]
+    return os.fsencode(f"exec 2>&1\ncd -- {shlex.quote(cwd)} || exit 126\nexec {shlex.join(words)}\n{mark}\n")
+
+
+async def _told_pid(cli: Cli, client: Process, mark: str) -> int:
+    """Waits for the shell inside; its id there."""
+    said = b""
+    try:
+        async with asyncio.timeout(CALL_SECONDS):
+            async for line in _stream(client.stderr):  # engines may warn of this and that before
+                if line.startswith(mark.encode()):
+                    return int(line.split()[1])
+                said += line
+    except TimeoutError:
+        said += f"it took longer than {CALL_SECONDS:g} seconds".encode()
+    raise CallError(f"{cli.name} exec", said.decode(errors="replace").strip())
+
+
+async def _send(client: Process, data: bytes) -> None:
+    assert client.stdin is not None
+    with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # a command need not read
+        client.stdin.write(data)
+        await client.stdin.drain()
+    client.stdin.close()
+
+
+async def _keep(client: Process, output: Path | None, most: int) -> bool:
+    """Keeps the first bytes of what comes. The rest is read and dropped, so that a talkative command is not held up.
+    Whether there was a rest."""
+    kept, cut = 0, False
+    with Path(output or os.devnull).open("wb", buffering=0) as file:  # noqa: ASYNC230 (pages in memory)
+        while data := await _stream(client.stdout).read(_CHUNK):
+            cut |= len(data) > most - kept
+            kept += file.write(data[: most - kept]) or 0
+    return cut
+
+
+async def _ended(client: Process, seconds: float | None) -> bool:
+    try:
+        await asyncio.wait_for(client.wait(), seconds)
+    except TimeoutError:
+        return False
+    return True
+
+
+def _stream(stream: asyncio.StreamReader | None) -> asyncio.StreamReader:
+    assert stream is not None
+    return stream

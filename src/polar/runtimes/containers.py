@@ -1,0 +1,178 @@
+"""Containers: what the kinds `docker` and `podman` share.
+
+A runtime is one container, whose first process is a shell that sleeps and reaps; commands are started in it with `exec`
+(container.py). Engines are driven through their command line, which Docker and podman have in common; their HTTP
+interfaces differ, and podman has one only where a service was started for it.
+
+A container carries three labels: its runtime's id, the process that made it, and that process's state folder. A sweep
+removes those of its own state folder whose process is gone, and touches no others.
+"""
+
+import asyncio
+import logging
+import os
+import shutil
+from pathlib import Path
+
+from polar.runtimes.base import Limits, SandboxError, Spec
+from polar.runtimes.container import INIT, Container, discard, name_of
+from polar.runtimes.container_cli import CallError, Cli
+
+log = logging.getLogger(__name__)
+
+RUNTIME_LABEL = "polar.runtime"
+MAKER_LABEL = "polar.maker"
+STATE_LABEL = "polar.state"
+
+_PULL_SECONDS = 3600.0
+_OWN_PROCESSES = 2  # the first process and its sleep count against the limit
+
+
+class Containers:
+    """A kind of runtime whose engine has Docker's command line."""
+
+    name: str
+    advice: str  # what to do where the engine doesn't answer
+
+    def __init__(self, state: Path, gateway: str) -> None:
+        self._label = f"{STATE_LABEL}={state.absolute()}"
+        self._gateway = gateway
+        self._cli = Cli(*self.command())
+        self._users: dict[str, str] = {}  # by image, of those that are here
+        self._limits_disk = True  # until the engine says otherwise
+        self._runtimes: dict[str, Container] = {}
+
+    def command(self) -> tuple[str, ...]:
+        return (self.name,)
+
+    def options(self) -> tuple[str, ...]:
+        """What this engine needs besides, to create a container."""
+        return ()
+
+    async def unavailable(self) -> str | None:
+        if shutil.which(self.name) is None:
+            return f"There is no program {self.name}: {self.advice}."
+        if os.geteuid() != 0:
+            return f"The runtime {self.name} needs root, to listen in a container's network and to end its commands."
+        try:
+            await self._cli.call("ps", "--quiet")
+        except SandboxError as error:
+            return f"{error} Please {self.advice}."
+        return None
+
+    async def prepare(self, image: str | None) -> None:
+        name = self._named(image)
+        if name not in self._users:
+            try:
+                user = await self._user(name)
+            except CallError:
+                await self._pull(name)
+                user = await self._user(name)
+            self._users[name] = user or "0"
+
+    async def _pull(self, image: str) -> None:
+        try:
+            await self._cli.call("pull", "--quiet", image, seconds=_PULL_SECONDS)
+        except CallError as error:
+            raise SandboxError(f"The image {image} is not here, and can't be fetched: {error}") from error
+
+    def _named(self, image: str | None) -> str:
+        if image is None:
+            raise SandboxError(f"A runtime of kind {self.name} needs an image.")
+        return image
+
+    async def _user(self, image: str) -> str:
+        return await self._cli.call("image", "inspect", "--format", "{{.Config.User}}", image)
+
+    async def create(self, id: str, spec: Spec) -> Container:
+        await self.prepare(spec.image)
+        image = self._named(spec.image)
+        options = [
+            *("--name", name_of(id), "--hostname", "sandbox", "--pull", "never", "--log-driver", "none"),
+            *("--stop-signal", "KILL"),  # there is nothing in it that would tidy up
+            *("--label", f"{RUNTIME_LABEL}={id}", "--label", self._label),
+            *("--label", f"{MAKER_LABEL}={_process(os.getpid())}"),
+            *(() if spec.network == "internet" else ("--network", "none")),
+            *(f"--mount=type=bind,source={mount.source},target={mount.inside},readonly" for mount in spec.mounts),
+            *_limits(spec.limits),
+            *self.options(),
+        ]
+        try:
+            container = await self._create(
+                options, ("--entrypoint", "/bin/sh", image, "-c", INIT, name_of(id)), spec.limits
+            )
+        except asyncio.CancelledError:
+            for made in await self._labelled(f"{RUNTIME_LABEL}={id}"):
+                await discard(self._cli, made)
+            raise
+        self._runtimes[id] = Container(
+            self._cli,
+            container,
+            id,
+            spec,
+            user=self._users[image],
+            gateway=self._gateway,
+            removed=lambda id: self._runtimes.pop(id, None),
+        )
+        return self._runtimes[id]
+
+    async def _create(self, options: list[str], what: tuple[str, ...], limits: Limits) -> str:
+        if limits.disk_mb is None:
+            return await self._cli.call("create", *options, *what)
+        if self._limits_disk:
+            try:
+                return await self._cli.call("create", *options, "--storage-opt", f"size={limits.disk_mb}m", *what)
+            except CallError as error:
+                if not error.says("xfs"):
+                    raise
+            self._limits_disk = False
+            log.warning(
+                "%s can't limit a container's disk here (it takes overlayfs over XFS with project quotas): "
+                "only the size of each file is limited.",
+                self.name,
+            )
+        size = limits.disk_mb << 20
+        return await self._cli.call("create", *options, "--ulimit", f"fsize={size}:{size}", *what)
+
+    async def sweep(self) -> list[str]:
+        swept = []
+        form = f'{{{{index .Config.Labels "{RUNTIME_LABEL}"}}}} {{{{index .Config.Labels "{MAKER_LABEL}"}}}}'
+        for container in await self._labelled(self._label):
+            try:
+                labels = await self._cli.call("inspect", "--type", "container", "--format", form, container)
+            except CallError as error:
+                if not error.says("no such"):
+                    raise
+                continue  # its own process has just removed it
+            id, maker = labels.split(" ")
+            if maker != _process(int(maker.partition("-")[0])):
+                await discard(self._cli, container)
+                swept.append(id)
+        return swept
+
+    async def close(self) -> None:
+        await asyncio.gather(*(runtime.remove() for runtime in self._runtimes.values()))
+
+    async def _labelled(self, label: str) -> list[str]:
+        listed = await self._cli.call("ps", "--all", "--quiet", "--no-trunc", "--filter", f"label={label}")
+        return listed.split()
+
+
+def _limits(limits: Limits) -> list[str]:
+    found = []
+    if limits.cpus is not None:
+        found += ["--cpus", f"{limits.cpus:g}"]
+    if limits.memory_mb is not None:
+        found += ["--memory", f"{limits.memory_mb}m", "--memory-swap", f"{limits.memory_mb}m"]  # so, no swap
+    # podman has a limit of its own where none is named
+    found += ["--pids-limit", "-1" if limits.processes is None else str(limits.processes + _OWN_PROCESSES)]
+    return found
+
+
+def _process(pid: int) -> str | None:
+    """A name for a running process that no later one has: its id, and when it started. None where there is none."""
+    try:
+        after_name = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2]
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    return f"{pid}-{after_name.split()[19]}"

@@ -1,0 +1,203 @@
+"""Files in and out of a runtime's root, from outside, while what runs inside may be changing them.
+
+What is inside is trusted in nothing. Folders are opened one below another and held open; the last part of a path is
+never followed where it is a link; a link on the way is resolved as inside. Only plain files, folders and links are
+copied, and a link only if no chain of links can lead out of what is copied: it may climb (`..`) at its start, through
+folders that are real, but not above the top.
+"""
+
+import contextlib
+import os
+import posixpath
+import secrets
+import shutil
+import stat
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
+
+from polar.runtimes import linux
+from polar.runtimes.base import TooLarge
+
+_ENTRY = 512  # what an entry counts besides its content: a million empty files are not free
+_DEEPEST = 200  # folders below one another, each of which is held open
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_CHUNK = 1 << 20
+
+
+def put(root: int, source: Path | bytes, inside: str) -> None:
+    """Places a file, a folder or bytes. What is in the way of a file is removed; folders are merged."""
+    parent, name = _split(inside)
+    with _made(root, parent) as folder:
+        if isinstance(source, bytes):
+            with _new_file(folder, name, 0o644) as target:
+                _write(target, source)
+        elif name == ".":
+            _put_below(source, folder)
+        else:
+            _put_entry(source, folder, name)
+
+
+def get(root: int, inside: str, destination: Path, max_bytes: int) -> None:
+    """Takes a file or a folder as `destination`, whole or not at all."""
+    parent, name = _split(inside)
+    destination.parent.mkdir(parents=True, exist_ok=True)
+    beside = destination.parent / f".polar-get-{secrets.token_hex(6)}"
+    try:
+        with _opened(linux.open_below(root, parent, os.O_PATH | os.O_DIRECTORY)) as folder:
+            _Taking(inside, max_bytes).take(folder, name, beside, PurePosixPath())
+        if not os.path.lexists(beside) or beside.is_symlink():
+            raise FileNotFoundError(2, "No file or folder", inside)
+        if destination.is_dir() and not destination.is_symlink():
+            shutil.rmtree(destination)
+        os.replace(beside, destination)
+    finally:
+        if beside.is_dir() and not beside.is_symlink():
+            shutil.rmtree(beside)
+        else:
+            beside.unlink(missing_ok=True)
+
+
+class _Taking:
+    """One `get`, with what it may still take."""
+
+    def __init__(self, inside: str, max_bytes: int) -> None:
+        self._inside = inside
+        self._most = max_bytes
+        self._left = max_bytes
+
+    def take(self, folder: int, name: str, target: Path, place: PurePosixPath) -> None:
+        """The entry `name` of an open folder; `place` is where it stands below the top."""
+        self._count(_ENTRY)
+        if len(place.parts) > _DEEPEST:
+            raise TooLarge(f"{self._inside} has more than {_DEEPEST} folders below one another.")
+        found = os.stat(name, dir_fd=folder, follow_symlinks=False)
+        if stat.S_ISLNK(found.st_mode):
+            link = os.readlink(name, dir_fd=folder)
+            if stays_below(place, link):
+                target.symlink_to(link)
+        elif stat.S_ISDIR(found.st_mode):
+            target.mkdir()
+            with _opened(os.open(name, _FOLDER, dir_fd=folder)) as opened:
+                for entry in os.listdir(opened):
+                    # What is gone or another thing by now: it is still being changed, and this is how it stands.
+                    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+                        self.take(opened, entry, target / entry, place / entry)
+        elif stat.S_ISREG(found.st_mode):
+            # A pipe or a device may have taken its place: opening must not wait, and the open file is looked at again.
+            flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
+            with _opened(os.open(name, flags, dir_fd=folder)) as source:
+                if stat.S_ISREG(os.fstat(source).st_mode):
+                    self._copy(source, target)
+
+    def _copy(self, source: int, target: Path) -> None:
+        found = os.fstat(source)
+        if found.st_size > self._left:
+            self._count(found.st_size)  # before a byte is read: a file of holes says how long it is
+        with open(os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "wb", 0) as file:
+            while data := os.read(source, _CHUNK):
+                self._count(len(data))
+                _write(file.fileno(), data)
+            os.fchmod(file.fileno(), (found.st_mode & 0o777) | 0o600)
+            os.utime(file.fileno(), ns=(found.st_mtime_ns, found.st_mtime_ns))
+
+    def _count(self, size: int) -> None:
+        self._left -= size
+        if self._left < 0:
+            raise TooLarge(f"{self._inside} is larger than {self._most} bytes.")
+
+
+def stays_below(place: PurePosixPath, link: str) -> bool:
+    """Whether a link that stands at `place`, below the top of what is copied, can't lead above that top."""
+    parts = PurePosixPath(link).parts
+    climbs = next((index for index, part in enumerate(parts) if part != ".."), len(parts))
+    return not link.startswith("/") and ".." not in parts[climbs:] and climbs < len(place.parts)
+
+
+def _put_entry(source: Path, folder: int, name: str) -> None:
+    found = source.lstat()
+    if stat.S_ISLNK(found.st_mode):
+        _clear(folder, name)
+        os.symlink(os.readlink(source), name, dir_fd=folder)
+    elif stat.S_ISDIR(found.st_mode):
+        with _opened(_folder_below(folder, name)) as opened:
+            os.fchmod(opened, found.st_mode & 0o777 | 0o700)
+            _put_below(source, opened)
+    elif stat.S_ISREG(found.st_mode):
+        with _new_file(folder, name, found.st_mode & 0o777) as target, source.open("rb") as file:
+            while data := file.read(_CHUNK):
+                _write(target, data)
+            os.utime(target, ns=(found.st_mtime_ns, found.st_mtime_ns))
+
+
+def _put_below(source: Path, folder: int) -> None:
+    for entry in source.iterdir():
+        _put_entry(entry, folder, entry.name)
+
+
+def _folder_below(folder: int, name: str) -> int:
+    """The folder of that name, made where there is none; what else has the name is removed."""
+    try:
+        return os.open(name, _FOLDER, dir_fd=folder)
+    except FileNotFoundError:
+        pass
+    except OSError:  # a file, a link, a device
+        os.unlink(name, dir_fd=folder)
+    os.mkdir(name, 0o755, dir_fd=folder)
+    return os.open(name, _FOLDER, dir_fd=folder)
+
+
+@contextlib.contextmanager
+def _new_file(folder: int, name: str, mode: int) -> Iterator[int]:
+    _clear(folder, name)
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    with _opened(os.open(name, flags, 0o600, dir_fd=folder)) as target:
+        yield target
+        os.fchmod(target, mode)
+
+
+def _clear(folder: int, name: str) -> None:
+    try:
+        os.unlink(name, dir_fd=folder)
+    except FileNotFoundError:
+        pass
+    except IsADirectoryError:
+        shutil.rmtree(name, dir_fd=folder)
+
+
+@contextlib.contextmanager
+def _made(root: int, path: str) -> Iterator[int]:
+    """A folder inside, with those above it, made where they are missing. A link to a folder counts as one; whatever
+    else is in the way is removed: it must not keep a grader's files out."""
+    made = PurePosixPath("/")
+    with contextlib.ExitStack() as held:
+        folder = held.enter_context(_opened(linux.open_below(root, "/", os.O_RDONLY | os.O_DIRECTORY)))
+        for name in PurePosixPath(path).parts[1:]:
+            made /= name
+            try:
+                opened = linux.open_below(root, str(made), os.O_RDONLY | os.O_DIRECTORY)
+            except OSError:  # not there, or something else: made anew, in the folder that is open
+                opened = _folder_below(folder, name)
+            folder = held.enter_context(_opened(opened))
+        yield folder
+
+
+def _split(inside: str) -> tuple[str, str]:
+    """The folder and the name of an absolute path; the root itself is `.` of the root."""
+    if not inside.startswith("/"):
+        raise ValueError(f"A path inside must be absolute: {inside!r}.")
+    parent, name = posixpath.split(posixpath.normpath("/" + inside.lstrip("/")))
+    return parent, name or "."
+
+
+def _write(target: int, data: bytes) -> None:
+    view = memoryview(data)
+    while view:
+        view = view[os.write(target, view) :]
+
+
+@contextlib.contextmanager
+def _opened(fd: int) -> Iterator[int]:
+    try:
+        yield fd
+    finally:
+        os.close(fd)

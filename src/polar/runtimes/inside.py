@@ -1,0 +1,188 @@
+"""A running container as the machine sees it: its root, its network, its groups, and which of the machine's processes
+are its own.
+
+Engines tell the id of a container's first process; everything else follows from that. The root and the mount namespace
+are held open, so that the files can still be read, those of volumes too, when every process is dead.
+"""
+
+import asyncio
+import contextlib
+import os
+import select
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Self
+
+from polar.runtimes.base import SandboxError
+from polar.runtimes.cgroups import Group
+from polar.runtimes.relay import listen_inside
+
+_FOR_KILLING = ("", "freezer", "pids")  # v2's one hierarchy first: it kills a group at once
+_FIRST_SECONDS = 5.0
+_DEATH_SECONDS = 30.0
+_ENGINE_PROCESSES = 24  # threads that the engine has inside for a moment, to start one command
+
+
+class Inside:
+    @classmethod
+    async def of(cls, first: int, container: str, name: str) -> Self:
+        """`name` is the last argument of the first process, which has it a moment after the engine says that it runs.
+        An engine elsewhere, or in another pid namespace than ours, would give us the number of somebody else's."""
+        deadline = time.monotonic() + _FIRST_SECONDS
+        while _last_argument(first) != name.encode():
+            if time.monotonic() > deadline:
+                raise SandboxError(
+                    f"Process {first} is not the first of container {name}: it ended at once, or the engine runs on "
+                    "another machine or in another pid namespace than Polar."
+                )
+            await asyncio.sleep(0.005)
+        return cls(first, container)
+
+    def __init__(self, first: int, container: str) -> None:
+        self._held = contextlib.ExitStack()
+        try:
+            self._open(first, container)
+        except OSError as error:
+            self.close()
+            raise SandboxError(f"The container can't be entered: {error}.") from error
+        except BaseException:
+            self.close()
+            raise
+
+    def _open(self, first: int, container: str) -> None:
+        self._first = self._hold(os.pidfd_open(first))
+        proc = Path(f"/proc/{first}")
+        if (proc / "uid_map").read_text().split()[:2] != ["0", "0"]:
+            raise SandboxError("The engine maps users of containers to others (userns-remap), which Polar can't use.")
+        self._namespace = (proc / "ns/pid").stat().st_ino
+        self._hold(os.open(proc / "ns/mnt", os.O_RDONLY | os.O_CLOEXEC))
+        self.root = self._hold(os.open(proc / "root", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC))
+        self._groups = _groups(proc, container)
+        killing = next((self._groups[name] for name in _FOR_KILLING if name in self._groups), None)
+        if killing is None:
+            raise SandboxError(
+                "The container has no cgroup that Polar sees: it needs the machine's own /sys/fs/cgroup."
+            )
+        self.group = Group.left((killing, self._groups.get("memory", killing)))
+        self._pids = self._groups.get("pids", killing)
+        self._most_processes = _read(self._pids / "pids.max")
+        self._starting = 0
+
+    def _hold(self, fd: int) -> int:
+        self._held.callback(os.close, fd)
+        return fd
+
+    def close(self) -> None:
+        self._held.close()
+
+    def listen(self) -> socket.socket:
+        return listen_inside(self._first)
+
+    def ended(self) -> bool:
+        """Whether the first process is gone, and with it all others: the kernel sees to that."""
+        poll = select.poll()
+        poll.register(self._first, select.POLLIN)
+        return bool(poll.poll(0))
+
+    async def end(self) -> None:
+        """Waits until it is, which after a kill is a matter of milliseconds."""
+        loop = asyncio.get_running_loop()
+        ended = asyncio.Event()
+        loop.add_reader(self._first, ended.set)
+        try:
+            await asyncio.wait_for(ended.wait(), _DEATH_SECONDS)
+        except TimeoutError:
+            raise SandboxError("The processes of a killed container don't die.") from None
+        finally:
+            loop.remove_reader(self._first)
+
+    def forks_refused(self) -> int:
+        """How often a new process was more than the container may have."""
+        return int((_read(self._pids / "pids.events") or "max 0").split()[1])
+
+    @contextlib.contextmanager
+    def room(self) -> Iterator[None]:
+        """While a command is started, the engine may have some processes more than what runs inside. Otherwise whoever
+        fills the container with processes would make us fail."""
+        self._starting += 1
+        self._limit_processes()
+        try:
+            yield
+        finally:
+            self._starting -= 1
+            self._limit_processes()
+
+    def _limit_processes(self) -> None:
+        if self._most_processes not in (None, "max"):
+            with contextlib.suppress(OSError):  # the container is gone, and its groups with it
+                most = int(self._most_processes) + self._starting * _ENGINE_PROCESSES
+                (self._pids / "pids.max").write_text(str(most))
+
+    def new_group(self) -> Group:
+        try:
+            return self.group.child()
+        except OSError as error:
+            raise SandboxError(f"A command can't have a group of its own: {error}.") from error
+
+    def move(self, pid: int, group: Group) -> int:
+        """Puts the process that has the id `pid` inside into a group; its id on the machine."""
+        for entry in filter(str.isdigit, os.listdir("/proc")):
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError, PermissionError):  # ended, or not ours
+                if os.stat(f"/proc/{entry}/ns/pid").st_ino == self._namespace and _innermost(entry) == pid:
+                    (group.folders[0] / "cgroup.procs").write_text(entry)
+                    return int(entry)
+        raise SandboxError(f"The container has no process {pid}.")
+
+
+def _last_argument(pid: int) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().rstrip(b"\0").rpartition(b"\0")[2]
+    except OSError:
+        return b""
+
+
+def holds(group: Group, pid: int) -> bool:
+    return str(pid) in (_read(group.folders[0] / "cgroup.procs") or "").split()
+
+
+def _read(file: Path) -> str | None:
+    """None where the container is gone, and its groups with it, or where the controller is not there."""
+    try:
+        return file.read_text().strip()
+    except OSError:
+        return None
+
+
+def _innermost(pid: str) -> int:
+    """A process's id in the namespace that it is in."""
+    status = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return next(int(line.split()[-1]) for line in status if line.startswith("NSpid:"))
+
+
+def _groups(first: Path, container: str) -> dict[str, Path]:
+    """The groups that the engine made for a container, by controller; v2's has no name."""
+    mounts = _mounts()
+    found: dict[str, Path] = {}
+    for line in (first / "cgroup").read_text().splitlines():
+        _, controllers, path = line.split(":", 2)
+        before, id, after = path.partition(container)
+        if id:  # else it is one that the container shares with others
+            own = (before + id + after.partition("/")[0]).lstrip("/")  # limits are here, also where the engine nests
+            found |= {name: mounts[name] / own for name in controllers.split(",") if name in mounts}
+    return found
+
+
+def _mounts() -> dict[str, Path]:
+    """Where each hierarchy is mounted."""
+    found: dict[str, Path] = {}
+    for line in Path("/proc/self/mountinfo").read_text().splitlines():
+        before, _, after = line.partition(" - ")
+        kind, _, options = after.split(" ", 2)
+        at = Path(before.split(" ")[4])
+        if kind == "cgroup2":
+            found[""] = at
+        elif kind == "cgroup":
+            found |= dict.fromkeys(options.split(","), at)
+    return found

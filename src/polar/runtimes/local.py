@@ -1,0 +1,217 @@
+"""`local`: commands of the machine itself, in a folder of their own. For trusted code: nothing is hidden or forbidden.
+
+What it does keep: every process that a command starts dies at the time-out, and at `stop` (each command runs below a
+supervisor that adopts its orphans, so that daemons stay below it too); CPU, memory and process limits where cgroups can
+be made; files in a folder that is removed.
+
+What it can't: `image`, `disk_mb` and `network` are not kept, and paths inside are below the runtime's folder (`path`
+says where), so home and workdir differ from session to session. What a command has another service of the machine
+start (a container engine, systemd, at) is not followed there. A command that kills its own supervisor loses its
+orphans to the machine's init; they die with the runtime's cgroup where there is one, and in any case at the next
+sweep, which finds them by the runtime's id in their environment.
+"""
+
+import asyncio
+import contextlib
+import logging
+import os
+import posixpath
+import signal
+from pathlib import Path
+
+from polar.runtimes import files, processes, relay
+from polar.runtimes.base import Completed, SandboxError, Spec
+from polar.runtimes.cgroups import Cgroups, Group
+from polar.runtimes.processes import Spawned, Spawner
+from polar.runtimes.relay import Relay
+from polar.runtimes.state import State, remove_tree
+
+_log = logging.getLogger(__name__)
+_OWN_PROCESSES = 1  # the supervisor
+_ID = "POLAR_RUNTIME"  # in the environment of everything that runs
+
+
+class LocalRuntime:
+    def __init__(self, id: str, spec: Spec, kind: "Local", folder: Path, group: Group | None) -> None:
+        self.id = id
+        self.spec = spec
+        self._kind = kind
+        self._folder = folder
+        self._group = group
+        self._root: int | None = None
+        self._running: set[Spawned] = set()
+        self._stopped = False
+        self._ending = asyncio.Lock()
+
+    async def start(self) -> None:
+        for inside in (self.spec.workdir, self.spec.home, "/tmp"):
+            os.makedirs(self.path(inside), exist_ok=True)
+        self._root = os.open(self._folder / "root", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+        if self._group is not None:
+            self._group.make()
+
+    def gateway_url(self) -> str:
+        return self._kind.gateway_url
+
+    def path(self, inside: str) -> str:
+        """Folders mounted into other kinds are where they are; everything else is below the runtime's folder."""
+        inside = posixpath.normpath(inside)
+        for mount in self.spec.mounts:
+            if inside == mount.inside or inside.startswith(mount.inside.rstrip("/") + "/"):
+                return str(mount.source) + inside[len(mount.inside.rstrip("/")) :]
+        return str(self._folder / "root") + "/" + inside.lstrip("/")
+
+    async def run(
+        self,
+        argv: list[str],
+        *,
+        env: dict[str, str] | None = None,
+        cwd: str | None = None,
+        stdin: bytes = b"",
+        timeout: float | None = None,
+        output: Path | None = None,
+        max_output: int = 64 * 1024 * 1024,
+    ) -> Completed:
+        if self._root is None or self._stopped:
+            raise SandboxError(f"Runtime {self.id} is not running.")
+        entry = None if self._group is None else self._group.entry
+        usual = {"PATH": os.environ.get("PATH", os.defpath), "LANG": "C.UTF-8"}
+        places = {"HOME": self.path(self.spec.home), "TMPDIR": self.path("/tmp"), _ID: self.id}
+        job = {
+            "job": "local",
+            "into": None if entry is None else entry.into,
+            "tasks": () if entry is None else entry.tasks,
+            "argv": argv,
+            "env": usual | places | self.spec.env | (env or {}),
+            "cwd": self.path(cwd or self.spec.workdir),
+        }
+        killed = 0 if self._group is None else self._group.out_of_memory()
+        completed = await processes.run(
+            self._kind.spawner,
+            job,
+            (),
+            stdin=stdin,
+            timeout=timeout,
+            output=output,
+            max_output=max_output,
+            kill=Spawned.end_all,
+            follow=self._follow,
+        )
+        return processes.with_memory(completed, self._group is not None and self._group.out_of_memory() > killed)
+
+    def _follow(self, spawned: Spawned) -> None:
+        """Daemons of a command that has ended are still below its supervisor, until `stop`."""
+
+        def gone(_: object) -> None:
+            self._running.discard(spawned)
+            spawned.close()
+
+        self._running.add(spawned)
+        spawned.gone.add_done_callback(gone)
+
+    async def put(self, source: Path | bytes, inside: str) -> None:
+        await asyncio.to_thread(files.put, self._opened(), source, inside)
+
+    async def get(self, inside: str, destination: Path, *, max_bytes: int = 1 << 30) -> None:
+        await asyncio.to_thread(files.get, self._opened(), inside, destination, max_bytes)
+
+    def _opened(self) -> int:
+        if self._root is None:
+            raise SandboxError(f"Runtime {self.id} is not there.")
+        return self._root
+
+    async def stop(self) -> None:
+        async with self._ending:
+            await self._stop()
+
+    async def _stop(self) -> None:
+        self._stopped = True
+        await asyncio.gather(*(spawned.end_all() for spawned in set(self._running)))
+        if self._group is not None:
+            await self._group.kill()
+
+    async def remove(self) -> None:
+        async with self._ending:
+            await self._stop()
+            if self._root is not None:
+                os.close(self._root)
+                self._root = None
+            if self._group is not None:
+                await self._group.remove()
+            await asyncio.to_thread(remove_tree, self._folder)
+            self._kind.runtimes.pop(self.id, None)
+
+
+class Local:
+    name = "local"
+
+    def __init__(self, state: Path, gateway: str) -> None:
+        self._state = State(state / self.name)
+        self._gateway = gateway
+        self._relay: Relay | None = None
+        self._cgroups: Cgroups | None = None
+        self.gateway_url = gateway
+        self.spawner = Spawner()
+        self.runtimes: dict[str, LocalRuntime] = {}
+
+    async def unavailable(self) -> str | None:
+        return None
+
+    async def prepare(self, image: str | None) -> None:  # noqa: ARG002  there are no images
+        if self._cgroups is None:
+            self._cgroups = Cgroups.of_this_process()
+            self._state.note(self._cgroups)
+            if missing := self._cgroups.missing:
+                _log.warning("No cgroups for %s can be made here: such limits are not kept.", ", ".join(missing))
+        if self._relay is None and self._gateway.startswith("unix:"):
+            self._relay = Relay(self._gateway)
+            listening = relay.listen()
+            self.gateway_url = f"http://127.0.0.1:{listening.getsockname()[1]}"
+            await self._relay.serve(listening)
+
+    async def create(self, id: str, spec: Spec) -> LocalRuntime:
+        await self.prepare(spec.image)
+        assert self._cgroups is not None
+        group = self._cgroups.group(id, spec.limits, own=_OWN_PROCESSES)
+        runtime = LocalRuntime(id, spec, self, self._state.runtime(id), group)
+        self.runtimes[id] = runtime
+        return runtime
+
+    async def sweep(self) -> list[str]:
+        swept = []
+        for left in self._state.left():
+            for folder in left.runtimes:
+                if (group := left.group(folder.name)) is not None:
+                    await group.remove()
+                await _end_named(folder.name)
+                swept.append(folder.name)
+            await asyncio.to_thread(left.remove)
+        return swept
+
+    async def close(self) -> None:
+        for runtime in list(self.runtimes.values()):
+            await runtime.remove()
+        if self._relay is not None:
+            await self._relay.close()
+            self._relay = None
+        self.spawner.close()
+        await asyncio.to_thread(self._state.close)
+
+
+async def _end_named(id: str) -> None:
+    """Kills what carries the runtime's id in its environment, until there is none."""
+    while found := _named(id):
+        for pid in found:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        await asyncio.sleep(0.005)
+
+
+def _named(id: str) -> list[int]:
+    mark = f"{_ID}={id}".encode()
+    found = []
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        with contextlib.suppress(OSError):  # it ended, or is none of ours
+            if mark in Path("/proc", name, "environ").read_bytes().split(b"\0"):
+                found.append(int(name))
+    return found

@@ -1,0 +1,34 @@
+"""`podman`: containers without a daemon (podman 4 or later)."""
+
+import resource
+import shutil
+from pathlib import Path
+
+from polar.runtimes.containers import Containers
+
+_MOST_FILES = 1 << 20  # podman's own limits, as far as we may keep them
+
+
+class Podman(Containers):
+    name = "podman"
+    advice = "install podman"
+
+    def command(self) -> tuple[str, ...]:
+        # crun, the default, refuses machines where v2 has controllers of its own besides v1 ("hybrid"); runc doesn't.
+        controllers = Path("/sys/fs/cgroup/unified/cgroup.controllers")
+        hybrid = controllers.exists() and controllers.read_text().strip()
+        return ("podman", "--runtime", "runc") if hybrid and shutil.which("runc") else ("podman",)
+
+    def options(self) -> tuple[str, ...]:
+        # Left to itself podman asks for more than it has where root may not raise limits (no CAP_SYS_RESOURCE).
+        most_processes = int(Path("/proc/sys/kernel/pid_max").read_text())
+        return (
+            _ulimit("nofile", resource.RLIMIT_NOFILE, _MOST_FILES),
+            _ulimit("nproc", resource.RLIMIT_NPROC, most_processes),
+        )
+
+
+def _ulimit(name: str, limit: int, most: int) -> str:
+    ours = resource.getrlimit(limit)[1]
+    kept = most if ours == resource.RLIM_INFINITY else min(ours, most)
+    return f"--ulimit={name}={kept}:{kept}"

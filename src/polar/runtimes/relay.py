@@ -1,0 +1,142 @@
+"""The one way out of a sandbox: a socket that listens inside, accepted by us, whose bytes go to the gateway.
+
+A sandbox's network namespace has nothing but loopback. A socket belongs to the namespace that it was made in, whoever
+holds it: so a thread of ours steps into the namespace, makes the listening socket there and ends; the event loop
+accepts from it like from any other. No helper runs inside, and nothing inside can ask for another address.
+"""
+
+import asyncio
+import contextlib
+import socket
+import threading
+from collections.abc import Awaitable, Coroutine
+from urllib.parse import urlsplit
+
+from polar.errors import ConfigError
+from polar.runtimes import linux
+
+PORT = 8100  # inside, where every sandbox has its ports to itself: the same in every session
+_CHUNK = 1 << 16
+_BACKLOG = 128
+
+
+class Relay:
+    """Serves one listening socket until it is closed."""
+
+    def __init__(self, gateway: str) -> None:
+        self._gateway = gateway
+        self._server: asyncio.Server | None = None
+        self._connections: set[asyncio.Task[None]] = set()
+
+    async def serve(self, listening: socket.socket) -> None:
+        """Takes the socket over: it is closed with the relay, or here and now."""
+        try:
+            self._server = await asyncio.start_server(self._connected, sock=listening, backlog=_BACKLOG)
+        except BaseException:
+            listening.close()
+            raise
+
+    async def close(self) -> None:
+        if self._server is not None:
+            self._server.close()
+            self._server = None
+        await _cancelled(self._connections)
+        await asyncio.sleep(0)  # in which the event loop closes what was broken off
+
+    async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._connections.add(task)
+        task.add_done_callback(self._connections.discard)
+        await _ending(writer, self._joined(reader, writer))
+
+    async def _joined(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            to_reader, to_writer = await _connect(self._gateway)
+        except OSError:  # the gateway is not there: inside, the connection closes
+            return
+        await _ending(to_writer, _both_ways(_copy(reader, to_writer), _copy(to_reader, writer)))
+
+
+async def _ending(writer: asyncio.StreamWriter, work: Awaitable[None]) -> None:
+    """Closes a connection behind the work: with all that was written, or at once where the work is broken off."""
+    try:
+        await work
+        writer.close()
+        with contextlib.suppress(OSError):
+            await writer.wait_closed()
+    finally:
+        writer.transport.abort()
+
+
+async def _both_ways(one: Coroutine[None, None, None], other: Coroutine[None, None, None]) -> None:
+    ways = {asyncio.create_task(one), asyncio.create_task(other)}
+    try:
+        await asyncio.wait(ways)
+    finally:
+        await _cancelled(ways)
+
+
+async def _copy(source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
+    """Until the source ends; then the sink hears so too, and may still answer. Where either breaks, both end."""
+    try:
+        while data := await source.read(_CHUNK):
+            sink.write(data)
+            await sink.drain()
+        sink.write_eof()
+    except OSError:
+        sink.transport.abort()
+
+
+async def _connect(gateway: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    if gateway.startswith("unix:"):
+        return await asyncio.open_unix_connection(gateway.removeprefix("unix:"))
+    host, port = address(gateway)
+    return await asyncio.open_connection(host, port)
+
+
+def address(gateway: str) -> tuple[str, int]:
+    """Host and port of `http://HOST:PORT`."""
+    parts = urlsplit(gateway)
+    if parts.scheme != "http" or parts.hostname is None or parts.port is None:
+        raise ConfigError(f"The gateway's address must be http://HOST:PORT or unix:PATH, not {gateway!r}.")
+    return parts.hostname, parts.port
+
+
+async def _cancelled(tasks: set[asyncio.Task[None]]) -> None:
+    """What they raised is how their connections ended, which is of no interest."""
+    ended = set(tasks)
+    for task in ended:
+        task.cancel()
+    await asyncio.gather(*ended, return_exceptions=True)
+
+
+def listen_inside(process: int) -> socket.socket:
+    """A socket that listens on loopback in the network namespace of a process (its pidfd)."""
+    made: list[socket.socket | OSError] = []
+
+    def step_in() -> None:
+        try:
+            linux.setns(process, linux.CLONE_NEWNET)  # this thread only, and it ends here
+            made.append(listen(PORT))
+        except OSError as error:
+            made.append(error)
+
+    thread = threading.Thread(target=step_in)
+    thread.start()
+    thread.join()
+    (result,) = made
+    if isinstance(result, OSError):
+        raise result
+    return result
+
+
+def listen(port: int = 0) -> socket.socket:
+    listening = socket.socket()
+    with contextlib.ExitStack() as undone:
+        undone.callback(listening.close)
+        listening.bind(("127.0.0.1", port))
+        listening.listen(_BACKLOG)
+        listening.setblocking(False)
+        undone.pop_all()
+    return listening

@@ -1,0 +1,311 @@
+"""The process that starts everything which runs in a runtime: small, with one thread, and safe to fork.
+
+The node asks through a socket and passes a file with the job and the descriptors that it needs; the spawner forks, and
+the fork does the job and tells on its own status pipe, a JSON line each, how it goes:
+
+    {"pid": N}       the process to signal: a supervisor, or bwrap
+    {"error": "..."} it could not be started
+    {"exit": N}      the command ended, 128 + N for a signal as in a shell
+    end of file      it was killed, or (for a sandbox) bwrap has taken over
+
+The jobs: `sandbox` (mounts in a namespace of its own, then bwrap), `inside` (a command in a running sandbox),
+`kill_inside` and `local` (a command with a supervisor, below which everything that it starts stays, daemons too).
+
+When the node dies, however it dies, the socket closes, the spawner ends, and with it every sandbox and every
+supervisor. Nothing of the node's environment or memory is here. Only the standard library is used.
+"""
+
+import contextlib
+import errno
+import gc
+import json
+import os
+import resource
+import select
+import signal
+import socket
+import sys
+import time
+import warnings  # noqa: F401  needed by os.execvpe, which imports it only then
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+from polar.runtimes import linux
+
+NOT_FOUND, NOT_EXECUTABLE = 127, 126  # as shells say it
+_MAX_FDS = 8
+_MACHINE_FOLDER = os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC
+_WORLDS = linux.CLONE_NEWNS | linux.CLONE_NEWNET | linux.CLONE_NEWIPC | linux.CLONE_NEWUTS | linux.CLONE_NEWCGROUP
+_CAPABILITIES = frozenset({0, 1, 3, 4, 5, 6, 7, 10, 18})
+"""What root inside may do, within its own user namespace: chown, dac_override, fowner, fsetid, kill, setgid, setuid,
+net_bind_service, sys_chroot. No mounts, no network settings."""
+
+Job = dict[str, Any]
+
+
+def main() -> None:
+    """Takes jobs from the socket on descriptor 0 until the node is gone."""
+    asked = socket.socket(fileno=os.dup(0))
+    gc.disable()  # its passes write to every object, and each page written to is copied in every fork
+    linux.adopt_orphans()  # a sandbox can't end while a process of it waits to be reaped by a slow init
+    sys.meta_path.clear()  # a fork that stands in a sandbox must not import what it finds there
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    woken, wake = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+    signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
+    running: dict[int, int] = {}  # status pipes by process
+    while True:
+        for ready in select.select([asked.fileno(), woken], [], [])[0]:
+            if ready == woken:
+                os.read(woken, 1 << 16)
+                _reap(running)
+            elif not _take(asked, running):
+                return
+
+
+def _take(asked: socket.socket, running: dict[int, int]) -> bool:
+    """Starts one job; False where the node is gone."""
+    message, fds, _, _ = socket.recv_fds(asked, 1, _MAX_FDS)
+    if not message:
+        return False
+    for fd in fds:
+        os.set_inheritable(fd, False)  # no command may write to its status pipe (the call's own flag is not heeded)
+    request, status, *others = fds
+    with os.fdopen(os.dup(request), "rb") as file:
+        job: Job = json.loads(file.read())
+    try:
+        child = _fork(job, others)
+    except OSError as error:
+        _refused(job, status, others, error)
+    else:
+        if child == 0:
+            asked.close()
+            signal.set_wakeup_fd(-1)
+            for fd in running.values():
+                os.close(fd)
+            _finish(status, lambda: _JOBS[job["job"]](job, status, others))
+        if job["job"] == "inside":
+            running[child] = os.dup(status)
+    for fd in fds:
+        os.close(fd)
+    return True
+
+
+def _reap(running: dict[int, int]) -> None:
+    """Whoever has ended: forks, and orphans of theirs. Of commands inside it is told how."""
+    with contextlib.suppress(ChildProcessError):
+        while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+            if (status := running.pop(ended[0], None)) is not None:
+                _tell(status, exit=_code(ended[1]))
+                os.close(status)
+
+
+def _refused(job: Job, status: int, fds: list[int], error: OSError) -> None:
+    """A command that can't be started since those before it left no room is a command that failed, as in a shell."""
+    if job["job"] == "sandbox" or error.errno != errno.EAGAIN:
+        _tell(status, error=f"fork: {error.strerror}")
+    else:
+        with contextlib.suppress(BrokenPipeError):
+            os.write(fds[1], f"{job['argv'][0]}: fork: {error.strerror}\n".encode())
+        _tell(status, exit=NOT_EXECUTABLE)
+
+
+def _fork(job: Job, fds: list[int]) -> int:
+    """Into the cgroup at once; a command inside into the sandbox's process ids too, which count for children only."""
+    own = os.open("/proc/self/ns/pid", os.O_RDONLY | os.O_CLOEXEC) if job["job"] == "inside" else None
+    group = None if job["into"] is None else os.open(job["into"], _MACHINE_FOLDER)
+    child = -1
+    try:
+        if own is not None:
+            linux.setns(fds[-1], linux.CLONE_NEWPID)
+        child = os.fork() if group is None else linux.fork_into(group, signal.SIGCHLD)
+        return child
+    finally:
+        if own is not None and child != 0:
+            linux.setns(own, linux.CLONE_NEWPID)
+        for fd in (own, group):
+            if fd is not None:
+                os.close(fd)
+
+
+def _finish(status: int, work: Callable[[], None]) -> NoReturn:
+    """A fork never returns into the loop above."""
+    try:
+        work()
+    except BaseException as error:  # noqa: BLE001  it is told, whatever it is, and this process ends here
+        _tell(status, error=f"{type(error).__name__}: {error}")
+    os._exit(0)
+
+
+def _tell(status: int, **what: object) -> None:
+    with contextlib.suppress(BrokenPipeError):  # the node no longer listens
+        os.write(status, json.dumps(what).encode() + b"\n")
+
+
+def _join(job: Job, death: signal.Signals) -> None:
+    """What every fork does first: into its groups, and not to outlive the spawner."""
+    parent = os.getppid()
+    linux.die_with_parent(death)
+    if os.getppid() != parent:
+        raise RuntimeError("the spawner is gone")
+    for tasks in job["tasks"]:
+        with open(tasks, "w") as file:
+            file.write("0")
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+def _sandbox(job: Job, status: int, fds: list[int]) -> None:
+    """Mounts, seen by this process and the sandbox only, and then bwrap in its place."""
+    hold, ready, info, errors = fds
+    _join(job, signal.SIGKILL)
+    os.setsid()
+    with contextlib.suppress(PermissionError), open("/proc/self/oom_score_adj", "w") as file:
+        file.write("-900")  # what runs inside goes first, where we may say so
+    linux.unshare(linux.CLONE_NEWNS)
+    linux.mount("none", "/", "none", linux.MS_REC | linux.MS_PRIVATE)
+    if (disk := job["disk"]) is not None:
+        device, held = linux.attach_loop(disk["image"])
+        linux.mount(device, disk["at"], "ext4", linux.MS_NOSUID | linux.MS_NODEV, "discard")
+        os.close(held)
+    for folder in job["folders"]:
+        os.makedirs(folder, exist_ok=True)
+    linux.mount("overlay", job["root"], "overlay", linux.MS_NOSUID | linux.MS_NODEV, job["overlay"])
+    for at, fd in enumerate((hold, ready, errors)):
+        os.dup2(fd, at)
+    os.set_inheritable(info, True)
+    argv = [word.replace("{info}", str(info)) for word in job["argv"]]
+    _plain_signals()
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # inherited by the first process inside: orphans leave no zombies
+    _tell(status, pid=os.getpid())
+    os.execve(argv[0], argv, job["env"])
+
+
+def _inside(job: Job, _: int, fds: list[int]) -> None:
+    """The command, in the sandbox's other namespaces as well. The spawner waits for it."""
+    stdin, output, init = fds
+    _join(job, signal.SIGKILL)
+    linux.setns(init, _WORLDS)
+    linux.setns(init, linux.CLONE_NEWUSER)  # last, since the others belong to its parent
+    linux.keep_capabilities(_CAPABILITIES)
+    linux.no_new_privileges()
+    _become(job, stdin, output)
+
+
+def _kill_inside(job: Job, status: int, fds: list[int]) -> None:
+    """Everything in a sandbox but its first process."""
+    (init,) = fds
+    _join(job, signal.SIGKILL)
+    linux.setns(init, linux.CLONE_NEWPID)
+    child = os.fork()
+    if child == 0:
+        with contextlib.suppress(ProcessLookupError):  # there is nothing any more
+            while True:
+                os.kill(-1, signal.SIGKILL)
+                time.sleep(0.001)
+        os._exit(0)
+    _tell(status, exit=_code(os.waitpid(child, 0)[1]))
+
+
+def _local(job: Job, status: int, fds: list[int]) -> None:
+    """A supervisor: orphans of the command become its children, and at SIGTERM all of them die."""
+    stdin, output = fds
+    supervisor = os.getpid()
+    linux.adopt_orphans()
+    signal.signal(signal.SIGTERM, lambda *_: _end_all(supervisor))
+    _join(job, signal.SIGTERM)
+    os.setsid()
+    _tell(status, pid=supervisor)
+    try:
+        child = os.fork()
+    except BlockingIOError as error:
+        _refused(job, status, fds, error)
+        return
+    if child == 0:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        _become(job, stdin, output)
+    for fd in fds:
+        os.close(fd)
+    with contextlib.suppress(ChildProcessError):  # no child is left
+        while True:
+            pid, ended = os.waitpid(-1, 0)
+            if pid == child:
+                _tell(status, exit=_code(ended))
+
+
+def _end_all(root: int) -> NoReturn:
+    """Stops everything below this process, so that nothing new is started, and then kills it."""
+    seen: set[int] = set()
+    while (found := _descendants(root)) - seen:
+        _signal(found - seen, signal.SIGSTOP)
+        seen |= found
+    with contextlib.suppress(ChildProcessError):
+        while True:
+            _signal(_descendants(root), signal.SIGKILL)
+            os.waitpid(-1, 0)
+    os._exit(0)
+
+
+def _descendants(root: int) -> set[int]:
+    children: dict[int, list[int]] = {}
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        with contextlib.suppress(OSError), open(f"/proc/{name}/stat") as file:
+            fields = file.read().rpartition(")")[2].split()
+            if fields[0] != "Z":
+                children.setdefault(int(fields[1]), []).append(int(name))
+    found: set[int] = set()
+    waiting = [root]
+    while waiting:
+        new = children.get(waiting.pop(), [])
+        found.update(new)
+        waiting += new
+    return found
+
+
+def _signal(pids: set[int], number: signal.Signals) -> None:
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
+
+
+def _become(job: Job, stdin: int, output: int) -> NoReturn:
+    """The command itself. What can't be run says so where its output goes, with the exit code of a shell."""
+    code = NOT_EXECUTABLE
+    try:
+        os.setsid()
+        for at, fd in enumerate((stdin, output, output)):
+            os.dup2(fd, at)
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        os.umask(0o022)
+        _plain_signals()
+        os.chdir(job["cwd"])
+        os.execvpe(job["argv"][0], job["argv"], job["env"])
+    except FileNotFoundError as error:
+        code = NOT_FOUND
+        os.write(2, f"{job['argv'][0]}: {error.strerror} ({error.filename or job['cwd']})\n".encode())
+    except (OSError, ValueError) as error:
+        os.write(2, f"{job['argv'][0]}: {error}\n".encode())
+    finally:
+        os._exit(code)
+
+
+def _plain_signals() -> None:
+    """Python ignores these; commands expect the usual."""
+    for number in (signal.SIGPIPE, signal.SIGXFSZ):
+        signal.signal(number, signal.SIG_DFL)
+
+
+def _code(status: int) -> int:
+    code = os.waitstatus_to_exitcode(status)
+    return code if code >= 0 else 128 - code
+
+
+_JOBS: dict[str, Callable[[Job, int, list[int]], None]] = {
+    "sandbox": _sandbox,
+    "inside": _inside,
+    "kill_inside": _kill_inside,
+    "local": _local,
+}
+
+if __name__ == "__main__":
+    sys.exit("This is started by the node: see polar.runtimes.processes.")

@@ -1,0 +1,3 @@
+import pytest
+
+pytest.register_assert_rewrite("tests.contract.runtimes")  # so that its failures say what was found

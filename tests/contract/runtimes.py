@@ -1,0 +1,482 @@
+"""What every kind of runtime must keep, as tests that authors of plug-ins can run against theirs:
+
+    class TestMine(RuntimeContract):
+        kind_class = Mine
+        promises = EVERYTHING
+
+`promises` names what a kind keeps of what not every kind can; tests of the rest are skipped, saying so. Each test ends
+with a look at the machine: no process, mount, cgroup, loop device, descriptor or folder may be left.
+"""
+
+import asyncio
+import contextlib
+import os
+import secrets
+import signal
+import sys
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+import pytest
+
+from polar.runtimes.base import Completed, Kind, Limits, Mount, Runtime, SandboxError, Spec, TooLarge
+from tests.contract import left, node
+
+Promise = Literal["root", "network", "cpu", "memory", "processes", "disk"]
+EVERYTHING: frozenset[Promise] = frozenset({"root", "network", "cpu", "memory", "processes", "disk"})
+
+HELLO = b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\nConnection: close\r\n\r\nhello"
+ASK = """exec 3<>/dev/tcp/{host}/{port} && printf 'GET / HTTP/1.0\\r\\n\\r\\n' >&3 && cat <&3"""
+_SETTLE_SECONDS = 10.0
+
+
+class Ran:
+    """A command's end, and what it wrote."""
+
+    def __init__(self, completed: Completed, output: str) -> None:
+        self.completed = completed
+        self.output = output
+
+    @property
+    def code(self) -> int | None:
+        return self.completed.exit_code
+
+
+class Place:
+    """A kind at work: makes runtimes with a mark on all that runs in them."""
+
+    def __init__(self, kind: Kind, image: str | None, state: Path, gateway: str, scratch: Path) -> None:
+        self.kind = kind
+        self.image = image
+        self.state = state
+        self.gateway = gateway
+        self.scratch = scratch
+        self.mark = f"polar-contract-{secrets.token_hex(8)}"
+        self.ids: list[str] = []
+
+    def spec(self, **changes: Any) -> Spec:
+        return Spec(**{"image": self.image, **changes, "env": {"MARK": self.mark, **changes.get("env", {})}})
+
+    def new_id(self) -> str:
+        self.ids.append(f"t{secrets.token_hex(8)}")
+        return self.ids[-1]
+
+    async def new(self, **changes: Any) -> Runtime:
+        runtime = await self.kind.create(self.new_id(), self.spec(**changes))
+        await runtime.start()
+        return runtime
+
+    async def shell(self, runtime: Runtime, script: str, **options: Any) -> Ran:
+        output = self.scratch / secrets.token_hex(8)
+        completed = await runtime.run(["bash", "-c", script], output=output, **options)
+        return Ran(completed, output.read_text(errors="replace"))
+
+    async def clean(self) -> dict[str, list[str]]:
+        """What is left once it has had a moment: the kernel takes mounts and devices down behind a process's end."""
+        deadline = time.monotonic() + _SETTLE_SECONDS
+        while True:
+            found = left.everything(self.state, self.ids, self.mark)
+            if not any(found.values()) or time.monotonic() > deadline:
+                return {what: names for what, names in found.items() if names}
+            await asyncio.sleep(0.02)
+
+
+@contextlib.asynccontextmanager
+async def gateway() -> AsyncIterator[str]:
+    """Greets whoever comes."""
+
+    async def greet(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(HELLO)
+        await writer.drain()
+        writer.close()
+
+    server = await asyncio.start_server(greet, "127.0.0.1", 0)
+    async with server:
+        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+
+
+class RuntimeContract:
+    kind_class: ClassVar[type[Any]]
+    promises: ClassVar[frozenset[Promise]]
+    image: ClassVar[str | None] = None
+    many: ClassVar[int] = 32
+
+    @pytest.fixture
+    async def place(self, tmp_path: Path) -> AsyncIterator[Place]:
+        async with gateway() as url:
+            state, scratch = tmp_path / "state", tmp_path / "scratch"
+            scratch.mkdir()
+            kind: Kind = self.kind_class(state, url)
+            if (why := await kind.unavailable()) is not None:
+                await kind.close()
+                pytest.skip(f"no {kind.name} here: {why}")
+            await kind.prepare(self.image)
+            place = Place(kind, self.image, state, url, scratch)
+            before = left.descriptors()
+            try:
+                yield place
+            finally:
+                await kind.close()
+            assert await place.clean() == {}
+            assert left.descriptors() <= before
+
+    def needs(self, promise: Promise) -> None:
+        if promise not in self.promises:
+            pytest.skip(f"{self.kind_class.name} does not promise this ({promise})")
+
+    # Commands
+
+    async def test_a_command_has_its_environment_folder_input_output_and_code(self, place: Place) -> None:
+        runtime = await place.new(env={"A": "of the runtime", "B": "of the runtime"})
+        script = 'echo "$A, $B"; pwd; echo "$HOME"; cat; echo error >&2; exit 3'
+        ran = await place.shell(runtime, script, env={"B": "of the command"}, stdin=b"input\n")
+        workdir, home = runtime.path("/workspace"), runtime.path("/home/agent")
+        assert ran.output == f"of the runtime, of the command\n{workdir}\n{home}\ninput\nerror\n"
+        assert ran.code == 3
+        assert not ran.completed.timed_out
+        assert (await place.shell(runtime, "pwd", cwd="/tmp")).output == f"{runtime.path('/tmp')}\n"
+
+    async def test_a_command_has_no_descriptors_but_its_three(self, place: Place) -> None:
+        runtime = await place.new()
+        output = place.scratch / "descriptors"
+        await runtime.run(["ls", "-l", "/proc/self/fd"], output=output)
+        found = [line.partition("->")[0].split()[-1] for line in output.read_text().splitlines() if "->" in line]
+        assert found == ["0", "1", "2", "3"]  # the last is the listing's own
+
+    async def test_codes_are_those_of_a_shell(self, place: Place) -> None:
+        runtime = await place.new()
+        assert (await runtime.run(["true"])).exit_code == 0
+        assert (await runtime.run(["no-such-program"])).exit_code == 127
+        assert (await runtime.run(["sh", "-c", "kill -TERM $$"])).exit_code == 128 + signal.SIGTERM
+        assert (await runtime.run(["sh", "-c", "kill -KILL $$"])).exit_code == 128 + signal.SIGKILL
+
+    async def test_nothing_of_the_nodes_environment_is_seen(
+        self, place: Place, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("NODE_SECRET", "hunter2")
+        runtime = await place.new()
+        ran = await place.shell(runtime, "env; echo $PPID")
+        assert "hunter2" not in ran.output
+        if "root" in self.promises:
+            seen = await place.shell(runtime, "cat /proc/*/environ /proc/*/cmdline | tr '\\0' '\\n'")
+            assert "hunter2" not in seen.output
+            assert str(place.mark) in seen.output  # one's own can be read
+
+    async def test_arguments_and_input_may_be_large(self, place: Place) -> None:
+        runtime = await place.new()
+        text = "x" * 100_000
+        ran = await place.shell(runtime, "cat; echo -n $BIG", stdin=b"y" * 3_000_000, env={"BIG": text})
+        assert ran.output == "y" * 3_000_000 + text
+
+    async def test_output_comes_as_it_is_written(self, place: Place) -> None:
+        runtime = await place.new()
+        output = place.scratch / "output"
+        script = f"echo first; until [ -e {runtime.path('/workspace/go')} ]; do sleep 0.02; done; echo second"
+        running = asyncio.create_task(runtime.run(["sh", "-c", script], output=output, timeout=30))
+        while not output.exists() or output.read_text() != "first\n":  # noqa: ASYNC110  a file tells nobody
+            await asyncio.sleep(0.01)
+        await runtime.put(b"", "/workspace/go")
+        assert (await running).exit_code == 0
+        assert output.read_text() == "first\nsecond\n"
+
+    async def test_output_is_cut_and_the_command_goes_on(self, place: Place) -> None:
+        runtime = await place.new()
+        ran = await place.shell(runtime, "head -c 1000000 /dev/zero; exit 4", max_output=1000)
+        assert (len(ran.output), ran.code, ran.completed.output_cut) == (1000, 4, True)
+        whole = await place.shell(runtime, "head -c 1000 /dev/zero", max_output=1000)
+        assert (len(whole.output), whole.completed.output_cut) == (1000, False)
+
+    async def test_a_daemon_that_keeps_the_output_open_is_not_waited_for(self, place: Place) -> None:
+        runtime = await place.new()
+        ran = await place.shell(runtime, "setsid sleep 60 & echo done", timeout=30)
+        assert (ran.output, ran.code) == ("done\n", 0)
+
+    async def test_commands_run_side_by_side(self, place: Place) -> None:
+        runtime = await place.new()
+        ran = await asyncio.gather(*(place.shell(runtime, f"echo {index}; exit {index}") for index in range(8)))
+        assert [(it.output, it.code) for it in ran] == [(f"{index}\n", index) for index in range(8)]
+
+    # Death
+
+    @pytest.mark.parametrize(
+        "script",
+        [
+            "sleep 60",
+            "trap '' TERM INT HUP; while :; do sleep 1; done",
+            "setsid sleep 60 & sleep 60",
+            "(setsid sh -c 'trap \"\" TERM; (sleep 60 &) ; sleep 60' &) ; sleep 60",
+            "(setsid nohup sh -c 'while :; do setsid sleep 0.01 & sleep 0.005; done' >/dev/null 2>&1 &) ; sleep 60",
+        ],
+        ids=["plain", "ignores-sigterm", "setsid", "double-fork", "respawns"],
+    )
+    async def test_a_time_out_kills_all_that_the_command_started(self, place: Place, script: str) -> None:
+        runtime = await place.new()
+        before = left.processes(place.mark)
+        ran = await place.shell(runtime, f"echo started; {script}", timeout=0.3)
+        assert (ran.code, ran.completed.timed_out, ran.output) == (None, True, "started\n")
+        marked = [line for line in left.processes(place.mark) if line not in before and "spawner" not in line]
+        assert marked == []
+        assert (await place.shell(runtime, "echo alive")).output == "alive\n"
+
+    async def test_a_cancelled_call_kills_its_command(self, place: Place) -> None:
+        runtime = await place.new()
+        running = asyncio.create_task(place.shell(runtime, "setsid sleep 60 & sleep 60"))
+        await asyncio.sleep(0.3)
+        assert any("sleep 60" in line for line in left.processes(place.mark))
+        running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+        assert not any("sleep 60" in line for line in left.processes(place.mark))
+
+    async def test_stop_ends_what_runs_and_files_can_still_be_taken(self, place: Place) -> None:
+        runtime = await place.new()
+        await place.shell(runtime, "echo kept > result; setsid sh -c 'while :; do date >> late; sleep 0.01; done' &")
+        running = asyncio.create_task(place.shell(runtime, "sleep 60"))
+        await asyncio.sleep(0.2)
+        await runtime.stop()
+        assert (await running).code is None
+        await runtime.get("/workspace", place.scratch / "once")
+        await asyncio.sleep(0.1)
+        await runtime.get("/workspace", place.scratch / "again")
+        assert (place.scratch / "once/result").read_text() == "kept\n"
+        assert (place.scratch / "once/late").read_bytes() == (place.scratch / "again/late").read_bytes()
+        with pytest.raises(SandboxError):
+            await runtime.run(["true"])
+
+    async def test_removal_may_come_at_any_time_and_again(self, place: Place) -> None:
+        for started in (False, True):
+            runtime = await place.kind.create(place.new_id(), place.spec())
+            if started:
+                await runtime.start()
+                running = asyncio.create_task(runtime.run(["sleep", "60"]))
+                await asyncio.sleep(0.2)
+            await runtime.remove()
+            await runtime.remove()
+        assert (await running).exit_code is None
+        assert not any("sleep 60" in line for line in left.processes(place.mark))
+        assert not left.everything(place.state, place.ids, place.mark)["folders"]
+        await runtime.stop()
+
+    # Files
+
+    async def test_files_go_in_and_come_out(self, place: Place) -> None:
+        runtime = await place.new()
+        source = place.scratch / "source"
+        (source / "below/deeper").mkdir(parents=True)
+        (source / "below/run.sh").write_text("#!/bin/sh\necho ran\n")
+        (source / "below/run.sh").chmod(0o755)
+        (source / "below/deeper/data").write_bytes(bytes(range(256)) * 1000)
+        (source / "link").symlink_to("below/run.sh")
+        await runtime.put(source, "/workspace/new/folder")
+        await runtime.put(b"bytes", "/workspace/new/file")
+        ran = await place.shell(runtime, "new/folder/link; cat new/file; echo; readlink new/folder/link")
+        assert ran.output == "ran\nbytes\nbelow/run.sh\n"
+        await runtime.get("/workspace/new", place.scratch / "back")
+        back = place.scratch / "back"
+        assert (back / "folder/below/deeper/data").read_bytes() == bytes(range(256)) * 1000
+        assert os.access(back / "folder/below/run.sh", os.X_OK)
+        assert os.readlink(back / "folder/link") == "below/run.sh"
+        await runtime.get("/workspace/new/file", place.scratch / "file")
+        assert (place.scratch / "file").read_bytes() == b"bytes"
+        with pytest.raises(FileNotFoundError):
+            await runtime.get("/workspace/none", place.scratch / "none")
+
+    async def test_what_is_in_the_way_of_a_file_is_replaced(self, place: Place) -> None:
+        runtime = await place.new()
+        script = "mkdir -p file/below; touch file/below/x; echo old > folder; ln -s /etc/passwd link; mkfifo pipe"
+        await place.shell(runtime, script)
+        for inside in ("file", "folder/new", "link", "pipe"):
+            await runtime.put(b"new", f"/workspace/{inside}")
+            assert (await place.shell(runtime, f"cat {inside}")).output == "new"
+
+    async def test_links_are_not_followed(self, place: Place) -> None:
+        secret = place.scratch / "secret"
+        secret.mkdir()
+        (secret / "key").write_text("hunter2")
+        runtime = await place.new()
+        script = f"""
+            mkdir -p out/below && cd out && echo mine > file && mkfifo pipe
+            ln -s {secret}/key absolute; ln -s {secret} folder; ln -s /etc passwords
+            ln -s {"../" * 30}{str(secret).lstrip("/")}/key relative
+            ln -s below/../../../x sly; ln -s file good; ln -s ../file below/up; ln -s . self
+            ln -s {secret}/key ../out-link
+        """
+        await place.shell(runtime, script)
+        await runtime.get("/workspace/out", place.scratch / "out")
+        out = place.scratch / "out"
+        assert sorted(str(path.relative_to(out)) for path in out.rglob("*")) == [
+            "below",
+            "below/up",
+            "file",
+            "good",
+            "self",
+        ]
+        assert os.readlink(out / "below/up") == "../file"
+        with pytest.raises(FileNotFoundError):
+            await runtime.get("/workspace/out-link", place.scratch / "link")
+        with pytest.raises(FileNotFoundError):
+            await runtime.get("/workspace/out/folder/key", place.scratch / "through")
+        assert not any("hunter2" in path.read_text() for path in out.rglob("*") if path.is_file())
+
+    async def test_what_comes_out_is_capped(self, place: Place) -> None:
+        runtime = await place.new()
+        await place.shell(runtime, "head -c 100000 /dev/zero > large; mkdir many; cd many; touch $(seq 300)")
+        await runtime.put(b"", "/workspace/holes")
+        await place.shell(runtime, "dd if=/dev/zero of=holes bs=1 count=1 seek=1000000000000 2>/dev/null")
+        for inside in ("large", "many", "holes"):
+            with pytest.raises(TooLarge):
+                await runtime.get(f"/workspace/{inside}", place.scratch / "out", max_bytes=50_000)
+            assert sorted(path.name for path in place.scratch.iterdir() if "out" in path.name) == []
+        await runtime.get("/workspace/large", place.scratch / "out", max_bytes=200_000)
+
+    async def test_mounted_folders_can_only_be_read(self, place: Place) -> None:
+        self.needs("root")
+        shared = place.scratch / "shared"
+        shared.mkdir()
+        (shared / "tool").write_text("of the machine")
+        runtime = await place.new(mounts=(Mount(shared, "/opt/shared"),))
+        ran = await place.shell(
+            runtime, "cat /opt/shared/tool; echo changed > /opt/shared/tool; rm -f /opt/shared/tool"
+        )
+        assert ran.output.startswith("of the machine")
+        assert (shared / "tool").read_text() == "of the machine"
+
+    # Walls
+
+    async def test_home_and_workdir_are_the_same_in_every_runtime(self, place: Place) -> None:
+        self.needs("root")
+        for _ in range(2):
+            ran = await place.shell(await place.new(), "pwd; echo $HOME; touch here $HOME/there && hostname")
+            assert ran.output.splitlines()[:2] == ["/workspace", "/home/agent"]
+            assert ran.code == 0
+
+    async def test_runtimes_do_not_see_each_other_nor_the_machine(self, place: Place) -> None:
+        self.needs("root")
+        secret = f"key-{secrets.token_hex(8)}"
+        one, other = await place.new(env={"KEY": secret}), await place.new()
+        running = asyncio.create_task(place.shell(one, f"echo {secret} > mine; echo {secret} > /tmp/mine; sleep 60"))
+        await asyncio.sleep(0.2)
+        look = "ps ax; cat /proc/*/environ /proc/*/cmdline; cat /tmp/* /workspace/* /dev/shm/*; ls -la / /tmp /home; id"
+        seen = await place.shell(other, f"({look}) 2>&1 | tr '\\0' '\\n'")
+        assert secret not in seen.output
+        machine = await place.shell(other, f"ls {place.state} {Path(__file__)} /root/.ssh; cat /etc/shadow; kill -9 -1")
+        assert "No such file" in machine.output
+        assert "root:" not in machine.output
+        assert not running.done()
+        await one.stop()
+        await running
+
+    async def test_the_kernel_can_not_be_told_anything(self, place: Place) -> None:
+        self.needs("root")
+        runtime = await place.new()
+        for script in (
+            "cat /proc/sys/vm/swappiness > /proc/sys/vm/swappiness",  # harmless where it works
+            "cat /proc/sys/kernel/core_pattern > /proc/sys/kernel/core_pattern",
+            "mount -t tmpfs none /mnt",
+            "mount -o remount,rw /",
+            "head -c 1 /proc/kcore | grep -q .",
+            "mknod /tmp/disk b 8 0 && head -c 1 /tmp/disk",
+        ):
+            assert (await place.shell(runtime, script)).code != 0, script
+
+    async def test_a_runtime_outlives_what_its_commands_do_to_it(self, place: Place) -> None:
+        self.needs("root")
+        runtime = await place.new()
+        await place.shell(runtime, "kill -9 1; kill -9 -1", timeout=30)
+        assert (await place.shell(runtime, "echo alive")).output == "alive\n"
+        orphans = "for i in 1 2 3 4 5; do (setsid true &); done; sleep 0.3; cat /proc/[0-9]*/stat | grep -c ') Z ' "
+        assert (await place.shell(runtime, orphans)).output == "0\n"
+
+    async def test_the_gateway_is_reached_and_nothing_else(self, place: Place) -> None:
+        self.needs("network")
+        runtime = await place.new()
+        host, _, port = runtime.gateway_url().removeprefix("http://").rpartition(":")
+        asked = await asyncio.gather(*(place.shell(runtime, ASK.format(host=host, port=port)) for _ in range(4)))
+        assert all(ran.output.endswith("hello") for ran in asked)
+        there = place.gateway.rpartition(":")[2]
+        for other in (("127.0.0.1", there), ("127.0.0.1", "22"), ("1.1.1.1", "53"), ("169.254.169.254", "80")):
+            ran = await place.shell(runtime, f"timeout 2 bash -c '{ASK.format(host=other[0], port=other[1])}'")
+            assert ran.code != 0, other
+            assert "hello" not in ran.output
+        interfaces = await place.shell(runtime, "cat /proc/net/dev")
+        assert [line.split(":")[0].strip() for line in interfaces.output.splitlines()[2:]] == ["lo"]
+
+    async def test_without_a_network_there_is_not_even_the_gateway(self, place: Place) -> None:
+        self.needs("network")
+        runtime = await place.new(network="none")
+        host, _, port = runtime.gateway_url().removeprefix("http://").rpartition(":")
+        assert (await place.shell(runtime, ASK.format(host=host, port=port))).code != 0
+
+    # Limits
+
+    async def test_a_command_that_takes_too_much_memory_says_so(self, place: Place) -> None:
+        self.needs("memory")
+        runtime = await place.new(limits=Limits(memory_mb=64))
+        ran = await place.shell(runtime, "head -c 300000000 /dev/zero | tail -n 1 > /dev/null; exit ${PIPESTATUS[1]}")
+        assert ran.completed.out_of_memory
+        alone = await runtime.run(["bash", "-c", "exec tail -n 1 < <(head -c 300000000 /dev/zero) > /dev/null"])
+        assert (alone.exit_code, alone.out_of_memory) == (None, True)
+        assert (await place.shell(runtime, "echo alive")).output == "alive\n"
+        assert not (await place.shell(runtime, "exit 1")).completed.out_of_memory
+
+    async def test_processes_are_limited(self, place: Place) -> None:
+        self.needs("processes")
+        runtime = await place.new(limits=Limits(processes=20))
+        output = place.scratch / "started"
+        script = "for i in $(seq 60); do sleep 60 & echo $i; done"
+        await runtime.run(["sh", "-c", script], output=output, timeout=2)
+        counted = [line for line in output.read_text().splitlines() if line.isdigit()]
+        assert 0 < len(counted) <= 20
+        after = await runtime.run(["true"])  # what the first left may stand in its way: its own failure, not ours
+        assert after.exit_code in (0, 126)
+
+    async def test_the_disk_is_limited(self, place: Place) -> None:
+        self.needs("disk")
+        runtime = await place.new(limits=Limits(disk_mb=32))
+        ran = await place.shell(runtime, "head -c 60000000 /dev/zero > /workspace/big")
+        assert ran.code != 0
+        assert "No space left" in ran.output
+        ran = await place.shell(runtime, "rm big; head -c 10000000 /dev/zero > /tmp/small && stat -c %s /tmp/small")
+        assert ran.output == "10000000\n"
+
+    async def test_cpu_time_is_limited(self, place: Place) -> None:
+        self.needs("cpu")
+        runtime = await place.new(limits=Limits(cpus=0.2))
+        script = (
+            "timeout 1 sh -c 'while :; do :; done'; cut -d ' ' -f 16,17 /proc/$$/stat"  # of ended children, in ticks
+        )
+        ticks = sum(int(word) for word in (await place.shell(runtime, script)).output.split())
+        assert ticks <= 60  # of 100
+
+    # Crowds and crashes
+
+    async def test_many_at_once(self, place: Place) -> None:
+        async def one(index: int) -> str:
+            runtime = await place.new()
+            ran = await place.shell(runtime, f"echo {index} > file; setsid sleep 60 & cat file")
+            await runtime.remove()
+            return ran.output
+
+        outputs = await asyncio.gather(*(one(index) for index in range(self.many)))
+        assert outputs == [f"{index}\n" for index in range(self.many)]
+
+    async def test_what_a_killed_node_left_is_swept(self, place: Place) -> None:
+        ids = [place.new_id() for _ in range(3)]
+        kind = f"{self.kind_class.__module__}:{self.kind_class.__qualname__}"
+        arguments = (kind, str(place.state), self.image or "-", place.mark, *ids)
+        other = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", node.__name__, *arguments, stdout=asyncio.subprocess.PIPE
+        )
+        assert other.stdout is not None
+        assert await other.stdout.readline() == b"running\n"
+        assert await place.kind.sweep() == []  # its owner lives
+        other.kill()
+        await other.wait()
+        assert sorted(await place.kind.sweep()) == sorted(ids)
+        other._transport.close()  # type: ignore[attr-defined]
+        assert await place.kind.sweep() == []
+        own = await place.new()
+        assert (await place.shell(own, "echo alive")).output == "alive\n"

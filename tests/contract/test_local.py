@@ -1,0 +1,16 @@
+"""The contract, kept by `local`: no walls, no limit of the disk; the others where cgroups can be made."""
+
+import pytest
+
+from polar.runtimes.cgroups import Cgroups
+from polar.runtimes.local import Local
+from tests.contract.runtimes import Promise, RuntimeContract
+
+_LIMITS: frozenset[Promise] = frozenset({"memory", "processes", "cpu"})
+
+pytestmark = pytest.mark.runtimes
+
+
+class TestLocal(RuntimeContract):
+    kind_class = Local
+    promises = frozenset() if Cgroups.of_this_process().missing else _LIMITS

@@ -1,0 +1,132 @@
+"""What is `bubblewrap`'s own: other roots, machines without cgroups, a gateway on a Unix socket, failures to start."""
+
+import asyncio
+import shutil
+import subprocess
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from polar.runtimes.base import Limits, SandboxError, Spec
+from polar.runtimes.bubblewrap import Bubblewrap
+from polar.runtimes.cgroups import Cgroups
+from tests.contract import left
+
+pytestmark = pytest.mark.runtimes
+
+PROGRAMS = ("sh", "cat", "sleep", "ls", "touch")
+
+
+@pytest.fixture
+async def kind(tmp_path: Path) -> AsyncIterator[Bubblewrap]:
+    kind = Bubblewrap(tmp_path / "state", f"unix:{tmp_path / 'gateway'}")
+    if (why := await kind.unavailable()) is not None:
+        pytest.skip(f"no bubblewrap here: {why}")
+    yield kind
+    await kind.close()
+
+
+@pytest.fixture
+def image(tmp_path: Path) -> Path:
+    """A root of its own, with a shell and little else."""
+    root = tmp_path / "image"
+    for name in ("usr/bin", "etc", "tmp", "data"):
+        (root / name).mkdir(parents=True)
+    (root / "bin").symlink_to("usr/bin")
+    (root / "data/file").write_text("of the image")
+    for program in PROGRAMS:
+        path = shutil.which(program)
+        assert path is not None
+        shutil.copy(path, root / "usr/bin" / program)
+        for line in subprocess.run(["ldd", path], capture_output=True, text=True, check=True).stdout.splitlines():
+            for library in (Path(word) for word in line.split() if word.startswith("/")):
+                target = root / str(library).lstrip("/")
+                target.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy(library, target)
+    return root
+
+
+async def test_an_unpacked_image_is_shared_and_not_changed(kind: Bubblewrap, image: Path, tmp_path: Path) -> None:
+    one, other = [await kind.create(id, Spec(image=str(image))) for id in ("one", "other")]
+    await asyncio.gather(one.start(), other.start())
+    output = tmp_path / "output"
+    script = "cat /data/file; echo changed > /data/file; touch /usr/bin/new; cat /data/file; ls /"
+    assert (await one.run(["sh", "-c", script], output=output)).exit_code == 0
+    assert output.read_text().startswith("of the imagechanged\n")
+    assert {"workspace", "data", "home"} <= set(output.read_text().split())
+    await other.run(["cat", "/data/file"], output=output)
+    assert output.read_text() == "of the image"
+    assert (image / "data/file").read_text() == "of the image"
+    assert not (image / "usr/bin/new").exists()
+    await one.stop()
+    await one.get("/data", tmp_path / "data")
+    assert (tmp_path / "data/file").read_text() == "changed\n"
+
+
+async def test_an_image_that_is_none_says_so(kind: Bubblewrap, tmp_path: Path) -> None:
+    for image in ("python:3.12", str(tmp_path)):
+        with pytest.raises(SandboxError, match="unpacked root"):
+            await kind.prepare(image)
+
+
+async def test_without_cgroups_a_time_out_kills_all_that_is_inside(kind: Bubblewrap, tmp_path: Path) -> None:
+    await kind.prepare(None)
+    kind._cgroups = Cgroups(None, frozenset(), {})
+    runtime = await kind.create("id", Spec(env={"MARK": str(tmp_path)}, limits=Limits(memory_mb=64)))
+    await runtime.start()
+    completed = await runtime.run(["sh", "-c", "(setsid sleep 60 &); sleep 60"], timeout=0.2)
+    assert (completed.timed_out, completed.exit_code) == (True, None)
+    assert not any("sleep" in line for line in left.processes(str(tmp_path)))
+    assert (await runtime.run(["true"])).exit_code == 0
+    await runtime.remove()
+    assert not any("sleep" in line for line in left.processes(str(tmp_path)))
+
+
+async def test_the_gateway_may_be_a_unix_socket(kind: Bubblewrap, tmp_path: Path) -> None:
+    async def greet(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"hello")
+        writer.close()
+
+    output = tmp_path / "output"
+    async with await asyncio.start_unix_server(greet, tmp_path / "gateway"):
+        for network in ("gateway", "internet"):
+            runtime = await kind.create(network, Spec(network=network))
+            await runtime.start()
+            host, _, port = runtime.gateway_url().removeprefix("http://").rpartition(":")
+            await runtime.run(["bash", "-c", f"cat < /dev/tcp/{host}/{port}"], output=output)
+            assert output.read_text() == "hello"
+            await runtime.remove()
+
+
+async def test_a_start_that_is_broken_off_leaves_nothing(kind: Bubblewrap, tmp_path: Path) -> None:
+    await kind.prepare(None)
+    for number, after in enumerate((0.0, 0.002, 0.005, 0.01, 0.02)):
+        runtime = await kind.create(f"broken{number}", Spec(limits=Limits(disk_mb=16)))
+        starting = asyncio.create_task(runtime.start())
+        await asyncio.sleep(after)
+        starting.cancel()
+        await asyncio.gather(starting, return_exceptions=True)
+        await asyncio.gather(runtime.remove(), runtime.remove(), runtime.stop())
+    assert list((tmp_path / "state").rglob("broken*")) == []
+
+
+async def test_an_id_is_used_once(kind: Bubblewrap) -> None:
+    await kind.create("id", Spec())
+    with pytest.raises(SandboxError, match="already"):
+        await kind.create("id", Spec())
+
+
+async def test_without_the_program_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    why = await Bubblewrap(tmp_path / "state", "http://127.0.0.1:9").unavailable()
+    assert why is not None
+    assert "install the package bubblewrap" in why
+
+
+async def test_a_bad_image_spoils_nothing(kind: Bubblewrap) -> None:
+    with pytest.raises(SandboxError):
+        await kind.prepare("python:3.12")
+    runtime = await kind.create("id", Spec())
+    await runtime.start()
+    assert (await runtime.run(["true"])).exit_code == 0

@@ -1,0 +1,62 @@
+"""Owners, their locks, and what they leave."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from polar.runtimes.base import SandboxError
+from polar.runtimes.cgroups import Cgroups
+from polar.runtimes.state import State, remove_tree
+
+
+def test_what_lives_is_not_left(tmp_path: Path) -> None:
+    one, other = State(tmp_path), State(tmp_path)
+    one.runtime("a")
+    assert list(other.left()) == []
+    assert list(one.left()) == []
+    one.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_a_dead_process_made_is_left(tmp_path: Path) -> None:
+    code = (
+        "import os, sys; from pathlib import Path; from polar.runtimes.state import State; "
+        "from polar.runtimes.cgroups import Cgroups; s = State(Path(sys.argv[1])); "
+        "s.note(Cgroups(None, frozenset(), {'memory': Path('/m'), 'pids': Path('/p')})); "
+        "s.runtime('a'); s.runtime('b'); os.kill(os.getpid(), 9)"
+    )
+    subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=False)
+    state = State(tmp_path)
+    (left,) = state.left()
+    assert [folder.name for folder in left.runtimes] == ["a", "b"]
+    group = left.group("a")
+    assert group is not None
+    assert group.folders == (Path("/p/polar-a"), Path("/m/polar-a"))
+    left.remove()
+    assert list(state.left()) == []
+
+
+def test_without_cgroups_there_is_no_group(tmp_path: Path) -> None:
+    state = State(tmp_path / "one")
+    state.note(Cgroups(None, frozenset(), {}))
+    state.runtime("a")
+    with pytest.raises(SandboxError, match="already"):
+        state.runtime("a")
+    state.close()
+
+
+def test_trees_are_removed_whatever_their_permissions(tmp_path: Path) -> None:
+    tree = tmp_path / "tree"
+    (tree / "shut/below").mkdir(parents=True)
+    (tree / "shut/below/file").write_text("text")
+    (tree / "link").symlink_to(tmp_path / "kept", target_is_directory=True)
+    (tmp_path / "kept").mkdir(mode=0o755)
+    os.chmod(tree / "shut/below", 0o000)
+    os.chmod(tree / "shut", 0o000)
+    remove_tree(tree)
+    remove_tree(tree)
+    assert not tree.exists()
+    assert (tmp_path / "kept").stat().st_mode & 0o777 == 0o755
