@@ -88,7 +88,6 @@ _BARE = """
 """
 
 
-@pytest.mark.xfail(strict=True, reason="_without: nothing is left of the prompt")
 async def test_a_branch_behind_a_prompt_that_is_only_its_opening(tmp_path: Path) -> None:
     """Nothing is left of the recorded prompt; the engine must not be sent a piece of a number."""
     folder = tmp_path / "tokenizer"
@@ -120,7 +119,6 @@ _GLUED = """
 """
 
 
-@pytest.mark.xfail(strict=True, reason="guard: a spelling completed on both sides")
 @pytest.mark.parametrize("name", ["im_end", "im_start", "endoftext"])
 def test_a_template_completes_a_spelling_on_both_sides(name: str) -> None:
     base = Tokenizer.load(TOKENIZER)
@@ -131,7 +129,6 @@ def test_a_template_completes_a_spelling_on_both_sides(name: str) -> None:
     assert first not in model.encoder.control.values()
 
 
-@pytest.mark.xfail(strict=True, reason="saying() strips every part")
 async def test_texts_that_are_joined_say_what_they_say_together(tmp_path: Path) -> None:
     """'foo ' and 'bar' are not 'foobar': the harness decides what the model sees."""
     async with running(tmp_path, Plays(Play([Turn(text="foobar")] * 3))) as stack, talking(stack) as client:
@@ -147,7 +144,6 @@ async def test_texts_that_are_joined_say_what_they_say_together(tmp_path: Path) 
 # Races and side effects
 
 
-@pytest.mark.xfail(strict=True, reason="_partial_turns walks a dict that grows")
 async def test_parallel_calls_beside_partial_turns_whose_ids_are_not_at_hand(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -167,7 +163,6 @@ async def test_parallel_calls_beside_partial_turns_whose_ids_are_not_at_hand(
     assert {status for each in statuses for status in each} == {200}
 
 
-@pytest.mark.xfail(strict=True, reason="count() settles orphans")
 async def test_counting_tokens_ends_no_turn(tmp_path: Path) -> None:
     """A harness that was cut off counts its tokens, and then tries again: the reply is still there."""
     plays = Plays(Play([Turn(reasoning="hm so", text=WORDS)] * 5))
@@ -191,7 +186,6 @@ async def test_counting_tokens_ends_no_turn(tmp_path: Path) -> None:
             assert found.group().encode() in await again.read()
 
 
-@pytest.mark.xfail(strict=True, reason="_spec: RecursionError")
 async def test_a_tool_whose_schema_is_nested_deeply(tmp_path: Path) -> None:
     """Rendered, or refused as the harness's fault; never ours, which harnesses retry."""
     schema = '{"properties":{"a":' * 250 + "{}" + "}}" * 250

@@ -141,6 +141,9 @@ def _written(output: Path | None, exporter: Exporter) -> Iterator[_Counted]:
             # Whoever read it has gone. Python would complain once more when it closes stdout.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             raise ConfigError("The export was cut short: its reader went away.") from None
+        except OSError as error:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            raise ConfigError(f"Can't write to stdout: {error.strerror}.") from error
         return
     if output.exists() and not output.is_file():
         # A pipe or a device: it is written to, never put aside.

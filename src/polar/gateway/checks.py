@@ -53,7 +53,7 @@ def _covers(spans: list[VersionSpan], tokens: int) -> bool:
     """Whether each token has exactly one version."""
     at = 0
     for span in spans:
-        if span.start != at or span.stop <= at:
+        if span.start != at or span.stop <= at or not 0 <= span.version < 2**31:
             return False
         at = span.stop
     return at == tokens

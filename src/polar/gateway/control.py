@@ -66,7 +66,7 @@ class SessionEnd(Body):
 
 
 class NewPolicy(Body):
-    version: int = Field(ge=0, lt=2**63)
+    version: int = Field(ge=0, lt=2**31)
     replica: str | None = Field(None, description="the URL of one replica; default: all")
 
 

@@ -56,14 +56,15 @@ class Prompting:
         self._held: Lru[str, _Held] = Lru(MEMORY)
         self._warned = False
 
-    async def render(self, call: Call) -> tuple[Model, Rendered] | tuple[None, None]:
+    async def render(self, call: Call, *, samples: bool = True) -> tuple[Model, Rendered] | tuple[None, None]:
         """Nothing where the engine is to render. Raises ApiError where the template refuses the request."""
         model = await self.model() if renderable(call.request) else None
         if model is None:
             return None, None
         session = call.session
         history = await self.history(session)
-        await self._settle(call)
+        if samples:
+            await self._settle(call)
         cuts = await self._partial_turns(session, history)
         request = flatten(call.request)
 
@@ -79,6 +80,8 @@ class Prompting:
             made, new = await asyncio.to_thread(plan) if len(call.body) > _INLINE else plan()
         except TemplateError as error:
             raise ApiError("invalid_request", str(error)) from error
+        except RecursionError as error:
+            raise ApiError("invalid_request", "The request is nested too deeply to be rendered.") from error
         if made.base is None:
             prompt = TokenPrompt(new, _json(new))
             continuation: Continuation = "rendered"
@@ -90,7 +93,7 @@ class Prompting:
 
     async def count(self, call: Call) -> int | None:
         """The prompt's length, without sampling; None where only the engine can tell."""
-        _, rendered = await self.render(call)
+        _, rendered = await self.render(call, samples=False)
         return None if rendered is None else len(rendered.prompt.ids)
 
     async def model(self) -> Model | None:
@@ -153,7 +156,7 @@ class Prompting:
     async def _partial_turns(self, session: OpenSession, history: History) -> dict[str, list[int]]:
         """The sampled ids of turns that were cut: few, if any."""
         found = {}
-        for known in history.known.values():
+        for known in list(history.known.values()):  # more may be learned meanwhile
             if not known.whole and known.delivered:
                 ids = (await self._ids(session, known)).ids
                 found[known.exchange_id] = ids[known.prompt :].tolist()
@@ -178,7 +181,7 @@ class Prompting:
                 new = new[1:]  # the turn's end token, or the opening that took its place, is there already
         ids = np.concatenate([kept, new])
         unwritten = ids[known.prompt :] if base.sampled is not None else new
-        return TokenPrompt(ids, text + b"," + _json(unwritten))
+        return TokenPrompt(ids, b",".join(filter(None, (text, _json(unwritten)))))
 
 
 def _remember(history: History, exchange: Exchange) -> None:
@@ -214,7 +217,7 @@ def _json(ids: Ids) -> bytes:
 def _without(text: bytes, count: int) -> bytes:
     """Without the last so many numbers."""
     for _ in range(count):
-        text = text[: text.rfind(b",")]
+        text = text.rpartition(b",")[0]
     return text
 
 

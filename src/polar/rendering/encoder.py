@@ -15,15 +15,15 @@ import json
 import re
 import secrets
 from collections.abc import Iterator
-from functools import lru_cache
 
 import numpy as np
 import tokenizers
 
+from polar.rendering.memo import Memo
 from polar.rendering.tokenizer import Ids, Tokenizer
 
-_SPANS_REMEMBERED = 8192
-_TEXTS_REMEMBERED = 8192
+_REMEMBERED = 64 * 1024 * 1024
+"""Characters of texts whose guarded form is kept, and of spans whose ids are."""
 
 BROKEN, TURN = "\x00", "\x01"
 """How digests of rendered text (continuation.py) write a break, and the place of a turn. Content that has these
@@ -52,13 +52,13 @@ class PromptEncoder:
             if token.content in self.control and (token.lstrip or token.rstrip)
         }
         self._plain, self._anchor = _plain(tokenizer, set(self.control))
-        self._guard = lru_cache(_TEXTS_REMEMBERED)(self._broken)
-        self._first_span = lru_cache(64)(self._encode_first)
-        self._span = lru_cache(_SPANS_REMEMBERED)(self._encode_span)
+        self._guarded: Memo[str] = Memo(self._broken, _REMEMBERED)
+        self._first_span: Memo[Ids] = Memo(self._encode_first, _REMEMBERED // 8)
+        self._span: Memo[Ids] = Memo(self._encode_span, _REMEMBERED)
 
     def guard(self, text: str) -> str:
         """Content as it may go into a template."""
-        return self._guard(text)
+        return self._guarded(text)
 
     def encode(self, text: str, *, first: bool = True) -> Ids:
         """The ids of rendered text; `first` where it begins the prompt."""
@@ -83,6 +83,8 @@ class PromptEncoder:
         end = BREAK if any(text[-cut:] in self._beginnings for cut in near) else ""
         if self._pattern.search(text) is not None or BROKEN in text or TURN in text:
             text = self._fragile.sub(lambda found: found.group() + BREAK, text)
+        if not start and text.strip() and any(text.strip() in token for token in self.control):
+            start = BREAK  # ... on both sides: '<|' + name + '|>'
         return start + text + end
 
     def _split(self, text: str) -> Iterator[tuple[str | None, str]]:

@@ -36,9 +36,9 @@ def saying(parts: Iterable[Part]) -> Saying:
     for part in parts:
         match part:
             case Reasoning():
-                thinking.append(part.text.strip())
+                thinking.append(part.text)
             case Text():
-                text.append(part.text.strip())
+                text.append(part.text)
             case ToolCall():
                 calls.append(_call(part.namespace, part.name, part.kind, part.arguments))
     return Saying(_joined(thinking), _joined(text), _digest(calls) if calls else NOTHING)
@@ -58,7 +58,7 @@ def arguments_value(arguments: str) -> Any:
 
 
 def _joined(pieces: Sequence[str]) -> bytes:
-    joined = "".join(pieces)
+    joined = "".join(pieces).strip()
     return _digest((joined.encode("utf-8", "surrogatepass"),)) if joined else NOTHING
 
 

@@ -14,14 +14,14 @@ from polar.store.base import Exchange
 
 
 def checksum(exchange: Exchange) -> bytes:
-    """Of the tokens, log-probabilities and versions, and of what they belong to."""
+    """Of the tokens, log-probabilities and versions, of how they were sampled, and of what they belong to."""
     pieces = (
         exchange.session_id.encode(),
         exchange.exchange_id.encode(),
         b"" if exchange.prompt_ids is None else ids_to_bytes(exchange.prompt_ids),
         b"" if exchange.sampled_ids is None else ids_to_bytes(exchange.sampled_ids),
         b"" if exchange.logprobs is None else logprobs_to_bytes(exchange.logprobs),
-        msgspec.json.encode([exchange.versions, exchange.untrainable, exchange.logprob_kind]),
+        msgspec.json.encode([exchange.versions, exchange.untrainable, exchange.logprob_kind, exchange.sampling]),
     )
     digest = sha256()
     for piece in pieces:

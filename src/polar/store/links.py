@@ -29,10 +29,16 @@ ALL = maxsize
 def follow(link: Link, fetch: Callable[[int], Link], held: Mapping[int, bytes | bytearray]) -> bytearray:
     """The whole sequence of `link`. `held` has sequences that are at hand already, by `seq`."""
     need = link.shared
+    if need < 0:
+        raise damaged("an exchange shares less than nothing with its base")
     whole = bytearray(need + len(link.own))
     whole[need:] = link.own
     base = link.base
+    met: set[int | None] = set()
     while need:
+        if base in met:
+            raise damaged("an exchange is stored against itself")
+        met.add(base)
         if base is None:
             raise damaged("an exchange shares more with its base than that has")
         start, piece = 0, held.get(base)

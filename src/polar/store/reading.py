@@ -115,9 +115,11 @@ class SessionReading:
         return bytes_to_ids(bytes(context[: len(context) - len(row.sampled or b"")]))
 
     def _table(self, base: int | None, own: bytes | None) -> bytes:
+        met: set[int | None] = set()
         while own is None:
-            if base is None:
+            if base is None or base in met:
                 raise damaged(f"session {self._session_id} has an exchange without fields")
+            met.add(base)
             own = self._fields.get(base)
             if own is None:
                 base, _, _, own = self._request(base)

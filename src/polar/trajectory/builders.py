@@ -235,7 +235,7 @@ def _trace(session: Sampled, run: Sequence[Path], total: int) -> Trace:
         role=first.role,
         agent_id=first.agent_id,
         branch_reason=first.branch_reason,
-        temperature=first.temperature,
+        temperature=first.temperature if len({path.temperature for path in run}) == 1 else None,
         finish_reason=last.finish_reason,
         reward=session.reward,
         reason=session.reason,

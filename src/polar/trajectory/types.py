@@ -106,7 +106,7 @@ class Trace(Struct):
     role: ExchangeRole
     agent_id: str | None
     branch_reason: str | None  # of the exchange that it begins with
-    temperature: float | None
+    temperature: float | None  # None where its exchanges differ in it
     finish_reason: str | None  # of its last exchange
     reward: float | None = None
     reason: str | None = None  # why there is no reward

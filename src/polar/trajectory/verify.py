@@ -91,7 +91,8 @@ class Recorded:
         sampled = none if exchange.sampled_ids is None else exchange.sampled_ids
         versions: Ids = np.full(len(sampled), _UNKNOWN_VERSION, np.int32)
         for span in exchange.versions:
-            versions[max(span.start, 0) : max(span.stop, 0)] = span.version
+            if 0 <= span.version < 2**31:
+                versions[max(span.start, 0) : max(span.stop, 0)] = span.version
         role: ExchangeRole = "main" if path is None else path.role
         allowed = exchange.untrainable is None and role in self.trainable_roles
         return Entry(

@@ -56,9 +56,16 @@ def check_records(exchanges: Iterable[Exchange], *, vocabulary: int | None = Non
     """A session's rows, in any order. `vocabulary`: how many tokens the model has, where that is known."""
     problems: list[Problem] = []
     parents: list[tuple[Exchange, str]] = []
-    seen = set()
+    seen: dict[str, int] = {}
+    exchanges = sorted(exchanges, key=lambda exchange: exchange.seq)
+    signed = False
     for exchange in exchanges:
-        seen.add(exchange.exchange_id)
+        seen[exchange.exchange_id] = exchange.seq
+        if signed and exchange.checksum is None:
+            problems.append(
+                Problem(exchange.session_id, exchange.exchange_id, "checksum", "it has none, and earlier ones have")
+            )
+        signed = signed or exchange.checksum is not None
         if exchange.parent is not None:
             parents.append((exchange, exchange.parent))
         problems += [
@@ -66,9 +73,14 @@ def check_records(exchanges: Iterable[Exchange], *, vocabulary: int | None = Non
             for kind, message in _check_record(exchange, vocabulary)
         ]
     problems += [
-        Problem(exchange.session_id, exchange.exchange_id, "parent", f"it goes on from {parent}, which is not there")
+        Problem(
+            exchange.session_id,
+            exchange.exchange_id,
+            "parent",
+            f"it goes on from {parent}, which is itself or not there",
+        )
         for exchange, parent in parents
-        if parent not in seen
+        if seen.get(parent, exchange.seq) == exchange.seq
     ]
     return problems
 
@@ -114,6 +126,16 @@ def _check_record(exchange: Exchange, vocabulary: int | None) -> Iterator[tuple[
             yield "logprob", f"that of sampled token {wrong[0]} is {logprobs[wrong[0]]}"
 
 
+def _covered(exchange: Exchange) -> bool:
+    """Whether each sampled token has one version."""
+    at = 0
+    for span in exchange.versions:
+        if span.start != at or span.stop <= at or not 0 <= span.version < 2**31:
+            return False
+        at = span.stop
+    return at == (0 if exchange.sampled_ids is None else len(exchange.sampled_ids))
+
+
 def _claim_holds(exchange: Exchange, claim: str) -> bool | None:
     """Whether a reason not to train is true; None where the row can't tell."""
     sampled, logprobs = exchange.sampled_ids, exchange.logprobs
@@ -126,7 +148,7 @@ def _claim_holds(exchange: Exchange, claim: str) -> bool | None:
         case "no_prompt_ids":
             return exchange.prompt_ids is None
         case "version_unknown":
-            return not exchange.versions
+            return not _covered(exchange)
         case "aborted":
             return exchange.finish_reason == "abort"
         case "logprobs_missing":

@@ -202,7 +202,7 @@ def test_a_conversation_is_one_trace() -> None:
     assert trace.policy_versions.tolist() == [0, 0, NO_VERSION, 1]
     assert [(span.start, span.stop) for span in trace.spans] == [(0, 2), (3, 4)]
     assert (trace.weight, trace.reward, trace.reason) == (1.0, 0.5, None)
-    assert (trace.branch_reason, trace.temperature, trace.finish_reason) == ("reason 0", 0.0, "finish 1")
+    assert (trace.branch_reason, trace.temperature, trace.finish_reason) == ("reason 0", None, "finish 1")
     assert runs(per_request(turns)) == [["s-x0"], ["s-x1"]]
 
 

@@ -29,7 +29,7 @@ def test_a_trace_has_the_fields_that_trainers_read() -> None:
         "role": "main",
         "agent_id": None,
         "branch_reason": "reason 0",
-        "temperature": 0.0,
+        "temperature": None,
         "metadata": {
             "session_id": "s",
             "spans": [
