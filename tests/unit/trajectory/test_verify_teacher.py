@@ -2,6 +2,7 @@
 what needs none is tested."""
 
 import importlib.util
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -40,8 +41,8 @@ def test_how_logits_became_log_probabilities(kind: str, sampling: Sampling, expe
     assert conditions(exchange, images=True).skip == "images"
 
 
-@pytest.mark.skipif(HAS_TORCH, reason="torch is installed")
-def test_what_is_missing_is_said(tmp_path: Path) -> None:
+def test_what_is_missing_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)  # importing it fails now
     with pytest.raises(ConfigError, match=r"pip install 'polar\[verify\]'"):
         Teacher.load(tmp_path)
 
