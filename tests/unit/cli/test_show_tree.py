@@ -83,7 +83,7 @@ def test_what_is_said_of_a_call() -> None:
     path.agent_id = "agent-1"
     session = msgspec.structs.replace(SESSION, turn_rewards={"x0": 0.25})
     text = shown([exchange], [path], session=session)
-    assert "s1 ended, reward 0.5, 1 model calls" in text
+    assert "s1 ended, reward 0.5, 1 model call" in text
     assert (
         "1 subagent; 2 tokens sampled, 1 of them train; excluded: 1 undelivered; branches: 1 thinking_dropped" in text
     )
