@@ -76,7 +76,7 @@ test-trainers: setup $(TRAINERS)/.ready
 
 # Sandboxes: bubblewrap (Debian: apt-get install bubblewrap) and root; engines of Docker and podman that are running.
 test-runtimes: setup
-	$(BIN)/python -m pytest -m runtimes -rs tests/contract tests/unit/runtimes
+	$(BIN)/python -m pytest -m runtimes -rs tests/contract tests/unit/runtimes tests/unit/bench
 
 test-containers: setup
 	$(BIN)/python -m pytest -m containers -rs tests/contract

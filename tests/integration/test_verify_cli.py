@@ -1,6 +1,5 @@
 """polar verify and polar show, run as their users run them, on what a small agent really asked."""
 
-import importlib.util
 import json
 import shutil
 import sqlite3
@@ -123,13 +122,6 @@ def test_mistakes_get_one_clear_sentence(captured: Path, tmp_path: Path) -> None
         assert done.returncode != 0
         assert said in done.stderr
         assert "Traceback" not in done.stderr
-
-
-@pytest.mark.skipif(importlib.util.find_spec("torch") is not None, reason="torch is installed")
-def test_without_torch_it_says_what_to_install(captured: Path, tmp_path: Path) -> None:
-    done = verify(captured, "--model", str(tmp_path))
-    assert done.returncode == 1
-    assert "pip install 'polar[verify]'" in done.stderr
 
 
 def test_show_draws_the_session_with_its_tokens(captured: Path) -> None:

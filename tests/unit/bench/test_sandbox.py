@@ -27,6 +27,7 @@ def test_times_are_milliseconds() -> None:
     assert (measured.count, round(measured.p50), round(measured.p99), round(measured.longest)) == (101, 51, 100, 101)
 
 
+@pytest.mark.runtimes
 async def test_a_small_run() -> None:
     try:
         report = await sandbox.run(Plan(wanted=3, launching=2, rounds=1, docker_runs=0), lambda _: None)
