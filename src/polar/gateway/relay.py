@@ -10,6 +10,9 @@ from aiohttp import web
 
 from polar.gateway.generation import Generation
 
+_APART = 0.05
+"""Seconds between two writes that are to arrive as two."""
+
 
 async def send_whole(request: web.BaseRequest, generation: Generation) -> web.StreamResponse:
     while not generation.finished:
@@ -58,8 +61,15 @@ async def _send_stream(request: web.BaseRequest, generation: Generation, silence
             # Nothing has been said yet: the error can still have its own status.
             generation.served()
             raise generation.error
-        if ended:
-            pieces.append(encoder.error(generation.error) if generation.error else encoder.finish(capture.reply()))
+        if ended and generation.error is not None:
+            if pieces:
+                response = response or await _begin(request, encoder.content_type)
+                await response.write(b"".join(pieces))
+            # Google's clients take an error for one only if it comes in a piece of its own.
+            await asyncio.sleep(_APART)
+            pieces = [encoder.error(generation.error)]
+        elif ended:
+            pieces.append(encoder.finish(capture.reply()))
         elif not pieces and silence.too_long:
             pieces.append(encoder.keep_alive())
         if pieces:
