@@ -362,7 +362,9 @@ class RuntimeContract:
         look = "ps ax; cat /proc/*/environ /proc/*/cmdline; cat /tmp/* /workspace/* /dev/shm/*; ls -la / /tmp /home; id"
         seen = await place.shell(other, f"({look}) 2>&1 | tr '\\0' '\\n'")
         assert secret not in seen.output
-        machine = await place.shell(other, f"ls {place.state} {Path(__file__)} /root/.ssh; cat /etc/shadow; kill -9 -1")
+        machine = await place.shell(
+            other, f"ls {place.state} {Path(__file__)} {Path.home() / '.ssh'}; cat /etc/shadow; kill -9 -1"
+        )
         assert "No such file" in machine.output
         assert "root:" not in machine.output
         assert not running.done()

@@ -160,8 +160,10 @@ def _print(summary: Summary, settings: Settings, data: Path) -> None:
         console.print(f"Prompts that don't just go on from recorded tokens: {_listed(summary.branches)}.")
     if summary.excluded:
         console.print(f"Sampled tokens that don't train: {_listed(summary.excluded)}.")
-    if settings.engine.kind == "scripted" and not settings.engine.urls:
-        console.print("The scripted engine answered, which is no model: name yours with --engine URL.")
+    if not settings.engine.urls:
+        console.print(
+            f"No engine is configured, so the {settings.engine.kind} one answered: name yours with --engine URL."
+        )
     console.print(f"Look at it with: polar show {summary.session_id} --data {data}")
 
 

@@ -33,6 +33,7 @@ class ChatEngine:
         self.url = url.rstrip("/").removesuffix("/v1")
         self.model = settings.model
         self._settings = settings
+        self._root: str | None = None  # where the server says that it has the model from
         self._dialect = OpenAIChat()
         self._completions = OpenAICompletions()
         self._http = EngineHttp(self.url, settings.api_key, settings.timeout)
@@ -48,10 +49,11 @@ class ChatEngine:
             if not names:
                 raise EngineError(f"{self.url} serves no model: set [engine] model.")
             self.model = names[0]
-        lengths = [model.max_model_len for model in listed if model.id == self.model]
+        own = next((model for model in listed if model.id == self.model), None)
         self.capabilities = msgspec.structs.replace(
-            self.capabilities, models=names, context_length=lengths[0] if lengths else None
+            self.capabilities, models=names, context_length=own.max_model_len if own else None
         )
+        self._root = own.root if own else None
         return self.capabilities
 
     async def generate(

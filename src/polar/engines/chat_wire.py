@@ -150,6 +150,7 @@ class Reply(Struct, gc=False):
 class _Model(Struct, gc=False):
     id: str
     max_model_len: int | None = None
+    root: str | None = None  # where the server has it from
 
 
 class Models(Struct, gc=False):

@@ -6,7 +6,7 @@ can render goes through its chat API with `return_token_ids`.
 """
 
 import re
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,38 +28,27 @@ class _Count(Struct):
     count: int
 
 
-class _ModelCard(Struct):
-    id: str
-    root: str | None = None
-
-
-class _ModelCards(Struct):
-    data: list[_ModelCard]
-
-
 _count = msgspec.json.Decoder(_Count)
 _GENERATE = "/inference/v1/generate"
+
+Take = Callable[[Chunk, bytes], None]
+"""Adds what a reply of ids, or an event of its stream, says. Raises ValueError where it is none."""
 
 
 class VllmEngine(ChatEngine):
     extra_fields = b'"return_token_ids":true'
     capabilities = Capabilities(logprobs="raw", takes_ids=True)
     _generates = True  # until the server says that it has no such route
-    _folder: str | None = None
     _tokenizer: Tokenizer | None = None
-
-    async def start(self) -> Capabilities:
-        capabilities = await super().start()
-        if self._settings.tokenizer is None:
-            cards = msgspec.json.decode(await self._http.request("GET", "/v1/models"), type=_ModelCards).data
-            root = next((card.root for card in cards if card.id == self.model), None)
-            # An engine on this machine says where its model lies; elsewhere the path means nothing.
-            if root and (Path(root) / "tokenizer.json").is_file():
-                self._folder = root
-        return capabilities
+    streams_chat = True
+    """Whether its chat API gives token ids with streams, too."""
 
     def tokenizer_folder(self) -> str | None:
-        return super().tokenizer_folder() or self._folder
+        """An engine on this machine says where its model lies; elsewhere the path means nothing."""
+        named = super().tokenizer_folder()
+        if named is None and self._root and (Path(self._root) / "tokenizer.json").is_file():
+            return self._root
+        return named
 
     def defaults(self, sampling: Sampling) -> Sampling:
         """A model's generation_config.json would otherwise set these behind our back."""
@@ -77,7 +66,10 @@ class VllmEngine(ChatEngine):
     async def generate(
         self, request: Request, *, stream: bool, prompt: TokenPrompt | None = None
     ) -> AsyncGenerator[Chunk, None]:
-        chunks = super().generate(request, stream=stream) if prompt is None else self._sample(request, prompt, stream)
+        if prompt is None:
+            chunks = super().generate(request, stream=stream and self.streams_chat)
+        else:
+            chunks = self._sample(request, prompt, stream)
         try:
             async for chunk in chunks:
                 yield chunk
@@ -92,17 +84,21 @@ class VllmEngine(ChatEngine):
         if room is not None:
             call.sampling.max_tokens = min(call.sampling.max_tokens or room, room)
         response = await self._opened(call, prompt)
-        wants = request.logprobs is not None
+        take = self._taker(wants=request.logprobs is not None)
         try:
             if stream:
-                async for chunk in self._id_stream(response, wants):
+                async for chunk in self._id_stream(response, take):
                     yield chunk
             else:
                 body = await self._http.read(response)
+                chunk = Chunk()
                 try:
-                    yield self._id_reply(body, wants)
+                    take(chunk, body)
                 except ValueError as error:
                     raise self._http.broken(error) from error
+                if chunk.finish_reason is None:
+                    chunk.finish_reason = "stop"
+                yield chunk
         finally:
             response.close()
 
@@ -143,7 +139,7 @@ class VllmEngine(ChatEngine):
             fields["stream_options"] = {"include_usage": True}
         return b'%b,"prompt":[%b]}' % (msgspec.json.encode(fields)[:-1], prompt.json)
 
-    async def _id_stream(self, response: aiohttp.ClientResponse, wants: bool) -> AsyncGenerator[Chunk, None]:
+    async def _id_stream(self, response: aiohttp.ClientResponse, take: Take) -> AsyncGenerator[Chunk, None]:
         parser = Parser()
         finished = False
         try:
@@ -154,7 +150,7 @@ class VllmEngine(ChatEngine):
                 try:
                     for data in parser.feed(piece):
                         if data != b"[DONE]":
-                            self._take(whole, data, wants)
+                            take(whole, data)
                 except (EngineError, ValueError) as error:
                     failure = error  # what came before it was sampled all the same
                 finished = finished or whole.finish_reason is not None
@@ -169,12 +165,9 @@ class VllmEngine(ChatEngine):
         if not finished:
             raise EngineError(f"{self.url} ended its stream without a finish reason.")
 
-    def _id_reply(self, body: bytes, wants: bool) -> Chunk:
-        chunk = Chunk()
-        self._take(chunk, body, wants)
-        if chunk.finish_reason is None:
-            chunk.finish_reason = "stop"
-        return chunk
+    def _taker(self, *, wants: bool) -> Take:
+        """`wants`: the harness asked for log-probabilities itself."""
+        return lambda whole, data: self._take(whole, data, wants)
 
     def _take(self, whole: Chunk, data: bytes, wants: bool) -> None:
         reply, _ = w.read(data)

@@ -8,11 +8,11 @@ What is lost: nothing that trains. `versions` is -1 for context, and for a token
 
 from typing import Any, ClassVar
 
-from polar.export.base import Item, JsonLines, Need, facts, needed, over_all, tokens
+from polar.export.base import Item, Need, TraceLines, facts, needed, over_all, tokens
 from polar.trajectory.types import NO_VERSION, Trace
 
 
-class AReaL(JsonLines):
+class AReaL(TraceLines):
     name: ClassVar[str] = "areal"
     needs: ClassVar[frozenset[Need]] = frozenset(("traces", "reward", "logprobs"))
 

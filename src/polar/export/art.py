@@ -10,14 +10,14 @@ raw completions: tokens, and which of them were sampled.
 
 from typing import Any, ClassVar
 
-from polar.export.base import Item, JsonLines, Need, facts, over_all, tokens
+from polar.export.base import Item, Need, TraceLines, facts, over_all, tokens
 from polar.trajectory.types import Trace
 
 EXACT = 1 << 0
 SAMPLED = 1 << 1
 
 
-class Art(JsonLines):
+class Art(TraceLines):
     name: ClassVar[str] = "art"
     needs: ClassVar[frozenset[Need]] = frozenset(("traces",))
 

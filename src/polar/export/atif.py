@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 import msgspec
 import numpy as np
 
-from polar.export.base import Item, JsonLines, Need
+from polar.export.base import Item, Need, SessionLines
 from polar.export.messages import Conversation, Said, chat_tools, conversations
 from polar.types import Media, Message, Reasoning, Text, ToolCall, ToolResult
 
@@ -25,7 +25,7 @@ _PICTURES = frozenset(("image/jpeg", "image/png", "image/gif", "image/webp"))
 _SOURCES = {"assistant": "agent", "user": "user"}  # anything else is the system's
 
 
-class Atif(JsonLines):
+class Atif(SessionLines):
     name: ClassVar[str] = "atif"
     needs: ClassVar[frozenset[Need]] = frozenset(("messages",))
 

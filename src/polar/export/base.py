@@ -8,6 +8,7 @@ they want them, and in who divides the loss by what. Each module says both, and 
 """
 
 import hashlib
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterable
 from itertools import groupby
@@ -69,7 +70,7 @@ class Exporter(Protocol):
         ...
 
 
-class JsonLines:
+class JsonLines(ABC):
     """An exporter that writes a JSON value a line."""
 
     name: ClassVar[str]
@@ -81,15 +82,8 @@ class JsonLines:
         self.left_out: Counter[str] = Counter()
         self._encode = msgspec.json.Encoder().encode
 
-    def lines(self, item: Item) -> Iterable[Any]:
-        """A session's rows: one for each trace, where a format does not say otherwise."""
-        return [self.row(item, index, trace) for index, trace in enumerate(item.trajectory.traces)]
-
-    def row(self, item: Item, index: int, trace: Trace) -> Any:
-        raise NotImplementedError
-
-    def feed(self, item: Item) -> bytes:
-        return self.write(self.lines(item))
+    @abstractmethod
+    def feed(self, item: Item) -> bytes: ...
 
     def finish(self) -> bytes:
         return b""
@@ -98,6 +92,26 @@ class JsonLines:
         written = [self._encode(row) + b"\n" for row in rows]
         self.rows += len(written)
         return b"".join(written)
+
+
+class SessionLines(JsonLines):
+    """One whose lines are each of one session."""
+
+    @abstractmethod
+    def lines(self, item: Item) -> Iterable[Any]: ...
+
+    def feed(self, item: Item) -> bytes:
+        return self.write(self.lines(item))
+
+
+class TraceLines(SessionLines):
+    """One with a line for each trace."""
+
+    def lines(self, item: Item) -> Iterable[Any]:
+        return [self.row(item, index, trace) for index, trace in enumerate(item.trajectory.traces)]
+
+    @abstractmethod
+    def row(self, item: Item, index: int, trace: Trace) -> Any: ...
 
 
 def facts(item: Item, index: int, trace: Trace) -> dict[str, Any]:

@@ -12,13 +12,13 @@ are no items for it. A model call has the items that it was parsed into, and the
 
 from typing import Any, ClassVar
 
-from polar.export.base import Item, JsonLines, Need, facts, needed, tokens
+from polar.export.base import Item, Need, SessionLines, facts, needed, tokens
 from polar.export.messages import Said, said_of
 from polar.trajectory.types import Trace
 from polar.types import Part, Reasoning, Text, ToolCall
 
 
-class NemoGym(JsonLines):
+class NemoGym(SessionLines):
     name: ClassVar[str] = "nemo-gym"
     needs: ClassVar[frozenset[Need]] = frozenset(("traces", "messages", "reward", "logprobs"))
 

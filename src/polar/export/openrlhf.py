@@ -10,11 +10,11 @@ null. A reward of null asks the trainer for its reward model.
 
 from typing import Any, ClassVar
 
-from polar.export.base import Item, JsonLines, Need, facts, over_all, tokens
+from polar.export.base import Item, Need, TraceLines, facts, over_all, tokens
 from polar.trajectory.types import Trace
 
 
-class OpenRlhf(JsonLines):
+class OpenRlhf(TraceLines):
     name: ClassVar[str] = "openrlhf"
     needs: ClassVar[frozenset[Need]] = frozenset(("traces",))
 

@@ -7,13 +7,13 @@ What is lost: nothing. A session without a reward has null and its reason, and o
 
 from typing import Any, ClassVar
 
-from polar.export.base import Item, JsonLines, Need
+from polar.export.base import Item, Need, SessionLines
 from polar.export.messages import of_trace, said_of
 from polar.store.base import Session
 from polar.trajectory import wire
 
 
-class Polar(JsonLines):
+class Polar(SessionLines):
     name: ClassVar[str] = "polar"
     needs: ClassVar[frozenset[Need]] = frozenset(("messages",))
 

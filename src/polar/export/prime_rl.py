@@ -12,14 +12,14 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from polar.export.base import Item, JsonLines, Need, credit, needed, over_all, tokens
+from polar.export.base import Item, Need, TraceLines, credit, needed, over_all, tokens
 from polar.trajectory.types import Trace
 
 _TEMPERATURE = 1.0
 """Of a call that named none."""
 
 
-class PrimeRl(JsonLines):
+class PrimeRl(TraceLines):
     name: ClassVar[str] = "prime-rl"
     needs: ClassVar[frozenset[Need]] = frozenset(("traces", "logprobs"))
 

@@ -13,11 +13,11 @@ completions API have no messages and are left out.
 from collections.abc import Iterable
 from typing import Any, ClassVar
 
-from polar.export.base import Item, JsonLines, Need
+from polar.export.base import Item, Need, SessionLines
 from polar.export.messages import chat_messages, chat_tools, conversations
 
 
-class Sft(JsonLines):
+class Sft(SessionLines):
     name: ClassVar[str] = "sft"
     needs: ClassVar[frozenset[Need]] = frozenset(("messages", "accepted"))
 

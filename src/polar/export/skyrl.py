@@ -11,10 +11,10 @@ or for none.
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
-from polar.export.base import Item, JsonLines, Need, facts, logprobs, number
+from polar.export.base import Item, Need, SessionLines, facts, logprobs, number
 
 
-class SkyRl(JsonLines):
+class SkyRl(SessionLines):
     name: ClassVar[str] = "skyrl"
     needs: ClassVar[frozenset[Need]] = frozenset(("traces", "reward"))
 

@@ -12,13 +12,13 @@ What is lost: nothing that trains. `weight_versions` are the trace's versions in
 
 from typing import Any, ClassVar
 
-from polar.export.base import Item, JsonLines, Need, facts, logprobs, number, tokens, versions
+from polar.export.base import Item, Need, TraceLines, facts, logprobs, number, tokens, versions
 from polar.trajectory.types import Trace
 
 _STATUS = {"length": "truncated", "abort": "aborted"}
 
 
-class Slime(JsonLines):
+class Slime(TraceLines):
     name: ClassVar[str] = "slime"
     needs: ClassVar[frozenset[Need]] = frozenset(("traces",))
 

@@ -13,11 +13,11 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from polar.export.base import Item, JsonLines, Need, credit, facts, needed, over_all, tokens
+from polar.export.base import Item, Need, TraceLines, credit, facts, needed, over_all, tokens
 from polar.trajectory.types import Trace
 
 
-class Tinker(JsonLines):
+class Tinker(TraceLines):
     name: ClassVar[str] = "tinker"
     needs: ClassVar[frozenset[Need]] = frozenset(("traces", "logprobs"))
 

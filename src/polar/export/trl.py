@@ -11,11 +11,11 @@ leave `mask_truncated_completions` off. All rows have log-probabilities or none 
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
-from polar.export.base import Item, JsonLines, Need, facts, logprobs
+from polar.export.base import Item, Need, TraceLines, facts, logprobs
 from polar.trajectory.types import Trace
 
 
-class Trl(JsonLines):
+class Trl(TraceLines):
     name: ClassVar[str] = "trl"
     needs: ClassVar[frozenset[Need]] = frozenset(("traces",))
 

@@ -14,11 +14,11 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from polar.export.base import Item, JsonLines, Need, facts, logprobs
+from polar.export.base import Item, Need, TraceLines, facts, logprobs
 from polar.trajectory.types import Trace
 
 
-class Verl(JsonLines):
+class Verl(TraceLines):
     name: ClassVar[str] = "verl"
     needs: ClassVar[frozenset[Need]] = frozenset(("traces",))
 

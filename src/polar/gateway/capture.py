@@ -3,7 +3,6 @@
 import logging
 import time
 from array import array
-from collections.abc import Callable
 
 import numpy as np
 from msgspec import Struct
@@ -15,22 +14,16 @@ from polar.engines.pool import Replica
 from polar.gateway.checks import untrainable
 from polar.gateway.prompt_ids import PromptIds
 from polar.gateway.sessions import OpenSession
+from polar.parts import Parts
 from polar.rendering.mark import ContextMark
 from polar.store.base import Continuation, Exchange, ExchangeStatus
 from polar.types import (
-    CallDelta,
     CallStart,
-    Event,
     FinishReason,
-    Part,
-    Reasoning,
     ReasoningDelta,
     Reply,
     Request,
-    Text,
-    TextDelta,
     TokenLogprob,
-    ToolCall,
     Usage,
 )
 
@@ -79,7 +72,7 @@ class Capture:
         self._alternatives: list[TokenLogprob] = []
         self._prompt_ids: Ids | None = None
         self._prompt_json: bytes | None = None  # until the end, when there is time to read it
-        self._parts = _Parts()
+        self._parts = Parts()
         self._calls = 0
         self._usage = Usage()
         self._rendered: Rendered | None = None
@@ -259,35 +252,3 @@ class _Versions:
         return (
             [*self._spans, VersionSpan(self._version, self._start, sampled)] if sampled > self._start else self._spans
         )
-
-
-def _call(start: CallStart, arguments: str) -> ToolCall:
-    return ToolCall(start.id, start.name, arguments, start.kind, start.namespace, written=start.written)
-
-
-class _Parts:
-    """Events into parts: neighbours of one kind are one part."""
-
-    def __init__(self) -> None:
-        self._closed: list[Part] = []
-        self._kind: type[Event] | None = None
-        self._make: Callable[[str], Part] = Text
-        self._pieces: list[str] = []
-
-    def add(self, event: Event) -> None:
-        if isinstance(event, CallDelta):
-            self._pieces.append(event.arguments)
-        elif isinstance(event, CallStart):
-            self._begin(CallDelta, lambda text: _call(event, text))
-        else:
-            if self._kind is not type(event):
-                self._begin(type(event), Text if isinstance(event, TextDelta) else Reasoning)
-            self._pieces.append(event.text)
-
-    def _begin(self, kind: type[Event], make: Callable[[str], Part]) -> None:
-        self._closed = self.all()
-        self._kind, self._make, self._pieces = kind, make, []
-
-    def all(self) -> list[Part]:
-        """What has come so far; a part that is still open as it stands."""
-        return self._closed if self._kind is None else [*self._closed, self._make("".join(self._pieces))]

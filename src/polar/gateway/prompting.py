@@ -70,7 +70,7 @@ class Prompting:
 
         def cut(known: Known, shown: Saying) -> int | None:
             sampled = cuts.get(known.exchange_id)
-            return None if sampled is None else model.cut(known, shown, sampled, request)
+            return None if sampled is None else model.cut(known, shown, sampled.tolist(), request)
 
         def plan() -> tuple[Plan, Ids]:
             made = model.plan(request, history, cut)
@@ -125,7 +125,8 @@ class Prompting:
             if session.resumed:
                 async for exchange in self._store.exchanges(session.session_id):
                     _remember(history, exchange)
-            session.history = history
+            if session.history is None:  # still: another call may have been faster, and gone on since
+                session.history = history
         return session.history
 
     def learn(self, session: OpenSession, exchange: Exchange, rendered: Rendered | None) -> None:
@@ -153,13 +154,13 @@ class Prompting:
                 orphan.give_up()
                 await orphan.settled()
 
-    async def _partial_turns(self, session: OpenSession, history: History) -> dict[str, list[int]]:
+    async def _partial_turns(self, session: OpenSession, history: History) -> dict[str, Ids]:
         """The sampled ids of turns that were cut: few, if any."""
         found = {}
         for known in list(history.known.values()):  # more may be learned meanwhile
             if not known.whole and known.delivered:
                 ids = (await self._ids(session, known)).ids
-                found[known.exchange_id] = ids[known.prompt :].tolist()
+                found[known.exchange_id] = ids[known.prompt :]
         return found
 
     async def _ids(self, session: OpenSession, known: Known) -> _Held:

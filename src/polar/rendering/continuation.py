@@ -295,6 +295,9 @@ class _Reading:
         self._contexts = contexts
         self._context = TURN.join(contexts)
 
+    def _digest(self, text: str) -> str:
+        return blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16, key=self._seams.tokenizer).hexdigest()
+
     def proved(self, number: int) -> bool:
         """Whether it is known where the turns before this one end, and where it begins."""
         return self._lengths[number] is not None
@@ -305,14 +308,14 @@ class _Reading:
         if not self._known or opening is None or not self._context.endswith(opening):
             return None
         base = self._context[: len(self._context) - len(opening)]
-        return ContextMark(_digest(base), len(base), self._chain, opening)
+        return ContextMark(self._digest(base), len(base), self._chain, opening)
 
     def has_context(self, number: int, mark: ContextMark) -> bool:
         """Whether the mark's context is this turn's, or its beginning up to somewhere behind the turn before it."""
         length = self._lengths[number]
         if length is None or not self._lasts[number] <= mark.length <= length:
             return False
-        return _digest(self._context[: mark.length]) == mark.context
+        return self._digest(self._context[: mark.length]) == mark.context
 
     def opens(self, number: int, mark: ContextMark) -> bool:
         """Whether what stands between the context and the turn is the generation prompt that it was sampled behind: in
@@ -405,7 +408,3 @@ def _unstable(text: str, length: int) -> int:
         length -= broken - at + len(BROKEN)
         at = broken + len(BREAK)
     return at
-
-
-def _digest(text: str) -> str:
-    return blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()

@@ -15,6 +15,7 @@ import json
 import re
 import secrets
 from collections.abc import Iterator
+from hashlib import blake2b
 
 import numpy as np
 import tokenizers
@@ -36,6 +37,8 @@ HTML escapes, and with edges that no control token has."""
 
 class PromptEncoder:
     def __init__(self, tokenizer: Tokenizer) -> None:
+        self.fingerprint = blake2b(tokenizer.backend.to_str().encode(), digest_size=16).digest()
+        """Of the tokenizer: ids mean something only with the one that they are from."""
         self.control = _control_tokens(tokenizer)
         """Ids of the control tokens by their text."""
         longest_first = sorted(self.control, key=len, reverse=True)

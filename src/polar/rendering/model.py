@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from polar.errors import ConfigError
+from polar.parts import Parts
 from polar.rendering.continuation import Cut, History, Known, Mode, Plan, Planner, named
 from polar.rendering.encoder import PromptEncoder
-from polar.rendering.families import Parser, family_for
-from polar.rendering.families.hermes import Hermes
+from polar.rendering.families import Parser, SpelledOut, family_for
 from polar.rendering.messages import conversation
 from polar.rendering.saying import Saying, saying
 from polar.rendering.seams import Seams
@@ -20,18 +20,10 @@ from polar.rendering.skeleton import Renderer
 from polar.rendering.tokenizer import Tokenizer
 from polar.rendering.traits import find_traits
 from polar.types import (
-    CallDelta,
-    CallStart,
-    Event,
     Media,
     Message,
     Part,
-    Reasoning,
-    ReasoningDelta,
     Request,
-    Text,
-    TextDelta,
-    ToolCall,
     ToolResult,
 )
 
@@ -46,7 +38,7 @@ class Model:
         call_id = family.call_id
         self.traits = find_traits(tokenizer.template, call_id)
         # A template without tools has them spelled out (messages.py) in the most common markup.
-        self.family = family if self.traits.tools else Hermes(tokenizer)
+        self.family = family if self.traits.tools else SpelledOut(tokenizer)
         renderer = Renderer(tokenizer.template, self.traits)
         self._planner = Planner(renderer, Seams(renderer, self.encoder, call_id), self.encoder, mode)
         self._call_id = call_id
@@ -59,13 +51,13 @@ class Model:
     def plan(self, request: Request, history: History, cut: Cut) -> Plan:
         """How the prompt of a request (of plain function tools) comes about. Raises TemplateError."""
         kwargs: dict[str, Any] = {}
-        if request.thinking.enabled is False:
-            kwargs["enable_thinking"] = False
+        if request.thinking.enabled is not None:
+            kwargs["enable_thinking"] = request.thinking.enabled
         if request.thinking.effort:
             kwargs["reasoning_effort"] = self.encoder.guard(request.thinking.effort)
         talk = conversation(
             request.messages,
-            request.tools if request.tool_choice.mode != "none" else [],
+            request.tools,
             kwargs | self._kwargs,
             traits=self.traits,
             guard=self.encoder.guard,
@@ -76,18 +68,22 @@ class Model:
         return self._planner.plan(talk, history, cut)
 
     def parser(self, request: Request, prompt_end: str) -> Parser:
-        return self.family.parser(prompt_end=prompt_end, tools=request.tools)
+        """Tools that the harness forbids for one call are still shown, so that the context stays the same; what looks
+        like a call is text then."""
+        tools = request.tools if request.tool_choice.mode != "none" else None
+        return self.family.parser(prompt_end=prompt_end, tools=tools)
 
     def cut(self, known: Known, shown: Saying, sampled: Sequence[int], request: Request) -> int | None:
         """How many of a partly delivered turn's first tokens say this: as many as possible, None where none do."""
         parser = self.parser(request, known.mark.opening)
-        parts: list[Part] = []
-        says = saying(parts)
+        parts = Parts()
+        says = Saying()
         kept = None
         for count, id in enumerate(sampled[: known.delivered], 1):
             if events := parser.feed([id]):
-                join(parts, events)
-                says = saying(parts)
+                for event in events:
+                    parts.add(event)
+                says = saying(parts.all())
             if says == shown:
                 kept = count
         return kept
@@ -107,35 +103,6 @@ def _has_media(part: Part) -> bool:
     return isinstance(part, Media) or (
         isinstance(part, ToolResult) and any(isinstance(piece, Media) for piece in part.parts)
     )
-
-
-def joined(events: Sequence[Event]) -> list[Part]:
-    """Events as parts: neighbours of one kind are one."""
-    parts: list[Part] = []
-    join(parts, events)
-    return parts
-
-
-def join(parts: list[Part], events: Sequence[Event]) -> None:
-    """Adds what the next events say."""
-    for event in events:
-        last = parts[-1] if parts else None
-        match event:
-            case TextDelta():
-                if isinstance(last, Text):
-                    last.text += event.text
-                else:
-                    parts.append(Text(event.text))
-            case ReasoningDelta():
-                if isinstance(last, Reasoning):
-                    last.text += event.text
-                else:
-                    parts.append(Reasoning(event.text))
-            case CallStart():
-                parts.append(ToolCall(event.id, event.name, "", event.kind, event.namespace))
-            case CallDelta():
-                assert isinstance(last, ToolCall)
-                last.arguments += event.arguments
 
 
 def _together(first: Message, second: Message) -> bool:

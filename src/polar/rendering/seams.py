@@ -56,6 +56,7 @@ class Seams:
     def __init__(self, renderer: Renderer, encoder: PromptEncoder, call_id: CallId) -> None:
         self._renderer = renderer
         self._encoder = encoder
+        self.tokenizer = encoder.fingerprint
         self._calls = [ToolCall(call_id(_NAME, number), _NAME, '{"a": 1}') for number in (0, 1)]
         one = self._calls[:1]
         self._shapes = (

@@ -14,9 +14,10 @@ from msgspec import Struct
 
 from polar import ids
 from polar.engines.scripted.sampler import Sampler
+from polar.parts import joined
 from polar.rendering.continuation import History, Known, Plan
 from polar.rendering.encoder import BREAK
-from polar.rendering.model import Model, joined
+from polar.rendering.model import Model
 from polar.rendering.saying import Saying, saying
 from polar.types import Message, Part, Reasoning, Request, Text, Thinking, Tool, ToolCall, ToolResult
 from tests.unit.rendering.families.models import TOOLS

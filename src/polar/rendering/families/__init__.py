@@ -33,4 +33,7 @@ def family_for(tokenizer: Tokenizer) -> Family:
     return next(family for family in FAMILIES if family.fits(signs))(tokenizer)
 
 
-__all__ = ["FAMILIES", "Family", "Parser", "family_for"]
+SpelledOut = Hermes
+"""The markup in which tools are told to a model whose template knows none (messages.py)."""
+
+__all__ = ["FAMILIES", "Family", "Parser", "SpelledOut", "family_for"]

@@ -10,6 +10,7 @@ it ends where that call begins. A think marker that is no token of its own count
 prose may spell it. A marker in a JSON string is a part of that string.
 """
 
+from abc import abstractmethod
 from collections.abc import Sequence
 from typing import ClassVar
 
@@ -46,12 +47,12 @@ class Markup(Family):
         self.vocabulary = Vocabulary(tokenizer, [marker for marker in markers if marker], self.ends)
 
     @classmethod
-    def fits(cls, signs: Signs) -> bool:
-        raise NotImplementedError
+    @abstractmethod
+    def fits(cls, signs: Signs) -> bool: ...
 
-    def read(self, body: Sequence[Piece], tools: Sequence[Tool]) -> list[Call] | None:
-        """The calls that stand between the markers; None if that isn't what stands there."""
-        raise NotImplementedError
+    def read(self, body: Sequence[Piece], tools: Sequence[Tool]) -> list[Call] | None:  # noqa: ARG002
+        """The calls that stand between the markers; None if that isn't what stands there, or no calls are known."""
+        return None
 
     def parser(self, *, prompt_end: str, tools: Sequence[Tool] | None) -> "MarkupParser":
         return MarkupParser(self, prompt_end, tools or ())
