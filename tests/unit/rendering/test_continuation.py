@@ -20,10 +20,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from polar.engines.scripted.server import TOKENIZER
 from polar.rendering.continuation import Mode
 from polar.rendering.model import Model
 from polar.rendering.saying import saying
-from polar.types import Message, Reasoning, Text, Tool, ToolCall
+from polar.rendering.tokenizer import Tokenizer
+from polar.types import Message, Reasoning, Request, Text, Tool, ToolCall
 from tests.unit.rendering.dialogue import Dialogue, results, system, user
 from tests.unit.rendering.echoes import CHANGED, SAME
 from tests.unit.rendering.families.models import TOOLS
@@ -265,7 +267,7 @@ def test_of_equal_turns_the_latest_delivered_one_counts() -> None:
     for _ in range(2):
         turn = talk.reply(talk.ask([user("Hi")]), talker.write(Says("", "Yes.")))
     talk.reply(talk.ask([user("Hi")]), talker.write(Says("", "Yes.")), delivered=0)
-    prompt = talk.ask([user("Hi"), turn, user("And?")])
+    prompt = talk.ask([user("Hi"), turn, user("And?")], list(TOOLS))
     talk.check(prompt)
     assert prompt.plan.base is not None
     assert prompt.plan.base.known.seq == 2
@@ -298,7 +300,7 @@ def test_a_turn_that_ends_otherwise_gets_the_end_token_as_context(name: str) -> 
     talker, talk = TALKERS[name], dialogue(name)
     sampled = talk.model.encoder.encode(talker.write(talker.able(Says("", "Too long"))), first=False).tolist()
     turn = talk.reply(talk.ask([user("Hi")]), sampled[:-1])
-    prompt = talk.ask([user("Hi"), turn, user("And?")])
+    prompt = talk.ask([user("Hi"), turn, user("And?")], list(TOOLS))
     talk.check(prompt)
     assert prompt.plan.reason is None
 
@@ -397,3 +399,16 @@ def test_no_prompt_has_another_context_than_its_request(
                 tools = tools[::-1]
             case "leave out":
                 del history[2 : 2 + 1 + len(results(history[2]))]
+
+
+def test_ids_of_another_tokenizer_are_not_continued() -> None:
+    """A gateway may be started again with another model whose template writes the same text."""
+    talk = dialogue("scripted", "auto")
+    asked = talk.ask([system("Be brief."), user("Hi")])
+    turn = talk.reply(asked, TALKERS["scripted"].write(Says("", "Well.", [])))
+    request = Request("m", [system("Be brief."), user("Hi"), turn, user("And?")], list(TOOLS))
+    assert talk.model.plan(request, talk.history, lambda *_: None).base is not None
+    other = Tokenizer.load(TOKENIZER)
+    other.backend.add_tokens(["another"])
+    plan = Model(other).plan(request, talk.history, lambda *_: None)
+    assert (plan.base, plan.reason) == (None, "context_changed")

@@ -1,7 +1,6 @@
 """Teacher forcing against a plain forward pass over each call, on small models with random weights. Without torch only
 what needs none is tested."""
 
-import importlib.util
 import sys
 from pathlib import Path
 from typing import Any
@@ -18,8 +17,6 @@ from polar.trajectory.types import Sampled
 from polar.types import Sampling
 from tests.unit.trajectory.test_verify import paths_of, row
 
-HAS_TORCH = importlib.util.find_spec("torch") is not None and importlib.util.find_spec("transformers") is not None
-needs_torch = pytest.mark.skipif(not HAS_TORCH, reason="torch and transformers are not installed")
 VOCABULARY = 64
 
 
@@ -49,8 +46,6 @@ def test_what_is_missing_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 @pytest.fixture(scope="module", params=["plain", "window"])
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    if not HAS_TORCH:
-        pytest.skip("torch and transformers are not installed")
     import torch
     import transformers
 
@@ -120,7 +115,6 @@ def compared(folder: Path, calls: list[Exchange], **options: Any) -> tuple[Compa
     return result, teacher
 
 
-@needs_torch
 def test_all_of_a_session_is_recomputed_exactly_and_shared_prefixes_once(folder: Path, calls: list[Exchange]) -> None:
     result, teacher = compared(folder, calls)
     assert result.tokens == 12 * len(calls)
@@ -133,7 +127,6 @@ def test_all_of_a_session_is_recomputed_exactly_and_shared_prefixes_once(folder:
         assert unique - 4 <= teacher.computed <= unique + 4
 
 
-@needs_torch
 def test_a_number_that_is_not_the_models_is_found(folder: Path, calls: list[Exchange]) -> None:
     call = calls[4]
     assert call.logprobs is not None
@@ -154,7 +147,6 @@ def test_a_number_that_is_not_the_models_is_found(folder: Path, calls: list[Exch
     assert (worst.id, worst.after) == (call.sampled_ids[7], call.sampled_ids[8:12].tolist())
 
 
-@needs_torch
 def test_one_version_alone_and_what_cannot_be_compared(folder: Path, calls: list[Exchange]) -> None:
     result, _ = compared(folder, calls, version=2)
     assert (result.tokens, dict(result.skipped)) == (12, {"other_version": 60})
@@ -163,7 +155,6 @@ def test_one_version_alone_and_what_cannot_be_compared(folder: Path, calls: list
     assert (result.tokens, dict(result.skipped)) == (0, {"not_in_vocabulary": 2})
 
 
-@needs_torch
 def test_a_folder_without_a_model(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="There is no model"):
         Teacher.load(tmp_path)
