@@ -88,11 +88,42 @@ class StoreSettings(Section):
     durability: Literal["process", "power"] = "process"
 
 
+class Prewarm(Section):
+    """Runtimes that stand ready before a task asks for one like them."""
+
+    backend: str
+    image: str | None = None
+    count: int = Field(2, gt=0)
+    workdir: str = "/workspace"
+    harness: str | None = Field(None, description="mounted into them, from the cache of installed ones")
+
+
+class NodeSettings(Section):
+    init_workers: int = Field(4, gt=0, description="runtimes that are made and prepared at the same time")
+    ready_buffer: int = Field(4, gt=0, description="prepared ones that wait for a free run slot")
+    run_workers: int = Field(16, gt=0, description="harnesses that run at the same time")
+    postrun_workers: int = Field(4, gt=0, description="evaluations at the same time")
+    runtimes: list[str] = Field([], description="backends that tasks may use [default: all that work here]")
+    prewarm: list[Prewarm] = []
+    harness_cache: str | None = Field(None, description="where harnesses are installed [default: the user's cache]")
+
+
+class JudgeSettings(Section):
+    """A model that judges, behind the Chat API of OpenAI."""
+
+    url: Annotated[str, AfterValidator(_http_url)]
+    model: str
+    api_key: str | None = Field(None, repr=False)
+    timeout: float = Field(120, gt=0)
+
+
 class Settings(Section):
     engine: EngineSettings = EngineSettings()
     gateway: GatewaySettings = GatewaySettings()
     server: ServerSettings = ServerSettings()
     store: StoreSettings = StoreSettings()
+    node: NodeSettings = NodeSettings()
+    judges: dict[str, JudgeSettings] = {}
 
 
 def load(

@@ -1,14 +1,18 @@
 """The contract for kinds whose runtimes are containers, and what it asks of these besides."""
 
 import asyncio
+import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from polar.runtimes.base import Limits, SandboxError
+from polar.runtimes.container_cli import Cli
 from polar.runtimes.containers import STATE_LABEL
+from tests.contract import left
 from tests.contract.image import OTHER, PLAIN, ensure_image
 from tests.contract.runtimes import EVERYTHING, Place, RuntimeContract
 
@@ -19,6 +23,7 @@ class ContainerContract(RuntimeContract):
     promises = EVERYTHING - {"disk"}  # but for engines that store on XFS with quotas
     image = PLAIN
     many = 16
+    dies_with_its_node = False  # but with a sweep: the engine knows nothing of the node
 
     @pytest.fixture(scope="class", autouse=True)
     @classmethod
@@ -35,6 +40,20 @@ class ContainerContract(RuntimeContract):
     def no_container_is_left(self, engine: str, tmp_path: Path) -> Iterator[None]:
         yield
         assert _call(engine, "ps", "--all", "--quiet", "--filter", f"label={STATE_LABEL}={tmp_path / 'state'}") == ""
+
+    @pytest.fixture
+    def built(self, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+        """The names of the images that the engine is asked to build."""
+        asked: list[str] = []
+        call = Cli.call
+
+        async def noting(cli: Cli, *arguments: str, **options: Any) -> str:
+            if arguments[0] == "build":
+                asked.append(arguments[arguments.index("--tag") + 1])
+            return await call(cli, *arguments, **options)
+
+        monkeypatch.setattr(Cli, "call", noting)
+        return asked
 
     async def test_a_cancelled_creation_leaves_nothing(self, place: Place) -> None:
         creating = asyncio.create_task(place.kind.create(place.new_id(), place.spec()))
@@ -89,6 +108,56 @@ class ContainerContract(RuntimeContract):
         _call(engine, "kill", f"polar-{runtime.id}")
         with pytest.raises(SandboxError):
             await running
+
+    async def test_an_image_is_built_from_a_folder_once_for_each_content(
+        self, place: Place, engine: str, built: list[str]
+    ) -> None:
+        folder = place.scratch / "environment"
+        (folder / "data").mkdir(parents=True)
+        lines = (f"FROM {PLAIN}", "COPY data /data", f"RUN echo {place.mark} > /made", "USER agent")
+        (folder / "Dockerfile").write_text("\n".join(lines))
+        (folder / "data/file").write_text("one")
+        image = f"build:{folder}"
+        one, other = await asyncio.gather(place.new(image=image), place.new(image=image))
+        for runtime in (one, other):
+            ran = await place.shell(runtime, "cat /made /data/file; id -un; touch here")
+            assert (ran.output, ran.code) == (f"{place.mark}\noneagent\n", 0)
+        assert len(built) == 1
+        elsewhere = place.scratch / "elsewhere"
+        shutil.copytree(folder, elsewhere)
+        await place.kind.prepare(f"build:{elsewhere}")
+        assert len(built) == 1
+        (elsewhere / "data/file").write_text("two")
+        assert (await place.shell(await place.new(image=f"build:{elsewhere}"), "cat /data/file")).output == "two"
+        assert len(built) == 2
+        await place.kind.close()
+        for name in built:
+            _call(engine, "rmi", "--force", name)
+
+    async def test_a_build_that_fails_says_what_it_printed(self, place: Place, engine: str) -> None:
+        folder = place.scratch / "environment"
+        folder.mkdir()
+        with pytest.raises(SandboxError, match="Dockerfile"):
+            await place.kind.prepare(f"build:{folder}")
+        (folder / "Dockerfile").write_text(f"FROM {PLAIN}\nRUN echo so it is {place.mark}; exit 3\n")
+        for _ in range(2):
+            with pytest.raises(SandboxError, match=r"(?s)can't be built.*so it is.*3"):
+                await place.kind.prepare(f"build:{folder}")
+        assert place.mark not in _call(engine, "ps", "--all", "--no-trunc", "--format", "{{.Command}}")
+        (folder / "Dockerfile").write_text("FROM localhost:1/no-such-image\n")
+        with pytest.raises(SandboxError, match="no-such-image"):
+            await place.kind.prepare(f"build:{folder}")
+
+    async def test_a_build_ends_with_its_kind(self, place: Place) -> None:
+        folder = place.scratch / "environment"
+        folder.mkdir()
+        (folder / "Dockerfile").write_text(f"FROM {PLAIN}\nRUN MARK={place.mark} sleep 300\n")
+        preparing = asyncio.create_task(place.kind.prepare(f"build:{folder}"))
+        while not preparing.done() and "sleep" not in "".join(left.processes(place.mark)):  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+        await place.kind.close()
+        with pytest.raises(asyncio.CancelledError):
+            await preparing
 
     async def test_an_image_that_is_nowhere_is_named(self, place: Place) -> None:
         with pytest.raises(SandboxError, match="no-such-image"):

@@ -11,16 +11,18 @@ import sysconfig
 import tarfile
 from pathlib import Path
 
-PLAIN = "localhost/polar-contract:plain"
+PLAIN = "localhost/polar-contract:plain4"
 OTHER = "localhost/polar-contract:other"  # with a user of its own, and a volume
 CHANGES = {PLAIN: (), OTHER: ("USER agent", "VOLUME /data")}
 
 TOOLS = """
     sh bash env sleep cat ls echo printf true false mkdir rmdir rm cp mv ln chmod chown touch id stat mktemp
     head tail wc grep sed sort find ps kill nohup setsid dd df timeout yes seq tr cut basename dirname
-    readlink uname hostname test mkfifo sync tee date whoami pwd xargs git diff patch
+    readlink uname hostname test mkfifo sync tee date whoami pwd xargs git diff patch awk uniq cmp nl od comm paste
 """.split()  # noqa: SIM905 (sixty quoted strings would say no more)
 UNUSED = {"test", "tests", "site-packages", "idlelib", "tkinter", "turtledemo", "ensurepip", "__pycache__", "lib2to3"}
+GLIBC = "libdl.so.2 libpthread.so.0 librt.so.1 libm.so.6 libutil.so.1 libresolv.so.2 libnss_files.so.2".split()  # noqa: SIM905
+"""Which every image has, whether its own programs need them or not."""
 FOLDERS = {
     "tmp": 0o1777,
     "var/tmp": 0o1777,
@@ -50,6 +52,8 @@ def write_image(file: io.IOBase) -> None:
         programs = {tool: Path(found).resolve() for tool in TOOLS if (found := shutil.which(tool))}
         modules = list((stdlib / "lib-dynload").glob("*.so"))
         needed = set().union(*(libraries(binary) for binary in (python, *programs.values(), *modules)))
+        libc = next(path for path in needed if path.name == "libc.so.6")
+        needed |= {path for name in GLIBC if (path := libc.with_name(name)).exists()}
 
         def folder(name: str, mode: int) -> None:
             entry = tarfile.TarInfo(name)

@@ -8,7 +8,7 @@ import os
 from pathlib import Path
 
 
-def processes(mark: str) -> list[str]:
+def processes(mark: str, *, children: bool = True) -> list[str]:
     """Those that carry the mark in their environment or arguments, and children of this process."""
     found = []
     wanted = mark.encode()
@@ -17,7 +17,8 @@ def processes(mark: str) -> list[str]:
         try:
             fields = (folder / "stat").read_text().rpartition(")")[2].split()
             command = (folder / "cmdline").read_bytes()
-            ours = wanted in (folder / "environ").read_bytes() or wanted in command or int(fields[1]) == os.getpid()
+            own = children and int(fields[1]) == os.getpid()
+            ours = own or wanted in (folder / "environ").read_bytes() or wanted in command
         except OSError:
             continue
         if ours and int(name) != os.getpid() and fields[0] != "Z":

@@ -1,27 +1,53 @@
-"""A node that makes runtimes and runs commands in them until it is killed: `python -m tests.contract.node KIND STATE
-IMAGE MARK ID...`, with KIND as module:class and - for no image."""
+"""A node that is killed: `python -m tests.contract.node WHAT KIND STATE IMAGE MARK ID...`, with KIND as module:class, -
+for no image, and WHAT it is about to do then:
+
+    run    commands run in all runtimes but the last, which was never started
+    churn  for each id, runtimes are made, used, stopped, started again and removed, over and over
+"""
 
 import asyncio
 import importlib
+import itertools
 import sys
 from pathlib import Path
 
 from polar.runtimes.base import Kind, Limits, Spec
 
-DAEMONS = "(setsid sh -c 'trap \"\" TERM; sleep 300' &); (setsid sh -c 'sleep 300 & sleep 300' &); sleep 300"
+DAEMONS = "(setsid sh -c 'trap \"\" TERM; sleep 300' &); (setsid sh -c 'sleep 300 & sleep 300' &); "
 
 
-async def main(kind_path: str, state: str, image: str, mark: str, *ids: str) -> None:
-    module, _, name = kind_path.partition(":")
-    kind: Kind = getattr(importlib.import_module(module), name)(Path(state), "http://127.0.0.1:9")
-    spec = Spec(image=None if image == "-" else image, env={"MARK": mark}, limits=Limits(memory_mb=128, processes=64))
+async def run(kind: Kind, spec: Spec, ids: list[str]) -> None:
     runtimes = [await kind.create(id, spec) for id in ids]
-    for runtime in runtimes[:-1]:  # the last is created and never started
+    for runtime in runtimes[:-1]:
         await runtime.start()
-    running = [asyncio.create_task(runtime.run(["sh", "-c", DAEMONS])) for runtime in runtimes[:-1]]
+    running = [asyncio.create_task(runtime.run(["sh", "-c", DAEMONS + "sleep 300"])) for runtime in runtimes[:-1]]
     await asyncio.sleep(0.5)
     print("running", flush=True)
     await asyncio.gather(*running)
+
+
+async def churn(kind: Kind, spec: Spec, id: str) -> None:
+    for number in itertools.count():
+        runtime = await kind.create(f"{id}n{number}", spec)
+        await runtime.start()
+        await runtime.run(["sh", "-c", DAEMONS + "true"])
+        await runtime.stop()
+        await runtime.restart()
+        await runtime.run(["sh", "-c", "trap '' TERM; sleep 300"], timeout=0.1)
+        await runtime.remove()
+        if number == 0:
+            print("running", flush=True)
+
+
+async def main(what: str, kind_path: str, state: str, image: str, mark: str, *ids: str) -> None:
+    module, _, name = kind_path.partition(":")
+    kind: Kind = getattr(importlib.import_module(module), name)(Path(state), "http://127.0.0.1:9")
+    spec = Spec(image=None if image == "-" else image, env={"MARK": mark}, limits=Limits(memory_mb=128, processes=64))
+    if what == "run":
+        await run(kind, spec, list(ids))
+    else:
+        small = Spec(image=spec.image, env=spec.env, limits=Limits(memory_mb=128, processes=64, disk_mb=16))
+        await asyncio.gather(*(churn(kind, (spec, small)[number % 2], id) for number, id in enumerate(ids)))
 
 
 if __name__ == "__main__":

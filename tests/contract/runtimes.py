@@ -21,7 +21,7 @@ from typing import Any, ClassVar, Literal
 
 import pytest
 
-from polar.runtimes.base import Completed, Kind, Limits, Mount, Runtime, SandboxError, Spec, TooLarge
+from polar.runtimes.base import Completed, Kind, Limits, Mount, Runtime, SandboxError, Spec, Spoiled, TooLarge
 from tests.contract import left, node
 
 Promise = Literal["root", "network", "cpu", "memory", "processes", "disk"]
@@ -103,6 +103,7 @@ class RuntimeContract:
     promises: ClassVar[frozenset[Promise]]
     image: ClassVar[str | None] = None
     many: ClassVar[int] = 32
+    dies_with_its_node: ClassVar[bool] = True  # without a sweep; what is on disk is left to that
 
     @pytest.fixture
     async def place(self, tmp_path: Path) -> AsyncIterator[Place]:
@@ -260,6 +261,107 @@ class RuntimeContract:
         assert not left.everything(place.state, place.ids, place.mark)["folders"]
         await runtime.stop()
 
+    # Again
+
+    async def test_restarted_it_has_its_files_and_no_process_from_before(self, place: Place) -> None:
+        runtime = await place.new()
+        await place.shell(runtime, "echo kept > file; (setsid sh -c 'trap \"\" TERM; sleep 300' &)")
+        running = asyncio.create_task(place.shell(runtime, "echo one > started; sleep 300"))
+        while (await place.shell(runtime, "cat started")).output != "one\n":
+            pass
+        await runtime.stop()
+        assert (await running).code is None
+        for turn in range(2):
+            await runtime.restart()
+            assert [line for line in left.processes(place.mark) if "sleep" in line] == []
+            ran = await place.shell(runtime, "cat file; echo kept > file; ls; (setsid sleep 300 &)")
+            assert (ran.output, ran.code) == ("kept\nfile\n" + turn * "new\n" + "started\n", 0)
+            await runtime.put(b"put", "/workspace/new")
+            await runtime.get("/workspace/new", place.scratch / "new")
+            assert (place.scratch / "new").read_bytes() == b"put"
+            await runtime.stop()
+            with pytest.raises(SandboxError):
+                await runtime.run(["true"])
+            await runtime.get("/workspace/file", place.scratch / "file")
+            assert (place.scratch / "file").read_text() == "kept\n"
+        await runtime.remove()
+
+    async def test_only_what_was_started_and_is_stopped_can_be_restarted(self, place: Place) -> None:
+        runtime = await place.kind.create(place.new_id(), place.spec())
+        with pytest.raises(SandboxError, match="restarted"):
+            await runtime.restart()
+        await runtime.start()
+        with pytest.raises(SandboxError, match="restarted"):
+            await runtime.restart()
+        assert (await runtime.run(["true"])).exit_code == 0
+        await runtime.stop()
+        await runtime.remove()
+        with pytest.raises(SandboxError, match="restarted"):
+            await runtime.restart()
+        never = await place.kind.create(place.new_id(), place.spec())
+        await never.stop()
+        with pytest.raises(SandboxError, match="restarted"):
+            await never.restart()
+
+    async def test_restarted_it_reaches_the_gateway(self, place: Place) -> None:
+        self.needs("network")
+        runtime = await place.new()
+        await runtime.stop()
+        await runtime.restart()
+        host, _, port = runtime.gateway_url().removeprefix("http://").rpartition(":")
+        assert (await place.shell(runtime, ASK.format(host=host, port=port))).output.endswith("hello")
+
+    async def test_restarted_it_has_its_limits(self, place: Place) -> None:
+        self.needs("memory")
+        self.needs("processes")
+        runtime = await place.new(limits=Limits(memory_mb=64, processes=20))
+        await runtime.stop()
+        await runtime.restart()
+        ran = await place.shell(runtime, "head -c 300000000 /dev/zero | tail -n 1 > /dev/null; exit ${PIPESTATUS[1]}")
+        assert ran.completed.out_of_memory
+        ran = await place.shell(runtime, "for i in $(seq 60); do sleep 60 & echo $i; done", timeout=2)
+        assert 0 < len([line for line in ran.output.splitlines() if line.isdigit()]) <= 20
+
+    async def test_a_full_disk_does_not_prevent_a_restart(self, place: Place) -> None:
+        self.needs("disk")
+        runtime = await place.new(limits=Limits(disk_mb=32))
+        await place.shell(runtime, "echo kept > first; cat /dev/zero > big; for i in $(seq 20000); do : > f$i; done")
+        await runtime.stop()
+        await runtime.restart()
+        ran = await place.shell(runtime, "cat first; echo more > another || echo full; rm big f*; echo more > another")
+        assert ran.output.startswith("kept\n")
+        assert "full\n" in ran.output
+        assert ran.code == 0
+
+    async def test_links_that_it_left_lead_nowhere_at_a_restart(self, place: Place) -> None:
+        """What a start makes or mounts over are folders of the runtime, whatever is in their place by then."""
+        self.needs("root")
+        outside = place.scratch / "outside"
+        outside.mkdir()
+        shared = place.scratch / "shared"
+        shared.mkdir()
+        (shared / "tool").write_text("of the machine")
+        mounts = (Mount(shared, "/opt/below/shared"), Mount(shared / "tool", "/srv/tool"))
+        script = "cd /; for i in home workspace opt/below srv; do mv $i /tmp/ || rm -r $i; ln -s {way} $i; done"
+        for way in (f"{'../' * 30}{str(outside).lstrip('/')}", str(outside), f"/oldroot{outside}"):
+            runtime = await place.new(mounts=mounts)
+            await place.shell(runtime, script.format(way=way))
+            await runtime.stop()
+            with contextlib.suppress(Spoiled):  # an engine may well refuse
+                await runtime.restart()
+                ran = await place.shell(runtime, "cat /opt/below/shared/tool", cwd="/")
+                assert ran.output in ("of the machine", "cat: /opt/below/shared/tool: No such file or directory\n")
+            assert os.listdir(outside) == []
+
+    async def test_what_can_not_be_started_any_more_says_that_it_is_spoiled(self, place: Place) -> None:
+        self.needs("root")
+        runtime = await place.new()
+        await place.shell(runtime, "cd /; rm -rf /bin/sh /bin/cat /lib64 /lib; rm -rf /usr/lib64 /usr/bin/sh")
+        await runtime.stop()
+        with pytest.raises(Spoiled):
+            await runtime.restart()
+        await runtime.remove()
+
     # Files
 
     async def test_files_go_in_and_come_out(self, place: Place) -> None:
@@ -320,6 +422,10 @@ class RuntimeContract:
         with pytest.raises(FileNotFoundError):
             await runtime.get("/workspace/out/folder/key", place.scratch / "through")
         assert not any("hunter2" in path.read_text() for path in out.rglob("*") if path.is_file())
+        await runtime.get("/workspace/out", place.scratch / "all", all_links=True)
+        assert os.readlink(place.scratch / "all/absolute") == f"{secret}/key"
+        assert os.readlink(place.scratch / "all/sly") == "below/../../../x"
+        assert {path.name for path in (place.scratch / "all").iterdir() if not path.is_symlink()} == {"below", "file"}
 
     async def test_what_comes_out_is_capped(self, place: Place) -> None:
         runtime = await place.new()
@@ -465,20 +571,38 @@ class RuntimeContract:
         outputs = await asyncio.gather(*(one(index) for index in range(self.many)))
         assert outputs == [f"{index}\n" for index in range(self.many)]
 
-    async def test_what_a_killed_node_left_is_swept(self, place: Place) -> None:
-        ids = [place.new_id() for _ in range(3)]
+    @contextlib.asynccontextmanager
+    async def another_node(self, what: str, place: Place, ids: list[str]) -> AsyncIterator[None]:
+        """At work within, and killed."""
         kind = f"{self.kind_class.__module__}:{self.kind_class.__qualname__}"
-        arguments = (kind, str(place.state), self.image or "-", place.mark, *ids)
+        arguments = (what, kind, str(place.state), self.image or "-", place.mark, *ids)
         other = await asyncio.create_subprocess_exec(
             sys.executable, "-m", node.__name__, *arguments, stdout=asyncio.subprocess.PIPE
         )
         assert other.stdout is not None
         assert await other.stdout.readline() == b"running\n"
-        assert await place.kind.sweep() == []  # its owner lives
+        yield
         other.kill()
         await other.wait()
-        assert sorted(await place.kind.sweep()) == sorted(ids)
         other._transport.close()  # type: ignore[attr-defined]
+
+    async def test_what_a_killed_node_left_is_swept(self, place: Place) -> None:
+        ids = [place.new_id() for _ in range(3)]
+        async with self.another_node("run", place, ids):
+            assert await place.kind.sweep() == []  # its owner lives
+        assert sorted(await place.kind.sweep()) == sorted(ids)
         assert await place.kind.sweep() == []
         own = await place.new()
         assert (await place.shell(own, "echo alive")).output == "alive\n"
+
+    @pytest.mark.parametrize("after", [0.0, 0.07, 0.19, 0.43])
+    async def test_a_node_may_be_killed_at_any_moment(self, place: Place, after: float) -> None:
+        ids = [place.new_id() for _ in range(4)]
+        async with self.another_node("churn", place, ids):
+            await asyncio.sleep(after)
+        told = place.mark if self.dies_with_its_node else str(place.state)  # an engine's client may be under way
+        async with asyncio.timeout(_SETTLE_SECONDS):
+            while left.processes(told, children=False):  # noqa: ASYNC110  nobody tells
+                await asyncio.sleep(0.02)
+        await place.kind.sweep()
+        assert await place.kind.sweep() == []

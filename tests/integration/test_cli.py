@@ -56,7 +56,7 @@ def test_the_commands_own_exit_status_is_kept(tmp_path: Path) -> None:
         (("capture", "--", "no-such-command"), "There is no command 'no-such-command'"),
         (("capture", "--", "true"), "asked the gateway nothing"),
         (("capture", "--bogus", "--", "true"), "No such option"),
-        (("capture", "--harness", "nobody", "--", "true"), "known: claude_code"),
+        (("capture", "--harness", "nobody", "--", "true"), "known: aider, claude_code"),
         (("capture", "--engine", "foo", "--", "true"), "is no address"),
         (("capture", "--data", "/proc/x", "--", "true"), "--data"),
         (("show",), "Nothing has been captured"),

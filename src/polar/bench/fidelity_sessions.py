@@ -21,7 +21,8 @@ from polar.config import Settings
 from polar.engines.scripted.play import Play, Turn
 from polar.engines.scripted.server import ScriptedServer
 from polar.harnesses import environment, inherited, load_harness
-from polar.harnesses.base import Harness
+from polar.harnesses.base import Harness, Wanted
+from polar.harnesses.files import write_setup
 from polar.plugins import names
 from polar.service import Service
 from polar.store.base import Exchange, Session
@@ -59,8 +60,11 @@ def installed(wanted: Sequence[str] = (), folders: Sequence[Path] = ()) -> list[
     found = {BUILT_IN: Agent(BUILT_IN, (sys.executable, "-m", "polar.bench.agent", TASK), "", None)}
     for name in names("harnesses"):
         preset = load_harness(name)
-        command, *rest = preset.command(TASK)
-        if (path := shutil.which(command, path=search)) is not None:
+        if preset.package is None:  # no agent of its own
+            continue
+        command, *rest = preset.command(TASK, {})
+        # One that is a library has no command to be told by.
+        if command in preset.executables and (path := shutil.which(command, path=search)) is not None:
             found[name] = Agent(name, (path, *rest), str(Path(path).parent), preset)
     proper = [name if name == BUILT_IN else load_harness(name).name for name in wanted]
     if absent := [name for name in proper if name not in found]:
@@ -101,7 +105,9 @@ async def record(
         variables |= {"HOME": str(home), "PWD": str(workspace)}
         variables["PATH"] = os.pathsep.join(filter(None, (agent.folder, variables.get("PATH"))))
         if agent.preset is not None:
-            variables |= agent.preset.configure(home, url, key, model)
+            setup = agent.preset.setup(Wanted(str(home), str(workspace), url, key, model))
+            write_setup(setup, home)
+            variables |= setup.env
         try:
             await _run(agent, variables, workspace, folder / "output.log")
         finally:

@@ -9,6 +9,7 @@ What runtimes of an image share is prepared before, on both sides: the layers be
 
 import asyncio
 import io
+import secrets
 import shutil
 import subprocess
 import tarfile
@@ -92,11 +93,12 @@ async def _bubblewrap(kind: Bubblewrap, plan: Plan) -> tuple[list[float], list[f
     cold: list[float] = []
     ready: list[float] = []
     removed: list[float] = []
+    run = secrets.token_hex(4)  # another may be under way
     for turn in range(plan.rounds + 1):
         runtimes: list[Runtime] = []
 
         async def launch(index: int, turn: int = turn, runtimes: list[Runtime] = runtimes) -> None:
-            runtime = await kind.create(f"bench-{turn}-{index}", Spec(limits=_LIMITS))
+            runtime = await kind.create(f"bench-{run}-{turn}-{index}", Spec(limits=_LIMITS))
             runtimes.append(runtime)
             await runtime.start()
             await _succeed(runtime)

@@ -1,7 +1,8 @@
 """polar bench: the benchmarks, each against its peers in the same run."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import click
@@ -9,12 +10,15 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from polar.bench import fidelity as fidelity_bench
-from polar.bench import fidelity_report, fidelity_sessions, report, sandbox_report, trajectory_report
+from polar.bench import fidelity_report, fidelity_sessions, pipeline_report, report, sandbox_report, trajectory_report
 from polar.bench import gateway as gateway_bench
+from polar.bench import pipeline as pipeline_bench
 from polar.bench import sandbox as sandbox_bench
 from polar.bench import trajectory as trajectory_bench
 from polar.bench.peers import litellm
+from polar.bench.pipeline_picture import picture as pipeline_picture
 from polar.cli.common import json_option, run
+from polar.service import settle_process
 
 _ENVIRONMENT = Path(".cache/bench-litellm")
 _HARNESSES = (
@@ -94,13 +98,7 @@ def fidelity(harnesses: tuple[str, ...], turns: int, tokenizer: Path | None, as_
     Harnesses are looked for on PATH and where `make` puts them; a small agent, `built-in`, is always there.
     """
     agents = fidelity_sessions.installed(harnesses, _HARNESSES)
-    columns = SpinnerColumn(), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}")
-    with Progress(*columns, console=Console(stderr=True)) as bar:
-        task = bar.add_task("")
-
-        def progress(what: str, done: int, total: int) -> None:
-            bar.update(task, description=what, completed=done, total=total)
-
+    with _bar() as progress:
         measured = run(fidelity_bench.run(agents, turns=turns, tokenizer=_folder(tokenizer), progress=progress))
     if as_json:
         click.echo(fidelity_report.as_json(measured))
@@ -119,6 +117,19 @@ def _progress(console: Console) -> Callable[[str], None]:
         console.print(f"[dim]{time.monotonic() - began:4.0f} s[/]  {what}", highlight=False)
 
     return progress
+
+
+@contextmanager
+def _bar() -> Iterator[Callable[[str, int, int], None]]:
+    """For what is counted: takes what goes on, and how many are done of how many."""
+    columns = SpinnerColumn(), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}")
+    with Progress(*columns, console=Console(stderr=True)) as bar:
+        task = bar.add_task("")
+
+        def progress(what: str, done: int, total: int) -> None:
+            bar.update(task, description=what, completed=done, total=total)
+
+        yield progress
 
 
 def _install(console: Console) -> Path:
@@ -141,6 +152,30 @@ def sandbox(quick: bool, as_json: bool) -> None:
         click.echo(sandbox_report.as_json(measured))
     else:
         sandbox_report.show(measured, _wide())
+
+
+@command.command("pipeline")
+@click.option("--quick", is_flag=True, help="fewer and shorter sessions: two minutes instead of four")
+@click.option(
+    "--picture",
+    type=click.Path(path_type=Path, dir_okay=False),
+    default=Path("pipeline.svg"),
+    show_default=True,
+    help="where the engine's batch over time is drawn",
+)
+@json_option
+def pipeline(quick: bool, picture: Path, as_json: bool) -> None:
+    """How busy the node's stages keep a simulated engine, against sessions run one by one."""
+    plan = pipeline_bench.QUICK if quick else pipeline_bench.Plan()
+    settle_process()
+    with _bar() as progress:
+        measured = run(pipeline_bench.run(plan, progress))
+    picture.write_text(pipeline_picture(measured), encoding="utf-8")
+    if as_json:
+        click.echo(pipeline_report.as_json(measured))
+    else:
+        pipeline_report.show(measured, _wide())
+    click.echo(f"The picture is in {picture}.", err=as_json)
 
 
 def _wide() -> Console:

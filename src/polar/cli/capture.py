@@ -13,10 +13,20 @@ from msgspec import Struct, field
 from rich.console import Console
 from rich.table import Table
 
-from polar.cli.common import json_object, json_option, load_settings, run, settings_options
+from polar.cli.common import (
+    engine_options,
+    json_object,
+    json_option,
+    private_settings,
+    run,
+    scripted_note,
+    settings_options,
+)
 from polar.config import Settings
 from polar.errors import ConfigError
 from polar.harnesses import environment, inherited, known_by_command, load_harness
+from polar.harnesses.base import Wanted
+from polar.harnesses.files import write_setup
 from polar.service import Service
 from polar.store.base import Verdict
 from polar.trajectory.builders import prefix_merging
@@ -27,10 +37,9 @@ from polar.trajectory.session import sampled
 @settings_options
 @click.option("--harness", help="configure a known harness [default: told by the command]")
 @click.option("--model", help="the model name that the harness is told to ask for")
-@click.option("--engine", "engine_url", help="URL of the inference engine")
+@engine_options
 @click.option("--metadata", default="{}", help="a JSON object that is kept with the session")
 @click.option("--reward", type=float, help="the session's reward, if the command ends well")
-@click.option("--kind", help="the engine's kind [default: as configured; vllm if no engine is]")
 @json_option
 @click.argument("argv", nargs=-1, required=True, metavar="-- CMD...")
 def command(
@@ -46,14 +55,7 @@ def command(
     as_json: bool,
 ) -> int:
     """Run CMD with every provider's base URL and key pointing at a private gateway; keep and sum up what it asked."""
-    engine: dict[str, object] = {}
-    if engine_url:
-        engine = {"urls": [engine_url]}
-        if not load_settings(config_path).engine.urls:
-            engine["kind"] = kind or "vllm"
-    if kind:
-        engine["kind"] = kind
-    settings = load_settings(config_path, gateway={"port": 0, "host": "127.0.0.1"}, engine=engine)
+    settings = private_settings(config_path, engine_url, kind)
     kept = json_object(metadata, "--metadata")
     return run(
         capture(settings, data, list(argv), harness=harness, model=model, as_json=as_json, metadata=kept, reward=reward)
@@ -102,7 +104,9 @@ async def capture(
         variables["PWD"] = str(folder) if folder else os.getcwd()
         if preset is not None:
             home = _private_home(data, session.session_id)
-            variables |= {"HOME": str(home)} | preset.configure(home, service.gateway_url, key, wanted)
+            setup = preset.setup(Wanted(str(home), variables["PWD"], service.gateway_url, key, wanted))
+            write_setup(setup, home)
+            variables |= {"HOME": str(home)} | setup.env
         try:
             summary.exit_code = await _run(argv, variables, folder)
         finally:
@@ -160,10 +164,8 @@ def _print(summary: Summary, settings: Settings, data: Path) -> None:
         console.print(f"Prompts that don't just go on from recorded tokens: {_listed(summary.branches)}.")
     if summary.excluded:
         console.print(f"Sampled tokens that don't train: {_listed(summary.excluded)}.")
-    if not settings.engine.urls:
-        console.print(
-            f"No engine is configured, so the {settings.engine.kind} one answered: name yours with --engine URL."
-        )
+    if (note := scripted_note(settings)) is not None:
+        console.print(note)
     console.print(f"Look at it with: polar show {summary.session_id} --data {data}")
 
 

@@ -16,6 +16,8 @@ from polar.errors import ConfigError
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
 
+LOG_FORMAT = "%(levelname)s %(name)s: %(message)s"
+
 
 config_option = click.option(
     "--config",
@@ -33,6 +35,13 @@ def settings_options(function: F) -> F:
     return config_option(data_option(function))
 
 
+def engine_options(function: F) -> F:
+    """For commands with a private gateway: see `private_settings`."""
+    url = click.option("--engine", "engine_url", help="URL of the inference engine")
+    kind = click.option("--kind", help="the engine's kind [default: as configured; vllm if no engine is]")
+    return url(kind(function))
+
+
 json_option = click.option("--json", "as_json", is_flag=True, help="one line of JSON for machines")
 
 
@@ -41,8 +50,35 @@ def load_settings(path: Path | None, **overrides: dict[str, Any]) -> config.Sett
     return config.load(path, overrides=overrides)
 
 
+def private_settings(
+    path: Path | None, engine_url: str | None, kind: str | None, **overrides: dict[str, Any]
+) -> config.Settings:
+    """Those of a gateway of the command's own: on any free port, with the engine that the command line names."""
+    engine: dict[str, Any] = {}
+    if engine_url:
+        engine = engine_at(engine_url, load_settings(path).engine)
+    if kind:
+        engine["kind"] = kind
+    return load_settings(path, gateway=PRIVATE, engine=engine, **overrides)
+
+
+PRIVATE: dict[str, Any] = {"port": 0, "host": "127.0.0.1"}
+
+
+def engine_at(url: str, configured: config.EngineSettings) -> dict[str, Any]:
+    """The engine at this address. Its kind is the configured engine's, if there is one: it takes the place of that."""
+    return {"urls": [url], "kind": configured.kind if configured.urls else "vllm"}
+
+
+def scripted_note(settings: config.Settings) -> str | None:
+    """Who answered, where nobody was named."""
+    if settings.engine.urls:
+        return None
+    return f"No engine is configured, so the {settings.engine.kind} one answered: name yours with --engine URL."
+
+
 def run(main: Coroutine[Any, Any, T]) -> T:
-    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    logging.basicConfig(level=logging.WARNING, format=LOG_FORMAT, stream=sys.stderr)
     if sys.platform == "win32":
         return asyncio.run(main)
     import uvloop

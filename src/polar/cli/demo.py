@@ -25,7 +25,7 @@ INSTRUCTION = "Create a file polar.txt that says hello, then read it back."
 def command(config_path: Path | None, data: Path, harness: str, as_json: bool) -> int:
     """Capture a real agent run, show its tree and verify it. Without an engine configured, a scripted one answers."""
     preset = load_harness(harness)
-    argv = preset.command(INSTRUCTION)
+    argv = preset.command(INSTRUCTION, {"json": False})
     if shutil.which(argv[0]) is None:
         raise ConfigError(f"{argv[0]!r} is not on PATH: run `make demo`, which installs pi, or name another --harness.")
     settings = load_settings(config_path, gateway={"port": 0, "host": "127.0.0.1"})

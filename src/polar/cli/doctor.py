@@ -17,7 +17,10 @@ from polar.config import Settings
 from polar.engines.pool import Pool
 from polar.engines.probe import Finding, probe
 from polar.harnesses import load_harness
-from polar.plugins import names
+from polar.harnesses.base import Harness
+from polar.harnesses.cache import cache_folder, damage, installed
+from polar.plugins import load, names
+from polar.runtimes.base import Kind
 
 
 @click.command("doctor")
@@ -32,14 +35,18 @@ def command(config_path: Path | None, data: Path, kind: str | None, as_json: boo
         engine = {"urls": [engine_url], "kind": kind or "vllm"}
     settings = load_settings(config_path, engine=engine)
     machine = _machine(data)
+    runtimes = run(_runtimes(settings))
+    harnesses = _harnesses(settings)
     found = run(_engines(settings))
     if as_json:
-        click.echo(
-            json.dumps({"machine": _plain(machine), "engines": {url: _plain(rows) for url, rows in found.items()}})
-        )
+        shown = {"machine": machine, "runtimes": runtimes, "harnesses": harnesses}
+        told: dict[str, object] = {name: _plain(rows) for name, rows in shown.items()}
+        click.echo(json.dumps(told | {"engines": {url: _plain(rows) for url, rows in found.items()}}))
     else:
         console = Console()
         _print(console, "This machine", machine)
+        _print(console, "Runtimes: where polar run puts agents", runtimes)
+        _print(console, "Harnesses", harnesses)
         for url, rows in found.items():
             _print(console, f"Engine {url} ({settings.engine.kind})", rows)
     return 1 if any(row.ok is False for rows in found.values() for row in rows) else 0
@@ -55,23 +62,58 @@ async def _engines(settings: Settings) -> dict[str, list[Finding]]:
 
 def _machine(data: Path) -> list[Finding]:
     version = ".".join(str(part) for part in sys.version_info[:3])
-    rows = [Finding("Python", sys.version_info >= (3, 11), version, "3.11 or newer is needed"), _store(data)]
-    for name in names("harnesses"):
-        harness = load_harness(name)
-        path = next((found for command in harness.executables if (found := shutil.which(command))), None)
-        command = f"polar capture -- {harness.executables[0]} ..."
-        rows.append(
-            Finding(
-                f"harness {name}",
-                path is not None,
-                path or "not on PATH",
-                command if path else f"install it, then: {command}",
-            )
-        )
-    for tool in ("bwrap", "docker", "podman"):
-        path = shutil.which(tool)
-        rows.append(Finding(tool, path is not None, path or "not on PATH", "a runtime for sandboxes"))
-    return rows
+    return [Finding("Python", sys.version_info >= (3, 11), version, "3.11 or newer is needed"), _store(data)]
+
+
+async def _runtimes(settings: Settings) -> list[Finding]:
+    allowed = settings.node.runtimes or names("runtimes")
+    with tempfile.TemporaryDirectory() as state:
+        return [await _runtime(name, Path(state), allowed=name in allowed) for name in names("runtimes")]
+
+
+async def _runtime(name: str, state: Path, *, allowed: bool) -> Finding:
+    kind: Kind = load("runtimes", name)(state, _NO_GATEWAY)
+    try:
+        why = await kind.unavailable()
+    finally:
+        await kind.close()
+    if why is not None:
+        return Finding(name, False, "can't be made here", why)
+    if not allowed:
+        return Finding(name, False, "works, but is not allowed", "name it in [node] runtimes")
+    return Finding(name, True, "works", _RUNTIMES.get(name, f'backend = "{name}" in a task'))
+
+
+_NO_GATEWAY = "http://127.0.0.1:1"  # nothing is run
+_RUNTIMES = {
+    "local": "for code that you trust: nothing is hidden or forbidden",
+    "bubblewrap": "the default: a sandbox over this machine's files, or an unpacked image's",
+}
+
+
+def _harnesses(settings: Settings) -> list[Finding]:
+    cache = cache_folder(settings.node.harness_cache)
+    presets = [load_harness(name) for name in names("harnesses")]
+    return [_harness(preset, cache) for preset in presets if preset.package is not None]  # else: nothing is missing
+
+
+def _harness(preset: Harness, cache: Path) -> Finding:
+    """`polar run` takes it from the cache, `polar capture` from PATH."""
+    versions = installed(cache, preset.name)
+    for one in versions:
+        if (wrong := damage(one)) is not None:
+            advice = f"polar harness install {preset.name}@{one.version}"
+            return Finding(preset.name, False, f"{one.version} in {cache} is damaged: {wrong}", advice)
+    path = next((found for command in preset.executables if (found := shutil.which(command))), None)
+    seen = ([f"installed: {', '.join(one.version for one in versions)}"] if versions else []) + ([path] if path else [])
+    follows = []
+    if versions:
+        follows.append(f"polar run TASK --harness {preset.name}")
+    else:
+        follows.append(f"for polar run: polar harness install {preset.name}")
+    if path is not None:
+        follows.append(f"polar capture -- {preset.executables[0]} ...")
+    return Finding(preset.name, bool(seen), "; ".join(seen) or "not installed, not on PATH", "; ".join(follows))
 
 
 def _store(data: Path) -> Finding:

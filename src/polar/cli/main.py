@@ -10,11 +10,13 @@ from polar.errors import PolarError
 
 _COMMANDS = {
     "capture": "run any agent command against a private gateway and keep every model call",
+    "run": "run tasks in sandboxes, evaluate them and keep their trajectories",
     "up": "run the gateway and its control plane",
     "session": "a session for a harness that is run by hand",
     "show": "a session as a readable tree",
     "verify": "check that every trainable token is exactly what was sampled",
     "export": "sessions in a trainer's format",
+    "harness": "install harnesses, for any runtime",
     "doctor": "what works here, and what an engine can do",
     "bench": "the benchmarks, each against its peers in the same run",
     "demo": "capture a real agent run and show it",

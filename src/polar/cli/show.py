@@ -6,7 +6,7 @@ from pathlib import Path
 import click
 from rich.console import Console
 
-from polar.cli import show_tree
+from polar.cli import show_folder, show_tree
 from polar.cli.common import config_option, data_option, json_option, load_settings, run
 from polar.cli.show_tokens import TokenView, says_the_same
 from polar.config import Settings
@@ -85,7 +85,7 @@ async def show(
         labels = sessions.labelled(session, [call_of(exchange) for exchange in exchanges])
         rows = [view.exchange(exchange, labels[exchange.exchange_id]) for exchange in exchanges]
         shown = {"session": view.session(session), "exchanges": rows}
-        click.echo(view.encode(shown))
+        click.echo(view.encode(shown | show_folder.documents(data, session_id)))
         return
     token_view = None
     if tokens or ids:
@@ -94,7 +94,10 @@ async def show(
         if tokenizer is None:
             click.echo("No tokenizer is known that these tokens are from: name its folder with --tokenizer.", err=True)
     paths = sessions.sampled(session, exchanges).paths
-    Console().print(show_tree.tree(session, exchanges, paths, token_view, limit))
+    console = Console()
+    console.print(show_tree.tree(session, exchanges, paths, token_view, limit))
+    for line in show_folder.lines(data, session_id):
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
 def open_captured(settings: Settings, data: Path) -> Store:

@@ -29,6 +29,10 @@ class Running(Protocol):
 
     def version_changed(self, version: int, *, frozen: bool) -> None: ...
 
+    def froze(self) -> None: ...
+
+    def thawed(self) -> None: ...
+
 
 class Replica:
     def __init__(self, engine: Engine) -> None:
@@ -81,6 +85,9 @@ class Replica:
 
     async def freeze(self) -> bool:
         self.frozen = await self.engine.freeze() or self.frozen
+        if self.frozen:
+            for call in self.running:
+                call.froze()
         return self.frozen
 
     async def thaw(self) -> None:
@@ -95,6 +102,8 @@ class Replica:
             raise
         finally:
             self.frozen = False
+            for call in self.running:
+                call.thawed()
         self.stuck = False
 
     def set_version(self, version: int) -> None:

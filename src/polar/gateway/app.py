@@ -161,6 +161,8 @@ class Gateway:
             wire = match.dialect.split(mended)
             asked = match.dialect.decode_request(wire, params)
         self._sampling.apply(asked.sampling)
+        if session.sampling is not None:
+            session.sampling.apply(asked.sampling)
         if asked.model not in session.models:
             session.models = (*session.models[-7:], asked.model)
         return Call(session, match.dialect, params, auth.hints(request.headers), body, wire, asked)
@@ -179,6 +181,8 @@ class Gateway:
         if generation is not None:
             generation.attach()
         else:
+            sampling = call.request.sampling
+            sampling.max_tokens = call.session.meter.begin(sampling.max_tokens)
             generation = Generation(call, self._context)
         try:
             if call.request.stream:

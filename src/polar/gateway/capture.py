@@ -11,6 +11,7 @@ from polar import ids
 from polar.dialects.base import Dialect, Wire
 from polar.engines.base import Chunk, Ids, TokenPrompt, VersionSpan
 from polar.engines.pool import Replica
+from polar.errors import ApiError
 from polar.gateway.checks import untrainable
 from polar.gateway.prompt_ids import PromptIds
 from polar.gateway.sessions import OpenSession
@@ -94,6 +95,26 @@ class Capture:
         """The call goes to this replica (and to another, if it gets no answer there)."""
         self._replica = self.call.session.replica = replica
         self._versions = _Versions(replica.version)
+        if not self.call.request.stream:
+            self.begun()  # its first chunk will be its last
+
+    def froze(self) -> None:
+        self.call.session.meter.clock.hold((self, "frozen"))
+
+    def thawed(self) -> None:
+        self.call.session.meter.clock.release((self, "frozen"))
+
+    def waits(self) -> None:
+        """For the engine to begin: until then the session's clock stands still."""
+        self.call.session.meter.clock.hold((self, "waiting"))
+
+    def begun(self) -> None:
+        self.call.session.meter.clock.release((self, "waiting"))
+
+    def over(self, error: ApiError | None) -> None:
+        self.begun()
+        self.thawed()
+        self.call.session.meter.ended(len(self.sampled), error)
 
     def version_changed(self, version: int, *, frozen: bool) -> None:
         """The weights changed under this call. Where it stood still meanwhile, the boundary is here; else nobody knows.

@@ -143,8 +143,11 @@ class Generation:
         try:
             if self._given_up:
                 raise asyncio.CancelledError
+            capture.waits()
             chunks = await self._chunks()
             async for chunk in chunks:
+                if not self.events:
+                    capture.begun()
                 capture.take(chunk)
                 for event in chunk.events or (() if self.events else _BEGINNING):
                     self.events.append(event)
@@ -160,6 +163,7 @@ class Generation:
             log.exception("exchange %s failed while it was sampled", capture.exchange_id)
             self.error = _our_fault()
         finally:
+            capture.over(None if self._given_up else self.error)
             self._sampling = False  # from here on nothing cancels this task: what was sampled gets recorded
             if chunks is not None:
                 await chunks.aclose()

@@ -9,7 +9,9 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from polar import ids
+from polar.config import SamplingOverrides
 from polar.engines.pool import Replica
+from polar.gateway.meter import Meter
 from polar.rendering.continuation import History
 from polar.store.base import Session, Store, Verdict
 from polar.trajectory.roles import Overrides
@@ -21,10 +23,24 @@ if TYPE_CHECKING:
 class OpenSession:
     """What the gateway keeps in memory of a session that is running: little, since thousands may be idle."""
 
-    __slots__ = ("_next_seq", "ended", "history", "models", "orphans", "replica", "resumed", "running", "session_id")
+    __slots__ = (
+        "_next_seq",
+        "ended",
+        "history",
+        "meter",
+        "models",
+        "orphans",
+        "replica",
+        "resumed",
+        "running",
+        "sampling",
+        "session_id",
+    )
 
     def __init__(self, session_id: str, next_seq: int, models: tuple[str, ...]) -> None:
         self.session_id = session_id
+        self.meter = Meter()
+        self.sampling: SamplingOverrides | None = None  # the task's
         self.ended = False
         self.models = models  # names that the harness has used
         self.replica: Replica | None = None
@@ -51,14 +67,23 @@ class Sessions:
         self._keys: dict[str, bytes] = {}
         self._lock = asyncio.Lock()  # no session is taken in from the store while it is being ended there
 
-    async def create(self, metadata: dict[str, Any], run: str = "default") -> tuple[Session, str]:
+    async def create(
+        self,
+        metadata: dict[str, Any],
+        run: str = "default",
+        *,
+        meter: Meter | None = None,
+        sampling: SamplingOverrides | None = None,
+    ) -> tuple[Session, str]:
         """A new session and its key, which is not to be had again. Raises ConfigError where the metadata give roles
-        that don't exist."""
+        that don't exist. `meter` holds it to what it may use, and `sampling` replaces what its harness asks for."""
         Overrides.of(metadata)
         key = ids.new_key()
         session = Session(ids.new_session_id(), hash_key(key), time.time(), run, metadata)
         await self._store.create_session(session)
-        self._remember(session, 0)
+        opened = self._remember(session, 0)
+        opened.meter = meter or opened.meter
+        opened.sampling = sampling
         return session, key
 
     async def by_key(self, key: str) -> OpenSession | None:

@@ -2,11 +2,11 @@
 calls."""
 
 from collections.abc import Iterable
-from pathlib import Path
-from typing import Protocol
+from typing import Any, Literal, Protocol
 
-from msgspec import Struct
+from msgspec import Struct, field
 
+from polar.rollout.models import McpServer
 from polar.trajectory.types import ExchangeRole
 
 
@@ -42,6 +42,37 @@ class Knowledge(Struct, frozen=True):
         )
 
 
+class Wanted(Struct, frozen=True):
+    """What a harness is set up for. Paths are as it sees them itself."""
+
+    home: str  # its private HOME
+    workdir: str
+    gateway_url: str
+    key: str
+    model: str
+    mcp_servers: tuple[McpServer, ...] = ()
+    settings: dict[str, Any] = field(default_factory=dict)
+    """The task's `agent.settings`: whatever this preset documents."""
+
+
+class Setup(Struct, frozen=True):
+    files: dict[str, str] = field(default_factory=dict)
+    """Config files and their content, by their path below the home."""
+
+    env: dict[str, str] = field(default_factory=dict)
+
+
+class Package(Struct, frozen=True):
+    """What `polar harness install` installs."""
+
+    registry: Literal["npm", "pypi"]
+    name: str
+    version: str  # the default one, which our tests run
+    executable: str  # the command that it brings
+    beside: tuple[str, ...] = ()  # packages that it needs and does not ask for
+    python: str = ""  # the oldest that it takes, for PyPI's
+
+
 class Harness(Protocol):
     name: str
     executables: tuple[str, ...]
@@ -51,11 +82,21 @@ class Harness(Protocol):
     """A model name that the harness takes without complaint."""
 
     knowledge: Knowledge
+    package: Package | None
+    """None where there is nothing to install: `shell`."""
 
-    def configure(self, home: Path, gateway_url: str, key: str, model: str) -> dict[str, str]:
-        """Writes the config files it needs below `home` (its private HOME) and returns its environment variables."""
+    skills: str | None
+    """The folder below the home that it reads skills from; None where it has none."""
+
+    takes_mcp: bool
+    logs: tuple[str, ...]
+    """Files and folders below the home that are kept with the session: what it wrote of its own run."""
+
+    def setup(self, wanted: Wanted) -> Setup:
+        """What it needs to talk to the gateway, quietly and without asking anybody for anything. Raises ConfigError
+        where a setting is unknown."""
         ...
 
-    def command(self, instruction: str) -> list[str]:
-        """Runs an instruction headless, to its end."""
+    def command(self, instruction: str, settings: dict[str, Any]) -> list[str]:
+        """Runs an instruction headless, to its end. The first word is the executable's name."""
         ...

@@ -1,9 +1,17 @@
-"""claude-code (npm @anthropic-ai/claude-code): `claude -p "..."`. It speaks Messages."""
+"""claude-code (npm @anthropic-ai/claude-code): `claude -p "..."`. It speaks Messages.
 
-from pathlib import Path
+Settings:
+    json    false: its answer as text, instead of events
+    args    further words for its command line
+"""
 
-from polar.harnesses.base import Knowledge, Mark
-from polar.harnesses.files import write_json
+from pathlib import PurePosixPath
+from typing import Any
+
+from polar.harnesses.base import Knowledge, Mark, Package, Setup, Wanted
+from polar.harnesses.files import as_json
+from polar.harnesses.mcp import by_name
+from polar.harnesses.settings import Common, read_settings
 
 
 class ClaudeCode:
@@ -22,26 +30,37 @@ class ClaudeCode:
             Mark("auxiliary", last="[SUGGESTION MODE:"),
         ),
     )
+    package = Package("npm", "@anthropic-ai/claude-code", "2.1.325", "claude")
+    skills = ".claude/skills"
+    takes_mcp = True
+    logs = (".claude/projects",)
 
-    def configure(self, home: Path, gateway_url: str, key: str, model: str) -> dict[str, str]:
-        folder = home / ".claude"
-        write_json(folder / "settings.json", {"permissions": {"defaultMode": "bypassPermissions"}})
+    def setup(self, wanted: Wanted) -> Setup:
+        read_settings(self.name, wanted.settings, Common)
         # Questions that it asks once, at its first start, as if they had been answered.
-        answered = {
+        state = {
             "hasCompletedOnboarding": True,
             "bypassPermissionsModeAccepted": True,
-            "customApiKeyResponses": {"approved": [key[-20:]], "rejected": []},
+            "customApiKeyResponses": {"approved": [wanted.key[-20:]], "rejected": []},
+            "mcpServers": by_name(wanted.mcp_servers),
         }
-        write_json(folder / ".claude.json", answered)
-        return {
-            "CLAUDE_CONFIG_DIR": str(folder),
-            "ANTHROPIC_BASE_URL": gateway_url,
-            "ANTHROPIC_API_KEY": key,
-            "ANTHROPIC_MODEL": model,
-            "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
-            "DISABLE_AUTOUPDATER": "1",
-            "IS_SANDBOX": "1",  # else it won't bypass permissions as root, which is what one is in a container
-        }
+        return Setup(
+            files={
+                ".claude/settings.json": as_json({"permissions": {"defaultMode": "bypassPermissions"}}),
+                ".claude/.claude.json": as_json(state),
+            },
+            env={
+                "CLAUDE_CONFIG_DIR": str(PurePosixPath(wanted.home, ".claude")),
+                "ANTHROPIC_BASE_URL": wanted.gateway_url,
+                "ANTHROPIC_API_KEY": wanted.key,
+                "ANTHROPIC_MODEL": wanted.model,
+                "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
+                "DISABLE_AUTOUPDATER": "1",
+                "IS_SANDBOX": "1",  # else it won't bypass permissions as root, which is what one is in a container
+            },
+        )
 
-    def command(self, instruction: str) -> list[str]:
-        return ["claude", "-p", instruction]
+    def command(self, instruction: str, settings: dict[str, Any]) -> list[str]:
+        chosen = read_settings(self.name, settings, Common)
+        events = ["--output-format", "stream-json", "--verbose"] if chosen.json else []
+        return ["claude", "-p", *events, *chosen.args, "--", instruction]

@@ -1,13 +1,21 @@
 """codex (npm @openai/codex): `codex exec "..."`. It speaks Responses.
 
 Outside a Git repository it insists on `--skip-git-repo-check`, which no setting replaces.
+
+Settings:
+    json    false: what a person reads, instead of events
+    args    further words for its command line
 """
 
-import json
-from pathlib import Path
+from pathlib import PurePosixPath
+from typing import Any
 
-from polar.harnesses.base import Knowledge, Mark
-from polar.harnesses.files import write
+from polar.errors import ConfigError
+from polar.harnesses.base import Knowledge, Mark, Package, Setup, Wanted
+from polar.harnesses.files import toml_string
+from polar.harnesses.mcp import transport
+from polar.harnesses.settings import Common, read_settings
+from polar.rollout.models import McpServer
 
 # Nothing is asked and nothing is boxed in: whoever runs the harness decides where it runs. Web search, a tool that the
 # provider would run, is off: no engine has it.
@@ -48,13 +56,36 @@ class Codex:
             Mark("auxiliary", header="x-openai-subagent", value="memory_consolidation"),
         ),
     )
+    package = Package("npm", "@openai/codex", "0.166.0", "codex")
+    skills = ".codex/skills"
+    takes_mcp = True
+    logs = (".codex/sessions",)
 
-    def configure(self, home: Path, gateway_url: str, key: str, model: str) -> dict[str, str]:
-        folder = home / ".codex"
-        # A JSON string is a TOML string, too.
-        config = _CONFIG.format(model=json.dumps(model), base_url=json.dumps(f"{gateway_url}/v1"))
-        write(folder / "config.toml", config)
-        return {"CODEX_HOME": str(folder), "POLAR_API_KEY": key}
+    def setup(self, wanted: Wanted) -> Setup:
+        read_settings(self.name, wanted.settings, Common)
+        config = _CONFIG.format(model=toml_string(wanted.model), base_url=toml_string(f"{wanted.gateway_url}/v1"))
+        return Setup(
+            files={".codex/config.toml": config + "".join(_server(server) for server in wanted.mcp_servers)},
+            env={"CODEX_HOME": str(PurePosixPath(wanted.home, ".codex")), "POLAR_API_KEY": wanted.key},
+        )
 
-    def command(self, instruction: str) -> list[str]:
-        return ["codex", "exec", "--skip-git-repo-check", instruction]
+    def command(self, instruction: str, settings: dict[str, Any]) -> list[str]:
+        chosen = read_settings(self.name, settings, Common)
+        events = ["--json"] if chosen.json else []
+        return ["codex", "exec", "--skip-git-repo-check", *events, *chosen.args, "--", instruction]
+
+
+def _server(server: McpServer) -> str:
+    if transport(server) == "sse":
+        raise ConfigError(f"codex takes no MCP servers over sse: {server.name!r} needs another transport.")
+    lines = ["", f"[mcp_servers.{toml_string(server.name)}]"]
+    if server.command is not None:
+        lines += [f"command = {toml_string(server.command)}", f"args = [{', '.join(map(toml_string, server.args))}]"]
+        lines.append(f"env = {_table(server.env)}")
+    elif server.url is not None:
+        lines += [f"url = {toml_string(server.url)}", f"http_headers = {_table(server.headers)}"]
+    return "\n".join(lines) + "\n"
+
+
+def _table(values: dict[str, str]) -> str:
+    return "{" + ", ".join(f"{toml_string(name)} = {toml_string(value)}" for name, value in values.items()) + "}"

@@ -1,9 +1,16 @@
-"""gemini-cli (npm @google/gemini-cli): `gemini -p "..."`. It speaks generateContent."""
+"""gemini-cli (npm @google/gemini-cli): `gemini -p "..."`. It speaks generateContent.
 
-from pathlib import Path
+Settings:
+    json    false: its answer as text, instead of events
+    args    further words for its command line
+"""
 
-from polar.harnesses.base import Knowledge, Mark
-from polar.harnesses.files import write, write_json
+from typing import Any
+
+from polar.harnesses.base import Knowledge, Mark, Package, Setup, Wanted
+from polar.harnesses.files import as_json
+from polar.harnesses.mcp import google_by_name
+from polar.harnesses.settings import Common, read_settings
 
 # What --yolo does, which no setting can: allow every tool, also shell commands that redirect.
 _POLICY = """\
@@ -26,25 +33,33 @@ class GeminiCli:
             Mark("auxiliary", last="your immediately preceding response"),  # whose turn is it?
         )
     )
+    package = Package("npm", "@google/gemini-cli", "0.61.0", "gemini")
+    skills = ".gemini/skills"
+    takes_mcp = True
+    logs = (".gemini/tmp",)
 
-    def configure(self, home: Path, gateway_url: str, key: str, model: str) -> dict[str, str]:
-        folder = home / ".gemini"
+    def setup(self, wanted: Wanted) -> Setup:
+        read_settings(self.name, wanted.settings, Common)
         settings = {
             "security": {"auth": {"selectedType": "gemini-api-key"}, "folderTrust": {"enabled": False}},
-            "model": {"name": model},
+            "model": {"name": wanted.model},
             "general": {"enableAutoUpdate": False, "enableAutoUpdateNotification": False},
             "privacy": {"usageStatisticsEnabled": False},
             "telemetry": {"enabled": False},
+            "mcpServers": google_by_name(wanted.mcp_servers),
         }
-        write_json(folder / "settings.json", settings)
-        write(folder / "policies" / "polar.toml", _POLICY)
-        return {
-            "GEMINI_CLI_HOME": str(home),
-            "GEMINI_CLI_TRUST_WORKSPACE": "true",
-            "GOOGLE_GEMINI_BASE_URL": gateway_url,
-            "GEMINI_API_KEY": key,
-            "GEMINI_MODEL": model,
-        }
+        return Setup(
+            files={".gemini/settings.json": as_json(settings), ".gemini/policies/polar.toml": _POLICY},
+            env={
+                "GEMINI_CLI_HOME": wanted.home,
+                "GEMINI_CLI_TRUST_WORKSPACE": "true",
+                "GOOGLE_GEMINI_BASE_URL": wanted.gateway_url,
+                "GEMINI_API_KEY": wanted.key,
+                "GEMINI_MODEL": wanted.model,
+            },
+        )
 
-    def command(self, instruction: str) -> list[str]:
-        return ["gemini", "-p", instruction]
+    def command(self, instruction: str, settings: dict[str, Any]) -> list[str]:
+        chosen = read_settings(self.name, settings, Common)
+        events = ["-o", "stream-json"] if chosen.json else []
+        return ["gemini", *events, *chosen.args, f"--prompt={instruction}"]

@@ -1,20 +1,34 @@
 """opencode (npm opencode-ai): `opencode run "..."`.
 
 It speaks Chat; `-m polar-responses/MODEL` or `-m polar-anthropic/MODEL` selects another API. Its first call asks for a
-title, without tools.
+title, without tools, always by Chat.
+
+Settings:
+    api     chat (default), responses or anthropic
+    json    false: what a person reads, instead of events
+    args    further words for its command line
 """
 
-from pathlib import Path
+from pathlib import PurePosixPath
+from typing import Any, Literal
 
-from polar.harnesses.base import Knowledge, Mark
-from polar.harnesses.files import write_json
+from polar.harnesses.base import Knowledge, Mark, Package, Setup, Wanted
+from polar.harnesses.files import as_json
+from polar.harnesses.settings import Common, read_settings
+from polar.rollout.models import McpServer
 
 # The libraries that speak these APIs are part of opencode.
 _APIS = {
-    "polar": "@ai-sdk/openai-compatible",
-    "polar-responses": "@ai-sdk/openai",
-    "polar-anthropic": "@ai-sdk/anthropic",
+    "chat": ("polar", "@ai-sdk/openai-compatible"),
+    "responses": ("polar-responses", "@ai-sdk/openai"),
+    "anthropic": ("polar-anthropic", "@ai-sdk/anthropic"),
 }
+_FOLDER = ".config/opencode"
+_DATA = ".local/share/opencode"
+
+
+class _Settings(Common, frozen=True, forbid_unknown_fields=True):
+    api: Literal["chat", "responses", "anthropic"] = "chat"
 
 
 class OpenCode:
@@ -29,35 +43,68 @@ class OpenCode:
             Mark("compaction", last="anchored summary"),
         ),
     )
+    package = Package("npm", "opencode-ai", "1.18.33", "opencode")
+    skills = f"{_FOLDER}/skills"
+    takes_mcp = True
+    logs = tuple(f"{_DATA}/{name}" for name in ("log", "opencode.db", "opencode.db-wal"))
 
-    def configure(self, home: Path, gateway_url: str, key: str, model: str) -> dict[str, str]:
-        options = {"baseURL": f"{gateway_url}/v1", "apiKey": "{env:POLAR_API_KEY}"}
-        models = {model: {"name": model, "tool_call": True, "reasoning": True}}
+    def setup(self, wanted: Wanted) -> Setup:
+        settings = read_settings(self.name, wanted.settings, _Settings)
+        home = PurePosixPath(wanted.home)
+        options = {"baseURL": f"{wanted.gateway_url}/v1", "apiKey": "{env:POLAR_API_KEY}"}
+        models = {wanted.model: {"name": wanted.model, "tool_call": True, "reasoning": True}}
         config = {
-            "model": f"polar/{model}",
-            "small_model": f"polar/{model}",
-            "provider": {name: {"npm": npm, "options": options, "models": models} for name, npm in _APIS.items()},
-            "enabled_providers": list(_APIS),
+            "model": f"{_APIS[settings.api][0]}/{wanted.model}",
+            "small_model": f"polar/{wanted.model}",
+            "provider": {
+                name: {"npm": library, "options": options, "models": models} for name, library in _APIS.values()
+            },
+            "enabled_providers": [name for name, _ in _APIS.values()],
             "permission": "allow",
             "autoupdate": False,
             "share": "disabled",
+            "mcp": {server.name: _server(server) for server in wanted.mcp_servers},
         }
-        folder = home / ".config" / "opencode"
-        path = folder / "opencode.json"
-        write_json(path, config)
         # It fetches the library for plug-ins, which there are none of, unless its folder says that it is there.
-        write_json(folder / "package-lock.json", {"packages": {"": {"dependencies": {"@opencode-ai/plugin": "*"}}}})
-        (folder / "node_modules").mkdir()
-        return {
-            "XDG_CONFIG_HOME": str(home / ".config"),
-            "XDG_DATA_HOME": str(home / ".local" / "share"),
-            "XDG_STATE_HOME": str(home / ".local" / "state"),
-            "XDG_CACHE_HOME": str(home / ".cache"),
-            "OPENCODE_CONFIG": str(path),
-            "OPENCODE_DISABLE_AUTOUPDATE": "1",
-            "OPENCODE_DISABLE_MODELS_FETCH": "1",
-            "POLAR_API_KEY": key,
-        }
+        plugins = {"packages": {"": {"dependencies": {"@opencode-ai/plugin": "*"}}}}
+        return Setup(
+            files={
+                f"{_FOLDER}/opencode.json": as_json(config),
+                f"{_FOLDER}/package-lock.json": as_json(plugins),
+                f"{_FOLDER}/node_modules/.package-lock.json": as_json({"packages": {}}),
+            },
+            env={
+                "XDG_CONFIG_HOME": str(home / ".config"),
+                "XDG_DATA_HOME": str(home / ".local" / "share"),
+                "XDG_STATE_HOME": str(home / ".local" / "state"),
+                "XDG_CACHE_HOME": str(home / ".cache"),
+                "OPENCODE_CONFIG": str(home / _FOLDER / "opencode.json"),
+                "OPENCODE_DISABLE_AUTOUPDATE": "1",
+                "OPENCODE_DISABLE_MODELS_FETCH": "1",
+                "POLAR_API_KEY": wanted.key,
+            },
+        )
 
-    def command(self, instruction: str) -> list[str]:
-        return ["opencode", "run", instruction]
+    def command(self, instruction: str, settings: dict[str, Any]) -> list[str]:
+        chosen = read_settings(self.name, settings, _Settings)
+        events = ["--format", "json"] if chosen.json else []
+        return ["opencode", "run", *events, *chosen.args, *_words(instruction)]
+
+
+def _words(instruction: str) -> list[str]:
+    """It joins words with spaces, and puts quotes around those that have some: so each is a word. Those that begin with
+    a dash would be flags (and behind `--` numbers are a fault): a tab is put before them instead of the space."""
+    first, *others = instruction.split(" ")
+    words = [f"\n{first}" if first.startswith("-") else first]
+    for word in others:
+        if word.startswith("-"):
+            words[-1] += f"\t{word}"
+        else:
+            words.append(word)
+    return words
+
+
+def _server(server: McpServer) -> dict[str, Any]:
+    if server.command is not None:
+        return {"type": "local", "command": [server.command, *server.args], "environment": server.env}
+    return {"type": "remote", "url": server.url, "headers": server.headers}

@@ -1,6 +1,7 @@
 """A runtime: where a harness runs, and where what it did is graded.
 
     create -> started -> run*, put*, get* -> stopped (every process dead, files still there) -> removed (nothing left)
+                  ^-- restart --------------+
 
 A runtime is a place with its own files, processes and limits. Nothing that runs inside can outlive it, reach the
 network (but for the gateway, through one address), or see another runtime. What a runtime holds on the machine
@@ -39,7 +40,7 @@ class Mount(Struct, frozen=True):
 class Spec(Struct, frozen=True):
     """What a runtime is made of. Paths are those inside."""
 
-    image: str | None = None  # a kind's own: a Docker image, an unpacked root; None for the kind's default
+    image: str | None = None  # a kind's own: a Docker image or `build:FOLDER`, an unpacked root; None for the default
     workdir: str = "/workspace"
     home: str = "/home/agent"  # the same in every session, since harnesses write it into their prompts
     env: dict[str, str] = field(default_factory=dict)
@@ -60,6 +61,10 @@ class Completed(Struct, frozen=True):
 
 class SandboxError(PolarError):
     """The platform's own failure: a runtime could not be made or used. Never the agent's fault, never a reward."""
+
+
+class Spoiled(PolarError):
+    """What ran inside left it so that it can't be started again: its own doing, and not the platform's."""
 
 
 class TooLarge(PolarError):
@@ -100,14 +105,22 @@ class Runtime(Protocol):
         """A file or a folder, or the bytes of a file."""
         ...
 
-    async def get(self, inside: str, destination: Path, *, max_bytes: int = 1 << 30) -> None:
+    async def get(
+        self, inside: str, destination: Path, *, max_bytes: int = 1 << 30, all_links: bool = False
+    ) -> None:
         """A file or a folder, whole or not at all. Links are not followed: they come as links, and those that lead out
-        of what was asked for, like devices and sockets, not at all. FileNotFoundError where there is no file or folder
-        of that name, TooLarge where it is more than `max_bytes`."""
+        of what was asked for, like devices and sockets, not at all; with `all_links` they come too, for a copy that
+        goes into another runtime and that nobody here reads through a link. FileNotFoundError where there is no file
+        or folder of that name, TooLarge where it is more than `max_bytes`."""
         ...
 
     async def stop(self) -> None:
         """Kills every process inside. Files stay readable through `get`."""
+        ...
+
+    async def restart(self) -> None:
+        """After `stop`: commands can be run again, over the files as they stand (but for those in memory: /dev/shm). No
+        process from before is there. Spoiled where what ran inside broke what a start needs."""
         ...
 
     async def remove(self) -> None:

@@ -16,15 +16,19 @@ read-only or hidden. Inside it may do with files what root may; it can't mount, 
 one at the time-out. Process 1 can't be killed from inside. Where no cgroup can be made, a time-out kills all that is
 inside.
 
+*Again.* A restart mounts the same layer anew, as what ran inside has left it. What bwrap makes or mounts over is put
+right first: bwrap follows links there, at a time when the machine's files are still in its reach.
+
 *Network.* `gateway` and `none` have loopback only; the gateway is on a port of it (relay.py). `internet` shares the
 machine's network, its loopback included: only for what is trusted with that.
 """
 
 import asyncio
 import contextlib
-import json
 import logging
 import os
+import posixpath
+import re
 import shutil
 import signal
 from pathlib import Path
@@ -32,7 +36,7 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from polar.runtimes import files, processes, relay, roots
-from polar.runtimes.base import Completed, SandboxError, Spec
+from polar.runtimes.base import Completed, SandboxError, Spec, Spoiled
 from polar.runtimes.cgroups import Cgroups, Group
 from polar.runtimes.processes import Spawned, Spawner
 from polar.runtimes.relay import PORT, Relay
@@ -43,6 +47,8 @@ _PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 _START_SECONDS = 60.0
 _OWN_PROCESSES = 2  # bwrap, and the first inside
 _SYS_ADMIN = 21
+_DISK = "disk.img"
+_CHUNK = 1 << 16
 
 
 class BubblewrapRuntime:
@@ -55,7 +61,9 @@ class BubblewrapRuntime:
         self._bwrap: Spawned | None = None
         self._preparing: asyncio.Future[None] | None = None
         self._relay: Relay | None = None
+        self._copies = files.Copies()
         self._stopped = False
+        self._stops = 0  # how often: a command that was running then has no exit code
         self._ending = asyncio.Lock()
         self._held = contextlib.ExitStack()  # descriptors, until it is removed
         self._init: int | None = None  # a pidfd of the first process inside
@@ -66,17 +74,26 @@ class BubblewrapRuntime:
             raise SandboxError(f"Runtime {self.id} was started before.")
         if self._group is not None:
             self._group.make()
-        await self._launch()
-        if self.spec.network == "gateway":
-            assert self._init is not None
-            self._relay = Relay(self._kind.gateway)
-            await self._relay.serve(relay.listen_inside(self._init))
-
-    async def _launch(self) -> None:
         if self.spec.limits.disk_mb is not None:
             self._preparing = asyncio.ensure_future(asyncio.to_thread(self._make_disk, self.spec.limits.disk_mb))
             await asyncio.shield(self._preparing)
-        job = self._job()
+        await self._launch()
+        await self._listen()
+
+    async def _listen(self) -> None:
+        if self.spec.network == "gateway":
+            assert self._init is not None
+            self._relay = Relay(self._kind.gateway)
+            await self._relay.serve(await relay.listen_inside(self._init))
+
+    async def _launch(self, *, again: bool = False) -> None:
+        try:
+            await self._launched(again)
+        except OSError as error:
+            raise SandboxError(f"The sandbox did not start: {error}.") from error
+
+    async def _launched(self, again: bool) -> None:
+        job = self._job(again)
         with contextlib.ExitStack() as ours:
             with contextlib.ExitStack() as theirs:
                 (inside_hold, hold), (ready, inside_ready), (info, inside_info) = _pipe(), _pipe(), _pipe()
@@ -90,43 +107,67 @@ class BubblewrapRuntime:
                 lent = (inside_hold, inside_ready, inside_info, errors)
                 self._bwrap = await self._kind.spawner.spawn(job, lent)
             try:
-                is_up = await asyncio.wait_for(_readable(ready), _START_SECONDS) and os.read(ready, 1) == b"\n"
+                pid = await asyncio.wait_for(self._up(info, ready), _START_SECONDS)
             except TimeoutError:
-                is_up = False
-            if not is_up:
+                pid = None
+            if pid is None:
                 said = os.pread(errors, 4096, 0).decode(errors="replace").strip()
-                why = self._bwrap.error or said or "no word from it"
-                raise SandboxError(f"The sandbox did not start: {why}.")
-            pid = json.loads(os.read(info, 1 << 16))["child-pid"]
+                raise _not_up(self._bwrap, said, again=again)
+        world = os.open(f"/proc/{pid}/ns/mnt", os.O_RDONLY | os.O_CLOEXEC)  # its mounts stay while this is open
+        self._held.callback(os.close, world)
+        self._root = os.open(f"/proc/{pid}/root", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+        self._held.callback(os.close, self._root)
+
+    async def _up(self, info: int, ready: int) -> int | None:
+        """Waits until the first process inside runs; its id, or None where it ended before."""
+        await _readable(info)
+        told = re.search(rb'"child-pid": (\d+)', os.read(info, _CHUNK))
+        if told is None:
+            return None
+        pid = int(told[1])
         try:
             self._init = os.pidfd_open(pid)
-            self._held.callback(os.close, self._init)
-            world = os.open(f"/proc/{pid}/ns/mnt", os.O_RDONLY | os.O_CLOEXEC)  # its mounts stay while this is open
-            self._held.callback(os.close, world)
-            self._root = os.open(f"/proc/{pid}/root", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
-            self._held.callback(os.close, self._root)
-        except OSError as error:
-            raise SandboxError(f"The sandbox ended as it started: {error}.") from error
+        except ProcessLookupError:
+            return None
+        self._held.callback(os.close, self._init)
+        await _readable(ready, self._init)  # bwrap itself, which also writes to `ready`, does not hear of the end
+        os.set_blocking(ready, False)
+        with contextlib.suppress(BlockingIOError):
+            return pid if os.read(ready, 1) == b"\n" else None
+        return None
 
     def _make_disk(self, megabytes: int) -> None:
         (self._folder / "disk").mkdir()
-        roots.copy_with_holes(self._kind.disk(megabytes), self._folder / "disk.img")
+        roots.copy_with_holes(self._kind.disk(megabytes), self._folder / _DISK)
 
-    def _job(self) -> dict[str, object]:
+    def _job(self, again: bool) -> dict[str, object]:
         limited = self.spec.limits.disk_mb is not None
-        layer, image = self._folder / "disk" if limited else self._folder, self._folder / "disk.img"
+        layer, image = self._folder / "disk" if limited else self._folder, self._folder / _DISK
         upper, work = layer / "upper", layer / "work"
         below = ":".join(_escaped(folder) for folder in self._kind.lower(self.spec))
         return {
             "job": "sandbox",
             **_entry(self._group),
             "disk": {"image": str(image), "at": str(layer)} if limited else None,
-            "folders": (str(upper), str(work)),
+            "upper": str(upper),
+            "work": str(work),
+            "mended": self._mounted_over() if again else None,
             "root": str(self._kind.mount_point),
             "overlay": f"lowerdir={below},upperdir={_escaped(upper)},workdir={_escaped(work)},volatile",
             "argv": self._argv(self._kind.mount_point),
             "env": {"PATH": _PATH},
         }
+
+    def _mounted_over(self) -> dict[str, list[str]]:
+        """What bwrap makes or mounts over. What ran inside may have put links there, which bwrap would follow."""
+        spec = self.spec
+        folders = ["/dev", "/proc", "/tmp", spec.workdir, spec.home]
+        if spec.image is None:
+            folders += roots.machine_mounts()
+        files = ["/etc/resolv.conf"] if spec.network == "internet" else []
+        for mount in spec.mounts:
+            (folders if mount.source.is_dir() else files).append(mount.inside)
+        return {"folders": [*map(posixpath.normpath, folders)], "files": [*map(posixpath.normpath, files)]}
 
     def _argv(self, root: Path) -> list[str]:
         spec = self.spec
@@ -184,7 +225,7 @@ class BubblewrapRuntime:
                 await group.kill()
             await spawned.gone
 
-        killed = 0 if group is None else group.out_of_memory()
+        killed, stops = 0 if self._group is None else self._group.out_of_memory(), self._stops
         try:
             completed = await processes.run(
                 self._kind.spawner,
@@ -199,9 +240,9 @@ class BubblewrapRuntime:
         finally:
             if group is not None:
                 group.drop()
-        if self._stopped and completed.exit_code == 128 + signal.SIGKILL:
+        if self._stops > stops and completed.exit_code == 128 + signal.SIGKILL:
             completed = replace(completed, exit_code=None)
-        return processes.with_memory(completed, group is not None and group.out_of_memory() > killed)
+        return processes.with_memory(completed, self._group is not None and self._group.out_of_memory() > killed)
 
     async def _kill_inside(self) -> None:
         """Everything but process 1, told from within."""
@@ -210,10 +251,12 @@ class BubblewrapRuntime:
         await spawned.gone
 
     async def put(self, source: Path | bytes, inside: str) -> None:
-        await asyncio.to_thread(files.put, self._opened(), source, inside)
+        await self._copies.put(self._opened(), source, inside)
 
-    async def get(self, inside: str, destination: Path, *, max_bytes: int = 1 << 30) -> None:
-        await asyncio.to_thread(files.get, self._opened(), inside, destination, max_bytes)
+    async def get(
+        self, inside: str, destination: Path, *, max_bytes: int = 1 << 30, all_links: bool = False
+    ) -> None:
+        await self._copies.get(self._opened(), inside, destination, max_bytes, all_links)
 
     def _opened(self) -> int:
         if self._root is None:
@@ -226,6 +269,7 @@ class BubblewrapRuntime:
 
     async def _stop(self) -> None:
         self._stopped = True
+        self._stops += 1
         if self._preparing is not None:
             await asyncio.wait([self._preparing])  # a thread, which goes on when `start` is cancelled
         if self._relay is not None:
@@ -243,11 +287,30 @@ class BubblewrapRuntime:
         if self._group is not None:
             await self._group.kill()
 
+    async def restart(self) -> None:
+        async with self._ending:
+            if self._root is None or not self._stopped:
+                raise SandboxError(f"Runtime {self.id} can't be restarted: it is not stopped, or not there.")
+            await self._let_go()
+            if self.spec.limits.disk_mb is not None:
+                await roots.unused(self._folder / _DISK)  # two mounts of one disk would spoil it
+            if self._group is not None:
+                await self._group.remove()
+                self._group.make()
+            await self._launch(again=True)
+            await self._listen()
+            self._stopped = False
+
+    async def _let_go(self) -> None:
+        """Of its mounts, which are gone with that."""
+        self._root = self._init = None
+        await self._copies.done()
+        await asyncio.to_thread(self._held.close)
+
     async def remove(self) -> None:
         async with self._ending:
             await self._stop()
-            self._root = self._init = None
-            self._held.close()
+            await self._let_go()
             if self._group is not None:
                 await self._group.remove()
             await asyncio.to_thread(remove_tree, self._folder)
@@ -351,19 +414,35 @@ def _escaped(path: Path) -> str:
     return "".join(f"\\{letter}" if letter in "\\,:" else letter for letter in str(path))
 
 
+def _not_up(bwrap: Spawned, said: str, *, again: bool) -> SandboxError | Spoiled:
+    """Whose fault it is. At a restart bwrap has done all this before: what is new is what ran inside has left."""
+    if again and (bwrap.spoiled or (bwrap.error is None and _of_inside(said))):
+        return Spoiled(
+            f"The sandbox can't be started over its files as they stand: {bwrap.error or said or 'it hangs'}."
+        )
+    return SandboxError(f"The sandbox did not start: {bwrap.error or said or 'no word from it'}.")
+
+
+def _of_inside(said: str) -> bool:
+    """Whether bwrap got as far as the first program inside, or stumbled over files there."""
+    return not said.startswith("bwrap: ") or any(word in said for word in ("execvp", "Can't mkdir", "Can't create"))
+
+
 def _pipe() -> tuple[int, int]:
     return os.pipe2(os.O_CLOEXEC)
 
 
-async def _readable(fd: int) -> bool:
-    """Waits until there is something to read, or the end; for a pidfd, until its process is dead."""
+async def _readable(*fds: int) -> None:
+    """Waits until there is something to read on one, or its end; for a pidfd, until its process is dead."""
     loop = asyncio.get_running_loop()
-    readable: asyncio.Future[bool] = loop.create_future()
-    loop.add_reader(fd, lambda: None if readable.done() else readable.set_result(True))
+    readable: asyncio.Future[None] = loop.create_future()
+    for fd in fds:
+        loop.add_reader(fd, lambda: None if readable.done() else readable.set_result(None))
     try:
-        return await readable
+        await readable
     finally:
-        loop.remove_reader(fd)
+        for fd in fds:
+            loop.remove_reader(fd)
 
 
 def _may_mount() -> bool:

@@ -84,6 +84,7 @@ class Group:
         self._files = files
         self._unified = unified
         self._children = 0
+        self._killed: str | None = None  # the file that counts those killed for want of memory, once it is known
 
     def make(self) -> None:
         try:
@@ -115,14 +116,13 @@ class Group:
         return Entry(None, tuple(f"{folder}/tasks" for folder in (first, *others)))
 
     def out_of_memory(self) -> int:
-        """How many processes were killed for want of memory so far."""
-        for folder in self.folders:
-            for name in ("memory.events", "memory.oom_control"):
-                with contextlib.suppress(FileNotFoundError):
-                    for line in (folder / name).read_text().splitlines():
-                        key, _, count = line.partition(" ")
-                        if key == "oom_kill":
-                            return int(count)
+        """How many processes were killed for want of memory so far. A command's group does not count for itself."""
+        if self._killed is not None:
+            return _count(self._killed) or 0
+        for file in (f"{folder}/{name}" for folder in self.folders for name in ("memory.events", "memory.oom_control")):
+            if (count := _count(file)) is not None:
+                self._killed = file
+                return count
         return 0
 
     async def kill(self) -> None:
@@ -163,6 +163,21 @@ class Group:
         """Removes a command's group; where daemons of the command are in it, it stays until its runtime is removed."""
         with contextlib.suppress(OSError):
             self.folders[0].rmdir()
+
+
+def _count(file: str) -> int | None:
+    """Of processes killed for want of memory; None where the file does not say."""
+    try:
+        fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return None
+    try:
+        _, found, count = os.read(fd, 4096).partition(b"oom_kill ")
+    except OSError:  # the group was removed just now
+        return None
+    finally:
+        os.close(fd)
+    return int(count.split()[0]) if found else None
 
 
 def _tree(folder: Path) -> list[Path]:
@@ -215,11 +230,15 @@ _OPTIONAL = ("memory.swap.max", "memory.memsw.limit_in_bytes")
 
 def _set(file: Path, value: str) -> None:
     try:
-        with file.open("r+") as opened:  # never creates
-            opened.write(value)
+        fd = os.open(file, os.O_WRONLY | os.O_CLOEXEC)  # never creates
     except FileNotFoundError:
         if file.name not in _OPTIONAL:
             raise
+        return
+    try:
+        os.write(fd, value.encode())
+    finally:
+        os.close(fd)
 
 
 def own_groups(cgroup: str, mountinfo: str) -> tuple[Path | None, dict[str, Path]]:

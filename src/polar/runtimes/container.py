@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 
 from polar.runtimes import container_command, files, processes
-from polar.runtimes.base import Completed, SandboxError, Spec
+from polar.runtimes.base import Completed, SandboxError, Spec, Spoiled
 from polar.runtimes.container_cli import CallError, Cli
 from polar.runtimes.inside import Inside
 from polar.runtimes.relay import PORT, Relay
@@ -49,7 +49,9 @@ class Container:
         self._relay = Relay(gateway)
         self._removed = removed
         self._inside: Inside | None = None  # from the start until it is removed
+        self._copies = files.Copies()
         self._stopped = False
+        self._stops = 0  # how often: a command that was running then has no exit code
         self._changing = asyncio.Lock()
 
     async def start(self) -> None:
@@ -57,10 +59,16 @@ class Container:
             if self._stopped:
                 raise SandboxError(f"Runtime {self.id} is stopped.")
             await self._cli.call("start", self._container)
-            self._inside = await Inside.of(int(await self._state("Pid")), self._container, name_of(self.id))
+            self._inside = await self._entered()
             await self._make_folders(self.spec.workdir, self.spec.home)
-            if self.spec.network != "none":
-                await self._relay.serve(self._inside.listen())
+            await self._listen(self._inside)
+
+    async def _entered(self) -> Inside:
+        return await Inside.of(int(await self._state("Pid")), self._container, name_of(self.id))
+
+    async def _listen(self, inside: Inside) -> None:
+        if self.spec.network != "none":
+            await self._relay.serve(await inside.listen())
 
     def gateway_url(self) -> str:
         return f"http://127.0.0.1:{PORT}"
@@ -82,7 +90,7 @@ class Container:
         inside = self._opened()
         if self._stopped:
             raise SandboxError(f"Runtime {self.id} is stopped.")
-        killed, refused = inside.group.out_of_memory(), inside.forks_refused()
+        killed, refused, stops = inside.group.out_of_memory(), inside.forks_refused(), self._stops
         try:
             completed = await container_command.run(
                 self._cli,
@@ -97,14 +105,14 @@ class Container:
                 max_output=max_output,
             )
         except SandboxError:
-            if self._stopped:
+            if self._stops > stops:
                 return Completed(None, 0.0)
             if inside.group.out_of_memory() > killed:  # what else runs inside has left no room to start it
                 return Completed(None, 0.0, out_of_memory=True)
             if inside.forks_refused() > refused:
                 return Completed(_CANT_START, 0.0)
             raise
-        if self._stopped:
+        if self._stops > stops:
             return msgspec.structs.replace(completed, exit_code=None)
         if inside.ended():  # the counts are gone with it
             if await self._state("OOMKilled") != "true":
@@ -115,21 +123,24 @@ class Container:
     async def put(self, source: Path | bytes, inside: str) -> None:
         """What is put belongs to the user that commands run as."""
         if self._root_inside:
-            await asyncio.to_thread(files.put, self._opened().root, source, inside)
+            await self._copies.put(self._opened().root, source, inside)
         else:
             await self._make_folders(posixpath.dirname(inside))
-            await asyncio.to_thread(files.put, self._opened().root, source, inside)
+            await self._copies.put(self._opened().root, source, inside)
             await self._as_root("chown", "-hR", "--", self._user, inside)
 
-    async def get(self, inside: str, destination: Path, *, max_bytes: int = 1 << 30) -> None:
-        await asyncio.to_thread(files.get, self._opened().root, inside, destination, max_bytes)
+    async def get(
+        self, inside: str, destination: Path, *, max_bytes: int = 1 << 30, all_links: bool = False
+    ) -> None:
+        await self._copies.get(self._opened().root, inside, destination, max_bytes, all_links)
 
     async def stop(self) -> None:
-        self._stopped = True
         async with self._changing:
             await self._stop()
 
     async def _stop(self) -> None:
+        self._stopped = True
+        self._stops += 1
         await self._relay.close()
         try:
             await self._cli.call("kill", self._container)
@@ -139,13 +150,37 @@ class Container:
         if self._inside is not None:
             await self._inside.end()
 
+    async def restart(self) -> None:
+        async with self._changing:
+            if self._inside is None or not self._stopped:
+                raise SandboxError(f"Runtime {self.id} can't be restarted: it is not stopped, or not there.")
+            await self._let_go()
+            await self._cli.call("wait", self._container)  # until the engine knows what we know
+            try:
+                await self._cli.call("start", self._container)
+            except CallError as error:
+                if error.says("/bin/sh", "not a directory"):
+                    raise Spoiled(f"The container can't be started over its files as they stand: {error}") from error
+                raise
+            try:
+                self._inside = await self._entered()
+            except SandboxError as error:
+                if await self._state("Running") == "true":
+                    raise
+                raise Spoiled("The container ended as it was started over its files as they stand.") from error
+            await self._listen(self._inside)
+            self._stopped = False
+
+    async def _let_go(self) -> None:
+        opened, self._inside = self._inside, None
+        await self._copies.done()
+        if opened is not None:
+            opened.close()
+
     async def remove(self) -> None:
-        self._stopped = True
         async with self._changing:
             await self._stop()
-            if self._inside is not None:
-                self._inside.close()
-                self._inside = None
+            await self._let_go()
             await discard(self._cli, self._container)
         self._removed(self.id)
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from polar.runtimes.base import Limits, SandboxError, Spec
 from polar.runtimes.container import INIT, Container, discard, name_of
 from polar.runtimes.container_cli import CallError, Cli
+from polar.runtimes.images import Image, Images
 
 log = logging.getLogger(__name__)
 
@@ -24,7 +25,6 @@ RUNTIME_LABEL = "polar.runtime"
 MAKER_LABEL = "polar.maker"
 STATE_LABEL = "polar.state"
 
-_PULL_SECONDS = 3600.0
 _OWN_PROCESSES = 2  # the first process and its sleep count against the limit
 
 
@@ -38,7 +38,7 @@ class Containers:
         self._label = f"{STATE_LABEL}={state.absolute()}"
         self._gateway = gateway
         self._cli = Cli(*self.command())
-        self._users: dict[str, str] = {}  # by image, of those that are here
+        self._images = Images(self._cli)
         self._limits_disk = True  # until the engine says otherwise
         self._runtimes: dict[str, Container] = {}
 
@@ -61,32 +61,15 @@ class Containers:
         return None
 
     async def prepare(self, image: str | None) -> None:
-        name = self._named(image)
-        if name not in self._users:
-            try:
-                user = await self._user(name)
-            except CallError:
-                await self._pull(name)
-                user = await self._user(name)
-            self._users[name] = user or "0"
+        await self._ready(image)
 
-    async def _pull(self, image: str) -> None:
-        try:
-            await self._cli.call("pull", "--quiet", image, seconds=_PULL_SECONDS)
-        except CallError as error:
-            raise SandboxError(f"The image {image} is not here, and can't be fetched: {error}") from error
-
-    def _named(self, image: str | None) -> str:
+    async def _ready(self, image: str | None) -> Image:
         if image is None:
             raise SandboxError(f"A runtime of kind {self.name} needs an image.")
-        return image
-
-    async def _user(self, image: str) -> str:
-        return await self._cli.call("image", "inspect", "--format", "{{.Config.User}}", image)
+        return await self._images.ready(image)
 
     async def create(self, id: str, spec: Spec) -> Container:
-        await self.prepare(spec.image)
-        image = self._named(spec.image)
+        image = await self._ready(spec.image)
         options = [
             *("--name", name_of(id), "--hostname", "sandbox", "--pull", "never", "--log-driver", "none"),
             *("--stop-signal", "KILL"),  # there is nothing in it that would tidy up
@@ -99,7 +82,7 @@ class Containers:
         ]
         try:
             container = await self._create(
-                options, ("--entrypoint", "/bin/sh", image, "-c", INIT, name_of(id)), spec.limits
+                options, ("--entrypoint", "/bin/sh", image.name, "-c", INIT, name_of(id)), spec.limits
             )
         except asyncio.CancelledError:
             for made in await self._labelled(f"{RUNTIME_LABEL}={id}"):
@@ -110,7 +93,7 @@ class Containers:
             container,
             id,
             spec,
-            user=self._users[image],
+            user=image.user,
             gateway=self._gateway,
             removed=lambda id: self._runtimes.pop(id, None),
         )
@@ -151,6 +134,7 @@ class Containers:
         return swept
 
     async def close(self) -> None:
+        await self._images.close()
         await asyncio.gather(*(runtime.remove() for runtime in self._runtimes.values()))
 
     async def _labelled(self, label: str) -> list[str]:

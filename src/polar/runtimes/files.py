@@ -3,16 +3,17 @@
 What is inside is trusted in nothing. Folders are opened one below another and held open; the last part of a path is
 never followed where it is a link; a link on the way is resolved as inside. Only plain files, folders and links are
 copied, and a link only if no chain of links can lead out of what is copied: it may climb (`..`) at its start, through
-folders that are real, but not above the top.
+folders that are real, but not above the top. Who asks for all links gets them as they are, and follows none.
 """
 
+import asyncio
 import contextlib
 import os
 import posixpath
 import secrets
 import shutil
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path, PurePosixPath
 
 from polar.runtimes import linux
@@ -22,6 +23,35 @@ _ENTRY = 512  # what an entry counts besides its content: a million empty files 
 _DEEPEST = 200  # folders below one another, each of which is held open
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _CHUNK = 1 << 20
+
+
+class Copies:
+    """Those of one runtime that are under way. They run in threads, which go on when nobody waits for them any more:
+    until they are `done`, the root must stay open."""
+
+    def __init__(self) -> None:
+        self._running: set[asyncio.Future[None]] = set()
+
+    async def put(self, root: int, source: Path | bytes, inside: str) -> None:
+        await self._run(put, root, source, inside)
+
+    async def get(self, root: int, inside: str, destination: Path, max_bytes: int, all_links: bool) -> None:
+        await self._run(get, root, inside, destination, max_bytes, all_links)
+
+    async def _run(self, copy: Callable[..., None], *arguments: object) -> None:
+        running = asyncio.ensure_future(asyncio.to_thread(copy, *arguments))
+        self._running.add(running)
+        running.add_done_callback(self._ended)
+        await asyncio.shield(running)
+
+    def _ended(self, copy: "asyncio.Future[None]") -> None:
+        self._running.discard(copy)
+        if not copy.cancelled():
+            copy.exception()  # told to its caller, where there still is one
+
+    async def done(self) -> None:
+        if self._running:
+            await asyncio.wait(set(self._running))
 
 
 def put(root: int, source: Path | bytes, inside: str) -> None:
@@ -37,14 +67,14 @@ def put(root: int, source: Path | bytes, inside: str) -> None:
             _put_entry(source, folder, name)
 
 
-def get(root: int, inside: str, destination: Path, max_bytes: int) -> None:
+def get(root: int, inside: str, destination: Path, max_bytes: int, all_links: bool = False) -> None:
     """Takes a file or a folder as `destination`, whole or not at all."""
     parent, name = _split(inside)
     destination.parent.mkdir(parents=True, exist_ok=True)
     beside = destination.parent / f".polar-get-{secrets.token_hex(6)}"
     try:
         with _opened(linux.open_below(root, parent, os.O_PATH | os.O_DIRECTORY)) as folder:
-            _Taking(inside, max_bytes).take(folder, name, beside, PurePosixPath())
+            _Taking(inside, max_bytes, all_links).take(folder, name, beside, PurePosixPath())
         if not os.path.lexists(beside) or beside.is_symlink():
             raise FileNotFoundError(2, "No file or folder", inside)
         if destination.is_dir() and not destination.is_symlink():
@@ -60,8 +90,9 @@ def get(root: int, inside: str, destination: Path, max_bytes: int) -> None:
 class _Taking:
     """One `get`, with what it may still take."""
 
-    def __init__(self, inside: str, max_bytes: int) -> None:
+    def __init__(self, inside: str, max_bytes: int, all_links: bool) -> None:
         self._inside = inside
+        self._all_links = all_links
         self._most = max_bytes
         self._left = max_bytes
 
@@ -73,7 +104,7 @@ class _Taking:
         found = os.stat(name, dir_fd=folder, follow_symlinks=False)
         if stat.S_ISLNK(found.st_mode):
             link = os.readlink(name, dir_fd=folder)
-            if stays_below(place, link):
+            if self._all_links or stays_below(place, link):
                 target.symlink_to(link)
         elif stat.S_ISDIR(found.st_mode):
             target.mkdir()

@@ -77,8 +77,8 @@ class Inside:
     def close(self) -> None:
         self._held.close()
 
-    def listen(self) -> socket.socket:
-        return listen_inside(self._first)
+    async def listen(self) -> socket.socket:
+        return await listen_inside(self._first)
 
     def ended(self) -> bool:
         """Whether the first process is gone, and with it all others: the kernel sees to that."""

@@ -20,6 +20,7 @@ _CLONE_INTO_CGROUP = 0x2_0000_0000
 
 MS_NOSUID, MS_NODEV = 0x2, 0x4
 MS_REC, MS_PRIVATE = 0x4000, 0x4_0000
+_MNT_DETACH = 2
 
 _PR_SET_PDEATHSIG = 1
 _PR_CAPBSET_DROP = 24
@@ -60,8 +61,16 @@ def mount(source: str, target: str, kind: str, flags: int = 0, options: str = ""
     _checked(_libc.mount(*arguments), target)
 
 
+def unmount(target: str) -> None:
+    """With all that is mounted below."""
+    _checked(_libc.umount2(target.encode(), _MNT_DETACH), target)
+
+
+_libc.prctl.argtypes = (ctypes.c_int, *(ctypes.c_ulong,) * 4)
+
+
 def _prctl(option: int, value: int) -> None:
-    _checked(_libc.prctl(option, ctypes.c_ulong(value), ctypes.c_ulong(0), ctypes.c_ulong(0), ctypes.c_ulong(0)))
+    _checked(_libc.prctl(option, value, 0, 0, 0))
 
 
 def die_with_parent(signal: int) -> None:
@@ -77,11 +86,14 @@ def no_new_privileges() -> None:
     _prctl(_PR_SET_NO_NEW_PRIVS, 1)
 
 
-def keep_capabilities(kept: frozenset[int]) -> None:
-    """What is dropped here is gone with the next exec."""
+def last_capability() -> int:
     with open("/proc/sys/kernel/cap_last_cap") as file:
-        last = int(file.read())
-    for capability in set(range(last + 1)) - kept:
+        return int(file.read())
+
+
+def drop_capabilities(dropped: tuple[int, ...]) -> None:
+    """They are gone with the next exec."""
+    for capability in dropped:
         _prctl(_PR_CAPBSET_DROP, capability)
 
 

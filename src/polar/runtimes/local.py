@@ -40,10 +40,13 @@ class LocalRuntime:
         self._group = group
         self._root: int | None = None
         self._running: set[Spawned] = set()
+        self._copies = files.Copies()
         self._stopped = False
         self._ending = asyncio.Lock()
 
     async def start(self) -> None:
+        if self._root is not None or self._stopped:
+            raise SandboxError(f"Runtime {self.id} was started before.")
         for inside in (self.spec.workdir, self.spec.home, "/tmp"):
             os.makedirs(self.path(inside), exist_ok=True)
         self._root = os.open(self._folder / "root", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -110,10 +113,12 @@ class LocalRuntime:
         spawned.gone.add_done_callback(gone)
 
     async def put(self, source: Path | bytes, inside: str) -> None:
-        await asyncio.to_thread(files.put, self._opened(), source, inside)
+        await self._copies.put(self._opened(), source, inside)
 
-    async def get(self, inside: str, destination: Path, *, max_bytes: int = 1 << 30) -> None:
-        await asyncio.to_thread(files.get, self._opened(), inside, destination, max_bytes)
+    async def get(
+        self, inside: str, destination: Path, *, max_bytes: int = 1 << 30, all_links: bool = False
+    ) -> None:
+        await self._copies.get(self._opened(), inside, destination, max_bytes, all_links)
 
     def _opened(self) -> int:
         if self._root is None:
@@ -130,12 +135,22 @@ class LocalRuntime:
         if self._group is not None:
             await self._group.kill()
 
+    async def restart(self) -> None:
+        async with self._ending:
+            if self._root is None or not self._stopped:
+                raise SandboxError(f"Runtime {self.id} can't be restarted: it is not stopped, or not there.")
+            if self._group is not None:
+                await self._group.remove()
+                self._group.make()
+            self._stopped = False
+
     async def remove(self) -> None:
         async with self._ending:
             await self._stop()
-            if self._root is not None:
-                os.close(self._root)
-                self._root = None
+            root, self._root = self._root, None
+            await self._copies.done()
+            if root is not None:
+                os.close(root)
             if self._group is not None:
                 await self._group.remove()
             await asyncio.to_thread(remove_tree, self._folder)

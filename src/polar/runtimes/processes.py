@@ -18,6 +18,7 @@ import msgspec
 
 import polar
 from polar.runtimes.base import Completed, SandboxError
+from polar.runtimes.spawner import IN_FILE, MESSAGE
 
 _CODE = "import sys; sys.path.append(sys.argv[1]); from polar.runtimes.spawner import main; main()"
 _CHUNK = 1 << 16
@@ -56,20 +57,21 @@ class Spawner:
 
     async def spawn(self, job: dict[str, Any], fds: Sequence[int]) -> "Spawned":
         """Asks for a job. The descriptors are lent, and may be closed once this has returned."""
-        request = os.memfd_create("job")
-        read, write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
-        try:
-            os.set_blocking(write, True)
-            with os.fdopen(os.dup(request), "wb") as file:
-                file.write(msgspec.json.encode(job))
-            os.lseek(request, 0, os.SEEK_SET)
-            socket.send_fds(self._connected(), [b"j"], [request, write, *fds])
-        except OSError as error:
-            os.close(read)
-            raise SandboxError(f"The spawner can't be reached: {error}.") from error
-        finally:
-            os.close(request)
-            os.close(write)
+        told = msgspec.json.encode(job)
+        with contextlib.ExitStack() as kept, contextlib.ExitStack() as lent:
+            try:
+                read, write = os.pipe2(os.O_CLOEXEC)
+                kept.callback(os.close, read)
+                lent.callback(os.close, write)
+                os.set_blocking(read, False)
+                given = [write, *fds]
+                if len(told) > MESSAGE:
+                    given.append(_file(lent, told))
+                    told = IN_FILE
+                socket.send_fds(self._connected(), [told], given)
+            except OSError as error:
+                raise SandboxError(f"The spawner can't be reached: {error}.") from error
+            kept.pop_all()
         return Spawned(read)
 
     def close(self) -> None:
@@ -82,9 +84,21 @@ class Spawner:
             self._process = None
 
 
+def _file(held: contextlib.ExitStack, content: bytes) -> int:
+    """An open file with this content, for as long as it is held."""
+    fd = os.memfd_create("polar")
+    held.callback(os.close, fd)
+    view = memoryview(content)
+    while view:
+        view = view[os.write(fd, view) :]
+    os.lseek(fd, 0, os.SEEK_SET)
+    return fd
+
+
 class _Status(msgspec.Struct):
     pid: int | None = None
     error: str | None = None
+    spoiled: bool = False
     exit: int | None = None
 
 
@@ -99,6 +113,7 @@ class Spawned:
         self._named: asyncio.Future[None] = self._loop.create_future()
         self.code: int | None = None
         self.error: str | None = None
+        self.spoiled = False
         self.ended: asyncio.Future[None] = self._loop.create_future()  # with an exit code, an error, or killed
         self.gone: asyncio.Future[None] = self._loop.create_future()  # the pipe is closed
         self._loop.add_reader(status, self._read)
@@ -113,6 +128,7 @@ class Spawned:
                     self._process = os.pidfd_open(told.pid)
                 _done(self._named)
             self.error = told.error if told.error is not None else self.error
+            self.spoiled |= told.spoiled
             if told.exit is not None:
                 self.code = told.exit
             if told.exit is not None or told.error is not None:
@@ -212,17 +228,11 @@ async def run(
 ) -> Completed:
     """Runs a command to its end; at the time-out, and when this is cancelled, `kill` ends it with what it started."""
     began = time.monotonic()
-    given = os.memfd_create("stdin")
     taken = _Output(output, max_output)
     timed_out = False
     try:
-        try:
-            with os.fdopen(os.dup(given), "wb") as file:
-                file.write(stdin)
-            os.lseek(given, 0, os.SEEK_SET)
-            spawned = await spawner.spawn(job, (given, taken.write, *fds))
-        finally:
-            os.close(given)
+        with contextlib.ExitStack() as lent:
+            spawned = await spawner.spawn(job, (_file(lent, stdin), taken.write, *fds))
         taken.started()
         follow(spawned)
         try:

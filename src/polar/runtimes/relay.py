@@ -1,15 +1,17 @@
 """The one way out of a sandbox: a socket that listens inside, accepted by us, whose bytes go to the gateway.
 
 A sandbox's network namespace has nothing but loopback. A socket belongs to the namespace that it was made in, whoever
-holds it: so a thread of ours steps into the namespace, makes the listening socket there and ends; the event loop
-accepts from it like from any other. No helper runs inside, and nothing inside can ask for another address.
+holds it: so a thread of ours, which has nothing else to do, steps into the namespace, makes the listening socket there
+and steps back; the event loop accepts from it like from any other. No helper runs inside, and nothing inside can ask
+for another address.
 """
 
 import asyncio
 import contextlib
+import os
 import socket
-import threading
 from collections.abc import Awaitable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
 from urllib.parse import urlsplit
 
 from polar.errors import ConfigError
@@ -18,6 +20,7 @@ from polar.runtimes import linux
 PORT = 8100  # inside, where every sandbox has its ports to itself: the same in every session
 _CHUNK = 1 << 16
 _BACKLOG = 128
+_stepping = ThreadPoolExecutor(1, "polar-relay")
 
 
 class Relay:
@@ -111,24 +114,28 @@ async def _cancelled(tasks: set[asyncio.Task[None]]) -> None:
     await asyncio.gather(*ended, return_exceptions=True)
 
 
-def listen_inside(process: int) -> socket.socket:
+async def listen_inside(process: int) -> socket.socket:
     """A socket that listens on loopback in the network namespace of a process (its pidfd)."""
-    made: list[socket.socket | OSError] = []
+    making = asyncio.get_running_loop().run_in_executor(_stepping, _step_in, process)
+    try:
+        return await asyncio.shield(making)
+    except asyncio.CancelledError:
+        await asyncio.wait([making])
+        if making.exception() is None:
+            making.result().close()
+        raise
 
-    def step_in() -> None:
+
+def _step_in(process: int) -> socket.socket:
+    own = os.open("/proc/thread-self/ns/net", os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        linux.setns(process, linux.CLONE_NEWNET)
         try:
-            linux.setns(process, linux.CLONE_NEWNET)  # this thread only, and it ends here
-            made.append(listen(PORT))
-        except OSError as error:
-            made.append(error)
-
-    thread = threading.Thread(target=step_in)
-    thread.start()
-    thread.join()
-    (result,) = made
-    if isinstance(result, OSError):
-        raise result
-    return result
+            return listen(PORT)
+        finally:
+            linux.setns(own, linux.CLONE_NEWNET)
+    finally:
+        os.close(own)
 
 
 def listen(port: int = 0) -> socket.socket:

@@ -1,11 +1,14 @@
 """What a sandbox's root is made of: the layer below, which all share, and the disk that its own layer is on."""
 
+import asyncio
+import contextlib
 import hashlib
 import os
 import secrets
 import shutil
 import stat
 import subprocess
+import time
 from pathlib import Path
 
 from polar.runtimes.base import SandboxError
@@ -51,6 +54,8 @@ _SETTINGS = (
 
 _HIDDEN = ("/proc/kcore", "/proc/kmsg", "/proc/kpagecgroup", "/proc/kpagecount", "/proc/kpageflags", "/proc/timer_list")
 """The machine's memory and what goes on in it."""
+
+_UNMOUNT_SECONDS = 30.0
 
 
 def machine_root(folder: Path, home: str) -> Path:
@@ -173,3 +178,20 @@ def copy_with_holes(source: Path, target: Path) -> None:
             write.seek(at)
             write.write(os.pread(read.fileno(), end - at, at))
             at = end
+
+
+async def unused(image: Path) -> None:
+    """Waits until no loop device is over a file: they go a moment after their mounts."""
+    deadline = time.monotonic() + _UNMOUNT_SECONDS
+    while str(image) in _on_loop_devices():
+        if time.monotonic() > deadline:
+            raise SandboxError(f"{image} is still mounted.")
+        await asyncio.sleep(0.005)
+
+
+def _on_loop_devices() -> set[str]:
+    found = set()
+    for file in Path("/sys/block").glob("loop*/loop/backing_file"):
+        with contextlib.suppress(OSError):  # it is gone by now
+            found.add(file.read_text().strip())
+    return found

@@ -1,10 +1,11 @@
 """The process that starts everything which runs in a runtime: small, with one thread, and safe to fork.
 
-The node asks through a socket and passes a file with the job and the descriptors that it needs; the spawner forks, and
-the fork does the job and tells on its own status pipe, a JSON line each, how it goes:
+The node asks through a socket, in a message with the job (as JSON) and the descriptors that it needs, the status pipe
+first; a job that is too large for a message is in a file, the last descriptor. The spawner forks, and the fork does the
+job and tells on its own status pipe, a JSON line each, how it goes:
 
     {"pid": N}       the process to signal: a supervisor, or bwrap
-    {"error": "..."} it could not be started
+    {"error": "..."} it could not be started; with "spoiled": true where what ran inside before is to blame
     {"exit": N}      the command ended, 128 + N for a signal as in a shell
     end of file      it was killed, or (for a sandbox) bwrap has taken over
 
@@ -24,6 +25,7 @@ import resource
 import select
 import signal
 import socket
+import stat
 import sys
 import time
 import warnings  # noqa: F401  needed by os.execvpe, which imports it only then
@@ -33,12 +35,15 @@ from typing import Any, NoReturn
 from polar.runtimes import linux
 
 NOT_FOUND, NOT_EXECUTABLE = 127, 126  # as shells say it
-_MAX_FDS = 8
+MESSAGE = 1 << 16  # bytes
+IN_FILE = b"+"
+_DESCRIPTORS = socket.CMSG_SPACE(8 * 4)
 _MACHINE_FOLDER = os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC
 _WORLDS = linux.CLONE_NEWNS | linux.CLONE_NEWNET | linux.CLONE_NEWIPC | linux.CLONE_NEWUTS | linux.CLONE_NEWCGROUP
 _CAPABILITIES = frozenset({0, 1, 3, 4, 5, 6, 7, 10, 18})
 """What root inside may do, within its own user namespace: chown, dac_override, fowner, fsetid, kill, setgid, setuid,
 net_bind_service, sys_chroot. No mounts, no network settings."""
+_NO_CAPABILITIES = tuple(set(range(linux.last_capability() + 1)) - _CAPABILITIES)
 
 Job = dict[str, Any]
 
@@ -65,14 +70,16 @@ def main() -> None:
 
 def _take(asked: socket.socket, running: dict[int, int]) -> bool:
     """Starts one job; False where the node is gone."""
-    message, fds, _, _ = socket.recv_fds(asked, 1, _MAX_FDS)
+    # No command may have one of these (and above all not its status pipe), so they are closed by exec.
+    message, told, _, _ = asked.recvmsg(MESSAGE, _DESCRIPTORS, socket.MSG_CMSG_CLOEXEC)
     if not message:
         return False
-    for fd in fds:
-        os.set_inheritable(fd, False)  # no command may write to its status pipe (the call's own flag is not heeded)
-    request, status, *others = fds
-    with os.fdopen(os.dup(request), "rb") as file:
-        job: Job = json.loads(file.read())
+    fds = [fd for _, _, data in told for fd in memoryview(data).cast("i")]
+    status, *others = fds
+    if message == IN_FILE:
+        request = others.pop()
+        message = os.read(request, os.fstat(request).st_size)
+    job: Job = json.loads(message)
     try:
         child = _fork(job, others)
     except OSError as error:
@@ -149,10 +156,18 @@ def _join(job: Job, death: signal.Signals) -> None:
     if os.getppid() != parent:
         raise RuntimeError("the spawner is gone")
     for tasks in job["tasks"]:
-        with open(tasks, "w") as file:
-            file.write("0")
+        _write(tasks, b"0")
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+def _write(path: str, value: bytes) -> None:
+    """Without the layers of `open`: each page of memory that a fork touches is copied."""
+    fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+    try:
+        os.write(fd, value)
+    finally:
+        os.close(fd)
 
 
 def _sandbox(job: Job, status: int, fds: list[int]) -> None:
@@ -160,17 +175,22 @@ def _sandbox(job: Job, status: int, fds: list[int]) -> None:
     hold, ready, info, errors = fds
     _join(job, signal.SIGKILL)
     os.setsid()
-    with contextlib.suppress(PermissionError), open("/proc/self/oom_score_adj", "w") as file:
-        file.write("-900")  # what runs inside goes first, where we may say so
+    with contextlib.suppress(PermissionError):
+        _write("/proc/self/oom_score_adj", b"-900")  # what runs inside goes first, where we may say so
     linux.unshare(linux.CLONE_NEWNS)
     linux.mount("none", "/", "none", linux.MS_REC | linux.MS_PRIVATE)
+    with contextlib.suppress(OSError):  # it is no mount of its own
+        linux.unmount("/sys")  # a dozen mounts that no sandbox has: bwrap reads the list of all for each of its own
     if (disk := job["disk"]) is not None:
         device, held = linux.attach_loop(disk["image"])
         linux.mount(device, disk["at"], "ext4", linux.MS_NOSUID | linux.MS_NODEV, "discard")
         os.close(held)
-    for folder in job["folders"]:
-        os.makedirs(folder, exist_ok=True)
-    linux.mount("overlay", job["root"], "overlay", linux.MS_NOSUID | linux.MS_NODEV, job["overlay"])
+    try:
+        _mount_root(job)
+    except OSError as error:
+        filled = job["mended"] is not None and disk is not None and error.errno == errno.ENOSPC
+        _tell(status, error=str(error), spoiled=filled)
+        return
     for at, fd in enumerate((hold, ready, errors)):
         os.dup2(fd, at)
     os.set_inheritable(info, True)
@@ -181,13 +201,51 @@ def _sandbox(job: Job, status: int, fds: list[int]) -> None:
     os.execve(argv[0], argv, job["env"])
 
 
+def _mount_root(job: Job) -> None:
+    work = job["work"]
+    if job["mended"] is None:
+        os.mkdir(job["upper"])
+        os.mkdir(work)
+    else:
+        os.unlink(f"{work}/work/incompat/volatile/dirty")  # a mark that it was mounted before, and is refused for
+        os.removedirs(f"{work}/work/incompat/volatile")
+        os.makedirs(work, exist_ok=True)
+    linux.mount("overlay", job["root"], "overlay", linux.MS_NOSUID | linux.MS_NODEV, job["overlay"])
+    if (mended := job["mended"]) is not None:
+        for path in mended["folders"]:
+            os.close(_real_folder(job["root"], path))
+        for path in mended["files"]:
+            above, _, name = path.rpartition("/")
+            folder = _real_folder(job["root"], above)
+            with contextlib.suppress(FileNotFoundError):
+                if stat.S_ISLNK(os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode):
+                    os.unlink(name, dir_fd=folder)
+            os.close(folder)
+
+
+def _real_folder(root: str, path: str) -> int:
+    """A folder that is reached through no link; whatever else has its name is removed."""
+    folder = os.open(root, _MACHINE_FOLDER)
+    for name in filter(None, path.split("/")):
+        try:
+            opened = os.open(name, _MACHINE_FOLDER | os.O_NOFOLLOW, dir_fd=folder)
+        except OSError as error:
+            if error.errno != errno.ENOENT:
+                os.unlink(name, dir_fd=folder)
+            os.mkdir(name, 0o755, dir_fd=folder)
+            opened = os.open(name, _MACHINE_FOLDER | os.O_NOFOLLOW, dir_fd=folder)
+        os.close(folder)
+        folder = opened
+    return folder
+
+
 def _inside(job: Job, _: int, fds: list[int]) -> None:
     """The command, in the sandbox's other namespaces as well. The spawner waits for it."""
     stdin, output, init = fds
     _join(job, signal.SIGKILL)
     linux.setns(init, _WORLDS)
     linux.setns(init, linux.CLONE_NEWUSER)  # last, since the others belong to its parent
-    linux.keep_capabilities(_CAPABILITIES)
+    linux.drop_capabilities(_NO_CAPABILITIES)
     linux.no_new_privileges()
     _become(job, stdin, output)
 
@@ -236,17 +294,17 @@ def _local(job: Job, status: int, fds: list[int]) -> None:
 def _end_all(root: int) -> NoReturn:
     """Stops everything below this process, so that nothing new is started, and then kills it."""
     seen: set[int] = set()
-    while (found := _descendants(root)) - seen:
+    while (found := descendants(root)) - seen:
         _signal(found - seen, signal.SIGSTOP)
         seen |= found
     with contextlib.suppress(ChildProcessError):
         while True:
-            _signal(_descendants(root), signal.SIGKILL)
+            _signal(descendants(root), signal.SIGKILL)
             os.waitpid(-1, 0)
     os._exit(0)
 
 
-def _descendants(root: int) -> set[int]:
+def descendants(root: int) -> set[int]:
     children: dict[int, list[int]] = {}
     for name in filter(str.isdigit, os.listdir("/proc")):
         with contextlib.suppress(OSError), open(f"/proc/{name}/stat") as file:

@@ -27,6 +27,7 @@ class Verdict(Struct, frozen=True):
     reward: float | None = None
     reason: str | None = None
     turn_rewards: dict[str, float] = field(default_factory=dict)  # by exchange id
+    detail: dict[str, Any] = field(default_factory=dict)  # for people; kept beside the session, not in the store
 
 
 class Session(Struct):

@@ -1,6 +1,8 @@
 """What is `bubblewrap`'s own: other roots, machines without cgroups, a gateway on a Unix socket, failures to start."""
 
 import asyncio
+import resource
+import secrets
 import shutil
 import subprocess
 from collections.abc import AsyncIterator
@@ -8,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from polar.runtimes.base import Limits, SandboxError, Spec
+from polar.runtimes.base import Limits, Runtime, SandboxError, Spec
 from polar.runtimes.bubblewrap import Bubblewrap
 from polar.runtimes.cgroups import Cgroups
 from tests.contract import left
@@ -109,6 +111,52 @@ async def test_a_start_that_is_broken_off_leaves_nothing(kind: Bubblewrap, tmp_p
         await asyncio.gather(starting, return_exceptions=True)
         await asyncio.gather(runtime.remove(), runtime.remove(), runtime.stop())
     assert list((tmp_path / "state").rglob("broken*")) == []
+
+
+async def test_two_hundred_at_once(kind: Bubblewrap, tmp_path: Path) -> None:
+    """Each with a command that runs and a daemon, and files for their output."""
+    script = "echo $0; (setsid sleep 300 &); until [ -e go ]; do sleep 0.2; done; exit 7"
+    mark, ids = f"many-{secrets.token_hex(8)}", [f"m{secrets.token_hex(8)}" for _ in range(200)]
+    launching = asyncio.Semaphore(8)
+
+    async def launched(id: str) -> Runtime:
+        async with launching:
+            runtime = await kind.create(id, Spec(env={"MARK": mark}, limits=Limits(1.0, 256, 64)))
+            await runtime.start()
+            return runtime
+
+    runtimes = await asyncio.gather(*(launched(id) for id in ids))
+    commands = [asyncio.create_task(it.run(["sh", "-c", script, it.id], output=tmp_path / it.id)) for it in runtimes]
+    async with asyncio.timeout(60):
+        while not all((tmp_path / id).exists() and (tmp_path / id).read_text() == f"{id}\n" for id in ids):  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+    await asyncio.gather(*(runtime.put(b"", "/workspace/go") for runtime in runtimes))
+    assert [completed.exit_code for completed in await asyncio.gather(*commands)] == [7] * 200
+    assert len(left.processes(mark, children=False)) >= 200  # the daemons
+    await asyncio.gather(*(runtime.remove() for runtime in runtimes))
+    assert left.processes(mark, children=False) == []
+    found = left.everything(tmp_path / "state", ids, mark)
+    assert [what for what, names in found.items() if names and what != "processes"] == []
+
+
+async def test_what_an_image_lacks_is_told_at_once(kind: Bubblewrap, image: Path) -> None:
+    (image / "usr/bin/cat").unlink()
+    runtime = await kind.create("id", Spec(image=str(image)))
+    with pytest.raises(SandboxError, match="cat"):
+        await asyncio.wait_for(runtime.start(), 30)
+
+
+async def test_too_few_descriptors_are_the_platforms_failure(kind: Bubblewrap) -> None:
+    await kind.prepare(None)
+    runtime = await kind.create("id", Spec())
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (left.descriptors() + 3, hard))
+    try:
+        with pytest.raises(SandboxError, match="Too many open files"):
+            await runtime.start()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    await runtime.remove()
 
 
 async def test_an_id_is_used_once(kind: Bubblewrap) -> None:

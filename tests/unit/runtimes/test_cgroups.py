@@ -1,9 +1,12 @@
 """Where groups are made, and what is written to them, on machines of each kind."""
 
+import asyncio
 from pathlib import Path
 
+import pytest
+
 from polar.runtimes.base import Limits
-from polar.runtimes.cgroups import Cgroups, own_groups, settings
+from polar.runtimes.cgroups import Cgroups, Group, own_groups, settings
 
 V2 = ("0::/system.slice/polar.service\n", "30 23 0:26 / /sys/fs/cgroup rw,nosuid - cgroup2 cgroup2 rw,nsdelegate\n")
 V1 = (
@@ -79,3 +82,36 @@ def test_where_there_are_none_there_is_no_group() -> None:
     assert cgroups.group("id", Limits(), own=1) is None
     assert cgroups.missing == ("memory", "pids", "cpu")
     assert cgroups.parents == []
+
+
+# Files as the kernel has them, without a kernel behind them: what is read and written, and no more.
+
+CONTROL = "oom_kill_disable 0\nunder_oom 0\noom_kill 2\n"
+EVENTS = "low 0\nhigh 0\nmax 3\noom 1\noom_kill 2\noom_group_kill 1\n"
+
+
+@pytest.mark.parametrize(("file", "content"), [("memory.events", EVENTS), ("memory.oom_control", CONTROL)])
+def test_deaths_for_want_of_memory_are_counted(tmp_path: Path, file: str, content: str) -> None:
+    killing, memory = tmp_path / "killing", tmp_path / "memory"
+    killing.mkdir()
+    memory.mkdir()
+    group = Group.left((killing, memory))
+    assert group.out_of_memory() == 0
+    (memory / file).write_text(content)
+    assert [group.out_of_memory(), group.out_of_memory()] == [2, 2]
+    (memory / file).unlink()  # with its group
+    assert group.out_of_memory() == 0
+
+
+async def test_on_version_2_a_group_is_killed_as_one(tmp_path: Path) -> None:
+    (tmp_path / "below").mkdir()
+    (tmp_path / "cgroup.procs").write_text("")
+    (tmp_path / "below/cgroup.procs").write_text("4194305\n")  # more than there can be
+    (tmp_path / "cgroup.kill").write_text("")
+    killing = asyncio.create_task(Group.left((tmp_path,)).kill())
+    while not (tmp_path / "cgroup.kill").read_text():  # noqa: ASYNC110
+        await asyncio.sleep(0.001)
+    assert not killing.done()
+    (tmp_path / "below/cgroup.procs").write_text("")
+    await killing
+    assert (tmp_path / "cgroup.kill").read_text() == "1"

@@ -168,7 +168,7 @@ def test_plays_from_files(tmp_path: Path) -> None:
     toml.write_text(
         'aside = "A title"\n[[turns]]\ntext = "one"\nshell = "ls"\nfail = 503\nfail_times = 1\n'
         '[[turns]]\nwrite = {path = "p", content = "c"}\n[[turns]]\ncalls = [{name = "f", arguments = {x = 1}}]\n'
-        '[[plays.child.turns]]\ntext = "child"\ndelay = 1\n'
+        '[plays.child]\nmatch = "sort|order"\n[[plays.child.turns]]\ntext = "child"\ndelay = 1\n'
     )
     plays = Plays.load(toml)
     assert plays.next(Scene()).text == "A title"
@@ -178,11 +178,21 @@ def test_plays_from_files(tmp_path: Path) -> None:
     assert plays.next(Scene(0, "child")).text == "child"
     assert "child" in plays
     assert "nobody" not in plays
+    assert plays.matching("Please sort it.") == "child"
+    assert plays.matching("Please keep it.") is None
     (tmp_path / "play.json").write_text(json.dumps({"turns": [{"text": "from JSON"}]}))
     assert Plays.load(tmp_path / "play.json").next(Scene()).text == "from JSON"
 
 
-@pytest.mark.parametrize("text", ["{", '{"turns": [{"txt": "misspelt"}]}', '{"turns": [{"fail": "loudly"}]}'])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{",
+        '{"turns": [{"txt": "misspelt"}]}',
+        '{"turns": [{"fail": "loudly"}]}',
+        '{"plays": {"child": {"match": "("}}}',
+    ],
+)
 def test_a_play_with_a_mistake_is_refused(tmp_path: Path, text: str) -> None:
     path = tmp_path / "play.json"
     path.write_text(text)

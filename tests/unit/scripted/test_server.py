@@ -150,6 +150,34 @@ async def test_plays_are_selected_by_a_user_message() -> None:
         assert await said({"role": "user", "content": "PLAY:nobody"}) == "first"
 
 
+async def test_plays_are_selected_by_what_a_user_message_says() -> None:
+    """So that the tasks of one run each have their own, and the texts of the tasks know nothing of it."""
+    named = {
+        "sort": Play([Turn(text="sorting"), Turn(text="sorted")], match=r"Sort \S+ by name"),
+        "count": Play([Turn(text="counting"), Turn(text="counted")], match="Count the"),
+    }
+    sort: Any = {"role": "user", "content": "<env>here</env>\nSort people.csv by name."}
+    count: Any = {"role": "user", "content": "Count the lines. Sort people.csv by name, PLAY:count please."}
+    reply: Any = {"role": "assistant", "content": "x"}
+    async with serving(Plays(Play([Turn(text="first"), Turn(text="second")]), named)) as client:
+
+        async def said(*messages: Any) -> str:
+            text = whole(await client.chat(messages=list(messages), **CAPTURE))["text"]
+            ids = (await client.post("/tokenize", messages=list(messages)))["tokens"]
+            by_ids = await client.post("/v1/completions", prompt=ids, max_tokens=100)
+            assert by_ids["choices"][0]["text"] == text
+            return str(text)
+
+        assert await said(*HELLO) == "first"
+        assert await said(sort) == "sorting"
+        assert await said(sort, reply) == "sorted"
+        assert await said(sort, reply, {"role": "tool", "content": "Count the"}) == "sorted"
+        assert await said(sort, reply, sort) == "sorted", "a reminder begins nothing"
+        assert await said(sort, reply, {"role": "user", "content": "Count the words."}) == "counting"
+        assert await said(count) == "counting", "a name comes before what a message says"
+        assert await said({"role": "system", "content": "Count the"}, *HELLO) == "first"
+
+
 async def test_stop_strings() -> None:
     async with serving(Play([Turn(text="one two three four")])) as client:
         for stop, text in ((" three", "one two"), (["zzz", "e t", "two"], "on"), ("r", "one two th")):

@@ -5,6 +5,7 @@ sub-agents that send the same messages hear the same words.
 """
 
 import json
+import re
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -70,6 +71,8 @@ class Play(Struct, forbid_unknown_fields=True):
     aside: str = "A short note on the task."
     """The answer to a request without tools, such as for a title or a summary, in a play whose turns use tools. Empty:
     the turns are played there, too."""
+    match: str = ""
+    """A regular expression: a user message that it is found in begins this play, where no play is named."""
 
     @classmethod
     def default(cls) -> "Play":
@@ -107,10 +110,18 @@ class Play(Struct, forbid_unknown_fields=True):
 
 
 class Plays:
-    """A main play, and others that a user message selects by saying `PLAY:name`."""
+    """A main play, and others that a user message selects: by saying `PLAY:name`, or by what their `match` is found
+    in, so that one engine plays many tasks whose texts know nothing of it."""
 
     def __init__(self, main: Play | None = None, named: Mapping[str, Play] | None = None) -> None:
         self._plays = {**(named or {}), MAIN: main or Play.default()}
+        self._matches: list[tuple[re.Pattern[str], str]] = []
+        for name, play in self._plays.items():
+            if play.match:
+                try:
+                    self._matches.append((re.compile(play.match), name))
+                except re.error as error:
+                    raise ConfigError(f"{name}: `match` is no pattern: {error}.") from error
 
     @classmethod
     def load(cls, path: str | Path) -> "Plays":
@@ -120,12 +131,16 @@ class Plays:
             text = path.read_text(encoding="utf-8")
             data = tomllib.loads(text) if path.suffix == ".toml" else json.loads(text)
             written = msgspec.convert(data, _File)
-        except (OSError, ValueError) as error:  # both parsers' and msgspec's errors are ValueErrors
+            return cls(Play(written.turns, written.aside, written.match), written.plays)
+        except (OSError, ValueError, ConfigError) as error:  # both parsers' and msgspec's errors are ValueErrors
             raise ConfigError(f"The play {path} can't be read: {error}") from error
-        return cls(Play(written.turns, written.aside), written.plays)
 
     def __contains__(self, name: str) -> bool:
         return name in self._plays
+
+    def matching(self, text: str) -> str | None:
+        """The first play whose `match` is found in a user's text."""
+        return next((name for pattern, name in self._matches if pattern.search(text)), None)
 
     def next(self, scene: Scene) -> Turn:
         return self._plays[scene.play or MAIN].next(scene)

@@ -66,10 +66,13 @@ class Scenes:
             if role == _ASSISTANT:
                 scene.turn += 1
             elif role == "user":
-                named = [name for name in _SELECTS.findall(_RESULT.sub("", text)) if name in self._plays]
+                text = _RESULT.sub("", text)
+                named = [name for name in _SELECTS.findall(text) if name in self._plays]
                 if named:
                     # Counted from here on: a sub-agent may begin with its parent's whole conversation.
                     scene.play, scene.turn = named[-1], 0
+                elif (found := self._plays.matching(text)) is not None and found != scene.play:
+                    scene.play, scene.turn = found, 0  # once: harnesses say the task again, as a reminder
         return scene
 
     def _turns(self, prompt: Ids) -> Iterator[tuple[str, str]]:

@@ -1,0 +1,103 @@
+"""What Python programs call.
+
+import polar
+
+for result in polar.run("tasks/", engine="http://127.0.0.1:8000", samples=4):
+    print(result.task_id, result.status, result.trajectory)
+"""
+
+import asyncio
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import uvloop
+from pydantic import ValidationError
+
+from polar import config
+from polar.cli.common import PRIVATE, engine_at
+from polar.config import EngineSettings, Settings
+from polar.errors import ConfigError
+from polar.rollout.local import LocalRollout
+from polar.rollout.models import SessionResult, TaskRequest
+from polar.rollout.overrides import Overrides
+from polar.tasks import problems, read
+
+TaskLike = str | os.PathLike[str] | dict[str, Any] | TaskRequest
+"""A file or folder of tasks, the fields of one, or one."""
+
+
+def run(
+    tasks: TaskLike | Iterable[TaskLike],
+    engine: str | None = None,
+    harness: str | None = None,
+    samples: int | None = None,
+    data: str | os.PathLike[str] = ".polar",
+    settings: Settings | None = None,
+) -> list[SessionResult]:
+    """Runs every sample of every task to its end: the results, in the order of the tasks and their samples.
+
+    `engine` is the address of an inference engine, `harness` (NAME or NAME@VERSION) runs instead of the tasks' own.
+    `settings` are those of polar.toml unless they are given. Raises PolarError where something can't be run; what goes
+    wrong in a session is in its result."""
+    _check_no_loop()
+    overrides = Overrides(harness=harness, samples=samples)
+    wanted = [overrides.apply(task) for task in _tasks(tasks)]
+    return uvloop.run(_run(wanted, _private(settings or config.load(), engine), Path(data)))
+
+
+def _check_no_loop() -> None:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return
+    raise RuntimeError(
+        "polar.run can't be called inside a running event loop: use polar.rollout.local.LocalRollout there."
+    )
+
+
+async def _run(tasks: list[TaskRequest], settings: Settings, data: Path) -> list[SessionResult]:
+    async with LocalRollout(settings, data) as rollout:
+        plans = {plan.task.task_id: plan for plan in await rollout.plan(tasks)}
+        order = {task_id: number for number, task_id in enumerate(plans)}
+        ended = [finished async for finished in rollout.run(list(plans.values()))]
+        ended.sort(key=lambda finished: (order[finished.task_id], finished.sample))
+        results = [await rollout.result(plans[finished.task_id], finished) for finished in ended]
+    return [SessionResult.model_validate_json(msgspec.json.encode(result)) for result in results]
+
+
+def _tasks(tasks: TaskLike | Iterable[TaskLike]) -> list[TaskRequest]:
+    if isinstance(tasks, str | os.PathLike | dict | TaskRequest):
+        tasks = [tasks]
+    found: dict[str, TaskRequest] = {}
+    for like in tasks:
+        for task in _read(like):
+            if task.task_id in found:
+                raise ConfigError(f"There are two tasks {task.task_id!r}: every task needs a name of its own.")
+            found[task.task_id] = task
+    return list(found.values())
+
+
+def _read(like: TaskLike) -> list[TaskRequest]:
+    if isinstance(like, TaskRequest):
+        return [like]
+    if not isinstance(like, dict):
+        return read([Path(like)])
+    try:
+        return [TaskRequest.model_validate(like)]
+    except ValidationError as error:
+        raise ConfigError(f"Task {like.get('task_id', 'without a task_id')}: {problems.listed(error)}.") from error
+
+
+def _private(settings: Settings, engine: str | None) -> Settings:
+    """With a gateway of its own, and the engine."""
+    update: dict[str, Any] = {"gateway": settings.gateway.model_copy(update=PRIVATE)}
+    if engine is not None:
+        fields = settings.engine.model_dump() | engine_at(engine, settings.engine)
+        try:
+            update["engine"] = EngineSettings.model_validate(fields)
+        except ValidationError as error:
+            raise ConfigError(f"{problems.listed(error, 'engine.')}.") from error
+    return settings.model_copy(update=update)

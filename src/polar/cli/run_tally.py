@@ -1,0 +1,62 @@
+"""What became of sessions: counted as they end, for each task and for all."""
+
+from collections import Counter
+
+from msgspec import Struct, field
+
+from polar.node.session import Finished
+
+STAGES = ("init", "ready", "run", "postrun")
+_BY_TASK = frozenset(("timeout", "length"))  # a reason only where the task says that such sessions earn none
+
+
+class Failure(Struct, frozen=True):
+    """The first session that has no reward for some reason."""
+
+    session_id: str
+    error: str | None
+
+
+class Tally(Struct):
+    sessions: int = 0
+    last: str = ""  # the session that ended last
+    rewarded: int = 0
+    reward: float = 0.0  # the sum
+    solved: int = 0  # with a reward of 1 or more
+    reasons: Counter[str] = field(default_factory=Counter)
+    first: dict[str, Failure] = field(default_factory=dict)  # by reason
+    turns: int = 0
+    tokens: int = 0
+    seconds: Counter[str] = field(default_factory=Counter)  # by stage
+
+    def add(self, finished: Finished) -> None:
+        verdict = finished.verdict
+        self.sessions += 1
+        self.last = finished.session_id
+        self.turns += finished.turns
+        self.tokens += finished.tokens
+        self.seconds.update(finished.seconds)
+        if verdict.reward is not None:
+            self.rewarded += 1
+            self.reward += verdict.reward
+            self.solved += verdict.reward >= 1
+        elif verdict.reason is not None:
+            self.reasons[verdict.reason] += 1
+            self.first.setdefault(verdict.reason, Failure(finished.session_id, finished.error))
+
+    @property
+    def mean_reward(self) -> float | None:
+        return self.reward / self.rewarded if self.rewarded else None
+
+    @property
+    def failures(self) -> Counter[str]:
+        """Reasons that are neither the agent's nor the task's."""
+        return Counter({reason: count for reason, count in self.reasons.items() if reason not in _BY_TASK})
+
+
+def count(number: int, what: str) -> str:
+    return f"{number:,} {what}" + ("" if number == 1 else "s")
+
+
+def listed(counts: Counter[str]) -> str:
+    return ", ".join(f"{name} {count}" for name, count in counts.most_common())

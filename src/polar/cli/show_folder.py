@@ -1,0 +1,52 @@
+"""What a node kept beside the store of a session that it ran (node.folder)."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from polar.node.folder import Folder
+
+_DOCUMENTS = ("verdict", "timing")
+
+
+def documents(data: Path, session_id: str) -> dict[str, Any]:
+    """The verdict and the timing, where they are there."""
+    folder = Folder(data, session_id).path
+    found = {}
+    for name in _DOCUMENTS:
+        path = folder / f"{name}.json"
+        if path.exists():
+            found[name] = msgspec.json.decode(path.read_bytes())
+    return found
+
+
+def lines(data: Path, session_id: str) -> Iterator[str]:
+    found = documents(data, session_id)
+    if "verdict" in found:
+        yield from _verdict(found["verdict"])
+    if "timing" in found:
+        stages = ", ".join(f"{stage} {seconds:.2f}" for stage, seconds in found["timing"]["seconds"].items())
+        yield f"seconds: {stages}"
+    folder = Folder(data, session_id).path
+    if folder.is_dir():
+        kept = sorted(f"{path.name}/" if path.is_dir() else path.name for path in folder.iterdir())
+        yield f"in {folder}: {', '.join(kept)}"
+
+
+def _verdict(verdict: dict[str, Any]) -> Iterator[str]:
+    reward, reason, detail = verdict["reward"], verdict["reason"], verdict["detail"]
+    earned = "not evaluated" if reason is None else f"no reward: {reason}"
+    if reward is not None:
+        earned = f"reward {reward:g}"
+    yield f"task {verdict['task_id']}, sample {verdict['sample']}: {earned}"
+    if verdict["error"]:
+        yield f"  {verdict['error']}"
+    if detail:
+        yield f"  {', '.join(f'{name}: {value}' for name, value in detail.items())}"
+    if (outcome := verdict["outcome"]) is not None:
+        code = "was killed" if outcome["exit_code"] is None else f"ended with {outcome['exit_code']}"
+        limit = "" if outcome["ended"] == "finished" else f", by its {outcome['ended']}"
+        memory = ", out of memory" if outcome["out_of_memory"] else ""
+        yield f"  the harness {code} after {outcome['seconds']:.1f} s{limit}{memory}"

@@ -1,0 +1,89 @@
+"""An evaluator: what a session earned, told from what the agent left behind.
+
+It gives a Verdict: a finite reward, or a reason why there is none. The line between the two:
+
+- What the agent did or failed to do is a reward, however it failed: its code loops, eats all memory, deletes what is
+  to be graded, writes too much to be taken. Nothing that an agent can bring about excuses it.
+- What the platform failed to do is a reason, never 0: a runtime that can't be made, a judge that doesn't answer, a
+  task whose own grader is not there. `SandboxError` may simply be raised: the node makes the reason of it.
+
+By default it works in a fresh runtime, after every process of the agent's is dead, with the agent's files taken from
+outside and the grader's own put over them.
+"""
+
+from pathlib import Path
+from typing import Any, ClassVar, Literal, Protocol
+
+from msgspec import Struct
+
+from polar.config import JudgeSettings
+from polar.errors import PolarError
+from polar.rollout.models import TaskRequest
+from polar.runtimes.base import Runtime
+from polar.store.base import Exchange, Verdict
+
+Ended = Literal["finished", "timeout", "length"]
+
+
+class Outcome(Struct, frozen=True):
+    """How the harness's run ended."""
+
+    ended: Ended  # by itself; by the task's seconds; by its turns or tokens, or the model's context
+    exit_code: int | None  # None where it was killed
+    seconds: float
+    out_of_memory: bool = False
+
+
+class GraderError(PolarError):
+    """The task's own grader can't do its work, whatever the agent did: becomes the reason `grader_failed`."""
+
+
+class Work(Protocol):
+    """What there is to judge."""
+
+    task: TaskRequest
+    session_id: str
+    outcome: Outcome
+    agent: Runtime
+    """The agent's own runtime. Every process in it is dead, and its files can be taken; where the task asked for no
+    fresh runtime, it is running, and `live` is true."""
+
+    live: bool
+    before: Path | None
+    """A copy of the workspace as it was before the agent began; None where it was too large to keep."""
+
+    scratch: Path
+    """An empty folder of this machine, removed afterwards. What is taken from the agent goes here."""
+
+    logs: Path
+    """A folder that is kept with the session: what the grader printed."""
+
+    exchanges: list[Exchange]
+    """Every model call of the session."""
+
+    judges: dict[str, JudgeSettings]
+    """Models that judge, as the operator configured them."""
+
+    answer: str
+    """The last thing that the (main) agent said."""
+
+    async def fresh(self) -> Runtime:
+        """A runtime that no agent has been in, prepared as the agent's was, and then with `eval_prepare`; no network.
+        A new one for each call. Where the task asked for no fresh runtime, the agent's own."""
+        ...
+
+    async def again(self) -> Runtime:
+        """The agent's own files, its whole layer, with every process of its dead: for graders that need more than
+        the workspace."""
+        ...
+
+
+class Evaluator(Protocol):
+    """Made with the task's `config` for it; raises ConfigError where that can't be used, naming the field."""
+
+    wants_fresh: ClassVar[bool]
+    """Whether it calls `fresh`: then one is made ready while the agent still runs."""
+
+    def __init__(self, config: dict[str, Any]) -> None: ...
+
+    async def evaluate(self, work: Work) -> Verdict: ...

@@ -1,0 +1,179 @@
+"""`command`: the task's own command, run over the agent's work in a fresh runtime.
+
+The reward is 1 where it ends with 0, else 0; with `reward_file`, the number in that file as the command left it; with
+`expected_output_json`, whether it printed that outcome for each test named there.
+
+What the agent left at the reward file is removed before the command starts. The file is read from outside, when every
+process inside is dead: nothing that was left running can write it. A time-out and a lack of memory are rewards of 0.
+
+A command that ends with 0 must have written a number. Where it has not, that is the task's mistake, or something that
+the agent's code brought about: it then runs once more without the agent's work, and only if there is no number then,
+either, is there no reward (GraderError). Likewise for a program that can't be found, where no fresh runtime has it.
+
+What this can't keep out: where the command runs the agent's code in a process of its own (imports it, say), that code
+can end the process with 0, print what it likes, and write the reward file. Authors who train with such a task should
+run the agent's code as a process and compare what it printed, from a script that is among `files` and imports nothing
+from the workspace (`python -I`); or use the evaluator `tests`.
+"""
+
+import json
+import math
+import re
+from typing import Any, ClassVar
+
+from msgspec import Struct
+from pydantic import AliasChoices, Field, field_validator, model_validator
+
+from polar.evaluators import carrying, settings
+from polar.evaluators.base import GraderError, Work
+from polar.evaluators.carrying import Carrying, InsidePath, NotTaken
+from polar.runtimes.base import Completed, Runtime, SandboxError
+from polar.store.base import Verdict
+
+_LONGEST_NUMBER = 4096  # bytes
+_NOT_FOUND = 127  # as shells say it
+_KILLED = 128  # and more: the signal's number
+
+
+class CommandConfig(Carrying):
+    command: str | list[str] = Field(
+        validation_alias=AliasChoices("command", "test_command"), description="words, or a line for `sh -c`"
+    )
+    reward_file: InsidePath | None = None
+    expected_output_json: dict[str, str] | None = Field(None, description="PASSED, FAILED, ... by the test's name")
+    timeout_seconds: float = Field(600, gt=0, validation_alias=AliasChoices("timeout_seconds", "timeout"))
+    cwd: str | None = Field(None, description="[default: the workspace]")
+    env: dict[str, str] = Field({}, description="besides the evaluator's")
+
+    @field_validator("command")
+    @classmethod
+    def _something(cls, command: str | list[str]) -> str | list[str]:
+        if not command or not command[0].strip():
+            raise ValueError("it is empty")
+        return command
+
+    @field_validator("expected_output_json", mode="before")
+    @classmethod
+    def _as_text(cls, expected: Any) -> Any:
+        return json.loads(expected) if isinstance(expected, str) else expected
+
+    @model_validator(mode="after")
+    def _one_way(self) -> "CommandConfig":
+        if self.reward_file is not None and self.expected_output_json is not None:
+            raise ValueError("it takes either `reward_file` or `expected_output_json`")
+        return self
+
+
+class _Ran(Struct, frozen=True):
+    completed: Completed
+    reward: float | None  # None where there is no number in the reward file
+
+    @property
+    def is_silent(self) -> bool:
+        return self.completed.exit_code == 0 and self.reward is None
+
+
+class Command:
+    wants_fresh: ClassVar[bool] = True
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        self._config = settings.read(CommandConfig, config)
+
+    async def evaluate(self, work: Work) -> Verdict:
+        try:
+            ran = await self._run(work, await carrying.carry(work, self._config), "evaluator.log")
+        except NotTaken as error:
+            return Verdict(0.0, detail={"why": str(error)})
+        if not work.live:
+            await self._check_itself(work, ran)
+        return self._verdict(ran)
+
+    async def _check_itself(self, work: Work, ran: _Ran) -> None:
+        """Raises GraderError where the command can't do its work, whatever the agent did."""
+        if ran.is_silent:
+            runtime = await work.fresh()
+            await carrying.put_over(work, runtime, self._config)
+            if (await self._run(work, runtime, "evaluator-without-agent.log")).is_silent:
+                raise GraderError("config.command ends with 0 and writes no number into its reward_file.")
+        elif ran.completed.exit_code == _NOT_FOUND and (program := self._program(work)) is not None:
+            found = await (await work.fresh()).run(["sh", "-c", 'command -v -- "$1"', "sh", program])
+            if found.exit_code != 0:
+                raise GraderError(f"config.command: there is no program {program} in the runtime.")
+
+    def _program(self, work: Work) -> str | None:
+        """What the command starts, where no agent can be meant to make it: a name that is looked up, and not in a
+        PATH of the task's."""
+        command = self._config.command
+        first = command.split()[0] if isinstance(command, str) else command[0]
+        looked_up = re.fullmatch(r"[A-Za-z][\w.+-]*", first) is not None
+        return first if looked_up and "PATH" not in work.task.runtime.env | self._env(work) else None
+
+    def _env(self, work: Work) -> dict[str, str]:
+        return (work.task.evaluator.env if work.task.evaluator is not None else {}) | self._config.env
+
+    async def _run(self, work: Work, runtime: Runtime, log: str) -> _Ran:
+        config = self._config
+        if config.reward_file is not None:
+            await carrying.blank(work, runtime, config.reward_file, config)
+        completed = await runtime.run(
+            ["sh", "-c", config.command] if isinstance(config.command, str) else config.command,
+            env=self._env(work),
+            cwd=None if config.cwd is None else carrying.absolute(runtime, config.cwd),
+            timeout=config.timeout_seconds,
+            output=work.logs / log,
+        )
+        if completed.exit_code is None and not completed.timed_out and not completed.out_of_memory:
+            raise SandboxError("The grader's runtime was stopped while its command ran.")
+        if not work.live:
+            await runtime.stop()
+        return _Ran(completed, await self._reward(work, runtime, completed, log))
+
+    async def _reward(self, work: Work, runtime: Runtime, completed: Completed, log: str) -> float | None:
+        config = self._config
+        if config.expected_output_json is not None:
+            printed = outcomes((work.logs / log).read_text(errors="replace"))
+            return float(all(printed.get(name) == outcome for name, outcome in config.expected_output_json.items()))
+        if config.reward_file is None:
+            return float(completed.exit_code == 0)
+        here = work.scratch / f"reward-{runtime.id}"
+        try:
+            await carrying.get(runtime, carrying.absolute(runtime, config.reward_file), here, _LONGEST_NUMBER)
+            return number(here.read_text())
+        except (NotTaken, UnicodeDecodeError, IsADirectoryError):
+            return None
+
+    def _verdict(self, ran: _Ran) -> Verdict:
+        completed = ran.completed
+        detail: dict[str, Any] = {"exit_code": completed.exit_code, "seconds": completed.seconds}
+        if completed.timed_out:
+            return Verdict(0.0, detail=detail | {"why": "The command took too long."})
+        if completed.out_of_memory:
+            return Verdict(0.0, detail=detail | {"why": "The command ran out of memory."})
+        if completed.exit_code is not None and completed.exit_code > _KILLED:
+            # By whom else than by what it ran: a number that it left is not to be trusted.
+            return Verdict(0.0, detail=detail | {"why": "The command was killed."})
+        if ran.reward is None:
+            return Verdict(0.0, detail=detail | {"why": f"There is no number in {self._config.reward_file}."})
+        return Verdict(ran.reward, detail=detail)
+
+
+def number(text: str) -> float | None:
+    """The finite number that a text is; None where it is none."""
+    try:
+        value = float(text)
+    except ValueError:
+        return None
+    return value if math.isfinite(value) else None
+
+
+def outcomes(output: str) -> dict[str, str]:
+    """Lines such as `PASSED test_file.py::Class::test_name - ...`, by the whole name and by `Class.test_name`."""
+    found: dict[str, str] = {}
+    for line in output.splitlines():
+        outcome, _, rest = line.strip().partition(" ")
+        if outcome in ("PASSED", "FAILED", "ERROR", "SKIPPED", "XFAIL", "XPASS"):
+            name = rest.split(" - ")[0].strip()
+            found[name] = outcome
+            if "::" in name:
+                found[".".join(name.split("::")[1:])] = outcome
+    return found

@@ -1,0 +1,38 @@
+"""A task's regular expressions over an agent's text. Such a text can make an innocent pattern search for years, and
+Python can't break a search off: it is done by a process of its own, which has a time limit."""
+
+import asyncio
+import json
+import sys
+
+_SECONDS = 10.0
+_SEARCH = """
+import json, re, sys
+pattern, text = json.load(sys.stdin)
+found = None
+for found in re.finditer(pattern, text):
+    pass
+json.dump(None if found is None else found[1 if found.re.groups else 0] or "", sys.stdout)
+"""
+
+
+class TooSlow(Exception):
+    """The text keeps the pattern busy."""
+
+
+async def last_match(pattern: str, text: str) -> str | None:
+    """The first group of the last match, or all of it where there is no group; None where nothing matches."""
+    pipe = asyncio.subprocess.PIPE
+    process = await asyncio.create_subprocess_exec(sys.executable, "-I", "-S", "-c", _SEARCH, stdin=pipe, stdout=pipe)
+    try:
+        said, _ = await asyncio.wait_for(process.communicate(json.dumps([pattern, text]).encode()), _SECONDS)
+    except TimeoutError as error:
+        raise TooSlow(f"the pattern was not done after {_SECONDS:g} seconds") from error
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+    if process.returncode != 0:
+        raise RuntimeError(f"The search for {pattern!r} ended with {process.returncode}.")
+    found: str | None = json.loads(said)
+    return found

@@ -1,0 +1,319 @@
+"""Runs a project's tests and tells how each ended, in records that carry a secret's mark.
+
+This file is put into the runtime as it is, outside the workspace, and run there: it must work alone, with Python 3.6
+and later. Its job comes through standard input, so that the secret is in no file, argument or environment; the test
+framework is imported before anything of the workspace can be, so that no module there takes its place. A process that
+ends early has not written the last record, and nobody who can only write files can write any.
+
+What runs here is code of the agent's in the same process, so this is a fence, not a wall: it stops replaced results,
+early exits, tests that code of the workspace gives up for them, and the frameworks' own functions exchanged by it; not
+code that searches this process's memory for the secret, or makes its objects equal to everything.
+"""
+
+import builtins
+import functools
+import hashlib
+import hmac
+import importlib
+import json
+import os
+import runpy
+import sys
+import types
+from collections.abc import Callable
+from typing import Any
+
+_NO_PYTEST = 70
+_WATCHED = ("pytest", "_pytest", "pluggy", "unittest")
+
+
+def main() -> int:
+    job = json.loads(sys.stdin.buffer.read().decode())
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    workdir = job["workdir"]
+    asked = [entry for entry in os.environ.pop("POLAR_PYTHONPATH", "").split(os.pathsep) if entry]
+    if asked:
+        os.environ["PYTHONPATH"] = os.pathsep.join(asked)
+    rest = sys.path[1:]
+    sys.path[:] = [entry for entry in asked + rest if not _below(entry, workdir)]
+    if job["framework"] == "pytest" and not _has_pytest():
+        return _NO_PYTEST
+    if job["check"]:
+        return _check(job["framework"])
+    write = _writer(job.pop("secret"), job["results"])
+    if job["framework"] == "pytest":
+        run = _pytest_run(job["args"], workdir, write)
+        first = workdir
+    else:
+        run = _unittest_run(job["args"], workdir, write)
+        first = workdir if job["args"][0] == "-m" else os.path.dirname(os.path.join(workdir, job["args"][0]))
+    sys.path[:] = [first, *asked, *rest]
+    code = run()
+    sys.stdout.flush()
+    write({"finished": code})
+    return code
+
+
+def _below(entry: str, folder: str) -> bool:
+    entry, folder = os.path.realpath(entry), os.path.realpath(folder)
+    return entry == folder or entry.startswith(folder.rstrip("/") + "/")
+
+
+def _is_there(file: str) -> bool:
+    """As a file, or in one that Python imports from."""
+    while file and not os.path.exists(file):
+        file = os.path.dirname(file)
+    return os.path.isfile(file)
+
+
+def _writer(secret: str, results: str) -> "Callable[[dict[str, Any]], None]":
+    """Records are numbered, so that none can be left out or repeated."""
+    file = os.open(results, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+    key = hmac.new(secret.encode(), digestmod=hashlib.sha256)
+    count = 0
+    own, put, dumps = os.getpid(), os.write, json.dumps
+    getpid = os.getpid
+
+    def write(record: "dict[str, Any]") -> None:
+        nonlocal count
+        if getpid() != own:  # a child of a test's
+            return
+        text = dumps(record).encode()
+        mark = key.copy()
+        mark.update(b"%d " % count + text)
+        put(file, mark.hexdigest().encode() + b" " + text + b"\n")
+        count += 1
+
+    return write
+
+
+def _has_pytest() -> bool:
+    try:
+        config = importlib.import_module("_pytest.config")
+        importlib.import_module("pytest")
+    except ImportError as error:
+        sys.stderr.write(f"{error}\n")
+        return False
+    for name in getattr(config, "default_plugins", ()):
+        importlib.import_module("_pytest." + name)
+    return True
+
+
+def _check(framework: str) -> int:
+    """Whether tests can be run at all: this very file holds one."""
+    if framework != "pytest":
+        return 0
+    place = os.path.dirname(os.path.abspath(__file__))
+    return int(sys.modules["pytest"].main(["-p", "no:cacheprovider", "-c", os.devnull, "--rootdir", place, __file__]))
+
+
+def test_nothing() -> None:
+    """For `_check`."""
+
+
+def _pytest_run(args: "list[str]", workdir: str, write: "Callable[[dict[str, Any]], None]") -> "Callable[[], int]":
+    framework = sys.modules["pytest"]
+    framework.hookimpl(tryfirst=True)(_Reporter.pytest_runtest_makereport)
+    reporter = _Reporter(write, _Watch(workdir), (framework.skip.Exception, framework.xfail.Exception))
+    start = framework.main
+    return lambda: int(start(args, plugins=[reporter]))
+
+
+class _Reporter:
+    """A plug-in of pytest's."""
+
+    def __init__(
+        self, write: "Callable[[dict[str, Any]], None]", watch: "_Watch", given_up: "tuple[type, ...]"
+    ) -> None:
+        self._write = write
+        self._watch = watch
+        self._given_up = given_up
+        self._outcomes = {}  # type: dict[str, str]
+        self._ended_by_others = set()  # type: set[str]
+
+    def pytest_runtest_makereport(self, item: Any, call: Any) -> None:
+        """Only looks who says that a test is skipped, or fails as it should; the report is pytest's."""
+        error = call.excinfo
+        if error is not None and isinstance(error.value, self._given_up) and self._watch.is_others(error.value):
+            self._ended_by_others.add(item.nodeid)
+
+    def pytest_runtest_logreport(self, report: Any) -> None:
+        """Each test is reported as it is set up, called and torn down; one that is not set up is not called."""
+        outcome = report.outcome
+        if report.nodeid in self._ended_by_others:
+            outcome = "failed"
+        elif outcome == "skipped" and hasattr(report, "wasxfail"):
+            outcome = "passed"  # it fails as it should
+        elif outcome == "skipped" and report.when != "setup":
+            outcome = "failed"  # by what it called, which may be code of the agent's
+        so_far = "passed" if report.when == "setup" else self._outcomes.get(report.nodeid, "failed")
+        self._outcomes[report.nodeid] = outcome if so_far == "passed" else so_far
+        if report.when == "teardown":
+            changed = self._watch.changed()
+            if changed:
+                self._write({"tampered": changed})
+            self._ended_by_others.discard(report.nodeid)
+            self._write({"names": [report.nodeid], "outcome": self._outcomes.pop(report.nodeid)})
+
+    def pytest_collection_finish(self, session: Any) -> None:
+        self._write({"collected": len(getattr(session, "items", ()))})
+
+    def pytest_collectreport(self, report: Any) -> None:
+        """What skips a whole file says where it stands."""
+        skipped = report.skipped and not self._watch.may_give_up(str(report.longrepr[0]))
+        if report.failed or skipped:
+            self._write({"not_collected": report.nodeid})
+
+
+class _Watch:
+    """Whether the frameworks' functions are still their own. Other plug-ins may exchange some: then the new one's code
+    comes from a file that is not of the workspace. And whether it is a test that gives itself up."""
+
+    def __init__(self, workdir: str) -> None:
+        self._workdir = workdir
+        self._case = importlib.import_module("unittest.case").TestCase
+        self._marks = _marks(self._case)
+        self._seen = []  # type: list[tuple[Any, str, Any, Any]]
+        self._seen += [(builtins, key, value, None) for key, value in vars(builtins).items() if isinstance(value, type)]
+        self._seen.append((self._case, "failureException", self._case.failureException, None))
+        for name, module in list(sys.modules.items()):
+            if name.split(".")[0] in _WATCHED:
+                self._look_at(module)
+                for value in list(vars(module).values()):
+                    if isinstance(value, type) and value.__module__ == name:
+                        self._look_at(value)
+
+    def _look_at(self, holder: Any) -> None:
+        for key, value in list(vars(holder).items()):
+            if isinstance(value, types.FunctionType):
+                self._seen.append((holder, key, value, value.__code__))
+
+    def changed(self) -> "str | None":
+        for holder, key, value, code in self._seen:
+            now = vars(holder).get(key)
+            if (now is not value or getattr(value, "__code__", None) is not code) and not self._from_elsewhere(now):
+                return f"{holder.__name__}.{key}"
+        return ", ".join(sorted(_marks(self._case) - self._marks)) or None
+
+    def is_others(self, error: Any) -> bool:
+        """Whether what ends a test was raised by code of the workspace that is no test."""
+        traced, file = error.__traceback__, ""
+        while traced is not None:
+            frame, traced = traced.tb_frame, traced.tb_next
+            if str(frame.f_globals.get("__name__")).split(".")[0] not in _WATCHED:
+                file = frame.f_code.co_filename
+        return not self.may_give_up(file)
+
+    def may_give_up(self, file: str) -> bool:
+        """A test, what its author put beside it, and code that is not of the workspace."""
+        if not _below(file, self._workdir):
+            return _is_there(file)
+        path = os.path.relpath(os.path.realpath(file), os.path.realpath(self._workdir))
+        folders, name = path.split(os.sep)[:-1], os.path.basename(path)
+        return (
+            "tests" in folders
+            or folders[:1] == ["test"]
+            or name == "conftest.py"
+            or name.startswith("test_")
+            or name.endswith("_test.py")
+        )
+
+    def _from_elsewhere(self, value: Any) -> bool:
+        file = getattr(getattr(value, "__code__", None), "co_filename", "")
+        return _is_there(file) and not _below(file, self._workdir)
+
+
+def _marks(case: type) -> "set[str]":
+    """What unittest, or Python itself, would heed in a test case without being told by its author."""
+    return {key for key in vars(case) if key.startswith("__")}
+
+
+def _unittest_run(args: "list[str]", workdir: str, write: "Callable[[dict[str, Any]], None]") -> "Callable[[], int]":
+    """Any program that runs its tests by unittest, in one process: `-m unittest ...`, or Django's runtests.py."""
+    _watch_unittest(workdir, write)
+
+    def run() -> int:
+        sys.argv[:] = args[1:] if args[0] == "-m" else args
+        try:
+            if args[0] == "-m":
+                runpy.run_module(args[1], run_name="__main__", alter_sys=True)
+            else:
+                runpy.run_path(args[0], run_name="__main__")
+        except SystemExit as end:
+            return int(end.code) if isinstance(end.code, int) else int(bool(end.code))
+        return 0
+
+    return run
+
+
+def _watch_unittest(workdir: str, write: "Callable[[dict[str, Any]], None]") -> None:
+    """Every kind of result calls these methods of their base."""
+    watches = []  # type: list[_Watch]
+    base = importlib.import_module("unittest.result").TestResult
+    importlib.import_module("unittest.main")
+    outcomes = {}  # type: dict[int, str]
+
+    def before(name: str, do: "Callable[..., None]") -> None:
+        original = getattr(base, name)
+
+        @functools.wraps(original)
+        def method(self: Any, test: Any, *rest: Any, **named: Any) -> Any:
+            do(test, *rest)
+            return original(self, test, *rest, **named)
+
+        setattr(base, name, method)
+
+    def start(test: Any) -> None:
+        outcomes[id(test)] = "unknown"
+
+    def stop(test: Any) -> None:
+        changed = watches[0].changed()
+        if changed:
+            write({"tampered": changed})
+        write({"names": _names(test), "outcome": outcomes.pop(id(test), "unknown")})
+
+    def ends(outcome: str) -> "Callable[..., None]":
+        def end(test: Any, *rest: Any) -> None:  # noqa: ARG001  why it failed
+            if outcomes.get(id(test)) in ("unknown", "passed"):
+                outcomes[id(test)] = outcome
+
+        return end
+
+    def skip(test: Any, *rest: Any) -> None:
+        """By its author's mark, or by what is raised as it runs. Before Python 3.11 it is not told by whom: then, too,
+        it may have been code of the agent's."""
+        if id(test) not in outcomes:  # a whole class or module
+            write({"not_collected": str(test)})
+        method = getattr(test, getattr(test, "_testMethodName", ""), None)
+        marked = any(getattr(holder, "__unittest_skip__", False) for holder in (type(test), method))
+        error = sys.exc_info()[1]
+        own = marked or (error is not None and not watches[0].is_others(error))
+        ends("skipped" if own else "failed")(test, *rest)
+
+    def part(test: Any, part: Any, error: Any) -> None:  # noqa: ARG001
+        if error is not None:
+            outcomes[id(test)] = "failed"
+
+    before("startTest", start)
+    before("stopTest", stop)
+    before("addSubTest", part)
+    for name in ("addSuccess", "addExpectedFailure"):
+        before(name, ends("passed"))
+    for name in ("addFailure", "addError", "addUnexpectedSuccess"):
+        before(name, ends("failed"))
+    before("addSkip", skip)
+    watches.append(_Watch(workdir))  # ours are the ones to be there
+
+
+def _names(test: Any) -> "list[str]":
+    """`a.b.Class.test_x`; `test_x (a.b.Class)`, as older Pythons print it; and the first line of what it says of
+    itself, which is all that a verbose run prints of some."""
+    path = test.id()
+    owner, _, method = path.rpartition(".")
+    names = [path, f"{method} ({owner})", str(test)]
+    said = test.shortDescription()
+    return [*names, said] if said else names
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,139 @@
+"""`swebench`: a row of SWE-bench, with the dataset's own field names.
+
+What the agent changed, without tests and what configures them, is the model patch; it is kept with the session. A
+runtime that no agent has been in gets `test_patch` first, which must apply there, and then the model's changes: they
+touch none of the same files, so that nothing can keep them from applying, and an unapplicable `test_patch` is never
+the agent's doing. The session is resolved (reward 1) where every test of FAIL_TO_PASS and PASS_TO_PASS passes.
+
+Tests are run by reporter.py: pytest (the default), or a program like Django's runtests.py, whose tests are found by the
+names that unittest prints ("test_a (module.Class)", or the first line of the docstring).
+"""
+
+import asyncio
+import json
+import tempfile
+from pathlib import Path, PurePosixPath
+from typing import Annotated, Any, ClassVar
+
+from msgspec.structs import replace
+from pydantic import AliasChoices, BeforeValidator, Field
+
+from polar.errors import ConfigError
+from polar.evaluators import patched, protecting, results, runs, settings
+from polar.evaluators.base import GraderError, Work
+from polar.evaluators.carrying import NotTaken
+from polar.evaluators.protecting import Protected, Protecting, Taken
+from polar.evaluators.results import BrokenResults, Run
+from polar.evaluators.runs import Plan, SignedRun
+from polar.patches import MAX_BYTES, patch
+from polar.runtimes.base import Runtime
+from polar.store.base import Verdict
+
+_APPLY_SECONDS = 120.0
+_TAIL = 1000
+_FILES = "{files}"
+
+# A repository of another user's is refused otherwise. `patch` where there is no git.
+_APPLY = (
+    'if command -v git >/dev/null; then git -c safe.directory="*" apply -v --whitespace=nowarn - ; '
+    "else patch --batch --forward --fuzz=5 -p1; fi"
+)
+
+
+def _listed(value: Any) -> Any:
+    """The dataset has lists as JSON in a string."""
+    return json.loads(value) if isinstance(value, str) else value
+
+
+Names = Annotated[list[str], BeforeValidator(_listed)]
+
+
+class SweBenchConfig(Protecting):
+    instance_id: str
+    test_patch: str = Field(min_length=1)
+    fail_to_pass: Names = Field(min_length=1, validation_alias=AliasChoices("FAIL_TO_PASS", "fail_to_pass"))
+    pass_to_pass: Names = Field([], validation_alias=AliasChoices("PASS_TO_PASS", "pass_to_pass"))
+    test_command: str | list[str] = Field("python3 -m pytest {files}", description="{files}: those of test_patch")
+    timeout_seconds: float = Field(1800, gt=0, validation_alias=AliasChoices("timeout_seconds", "timeout"))
+    env: dict[str, str] = Field({}, description="besides the evaluator's")
+
+    # The rest of a row, which says nothing about how it is graded.
+    repo: str | None = None
+    base_commit: str | None = None
+    patch: str | None = None
+    version: str | None = None
+    environment_setup_commit: str | None = None
+    hints_text: str | None = None
+    problem_statement: str | None = None
+    created_at: str | None = None
+    difficulty: str | None = None
+
+
+class SweBench:
+    wants_fresh: ClassVar[bool] = True
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        self._config = settings.read(SweBenchConfig, config)
+        self._touched = patched.paths(self._config.test_patch)
+        if not self._touched:
+            raise ConfigError("config.test_patch: it names no file; it must be in git's format.")
+        self._protected = Protected(self._config, files=sorted(self._touched))
+        self._plan = _with_files(runs.named_plan(self._config.test_command, "test_command"), self._test_files())
+
+    def _test_files(self) -> list[str]:
+        """Those that are there once the patch is applied, and have tests."""
+        support = ("conftest.py", "__init__.py")
+        wanted = [path for path in patched.paths(self._config.test_patch, left=True) if path.endswith(".py")]
+        named = results.files_of([*self._config.fail_to_pass, *self._config.pass_to_pass])
+        return list(dict.fromkeys([path for path in wanted if PurePosixPath(path).name not in support] + named))
+
+    async def evaluate(self, work: Work) -> Verdict:
+        detail: dict[str, Any] = {"instance_id": self._config.instance_id}
+        try:
+            run = await self._run(work, detail)
+        except (NotTaken, BrokenResults) as error:
+            return Verdict(0.0, detail={**detail, "resolved": False, "why": str(error)})
+        wanted = results.judge(run.results, self._config.fail_to_pass)
+        kept = results.judge(run.results, self._config.pass_to_pass)
+        resolved = not wanted.failed and not kept.failed
+        failed = {"FAIL_TO_PASS_failed": wanted.failed, "PASS_TO_PASS_failed": kept.failed}
+        return Verdict(float(resolved), detail={**detail, "resolved": resolved, **failed})
+
+    async def _run(self, work: Work, detail: dict[str, Any]) -> Run:
+        if work.live:
+            raise GraderError("swebench needs a fresh runtime: leave `refresh_runtime` at true.")
+        fresh = await work.fresh()
+        taken = await protecting.take(work, fresh, self._protected, self._config)
+        detail["dropped"] = [change.path for change in taken.dropped]
+        detail["left_out"] = await asyncio.to_thread(_write, taken, work.logs / "model.patch")
+        if not taken.kept:
+            raise NotTaken("The model patch is empty.")
+        log = work.logs / "swebench.log"
+        tests = SignedRun(fresh, self._plan, self._env(work), Path(tempfile.mkdtemp(dir=work.scratch)))
+        await tests.check(log)
+        await self._apply(fresh, log)
+        await protecting.lay(taken, fresh)
+        return await tests.run(log, self._config.timeout_seconds)
+
+    async def _apply(self, fresh: Runtime, log: Path) -> None:
+        text = self._config.test_patch.encode()
+        text += b"" if text.endswith(b"\n") else b"\n"
+        done = await fresh.run(["/bin/sh", "-c", _APPLY], stdin=text, timeout=_APPLY_SECONDS, output=log)
+        if done.exit_code != 0:
+            said = (await asyncio.to_thread(log.read_text, errors="replace"))[-_TAIL:]
+            raise GraderError(f"config.test_patch does not apply, before anything of the agent's is there: {said}")
+
+    def _env(self, work: Work) -> dict[str, str]:
+        return (work.task.evaluator.env if work.task.evaluator is not None else {}) | self._config.env
+
+
+def _with_files(plan: Plan, files: list[str]) -> Plan:
+    args = [word for arg in plan.args for word in (files if arg == _FILES else [arg])]
+    return replace(plan, args=args)
+
+
+def _write(taken: Taken, file: Path) -> list[str]:
+    """Keeps the model patch; what is too large for it, though it is graded."""
+    made = patch(taken.before, taken.after, taken.kept, max_file_bytes=MAX_BYTES)
+    file.write_bytes(made.text)
+    return made.left_out

@@ -1,0 +1,149 @@
+"""`tests`: named tests that must pass, or keep passing, over what the agent changed.
+
+The agent's changes are laid over a runtime that no agent has been in, without those to tests and to what configures
+them (protecting.py); then come the grader's own files. The reward is 1 where every named test passed; a test that
+isn't there has failed. With `partial` it is the share of `must_pass` that passed, times that of `must_keep`. Where
+none is named, all tests that are found must pass.
+
+    results = "pytest"      pytest, or unittest where `command` is such a program, run by reporter.py (default)
+    results = "junit"       `command` is any program, which writes JUnit files to `result_files`
+
+Code of the agent's runs in the process that runs the tests. reporter.py says what that can still do; with "junit",
+whoever can write a file can write results.
+"""
+
+import asyncio
+import tempfile
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+from pydantic import AliasChoices, Field, model_validator
+
+from polar.evaluators import protecting, results, runs, settings
+from polar.evaluators.base import GraderError, Work
+from polar.evaluators.carrying import Carrying, InsidePath, NotTaken, put_over
+from polar.evaluators.protecting import Protected, Protecting
+from polar.evaluators.results import BrokenResults, Run
+from polar.evaluators.runs import SignedRun
+from polar.rollout.models import UploadDir, UploadFile
+from polar.runtimes.base import Runtime, TooLarge
+from polar.store.base import Verdict
+
+_NOT_FOUND = 127  # as shells say it
+_MB = 1 << 20
+
+
+class TestsConfig(Protecting):
+    command: str | list[str] = Field("python3 -m pytest", description="words, or a line as for a shell")
+    results: Literal["pytest", "junit"] = "pytest"
+    result_files: list[InsidePath] = Field([], description="JUnit files that `command` writes: paths or globs")
+    must_pass: list[str] = Field([], validation_alias=AliasChoices("must_pass", "FAIL_TO_PASS"))
+    must_keep: list[str] = Field([], validation_alias=AliasChoices("must_keep", "PASS_TO_PASS"))
+    files: list[UploadFile | UploadDir] = Field([], description="the grader's own, put over the agent's")
+    partial: bool = False
+    timeout_seconds: float = Field(1800, gt=0, validation_alias=AliasChoices("timeout_seconds", "timeout"))
+    env: dict[str, str] = Field({}, description="besides the evaluator's")
+
+    @model_validator(mode="after")
+    def _fits(self) -> "TestsConfig":
+        if (self.results == "junit") != bool(self.result_files):
+            raise ValueError('`result_files` names the files that are read where `results` is "junit", and only then')
+        return self
+
+
+class Tests:
+    wants_fresh: ClassVar[bool] = True
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        self._config = settings.read(TestsConfig, config)
+        self._named = [*self._config.must_pass, *self._config.must_keep]
+        self._plan = None
+        if self._config.results == "pytest":
+            self._plan = runs.named_plan(self._config.command, "command")
+            if self._plan.framework == "pytest" and not self._plan.args:
+                self._plan.args.extend(results.files_of(self._named))
+
+    async def evaluate(self, work: Work) -> Verdict:
+        detail: dict[str, Any] = {}
+        try:
+            run = await self._run(work, detail)
+        except (NotTaken, BrokenResults) as error:
+            return Verdict(0.0, detail={**detail, "why": str(error)})
+        return self._verdict(run, detail)
+
+    async def _run(self, work: Work, detail: dict[str, Any]) -> Run:
+        runtime = await work.fresh()
+        scratch = Path(tempfile.mkdtemp(dir=work.scratch))
+        tests = None if self._plan is None else SignedRun(runtime, self._plan, self._env(work), scratch)
+        log = work.logs / "tests.log"
+        if tests is not None and not work.live:
+            await tests.check(log)
+        await self._lay(work, runtime, detail)
+        await put_over(work, runtime, Carrying(files=self._config.files))
+        if tests is not None:
+            return await tests.run(log, self._config.timeout_seconds, stop=not work.live)
+        return await self._run_command(work, runtime, scratch, log)
+
+    async def _lay(self, work: Work, runtime: Runtime, detail: dict[str, Any]) -> None:
+        config = self._config
+        if work.live:
+            detail["live"] = True
+            if work.before is None:
+                detail["not_put_back"] = "The workspace was too large to keep: protected files are the agent's."
+                return
+        written = Protecting(protected=[*config.protected, *config.result_files], allowed=config.allowed)
+        taken = await protecting.take(work, runtime, Protected(written), config)
+        if stale := await asyncio.to_thread(_found, taken.before, config.result_files):
+            raise GraderError(f"config.result_files: {stale[0].name} is there before any test is run; remove it.")
+        detail["dropped"] = [change.path for change in taken.dropped]
+        if work.live:
+            await protecting.put_back(taken, runtime)
+        else:
+            await protecting.lay(taken, runtime)
+
+    async def _run_command(self, work: Work, runtime: Runtime, scratch: Path, log: Path) -> Run:
+        command = self._config.command
+        argv = ["/bin/sh", "-c", command] if isinstance(command, str) else command
+        done = await runtime.run(argv, env=self._env(work), timeout=self._config.timeout_seconds, output=log)
+        if not work.live:
+            await runtime.stop()
+        runs.check_ended(done)
+        try:
+            await runtime.get(runtime.spec.workdir, scratch / "after", max_bytes=self._config.max_mb * _MB)
+        except (FileNotFoundError, TooLarge) as error:
+            raise BrokenResults(f"The workspace can't be read after the tests: {error}.") from error
+        files = await asyncio.to_thread(_found, scratch / "after", self._config.result_files)
+        if not files:
+            if done.exit_code == _NOT_FOUND and not await self._is_there(work, argv, log):
+                raise GraderError(f"config.command: a program is not in the runtime: {argv[-1][:200]}")
+            raise BrokenResults(f"The tests wrote no results: {argv[-1][:200]} ended with {done.exit_code}.")
+        return Run([result for file in files for result in results.junit(file.read_bytes()).results])
+
+    async def _is_there(self, work: Work, argv: list[str], log: Path) -> bool:
+        """Whether a command that could not be found is found where no agent has been."""
+        if work.live:
+            return True
+        done = await (await work.fresh()).run(
+            argv, env=self._env(work), timeout=self._config.timeout_seconds, output=log.with_suffix(".again.log")
+        )
+        return done.exit_code != _NOT_FOUND
+
+    def _env(self, work: Work) -> dict[str, str]:
+        return (work.task.evaluator.env if work.task.evaluator is not None else {}) | self._config.env
+
+    def _verdict(self, run: Run, detail: dict[str, Any]) -> Verdict:
+        if not self._named:
+            share = run.share
+            detail["failed"] = sorted(result.names[0] for result in run.results if result.outcome == "failed")
+        else:
+            wanted = results.judge(run.results, self._config.must_pass)
+            kept = results.judge(run.results, self._config.must_keep)
+            share = wanted.share * kept.share
+            detail |= {"must_pass_failed": wanted.failed, "must_keep_failed": kept.failed}
+        return Verdict(share if self._config.partial else float(share == 1.0), detail=detail)
+
+
+def _found(top: Path, globs: list[str]) -> list[Path]:
+    """Plain files; links lead nowhere."""
+    found = {file for glob in globs for file in top.glob(glob.lstrip("/"))}
+    return sorted(file for file in found if file.is_file() and not file.is_symlink())

@@ -1,0 +1,123 @@
+"""`weighted`: the mean of other evaluators' rewards, by weight. Each has a fresh runtime of its own.
+
+A part that has no reward leaves the whole without one, for that part's reason. A `required` part that earns 0 makes it
+all 0. Rewards of single turns are added up with the same weights.
+"""
+
+import math
+from typing import Any
+
+from msgspec import Struct
+from pydantic import Field
+
+from polar.errors import ConfigError
+from polar.evaluators import load_evaluator, settings
+from polar.evaluators.base import Evaluator, GraderError, Work
+from polar.rollout.models import EvaluatorRequest, Model
+from polar.runtimes.base import Runtime
+from polar.store.base import Verdict
+
+
+class PartConfig(Model):
+    strategy: str
+    config: dict[str, Any] = Field({}, description="of that evaluator")
+    weight: float = Field(1.0, gt=0, allow_inf_nan=False)
+    name: str | None = Field(None, description="[default: the strategy]")
+    required: bool = False
+
+
+class WeightedConfig(Model):
+    parts: list[PartConfig] = Field(min_length=1)
+
+
+class _Part(Struct, frozen=True):
+    name: str
+    folder: str
+    evaluator: Evaluator
+    weight: float  # of all: they add up to 1
+    required: bool
+
+
+class Weighted:
+    wants_fresh: bool
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        parts = settings.read(WeightedConfig, config).parts
+        total = sum(part.weight for part in parts)
+        self._parts: list[_Part] = []
+        for number, part in enumerate(parts):
+            name = _unused(part.name or part.strategy, [other.name for other in self._parts])
+            request = EvaluatorRequest(strategy=part.strategy, config=part.config)
+            try:
+                evaluator = load_evaluator(request)
+            except ConfigError as error:
+                raise ConfigError(f"config.parts.{number}: {error}") from error
+            self._parts.append(_Part(name, f"part-{number}", evaluator, part.weight / total, part.required))
+        self.wants_fresh = any(part.evaluator.wants_fresh for part in self._parts)
+
+    async def evaluate(self, work: Work) -> Verdict:
+        verdicts = [(part, await _evaluated(part, work)) for part in self._parts]
+        detail = {part.name: _told(verdict) for part, verdict in verdicts}
+        for part, verdict in verdicts:
+            if verdict.reward is None:
+                return Verdict(reason=f"{part.name}: {verdict.reason}", detail=detail)
+        reward, turns = 0.0, dict[str, float]()
+        for part, verdict in verdicts:
+            reward += part.weight * (verdict.reward or 0.0)
+            for exchange, earned in verdict.turn_rewards.items():
+                turns[exchange] = turns.get(exchange, 0.0) + part.weight * earned
+        if any(part.required and verdict.reward == 0 for part, verdict in verdicts):
+            reward = 0.0
+        return Verdict(reward, turn_rewards=turns, detail=detail)
+
+
+async def _evaluated(part: _Part, work: Work) -> Verdict:
+    own = _PartOfWork(work, part.folder)
+    try:
+        verdict = await part.evaluator.evaluate(own)
+    except GraderError as error:
+        raise GraderError(f"{part.name}: {error}") from error
+    if verdict.reward is None and verdict.reason is None:
+        raise GraderError(f"{part.name}: it gave neither a reward nor a reason.")
+    if verdict.reward is not None and not math.isfinite(verdict.reward):
+        raise GraderError(f"{part.name}: its reward is {verdict.reward}.")
+    return verdict
+
+
+class _PartOfWork:
+    """The same work, with folders that no other part uses."""
+
+    def __init__(self, work: Work, folder: str) -> None:
+        self.task = work.task
+        self.session_id = work.session_id
+        self.outcome = work.outcome
+        self.agent = work.agent
+        self.live = work.live
+        self.before = work.before
+        self.exchanges = work.exchanges
+        self.judges = work.judges
+        self.answer = work.answer
+        self.scratch = work.scratch / folder
+        self.logs = work.logs / folder
+        self._work = work
+        self.scratch.mkdir(exist_ok=True)
+        self.logs.mkdir(exist_ok=True)
+
+    async def fresh(self) -> Runtime:
+        return await self._work.fresh()
+
+    async def again(self) -> Runtime:
+        return await self._work.again()
+
+
+def _unused(name: str, used: list[str]) -> str:
+    number, unused = 1, name
+    while unused in used:
+        number += 1
+        unused = f"{name} {number}"
+    return unused
+
+
+def _told(verdict: Verdict) -> dict[str, Any]:
+    earned = {"reward": verdict.reward} if verdict.reward is not None else {"reason": verdict.reason}
+    return earned | verdict.detail

@@ -1,0 +1,92 @@
+"""What a session has used of what it may: turns, sampled tokens, seconds.
+
+Its clock counts what the harness and the engine do for it. It stands still while a call can't get on through no fault
+of the session's: it waits while generation is paused, or for the engine to begin, or is frozen in the middle.
+"""
+
+import asyncio
+import time
+from collections.abc import Hashable
+from typing import Literal
+
+from polar.errors import ApiError
+
+Limit = Literal["timeout", "length"]
+_SHORTEST = 0.02  # seconds between two looks at a clock that may stand still
+
+
+class Clock:
+    """Runs from `start` on, but not while anybody holds it."""
+
+    def __init__(self) -> None:
+        self._counted = 0.0
+        self._since: float | None = None  # when it last began to run
+        self._started = False
+        self._holding: set[Hashable] = set()
+
+    def start(self) -> None:
+        self._started = True
+        self._run()
+
+    def elapsed(self) -> float:
+        running = 0.0 if self._since is None else time.monotonic() - self._since
+        return self._counted + running
+
+    def hold(self, who: Hashable) -> None:
+        self._holding.add(who)
+        if self._since is not None:
+            self._counted += time.monotonic() - self._since
+            self._since = None
+
+    def release(self, who: Hashable) -> None:
+        self._holding.discard(who)
+        self._run()
+
+    def _run(self) -> None:
+        if self._started and not self._holding and self._since is None:
+            self._since = time.monotonic()
+
+
+class Meter:
+    def __init__(self, *, turns: int | None = None, tokens: int | None = None) -> None:
+        self.clock = Clock()
+        self.turns = 0
+        self.tokens = 0
+        self.context_full = False  # the last call did not fit the model's context
+        self.platform_error: str | None = None  # why the last call failed, where neither harness nor model are to blame
+        self._most_turns = turns
+        self._most_tokens = tokens
+        self._over = asyncio.Event()
+
+    def begin(self, wanted: int | None) -> int | None:
+        """A call begins: the most tokens it may sample, given what it asked for. Raises ApiError where the session has
+        no turn or no token left."""
+        if self._most_turns is not None and self.turns >= self._most_turns:
+            self._over.set()
+            raise ApiError("rate_limit", f"The session has used up its {self._most_turns} turns.")
+        left = None if self._most_tokens is None else self._most_tokens - self.tokens
+        if left is not None and left <= 0:
+            self._over.set()
+            raise ApiError("rate_limit", f"The session has used up its {self._most_tokens} tokens.")
+        self.turns += 1
+        return wanted if left is None else left if wanted is None else min(wanted, left)
+
+    def ended(self, tokens: int, error: ApiError | None) -> None:
+        """`error` is what went wrong, where the harness did not just go away."""
+        self.tokens += tokens
+        if self._most_tokens is not None and self.tokens >= self._most_tokens:
+            self._over.set()
+        self.context_full = error is not None and error.kind == "context_length"
+        broken = error is not None and error.kind in ("engine", "overloaded", "timeout", "internal")
+        self.platform_error = str(error) if broken else None
+
+    async def used_up(self, seconds: float) -> Limit:
+        """Until the session has used up its turns or tokens, or so many seconds."""
+        while (left := seconds - self.clock.elapsed()) > 0:
+            try:
+                async with asyncio.timeout(max(left, _SHORTEST)):
+                    await self._over.wait()
+                return "length"
+            except TimeoutError:
+                continue  # unless the clock stood still meanwhile, this was it
+        return "timeout"

@@ -1,0 +1,129 @@
+"""Where harnesses are installed, so that any runtime can be given one: a folder that needs nothing of its image.
+
+    CACHE/NAME/VERSION/bin/EXECUTABLE    runs the harness with the interpreter that lies beside it
+    CACHE/NAME/VERSION/files.json        every file and its size
+    CACHE/NAME/VERSION/installed.json    written last: a folder without it is no installation
+    CACHE/NAME/.building-*               one that is being made, or was when its maker was killed
+    CACHE/.node/VERSION/                 the Node that they share, by hard links
+    CACHE/.patchelf/VERSION/             a tool for installing
+    CACHE/.locks/NAME                    held while NAME is installed or removed
+
+An installation can be moved, copied, and mounted read-only anywhere.
+"""
+
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+import msgspec
+from msgspec import Struct
+
+from polar.harnesses.base import Harness
+from polar.runtimes.base import Mount
+
+INSIDE = "/opt/polar/harnesses"  # in every runtime
+MARKER = "installed.json"
+FILES = "files.json"
+_VERSION = re.compile(r"[0-9A-Za-z][0-9A-Za-z.+_-]*")
+
+
+class Installed(Struct, frozen=True):
+    name: str
+    version: str
+    folder: Path
+    executable: str
+    bytes: int
+
+    def mount(self) -> Mount:
+        return Mount(self.folder, f"{INSIDE}/{self.name}")
+
+    def program(self) -> str:
+        """The executable's path inside, once it is mounted."""
+        return f"{INSIDE}/{self.name}/bin/{self.executable}"
+
+
+class Marker(Struct, frozen=True):
+    """What `installed.json` says."""
+
+    name: str
+    version: str
+    package: str
+    executable: str
+    bytes: int
+
+
+def cache_folder(settings_value: str | None, environment: Mapping[str, str] = os.environ) -> Path:
+    """The folder of `[node] harness_cache`, or the user's own."""
+    if settings_value is not None:
+        return Path(settings_value).expanduser().resolve()
+    base = environment.get("XDG_CACHE_HOME", "")
+    home = Path(base) if os.path.isabs(base) else Path("~/.cache").expanduser()
+    return (home / "polar" / "harnesses").resolve()
+
+
+def find(cache: Path, harness: Harness, version: str | None = None) -> Installed | None:
+    """An installed harness. Without a version: the one that the preset is made for, else the newest that is there.
+    None where there is none, and where what is there is no whole installation."""
+    if harness.package is None:
+        return None
+    if version is not None:
+        return read(cache / harness.name / version) if is_version(version) else None
+    return read(cache / harness.name / harness.package.version) or next(iter(installed(cache, harness.name)), None)
+
+
+def installed(cache: Path, name: str) -> list[Installed]:
+    """Every version of a harness that is there, the newest first."""
+    folders = cache.glob(f"{name}/[!.]*")
+    return sorted(filter(None, map(read, folders)), key=lambda one: _order(one.version), reverse=True)
+
+
+def read(folder: Path) -> Installed | None:
+    """What is installed in a folder, if anything is."""
+    try:
+        marker = msgspec.json.decode((folder / MARKER).read_bytes(), type=Marker)
+    except (OSError, msgspec.DecodeError):
+        return None
+    if marker.version != folder.name or not os.access(folder / "bin" / marker.executable, os.X_OK):
+        return None
+    return Installed(marker.name, marker.version, folder.absolute(), marker.executable, marker.bytes)
+
+
+def damage(found: Installed) -> str | None:
+    """What is wrong with an installation, after a look at each of its files; None where all is well. Files that were
+    added since are not looked at: a harness that isn't mounted read-only may keep some there."""
+    try:
+        files = msgspec.json.decode((found.folder / FILES).read_bytes(), type=dict[str, int])
+    except (OSError, msgspec.DecodeError) as error:
+        return f"{FILES} can't be read: {error}"
+    for path, size in files.items():
+        try:
+            there = os.lstat(found.folder / path).st_size
+        except OSError:
+            return f"{path} is missing"
+        if there != size:
+            return f"{path} has {there} bytes, not {size}"
+    return None
+
+
+def seal(folder: Path, marker: Marker) -> None:
+    """Notes what is in a folder, and then that it is an installation. `marker.bytes` is filled in."""
+    paths = (os.path.join(above, name) for above, _, names in os.walk(folder) for name in names)
+    found = {os.path.relpath(path, folder): os.lstat(path) for path in paths}
+    (folder / FILES).write_bytes(msgspec.json.encode({path: stat.st_size for path, stat in found.items()}))
+    by_inode = {stat.st_ino: stat.st_size for stat in found.values()}  # some files have several names
+    whole = msgspec.structs.replace(marker, bytes=sum(by_inode.values()))
+    (folder / MARKER).write_bytes(msgspec.json.format(msgspec.json.encode(whole)) + b"\n")
+
+
+def is_version(text: str) -> bool:
+    """Whether it can be one, and the name of a folder."""
+    return _VERSION.fullmatch(text) is not None
+
+
+def _order(version: str) -> tuple[list[int], bool, str]:
+    """Versions in their order; 2.0.0-rc.1 comes before 2.0.0."""
+    release = re.match(r"[0-9.]*", version)
+    assert release is not None
+    rest = version[release.end() :]
+    return [int(number) for number in release[0].split(".") if number], not rest, rest

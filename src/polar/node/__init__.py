@@ -1,0 +1,1 @@
+"""A node: tasks go in, and their sessions run in sandboxes, stage by stage."""

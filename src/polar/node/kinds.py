@@ -1,0 +1,53 @@
+"""The kinds of runtimes that there are on this node."""
+
+import asyncio
+import logging
+from pathlib import Path
+
+from polar.errors import ConfigError
+from polar.plugins import load, names
+from polar.runtimes.base import Kind, SandboxError
+
+log = logging.getLogger(__name__)
+
+
+class Kinds:
+    def __init__(self, state: Path, gateway_url: str, allowed: list[str]) -> None:
+        self._state = state
+        self._gateway_url = gateway_url
+        self._allowed = allowed or list(names("runtimes"))
+        self._kinds: dict[str, Kind] = {}
+        self._unavailable: dict[str, str | None] = {}
+        self._asking = asyncio.Lock()
+
+    async def get(self, backend: str) -> Kind:
+        """Raises ConfigError where this node has none of that kind, with what to do."""
+        kind = self._kind(backend)
+        async with self._asking:
+            if self._unavailable.get(backend, "not asked yet") is not None:  # it may have been started since
+                self._unavailable[backend] = await kind.unavailable()
+        if (why := self._unavailable[backend]) is not None:
+            raise ConfigError(f"No runtime of kind {backend} can be made here. {why}")
+        return kind
+
+    def _kind(self, backend: str) -> Kind:
+        if backend not in self._kinds:
+            made = load("runtimes", backend)
+            if backend not in self._allowed:
+                raise ConfigError(f"[node] runtimes does not allow {backend} here: it has {', '.join(self._allowed)}.")
+            self._kinds[backend] = made(self._state, self._gateway_url)
+        return self._kinds[backend]
+
+    async def sweep(self) -> list[str]:
+        """Removes what a node that is no more left behind; the ids of its runtimes."""
+        swept = []
+        for backend in self._allowed:
+            try:
+                swept += await (await self.get(backend)).sweep()
+            except (ConfigError, SandboxError) as error:
+                log.info("Nothing was swept of %s: %s", backend, error)
+        return swept
+
+    async def close(self) -> None:
+        for kind in self._kinds.values():
+            await kind.close()

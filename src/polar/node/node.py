@@ -1,0 +1,198 @@
+"""A gateway node: takes tasks, and runs their sessions through the stages.
+
+    plan(task) -> submit(plan, sample) -> Running -> Finished
+
+Sessions are independent of each other; each is one task of the event loop (session.py) that waits for its turn in each
+stage. What a node holds on the machine is found again by the next one on the same data folder (`sweep`), should this
+one die: sandboxes by their kinds, sessions that were running by the folders that they kept here.
+"""
+
+import asyncio
+import logging
+import time
+from pathlib import Path
+from types import TracebackType
+
+from msgspec import Struct
+
+from polar.config import Prewarm, Settings
+from polar.engines.pool import Pool
+from polar.errors import ConfigError
+from polar.gateway.sessions import Sessions
+from polar.harnesses import load_harness
+from polar.harnesses.cache import cache_folder, find
+from polar.node.before import Before
+from polar.node.kinds import Kinds
+from polar.node.plan import Plan, plan
+from polar.node.session import Finished, Life, Place
+from polar.node.stages import Stage, StageName
+from polar.node.warm import Recipe, Warm
+from polar.rollout.models import TaskRequest
+from polar.runtimes.base import Mount, Spec
+from polar.runtimes.state import State
+from polar.store.base import Store, Verdict
+
+log = logging.getLogger(__name__)
+
+_AHEAD = 2  # sessions that wait, for each that can be in INIT
+
+
+class Running:
+    """A session that was taken in."""
+
+    def __init__(self, life: Life, finished: "asyncio.Task[Finished]") -> None:
+        self._life = life
+        self.session_id = life.session_id
+        self.plan = life.plan
+        self.finished = finished
+
+    @property
+    def stage(self) -> StageName | None:
+        return self._life.stage
+
+    @property
+    def tokens(self) -> int:
+        return self._life.meter.tokens
+
+    def cancel(self) -> bool:
+        """Ends it, in whatever stage it is: it gets the reason `cancelled`, and is torn down. False where that was
+        said before, or it is at its end."""
+        return self._life.cancel(self.finished)
+
+
+class Load(Struct):
+    """What goes on at a node."""
+
+    waiting: int  # for their first stage
+    init: int
+    ready: int
+    run: int
+    postrun: int  # with those that wait for it, and those that are being torn down
+    calls: int  # at the engines
+    held: int  # calls that wait for generation to go on
+    paused: bool
+    tokens: int  # sampled so far, of all sessions
+
+
+class Node:
+    """Use as an async context manager, inside that of the gateway whose parts it is given."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        data: Path,
+        *,
+        store: Store,
+        sessions: Sessions,
+        pool: Pool,
+        gateway_url: str,
+        kinds: Kinds | None = None,
+    ) -> None:
+        """`kinds` of runtimes in place of those that are installed."""
+        node = settings.node
+        self._settings = settings
+        self._store = store
+        self._sessions = sessions
+        self._pool = pool
+        self._state = State(data / "node")
+        self._kinds = kinds or Kinds(data / "runtimes", gateway_url, node.runtimes)
+        self._place = Place(
+            settings=settings,
+            data=data.absolute(),
+            node_id=self._state.folder.name,
+            store=store,
+            sessions=sessions,
+            warm=Warm(self._kinds, launching=node.init_workers, most=node.postrun_workers),
+            before=Before(self._state.folder / "before"),
+            init=Stage("init", node.init_workers),
+            ready=Stage("ready", node.ready_buffer),
+            run=Stage("run", node.run_workers),
+            postrun=Stage("postrun", node.postrun_workers),
+        )
+        self._running: dict[str, Running] = {}
+        self._tokens = 0  # of sessions that have ended
+
+    async def __aenter__(self) -> "Node":
+        await self.sweep()
+        for wanted in self._settings.node.prewarm:
+            self._place.warm.keep(self._recipe(wanted), wanted.count)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def sweep(self) -> list[str]:
+        """Tidies up after nodes that are no more; the sessions that were running there."""
+        await self._kinds.sweep()
+        lost = []
+        for left in self._state.left():
+            for folder in left.runtimes:
+                lost.append(folder.name)
+                verdict = Verdict(reason="node_lost")
+                await self._store.end_session(folder.name, ended_at=time.time(), verdict=verdict)
+            await asyncio.to_thread(left.remove)
+        if lost:
+            log.warning("%d sessions of a node that is no more are ended without a reward (node_lost).", len(lost))
+        return lost
+
+    async def plan(self, task: TaskRequest) -> Plan:
+        """Raises ConfigError where the task can't be run here, with what to do."""
+        try:
+            planned = plan(task, self._settings.node)
+            await self._kinds.get(planned.recipe.backend)
+        except ConfigError as error:
+            raise ConfigError(f"Task {task.task_id}: {error}") from error
+        return planned
+
+    async def room(self) -> None:
+        """Until it makes sense to submit another session: not many wait for their first stage, and graders keep up,
+        so that no heap of finished ones waits for them."""
+        place = self._place
+        await place.postrun.queue_shorter_than(place.run.size + 1)
+        await place.init.queue_shorter_than(_AHEAD * place.init.size)
+
+    async def submit(self, plan: Plan, sample: int = 0) -> Running:
+        """Takes a session in. It is in the store on return, and waits for its first stage."""
+        life = await Life.begin(plan, sample, self._place, self._state.runtime)
+        running = Running(life, asyncio.get_running_loop().create_task(life.live()))
+        self._running[life.session_id] = running
+        running.finished.add_done_callback(lambda _: self._ended(life))
+        return running
+
+    def _ended(self, life: Life) -> None:
+        self._tokens += life.meter.tokens
+        del self._running[life.session_id]
+
+    def load(self) -> Load:
+        stages = [running.stage for running in self._running.values()]
+        return Load(
+            waiting=stages.count(None),
+            init=stages.count("init"),
+            ready=stages.count("ready"),
+            run=stages.count("run"),
+            postrun=stages.count("postrun"),
+            calls=sum(len(replica.running) for replica in self._pool.replicas),
+            held=self._pool.gate.held,
+            paused=self._pool.gate.paused,
+            tokens=self._tokens + sum(running.tokens for running in self._running.values()),
+        )
+
+    async def close(self) -> None:
+        """Cancels what runs, and leaves nothing behind."""
+        running = list(self._running.values())
+        for one in running:
+            one.cancel()
+        if running:
+            await asyncio.wait([one.finished for one in running])
+        await self._place.warm.close()
+        await self._kinds.close()
+        await asyncio.to_thread(self._state.close)
+
+    def _recipe(self, wanted: Prewarm) -> Recipe:
+        mounts: tuple[Mount, ...] = ()
+        if wanted.harness is not None:
+            installed = find(cache_folder(self._settings.node.harness_cache), load_harness(wanted.harness), None)
+            mounts = () if installed is None else (installed.mount(),)
+        return Recipe(wanted.backend, Spec(image=wanted.image, workdir=wanted.workdir, mounts=mounts))

@@ -1,0 +1,85 @@
+"""A task that can be run here: what its names stand for is found before the first of its sessions begins."""
+
+from typing import Any
+
+from msgspec import Struct
+
+from polar.config import NodeSettings
+from polar.errors import ConfigError
+from polar.evaluators import load_evaluator
+from polar.evaluators.base import Evaluator
+from polar.harnesses import load_harness
+from polar.harnesses.base import Harness
+from polar.harnesses.cache import Installed, cache_folder, find
+from polar.node.warm import Recipe
+from polar.plugins import load
+from polar.rollout.models import RuntimeRequest, TaskRequest
+from polar.runtimes.base import Limits, Mount, Network, Spec
+
+
+class Plan(Struct):
+    task: TaskRequest
+    harness: Harness
+    installed: Installed | None  # None: what the runtime has itself
+    settings: dict[str, Any]  # the harness's
+    model: str
+    evaluator: Evaluator | None
+    recipe: Recipe  # of the agent's runtime
+    grading: Recipe  # of the evaluator's
+
+    @property
+    def wants_fresh(self) -> bool:
+        request = self.task.evaluator
+        return (
+            self.evaluator is not None
+            and self.evaluator.wants_fresh
+            and request is not None
+            and (request.refresh_runtime)
+        )
+
+
+def plan(task: TaskRequest, settings: NodeSettings) -> Plan:
+    """Raises ConfigError, which says what of the task can't be."""
+    agent, runtime = task.agent, task.runtime
+    if runtime.gpus:
+        raise ConfigError("runtime.gpus: runtimes have no GPUs here.")
+    harness = load_harness(agent.preset)
+    if agent.mcp_servers and not harness.takes_mcp:
+        raise ConfigError(f"agent.mcp_servers: {harness.name} takes none.")
+    if agent.skills_path is not None and harness.skills is None:
+        raise ConfigError(f"agent.skills_path: {harness.name} has no skills.")
+    installed = find(cache_folder(settings.harness_cache), harness, agent.version)
+    if installed is None and agent.version is not None:
+        raise ConfigError(f"{agent.harness} is not installed: run `polar harness install {agent.harness}`.")
+    shell = agent.custom_shell
+    options = agent.settings | ({} if shell is None else {"command": shell.command})
+    harness.command(task.instruction, options)  # says what is wrong with the settings
+    load("builders", task.builder.strategy)
+    mounts = () if installed is None else (installed.mount(),)
+    grades_online: Network = "internet" if runtime.reaches == "internet" else "none"
+    return Plan(
+        task=task,
+        harness=harness,
+        installed=installed,
+        settings=options,
+        model=agent.model_name or harness.default_model,
+        evaluator=None if task.evaluator is None else load_evaluator(task.evaluator),
+        recipe=Recipe(runtime.backend, _spec(runtime, runtime.reaches, mounts), tuple(runtime.prepare)),
+        grading=Recipe(
+            runtime.backend,
+            _spec(runtime, grades_online, ()),
+            (*runtime.prepare, *runtime.eval_prepare),
+        ),
+    )
+
+
+def _spec(runtime: RuntimeRequest, network: Network, mounts: tuple[Mount, ...]) -> Spec:
+    limits = Limits(runtime.cpus, runtime.memory_mb, runtime.processes, runtime.disk_mb)
+    return Spec(
+        image=runtime.image,
+        workdir=runtime.workdir,
+        env=runtime.env,
+        limits=limits,
+        network=network,
+        mounts=mounts,
+    )

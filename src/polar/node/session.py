@@ -1,0 +1,437 @@
+"""One session, from its runtime to its verdict.
+
+    INIT      a runtime is taken or made, and the harness's files are put into it
+    READY     it waits, warm, for a run slot
+    RUN       the harness runs, until it ends or has used up what it may
+    POSTRUN   every process of it dies; what it left is taken, evaluated, and told
+
+Whatever happens, there is a verdict in the end, and nothing of the session's is left on the machine. A failure of the
+platform is a reason; what the agent brings about is graded.
+"""
+
+import asyncio
+import contextlib
+import logging
+import math
+import posixpath
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from msgspec import Struct
+
+from polar.changes import changes
+from polar.config import Settings
+from polar.errors import PolarError, StoreError
+from polar.evaluators.base import GraderError, Outcome
+from polar.gateway.meter import Meter
+from polar.gateway.sessions import Sessions
+from polar.harnesses import environment
+from polar.harnesses.base import Wanted
+from polar.node.before import MOST, Before
+from polar.node.folder import Folder
+from polar.node.plan import Plan
+from polar.node.stages import Stage, StageName, Timing
+from polar.node.warm import Warm
+from polar.node.work import Graded
+from polar.patches import patch
+from polar.runtimes.base import Completed, Runtime, SandboxError, Spoiled, TooLarge
+from polar.runtimes.preparing import PrepareError
+from polar.store.base import Exchange, Session, Store, Verdict
+
+log = logging.getLogger(__name__)
+
+_LOGS = 32 << 20  # bytes of each thing that a harness wrote of its own run
+_NOT_THERE = 127
+_TOLD = 2000  # characters of an error that are kept
+
+
+class HarnessError(PolarError):
+    """The harness could not even begin: no model call was made."""
+
+
+class EngineFailed(PolarError):
+    """The harness ended on a call that the engine, or we, could not answer."""
+
+
+class Place(Struct, frozen=True):
+    """What all sessions of a node share."""
+
+    settings: Settings
+    data: Path
+    node_id: str
+    store: Store
+    sessions: Sessions
+    warm: Warm
+    before: Before
+    init: Stage
+    ready: Stage
+    run: Stage
+    postrun: Stage
+
+
+class Finished(Struct):
+    """What became of a session."""
+
+    session_id: str
+    task_id: str
+    sample: int
+    verdict: Verdict
+    seconds: dict[str, float]  # in each stage, and waiting for it
+    folder: Path
+    outcome: Outcome | None = None  # None where the harness never ran
+    turns: int = 0
+    tokens: int = 0  # sampled
+    error: str | None = None  # what went wrong, in words, where the verdict is a reason
+
+
+_REASONS: tuple[tuple[type[BaseException], str], ...] = (
+    (PrepareError, "prepare_failed"),
+    (HarnessError, "harness_failed"),
+    (EngineFailed, "engine_failed"),
+    (GraderError, "grader_failed"),
+    (SandboxError, "sandbox_failed"),
+    (StoreError, "store_failed"),
+)
+
+
+class Life:
+    def __init__(self, plan: Plan, sample: int, place: Place, session: Session, key: str, scratch: Path) -> None:
+        self.plan = plan
+        self.sample = sample
+        self.session_id = session.session_id
+        self.stage: StageName | None = None  # None while it waits for the first
+        self._begun = False
+        self._may_cancel = True
+        self._place = place
+        self._session = session
+        self._key = key
+        self._scratch = scratch
+        self._folder = Folder(place.data, session.session_id)
+        self._timing = Timing()
+        self._runtime: Runtime | None = None
+        self._work: Graded | None = None
+        self._before: Path | None = None
+        self._has_before = False
+        self._expected = False  # of the warm ones, a runtime for our grader
+        self._outcome: Outcome | None = None
+        self.meter: Meter
+
+    @classmethod
+    async def begin(cls, plan: Plan, sample: int, place: Place, scratch: Callable[[str], Path]) -> "Life":
+        """The session is in the store from here on."""
+        task = plan.task
+        meter = Meter(turns=task.budget.turns, tokens=task.budget.tokens)
+        metadata = {
+            **task.metadata,
+            "task_id": task.task_id,
+            "sample": sample,
+            "harness": plan.harness.name,
+            "model": plan.model,
+            "node_id": place.node_id,
+        }
+        session, key = await place.sessions.create(metadata, task.run, meter=meter, sampling=task.sampling)
+        life = cls(plan, sample, place, session, key, scratch(session.session_id))
+        life.meter = meter
+        return life
+
+    async def live(self) -> Finished:
+        """Never raises: what goes wrong is in the verdict. A cancellation counts until the verdict is being told."""
+        error: str | None = None
+        self._begun = True
+        try:
+            if not self._may_cancel:
+                raise asyncio.CancelledError
+            self._folder.make()
+            verdict = await self._through_the_stages()
+        except asyncio.CancelledError:
+            verdict = Verdict(reason="cancelled")
+        except PolarError as failure:
+            reason = next((reason for kind, reason in _REASONS if isinstance(failure, kind)), "node_failed")
+            error = _printable(str(failure)[:_TOLD])
+            verdict = Verdict(reason=reason)
+        except Exception as failure:
+            log.exception("session %s failed", self.session_id)
+            error = _printable(f"{type(failure).__name__}: {failure}"[:_TOLD])
+            verdict = Verdict(reason="node_failed")
+        self._may_cancel = False
+        await self._tear_down()
+        finished = Finished(
+            self.session_id,
+            self.plan.task.task_id,
+            self.sample,
+            verdict,
+            self._timing.seconds,
+            self._folder.path,
+            self._outcome,
+            self.meter.turns,
+            self.meter.tokens,
+            error,
+        )
+        return await self._told(finished)
+
+    def cancel(self, task: "asyncio.Task[Finished]") -> bool:
+        if not self._may_cancel:
+            return False
+        self._may_cancel = False
+        if self._begun:
+            task.cancel()  # one that has not begun finds out by itself; cancelled before, it would never end
+        return True
+
+    async def _through_the_stages(self) -> Verdict:
+        place, timing, priority = self._place, self._timing, self.plan.task.dispatch_priority
+        async with place.init.place(priority):
+            timing.ended("queued")
+            self.stage = "init"
+            await self._init()
+            timing.ended("init")
+            await place.ready.enter(priority)
+        try:
+            self.stage = "ready"
+            await place.run.enter(priority)
+        finally:
+            place.ready.leave()
+            timing.ended("ready")
+        try:
+            self.stage = "run"
+            outcome = await self._run()
+        finally:
+            place.run.leave()
+            timing.ended("run")
+        self.stage = "postrun"  # or waiting for it
+        await self._stop_agent()
+        async with place.postrun.place(priority):
+            timing.ended("waiting")
+            try:
+                return await self._postrun(outcome)
+            finally:
+                timing.ended("postrun")
+
+    # INIT
+
+    async def _init(self) -> None:
+        plan, place = self.plan, self._place
+        runtime = self._runtime = await place.warm.take(plan.recipe)
+        self._before = await place.before.take(plan.recipe, runtime)
+        self._has_before = True
+        agent, home = plan.task.agent, runtime.spec.home
+        wanted = Wanted(
+            home=runtime.path(home),
+            workdir=runtime.path(runtime.spec.workdir),
+            gateway_url=runtime.gateway_url(),
+            key=self._key,
+            model=plan.model,
+            mcp_servers=tuple(agent.mcp_servers),
+            settings=plan.settings,
+        )
+        setup = plan.harness.setup(wanted)
+        for path, content in setup.files.items():
+            await runtime.put(content.encode(), f"{home}/{path}")
+        if agent.skills_path is not None and plan.harness.skills is not None:
+            await runtime.put(Path(agent.skills_path), f"{home}/{plan.harness.skills}")
+        shell = agent.custom_shell
+        self._env = {
+            **environment(wanted.gateway_url, self._key, plan.model),
+            **setup.env,
+            **agent.env,
+            **({} if shell is None else shell.env),
+        }
+        self._argv = plan.harness.command(plan.task.instruction, plan.settings)
+        if plan.installed is not None:
+            self._argv[0] = runtime.path(plan.installed.program())
+        self._cwd = runtime.spec.workdir
+        if shell is not None and shell.cwd is not None:
+            self._cwd = posixpath.join(self._cwd, shell.cwd)
+
+    # RUN
+
+    async def _run(self) -> Outcome:
+        runtime, place = self._runtime, self._place
+        assert runtime is not None
+        if self.plan.wants_fresh:
+            place.warm.expect(self.plan.grading)
+            self._expected = True
+        clock = self.meter.clock
+        clock.start()
+        began = time.monotonic()
+        running = asyncio.ensure_future(
+            runtime.run(self._argv, env=self._env, cwd=self._cwd, output=self._folder.agent_log)
+        )
+        limit = asyncio.ensure_future(self.meter.used_up(self.plan.task.timeout_seconds))
+        done: Completed | None = None
+        try:
+            await asyncio.wait({running, limit}, return_when=asyncio.FIRST_COMPLETED)
+            if running.done():
+                done = running.result()
+        finally:
+            for task in (running, limit):
+                task.cancel()
+            await asyncio.wait({running, limit})
+            # The key dies with the run, and what still runs of the session's calls is recorded.
+            await place.sessions.end(self.session_id)
+        seconds = time.monotonic() - began
+        if done is not None:
+            self._outcome = Outcome("finished", done.exit_code, seconds, done.out_of_memory)
+        else:
+            self._outcome = Outcome(limit.result(), None, seconds)
+        return self._outcome
+
+    async def _stop_agent(self) -> None:
+        """Before anything of its files is looked at; and before it waits for that, lest a daemon of it goes on."""
+        assert self._runtime is not None
+        if self.plan.task.evaluator is None or self.plan.task.evaluator.refresh_runtime:
+            await self._runtime.stop()
+
+    # POSTRUN
+
+    async def _postrun(self, outcome: Outcome) -> Verdict:
+        runtime, task = self._runtime, self.plan.task
+        assert runtime is not None
+        await self._keep_logs(runtime)
+        self._check_begun(outcome)
+        exchanges = [exchange async for exchange in self._place.store.exchanges(self.session_id)]
+        outcome = self._outcome = self._by_length(outcome, exchanges)
+        await self._keep_diff(runtime)
+        if outcome.ended != "finished":
+            policy = task.on_timeout if outcome.ended == "timeout" else task.on_length
+            if policy == "mask":
+                return Verdict(reason=outcome.ended)
+            if policy == "zero":
+                return Verdict(0.0, detail={"because": outcome.ended})
+        if self.plan.evaluator is None:
+            return Verdict()
+        self._work = Graded(
+            self.plan,
+            self._session,
+            exchanges,
+            outcome,
+            runtime,
+            warm=self._place.warm,
+            before=self._before,
+            scratch=self._scratch,
+            logs=self._folder.logs,
+            judges=self._place.settings.judges,
+            expected=self._expected,
+        )
+        self._expected = False
+        try:
+            verdict = await self.plan.evaluator.evaluate(self._work)
+        except Spoiled as error:
+            verdict = Verdict(0.0, detail={"why": str(error)})
+        return _checked(verdict, live=self._work.live)
+
+    def _check_begun(self, outcome: Outcome) -> None:
+        """A harness that never called the model has not failed the task: it never got it. And one that ended on an
+        error of ours has not either."""
+        if self.meter.platform_error is not None:
+            raise EngineFailed(self.meter.platform_error)
+        if outcome.ended == "finished" and outcome.exit_code != 0 and self.meter.turns == 0:
+            name = self.plan.harness.name
+            if outcome.exit_code == _NOT_THERE and self.plan.installed is None and self.plan.harness.package:
+                raise HarnessError(f"{name} is not in the runtime: run `polar harness install {name}`.")
+            said = self._folder.tail() or "it printed nothing"
+            raise HarnessError(f"{name} ended with {outcome.exit_code} before its first model call: {said}")
+
+    def _by_length(self, outcome: Outcome, exchanges: list[Exchange]) -> Outcome:
+        """A harness that ended by itself may have done so because the model's context was full, or its reply cut."""
+        cut = bool(exchanges) and exchanges[-1].finish_reason == "length"
+        if outcome.ended == "finished" and (cut or self.meter.context_full):
+            return msgspec.structs.replace(outcome, ended="length")
+        return outcome
+
+    async def _keep_logs(self, runtime: Runtime) -> None:
+        for path in self.plan.harness.logs:
+            try:
+                await runtime.get(f"{runtime.spec.home}/{path}", self._folder.logs / path.strip("."), max_bytes=_LOGS)
+            except FileNotFoundError:
+                continue
+            except (TooLarge, OSError) as error:
+                log.warning("session %s: %s of the harness's logs is not kept: %s", self.session_id, path, error)
+
+    async def _keep_diff(self, runtime: Runtime) -> None:
+        if self._before is None:
+            return
+        after = self._scratch / "after"
+        try:
+            await runtime.get(runtime.spec.workdir, after, max_bytes=MOST, all_links=True)
+            changed = await asyncio.to_thread(_patch, self._before, after)
+        except (TooLarge, OSError) as error:  # for people only: whose doing it is, the evaluator tells
+            why = str(error)[:_TOLD].encode(errors="backslashreplace")
+            self._folder.workspace_diff.write_bytes(b"# The workspace could not be taken: " + why + b"\n")
+            return
+        self._folder.workspace_diff.write_bytes(changed)
+        await asyncio.to_thread(shutil.rmtree, after)
+
+    # The end
+
+    async def _tear_down(self) -> None:
+        """Nobody cancels this: `cancel` does so only once, and we are past that."""
+        runtimes = [] if self._work is None else list(self._work.made)
+        if self._runtime is not None:
+            runtimes.append(self._runtime)
+        answers = await asyncio.gather(*(runtime.remove() for runtime in runtimes), return_exceptions=True)
+        for answer in answers:
+            if isinstance(answer, BaseException):  # the next sweep finds it
+                log.error("session %s: a runtime could not be removed: %s", self.session_id, answer)
+        if self._expected or (self._work is not None and self._work.expected):
+            self._place.warm.dismiss(self.plan.grading)
+        if self._has_before:
+            await self._place.before.release(self.plan.recipe)
+        await asyncio.to_thread(shutil.rmtree, self._scratch, ignore_errors=True)
+
+    async def _told(self, finished: Finished) -> Finished:
+        """Durable in the store first; the folder is for people."""
+        try:
+            await self._place.sessions.end(self.session_id, finished.verdict)
+        except StoreError as error:
+            finished.verdict = Verdict(reason="store_failed")
+            finished.error = str(error)
+        with contextlib.suppress(OSError):
+            self._folder.write("timing.json", {"began_at": self._timing.began_at, "seconds": finished.seconds})
+            self._folder.write("verdict.json", _shown(finished))
+        return finished
+
+
+def _checked(verdict: Verdict, *, live: bool) -> Verdict:
+    rewards = [*verdict.turn_rewards.values(), *(() if verdict.reward is None else (verdict.reward,))]
+    if not all(math.isfinite(reward) for reward in rewards):
+        raise GraderError(f"The evaluator gave a reward that is no finite number: {verdict.reward}.")
+    if verdict.reward is not None and verdict.reason is not None:
+        raise GraderError("The evaluator gave a reward and a reason why there is none.")
+    detail = _printable({**verdict.detail, "live_runtime": True} if live else verdict.detail)
+    return msgspec.structs.replace(verdict, detail=detail)
+
+
+def _printable(told: Any) -> Any:
+    """Names of an agent's files are bytes that need not be text, and stand in what is told of them: as text that can
+    be written."""
+    if isinstance(told, str):
+        return told.encode(errors="backslashreplace").decode()
+    if isinstance(told, dict):
+        return {_printable(key): _printable(value) for key, value in told.items()}
+    if isinstance(told, list | tuple):
+        return [_printable(value) for value in told]
+    return told
+
+
+def _patch(before: Path, after: Path) -> bytes:
+    return patch(before, after, changes(before, after)).text
+
+
+def _shown(finished: Finished) -> dict[str, Any]:
+    return {
+        "session_id": finished.session_id,
+        "task_id": finished.task_id,
+        "sample": finished.sample,
+        "reward": finished.verdict.reward,
+        "reason": finished.verdict.reason,
+        "error": finished.error,
+        "turn_rewards": finished.verdict.turn_rewards,
+        "detail": finished.verdict.detail,
+        "outcome": finished.outcome,
+        "turns": finished.turns,
+        "tokens": finished.tokens,
+    }

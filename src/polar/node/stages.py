@@ -1,0 +1,84 @@
+"""A stage: so many sessions may be in it at once, and the others wait, the most urgent first.
+
+    INIT ──► READY ──► RUN ──► POSTRUN
+
+A session leaves INIT only when READY has room: so READY is a bounded buffer of prepared sessions, and a run slot that
+falls free is filled by one of them at once.
+"""
+
+import asyncio
+import heapq
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from itertools import count
+from typing import Literal
+
+StageName = Literal["init", "ready", "run", "postrun"]
+
+
+class Stage:
+    def __init__(self, name: str, size: int) -> None:
+        self.name = name
+        self.size = size
+        self.inside = 0
+        self._waiting: list[tuple[int, int, asyncio.Future[None]]] = []
+        self._moved = asyncio.Event()  # somebody who waited does so no more
+        self._order = count()
+
+    @property
+    def waiting(self) -> int:
+        return sum(not turn.done() for _, _, turn in self._waiting)
+
+    async def enter(self, priority: int = 0) -> None:
+        """Waits for room. Higher priorities go first, and among equals those who came first."""
+        if self.inside < self.size:  # then nobody waits
+            self.inside += 1
+            return
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        heapq.heappush(self._waiting, (-priority, next(self._order), turn))
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if turn.done() and not turn.cancelled():
+                self.leave()  # the place was given at the same moment
+            raise
+        finally:
+            self._moved.set()
+
+    async def queue_shorter_than(self, length: int) -> None:
+        """Until fewer than so many wait."""
+        while self.waiting >= length:
+            self._moved.clear()
+            await self._moved.wait()
+
+    def leave(self) -> None:
+        while self._waiting:
+            _, _, turn = heapq.heappop(self._waiting)
+            if not turn.done():
+                turn.set_result(None)  # the place goes from hand to hand
+                return
+        self.inside -= 1
+
+    @asynccontextmanager
+    async def place(self, priority: int = 0) -> AsyncIterator[None]:
+        await self.enter(priority)
+        try:
+            yield
+        finally:
+            self.leave()
+
+
+class Timing:
+    """When a session came into each stage, and how long it was there. A stage begins where the wait for it ends."""
+
+    def __init__(self) -> None:
+        self.began_at = time.time()
+        self.seconds: dict[str, float] = {}
+        self._since = time.monotonic()
+
+    def ended(self, what: str) -> None:
+        """What went on since the last call of this was `what`."""
+        now = time.monotonic()
+        self.seconds[what] = self.seconds.get(what, 0.0) + now - self._since
+        self._since = now

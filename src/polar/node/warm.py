@@ -1,0 +1,141 @@
+"""Runtimes that stand ready before anybody asks for them.
+
+A recipe is all that a runtime is made by: its kind, its spec and the steps that prepare it. For each recipe that is
+wanted there is a number of runtimes to have ready: those that the operator asked for, and one for each session whose
+agent runs now and whose grader will want one, up to a limit. Nothing has ever run in them but their steps.
+"""
+
+import asyncio
+import logging
+import secrets
+import tempfile
+from collections import deque
+from pathlib import Path
+
+from msgspec import Struct
+
+from polar.errors import PolarError
+from polar.node.kinds import Kinds
+from polar.node.stages import Stage
+from polar.rollout.models import Step
+from polar.runtimes.base import Runtime, SandboxError, Spec
+from polar.runtimes.preparing import prepare
+
+log = logging.getLogger(__name__)
+
+
+class Recipe(Struct, frozen=True):
+    backend: str
+    spec: Spec
+    steps: tuple[Step, ...] = ()
+
+    @property
+    def key(self) -> str:
+        return repr(self)
+
+
+class _Shelf(Struct):
+    recipe: Recipe
+    ready: deque[Runtime]
+    always: int = 0  # as the operator wants it
+    demand: int = 0  # sessions that will come for one
+    making: int = 0
+    failed: bool = False  # the last one could not be made: nobody tries again until one is asked for
+
+
+class Warm:
+    def __init__(self, kinds: Kinds, *, launching: int, most: int) -> None:
+        """`launching` are made at the same time; `most` stand ready of one recipe for those that will come."""
+        self._kinds = kinds
+        self._most = most
+        self._launching = Stage("warm", launching)
+        self._shelves: dict[str, _Shelf] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._closed = False
+
+    def keep(self, recipe: Recipe, count: int) -> None:
+        """Has so many ready, always."""
+        shelf = self._shelf(recipe)
+        shelf.always += count
+        self._restock(shelf)
+
+    def expect(self, recipe: Recipe) -> None:
+        """Somebody will come for one."""
+        shelf = self._shelf(recipe)
+        shelf.demand += 1
+        self._restock(shelf)
+
+    def dismiss(self, recipe: Recipe) -> None:
+        """One who was expected does not come."""
+        shelf = self._shelf(recipe)
+        shelf.demand -= 1
+        self._restock(shelf)
+
+    async def take(self, recipe: Recipe, *, expected: bool = False) -> Runtime:
+        """One that stands ready, else one that is made now. It is the caller's to remove. Raises SandboxError, and
+        PrepareError where a step fails. `expected` are those whom `expect` has announced."""
+        shelf = self._shelves.get(recipe.key)
+        if shelf is None:
+            return await self._make(recipe)
+        runtime = shelf.ready.popleft() if shelf.ready else None
+        shelf.demand -= expected
+        shelf.failed = False
+        self._restock(shelf)
+        return runtime or await self._make(recipe)
+
+    def _shelf(self, recipe: Recipe) -> _Shelf:
+        return self._shelves.setdefault(recipe.key, _Shelf(recipe, deque()))
+
+    def _restock(self, shelf: _Shelf) -> None:
+        wanted = 0 if self._closed else shelf.always + min(shelf.demand, self._most)
+        while len(shelf.ready) > wanted:
+            self._spawn(shelf.ready.pop().remove())
+        if not shelf.failed:
+            for _ in range(wanted - len(shelf.ready) - shelf.making):
+                shelf.making += 1
+                self._spawn(self._add(shelf))
+        if not (shelf.ready or shelf.making or shelf.demand or shelf.always):
+            self._shelves.pop(shelf.recipe.key, None)
+
+    def _spawn(self, work: "asyncio._CoroutineLike[None]") -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _add(self, shelf: _Shelf) -> None:
+        try:
+            # What a grader will soon come for is more urgent than what merely stands by.
+            async with self._launching.place(priority=int(shelf.demand > 0)):
+                runtime = await self._make(shelf.recipe)
+        except PolarError as error:
+            shelf.failed = True  # whoever comes for one makes it, and is told
+            log.warning("A runtime could not be made ready ahead of time: %s", error)
+        else:
+            shelf.ready.append(runtime)
+        finally:
+            shelf.making -= 1
+        self._restock(shelf)
+
+    async def _make(self, recipe: Recipe) -> Runtime:
+        kind = await self._kinds.get(recipe.backend)
+        runtime = await kind.create(f"rt-{secrets.token_hex(8)}", recipe.spec)
+        try:
+            await runtime.start()
+            with tempfile.TemporaryDirectory(prefix="polar-prepare-") as folder:
+                await prepare(runtime, recipe.steps, log=Path(folder, "log"))
+        except OSError as error:
+            await runtime.remove()
+            raise SandboxError(f"A runtime of kind {recipe.backend} could not be made: {error}.") from error
+        except BaseException:
+            await asyncio.shield(runtime.remove())
+            raise
+        return runtime
+
+    async def close(self) -> None:
+        self._closed = True
+        while self._tasks:
+            await asyncio.wait(set(self._tasks))
+        for shelf in self._shelves.values():
+            for runtime in shelf.ready:
+                await runtime.remove()
+        self._shelves.clear()

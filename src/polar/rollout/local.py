@@ -1,0 +1,130 @@
+"""Tasks run to their end in this process, without a server: a private gateway, a node, and nothing that listens to
+anybody else.
+
+    tasks -> sessions, the urgent ones first -> node -> Finished, as they come
+"""
+
+import asyncio
+import contextlib
+from collections import deque
+from collections.abc import AsyncIterator, Iterable
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from polar.config import Settings
+from polar.export.base import Item
+from polar.node.node import Load, Node, Running
+from polar.node.plan import Plan
+from polar.node.session import Finished
+from polar.plugins import load
+from polar.rollout.models import TaskRequest
+from polar.rollout.results import session_result
+from polar.service import Service
+from polar.trajectory.session import TREE, sampled
+
+
+class LocalRollout:
+    """Use as an async context manager."""
+
+    def __init__(self, settings: Settings, data: Path) -> None:
+        self._settings = settings
+        self._data = data
+        self._stack = contextlib.AsyncExitStack()
+        self._wanted: deque[tuple[Plan, int]] = deque()  # not taken in yet
+        self._running: set[Running] = set()
+        self._ended: asyncio.Queue[asyncio.Task[Finished] | None] = asyncio.Queue()  # None: look again
+        self.service: Service
+        self.node: Node
+
+    async def __aenter__(self) -> "LocalRollout":
+        async with contextlib.AsyncExitStack() as stack:
+            self.service = await stack.enter_async_context(Service(self._settings, self._data, control=False))
+            service = self.service
+            node = Node(
+                self._settings,
+                self._data,
+                store=service.store,
+                sessions=service.sessions,
+                pool=service.pool,
+                gateway_url=service.gateway_url,
+            )
+            self.node = await stack.enter_async_context(node)
+            self._stack = stack.pop_all()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._stack.aclose()
+
+    async def plan(self, tasks: Iterable[TaskRequest]) -> list[Plan]:
+        """Raises ConfigError for the first one that can't be run here, before any is."""
+        return [await self.node.plan(task) for task in tasks]
+
+    async def run(self, plans: list[Plan]) -> AsyncIterator[Finished]:
+        """Every sample of every task, each as soon as it has ended. Those that run when nobody reads on any more are
+        cancelled."""
+        ordered = sorted(plans, key=lambda plan: -plan.task.dispatch_priority)
+        self._wanted.extend((plan, sample) for plan in ordered for sample in range(plan.task.num_samples))
+        feeding = asyncio.get_running_loop().create_task(self._feed())
+        try:
+            while self._wanted or self._running or not self._ended.empty():
+                finished = await self._ended.get()
+                if finished is not None:
+                    yield finished.result()
+            await feeding
+        finally:
+            self.cancel()
+            feeding.cancel()
+            await asyncio.wait({feeding, *(running.finished for running in self._running)})
+
+    async def _feed(self) -> None:
+        try:
+            while self._wanted:
+                await self.node.room()
+                if self._wanted:
+                    running = await self.node.submit(*self._wanted[0])
+                    self._running.add(running)
+                    running.finished.add_done_callback(partial(self._over, running))
+                    if self._wanted:  # unless all was cancelled meanwhile
+                        self._wanted.popleft()
+                    else:
+                        running.cancel()
+        except BaseException:
+            self._wanted.clear()
+            raise
+        finally:
+            self._ended.put_nowait(None)
+
+    def _over(self, running: Running, _: object) -> None:
+        self._running.discard(running)
+        self._ended.put_nowait(running.finished)
+
+    def cancel(self) -> None:
+        """Those that run end as cancelled, and those that have not begun never do."""
+        self._wanted.clear()
+        for running in self._running:
+            running.cancel()
+        self._ended.put_nowait(None)
+
+    def load(self) -> Load:
+        return self.node.load()
+
+    async def result(self, plan: Plan, finished: Finished) -> dict[str, Any]:
+        """The session as trainers read it (models.SessionResult)."""
+        store = self.service.store
+        session = await store.session(finished.session_id)
+        assert session is not None
+        exchanges = [exchange async for exchange in store.exchanges(finished.session_id)]
+
+        def made() -> dict[str, Any]:
+            paths = sampled(session, exchanges)
+            strategy = plan.task.builder.strategy
+            # A tree is a group's; a session alone is told as the traces that it holds.
+            build = load("builders", "prefix_merging" if strategy == TREE else strategy)
+            item = Item(session, paths, build(paths), exchanges)
+            return session_result(item, stages=finished.seconds, error=finished.error)
+
+        return await asyncio.to_thread(made)

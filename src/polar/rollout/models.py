@@ -1,0 +1,232 @@
+"""The wire models: what a task is made of, and what comes back.
+
+The fields are those that bridges for NVIDIA's Polar send and read, so that its task files run here unchanged; what is
+ours is added. Names that other systems use for the same thing are taken as well. A field that isn't known is an error
+that names it: a misspelt limit must not be no limit.
+"""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+
+from polar.config import SamplingOverrides
+
+OnLimit = Literal["grade", "zero", "mask"]
+"""What a session that ran into a limit earns: what stands then is evaluated, or nothing (0), or it has no reward."""
+
+SessionStatus = Literal["COMPLETED", "ERROR", "TIMEOUT"]
+TaskState = Literal["running", "completed", "failed"]
+
+
+class Model(BaseModel):
+    model_config = ConfigDict(extra="forbid", populate_by_name=True)
+
+
+class UploadFile(Model):
+    """A file into the runtime: one of this machine, or its content."""
+
+    type: Literal["upload_file"]
+    source: str | None = Field(None, validation_alias=AliasChoices("source", "src", "local_path", "path"))
+    content: str | None = None
+    target: str = Field(validation_alias=AliasChoices("target", "dst", "dest", "remote_path"))
+
+    @model_validator(mode="after")
+    def _one_of_both(self) -> "UploadFile":
+        if (self.source is None) == (self.content is None):
+            raise ValueError("it takes either `source` or `content`")
+        return self
+
+
+class UploadDir(Model):
+    """A folder of this machine into the runtime; folders are merged."""
+
+    type: Literal["upload_dir"]
+    source: str = Field(validation_alias=AliasChoices("source", "src", "local_path", "path"))
+    target: str = Field(validation_alias=AliasChoices("target", "dst", "dest", "remote_path"))
+
+
+class Exec(Model):
+    """A command in the runtime: words, or a line for `sh -c`. It must end with 0."""
+
+    type: Literal["exec"]
+    command: str | list[str] = Field(validation_alias=AliasChoices("command", "cmd"))
+    cwd: str | None = None
+    env: dict[str, str] = {}
+    timeout_seconds: float = Field(600, gt=0, validation_alias=AliasChoices("timeout_seconds", "timeout"))
+
+
+Step = Annotated[UploadFile | UploadDir | Exec, Field(discriminator="type")]
+
+
+class RuntimeRequest(Model):
+    backend: str = "bubblewrap"
+    image: str | None = None
+    prepare: list[Step] = []
+    eval_prepare: list[Step] = Field([], description="besides `prepare`, in the evaluator's fresh runtime")
+    env: dict[str, str] = {}
+    network: Literal["gateway", "none", "internet"] | None = None
+    allow_internet: bool = False
+    workdir: str = "/workspace"
+    cpus: float | None = Field(None, gt=0)
+    memory_mb: int | None = Field(None, gt=0)
+    disk_mb: int | None = Field(None, gt=0)
+    processes: int | None = Field(1024, gt=0)
+    gpus: int = Field(0, ge=0)
+
+    @property
+    def reaches(self) -> Literal["gateway", "none", "internet"]:
+        return self.network or ("internet" if self.allow_internet else "gateway")
+
+
+class McpServer(Model):
+    """A server of tools: a command that speaks over its standard input and output, or an address."""
+
+    name: str
+    command: str | None = None
+    args: list[str] = []
+    env: dict[str, str] = {}
+    url: str | None = None
+    headers: dict[str, str] = {}
+    transport: Literal["stdio", "http", "sse"] | None = Field(
+        None, validation_alias=AliasChoices("transport", "type"), description="[default: told by command or url]"
+    )
+
+    @model_validator(mode="after")
+    def _one_of_both(self) -> "McpServer":
+        if (self.command is None) == (self.url is None):
+            raise ValueError("it takes either `command` or `url`")
+        return self
+
+
+class CustomShell(Model):
+    command: str
+    cwd: str | None = None
+    env: dict[str, str] = {}
+
+
+def _servers(value: Any) -> Any:
+    """A table by name, as most harnesses write it, is as good as a list."""
+    if isinstance(value, dict):
+        return [{"name": name, **server} if isinstance(server, dict) else server for name, server in value.items()]
+    return value
+
+
+HARNESS_ALIASES = {"openhands_sdk": "openhands", "custom_shell": "shell"}
+
+
+class AgentRequest(Model):
+    harness: str = Field("shell", description="a preset's name, perhaps with a version: pi@0.87.1")
+    model_name: str | None = None
+    settings: dict[str, Any] = {}
+    env: dict[str, str] = {}
+    mcp_servers: Annotated[list[McpServer], BeforeValidator(_servers)] = []
+    skills_path: str | None = None
+    custom_shell: CustomShell | None = None
+
+    @property
+    def preset(self) -> str:
+        name = self.harness.split("@")[0].replace("-", "_")
+        return HARNESS_ALIASES.get(name, name)
+
+    @property
+    def version(self) -> str | None:
+        return self.harness.partition("@")[2] or None
+
+
+class BuilderRequest(Model):
+    strategy: str = "prefix_merging"
+    config: dict[str, Any] = {}
+
+
+EVALUATOR_ALIASES = {"test_on_output": "command", "swebench_harness": "swebench"}
+
+
+class EvaluatorRequest(Model):
+    strategy: str
+    config: dict[str, Any] = {}
+    env: dict[str, str] = {}
+    refresh_runtime: bool = Field(True, description="false: in the agent's own runtime as it runs; the verdict says so")
+
+    @property
+    def plugin(self) -> str:
+        return EVALUATOR_ALIASES.get(self.strategy, self.strategy)
+
+
+class Budget(Model):
+    """What a session may use up besides its seconds. A turn is a model call of the harness, whoever in it makes it;
+    tokens are sampled ones."""
+
+    turns: int | None = Field(None, gt=0)
+    tokens: int | None = Field(None, gt=0)
+
+
+class TaskRequest(Model):
+    task_id: str = Field(min_length=1, max_length=200)
+    instruction: str
+    num_samples: int = Field(1, ge=1)
+    timeout_seconds: float = Field(600, gt=0)
+    budget: Budget = Budget()
+    on_timeout: OnLimit = "grade"
+    on_length: OnLimit = "grade"
+    sampling: SamplingOverrides = SamplingOverrides()
+    runtime: RuntimeRequest = RuntimeRequest()
+    agent: AgentRequest = AgentRequest()
+    builder: BuilderRequest = BuilderRequest()
+    evaluator: EvaluatorRequest | None = None
+    dispatch_priority: int = Field(0, validation_alias=AliasChoices("dispatch_priority", "priority"))
+    early_stop_min_usable_sessions: int | None = Field(None, ge=1)
+    callback_url: str | None = None
+    run: str = "default"
+    metadata: dict[str, Any] = {}
+
+
+class TraceResult(BaseModel):
+    model_config = ConfigDict(extra="allow")
+
+    prompt_ids: list[int]
+    response_ids: list[int]
+    loss_mask: list[int]
+    response_logprobs: list[float] | None = None
+    prompt_messages: list[dict[str, Any]] = []
+    response_messages: list[dict[str, Any]] = []
+    tools: list[Any] | None = None
+    finish_reason: str | None = None
+    reward: float | None = None
+    metadata: dict[str, Any] = {}
+
+
+class TrajectoryResult(BaseModel):
+    model_config = ConfigDict(extra="allow")
+
+    status: str
+    traces: list[TraceResult] = []
+    metadata: dict[str, Any] = {}
+    error: str | None = None
+
+
+class SessionResult(BaseModel):
+    model_config = ConfigDict(extra="allow")
+
+    session_id: str
+    task_id: str
+    status: SessionStatus
+    trajectory: TrajectoryResult | None = None
+    timing: dict[str, Any] = {}
+    node_id: str | None = None
+    error: str | None = None
+    metadata: dict[str, Any] = {}
+
+
+class TaskStatus(BaseModel):
+    model_config = ConfigDict(extra="allow")
+
+    task_id: str
+    status: TaskState
+    total_sessions: int = 0
+    completed_sessions: int = 0
+    results: list[SessionResult] = []
+    result_paths: list[str] = []
+
+
+class TaskResult(TaskStatus):
+    """What is posted to `callback_url`."""

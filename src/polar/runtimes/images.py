@@ -1,0 +1,107 @@
+"""The images that containers are made of: names that the engine or its registry knows, and folders with a Dockerfile.
+
+`build:FOLDER` is built once for each content of the folder: its tag is a hash over names, modes and bytes, so that a
+change of any file is another image, and the same folder elsewhere is the same image. What a Dockerfile starts from
+comes from the engine, or from the registry that the engine asks.
+"""
+
+import asyncio
+import hashlib
+import os
+import stat
+from pathlib import Path
+
+from msgspec import Struct
+
+from polar.runtimes.base import SandboxError
+from polar.runtimes.container_cli import CallError, Cli
+
+_BUILD = "build:"
+_BUILT = "localhost/polar-build"
+_LONGEST_SECONDS = 3600.0  # to fetch or to build one
+_TAIL = 4000  # characters of what a failed build printed
+
+
+class Image(Struct, frozen=True):
+    name: str  # the engine's
+    user: str  # that commands run as
+
+
+class Images:
+    """Those of one engine."""
+
+    def __init__(self, cli: Cli) -> None:
+        self._cli = cli
+        self._ready: dict[str, asyncio.Task[Image]] = {}  # or being made so
+        self._tags: dict[Path, tuple[bytes, str]] = {}  # of folders, by how their files looked
+
+    async def ready(self, image: str) -> Image:
+        """Fetches or builds what is not here; for those who ask at the same time, once."""
+        folder = Path(image.removeprefix(_BUILD)) if image.startswith(_BUILD) else None
+        name = image if folder is None else await asyncio.to_thread(self._tag, folder)
+        if (making := self._ready.get(name)) is None:
+            making = asyncio.create_task(self._make(name, folder))
+            self._ready[name] = making
+            making.add_done_callback(lambda made: self._made(name, made))
+        return await asyncio.shield(making)
+
+    def _made(self, name: str, made: "asyncio.Task[Image]") -> None:
+        if made.cancelled() or made.exception() is not None:
+            del self._ready[name]  # whoever asks next tries again
+
+    async def _make(self, name: str, folder: Path | None) -> Image:
+        try:
+            user = await self._user(name)
+        except CallError:
+            await (self._pull(name) if folder is None else self._build(name, folder))
+            user = await self._user(name)
+        return Image(name, user or "0")
+
+    async def _user(self, name: str) -> str:
+        return await self._cli.call("image", "inspect", "--format", "{{.Config.User}}", name)
+
+    async def _pull(self, name: str) -> None:
+        try:
+            await self._cli.call("pull", "--quiet", name, seconds=_LONGEST_SECONDS, breakable=True)
+        except CallError as error:
+            raise SandboxError(f"The image {name} is not here, and can't be fetched: {error}") from error
+
+    async def _build(self, name: str, folder: Path) -> None:
+        arguments = ("build", "--force-rm", "--tag", name, str(folder))  # a step that fails leaves no container
+        try:
+            await self._cli.call(*arguments, seconds=_LONGEST_SECONDS, breakable=True)
+        except CallError as error:
+            raise SandboxError(f"The image of {folder} can't be built: {str(error)[-_TAIL:]}") from error
+
+    def _tag(self, folder: Path) -> str:
+        if not folder.is_absolute() or not (folder / "Dockerfile").is_file():
+            raise SandboxError(f"The image {_BUILD}{folder} must be the absolute path of a folder with a Dockerfile.")
+        looks = _hash(folder, contents=False)
+        if (known := self._tags.get(folder)) is None or known[0] != looks:
+            known = looks, f"{_BUILT}:{_hash(folder, contents=True).hex()[:32]}"
+            self._tags[folder] = known
+        return known[1]
+
+    async def close(self) -> None:
+        """Breaks off what is still being fetched or built."""
+        making = list(self._ready.values())
+        for task in making:
+            task.cancel()
+        await asyncio.gather(*making, return_exceptions=True)
+        self._ready.clear()
+
+
+def _hash(folder: Path, *, contents: bool) -> bytes:
+    """Over everything in a folder: what it holds, or (which is quicker) how that looks."""
+    digest = hashlib.sha256()
+    for path in sorted(folder.rglob("*")):
+        found = path.lstat()
+        digest.update(os.fsencode(path.relative_to(folder)) + f"\0{found.st_mode:o}\0".encode())
+        if not contents:
+            digest.update(f"{found.st_size} {found.st_mtime_ns} {found.st_ino}\0".encode())
+        elif stat.S_ISLNK(found.st_mode):
+            digest.update(os.fsencode(os.readlink(path)) + b"\0")
+        elif stat.S_ISREG(found.st_mode):
+            with path.open("rb") as file:
+                digest.update(hashlib.file_digest(file, "sha256").digest())
+    return digest.digest()

@@ -1,0 +1,5 @@
+"""Tasks as they are written: files of several formats, and Harbor's folders."""
+
+from polar.tasks.reading import read
+
+__all__ = ["read"]

@@ -1,0 +1,236 @@
+"""A Dockerfile as steps of a task, for runtimes that build no images.
+
+Its base image is not looked at: the steps run over whatever root the runtime has. What would silently come out as
+something else (several stages, downloads, other users) is an error.
+"""
+
+import json
+import os
+import posixpath
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from polar.tasks.dockerfile_lines import (
+    DockerfileError,
+    Instruction,
+    expanded,
+    here_name,
+    instructions,
+    unquoted,
+    words,
+)
+
+_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+_SHELL = ["/bin/sh", "-c"]
+_ARCHIVES = (".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tbz2", ".tar.xz", ".txz")
+_FOLDERS = ("/", "/bin", "/etc", "/home", "/opt", "/root", "/srv", "/tmp", "/usr", "/usr/bin", "/usr/local")
+_MORE_FOLDERS = ("/usr/local/bin", "/usr/local/lib", "/usr/local/share", "/var", "/var/lib", "/var/log")
+_IGNORED = ("CMD", "ENTRYPOINT", "EXPOSE", "LABEL", "MAINTAINER", "HEALTHCHECK", "STOPSIGNAL", "VOLUME", "ONBUILD")
+_ROOT = ("root", "0", "root:root", "0:0", "root:0", "0:root")
+
+
+class Translated:
+    """What a Dockerfile comes to. Raises DockerfileError, a ConfigError that begins with the line."""
+
+    def __init__(self, text: str, context: Path, timeout: float) -> None:
+        """`context` is the folder that COPY copies from."""
+        self.base = ""
+        self.steps: list[dict[str, Any]] = []
+        self.env: dict[str, str] = {}
+        self.workdir: str | None = None
+        self._arguments: dict[str, str] = {}
+        self._context = context
+        self._timeout = timeout
+        self._shell = _SHELL
+        self._folders = {*_FOLDERS, *_MORE_FOLDERS}
+        following: dict[str, Callable[[Instruction], None]] = {
+            "FROM": self._from,
+            "WORKDIR": self._workdir,
+            "COPY": self._copy,
+            "ADD": self._add,
+            "RUN": self._run,
+            "ENV": self._env,
+            "ARG": self._arg,
+            "USER": self._user,
+            "SHELL": self._set_shell,
+        }
+        for one in instructions(text):
+            if one.name in following:
+                following[one.name](one)
+            elif one.name not in _IGNORED:
+                raise DockerfileError(one.line, f"there is no instruction {one.name!r}")
+        if not self.base:
+            raise DockerfileError(1, "it names no base image: FROM is missing")
+
+    def _from(self, one: Instruction) -> None:
+        if self.base:
+            raise DockerfileError(one.line, "FROM: several stages can't be followed without building an image")
+        named = words(one.rest, self._arguments)
+        if not named:
+            raise DockerfileError(one.line, "FROM: the image's name is missing")
+        self.base = named[0]
+        self._arguments = {}  # those before FROM are seen by FROM alone
+
+    def _workdir(self, one: Instruction) -> None:
+        self.workdir = self._inside(unquoted(one.rest, self._variables()))
+        self._folders.add(self.workdir)
+        self._exec(["mkdir", "-p", self.workdir], cwd="/")
+
+    def _env(self, one: Instruction) -> None:
+        self.env |= self._pairs(one)
+
+    def _arg(self, one: Instruction) -> None:
+        for word in words(one.rest, self._variables()):
+            name, given, value = word.partition("=")
+            if given:
+                self._arguments[name] = value
+
+    def _user(self, one: Instruction) -> None:
+        if (user := unquoted(one.rest, self._variables())) not in _ROOT:
+            raise DockerfileError(one.line, f"USER: {user}: only root can be followed without building an image")
+
+    def _set_shell(self, one: Instruction) -> None:
+        if (shell := _words_of_json(one.rest)) is None:
+            raise DockerfileError(one.line, "SHELL: this takes a list of words in JSON")
+        self._shell = shell
+
+    def _run(self, one: Instruction) -> None:
+        if bad := set(one.flags) - {"network", "mount"}:
+            raise DockerfileError(one.line, f"RUN: --{min(bad)} can't be followed without building an image")
+        if any("type=cache" not in mount for mount in one.flags.get("mount", [])):
+            raise DockerfileError(one.line, "RUN: --mount can't be followed without building an image")
+        env = self._arguments | self.env
+        if (argv := _words_of_json(one.rest)) is not None:
+            self._exec(argv, env=env)
+            return
+        command = one.rest
+        if one.documents and here_name(command):
+            command = one.documents[0].text
+            if command.startswith("#!"):
+                raise DockerfileError(one.line, "RUN: a here-document that names its own program can't be followed")
+        else:
+            command += "".join(f"\n{document.text}{document.name}" for document in one.documents)
+        self._exec([*self._shell, command], env=env)
+
+    def _add(self, one: Instruction) -> None:
+        for source in self._named(one)[:-1]:
+            if "://" in source or source.startswith("git@"):
+                raise DockerfileError(one.line, f"ADD: {source} is a download, and nothing here reaches the network")
+            if source.endswith(_ARCHIVES):
+                raise DockerfileError(one.line, f"ADD: {source} would be unpacked: use COPY and RUN tar instead")
+        self._copy(one)
+
+    def _copy(self, one: Instruction) -> None:
+        if bad := set(one.flags) - {"chown", "chmod", "link"}:
+            raise DockerfileError(one.line, f"{one.name}: --{min(bad)} can't be followed without building an image")
+        *sources, target = self._named(one)
+        into = target.endswith(("/", "/.")) or target == "." or len(sources) > 1
+        place = self._inside(target)
+        into = into or place in self._folders
+        placed = [inside for source in sources for inside in self._placed(one, source, place, into)]
+        if "chmod" in one.flags:
+            self._exec(["chmod", "-R", one.flags["chmod"][-1], *placed], cwd="/")
+
+    def _named(self, one: Instruction) -> list[str]:
+        """The sources of COPY or ADD, and the target."""
+        if (listed := _words_of_json(one.rest)) is not None:
+            named = [expanded(word, self._variables()) for word in listed]
+        else:
+            named = words(one.rest, self._variables())
+        if len(named) < 2:
+            raise DockerfileError(one.line, f"{one.name}: it takes sources and a target")
+        return named
+
+    def _placed(self, one: Instruction, source: str, place: str, into: bool) -> list[str]:
+        """Steps for one source of COPY; where its files went."""
+        if name := here_name(source):
+            document = next(document for document in one.documents if document.name == name)
+            content = expanded(document.text, self._variables()) if document.expands else document.text
+            target = posixpath.join(place, name) if into else place
+            self.steps.append({"type": "upload_file", "content": content, "target": target})
+            return [target]
+        placed = []
+        for path in self._found(one, source):
+            if path.is_dir():  # its content, not itself
+                if (self._context / ".dockerignore").exists():
+                    raise DockerfileError(one.line, f"{one.name}: .dockerignore can't be followed for a folder")
+                self.steps.append({"type": "upload_dir", "source": str(path), "target": place})
+                self._folders.add(place)
+                placed.append(place)
+            else:
+                target = posixpath.join(place, path.name) if into else place
+                self.steps.append({"type": "upload_file", "source": str(path), "target": target})
+                placed.append(target)
+        return placed
+
+    def _found(self, one: Instruction, source: str) -> list[Path]:
+        relative = posixpath.normpath("/" + source).lstrip("/")  # nothing is above the context
+        if any(sign in relative for sign in "*?["):
+            try:
+                found = sorted(self._context.glob(relative))
+            except ValueError as error:
+                raise DockerfileError(one.line, f"{one.name}: {source} is no pattern: {error}") from error
+        else:
+            found = [path for path in [self._context / relative] if os.path.exists(path)]
+        if not found:
+            raise DockerfileError(one.line, f"{one.name}: there is no {source} in {self._context}")
+        return found
+
+    def _pairs(self, one: Instruction) -> dict[str, str]:
+        """`name=value ...`, or the old `name value`."""
+        name, _, rest = one.rest.partition(" ")
+        if "=" not in name and rest:
+            return {name: unquoted(rest.strip(), self._variables())}
+        pairs = {}
+        for word in words(one.rest, self._variables()):
+            name, given, value = word.partition("=")
+            if not given or not name:
+                raise DockerfileError(one.line, f"ENV: {word!r} has no value: write NAME=VALUE")
+            pairs[name] = value
+        if not pairs:
+            raise DockerfileError(one.line, "ENV: it takes NAME=VALUE")
+        return pairs
+
+    def _variables(self) -> dict[str, str]:
+        return {"PATH": _PATH} | self._arguments | self.env
+
+    def _inside(self, path: str) -> str:
+        return posixpath.normpath(posixpath.join(self.workdir or "/", path))
+
+    def _exec(self, argv: list[str], *, cwd: str | None = None, env: dict[str, str] | None = None) -> None:
+        self.steps.append(
+            {
+                "type": "exec",
+                "command": argv,
+                "cwd": cwd or self.workdir or "/",
+                "env": dict(env or {}),
+                "timeout_seconds": self._timeout,
+            }
+        )
+
+
+def last_workdir(text: str) -> str | None:
+    """Where a built image works, as far as its Dockerfile says."""
+    workdir: str | None = None
+    variables: dict[str, str] = {}
+    for one in instructions(text):
+        if one.name == "FROM":
+            workdir = None
+        elif one.name in ("ENV", "ARG"):
+            pairs = [word.partition("=") for word in words(one.rest, variables)]
+            variables |= {name: value for name, given, value in pairs if given}
+        elif one.name == "WORKDIR":
+            named = unquoted(one.rest, variables)
+            workdir = posixpath.normpath(posixpath.join(workdir or "/", named))
+    return workdir
+
+
+def _words_of_json(text: str) -> list[str] | None:
+    if not text.startswith("["):
+        return None
+    try:
+        found = json.loads(text)
+    except ValueError:
+        return None  # as Docker has it: then it is a command line
+    return found if isinstance(found, list) and found and all(isinstance(word, str) for word in found) else None

@@ -1,0 +1,119 @@
+"""Tasks from files and folders, checked as far as they can be before anything runs.
+
+A task that is wrong is found here, in a sentence that names its file and field, and not after an hour in the middle of
+a run.
+"""
+
+import os
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from polar.errors import ConfigError
+from polar.evaluators import load_evaluator
+from polar.plugins import Kind, names
+from polar.rollout.models import TaskRequest
+from polar.tasks import harbor, problems, sources
+from polar.tasks.documents import SUFFIXES, Written, text_of, written
+
+
+def read(paths: Iterable[Path], *, backend: str | None = None) -> list[TaskRequest]:
+    """The tasks of files and folders, in their order; `backend` is where all of them run, whatever they say. Raises
+    ConfigError."""
+    tasks: dict[str, TaskRequest] = {}
+    places: dict[str, str] = {}
+    for path in paths:
+        for place, task in _read(Path(path), backend):
+            if task.task_id in tasks:
+                raise ConfigError(
+                    f"{place}: task_id: {task.task_id!r} is already the task of {places[task.task_id]}: "
+                    "every task needs a name of its own."
+                )
+            tasks[task.task_id], places[task.task_id] = task, place
+    return list(tasks.values())
+
+
+def _read(path: Path, backend: str | None) -> Iterator[tuple[str, TaskRequest]]:
+    if harbor.is_task(path):
+        yield str(path), _harbor(path, backend)
+    elif path.is_dir():
+        found = [one for one in sorted(path.iterdir()) if _is_task(one)]
+        if not found:
+            raise ConfigError(
+                f"{path}: there are no tasks in this folder: it holds neither task files ({', '.join(SUFFIXES)}) "
+                "nor Harbor's task folders."
+            )
+        for one in found:
+            yield from _read(one, backend)
+    elif path.name == harbor.FILE and harbor.is_task(path.parent):
+        yield str(path.parent), _harbor(path.parent, backend)
+    elif not path.exists():
+        raise ConfigError(f"{path}: there is no such file or folder.")
+    elif path.suffix not in SUFFIXES:
+        raise ConfigError(f"{path}: a task file ends in {', '.join(SUFFIXES)}.")
+    else:
+        for task in written(path):
+            yield task.place, _task(task, backend)
+
+
+def _is_task(path: Path) -> bool:
+    if path.name.startswith("."):
+        return False
+    return harbor.is_task(path) if path.is_dir() else path.suffix in SUFFIXES
+
+
+def _task(one: Written, backend: str | None) -> TaskRequest:
+    fields: dict[str, Any] = {"task_id": one.name} | one.table
+    if "instruction_file" in fields:
+        fields["instruction"] = _instruction(one)
+        del fields["instruction_file"]
+    if backend is not None and isinstance(runtime := fields.get("runtime", {}), dict):
+        fields["runtime"] = runtime | {"backend": backend}
+    return _checked(fields, one.place, one.folder)
+
+
+def _harbor(folder: Path, backend: str | None) -> TaskRequest:
+    return _checked(harbor.fields(folder, backend or harbor.BACKEND), str(folder / harbor.FILE), folder)
+
+
+def _instruction(one: Written) -> str:
+    name = one.table["instruction_file"]
+    if "instruction" in one.table:
+        raise ConfigError(f"{one.place}: instruction_file: there is an `instruction` as well: it takes one of them.")
+    if not isinstance(name, str) or not os.path.isfile(one.folder / name):
+        raise ConfigError(f"{one.place}: instruction_file: there is no file {name!r} in {one.folder}.")
+    return text_of(one.folder / name)
+
+
+def _checked(fields: dict[str, Any], place: str, folder: Path) -> TaskRequest:
+    try:
+        task = TaskRequest.model_validate(fields)
+    except ValidationError as error:
+        raise ConfigError(f"{place}: {problems.listed(error)}.") from error
+    wrong = sources.resolve(task, folder)
+    wrong += _unknown("runtime.backend", "runtimes", task.runtime.backend)
+    wrong += _unknown("agent.harness", "harnesses", task.agent.preset)
+    wrong += _unknown("builder.strategy", "builders", task.builder.strategy)
+    if task.evaluator is not None:
+        wrong += _unknown("evaluator.strategy", "evaluators", task.evaluator.plugin)
+    if wrong:
+        raise ConfigError(f"{place}: {problems.one_line('; '.join(wrong))}.")
+    if task.evaluator is not None:
+        try:
+            load_evaluator(task.evaluator)
+        except ConfigError as error:
+            raise ConfigError(f"{place}: {problems.one_line(_shortly(error))}") from error
+    return task
+
+
+def _shortly(error: ConfigError) -> str:
+    """An evaluator names fields below `config`; here that is the task's field."""
+    inner = str(error.__cause__)
+    return f"evaluator.{inner}" if inner.startswith("config") else str(error)
+
+
+def _unknown(field: str, kind: Kind, name: str) -> list[str]:
+    known = names(kind)
+    return [] if name in known else [f"{field}: there is no {name!r}; known: {', '.join(known)}"]

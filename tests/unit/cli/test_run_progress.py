@@ -1,0 +1,160 @@
+"""What is seen of a run while it goes on, and what is said of it when it is over."""
+
+import asyncio
+import io
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from polar.cli import run_summary
+from polar.cli.run_progress import Lines, Picture, Speed, followed, progress
+from polar.cli.run_tally import Tally
+from polar.evaluators.base import Outcome
+from polar.node.node import Load
+from polar.node.session import Finished
+from polar.store.base import Verdict
+
+LOAD = Load(waiting=1, init=2, ready=1, run=3, postrun=1, calls=4, held=2, paused=True, tokens=120)
+
+
+def finished(reward: float | None = None, reason: str | None = None, **changes: Any) -> Finished:
+    known = {
+        "session_id": "s1",
+        "task_id": "fix [red]it[/]",
+        "sample": 0,
+        "verdict": Verdict(reward, reason),
+        "seconds": {"queued": 1.0, "init": 0.5, "run": 2.0, "postrun": 0.5},
+        "folder": Path("sessions/s1"),
+        "outcome": Outcome("finished", 0, 2.0),
+        "turns": 3,
+        "tokens": 40,
+    }
+    return Finished(**(known | changes))
+
+
+def tally(*ended: Finished) -> Tally:
+    counted = Tally()
+    for one in ended:
+        counted.add(one)
+    return counted
+
+
+def terminal(width: int = 100) -> tuple[Console, io.StringIO]:
+    written = io.StringIO()
+    return Console(file=written, force_terminal=True, width=width, color_system=None), written
+
+
+def test_rewards_and_reasons_are_counted_apart() -> None:
+    counted = tally(finished(1.0), finished(0.5), finished(reason="timeout"), finished(reason="engine_failed"))
+    assert (counted.sessions, counted.rewarded, counted.mean_reward, counted.solved) == (4, 2, 0.75, 1)
+    assert counted.reasons == {"timeout": 1, "engine_failed": 1}
+    assert counted.failures == {"engine_failed": 1}  # the other is as the task wants it
+    assert (counted.turns, counted.tokens, counted.seconds["run"]) == (12, 160, 8.0)
+
+
+def test_a_session_that_nobody_evaluates_is_no_failure() -> None:
+    counted = tally(finished())
+    assert (counted.mean_reward, counted.failures.total()) == (None, 0)
+
+
+def test_the_speed_is_that_of_the_last_seconds() -> None:
+    speed = Speed()
+    assert speed.at(0, 100.0) == 0
+    assert speed.at(50, 101.0) == 50
+    assert speed.at(50, 110.0) == 5
+    assert speed.at(50, 200.0) == 0  # nothing for a long while
+
+
+def test_lines_tell_stages_and_each_end() -> None:
+    console, written = terminal(40)
+    lines = Lines(console, 9, silent=False)
+    counted = tally(finished(1.0))
+    lines.ended(finished(1.0), counted)
+    lines.look(LOAD, counted)
+    first, second = written.getvalue().splitlines()
+    assert first == "1/9  fix [red]it[/] #0: reward 1, 3 turns, 40 tokens, 2.0 s (s1)"
+    assert second == (
+        "1 waiting, 2 init, 1 ready, 3 run, 1 postrun, 1 of 9 done; mean reward 1, 1 of 1 solved; "
+        "0 tokens/s, 4 calls at the engine, 2 held, paused"
+    )
+
+
+def test_a_silent_run_says_only_what_must_be_said() -> None:
+    console, written = terminal()
+    lines = Lines(console, 9, silent=True)
+    lines.ended(finished(1.0), tally(finished(1.0)))
+    lines.look(LOAD, Tally())
+    lines.say("Interrupted.")
+    assert written.getvalue() == "Interrupted.\n"
+
+
+@pytest.mark.parametrize("width", [100, 30])
+def test_the_picture_holds_everything_and_is_gone_in_the_end(width: int) -> None:
+    console, written = terminal(width)
+    handlers = list(logging.getLogger().handlers)
+    with progress(console, 9, silent=True) as shown:
+        assert isinstance(shown, Picture)
+        counted = tally(*(finished(1.0, sample=number) for number in range(7)), finished(reason="timeout"))
+        for number in range(7):
+            shown.ended(finished(1.0, sample=number), counted)
+        drawn = Console(width=100, file=io.StringIO())
+        drawn.print(shown.drawn(LOAD, counted, 10.0))
+        shown.look(LOAD, counted)
+        logging.getLogger("polar").warning("something above it")
+    text = drawn.file.getvalue()  # type: ignore[attr-defined]
+    for expected in ("8/9", "3 run", "mean reward 1", "timeout 1", "4 calls at the engine", "fix [red]it[/] #6"):
+        assert expected in text
+    assert "#1:" not in text  # only the last ones
+    assert "WARNING polar: something" in written.getvalue()
+    assert written.getvalue().count("\x1b[?25h") == 1  # the cursor is back
+    assert logging.getLogger().handlers == handlers
+
+
+async def test_a_failure_to_look_is_not_hidden() -> None:
+    def broken() -> Load:
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        async with followed(Lines(terminal()[0], 1, silent=True), broken, Tally()):
+            await asyncio.sleep(0.01)
+
+
+def summary(tasks: dict[str, Tally], width: int = 140) -> str:
+    console, written = terminal(width)
+    total = tally(finished(1.0), finished(0.0))
+    run_summary.show(console, tasks, total, 2.0)
+    return written.getvalue()
+
+
+def test_the_summary_has_a_row_for_each_task() -> None:
+    said = summary({"a": tally(finished(1.0), finished(0.0)), "b": tally(finished(reason="timeout"))})
+    row = next(line for line in said.splitlines() if line.startswith("│ a "))
+    cells = [cell.strip() for cell in row.strip("│").split("│")]
+    assert cells == ["a", "2", "0.5", "1/2", "", "3.0", "40.0", "0.50", "0.00", "2.00", "0.50"]
+    assert "timeout 1" in said
+    assert "2 sessions in 2.0 s: mean reward 0.5, 1 of 2 solved; 6 turns, 80 tokens sampled (40 a second)." in said
+
+
+def test_a_summary_of_many_tasks_is_cut() -> None:
+    said = summary({f"t{number}": tally(finished(1.0)) for number in range(60)})
+    assert "and 10 more tasks" in said
+    assert "t59" not in said
+
+
+def test_the_complaint_names_each_reason_with_what_to_do() -> None:
+    counted = tally(
+        finished(1.0),
+        finished(reason="timeout"),
+        finished(reason="engine_failed", error="The engine is gone.", session_id="s2"),
+        finished(reason="engine_failed", error="Later.", session_id="s3"),
+    )
+    said = run_summary.complaint(counted, Path("data"))
+    assert said.splitlines() == [
+        "2 of 4 sessions ended without a reward, through no fault of the agent's: engine_failed 2.",
+        "  engine_failed: see whether the engine is up: polar doctor URL (in data/sessions/s2)",
+        "    The engine is gone.",
+    ]
+    assert run_summary.complaint(tally(finished(0.0), finished(reason="length")), Path("data")) == ""

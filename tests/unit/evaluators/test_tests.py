@@ -1,0 +1,366 @@
+"""The evaluator `tests`: real runs of pytest, over what honest and other agents left."""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from polar.changes import Change, Entry
+from polar.errors import ConfigError
+from polar.evaluators import results, runs
+from polar.evaluators import tests as evaluator
+from polar.evaluators.base import GraderError
+from polar.evaluators.protecting import Protected, Protecting
+from polar.evaluators.results import BrokenResults, Result
+from polar.store.base import Verdict
+from tests.unit.evaluators.work import Place
+
+PYTEST = f"{sys.executable} -m pytest"
+FILES = {
+    "calc.py": "def add(a, b):\n    return a - b\n\n\ndef same(a):\n    return a\n",
+    "tests/test_calc.py": (
+        "import calc\n\n\ndef test_add():\n    assert calc.add(1, 2) == 3\n\n\n"
+        "def test_same():\n    assert calc.same(1) == 1\n"
+    ),
+    "pytest.ini": "[pytest]\n",
+}
+ADD, SAME = "tests/test_calc.py::test_add", "tests/test_calc.py::test_same"
+NAMED = {"must_pass": [ADD], "must_keep": [SAME]}
+FIX = "sed -i 's/a - b/a + b/' calc.py"
+QUICK = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}  # those of this project take half of the time
+
+
+async def judged(place: Place, agent: str, files: dict[str, str] | None = None, **config: Any) -> Verdict:
+    work = await place.work(agent, files={**FILES, **(files or {})})
+    return await evaluator.Tests({"command": PYTEST, "env": QUICK, **NAMED, **config}).evaluate(work)
+
+
+async def test_honest_success(place: Place) -> None:
+    verdict = await judged(place, FIX)
+    assert verdict.reward == 1.0
+    assert verdict.detail == {"dropped": [], "must_pass_failed": [], "must_keep_failed": []}
+
+
+async def test_honest_failure(place: Place) -> None:
+    verdict = await judged(place, "")
+    assert (verdict.reward, verdict.detail["must_pass_failed"]) == (0.0, [ADD])
+
+
+async def test_what_worked_must_keep_working(place: Place) -> None:
+    verdict = await judged(place, f"{FIX}; sed -i 's/return a$/return 2/' calc.py")
+    assert (verdict.reward, verdict.detail["must_keep_failed"]) == (0.0, [SAME])
+
+
+async def test_partial(place: Place) -> None:
+    both = {"must_pass": [ADD, SAME], "must_keep": [], "partial": True}
+    assert (await judged(place, "", **both)).reward == 0.5
+    assert (await judged(place, "", partial=True)).reward == 0.0  # doing nothing earns nothing
+
+
+async def test_all_tests_where_none_is_named(place: Place) -> None:
+    none: dict[str, Any] = {"must_pass": [], "must_keep": []}
+    assert (await judged(place, FIX, **none)).reward == 1.0
+    verdict = await judged(place, "", **none)
+    assert (verdict.reward, verdict.detail["failed"]) == (0.0, [ADD])
+
+
+async def test_a_test_that_is_not_there_has_failed(place: Place) -> None:
+    verdict = await judged(place, FIX, must_pass=[ADD, "tests/test_calc.py::test_more"])
+    assert verdict.detail["must_pass_failed"] == ["tests/test_calc.py::test_more"]
+    assert verdict.reward == 0.0
+
+
+async def test_code_that_can_not_be_imported(place: Place) -> None:
+    assert (await judged(place, "echo 'raise SystemExit(0)' > calc.py")).reward == 0.0
+    assert (await judged(place, "rm calc.py")).reward == 0.0
+    assert (await judged(place, "rm -r ../workspace; mkdir ../workspace")).reward == 0.0
+
+
+async def test_code_in_folders_that_the_agent_made_or_moved(place: Place) -> None:
+    moved = "rm calc.py; mkdir calc; printf 'from calc.inner import add, same\\n' > calc/__init__.py; "
+    moved += "printf 'def add(a, b): return a + b\\ndef same(a): return a\\n' > calc/inner.py"
+    assert (await judged(place, moved)).reward == 1.0
+
+
+async def test_endless_loops_are_the_agents_own(place: Place) -> None:
+    verdict = await judged(place, "echo 'while True: pass' > calc.py", timeout_seconds=3)
+    assert (verdict.reward, verdict.detail["why"]) == (0.0, "The tests took too long.")
+
+
+async def test_the_graders_files_are_put_over(place: Place) -> None:
+    hidden = {"type": "upload_file", "target": "tests/test_calc.py", "content": "def test_add():\n    assert False\n"}
+    work = await place.work(FIX, files=FILES)
+    config = {"command": PYTEST, "must_pass": [ADD], "files": [hidden]}
+    assert (await evaluator.Tests(config).evaluate(work)).reward == 0.0
+
+
+async def test_a_workspace_that_was_too_large_to_keep(place: Place) -> None:
+    work = await place.work(FIX + "; rm pytest.ini", files=FILES)
+    work.before = None
+    verdict = await evaluator.Tests({"command": PYTEST, **NAMED}).evaluate(work)
+    assert (verdict.reward, verdict.detail["dropped"]) == (1.0, ["pytest.ini"])
+
+
+async def test_a_workspace_that_was_too_large_to_take_is_not_the_agents_doing(place: Place) -> None:
+    fill = {"type": "exec", "command": "head -c 2000000 /dev/zero > large"}
+    work = await place.work("", files=FILES, runtime={"prepare": [fill]})
+    work.before = None
+    with pytest.raises(GraderError, match="max_mb"):
+        await evaluator.Tests({"command": PYTEST, **NAMED, "max_mb": 1}).evaluate(work)
+
+
+async def test_an_agent_that_leaves_too_much(place: Place) -> None:
+    verdict = await judged(place, f"{FIX}; head -c 3000000 /dev/zero > large", max_mb=1)
+    assert verdict.reward == 0.0
+    assert "larger than" in verdict.detail["why"]
+
+
+async def test_no_pytest_is_no_reward(place: Place) -> None:
+    with pytest.raises(GraderError, match="No module named '_pytest'"):
+        await judged(place, FIX, command="/usr/bin/python3 -m pytest")
+    with pytest.raises(GraderError, match="no-such-python"):
+        await judged(place, FIX, command="python-no-such-python -m pytest")
+
+
+async def test_a_live_runtime_gets_its_tests_back(place: Place) -> None:
+    work = await place.work(
+        f"{FIX}; echo > tests/test_calc.py; echo 'import os; os._exit(0)' > conftest.py",
+        files=FILES,
+        evaluator={"refresh_runtime": False},
+    )
+    verdict = await evaluator.Tests({"command": PYTEST, **NAMED}).evaluate(work)
+    assert verdict.reward == 1.0
+    assert verdict.detail["live"] is True
+    assert verdict.detail["dropped"] == ["conftest.py", "tests/test_calc.py"]
+
+
+async def test_settings_that_can_not_be_used() -> None:
+    with pytest.raises(ConfigError, match=r"config\.must_passs: there is no such field"):
+        evaluator.Tests({"must_passs": []})
+    with pytest.raises(ConfigError, match=r"config\.command"):
+        evaluator.Tests({"command": "make test"})
+    with pytest.raises(ConfigError, match="result_files"):
+        evaluator.Tests({"command": "make test", "results": "junit"})
+
+
+PASS_ALL = (
+    "import pytest\n\n@pytest.hookimpl(hookwrapper=True)\ndef pytest_runtest_makereport(item, call):\n"
+    "    outcome = yield\n    report = outcome.get_result()\n    report.outcome = 'passed'\n"
+)
+
+CHEATS = {
+    "rewritten_test": "printf 'def test_add(): pass\\ndef test_same(): pass\\n' > tests/test_calc.py",
+    "linked_test": (
+        "printf 'def test_add(): pass\\ndef test_same(): pass\\n' > mine.py; rm tests/test_calc.py; "
+        "ln -s ../mine.py tests/test_calc.py"
+    ),
+    "linked_folder": (
+        "mkdir mine; printf 'def test_add(): pass\\ndef test_same(): pass\\n' > mine/test_calc.py; "
+        "mv mine/test_calc.py mine/x; rm -r tests; ln -s mine tests; cp mine/x mine/test_calc.py"
+    ),
+    "deleted_tests": "rm -r tests",
+    "conftest": "cat > conftest.py <<'E'\n" + PASS_ALL + "E",
+    "conftest_in_tests": "cat > tests/conftest.py <<'E'\n" + PASS_ALL + "E",
+    "plugin_by_ini": "cat > cheat.py <<'E'\n" + PASS_ALL + "E\nprintf '[pytest]\\naddopts = -p cheat\\n' > pytest.ini",
+    "plugin_by_setup_cfg": (
+        "rm pytest.ini; cat > cheat.py <<'E'\n" + PASS_ALL + "E\n"
+        "printf '[tool:pytest]\\naddopts=-p cheat\\n' > setup.cfg"
+    ),
+    "plugin_by_pyproject": (
+        "rm pytest.ini; cat > cheat.py <<'E'\n" + PASS_ALL + "E\n"
+        "printf '[tool.pytest.ini_options]\\naddopts = \"-p cheat\"\\n' > pyproject.toml"
+    ),
+    "plugin_by_entry_point": (
+        "cat > cheat.py <<'E'\n" + PASS_ALL + "E\nmkdir cheat-1.dist-info; "
+        "printf 'Metadata-Version: 2.1\\nName: cheat\\nVersion: 1\\n' > cheat-1.dist-info/METADATA; "
+        "printf '[pytest11]\\ncheat = cheat\\n' > cheat-1.dist-info/entry_points.txt"
+    ),
+    "own_pytest": (
+        "mkdir pytest; printf 'def main(*a, **k): return 0\\ndef hookimpl(*a, **k): pass\\n' > pytest/__init__.py; "
+        "cp -r pytest _pytest; cp -r pytest pluggy"
+    ),
+    "sitecustomize": "printf 'import os\\nos._exit(0)\\n' > sitecustomize.py; cp sitecustomize.py usercustomize.py",
+    "exit_at_import": "printf 'import os\\nos._exit(0)\\n' >> calc.py",
+    "exit_when_called": "printf 'import os\\ndef add(a, b): os._exit(0)\\n' >> calc.py",
+    "pytest_exit": "printf 'import pytest\\ndef add(a, b): pytest.exit(\"done\", returncode=0)\\n' >> calc.py",
+    "skip": "printf 'import pytest\\ndef add(a, b): pytest.skip(\"no\")\\n' >> calc.py",
+    "exchanged_function": "printf 'import _pytest.python as p\\np.Function.runtest = lambda self: None\\n' >> calc.py",
+    "exchanged_code": (
+        "printf 'import _pytest.python as p\\ndef f(self): pass\\n' >> calc.py; "
+        "printf 'p.Function.runtest.__code__ = f.__code__\\n' >> calc.py"
+    ),
+    "exchanged_report": (
+        "cat >> calc.py <<'E'\nimport _pytest.reports as r\nmake = r.TestReport.from_item_and_call\n"
+        "import _pytest.runner\ndef made(item, call):\n    call.excinfo = None\n    return make(item, call)\n"
+        "_pytest.runner.pytest_runtest_makereport = made\n"
+        "def check(call, *rest): pass\n_pytest.runner.CallInfo.from_call.__func__.__code__ = check.__code__\nE"
+    ),
+    "written_results": (
+        "cat >> calc.py <<'E'\nimport atexit, glob, json, sys\n\n\ndef write():\n"
+        "    own = sys.argv[0].replace('reporter.py', 'results')\n"
+        "    for file in [*glob.glob('/tmp/polar-*/results'), own]:\n"
+        "        ids = ['tests/test_calc.py::test_add', 'tests/test_calc.py::test_same']\n"
+        "        with open(file, 'w') as out:\n"
+        "            for id in ids:\n"
+        "                out.write('0' * 64 + ' ' + json.dumps({'names': [id], 'outcome': 'passed'}) + '\\n')\n"
+        "            out.write('0' * 64 + ' ' + json.dumps({'finished': 0}) + '\\n')\n\n\natexit.register(write)\nE"
+    ),
+    "removed_results": (
+        'printf \'import sys, os\\nos.unlink(sys.argv[0].replace("reporter.py", "results"))\\n\' >> calc.py'
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CHEATS)
+async def test_cheats_earn_nothing(place: Place, name: str) -> None:
+    verdict = await judged(place, CHEATS[name], env={} if name == "plugin_by_entry_point" else QUICK)
+    assert verdict.reward == 0.0, verdict
+
+
+@pytest.mark.parametrize("name", ["deleted_tests", "exit_when_called", "pytest_exit", "skip"])
+async def test_nor_where_no_test_is_named(place: Place, name: str) -> None:
+    assert (await judged(place, CHEATS[name], must_pass=[], must_keep=[])).reward == 0.0
+
+
+NAIVE = ("rewritten_test", "linked_test", "conftest", "plugin_by_ini", "exit_at_import", "exchanged_function")
+
+
+@pytest.mark.parametrize("name", NAIVE)
+async def test_they_would_elsewhere(place: Place, name: str) -> None:
+    """In the agent's own folder, by pytest's exit code."""
+    work = await place.work(CHEATS[name], files=FILES, evaluator={"refresh_runtime": False})
+    done = await work.agent.run([sys.executable, "-m", "pytest", "-q"], output=work.logs / "naive.log")
+    assert done.exit_code == 0, (work.logs / "naive.log").read_text()
+
+
+JUNIT = {
+    "command": f"{PYTEST} --junitxml=out/junit.xml || true",
+    "results": "junit",
+    "result_files": ["out/*.xml"],
+}
+
+
+async def test_junit(place: Place) -> None:
+    assert (await judged(place, FIX, **JUNIT)).reward == 1.0
+    assert (await judged(place, "", **JUNIT)).reward == 0.0
+    planted = (
+        'mkdir out; printf \'<testsuite><testcase classname="tests.test_calc" name="test_add"/><testcase '
+        'classname="tests.test_calc" name="test_same"/></testsuite>\' > out/junit.xml'
+    )
+    assert (await judged(place, planted, **{**JUNIT, "command": "true"})).reward == 0.0
+    stale = {"out/junit.xml": "<testsuite/>"}
+    with pytest.raises(GraderError, match="before any test is run"):
+        await judged(place, FIX, files=stale, **JUNIT)
+    with pytest.raises(GraderError, match="not in the runtime"):
+        await judged(place, FIX, **{**JUNIT, "command": "no-such-program"})
+
+
+UNITTEST = {
+    "test_it.py": (
+        "import unittest\nimport calc\n\n\nclass T(unittest.TestCase):\n    def test_add(self):\n"
+        '        """Adds two."""\n        self.assertEqual(calc.add(1, 2), 3)\n\n'
+        "    def test_parts(self):\n        for a in (0, 1):\n            with self.subTest(a=a):\n"
+        "                self.assertEqual(calc.add(a, 0), a)\n"
+        "                self.assertEqual(calc.add(a, 1), a + 1)\n\n"
+        "    @unittest.skip('no')\n    def test_skipped(self):\n        pass\n"
+    )
+}
+
+
+async def test_unittest(place: Place) -> None:
+    names = ["test_add (test_it.T)", "test_it.T.test_add", "Adds two.", "test_parts (test_it.T)"]
+    config = {"command": f"{sys.executable} -m unittest -v test_it", "must_pass": names, "must_keep": []}
+    assert (await judged(place, FIX, UNITTEST, **config)).reward == 1.0
+    verdict = await judged(place, "", UNITTEST, **config)
+    assert (verdict.reward, verdict.detail["must_pass_failed"]) == (0.0, names)
+    skipped = {**config, "must_pass": ["test_skipped (test_it.T)"]}
+    assert (await judged(place, FIX, UNITTEST, **skipped)).reward == 0.0
+    left = "printf 'import os\\nos._exit(0)\\n' >> calc.py"
+    assert (await judged(place, left, UNITTEST, **config)).reward == 0.0
+
+
+@pytest.fixture
+def with_pytest(tmp_path: Path) -> dict[str, Any]:
+    """The runtime's fields for a sandbox whose own Python finds pytest."""
+    packages = Path(pytest.__file__).parent.parent
+    names = ["pytest", "_pytest", "pluggy", "iniconfig", "packaging", "pygments"]
+    names += [folder.name for folder in packages.glob("pluggy-*.dist-info")]
+    steps = [{"type": "upload_dir", "source": str(packages / name), "target": f"/opt/py/{name}"} for name in names]
+    steps.append({"type": "upload_file", "source": str(packages / "py.py"), "target": "/opt/py/py.py"})
+    return {"prepare": steps, "env": {"PYTHONPATH": "/workspace/src:/opt/py"}}
+
+
+@pytest.mark.runtimes
+@pytest.mark.parametrize(
+    ("agent", "reward"),
+    [
+        (FIX, 1.0),
+        ("", 0.0),
+        ("mkdir -p src/_pytest; echo 'raise SystemExit(0)' | tee src/_pytest/__init__.py src/sitecustomize.py", 0.0),
+        ("(while :; do sleep 0.01; echo 1 > /tmp/x; done) & " + CHEATS["exit_at_import"], 0.0),
+        ("printf 'x = []\\nwhile True: x.append(bytearray(10**7))\\n' >> calc.py", 0.0),
+    ],
+)
+async def test_in_a_sandbox(sandbox: Place, with_pytest: dict[str, Any], agent: str, reward: float) -> None:
+    work = await sandbox.work(agent, files=FILES, runtime={**with_pytest, "memory_mb": 300})
+    verdict = await evaluator.Tests({**NAMED, "timeout_seconds": 60}).evaluate(work)
+    assert verdict.reward == reward, verdict
+
+
+def test_which_files_are_protected() -> None:
+    config = Protecting(protected=["data/*.json"], allowed=["pyproject.toml", "docs/**"])
+    protected = Protected(config, files=["a/b.txt"])
+    for path in (
+        "tests",
+        "tests/a/b.txt",
+        "src/pkg/tests/x.py",
+        "src/test_x.py",
+        "x_test.py",
+        "a/conftest.py",
+        "conftest.py/x",
+        "src/x.egg-info/entry_points.txt",
+        "data/x.json",
+        "a/b.txt",
+        "a/b.txt/c",
+        "test/x",
+    ):
+        assert protected.covers(path), path
+    free = ("src/x.py", "pyproject.toml", "docs/conftest.py", "latest/x", "django/test/x.py", "data/a/x.json", "a")
+    for path in free:
+        assert not protected.covers(path), path
+
+
+def test_a_folder_with_protected_files_stays() -> None:
+    link = Change("pkg", None, Entry("120000", 1))
+    plain = Change("other", None, Entry("120000", 1))
+    kept, dropped = Protected(Protecting()).split([link, plain], ["pkg/tests/test_x.py", "other/x.py"])
+    assert (kept, dropped) == ([plain], [link])
+
+
+def test_how_tests_are_named() -> None:
+    found = [
+        Result(("a/test_b.py::C::test_d[x::y]",), "passed"),
+        Result(("a/test_b.py::test_e",), "passed"),
+        Result(("a/test_c.py::test_e",), "failed"),
+        Result(("m.C::test_f",), "passed"),
+    ]
+    named = ["a/test_b.py::C::test_d[x::y]", "a/test_b.py::test_e", "test_e", "m.C::test_f", "a.test_b::test_e", "no"]
+    assert results.judge(found, named).failed == ["test_e", "no"]
+    assert results.files_of(named) == ["a/test_b.py", "m.C", "a.test_b"]
+
+
+def test_junit_files_that_are_none() -> None:
+    for data in (b"<x", b"<!DOCTYPE x [<!ENTITY a 'b'>]><x/>", b""):
+        with pytest.raises(BrokenResults):
+            results.junit(data)
+
+
+def test_commands() -> None:
+    assert runs.plan("pytest -q") == runs.Plan("pytest", "python3", ["-q"])
+    assert runs.plan("/x/python3.9 -m pytest 'a b'") == runs.Plan("pytest", "/x/python3.9", ["a b"])
+    assert runs.plan("./tests/runtests.py --parallel 1") == runs.Plan(
+        "unittest", "python3", ["./tests/runtests.py", "--parallel", "1"]
+    )
+    assert runs.plan("make test") is None
+    assert runs.plan([]) is None

@@ -1,0 +1,154 @@
+import json
+import math
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from msgspec.structs import replace
+
+from polar.config import JudgeSettings
+from polar.errors import ConfigError
+from polar.evaluators.base import GraderError, Work
+from polar.evaluators.weighted import Weighted
+from polar.store.base import Verdict
+from tests.unit.evaluators.work import AgentWork, Place
+
+
+def command(line: str, **part: Any) -> dict[str, Any]:
+    return {"strategy": "command", "config": {"command": line}, **part}
+
+
+RIGHT = {"strategy": "answer", "config": {"expected": "yes"}}
+WRONG = {"strategy": "answer", "config": {"expected": "no"}}
+
+
+@pytest.fixture
+async def work(place: Place) -> AgentWork:
+    work = await place.work("touch made")
+    work.answer = "yes"
+    return work
+
+
+async def test_the_reward_is_the_mean_by_weight(work: AgentWork) -> None:
+    parts = [command("test -e made", weight=3), {**WRONG, "name": "said"}]
+    verdict = await Weighted({"parts": parts}).evaluate(work)
+    assert verdict.reward == 0.75
+    assert verdict.detail["command"]["reward"] == 1.0
+    assert verdict.detail["said"] == {"reward": 0.0, "answer": "yes"}
+
+
+async def test_a_required_part_that_earns_nothing_takes_it_all(work: AgentWork) -> None:
+    assert (await Weighted({"parts": [RIGHT, {**WRONG, "required": True}]}).evaluate(work)).reward == 0.0
+    assert (await Weighted({"parts": [WRONG, {**RIGHT, "required": True}]}).evaluate(work)).reward == 0.5
+
+
+async def test_each_part_has_a_fresh_runtime_and_folders_of_its_own(work: AgentWork) -> None:
+    parts = [command("echo first; test ! -e mark && touch mark"), command("echo second; test ! -e mark")]
+    verdict = await Weighted({"parts": parts}).evaluate(work)
+    assert verdict.reward == 1.0
+    assert set(verdict.detail) == {"command", "command 2"}
+    said = [(work.logs / f"part-{number}" / "evaluator.log").read_text() for number in range(2)]
+    assert said == ["first\n", "second\n"]
+
+
+async def test_a_part_without_a_reward_leaves_none(work: AgentWork) -> None:
+    judge = {"strategy": "judge", "config": {"rubric": "x"}, "name": "taste", "weight": 0.001}
+    work.judges = {"default": JudgeSettings(url="http://127.0.0.1:1", model="x")}
+    required = {**WRONG, "required": True}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("polar.evaluators.judge._FIRST_WAIT", 0.0)
+        verdict = await Weighted({"parts": [required, judge, RIGHT]}).evaluate(work)
+    assert (verdict.reward, verdict.reason) == (None, "taste: judge_failed")
+    assert verdict.detail["taste"]["reason"] == "judge_failed"
+
+
+async def test_a_grader_that_fails_is_named(work: AgentWork) -> None:
+    parts = [RIGHT, {"strategy": "judge", "config": {"rubric": "x"}, "name": "taste"}]
+    with pytest.raises(GraderError, match=r"^taste: .*\[judges\]"):
+        await Weighted({"parts": parts}).evaluate(work)
+
+
+async def test_weighted_parts_may_be_weighted(work: AgentWork) -> None:
+    inner = {"strategy": "weighted", "config": {"parts": [RIGHT, WRONG]}, "weight": 2}
+    assert (await Weighted({"parts": [inner, WRONG]}).evaluate(work)).reward == pytest.approx(1 / 3)
+
+
+def test_it_wants_a_fresh_runtime_where_a_part_does() -> None:
+    assert not Weighted({"parts": [RIGHT, {"strategy": "session_completed"}]}).wants_fresh
+    assert Weighted({"parts": [RIGHT, command("true")]}).wants_fresh
+    assert Weighted({"parts": [{"strategy": "test_on_output", "config": {"test_command": "true"}}]}).wants_fresh
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({}, r"config\.parts: it must be given"),
+        ({"parts": []}, r"config\.parts\b"),
+        ({"parts": [{**RIGHT, "weight": 0}]}, r"config\.parts\.0\.weight"),
+        ({"parts": [RIGHT, {"strategy": "none-such"}]}, r"config\.parts\.1: .*none-such"),
+        ({"parts": [RIGHT, command("")]}, r"config\.parts\.1: evaluator \(command\): config\.command"),
+    ],
+)
+def test_a_config_that_cant_be_used_names_the_field(config: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Weighted(config)
+
+
+class Given:
+    """An evaluator whose verdict stands in its config."""
+
+    wants_fresh = False
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        self._verdict = Verdict(**config)
+
+    async def evaluate(self, work: Work) -> Verdict:
+        return replace(self._verdict, detail={"session": work.session_id})
+
+
+numbers = st.floats(allow_nan=False, allow_infinity=False)
+turns = st.dictionaries(st.sampled_from(["x1", "x2"]), st.floats(-1e6, 1e6), max_size=2)
+given_verdicts = st.one_of(
+    st.fixed_dictionaries({"reward": numbers, "turn_rewards": turns}),
+    st.fixed_dictionaries({"reason": st.sampled_from(["judge_failed", "other"])}),
+)
+parts = st.lists(
+    st.builds(
+        lambda config, weight, required: {
+            "strategy": "given",
+            "config": config,
+            "weight": weight,
+            "required": required,
+        },
+        given_verdicts,
+        st.floats(1e-6, 1e6),
+        st.booleans(),
+    ),
+    min_size=1,
+    max_size=5,
+)
+
+
+@given(parts=parts)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=200)
+async def test_a_verdict_is_a_finite_reward_or_a_reason_and_never_both(
+    work: AgentWork, monkeypatch: pytest.MonkeyPatch, parts: list[dict[str, Any]]
+) -> None:
+    monkeypatch.setattr("polar.evaluators.load", lambda _kind, _name: Given)
+    verdict = await Weighted({"parts": parts}).evaluate(work)
+    assert (verdict.reward is None) != (verdict.reason is None)
+    has_reason = any("reason" in part["config"] for part in parts)
+    assert (verdict.reason is not None) == has_reason
+    json.dumps(verdict.detail)
+    if verdict.reward is not None:
+        earned = [part["config"]["reward"] for part in parts]
+        zeroed = any(part["required"] and part["config"]["reward"] == 0 for part in parts)
+        assert math.isfinite(verdict.reward)
+        assert verdict.reward == 0 if zeroed else _among(verdict.reward, earned)
+        assert set(verdict.turn_rewards) == {turn for part in parts for turn in part["config"]["turn_rewards"]}
+
+
+def _among(mean: float, earned: list[float]) -> bool:
+    room = 1e-9 * max(map(abs, earned))
+    return min(earned) - room <= mean <= max(earned) + room

@@ -1,0 +1,100 @@
+"""Work for evaluators: real runtimes, in which a script plays the agent."""
+
+import secrets
+from pathlib import Path
+from typing import Any
+
+from polar.config import JudgeSettings
+from polar.evaluators.base import Outcome
+from polar.rollout.models import TaskRequest
+from polar.runtimes.base import Kind, Limits, Runtime, Spec
+from polar.runtimes.preparing import prepare
+from polar.store.base import Exchange
+
+FINISHED = Outcome("finished", 0, 1.0)
+
+
+class AgentWork:
+    """A `Work` as the node would hand it over."""
+
+    def __init__(self, place: "Place", task: TaskRequest, agent: Runtime, folder: Path) -> None:
+        self._place = place
+        self.task = task
+        self.session_id = agent.id
+        self.outcome = FINISHED
+        self.agent = agent
+        self.live = task.evaluator is not None and not task.evaluator.refresh_runtime
+        self.before: Path | None = folder / "before"
+        self.scratch = folder / "scratch"
+        self.logs = folder / "logs"
+        self.exchanges: list[Exchange] = []
+        self.judges: dict[str, JudgeSettings] = {}
+        self.answer = ""
+        self.freshly_made: list[Runtime] = []
+        self.scratch.mkdir()
+        self.logs.mkdir()
+
+    async def fresh(self) -> Runtime:
+        if self.live:
+            return self.agent
+        runtime = await self._place.runtime(self.task)
+        steps = [*self.task.runtime.prepare, *self.task.runtime.eval_prepare]
+        await prepare(runtime, steps, log=self.logs / "eval_prepare.log")
+        self.freshly_made.append(runtime)
+        return runtime
+
+    async def again(self) -> Runtime:
+        await self.agent.restart()
+        return self.agent
+
+
+class Place:
+    """A kind of runtime at work. Whoever makes it closes the kind afterwards."""
+
+    def __init__(self, kind: Kind, folder: Path) -> None:
+        self._kind = kind
+        self._folder = folder
+
+    async def runtime(self, task: TaskRequest) -> Runtime:
+        wanted = task.runtime
+        limits = Limits(wanted.cpus, wanted.memory_mb, wanted.processes, wanted.disk_mb)
+        spec = Spec(image=wanted.image, workdir=wanted.workdir, env=wanted.env, limits=limits, network="none")
+        runtime = await self._kind.create(f"t{secrets.token_hex(8)}", spec)
+        await runtime.start()
+        return runtime
+
+    async def work(
+        self,
+        agent: str = "",
+        *,
+        files: dict[str, str] | None = None,
+        runtime: dict[str, Any] | None = None,
+        evaluator: dict[str, Any] | None = None,
+        **task: Any,
+    ) -> AgentWork:
+        """The script `agent` has run over `files` (of the prepared workspace), and is dead (unless the evaluator's
+        `refresh_runtime` is false). `runtime`, `evaluator` and `task` are fields of the TaskRequest."""
+        steps = [{"type": "upload_file", "target": path, "content": text} for path, text in (files or {}).items()]
+        runtime = runtime or {}
+        request = TaskRequest.model_validate(
+            {
+                "task_id": "task",
+                "instruction": "Do it.",
+                "evaluator": {"strategy": "session_completed", **(evaluator or {})},
+                "runtime": {"backend": "local", **runtime, "prepare": [*steps, *runtime.get("prepare", [])]},
+                **task,
+            }
+        )
+        folder = self._folder / secrets.token_hex(6)
+        folder.mkdir()
+        inside = await self.runtime(request)
+        await prepare(inside, request.runtime.prepare, log=folder / "prepare.log")
+        work = AgentWork(self, request, inside, folder)
+        assert work.before is not None
+        await inside.get(request.runtime.workdir, work.before)
+        if agent:
+            done = await inside.run(["sh", "-c", agent], output=folder / "agent.log")
+            assert done.exit_code == 0, (folder / "agent.log").read_text()
+        if not work.live:
+            await inside.stop()
+        return work

@@ -1,0 +1,101 @@
+"""What a session may use: turns, tokens, and seconds that stand still while it can't get on."""
+
+import asyncio
+
+import pytest
+
+from polar.errors import ApiError
+from polar.gateway import meter as module
+from polar.gateway.meter import Clock, Meter
+
+
+class Time:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def time(monkeypatch: pytest.MonkeyPatch) -> Time:
+    time = Time()
+    monkeypatch.setattr(module, "time", time)
+    return time
+
+
+def test_a_clock_counts_from_its_start_and_not_while_it_is_held(time: Time) -> None:
+    clock = Clock()
+    time.now += 5
+    assert clock.elapsed() == 0
+    clock.start()
+    time.now += 2
+    clock.hold("a")
+    clock.hold("b")
+    time.now += 10
+    clock.release("a")
+    time.now += 10
+    clock.release("b")
+    clock.release("b")
+    time.now += 3
+    assert clock.elapsed() == 5
+
+
+def test_a_clock_that_is_held_before_its_start_waits_for_its_release(time: Time) -> None:
+    clock = Clock()
+    clock.hold("a")
+    clock.start()
+    time.now += 4
+    assert clock.elapsed() == 0
+    clock.release("a")
+    time.now += 1
+    assert clock.elapsed() == 1
+
+
+def test_turns_run_out() -> None:
+    meter = Meter(turns=2)
+    assert meter.begin(None) is None
+    assert meter.begin(7) == 7
+    with pytest.raises(ApiError, match="2 turns"):
+        meter.begin(7)
+    assert meter.turns == 2
+
+
+async def test_tokens_run_out_and_no_call_may_sample_more_than_is_left() -> None:
+    meter = Meter(tokens=10)
+    assert meter.begin(None) == 10
+    meter.ended(6, None)
+    assert meter.begin(100) == 4
+    assert meter.begin(3) == 3
+    meter.ended(4, None)
+    assert await asyncio.wait_for(meter.used_up(60), 5) == "length"
+    with pytest.raises(ApiError, match="10 tokens"):
+        meter.begin(1)
+
+
+async def test_seconds_run_out_but_not_while_the_clock_is_held() -> None:
+    meter = Meter()
+    meter.clock.start()
+    meter.clock.hold("a")
+    waiting = asyncio.ensure_future(meter.used_up(0.01))
+    await asyncio.sleep(0.15)
+    assert not waiting.done()
+    meter.clock.release("a")
+    assert await asyncio.wait_for(waiting, 5) == "timeout"
+
+
+@pytest.mark.parametrize("kind", ["engine", "overloaded", "timeout", "internal"])
+def test_a_call_that_the_platform_failed_is_remembered_until_one_ends_well(kind: str) -> None:
+    meter = Meter()
+    meter.ended(0, ApiError(kind, "the engine is gone"))  # type: ignore[arg-type]
+    assert meter.platform_error == "the engine is gone"
+    meter.ended(3, None)
+    assert meter.platform_error is None
+
+
+@pytest.mark.parametrize("kind", ["invalid_request", "unsupported", "rate_limit", "too_large", "context_length"])
+def test_what_the_harness_got_wrong_is_not_the_platforms_fault(kind: str) -> None:
+    meter = Meter()
+    meter.ended(0, ApiError(kind, "no"))  # type: ignore[arg-type]
+    assert meter.platform_error is None
+    assert meter.context_full == (kind == "context_length")
