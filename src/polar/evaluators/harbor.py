@@ -12,7 +12,8 @@ Put back before: programs that tests commonly call (programs.py), /etc/ld.so.pre
 /tests before any of the agent's, and Python doesn't look for packages in the home. What can't be told from honest work
 stays: libraries, packages of the system's interpreters, settings in the home, and whatever the tests themselves read or
 run in the workspace (a conftest.py there, when they run pytest there). A task whose answer is one of those programs
-names it in `own_programs`.
+names it in `own_programs`. And code of the agent's that the tests run is the same user as they are: it can write the
+reward.
 """
 
 import contextlib
@@ -34,6 +35,7 @@ from polar.store.base import Verdict
 
 _TESTS = "/tests"
 _RESULTS = "/logs/verifier"
+_KILLED = 128  # and more: the signal's number
 _LONGEST_REWARD = 64 * 1024
 _MOST_LOGS = 64 << 20
 _PYTEST_FILES = ("pytest.ini", ".pytest.ini", "pytest.toml", "pyproject.toml", "tox.ini", "setup.cfg")
@@ -121,6 +123,9 @@ class Harbor:
             return _Ran(completed, {}, "The tests took too long.")
         if completed.out_of_memory:
             return _Ran(completed, {}, "The tests ran out of memory.")
+        if completed.exit_code is not None and completed.exit_code > _KILLED:
+            # By whom else than by what they ran: a reward that they left is not to be trusted.
+            return _Ran(completed, {}, "The tests were killed.")
         return await self._told(runtime, completed, scratch)
 
     async def _place(self, runtime: Runtime, scratch: Path) -> None:

