@@ -91,11 +91,9 @@ class StoreSettings(Section):
 class Prewarm(Section):
     """Runtimes that stand ready before a task asks for one like them."""
 
-    backend: str
-    image: str | None = None
+    runtime: dict[str, Any] = Field(description="as in a task: backend, image, prepare, ...")
+    harness: str | None = Field(None, description="mounted into them, from the cache of installed ones: NAME[@VERSION]")
     count: int = Field(2, gt=0)
-    workdir: str = "/workspace"
-    harness: str | None = Field(None, description="mounted into them, from the cache of installed ones")
 
 
 class NodeSettings(Section):

@@ -220,7 +220,7 @@ async def test_a_grader_finds_its_runtime_ready(tmp_path: Path) -> None:
 
 
 async def test_runtimes_stand_ready_before_any_task_names_them(tmp_path: Path) -> None:
-    async with rollout(tmp_path, node={"prewarm": [{"backend": "local", "count": 3}]}) as opened:
+    async with rollout(tmp_path, node={"prewarm": [{"runtime": {"backend": "local"}, "count": 3}]}) as opened:
         made = lambda: set((tmp_path / "data" / "runtimes").glob("local/*/runtimes/*"))  # noqa: E731
         await until(lambda: len(made()) == 3)
         before = made()

@@ -145,7 +145,7 @@ class _Bench:
                 ready_buffer=plan.ready_buffer,
                 run_workers=plan.run_workers,
                 postrun_workers=plan.postrun_workers,
-                prewarm=[Prewarm(backend=NAME, count=plan.prewarm)] if plan.prewarm else [],
+                prewarm=[Prewarm(runtime={"backend": NAME}, count=plan.prewarm)] if plan.prewarm else [],
             ),
         )
 

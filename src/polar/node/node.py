@@ -15,20 +15,17 @@ from types import TracebackType
 
 from msgspec import Struct
 
-from polar.config import Prewarm, Settings
+from polar.config import Settings
 from polar.engines.pool import Pool
 from polar.errors import ConfigError
 from polar.gateway.sessions import Sessions
-from polar.harnesses import load_harness
-from polar.harnesses.cache import cache_folder, find
 from polar.node.before import Before
 from polar.node.kinds import Kinds
-from polar.node.plan import Plan, plan
+from polar.node.plan import Plan, plan, prewarmed
 from polar.node.session import Finished, Life, Place
 from polar.node.stages import Stage, StageName
-from polar.node.warm import Recipe, Warm
+from polar.node.warm import Warm
 from polar.rollout.models import TaskRequest
-from polar.runtimes.base import Mount, Spec
 from polar.runtimes.state import State
 from polar.store.base import Store, Verdict
 
@@ -115,7 +112,7 @@ class Node:
     async def __aenter__(self) -> "Node":
         await self.sweep()
         for wanted in self._settings.node.prewarm:
-            self._place.warm.keep(self._recipe(wanted), wanted.count)
+            self._place.warm.keep(prewarmed(wanted, self._settings.node), wanted.count)
         return self
 
     async def __aexit__(
@@ -189,10 +186,3 @@ class Node:
         await self._place.warm.close()
         await self._kinds.close()
         await asyncio.to_thread(self._state.close)
-
-    def _recipe(self, wanted: Prewarm) -> Recipe:
-        mounts: tuple[Mount, ...] = ()
-        if wanted.harness is not None:
-            installed = find(cache_folder(self._settings.node.harness_cache), load_harness(wanted.harness), None)
-            mounts = () if installed is None else (installed.mount(),)
-        return Recipe(wanted.backend, Spec(image=wanted.image, workdir=wanted.workdir, mounts=mounts))

@@ -3,8 +3,9 @@
 from typing import Any
 
 from msgspec import Struct
+from pydantic import ValidationError
 
-from polar.config import NodeSettings
+from polar.config import NodeSettings, Prewarm
 from polar.errors import ConfigError
 from polar.evaluators import load_evaluator
 from polar.evaluators.base import Evaluator
@@ -13,7 +14,7 @@ from polar.harnesses.base import Harness
 from polar.harnesses.cache import Installed, cache_folder, find
 from polar.node.warm import Recipe
 from polar.plugins import load
-from polar.rollout.models import RuntimeRequest, TaskRequest
+from polar.rollout.models import AgentRequest, RuntimeRequest, TaskRequest
 from polar.runtimes.base import Limits, Mount, Network, Spec
 
 
@@ -55,7 +56,6 @@ def plan(task: TaskRequest, settings: NodeSettings) -> Plan:
     options = agent.settings | ({} if shell is None else {"command": shell.command})
     harness.command(task.instruction, options)  # says what is wrong with the settings
     load("builders", task.builder.strategy)
-    mounts = () if installed is None else (installed.mount(),)
     grades_online: Network = "internet" if runtime.reaches == "internet" else "none"
     return Plan(
         task=task,
@@ -64,13 +64,29 @@ def plan(task: TaskRequest, settings: NodeSettings) -> Plan:
         settings=options,
         model=agent.model_name or harness.default_model,
         evaluator=None if task.evaluator is None else load_evaluator(task.evaluator),
-        recipe=Recipe(runtime.backend, _spec(runtime, runtime.reaches, mounts), tuple(runtime.prepare)),
+        recipe=recipe_of(runtime, installed),
         grading=Recipe(
             runtime.backend,
             _spec(runtime, grades_online, ()),
             (*runtime.prepare, *runtime.eval_prepare),
         ),
     )
+
+
+def recipe_of(runtime: RuntimeRequest, installed: Installed | None) -> Recipe:
+    """Of a runtime that an agent will run in."""
+    mounts = () if installed is None else (installed.mount(),)
+    return Recipe(runtime.backend, _spec(runtime, runtime.reaches, mounts), tuple(runtime.prepare))
+
+
+def prewarmed(wanted: Prewarm, settings: NodeSettings) -> Recipe:
+    """Raises ConfigError."""
+    try:
+        agent = AgentRequest(harness=wanted.harness or "shell")
+        runtime = RuntimeRequest.model_validate(wanted.runtime)
+    except ValidationError as error:
+        raise ConfigError(f"[[node.prewarm]]: {error.errors()[0]['loc']}: {error.errors()[0]['msg']}.") from error
+    return recipe_of(runtime, find(cache_folder(settings.harness_cache), load_harness(agent.preset), agent.version))
 
 
 def _spec(runtime: RuntimeRequest, network: Network, mounts: tuple[Mount, ...]) -> Spec:

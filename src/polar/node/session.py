@@ -10,7 +10,6 @@ platform is a reason; what the agent brings about is graded.
 """
 
 import asyncio
-import contextlib
 import logging
 import math
 import posixpath
@@ -73,6 +72,14 @@ class Place(Struct, frozen=True):
     postrun: Stage
 
 
+class _Launch(Struct, frozen=True):
+    """How the harness is started."""
+
+    argv: list[str]
+    env: dict[str, str]
+    cwd: str
+
+
 class Finished(Struct):
     """What became of a session."""
 
@@ -113,6 +120,7 @@ class Life:
         self._folder = Folder(place.data, session.session_id)
         self._timing = Timing()
         self._runtime: Runtime | None = None
+        self._launch: _Launch | None = None
         self._work: Graded | None = None
         self._before: Path | None = None
         self._has_before = False
@@ -233,24 +241,24 @@ class Life:
         if agent.skills_path is not None and plan.harness.skills is not None:
             await runtime.put(Path(agent.skills_path), f"{home}/{plan.harness.skills}")
         shell = agent.custom_shell
-        self._env = {
+        env = {
             **environment(wanted.gateway_url, self._key, plan.model),
             **setup.env,
             **agent.env,
             **({} if shell is None else shell.env),
         }
-        self._argv = plan.harness.command(plan.task.instruction, plan.settings)
+        argv = plan.harness.command(plan.task.instruction, plan.settings)
         if plan.installed is not None:
-            self._argv[0] = runtime.path(plan.installed.program())
-        self._cwd = runtime.spec.workdir
-        if shell is not None and shell.cwd is not None:
-            self._cwd = posixpath.join(self._cwd, shell.cwd)
+            argv[0] = runtime.path(plan.installed.program())
+        cwd = posixpath.join(runtime.spec.workdir, (shell and shell.cwd) or "")
+        self._launch = _Launch(argv, env, cwd)
 
     # RUN
 
     async def _run(self) -> Outcome:
-        runtime, place = self._runtime, self._place
+        runtime, launch, place = self._runtime, self._launch, self._place
         assert runtime is not None
+        assert launch is not None
         if self.plan.wants_fresh:
             place.warm.expect(self.plan.grading)
             self._expected = True
@@ -258,7 +266,7 @@ class Life:
         clock.start()
         began = time.monotonic()
         running = asyncio.ensure_future(
-            runtime.run(self._argv, env=self._env, cwd=self._cwd, output=self._folder.agent_log)
+            runtime.run(launch.argv, env=launch.env, cwd=launch.cwd, output=self._folder.agent_log)
         )
         limit = asyncio.ensure_future(self.meter.used_up(self.plan.task.timeout_seconds))
         done: Completed | None = None
@@ -389,9 +397,11 @@ class Life:
         except StoreError as error:
             finished.verdict = Verdict(reason="store_failed")
             finished.error = str(error)
-        with contextlib.suppress(OSError):
+        try:
             self._folder.write("timing.json", {"began_at": self._timing.began_at, "seconds": finished.seconds})
             self._folder.write("verdict.json", _shown(finished))
+        except OSError as error:
+            log.error("session %s: %s can't be written: %s", self.session_id, self._folder.path, error)
         return finished
 
 

@@ -105,9 +105,7 @@ class Runtime(Protocol):
         """A file or a folder, or the bytes of a file."""
         ...
 
-    async def get(
-        self, inside: str, destination: Path, *, max_bytes: int = 1 << 30, all_links: bool = False
-    ) -> None:
+    async def get(self, inside: str, destination: Path, *, max_bytes: int = 1 << 30, all_links: bool = False) -> None:
         """A file or a folder, whole or not at all. Links are not followed: they come as links, and those that lead out
         of what was asked for, like devices and sockets, not at all; with `all_links` they come too, for a copy that
         goes into another runtime and that nobody here reads through a link. FileNotFoundError where there is no file

@@ -129,9 +129,7 @@ class Container:
             await self._copies.put(self._opened().root, source, inside)
             await self._as_root("chown", "-hR", "--", self._user, inside)
 
-    async def get(
-        self, inside: str, destination: Path, *, max_bytes: int = 1 << 30, all_links: bool = False
-    ) -> None:
+    async def get(self, inside: str, destination: Path, *, max_bytes: int = 1 << 30, all_links: bool = False) -> None:
         await self._copies.get(self._opened().root, inside, destination, max_bytes, all_links)
 
     async def stop(self) -> None:

@@ -115,9 +115,7 @@ class LocalRuntime:
     async def put(self, source: Path | bytes, inside: str) -> None:
         await self._copies.put(self._opened(), source, inside)
 
-    async def get(
-        self, inside: str, destination: Path, *, max_bytes: int = 1 << 30, all_links: bool = False
-    ) -> None:
+    async def get(self, inside: str, destination: Path, *, max_bytes: int = 1 << 30, all_links: bool = False) -> None:
         await self._copies.get(self._opened(), inside, destination, max_bytes, all_links)
 
     def _opened(self) -> int:
