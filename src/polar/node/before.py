@@ -1,7 +1,6 @@
 """The workspace as it was before any agent: one copy for all sessions whose runtimes are prepared alike."""
 
 import asyncio
-import shutil
 from pathlib import Path
 
 from msgspec import Struct
@@ -9,6 +8,7 @@ from msgspec import Struct
 from polar.node.warm import Recipe
 from polar.runtimes.base import Runtime, TooLarge
 from polar.runtimes.preparing import PrepareError
+from polar.runtimes.state import remove_tree
 
 MOST = 256 << 20  # bytes of a workspace that is kept
 
@@ -47,7 +47,7 @@ class Before:
         if not copy.users:
             del self._copies[recipe.key]
             await asyncio.wait([copy.taken])
-            await asyncio.to_thread(shutil.rmtree, copy.path, ignore_errors=True)
+            await asyncio.to_thread(remove_tree, copy.path)
 
 
 async def _take(runtime: Runtime, path: Path) -> Path | None:

@@ -13,7 +13,6 @@ import asyncio
 import logging
 import math
 import posixpath
-import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -39,6 +38,7 @@ from polar.node.work import Graded
 from polar.patches import patch
 from polar.runtimes.base import Completed, Runtime, SandboxError, Spoiled, TooLarge
 from polar.runtimes.preparing import PrepareError
+from polar.runtimes.state import remove_tree
 from polar.store.base import Exchange, Session, Store, Verdict
 
 log = logging.getLogger(__name__)
@@ -371,7 +371,7 @@ class Life:
             self._folder.workspace_diff.write_bytes(b"# The workspace could not be taken: " + why + b"\n")
             return
         self._folder.workspace_diff.write_bytes(changed)
-        await asyncio.to_thread(shutil.rmtree, after)
+        await asyncio.to_thread(remove_tree, after)
 
     # The end
 
@@ -388,7 +388,10 @@ class Life:
             self._place.warm.dismiss(self.plan.grading)
         if self._has_before:
             await self._place.before.release(self.plan.recipe)
-        await asyncio.to_thread(shutil.rmtree, self._scratch, ignore_errors=True)
+        try:
+            await asyncio.to_thread(remove_tree, self._scratch)
+        except SandboxError as error:
+            log.error("session %s: %s", self.session_id, error)
 
     async def _told(self, finished: Finished) -> Finished:
         """Durable in the store first; the folder is for people."""

@@ -16,7 +16,7 @@ import stat
 from collections.abc import Callable, Iterator
 from pathlib import Path, PurePosixPath
 
-from polar.runtimes import linux
+from polar.runtimes import emptying, linux
 from polar.runtimes.base import TooLarge
 
 _ENTRY = 512  # what an entry counts besides its content: a million empty files are not free
@@ -192,7 +192,7 @@ def _clear(folder: int, name: str) -> None:
     except FileNotFoundError:
         pass
     except IsADirectoryError:
-        shutil.rmtree(name, dir_fd=folder)
+        emptying.remove(name, folder)
 
 
 @contextlib.contextmanager

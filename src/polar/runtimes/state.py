@@ -11,10 +11,10 @@ A lock falls with its process, however that ends: an owner whose lock can be had
 import fcntl
 import os
 import secrets
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
+from polar.runtimes import emptying
 from polar.runtimes.base import SandboxError
 from polar.runtimes.cgroups import Cgroups, Group, group_name
 
@@ -109,26 +109,23 @@ def _locked(folder: Path) -> int | None:
 
 
 def remove_tree(folder: Path) -> None:
-    """Also where what ran inside took its own permissions away; what is gone already is fine."""
-    for may_fail in (True, True, False):
-        try:
-            shutil.rmtree(folder)
-        except FileNotFoundError:
-            if not folder.exists():
+    """Whatever what ran inside made of it; what is gone already is fine."""
+    try:
+        above = os.open(folder.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return
+    try:
+        for may_fail in (True, True, False):
+            try:
+                emptying.remove(folder.name, above)
+            except FileNotFoundError:
+                if not folder.exists():
+                    return
+            except OSError as error:
+                if not may_fail:
+                    raise SandboxError(f"{folder} can't be removed: {error}.") from error
+            else:
                 return
-        except PermissionError:
-            _open_up(folder)
-        except OSError as error:
-            if not may_fail:
-                raise SandboxError(f"{folder} can't be removed: {error}.") from error
-        else:
-            return
+    finally:
+        os.close(above)
     raise SandboxError(f"{folder} can't be removed.")
-
-
-def _open_up(folder: Path) -> None:
-    folder.chmod(0o700)
-    for above, names, _ in os.walk(folder):
-        for path in (Path(above, name) for name in names):
-            if not path.is_symlink():
-                path.chmod(0o700)  # before the walk gets there
