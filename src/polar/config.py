@@ -101,6 +101,7 @@ class NodeSettings(Section):
     ready_buffer: int = Field(4, gt=0, description="prepared ones that wait for a free run slot")
     run_workers: int = Field(16, gt=0, description="harnesses that run at the same time")
     postrun_workers: int = Field(4, gt=0, description="evaluations at the same time")
+    disk_mb: int | None = Field(None, gt=0, description="of each runtime, where a task names no limit of its own")
     runtimes: list[str] = Field([], description="backends that tasks may use [default: all that work here]")
     prewarm: list[Prewarm] = []
     harness_cache: str | None = Field(None, description="where harnesses are installed [default: the user's cache]")

@@ -136,6 +136,23 @@ async def test_a_clock_stands_still_while_generation_is_paused(tmp_path: Path) -
     assert finished.verdict.reward == 1
 
 
+async def test_a_clock_is_not_stopped_by_asking_over_and_over(tmp_path: Path) -> None:
+    play = tmp_path / "play.json"
+    play.write_text(json.dumps({"turns": [{"text": "x", "delay": 0.3}]}))
+    engine = {"kind": "scripted", "options": {"play": str(play)}}
+    code = (
+        "import threading\n"
+        "def calls():\n"
+        "    while True:\n"
+        "        try: ask(stream=True)\n"
+        "        except ValueError: pass\n"  # the reply is a stream
+        "threading.Thread(target=calls).start(); time.sleep(0.15); calls()"
+    )
+    async with rollout(tmp_path, engine=engine) as opened:
+        finished = await one(opened, task(code, timeout_seconds=2, on_timeout="mask", evaluator=GRADED))
+    assert finished.verdict.reason == "timeout"
+
+
 async def test_a_task_decides_what_is_sampled_with(tmp_path: Path) -> None:
     async with rollout(tmp_path) as opened:
         finished = await one(opened, task("ask(temperature=0.1)", sampling={"temperature": 0.7, "top_p": 1}))

@@ -294,6 +294,16 @@ def _watch_unittest(workdir: str, write: "Callable[[dict[str, Any]], None]") -> 
         if error is not None:
             outcomes[id(test)] = "failed"
 
+    loader: Any = importlib.import_module("unittest.loader")
+    make = loader._make_skipped_test
+
+    def made(name: str, error: Any, *rest: Any) -> Any:
+        """In the place of a file that says, as it is imported, that it is to be skipped."""
+        if watches[0].is_others(error):
+            write({"not_collected": name})
+        return make(name, error, *rest)
+
+    loader._make_skipped_test = made
     before("startTest", start)
     before("stopTest", stop)
     before("addSubTest", part)

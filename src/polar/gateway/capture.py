@@ -1,5 +1,6 @@
 """What one model call turned out to be: collected chunk by chunk, and in the end an Exchange for the store."""
 
+import asyncio
 import logging
 import time
 from array import array
@@ -13,6 +14,7 @@ from polar.engines.base import Chunk, Ids, TokenPrompt, VersionSpan
 from polar.engines.pool import Replica
 from polar.errors import ApiError
 from polar.gateway.checks import untrainable
+from polar.gateway.meter import Clock
 from polar.gateway.prompt_ids import PromptIds
 from polar.gateway.sessions import OpenSession
 from polar.parts import Parts
@@ -29,6 +31,8 @@ from polar.types import (
 )
 
 log = logging.getLogger(__name__)
+
+_PATIENCE = 1.0  # seconds that a call may wait for the engine as part of its session's time
 
 
 class Call(Struct, frozen=True):
@@ -79,6 +83,8 @@ class Capture:
         self._rendered: Rendered | None = None
         self._routed_experts: bytes | None = None
         self.malformed = False
+        self._patience: asyncio.TimerHandle | None = None
+        self._has_begun = False
         self._reasoning_tokens = 0
         self._finish_reason: FinishReason | None = None
         self._stop_sequence: str | None = None
@@ -98,23 +104,38 @@ class Capture:
         if not self.call.request.stream:
             self.begun()  # its first chunk will be its last
 
-    def froze(self) -> None:
-        self.call.session.meter.clock.hold((self, "frozen"))
+    # What the session's clock is told.
 
-    def thawed(self) -> None:
-        self.call.session.meter.clock.release((self, "frozen"))
-
-    def waits(self) -> None:
-        """For the engine to begin: until then the session's clock stands still."""
-        self.call.session.meter.clock.hold((self, "waiting"))
+    def waits(self, *, paused: bool) -> None:
+        """For the engine to begin."""
+        loop = asyncio.get_running_loop()
+        self._patience = loop.call_later(0 if paused else _PATIENCE, self._clock.hold, self)
 
     def begun(self) -> None:
-        self.call.session.meter.clock.release((self, "waiting"))
+        self._has_begun = True
+        self._lose_patience()
+        self._clock.busy(self)
+
+    def froze(self) -> None:
+        self._clock.hold(self)
+
+    def thawed(self) -> None:
+        if self._has_begun:
+            self._clock.busy(self)  # another goes on waiting
 
     def over(self, error: ApiError | None) -> None:
-        self.begun()
-        self.thawed()
+        self._lose_patience()
+        self._clock.done(self)
         self.call.session.meter.ended(len(self.sampled), error)
+
+    @property
+    def _clock(self) -> Clock:
+        return self.call.session.meter.clock
+
+    def _lose_patience(self) -> None:
+        if self._patience is not None:
+            self._patience.cancel()
+            self._patience = None
 
     def version_changed(self, version: int, *, frozen: bool) -> None:
         """The weights changed under this call. Where it stood still meanwhile, the boundary is here; else nobody knows.

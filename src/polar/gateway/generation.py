@@ -143,7 +143,7 @@ class Generation:
         try:
             if self._given_up:
                 raise asyncio.CancelledError
-            capture.waits()
+            capture.waits(paused=self._context.pool.gate.paused)
             chunks = await self._chunks()
             async for chunk in chunks:
                 if not self.events:

@@ -1,7 +1,9 @@
 """What a session has used of what it may: turns, sampled tokens, seconds.
 
-Its clock counts what the harness and the engine do for it. It stands still while a call can't get on through no fault
-of the session's: it waits while generation is paused, or for the engine to begin, or is frozen in the middle.
+Its clock counts what the harness and the engine do for it. It stands still while its calls can't get on through no
+fault of the session's: they wait while generation is paused, or for a busy engine to begin, or are frozen in the middle.
+As long as one of them is being sampled, it runs; and a wait counts as one only after a moment, so that nobody can stop
+the clock by asking over and over.
 """
 
 import asyncio
@@ -16,35 +18,46 @@ _SHORTEST = 0.02  # seconds between two looks at a clock that may stand still
 
 
 class Clock:
-    """Runs from `start` on, but not while anybody holds it."""
+    """Runs from `start` on, but not while anybody holds it, unless somebody is busy."""
 
     def __init__(self) -> None:
         self._counted = 0.0
         self._since: float | None = None  # when it last began to run
         self._started = False
         self._holding: set[Hashable] = set()
+        self._busy: set[Hashable] = set()
 
     def start(self) -> None:
         self._started = True
-        self._run()
+        self._set()
 
     def elapsed(self) -> float:
         running = 0.0 if self._since is None else time.monotonic() - self._since
         return self._counted + running
 
     def hold(self, who: Hashable) -> None:
+        self._busy.discard(who)
         self._holding.add(who)
-        if self._since is not None:
+        self._set()
+
+    def busy(self, who: Hashable) -> None:
+        self._holding.discard(who)
+        self._busy.add(who)
+        self._set()
+
+    def done(self, who: Hashable) -> None:
+        """Neither holds it nor is busy any more."""
+        self._holding.discard(who)
+        self._busy.discard(who)
+        self._set()
+
+    def _set(self) -> None:
+        runs = self._started and (bool(self._busy) or not self._holding)
+        if runs and self._since is None:
+            self._since = time.monotonic()
+        elif not runs and self._since is not None:
             self._counted += time.monotonic() - self._since
             self._since = None
-
-    def release(self, who: Hashable) -> None:
-        self._holding.discard(who)
-        self._run()
-
-    def _run(self) -> None:
-        if self._started and not self._holding and self._since is None:
-            self._since = time.monotonic()
 
 
 class Meter:

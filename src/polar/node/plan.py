@@ -64,19 +64,19 @@ def plan(task: TaskRequest, settings: NodeSettings) -> Plan:
         settings=options,
         model=agent.model_name or harness.default_model,
         evaluator=None if task.evaluator is None else load_evaluator(task.evaluator),
-        recipe=recipe_of(runtime, installed),
+        recipe=recipe_of(runtime, installed, settings),
         grading=Recipe(
             runtime.backend,
-            _spec(runtime, grades_online, ()),
+            _spec(runtime, grades_online, (), settings),
             (*runtime.prepare, *runtime.eval_prepare),
         ),
     )
 
 
-def recipe_of(runtime: RuntimeRequest, installed: Installed | None) -> Recipe:
+def recipe_of(runtime: RuntimeRequest, installed: Installed | None, settings: NodeSettings) -> Recipe:
     """Of a runtime that an agent will run in."""
     mounts = () if installed is None else (installed.mount(),)
-    return Recipe(runtime.backend, _spec(runtime, runtime.reaches, mounts), tuple(runtime.prepare))
+    return Recipe(runtime.backend, _spec(runtime, runtime.reaches, mounts, settings), tuple(runtime.prepare))
 
 
 def prewarmed(wanted: Prewarm, settings: NodeSettings) -> Recipe:
@@ -86,11 +86,12 @@ def prewarmed(wanted: Prewarm, settings: NodeSettings) -> Recipe:
         runtime = RuntimeRequest.model_validate(wanted.runtime)
     except ValidationError as error:
         raise ConfigError(f"[[node.prewarm]]: {error.errors()[0]['loc']}: {error.errors()[0]['msg']}.") from error
-    return recipe_of(runtime, find(cache_folder(settings.harness_cache), load_harness(agent.preset), agent.version))
+    installed = find(cache_folder(settings.harness_cache), load_harness(agent.preset), agent.version)
+    return recipe_of(runtime, installed, settings)
 
 
-def _spec(runtime: RuntimeRequest, network: Network, mounts: tuple[Mount, ...]) -> Spec:
-    limits = Limits(runtime.cpus, runtime.memory_mb, runtime.processes, runtime.disk_mb)
+def _spec(runtime: RuntimeRequest, network: Network, mounts: tuple[Mount, ...], settings: NodeSettings) -> Spec:
+    limits = Limits(runtime.cpus, runtime.memory_mb, runtime.processes, runtime.disk_mb or settings.disk_mb)
     return Spec(
         image=runtime.image,
         workdir=runtime.workdir,

@@ -46,6 +46,7 @@ log = logging.getLogger(__name__)
 _LOGS = 32 << 20  # bytes of each thing that a harness wrote of its own run
 _NOT_THERE = 127
 _TOLD = 2000  # characters of an error that are kept
+_LISTED = 1000  # of what a verdict lists
 
 
 class HarnessError(PolarError):
@@ -419,14 +420,15 @@ def _checked(verdict: Verdict, *, live: bool) -> Verdict:
 
 
 def _printable(told: Any) -> Any:
-    """Names of an agent's files are bytes that need not be text, and stand in what is told of them: as text that can
-    be written."""
+    """Names of an agent's files are bytes that need not be text, and stand in what is told of them, however many they
+    are: as text that can be written, and not without end."""
     if isinstance(told, str):
         return told.encode(errors="backslashreplace").decode()
     if isinstance(told, dict):
         return {_printable(key): _printable(value) for key, value in told.items()}
     if isinstance(told, list | tuple):
-        return [_printable(value) for value in told]
+        more = [f"and {len(told) - _LISTED} more"] if len(told) > _LISTED else []
+        return [_printable(value) for value in told[:_LISTED]] + more
     return told
 
 

@@ -11,6 +11,7 @@ from polar.runtimes.spawner import descendants
 
 CALL_SECONDS = 120.0
 _ENDING_SECONDS = 10.0
+_MOST_PRINTED = 16 << 20  # bytes
 _NOWHERE = "/proc"  # podman leaves a file `oom` in the folder it is called in, unless it can't
 
 
@@ -43,27 +44,88 @@ class Cli:
             raise
 
     async def _call(self, arguments: tuple[str, ...], seconds: float) -> str:
-        process = await self.open(*arguments, stdin=DEVNULL)
-        try:
-            out, said = await asyncio.wait_for(process.communicate(), seconds)
-        except TimeoutError:
-            raise SandboxError(f"{self.name} {arguments[0]} took longer than {seconds:g} seconds.") from None
-        finally:
-            if process.returncode is None:
-                await _end(process)
+        with contextlib.ExitStack() as held:
+            out, said = (held.enter_context(os.fdopen(os.memfd_create(self.name), "rb")) for _ in range(2))
+            process = await self._start(arguments, DEVNULL, out.fileno(), said.fileno())
+            try:
+                await asyncio.wait_for(process.wait(), seconds)
+            except TimeoutError:
+                raise SandboxError(f"{self.name} {arguments[0]} took longer than {seconds:g} seconds.") from None
+            finally:
+                if process.returncode is None:
+                    await _end(process)
+            printed, complaint = (os.pread(file.fileno(), _MOST_PRINTED, 0) for file in (out, said))
         if process.returncode:
-            raise CallError(f"{self.name} {arguments[0]}", (out + said).decode(errors="replace").strip())
-        return out.decode(errors="replace").strip()
+            raise CallError(f"{self.name} {arguments[0]}", (printed + complaint).decode(errors="replace").strip())
+        return printed.decode(errors="replace").strip()
 
-    async def open(self, *arguments: str, stdin: int = PIPE, stdout: int = PIPE) -> Process:
+    async def open(self, *arguments: str) -> "Client":
         """Starts a call whose streams the caller follows."""
+        with contextlib.ExitStack() as theirs:
+            streams = []
+            for _ in range(2):
+                ours, inside = os.pipe2(os.O_CLOEXEC)
+                theirs.callback(os.close, inside)
+                streams.append((ours, inside))
+            try:
+                process = await self._start(arguments, PIPE, *(inside for _, inside in streams))
+            except BaseException:
+                for ours, _ in streams:
+                    os.close(ours)
+                raise
+        (out, closes_out), (said, closes_said) = [await _reader(ours) for ours, _ in streams]
+        return Client(process, out, said, (closes_out, closes_said))
+
+    async def _start(self, arguments: tuple[str, ...], stdin: int, stdout: int, stderr: int) -> Process:
+        """Output goes to descriptors of our own: one that the event loop makes may be a socket, which podman's
+        daemons inherit and keep open, so that its end never comes."""
         command = (*self._command, *arguments)
         try:
             return await asyncio.create_subprocess_exec(
-                *command, stdin=stdin, stdout=stdout, stderr=PIPE, start_new_session=True, cwd=_NOWHERE
+                *command, stdin=stdin, stdout=stdout, stderr=stderr, start_new_session=True, cwd=_NOWHERE
             )
         except OSError as error:
             raise SandboxError(f"{self.name} can't be started: {error}.") from error
+
+
+class Client:
+    """A running call, with its streams."""
+
+    def __init__(
+        self,
+        process: Process,
+        stdout: asyncio.StreamReader,
+        stderr: asyncio.StreamReader,
+        transports: tuple[asyncio.BaseTransport, ...],
+    ) -> None:
+        assert process.stdin is not None
+        self.stdin = process.stdin
+        self.stdout = stdout
+        self.stderr = stderr
+        self._process = process
+        self._transports = transports
+
+    @property
+    def returncode(self) -> int | None:
+        return self._process.returncode
+
+    async def wait(self) -> int:
+        return await self._process.wait()
+
+    def kill(self) -> None:
+        self._process.kill()
+
+    def close(self) -> None:
+        """When nobody reads any more."""
+        for transport in self._transports:
+            transport.close()
+
+
+async def _reader(fd: int) -> tuple[asyncio.StreamReader, asyncio.BaseTransport]:
+    loop = asyncio.get_running_loop()
+    reader = asyncio.StreamReader()
+    transport, _ = await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(fd, "rb", 0))
+    return reader, transport
 
 
 async def _end(process: Process) -> None:

@@ -14,12 +14,11 @@ import os
 import secrets
 import shlex
 import time
-from asyncio.subprocess import Process
 from pathlib import Path
 
 from polar.runtimes.base import Completed
 from polar.runtimes.cgroups import Group
-from polar.runtimes.container_cli import CALL_SECONDS, CallError, Cli
+from polar.runtimes.container_cli import CALL_SECONDS, CallError, Cli, Client
 from polar.runtimes.inside import Inside, holds
 
 # Standard error carries nothing of the command, so that the engine's own complaints are told from it. What is read is
@@ -59,7 +58,7 @@ async def run(
         pid = await asyncio.to_thread(inside.move, told, group)
         began = time.monotonic()
         tasks.append(asyncio.create_task(_send(client, script(argv, env, cwd, mark) + stdin)))
-        tasks.append(saying := asyncio.create_task(_stream(client.stderr).read()))
+        tasks.append(saying := asyncio.create_task(client.stderr.read()))
         timed_out = not await _ended(client, timeout)
         seconds = time.monotonic() - began
         if timed_out:
@@ -79,6 +78,7 @@ async def run(
         for task in tasks:
             task.cancel()
         await asyncio.gather(client.wait(), *tasks, return_exceptions=True)
+        client.close()
         if group is not None:
             with contextlib.suppress(OSError):  # daemons of the command are still in it, or the container is gone
                 group.folders[0].rmdir()
@@ -91,12 +91,12 @@ def script(argv: list[str], env: dict[str, str], cwd: str, mark: str) -> bytes:
     return os.fsencode(f"exec 2>&1\ncd -- {shlex.quote(cwd)} || exit 126\nexec {shlex.join(words)}\n{mark}\n")
 
 
-async def _told_pid(cli: Cli, client: Process, mark: str) -> int:
+async def _told_pid(cli: Cli, client: Client, mark: str) -> int:
     """Waits for the shell inside; its id there."""
     said = b""
     try:
         async with asyncio.timeout(CALL_SECONDS):
-            async for line in _stream(client.stderr):  # engines may warn of this and that before
+            async for line in client.stderr:  # engines may warn of this and that before
                 if line.startswith(mark.encode()):
                     return int(line.split()[1])
                 said += line
@@ -105,33 +105,27 @@ async def _told_pid(cli: Cli, client: Process, mark: str) -> int:
     raise CallError(f"{cli.name} exec", said.decode(errors="replace").strip())
 
 
-async def _send(client: Process, data: bytes) -> None:
-    assert client.stdin is not None
+async def _send(client: Client, data: bytes) -> None:
     with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # a command need not read
         client.stdin.write(data)
         await client.stdin.drain()
     client.stdin.close()
 
 
-async def _keep(client: Process, output: Path | None, most: int) -> bool:
+async def _keep(client: Client, output: Path | None, most: int) -> bool:
     """Keeps the first bytes of what comes. The rest is read and dropped, so that a talkative command is not held up.
     Whether there was a rest."""
     kept, cut = 0, False
     with Path(output or os.devnull).open("wb", buffering=0) as file:  # noqa: ASYNC230 (pages in memory)
-        while data := await _stream(client.stdout).read(_CHUNK):
+        while data := await client.stdout.read(_CHUNK):
             cut |= len(data) > most - kept
             kept += file.write(data[: most - kept]) or 0
     return cut
 
 
-async def _ended(client: Process, seconds: float | None) -> bool:
+async def _ended(client: Client, seconds: float | None) -> bool:
     try:
         await asyncio.wait_for(client.wait(), seconds)
     except TimeoutError:
         return False
     return True
-
-
-def _stream(stream: asyncio.StreamReader | None) -> asyncio.StreamReader:
-    assert stream is not None
-    return stream

@@ -19,6 +19,7 @@ from polar.runtimes import linux
 
 PORT = 8100  # inside, where every sandbox has its ports to itself: the same in every session
 _CHUNK = 1 << 16
+_MOST = 256  # connections of one sandbox at a time: each takes two of the node's descriptors
 _BACKLOG = 128
 _stepping = ThreadPoolExecutor(1, "polar-relay")
 
@@ -47,6 +48,9 @@ class Relay:
         await asyncio.sleep(0)  # in which the event loop closes what was broken off
 
     async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if len(self._connections) >= _MOST:
+            writer.transport.abort()
+            return
         task = asyncio.current_task()
         assert task is not None
         self._connections.add(task)

@@ -33,12 +33,28 @@ def test_a_clock_counts_from_its_start_and_not_while_it_is_held(time: Time) -> N
     clock.hold("a")
     clock.hold("b")
     time.now += 10
-    clock.release("a")
+    clock.done("a")
     time.now += 10
-    clock.release("b")
-    clock.release("b")
+    clock.done("b")
+    clock.done("b")
     time.now += 3
     assert clock.elapsed() == 5
+
+
+def test_a_clock_runs_while_somebody_is_busy_whoever_else_waits(time: Time) -> None:
+    clock = Clock()
+    clock.start()
+    clock.hold("waits")
+    time.now += 10
+    clock.busy("samples")
+    time.now += 2
+    clock.hold("samples")  # frozen in the middle
+    time.now += 10
+    clock.busy("samples")
+    time.now += 1
+    clock.done("samples")
+    time.now += 10
+    assert clock.elapsed() == 3
 
 
 def test_a_clock_that_is_held_before_its_start_waits_for_its_release(time: Time) -> None:
@@ -47,7 +63,7 @@ def test_a_clock_that_is_held_before_its_start_waits_for_its_release(time: Time)
     clock.start()
     time.now += 4
     assert clock.elapsed() == 0
-    clock.release("a")
+    clock.done("a")
     time.now += 1
     assert clock.elapsed() == 1
 
@@ -80,7 +96,7 @@ async def test_seconds_run_out_but_not_while_the_clock_is_held() -> None:
     waiting = asyncio.ensure_future(meter.used_up(0.01))
     await asyncio.sleep(0.15)
     assert not waiting.done()
-    meter.clock.release("a")
+    meter.clock.done("a")
     assert await asyncio.wait_for(waiting, 5) == "timeout"
 
 
