@@ -1,7 +1,7 @@
 """What a session has used of what it may: turns, sampled tokens, seconds.
 
 Its clock counts what the harness and the engine do for it. It stands still while its calls can't get on through no
-fault of the session's: they wait while generation is paused, or for a busy engine to begin, or are frozen in the middle.
+fault of the session: they wait while generation is paused, or for a busy engine to begin, or are frozen midway.
 As long as one of them is being sampled, it runs; and a wait counts as one only after a moment, so that nobody can stop
 the clock by asking over and over.
 """
