@@ -36,15 +36,29 @@ def run(
     samples: int | None = None,
     data: str | os.PathLike[str] = ".polar",
     settings: Settings | None = None,
+    *,
+    backend: str | None = None,
+    image: str | None = None,
+    timeout: float | None = None,
+    model: str | None = None,
 ) -> list[SessionResult]:
     """Runs every sample of every task to its end: the results, in the order of the tasks and their samples.
 
-    `engine` is the address of an inference engine, `harness` (NAME or NAME@VERSION) runs instead of the tasks' own.
-    `settings` are those of polar.toml unless they are given. Raises PolarError where something can't be run; what goes
-    wrong in a session is in its result."""
+    `engine` is the address of an inference engine; `data` is the folder where everything is kept; `settings` are those
+    of polar.toml unless they are given. The others are as on the command line of `polar run`, and take the place of
+    what the tasks say:
+
+    harness   NAME or NAME@VERSION
+    samples   sessions of each task
+    backend   where they run: bubblewrap, docker, podman or local
+    image     that their runtimes are made from
+    timeout   seconds of each session's run
+    model     the name that harnesses are told to ask for
+
+    Raises PolarError where something can't be run; what goes wrong in a session is in its result."""
     _check_no_loop()
-    overrides = Overrides(harness=harness, samples=samples)
-    wanted = [overrides.apply(task) for task in _tasks(tasks)]
+    overrides = Overrides(harness, samples, model, timeout, image, backend)
+    wanted = [overrides.apply(task) for task in _tasks(tasks, backend)]
     return uvloop.run(_run(wanted, _private(settings or config.load(), engine), Path(data)))
 
 
@@ -68,23 +82,23 @@ async def _run(tasks: list[TaskRequest], settings: Settings, data: Path) -> list
     return [SessionResult.model_validate_json(msgspec.json.encode(result)) for result in results]
 
 
-def _tasks(tasks: TaskLike | Iterable[TaskLike]) -> list[TaskRequest]:
+def _tasks(tasks: TaskLike | Iterable[TaskLike], backend: str | None) -> list[TaskRequest]:
     if isinstance(tasks, str | os.PathLike | dict | TaskRequest):
         tasks = [tasks]
     found: dict[str, TaskRequest] = {}
     for like in tasks:
-        for task in _read(like):
+        for task in _read(like, backend):
             if task.task_id in found:
                 raise ConfigError(f"There are two tasks {task.task_id!r}: every task needs a name of its own.")
             found[task.task_id] = task
     return list(found.values())
 
 
-def _read(like: TaskLike) -> list[TaskRequest]:
+def _read(like: TaskLike, backend: str | None) -> list[TaskRequest]:
     if isinstance(like, TaskRequest):
         return [like]
     if not isinstance(like, dict):
-        return read([Path(like)])
+        return read([Path(like)], backend=backend)  # Harbor's tasks are other ones in each
     try:
         return [TaskRequest.model_validate(like)]
     except ValidationError as error:

@@ -256,7 +256,11 @@ async def test_runtimes_stand_ready_before_any_task_names_them(tmp_path: Path) -
         ({"runtime": {"backend": "local", "prepare": [{"type": "exec", "command": "echo oh >&2; exit 3"}]}},
          "prepare_failed", "oh"),
         ({"agent": {"custom_shell": {"command": "echo nothing to run; exit 4"}}}, "harness_failed", "nothing to run"),
-        ({"agent": {"harness": "codex", "env": {"PATH": "/usr/bin:/bin"}}}, "harness_failed", "polar harness install"),
+        (
+            {"agent": {"harness": "codex", "env": {"PATH": "/usr/bin:/bin"}}},
+            "harness_failed",
+            "polar harness install",
+        ),
     ],
     ids=["prepare", "harness", "missing"],
 )  # fmt: skip
@@ -308,6 +312,8 @@ async def test_a_key_dies_with_its_run(tmp_path: Path) -> None:
         ({"evaluator": {"strategy": "command", "config": {"command": "true", "comand": "x"}}}, "comand"),
         ({"runtime": {"backend": "nobody"}}, "nobody"),
         ({"runtime": {"backend": "local", "gpus": 1}}, "gpus"),
+        ({"runtime": {"backend": "local", "image": "debian"}}, "image"),
+        ({"agent": {"harness": "aider"}}, "polar harness install aider"),
         ({"builder": {"strategy": "nobody"}}, "nobody"),
     ],
 )
@@ -351,3 +357,9 @@ async def test_free_run_slots_are_filled_while_none_has_ended(tmp_path: Path) ->
         finished = await reading
     assert {one.verdict.reason for one in finished} == {"cancelled"}
     assert len(finished) >= 12  # those that had not been taken in never were
+
+
+async def test_an_engine_that_does_not_answer_is_told_before_anything_runs(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"No engine answers at http://127\.0\.0\.1:9"):
+        async with rollout(tmp_path, engine={"kind": "vllm", "urls": ["http://127.0.0.1:9"]}):
+            pass

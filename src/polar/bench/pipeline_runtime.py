@@ -154,6 +154,9 @@ class SimulatedKind:
     async def unavailable(self) -> str | None:
         return None
 
+    def refuses(self, image: str | None) -> str | None:  # noqa: ARG002
+        return None
+
     async def prepare(self, image: str | None) -> None:  # noqa: ARG002
         return None
 

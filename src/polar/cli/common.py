@@ -3,6 +3,7 @@
 import asyncio
 import json
 import logging
+import shlex
 import sys
 from collections.abc import Callable, Coroutine
 from pathlib import Path
@@ -26,8 +27,9 @@ config_option = click.option(
     default=None,
     help="settings [default: polar.toml, if it is there]",
 )
+DATA = Path(".polar")
 data_option = click.option(
-    "--data", type=click.Path(path_type=Path), default=Path(".polar"), show_default=True, help="where state lives"
+    "--data", type=click.Path(path_type=Path), default=DATA, show_default=True, help="where state lives"
 )
 
 
@@ -71,10 +73,15 @@ def engine_at(url: str, configured: config.EngineSettings) -> dict[str, Any]:
 
 
 def scripted_note(settings: config.Settings) -> str | None:
-    """Who answered, where nobody was named."""
-    if settings.engine.urls:
+    """Who answered, where nobody was named; who chose what the engine says knows."""
+    if settings.engine.urls or settings.engine.options:
         return None
     return f"No engine is configured, so the {settings.engine.kind} one answered: name yours with --engine URL."
+
+
+def show_command(session_id: str, data: Path) -> str:
+    """What to type to look at a session."""
+    return f"polar show {session_id}" + ("" if data == DATA else f" --data {shlex.quote(str(data))}")
 
 
 def run(main: Coroutine[Any, Any, T]) -> T:

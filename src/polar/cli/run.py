@@ -12,7 +12,7 @@ import msgspec
 from rich.console import Console
 
 from polar.cli import run_summary
-from polar.cli.common import engine_options, private_settings, run, scripted_note, settings_options
+from polar.cli.common import engine_options, private_settings, run, scripted_note, settings_options, show_command
 from polar.cli.interrupts import Interrupts
 from polar.cli.run_progress import Progress, followed, progress
 from polar.cli.run_tally import Tally
@@ -92,7 +92,8 @@ class _Run:
             rest = self._total - self._tally.sessions
             click.echo(f"polar: Interrupted: {rest} of {self._total} sessions were cancelled.", err=True)
             return interrupts.status
-        if complaint := run_summary.complaint(self._tally, self._data):
+        url = next(iter(self._settings.engine.urls), None)
+        if complaint := run_summary.complaint(self._tally, self._data, url):
             click.echo(f"polar: {complaint}", err=True)
             return 1
         return 0
@@ -125,11 +126,11 @@ class _Run:
         run_summary.show(console, self._by_task, self._tally, seconds)
         if (note := scripted_note(self._settings)) is not None:
             console.print(note, highlight=False, soft_wrap=True)
-        if not self._tally.turns:
+        if self._tally.ended_well and not self._tally.turns:
             console.print(_SILENT, highlight=False, soft_wrap=True)
         console.print(
             f"What each session left is in {self._data / 'sessions'}. Look at one with: "
-            f"polar show {self._tally.last} --data {self._data}",
+            + show_command(self._tally.last, self._data),
             highlight=False,
             soft_wrap=True,
         )

@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from polar.cli.common import LOG_FORMAT
-from polar.cli.run_tally import Tally, count, listed
+from polar.cli.run_tally import Tally, count, listed, why
 from polar.node.node import Load
 from polar.node.session import Finished
 
@@ -201,7 +201,8 @@ def in_words(finished: Finished) -> str:
     """A session that has ended, in a line."""
     verdict = finished.verdict
     if verdict.reward is not None:
-        earned = f"reward {verdict.reward:g}"
+        said = why(verdict)
+        earned = f"reward {verdict.reward:g}" + (f" ({said})" if said else "")
     elif verdict.reason is not None:
         earned = f"no reward ({verdict.reason})"
     else:

@@ -1,5 +1,6 @@
 """What came of a run, when it is over."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 from rich.console import Console
@@ -9,12 +10,13 @@ from rich.text import Text
 from polar.cli.run_tally import STAGES, Tally, count, listed
 
 _SHOWN = 50  # tasks
+_WHYS = 3  # that are shown of rewards of 0
 _WIDTH = 120  # where there is no terminal
 
 _ADVICE = {
     "prepare_failed": "a step of runtime.prepare failed: run it by hand in the same runtime",
     "harness_failed": "the harness ended before its first model call: see agent.log",
-    "engine_failed": "see whether the engine is up: polar doctor URL",
+    "engine_failed": "see whether the engine is up: polar doctor",
     "grader_failed": "the task's own grader can't do its work: see logs/ and verdict.json",
     "sandbox_failed": "see what works on this machine: polar doctor",
     "store_failed": "see whether the data folder can be written and its disk has room",
@@ -34,9 +36,11 @@ def show(console: Console, tasks: dict[str, Tally], total: Tally, seconds: float
         highlight=False,
         soft_wrap=True,
     )
+    for line in _zeros(total):
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
-def complaint(total: Tally, data: Path) -> str:
+def complaint(total: Tally, data: Path, engine_url: str | None) -> str:
     """Why there are sessions without a reward, and what to do; empty where there are none."""
     failures = total.failures
     if not failures:
@@ -48,6 +52,8 @@ def complaint(total: Tally, data: Path) -> str:
     for reason, _ in failures.most_common():
         first = total.first[reason]
         advice = _ADVICE.get(reason, "see verdict.json")
+        if reason == "engine_failed" and engine_url is not None:
+            advice += f" {engine_url}"
         lines.append(f"  {reason}: {advice} (in {data / 'sessions' / first.session_id})")
         if first.error:
             lines += [f"    {line}" for line in first.error.splitlines()]
@@ -86,6 +92,16 @@ def _table(tasks: dict[str, Tally]) -> Table:
 
 def _mean(value: float, tally: Tally, digits: int = 1) -> str:
     return f"{value / tally.sessions:.{digits}f}" if tally.sessions else ""
+
+
+def _zeros(total: Tally) -> Iterator[str]:
+    if not total.zeros:
+        return
+    yield "Why rewards are 0:"
+    for said, number in total.zeros.most_common(_WHYS):
+        yield f"  {count(number, 'session')}: {said}"
+    if rest := total.zeros.total() - sum(number for _, number in total.zeros.most_common(_WHYS)):
+        yield f"  {count(rest, 'session')} for other reasons"
 
 
 def _earned(total: Tally) -> str:

@@ -4,9 +4,12 @@ from collections import Counter
 
 from msgspec import Struct, field
 
+from polar.cli.show_tokens import visible
 from polar.node.session import Finished
+from polar.store.base import Verdict
 
 STAGES = ("init", "ready", "run", "postrun")
+_SAID = 120  # characters
 _BY_TASK = frozenset(("timeout", "length"))  # a reason only where the task says that such sessions earn none
 
 
@@ -25,6 +28,8 @@ class Tally(Struct):
     solved: int = 0  # with a reward of 1 or more
     reasons: Counter[str] = field(default_factory=Counter)
     first: dict[str, Failure] = field(default_factory=dict)  # by reason
+    zeros: Counter[str] = field(default_factory=Counter)  # rewards of 0, by why, where the evaluator says so
+    ended_well: int = 0  # harnesses that ended by themselves, with 0
     turns: int = 0
     tokens: int = 0
     seconds: Counter[str] = field(default_factory=Counter)  # by stage
@@ -36,10 +41,14 @@ class Tally(Struct):
         self.turns += finished.turns
         self.tokens += finished.tokens
         self.seconds.update(finished.seconds)
+        outcome = finished.outcome
+        self.ended_well += outcome is not None and outcome.ended == "finished" and outcome.exit_code == 0
         if verdict.reward is not None:
             self.rewarded += 1
             self.reward += verdict.reward
             self.solved += verdict.reward >= 1
+            if verdict.reward == 0 and (said := why(verdict)):
+                self.zeros[said] += 1
         elif verdict.reason is not None:
             self.reasons[verdict.reason] += 1
             self.first.setdefault(verdict.reason, Failure(finished.session_id, finished.error))
@@ -52,6 +61,15 @@ class Tally(Struct):
     def failures(self) -> Counter[str]:
         """Reasons that are neither the agent's nor the task's."""
         return Counter({reason: count for reason, count in self.reasons.items() if reason not in _BY_TASK})
+
+
+def why(verdict: Verdict) -> str:
+    """What an evaluator says of its reward, in a short line; empty where it says nothing. It may quote the agent."""
+    said = verdict.detail.get("why")
+    if not isinstance(said, str):
+        return ""
+    flat = visible(" ".join(said.split()))
+    return flat if len(flat) <= _SAID else f"{flat[: _SAID - 1]}…"
 
 
 def count(number: int, what: str) -> str:

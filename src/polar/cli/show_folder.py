@@ -6,9 +6,11 @@ from typing import Any
 
 import msgspec
 
+from polar.cli.show_tokens import visible
 from polar.node.folder import Folder
 
 _DOCUMENTS = ("verdict", "timing")
+_LIMITS = {"length": "limit of turns or tokens, or the model's context"}
 
 
 def documents(data: Path, session_id: str) -> dict[str, Any]:
@@ -26,9 +28,8 @@ def lines(data: Path, session_id: str) -> Iterator[str]:
     found = documents(data, session_id)
     if "verdict" in found:
         yield from _verdict(found["verdict"])
-    if "timing" in found:
-        stages = ", ".join(f"{stage} {seconds:.2f}" for stage, seconds in found["timing"]["seconds"].items())
-        yield f"seconds: {stages}"
+    if stages := found.get("timing", {}).get("seconds"):
+        yield f"seconds: {', '.join(f'{stage} {seconds:.2f}' for stage, seconds in stages.items())}"
     folder = Folder(data, session_id).path
     if folder.is_dir():
         kept = sorted(f"{path.name}/" if path.is_dir() else path.name for path in folder.iterdir())
@@ -44,9 +45,29 @@ def _verdict(verdict: dict[str, Any]) -> Iterator[str]:
     if verdict["error"]:
         yield f"  {verdict['error']}"
     if detail:
-        yield f"  {', '.join(f'{name}: {value}' for name, value in detail.items())}"
+        yield f"  {_fields(detail)}"
     if (outcome := verdict["outcome"]) is not None:
         code = "was killed" if outcome["exit_code"] is None else f"ended with {outcome['exit_code']}"
-        limit = "" if outcome["ended"] == "finished" else f", by its {outcome['ended']}"
+        limit = "" if outcome["ended"] == "finished" else f", by its {_LIMITS.get(outcome['ended'], outcome['ended'])}"
         memory = ", out of memory" if outcome["out_of_memory"] else ""
-        yield f"  the harness {code} after {outcome['seconds']:.1f} s{limit}{memory}"
+        yield f"  the harness {code} after {outcome['seconds']:.2f} s{limit}{memory}"
+
+
+def _fields(detail: dict[str, Any]) -> str:
+    return ", ".join(f"{visible(name)}: {_value(name, value)}" for name, value in detail.items())
+
+
+def _value(name: str, value: Any) -> str:
+    """For people; verdict.json has it to the last digit."""
+    match value:
+        case None:
+            return "killed" if name == "exit_code" else "none"
+        case bool():
+            return "yes" if value else "no"
+        case float():
+            return f"{value:.2f} s" if name == "seconds" else f"{value:.4g}"
+        case dict():
+            return f"({_fields(value)})" if value else "none"
+        case list():
+            return f"[{', '.join(_value('', one) for one in value)}]" if value else "none"
+    return visible(str(value))

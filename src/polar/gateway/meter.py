@@ -76,11 +76,11 @@ class Meter:
         no turn or no token left."""
         if self._most_turns is not None and self.turns >= self._most_turns:
             self._over.set()
-            raise ApiError("rate_limit", f"The session has used up its {self._most_turns} turns.")
+            raise ApiError("rate_limit", f"The session has used up its turns ({self._most_turns}).")
         left = None if self._most_tokens is None else self._most_tokens - self.tokens
         if left is not None and left <= 0:
             self._over.set()
-            raise ApiError("rate_limit", f"The session has used up its {self._most_tokens} tokens.")
+            raise ApiError("rate_limit", f"The session has used up its tokens ({self._most_tokens}).")
         self.turns += 1
         return wanted if left is None else left if wanted is None else min(wanted, left)
 

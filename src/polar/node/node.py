@@ -99,7 +99,7 @@ class Node:
             node_id=self._state.folder.name,
             store=store,
             sessions=sessions,
-            warm=Warm(self._kinds, launching=node.init_workers, most=node.postrun_workers),
+            warm=Warm(self._kinds, self._state.shared, launching=node.init_workers, most=node.postrun_workers),
             before=Before(self._state.folder / "before"),
             init=Stage("init", node.init_workers),
             ready=Stage("ready", node.ready_buffer),
@@ -138,7 +138,9 @@ class Node:
         """Raises ConfigError where the task can't be run here, with what to do."""
         try:
             planned = plan(task, self._settings.node)
-            await self._kinds.get(planned.recipe.backend)
+            kind = await self._kinds.get(planned.recipe.backend)
+            if (why := kind.refuses(task.runtime.image)) is not None:
+                raise ConfigError(why)
         except ConfigError as error:
             raise ConfigError(f"Task {task.task_id}: {error}") from error
         return planned

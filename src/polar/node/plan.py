@@ -1,5 +1,6 @@
 """A task that can be run here: what its names stand for is found before the first of its sessions begins."""
 
+import shutil
 from typing import Any
 
 from msgspec import Struct
@@ -50,11 +51,13 @@ def plan(task: TaskRequest, settings: NodeSettings) -> Plan:
     if agent.skills_path is not None and harness.skills is None:
         raise ConfigError(f"agent.skills_path: {harness.name} has no skills.")
     installed = find(cache_folder(settings.harness_cache), harness, agent.version)
-    if installed is None and agent.version is not None:
-        raise ConfigError(f"{agent.harness} is not installed: run `polar harness install {agent.harness}`.")
     shell = agent.custom_shell
     options = agent.settings | ({} if shell is None else {"command": shell.command})
-    harness.command(task.instruction, options)  # says what is wrong with the settings
+    program = harness.command(task.instruction, options)[0]  # and says what is wrong with the settings
+    # An image may have the harness itself, in a version that nobody named; without one there is this machine's at most.
+    elsewhere = runtime.image is not None or "PATH" in runtime.env | agent.env or shutil.which(program) is not None
+    if installed is None and (agent.version is not None or (harness.package is not None and not elsewhere)):
+        raise ConfigError(f"{agent.harness} is not installed: run `polar harness install {agent.harness}`.")
     load("builders", task.builder.strategy)
     grades_online: Network = "internet" if runtime.reaches == "internet" else "none"
     return Plan(

@@ -180,7 +180,9 @@ class Life:
             self.meter.tokens,
             error,
         )
-        return await self._told(finished)
+        await self._told(finished)
+        await self._forget()
+        return finished
 
     def cancel(self, task: "asyncio.Task[Finished]") -> bool:
         if not self._may_cancel:
@@ -341,6 +343,8 @@ class Life:
             name = self.plan.harness.name
             if outcome.exit_code == _NOT_THERE and self.plan.installed is None and self.plan.harness.package:
                 raise HarnessError(f"{name} is not in the runtime: run `polar harness install {name}`.")
+            if outcome.out_of_memory:
+                raise HarnessError(f"{name} ran out of memory before its first model call: raise runtime.memory_mb.")
             said = self._folder.tail() or "it printed nothing"
             raise HarnessError(f"{name} ended with {outcome.exit_code} before its first model call: {said}")
 
@@ -389,12 +393,15 @@ class Life:
             self._place.warm.dismiss(self.plan.grading)
         if self._has_before:
             await self._place.before.release(self.plan.recipe)
+
+    async def _forget(self) -> None:
+        """As long as its scratch folder is there, a node that is killed has a session that it did not tell of."""
         try:
             await asyncio.to_thread(remove_tree, self._scratch)
         except SandboxError as error:
             log.error("session %s: %s", self.session_id, error)
 
-    async def _told(self, finished: Finished) -> Finished:
+    async def _told(self, finished: Finished) -> None:
         """Durable in the store first; the folder is for people."""
         try:
             await self._place.sessions.end(self.session_id, finished.verdict)
@@ -406,7 +413,6 @@ class Life:
             self._folder.write("verdict.json", _shown(finished))
         except OSError as error:
             log.error("session %s: %s can't be written: %s", self.session_id, self._folder.path, error)
-        return finished
 
 
 def _checked(verdict: Verdict, *, live: bool) -> Verdict:

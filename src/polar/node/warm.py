@@ -8,8 +8,8 @@ agent runs now and whose grader will want one, up to a limit. Nothing has ever r
 import asyncio
 import logging
 import secrets
-import tempfile
 from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 
 from msgspec import Struct
@@ -44,9 +44,10 @@ class _Shelf(Struct):
 
 
 class Warm:
-    def __init__(self, kinds: Kinds, *, launching: int, most: int) -> None:
+    def __init__(self, kinds: Kinds, scratch: Callable[[str], Path], *, launching: int, most: int) -> None:
         """`launching` are made at the same time; `most` stand ready of one recipe for those that will come."""
         self._kinds = kinds
+        self._scratch = scratch
         self._most = most
         self._launching = Stage("warm", launching)
         self._shelves: dict[str, _Shelf] = {}
@@ -118,17 +119,20 @@ class Warm:
 
     async def _make(self, recipe: Recipe) -> Runtime:
         kind = await self._kinds.get(recipe.backend)
-        runtime = await kind.create(f"rt-{secrets.token_hex(8)}", recipe.spec)
+        id = f"rt-{secrets.token_hex(8)}"
+        runtime = await kind.create(id, recipe.spec)
+        log_file = self._scratch(f"{id}.log")
         try:
             await runtime.start()
-            with tempfile.TemporaryDirectory(prefix="polar-prepare-") as folder:
-                await prepare(runtime, recipe.steps, log=Path(folder, "log"))
+            await prepare(runtime, recipe.steps, log=log_file)
         except OSError as error:
             await runtime.remove()
             raise SandboxError(f"A runtime of kind {recipe.backend} could not be made: {error}.") from error
         except BaseException:
             await asyncio.shield(runtime.remove())
             raise
+        finally:
+            log_file.unlink(missing_ok=True)
         return runtime
 
     async def close(self) -> None:

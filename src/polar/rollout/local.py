@@ -14,6 +14,7 @@ from types import TracebackType
 from typing import Any
 
 from polar.config import Settings
+from polar.errors import ConfigError
 from polar.export.base import Item
 from polar.node.node import Load, Node, Running
 from polar.node.plan import Plan
@@ -42,6 +43,9 @@ class LocalRollout:
         async with contextlib.AsyncExitStack() as stack:
             self.service = await stack.enter_async_context(Service(self._settings, self._data, control=False))
             service = self.service
+            if all(replica.down for replica in service.pool.replicas):
+                urls = ", ".join(replica.url for replica in service.pool.replicas)
+                raise ConfigError(f"No engine answers at {urls}: start it, or name another ([engine] urls, --engine).")
             node = Node(
                 self._settings,
                 self._data,

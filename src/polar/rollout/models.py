@@ -5,9 +5,10 @@ ours is added. Names that other systems use for the same thing are taken as well
 that names it: a misspelt limit must not be no limit.
 """
 
+import posixpath
 from typing import Annotated, Any, Literal
 
-from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
 from polar.config import SamplingOverrides
 
@@ -72,6 +73,13 @@ class RuntimeRequest(Model):
     disk_mb: int | None = Field(None, gt=0)
     processes: int | None = Field(1024, gt=0)
     gpus: int = Field(0, ge=0)
+
+    @field_validator("workdir")
+    @classmethod
+    def _absolute(cls, workdir: str) -> str:
+        if not posixpath.isabs(workdir) or posixpath.normpath(workdir) == "/":
+            raise ValueError("it must be an absolute path, and not the root")
+        return posixpath.normpath(workdir)
 
     @property
     def reaches(self) -> Literal["gateway", "none", "internet"]:
@@ -210,6 +218,8 @@ class SessionResult(BaseModel):
     session_id: str
     task_id: str
     status: SessionStatus
+    reward: float | None = None
+    reason: str | None = None  # why there is no reward
     trajectory: TrajectoryResult | None = None
     timing: dict[str, Any] = {}
     node_id: str | None = None

@@ -19,6 +19,7 @@ class Overrides(Struct, frozen=True):
     model: str | None = None
     timeout: float | None = None
     image: str | None = None
+    backend: str | None = None
 
     def apply(self, task: TaskRequest) -> TaskRequest:
         """Raises ConfigError. What a task says to its harness alone (settings, a command) is for no other one."""
@@ -35,8 +36,9 @@ class Overrides(Struct, frozen=True):
             fields["num_samples"] = self.samples
         if self.timeout is not None:
             fields["timeout_seconds"] = self.timeout
-        if self.image is not None:
-            fields["runtime"] = fields.get("runtime", {}) | {"image": self.image}
+        runtime = {"image": self.image, "backend": self.backend}
+        if wanted_there := {name: value for name, value in runtime.items() if value is not None}:
+            fields["runtime"] = fields.get("runtime", {}) | wanted_there
         try:
             return TaskRequest.model_validate(fields | {"agent": agent})
         except ValidationError as error:

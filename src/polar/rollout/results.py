@@ -20,6 +20,8 @@ def session_result(item: Item, *, stages: dict[str, float] | None = None, error:
         "session_id": session.session_id,
         "task_id": item.group,
         "status": status,
+        "reward": session.reward,
+        "reason": session.reason,
         "trajectory": wire.trajectory(item.trajectory, messages, status=status, error=error),
         "timing": {
             "created_at": session.created_at,

@@ -136,6 +136,10 @@ class Kind(Protocol):
         """Why there can be none here, with what to do; None where there can."""
         ...
 
+    def refuses(self, image: str | None) -> str | None:
+        """What is wrong with an image's name, with what to do; None where nothing is."""
+        ...
+
     async def prepare(self, image: str | None) -> None:
         """Makes ready what runtimes of this image share, so that creating one is quick."""
         ...

@@ -333,10 +333,13 @@ class Bubblewrap:
         if shutil.which("bwrap") is None:
             return "bwrap is not there: install the package bubblewrap (0.8 or later)."
         if not _may_mount():
-            return "Its mounts and namespaces need root here (CAP_SYS_ADMIN): run the node as root, or use docker."
+            return "It needs root here (CAP_SYS_ADMIN): run it as root, or use the runtime local for code that you trust."
         if not _has_overlay():
             return "The kernel has no overlayfs: load it with `modprobe overlay`."
         return None
+
+    def refuses(self, image: str | None) -> str | None:
+        return None if image is None else roots.wrong_root(image)
 
     async def prepare(self, image: str | None) -> None:
         await self._set_up()

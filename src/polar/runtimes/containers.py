@@ -60,6 +60,9 @@ class Containers:
             return f"{error} Please {self.advice}."
         return None
 
+    def refuses(self, image: str | None) -> str | None:
+        return f"A runtime of kind {self.name} needs an image: name it in runtime.image." if image is None else None
+
     async def prepare(self, image: str | None) -> None:
         await self._ready(image)
 

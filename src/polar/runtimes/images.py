@@ -1,8 +1,8 @@
 """The images that containers are made of: names that the engine or its registry knows, and folders with a Dockerfile.
 
-`build:FOLDER` is built once for each content of the folder: its tag is a hash over names, modes and bytes, so that a
-change of any file is another image, and the same folder elsewhere is the same image. What a Dockerfile starts from
-comes from the engine, or from the registry that the engine asks.
+`build:FOLDER` is built once by each node for each content of the folder: its tag is a hash over names, modes and bytes,
+so that a change of any file is another image. That nothing has changed since an earlier node is for the engine to find
+out, which knows what a Dockerfile starts from; that comes from the engine, or from the registry that it asks.
 """
 
 import asyncio
@@ -50,10 +50,13 @@ class Images:
             del self._ready[name]  # whoever asks next tries again
 
     async def _make(self, name: str, folder: Path | None) -> Image:
+        if folder is not None:
+            await self._build(name, folder)
+            return Image(name, await self._user(name) or "0")
         try:
             user = await self._user(name)
         except CallError:
-            await (self._pull(name) if folder is None else self._build(name, folder))
+            await self._pull(name)
             user = await self._user(name)
         return Image(name, user or "0")
 

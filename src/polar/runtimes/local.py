@@ -170,6 +170,9 @@ class Local:
     async def unavailable(self) -> str | None:
         return None
 
+    def refuses(self, image: str | None) -> str | None:
+        return None if image is None else "local has no images: leave runtime.image out, or name another backend."
+
     async def prepare(self, image: str | None) -> None:  # noqa: ARG002  there are no images
         if self._cgroups is None:
             self._cgroups = Cgroups.of_this_process()

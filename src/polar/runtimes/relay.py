@@ -19,7 +19,7 @@ from polar.runtimes import linux
 
 PORT = 8100  # inside, where every sandbox has its ports to itself: the same in every session
 _CHUNK = 1 << 16
-_MOST = 256  # connections of one sandbox at a time: each takes two of the node's descriptors
+_MOST = 128  # connections of one sandbox at a time: each takes two of the node's descriptors
 _BACKLOG = 128
 _stepping = ThreadPoolExecutor(1, "polar-relay")
 
@@ -55,7 +55,8 @@ class Relay:
         assert task is not None
         self._connections.add(task)
         task.add_done_callback(self._connections.discard)
-        await _ending(writer, self._joined(reader, writer))
+        with contextlib.suppress(asyncio.CancelledError):  # by `close`; the event loop would log it
+            await _ending(writer, self._joined(reader, writer))
 
     async def _joined(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:

@@ -138,11 +138,17 @@ def _rename(making: Path, made: Path) -> None:
         shutil.rmtree(making)
 
 
-def image_root(image: str) -> Path:
+def wrong_root(image: str) -> str | None:
     folder = Path(image)
-    if not folder.is_absolute() or not (folder / "usr").is_dir():
-        raise SandboxError(f"The image {image!r} must be the absolute path of an unpacked root, with /usr in it.")
-    return folder
+    if folder.is_absolute() and (folder / "usr").is_dir():
+        return None
+    return f"The image {image!r} must be the absolute path of an unpacked root, with /usr in it."
+
+
+def image_root(image: str) -> Path:
+    if (why := wrong_root(image)) is not None:
+        raise SandboxError(why)
+    return Path(image)
 
 
 def formatted_disk(template: Path, megabytes: int) -> Path:

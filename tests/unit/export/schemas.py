@@ -297,6 +297,8 @@ class SessionResult(Struct, forbid_unknown_fields=True):
     node_id: str | None
     error: str | None
     metadata: dict[str, Any]
+    reward: float | None = None  # ours, besides
+    reason: str | None = None
 
 
 SCHEMAS: dict[str, type] = {

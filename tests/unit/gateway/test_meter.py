@@ -72,7 +72,7 @@ def test_turns_run_out() -> None:
     meter = Meter(turns=2)
     assert meter.begin(None) is None
     assert meter.begin(7) == 7
-    with pytest.raises(ApiError, match="2 turns"):
+    with pytest.raises(ApiError, match="turns"):
         meter.begin(7)
     assert meter.turns == 2
 
@@ -85,7 +85,7 @@ async def test_tokens_run_out_and_no_call_may_sample_more_than_is_left() -> None
     assert meter.begin(3) == 3
     meter.ended(4, None)
     assert await asyncio.wait_for(meter.used_up(60), 5) == "length"
-    with pytest.raises(ApiError, match="10 tokens"):
+    with pytest.raises(ApiError, match="tokens"):
         meter.begin(1)
 
 
