@@ -60,6 +60,7 @@ def test_a_summary_of_tasks_and_what_each_session_left(tmp_path: Path) -> None:
     assert "3/3  " in done.stderr
     assert "good #0: reward 1, 1 turn" in done.stderr
     assert "\x1b" not in done.stdout + done.stderr
+    assert "--data" not in done.stdout  # it is the usual one
     shown = done.stdout.split("polar show ")[1].split()[0]
     folder = tmp_path / ".polar" / "sessions" / shown
     assert {path.name for path in folder.iterdir()} >= {"agent.log", "verdict.json", "timing.json", "workspace.diff"}
@@ -110,7 +111,36 @@ def test_the_command_line_wins_over_the_task(tmp_path: Path) -> None:
     for folder in sessions:
         assert (folder / "agent.log").read_text() == "some-model\n"
         assert json.loads((folder / "verdict.json").read_text())["outcome"]["ended"] == "timeout"
-    assert "No agent asked the gateway anything" in done.stdout
+    assert "No agent asked the gateway anything" not in done.stdout  # perhaps they were about to
+    assert "--data kept" in done.stdout
+
+
+def test_agents_that_ask_nothing_and_end_well_are_wondered_at(tmp_path: Path) -> None:
+    write(tmp_path, mute=task("true"), broken=task("exit 3"))
+    assert "No agent asked the gateway anything" in polar("run", "mute.json", folder=tmp_path).stdout
+    assert "No agent asked the gateway anything" not in polar("run", "broken.json", folder=tmp_path).stdout
+    write(tmp_path, asks=task())
+    assert "No agent asked the gateway anything" not in polar("run", "mute.json", "asks.json", folder=tmp_path).stdout
+
+
+def test_why_a_reward_is_0_is_said(tmp_path: Path) -> None:
+    graded = {"strategy": "command", "config": {"command": "exit 1", "reward_file": "r.txt"}}
+    write(tmp_path, zero=task(evaluator=graded))
+    done = polar("run", "zero.json", folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "zero #0: reward 0 (There is no number in r.txt.), 1 turn" in done.stderr
+    assert "1 session: There is no number in r.txt." in done.stdout
+    shown = polar("show", folder=tmp_path).stdout
+    assert "why: There is no number in r.txt." in shown
+
+
+def test_who_chose_a_play_is_not_told_who_answered(tmp_path: Path) -> None:
+    (tmp_path / "play.toml").write_text('[[turns]]\ntext = "Hello."\n')
+    write(tmp_path, good=task())
+    options = json.dumps({"play": "play.toml"})
+    done = polar("run", "good.json", folder=tmp_path, POLAR_ENGINE__OPTIONS=options)
+    assert done.returncode == 0, done.stderr
+    assert "scripted" not in done.stdout
 
 
 def test_another_engine_is_named_on_the_command_line(tmp_path: Path) -> None:
@@ -307,6 +337,22 @@ def test_run_from_python_takes_files_fields_and_requests(tmp_path: Path) -> None
     assert [len(one.trajectory.traces) for one in results if one.trajectory] == [1, 1, 0, 0, 1, 1]
     assert all(isinstance(one, SessionResult) for one in results)
     assert len(package.run(tmp_path / "file.json", data=tmp_path / "data")) == 1
+
+
+def test_run_from_python_takes_what_the_command_line_takes(tmp_path: Path) -> None:
+    told = task('echo "$OPENAI_MODEL"; exec sleep 60', evaluator=None)
+    told["runtime"]["backend"] = "docker"
+    write(tmp_path, file=told)
+    tasks = [tmp_path / "file.json", told | {"task_id": "fields"}]
+    data = tmp_path / "data"
+    results = package.run(tasks, data=data, backend="local", timeout=0.3, model="some-model")
+    assert len(results) == 2
+    for one in results:
+        folder = data / "sessions" / one.session_id
+        assert (folder / "agent.log").read_text() == "some-model\n"
+        assert json.loads((folder / "verdict.json").read_text())["outcome"]["ended"] == "timeout"
+    with pytest.raises(ConfigError, match="image"):
+        package.run(tasks, data=data, backend="local", image="debian")
 
 
 def test_run_from_python_says_what_can_not_be(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from polar.cli.common import (
     run,
     scripted_note,
     settings_options,
+    show_command,
 )
 from polar.config import Settings
 from polar.errors import ConfigError
@@ -166,7 +167,7 @@ def _print(summary: Summary, settings: Settings, data: Path) -> None:
         console.print(f"Sampled tokens that don't train: {_listed(summary.excluded)}.")
     if (note := scripted_note(settings)) is not None:
         console.print(note)
-    console.print(f"Look at it with: polar show {summary.session_id} --data {data}")
+    console.print(f"Look at it with: {show_command(summary.session_id, data)}")
 
 
 def _listed(counts: dict[str, int]) -> str:

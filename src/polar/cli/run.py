@@ -92,8 +92,7 @@ class _Run:
             rest = self._total - self._tally.sessions
             click.echo(f"polar: Interrupted: {rest} of {self._total} sessions were cancelled.", err=True)
             return interrupts.status
-        url = next(iter(self._settings.engine.urls), None)
-        if complaint := run_summary.complaint(self._tally, self._data, url):
+        if complaint := run_summary.complaint(self._tally, self._data, self._settings.engine):
             click.echo(f"polar: {complaint}", err=True)
             return 1
         return 0
@@ -132,6 +131,7 @@ class _Run:
             f"What each session left is in {self._data / 'sessions'}. Look at one with: "
             + show_command(self._tally.last, self._data),
             highlight=False,
+            markup=False,
             soft_wrap=True,
         )
 

@@ -8,6 +8,8 @@ from rich.table import Table
 from rich.text import Text
 
 from polar.cli.run_tally import STAGES, Tally, count, listed
+from polar.cli.show_tokens import visible
+from polar.config import EngineSettings
 
 _SHOWN = 50  # tasks
 _WHYS = 3  # that are shown of rewards of 0
@@ -40,7 +42,7 @@ def show(console: Console, tasks: dict[str, Tally], total: Tally, seconds: float
         console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
-def complaint(total: Tally, data: Path, engine_url: str | None) -> str:
+def complaint(total: Tally, data: Path, engine: EngineSettings) -> str:
     """Why there are sessions without a reward, and what to do; empty where there are none."""
     failures = total.failures
     if not failures:
@@ -52,11 +54,11 @@ def complaint(total: Tally, data: Path, engine_url: str | None) -> str:
     for reason, _ in failures.most_common():
         first = total.first[reason]
         advice = _ADVICE.get(reason, "see verdict.json")
-        if reason == "engine_failed" and engine_url is not None:
-            advice += f" {engine_url}"
+        if reason == "engine_failed":
+            advice += _of(engine)
         lines.append(f"  {reason}: {advice} (in {data / 'sessions' / first.session_id})")
         if first.error:
-            lines += [f"    {line}" for line in first.error.splitlines()]
+            lines += [f"    {visible(line)}" for line in first.error.splitlines()]
     return "\n".join(lines)
 
 
@@ -92,6 +94,13 @@ def _table(tasks: dict[str, Tally]) -> Table:
 
 def _mean(value: float, tally: Tally, digits: int = 1) -> str:
     return f"{value / tally.sessions:.{digits}f}" if tally.sessions else ""
+
+
+def _of(engine: EngineSettings) -> str:
+    """What `polar doctor` is to be told of the engine."""
+    if not engine.urls:
+        return ""
+    return f" {engine.urls[0]}" + ("" if engine.kind == "vllm" else f" --kind {engine.kind}")
 
 
 def _zeros(total: Tally) -> Iterator[str]:

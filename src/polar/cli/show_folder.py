@@ -43,7 +43,7 @@ def _verdict(verdict: dict[str, Any]) -> Iterator[str]:
         earned = f"reward {reward:g}"
     yield f"task {verdict['task_id']}, sample {verdict['sample']}: {earned}"
     if verdict["error"]:
-        yield f"  {verdict['error']}"
+        yield f"  {visible(verdict['error'])}"
     if detail:
         yield f"  {_fields(detail)}"
     if (outcome := verdict["outcome"]) is not None:

@@ -49,13 +49,14 @@ InsidePath = Annotated[str, AfterValidator(_inside)]
 """A path inside: of the workspace where it is relative."""
 
 
+GradersFile = Annotated[UploadFile | UploadDir, Field(discriminator="type")]
+
+
 class Carrying(Model):
     """The part of an evaluator's config that says what is carried."""
 
     artifacts: list[InsidePath] = Field(["."], description="paths or globs; relative ones are the workspace's")
-    files: list[Annotated[UploadFile | UploadDir, Field(discriminator="type")]] = Field(
-        [], description="the grader's own, put over the agent's"
-    )
+    files: list[GradersFile] = Field([], description="the grader's own, put over the agent's")
     max_mb: int = Field(1024, gt=0, description="of each artifact")
 
 

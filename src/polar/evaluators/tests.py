@@ -21,11 +21,10 @@ from pydantic import AliasChoices, Field, model_validator
 
 from polar.evaluators import protecting, results, runs, settings
 from polar.evaluators.base import GraderError, Work
-from polar.evaluators.carrying import Carrying, InsidePath, NotTaken, put_over
+from polar.evaluators.carrying import Carrying, GradersFile, InsidePath, NotTaken, put_over
 from polar.evaluators.protecting import Protected, Protecting
 from polar.evaluators.results import BrokenResults, Run
 from polar.evaluators.runs import SignedRun
-from polar.rollout.models import UploadDir, UploadFile
 from polar.runtimes.base import Runtime, TooLarge
 from polar.store.base import Verdict
 
@@ -39,7 +38,7 @@ class TestsConfig(Protecting):
     result_files: list[InsidePath] = Field([], description="JUnit files that `command` writes: paths or globs")
     must_pass: list[str] = Field([], validation_alias=AliasChoices("must_pass", "FAIL_TO_PASS"))
     must_keep: list[str] = Field([], validation_alias=AliasChoices("must_keep", "PASS_TO_PASS"))
-    files: list[UploadFile | UploadDir] = Field([], description="the grader's own, put over the agent's")
+    files: list[GradersFile] = Field([], description="the grader's own, put over the agent's")
     partial: bool = False
     timeout_seconds: float = Field(1800, gt=0, validation_alias=AliasChoices("timeout_seconds", "timeout"))
     env: dict[str, str] = Field({}, description="besides the evaluator's")

@@ -36,9 +36,9 @@ class Overrides(Struct, frozen=True):
             fields["num_samples"] = self.samples
         if self.timeout is not None:
             fields["timeout_seconds"] = self.timeout
-        runtime = {"image": self.image, "backend": self.backend}
-        if wanted_there := {name: value for name, value in runtime.items() if value is not None}:
-            fields["runtime"] = fields.get("runtime", {}) | wanted_there
+        for name, value in (("image", self.image), ("backend", self.backend)):
+            if value is not None:
+                fields["runtime"] = fields.get("runtime", {}) | {name: value}
         try:
             return TaskRequest.model_validate(fields | {"agent": agent})
         except ValidationError as error:

@@ -333,7 +333,7 @@ class Bubblewrap:
         if shutil.which("bwrap") is None:
             return "bwrap is not there: install the package bubblewrap (0.8 or later)."
         if not _may_mount():
-            return "It needs root here (CAP_SYS_ADMIN): run it as root, or use the runtime local for code that you trust."
+            return "It needs root here (CAP_SYS_ADMIN): run it as root, or use the runtime local for trusted code."
         if not _has_overlay():
             return "The kernel has no overlayfs: load it with `modprobe overlay`."
         return None

@@ -11,6 +11,7 @@ from polar.runtimes.spawner import descendants
 
 CALL_SECONDS = 120.0
 _ENDING_SECONDS = 10.0
+_CANCELLED_SECONDS = 20.0  # that a call may still take when nobody wants it any more
 _MOST_PRINTED = 16 << 20  # bytes
 _NOWHERE = "/proc"  # podman leaves a file `oom` in the folder it is called in, unless it can't
 
@@ -40,7 +41,10 @@ class Cli:
         try:
             return await asyncio.shield(task)
         except asyncio.CancelledError:
-            await asyncio.wait([task])
+            _, late = await asyncio.wait([task], timeout=_CANCELLED_SECONDS)
+            if late:  # an engine that hangs: what it makes after all is found by the sweep
+                task.cancel()
+                await asyncio.wait([task])
             raise
 
     async def _call(self, arguments: tuple[str, ...], seconds: float) -> str:

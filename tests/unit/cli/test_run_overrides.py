@@ -29,6 +29,13 @@ def test_each_takes_the_place_of_the_tasks_own() -> None:
     assert task.agent.custom_shell == TASK.agent.custom_shell
 
 
+def test_the_runtime_is_another_one_and_prepared_as_before() -> None:
+    runtime = Overrides(image="debian", backend="docker").apply(TASK).runtime
+    assert (runtime.image, runtime.backend, runtime.prepare) == ("debian", "docker", TASK.runtime.prepare)
+    bare = TaskRequest(task_id="t", instruction="do it")
+    assert Overrides(backend="podman").apply(bare).runtime.backend == "podman"
+
+
 def test_what_is_said_to_one_harness_is_not_said_to_another() -> None:
     task = Overrides(harness="pi@1.2.3").apply(TASK)
     assert (task.agent.preset, task.agent.version) == ("pi", "1.2.3")

@@ -10,8 +10,9 @@ import pytest
 from rich.console import Console
 
 from polar.cli import run_summary
-from polar.cli.run_progress import Lines, Picture, Speed, followed, progress
+from polar.cli.run_progress import Lines, Picture, Speed, followed, in_words, progress
 from polar.cli.run_tally import Tally
+from polar.config import EngineSettings
 from polar.evaluators.base import Outcome
 from polar.node.node import Load
 from polar.node.session import Finished
@@ -20,12 +21,12 @@ from polar.store.base import Verdict
 LOAD = Load(waiting=1, init=2, ready=1, run=3, postrun=1, calls=4, held=2, paused=True, tokens=120)
 
 
-def finished(reward: float | None = None, reason: str | None = None, **changes: Any) -> Finished:
+def finished(reward: float | None = None, reason: str | None = None, why: object = None, **changes: Any) -> Finished:
     known = {
         "session_id": "s1",
         "task_id": "fix [red]it[/]",
         "sample": 0,
-        "verdict": Verdict(reward, reason),
+        "verdict": Verdict(reward, reason, detail={} if why is None else {"why": why}),
         "seconds": {"queued": 1.0, "init": 0.5, "run": 2.0, "postrun": 0.5},
         "folder": Path("sessions/s1"),
         "outcome": Outcome("finished", 0, 2.0),
@@ -82,6 +83,17 @@ def test_lines_tell_stages_and_each_end() -> None:
     )
 
 
+def test_why_a_reward_is_what_it_is_stands_in_the_sessions_line() -> None:
+    zero = in_words(finished(0.0, why="There is no number in r.txt."))
+    assert zero.startswith("fix [red]it[/] #0: reward 0 (There is no number in r.txt.), 3 turns")
+    assert "reward 0, " in in_words(finished(0.0, why={"reward": 1.0}))  # a part of that name, and no sentence
+    quoted = in_words(finished(0.0, why="The agent's file \x1b[2J\nis " + "x" * 500))
+    assert "\x1b" not in quoted
+    assert "\n" not in quoted
+    assert "x…), 3 turns" in quoted
+    assert len(quoted) < 250
+
+
 def test_a_silent_run_says_only_what_must_be_said() -> None:
     console, written = terminal()
     lines = Lines(console, 9, silent=True)
@@ -122,9 +134,9 @@ async def test_a_failure_to_look_is_not_hidden() -> None:
             await asyncio.sleep(0.01)
 
 
-def summary(tasks: dict[str, Tally], width: int = 140) -> str:
-    console, written = terminal(width)
-    total = tally(finished(1.0), finished(0.0))
+def summary(tasks: dict[str, Tally], total: Tally | None = None) -> str:
+    console, written = terminal(140)
+    total = total or tally(finished(1.0), finished(0.0))
     run_summary.show(console, tasks, total, 2.0)
     return written.getvalue()
 
@@ -144,17 +156,44 @@ def test_a_summary_of_many_tasks_is_cut() -> None:
     assert "t59" not in said
 
 
+def test_the_summary_counts_rewards_of_0_by_why() -> None:
+    ended = [finished(1.0, why="All of [1] passed."), finished(0.0)]
+    assert "Why rewards" not in summary({}, tally(*ended))
+    whys = ["There is no number in [b]r.txt[/].", "The command took too long.", "a", "b", "c"]
+    ended += [finished(0.0, why=why) for why, times in zip(whys, (3, 2, 1, 1, 1), strict=True) for _ in range(times)]
+    lines = summary({}, tally(*ended)).splitlines()
+    assert lines[lines.index("Why rewards are 0:") + 1 :] == [
+        "  3 sessions: There is no number in [b]r.txt[/].",
+        "  2 sessions: The command took too long.",
+        "  1 session: a",
+        "  2 sessions for other reasons",
+    ]
+
+
+def test_harnesses_that_ended_by_themselves_with_0_are_counted() -> None:
+    outcomes = [Outcome("finished", 0, 1.0), Outcome("finished", 1, 1.0), Outcome("timeout", None, 1.0), None]
+    assert [tally(finished(0.0, outcome=outcome)).ended_well for outcome in outcomes] == [1, 0, 0, 0]
+
+
 def test_the_complaint_names_each_reason_with_what_to_do() -> None:
     counted = tally(
         finished(1.0),
         finished(reason="timeout"),
-        finished(reason="engine_failed", error="The engine is gone.", session_id="s2"),
+        finished(reason="engine_failed", error="The engine\x1b[2J is gone.", session_id="s2"),
         finished(reason="engine_failed", error="Later.", session_id="s3"),
     )
-    said = run_summary.complaint(counted, Path("data"))
+    said = run_summary.complaint(counted, Path("data"), EngineSettings())
     assert said.splitlines() == [
         "2 of 4 sessions ended without a reward, through no fault of the agent's: engine_failed 2.",
-        "  engine_failed: see whether the engine is up: polar doctor URL (in data/sessions/s2)",
-        "    The engine is gone.",
+        "  engine_failed: see whether the engine is up: polar doctor (in data/sessions/s2)",
+        "    The engine␛[2J is gone.",
     ]
-    assert run_summary.complaint(tally(finished(0.0), finished(reason="length")), Path("data")) == ""
+    harmless = tally(finished(0.0), finished(reason="length"))
+    assert run_summary.complaint(harmless, Path("data"), EngineSettings()) == ""
+
+
+@pytest.mark.parametrize(("kind", "asked"), [("vllm", "http://a:1"), ("sglang", "http://a:1 --kind sglang")])
+def test_the_complaint_names_the_engine(kind: str, asked: str) -> None:
+    engine = EngineSettings(kind=kind, urls=["http://a:1", "http://b:1"])
+    said = run_summary.complaint(tally(finished(reason="engine_failed")), Path("data"), engine)
+    assert f"polar doctor {asked} (in " in said
