@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from polar.config import load
-from polar.node.session import Finished
+from polar.node.finished import Finished
 from polar.plugins import load as load_plugin
 from polar.rollout.local import LocalRollout
 from polar.rollout.models import TaskRequest

@@ -21,7 +21,7 @@ import pytest
 from aiohttp import web
 
 from polar.config import load
-from polar.node.session import Finished
+from polar.node.finished import Finished
 from polar.rollout.local import LocalRollout
 from polar.rollout.models import TaskRequest
 from tests.attack.cheats import write

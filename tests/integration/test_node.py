@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from polar.config import load
-from polar.errors import ConfigError
+from polar.errors import ConfigError, StoreError
+from polar.node.finished import Finished
 from polar.node.node import Running
-from polar.node.session import Finished
 from polar.rollout.local import LocalRollout
 from polar.rollout.models import SessionResult, TaskRequest
 from tests.integration.agents import task
@@ -281,6 +281,56 @@ async def test_an_engine_that_fails_is_no_failure_of_the_agents(tmp_path: Path) 
     async with rollout(tmp_path, engine=engine) as opened:
         finished = await one(opened, task(ONE_CALL, evaluator=GRADED))
     assert (finished.verdict.reward, finished.verdict.reason) == (None, "engine_failed")
+
+
+TOOLS = [{"type": "function", "function": {"name": "sh", "parameters": {"type": "object", "properties": {}}}}]
+
+
+@pytest.mark.parametrize("last", ["ask('PLAY:broken')", "ask('PLAY:long', max_tokens=1)"], ids=["fails", "is cut"])
+async def test_a_call_beside_the_agents_own_neither_excuses_nor_masks(tmp_path: Path, last: str) -> None:
+    """As of a title; or one that the agent makes with its key, when it knows that it has failed."""
+    play = tmp_path / "play.json"
+    plays = {
+        "turns": [{"text": "I am done with all of it now."}],
+        "plays": {"broken": {"turns": [{"text": "x", "fail": 500}]}, "long": {"turns": [{"text": "x " * 50}]}},
+    }
+    play.write_text(json.dumps(plays))
+    engine = {"kind": "scripted", "options": {"play": str(play)}}
+    code = f"ask('do the task', tools={TOOLS!r})\ntry: {last}\nexcept urllib.error.HTTPError: pass\nsys.exit(7)"
+    async with rollout(tmp_path, engine=engine) as opened:
+        finished = await one(opened, task(code, evaluator=GRADED, on_length="mask"))
+    assert finished.turns == 2
+    assert (finished.verdict.reward, finished.verdict.reason) == (0, None)
+
+
+async def test_a_reply_that_can_not_be_recorded_is_no_failure_of_the_agents(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with rollout(tmp_path) as opened:
+
+        async def full(exchange: object) -> None:
+            raise StoreError("The disk is full.")
+
+        monkeypatch.setattr(opened.service.store, "append", full)
+        finished = await one(opened, task(ONE_CALL, evaluator=GRADED))
+    assert (finished.verdict.reward, finished.verdict.reason) == (None, "engine_failed")
+
+
+async def test_calls_at_the_same_time_share_what_tokens_are_left(tmp_path: Path) -> None:
+    play = tmp_path / "play.json"
+    play.write_text(json.dumps({"turns": [{"text": "word " * 400, "token_delay": 0.01}]}))
+    engine = {"kind": "scripted", "options": {"play": str(play)}}
+    code = (
+        "import threading\n"
+        "def asks():\n"
+        "    try: ask(stream=True)\n"
+        "    except ValueError: pass\n"  # the reply is a stream
+        "for _ in range(8): threading.Thread(target=asks).start()"
+    )
+    async with rollout(tmp_path, engine=engine) as opened:
+        finished = await one(opened, task(code, budget={"tokens": 100}, on_length="mask", evaluator=GRADED))
+    assert finished.verdict.reason == "length"
+    assert finished.tokens < 300
 
 
 async def test_an_agent_that_fails_is_graded(tmp_path: Path) -> None:

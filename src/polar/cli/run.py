@@ -17,8 +17,8 @@ from polar.cli.interrupts import Interrupts
 from polar.cli.run_progress import Progress, followed, progress
 from polar.cli.run_tally import Tally
 from polar.config import Settings
+from polar.node.finished import Finished
 from polar.node.plan import Plan
-from polar.node.session import Finished
 from polar.rollout.local import LocalRollout
 from polar.rollout.models import TaskRequest
 from polar.rollout.overrides import Overrides

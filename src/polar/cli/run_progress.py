@@ -16,8 +16,8 @@ from rich.text import Text
 
 from polar.cli.common import LOG_FORMAT
 from polar.cli.run_tally import Tally, count, listed, why
+from polar.node.finished import Finished
 from polar.node.node import Load
-from polar.node.session import Finished
 
 _LAST = 5  # sessions that ended last
 _WINDOW = 15.0  # seconds that the speed is taken over

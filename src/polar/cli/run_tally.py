@@ -5,7 +5,7 @@ from collections import Counter
 from msgspec import Struct, field
 
 from polar.cli.show_tokens import visible
-from polar.node.session import Finished
+from polar.node.finished import Finished
 from polar.store.base import Verdict
 
 STAGES = ("init", "ready", "run", "postrun")

@@ -32,6 +32,7 @@ from polar.types import (
 
 log = logging.getLogger(__name__)
 
+_LONG = 5.0  # seconds after which an engine should have begun
 _PATIENCE = 1.0  # seconds that a call may wait for the engine as part of its session's time
 
 
@@ -114,7 +115,8 @@ class Capture:
     def begun(self) -> None:
         self._has_begun = True
         self._lose_patience()
-        self._clock.busy(self)
+        if self._replica is None or not self._replica.frozen:
+            self._clock.busy(self)
 
     def froze(self) -> None:
         self._clock.hold(self)
@@ -123,10 +125,16 @@ class Capture:
         if self._has_begun:
             self._clock.busy(self)  # another goes on waiting
 
-    def over(self, error: ApiError | None) -> None:
+    def over(self, error: ApiError | None, *, given_up: bool) -> None:
+        """`error` is what it failed with. Who gives a call up that has not begun for long has waited for the engine;
+        who gives up another has reasons of its own."""
         self._lose_patience()
         self._clock.done(self)
-        self.call.session.meter.ended(len(self.sampled), error)
+        meter = self.call.session.meter
+        meter.sampled(max(0, self._usage.completion - len(self.sampled)))  # of an engine that tells no ids
+        late = time.time() - self._started_at > _LONG and not self._has_begun
+        if error is not None and (late or not given_up):
+            meter.failed(self.exchange_id, error)
 
     @property
     def _clock(self) -> Clock:
@@ -147,6 +155,7 @@ class Capture:
             if self._first_token_at is None:
                 self._first_token_at = time.time()
             self.sampled += chunk.ids
+            self.call.session.meter.sampled(len(chunk.ids))
         if chunk.logprobs is not None:
             if self._logprobs is None:
                 self._logprobs = []

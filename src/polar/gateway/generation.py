@@ -163,7 +163,7 @@ class Generation:
             log.exception("exchange %s failed while it was sampled", capture.exchange_id)
             self.error = _our_fault()
         finally:
-            capture.over(None if self._given_up else self.error)
+            capture.over(self.error, given_up=self._given_up)
             self._sampling = False  # from here on nothing cancels this task: what was sampled gets recorded
             if chunks is not None:
                 await chunks.aclose()
@@ -173,14 +173,18 @@ class Generation:
             status = "partial" if capture.sampled else "failed"
         elif not self._reading:
             status = "partial"  # nobody has it yet; amended if somebody still comes
+        meter = self.call.session.meter
         try:
             await self._record(status)
+            meter.unrecorded = None
         except StoreError as error:
             # What is not durable is not delivered: the harness may try again when the store is well.
             self.error = ApiError("overloaded", f"The reply could not be recorded: {error}")
+            meter.unrecorded = str(self.error)
         except Exception:
             log.exception("exchange %s could not be recorded", capture.exchange_id)
             self.error = _our_fault()
+            meter.unrecorded = str(self.error)
         finally:
             self.call.session.running.discard(self)
             self._context.metrics.running.dec()

@@ -60,13 +60,18 @@ class Clock:
             self._since = None
 
 
+_OURS = frozenset({"engine", "overloaded", "timeout", "internal", "rate_limit"})
+"""Kinds of errors that neither the harness nor the model is to blame for. (A session that has used up what it may is
+told of a rate limit too, but that call never begins.)"""
+
+
 class Meter:
     def __init__(self, *, turns: int | None = None, tokens: int | None = None) -> None:
         self.clock = Clock()
         self.turns = 0
         self.tokens = 0
-        self.context_full = False  # the last call did not fit the model's context
-        self.platform_error: str | None = None  # why the last call failed, where neither harness nor model are to blame
+        self.failures: dict[str, ApiError] = {}  # by exchange: what it failed with
+        self.unrecorded: str | None = None  # the last reply could not be recorded, and so not delivered
         self._most_turns = turns
         self._most_tokens = tokens
         self._over = asyncio.Event()
@@ -84,14 +89,24 @@ class Meter:
         self.turns += 1
         return wanted if left is None else left if wanted is None else min(wanted, left)
 
-    def ended(self, tokens: int, error: ApiError | None) -> None:
-        """`error` is what went wrong, where the harness did not just go away."""
+    def sampled(self, tokens: int) -> None:
+        """As they come: several calls at once share what is left."""
         self.tokens += tokens
         if self._most_tokens is not None and self.tokens >= self._most_tokens:
             self._over.set()
-        self.context_full = error is not None and error.kind == "context_length"
-        broken = error is not None and error.kind in ("engine", "overloaded", "timeout", "internal")
-        self.platform_error = str(error) if broken else None
+
+    def failed(self, exchange_id: str, error: ApiError) -> None:
+        self.failures[exchange_id] = error
+
+    def our_failure(self, exchange_id: str) -> str | None:
+        """Why a call failed, where that was the platform's doing."""
+        error = self.failures.get(exchange_id)
+        return str(error) if error is not None and error.kind in _OURS else None
+
+    def was_full(self, exchange_id: str) -> bool:
+        """Whether a call did not fit the model's context."""
+        error = self.failures.get(exchange_id)
+        return error is not None and error.kind == "context_length"
 
     async def used_up(self, seconds: float) -> Limit:
         """Until the session has used up its turns or tokens, or so many seconds."""

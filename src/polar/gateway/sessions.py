@@ -72,6 +72,7 @@ class Sessions:
         metadata: dict[str, Any],
         run: str = "default",
         *,
+        session_id: str | None = None,
         meter: Meter | None = None,
         sampling: SamplingOverrides | None = None,
     ) -> tuple[Session, str]:
@@ -79,7 +80,7 @@ class Sessions:
         that don't exist. `meter` holds it to what it may use, and `sampling` replaces what its harness asks for."""
         Overrides.of(metadata)
         key = ids.new_key()
-        session = Session(ids.new_session_id(), hash_key(key), time.time(), run, metadata)
+        session = Session(session_id or ids.new_session_id(), hash_key(key), time.time(), run, metadata)
         await self._store.create_session(session)
         opened = self._remember(session, 0)
         opened.meter = meter or opened.meter

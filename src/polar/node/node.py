@@ -20,12 +20,14 @@ from polar.engines.pool import Pool
 from polar.errors import ConfigError
 from polar.gateway.sessions import Sessions
 from polar.node.before import Before
+from polar.node.finished import Finished
 from polar.node.kinds import Kinds
 from polar.node.plan import Plan, plan, prewarmed
-from polar.node.session import Finished, Life, Place
+from polar.node.session import Life, Place
 from polar.node.stages import Stage, StageName
 from polar.node.warm import Warm
 from polar.rollout.models import TaskRequest
+from polar.runtimes.base import SandboxError
 from polar.runtimes.state import State
 from polar.store.base import Store, Verdict
 
@@ -106,13 +108,16 @@ class Node:
             run=Stage("run", node.run_workers),
             postrun=Stage("postrun", node.postrun_workers),
         )
+        self._submitting: set[asyncio.Task[Running]] = set()
         self._running: dict[str, Running] = {}
+        self._untold = False  # there is a session whose verdict the store did not take
         self._tokens = 0  # of sessions that have ended
 
     async def __aenter__(self) -> "Node":
         await self.sweep()
-        for wanted in self._settings.node.prewarm:
-            self._place.warm.keep(prewarmed(wanted, self._settings.node), wanted.count)
+        wanted = [(prewarmed(one, self._settings.node), one.count) for one in self._settings.node.prewarm]
+        for recipe, count in wanted:
+            self._place.warm.keep(recipe, count)
         return self
 
     async def __aexit__(
@@ -129,7 +134,10 @@ class Node:
                 lost.append(folder.name)
                 verdict = Verdict(reason="node_lost")
                 await self._store.end_session(folder.name, ended_at=time.time(), verdict=verdict)
-            await asyncio.to_thread(left.remove)
+            try:
+                await asyncio.to_thread(left.remove)
+            except SandboxError as error:
+                log.error("%s", error)
         if lost:
             log.warning("%d sessions of a node that is no more are ended without a reward (node_lost).", len(lost))
         return lost
@@ -153,7 +161,14 @@ class Node:
         await place.init.queue_shorter_than(_AHEAD * place.init.size)
 
     async def submit(self, plan: Plan, sample: int = 0) -> Running:
-        """Takes a session in. It is in the store on return, and waits for its first stage."""
+        """Takes a session in. It is in the store on return, and waits for its first stage. One that is on its way into
+        the store gets there, whoever waits for it."""
+        submitting = asyncio.get_running_loop().create_task(self._submit(plan, sample))
+        self._submitting.add(submitting)
+        submitting.add_done_callback(self._submitting.discard)
+        return await asyncio.shield(submitting)
+
+    async def _submit(self, plan: Plan, sample: int) -> Running:
         life = await Life.begin(plan, sample, self._place, self._state.runtime)
         running = Running(life, asyncio.get_running_loop().create_task(life.live()))
         self._running[life.session_id] = running
@@ -162,6 +177,7 @@ class Node:
 
     def _ended(self, life: Life) -> None:
         self._tokens += life.meter.tokens
+        self._untold |= not life.told
         del self._running[life.session_id]
 
     def load(self) -> Load:
@@ -180,6 +196,8 @@ class Node:
 
     async def close(self) -> None:
         """Cancels what runs, and leaves nothing behind."""
+        if self._submitting:
+            await asyncio.wait(self._submitting)
         running = list(self._running.values())
         for one in running:
             one.cancel()
@@ -187,4 +205,5 @@ class Node:
             await asyncio.wait([one.finished for one in running])
         await self._place.warm.close()
         await self._kinds.close()
-        await asyncio.to_thread(self._state.close)
+        if not self._untold:  # else the next node ends what is open
+            await asyncio.to_thread(self._state.close)

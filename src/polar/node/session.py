@@ -11,16 +11,15 @@ platform is a reason; what the agent brings about is graded.
 
 import asyncio
 import logging
-import math
 import posixpath
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import msgspec
 from msgspec import Struct
 
+from polar import ids
 from polar.changes import changes
 from polar.config import Settings
 from polar.errors import PolarError, StoreError
@@ -30,11 +29,12 @@ from polar.gateway.sessions import Sessions
 from polar.harnesses import environment
 from polar.harnesses.base import Wanted
 from polar.node.before import MOST, Before
+from polar.node.finished import Finished, checked, printable, shown
 from polar.node.folder import Folder
 from polar.node.plan import Plan
 from polar.node.stages import Stage, StageName, Timing
 from polar.node.warm import Warm
-from polar.node.work import Graded
+from polar.node.work import Graded, main_calls
 from polar.patches import patch
 from polar.runtimes.base import Completed, Runtime, SandboxError, Spoiled, TooLarge
 from polar.runtimes.preparing import PrepareError
@@ -81,21 +81,6 @@ class _Launch(Struct, frozen=True):
     cwd: str
 
 
-class Finished(Struct):
-    """What became of a session."""
-
-    session_id: str
-    task_id: str
-    sample: int
-    verdict: Verdict
-    seconds: dict[str, float]  # in each stage, and waiting for it
-    folder: Path
-    outcome: Outcome | None = None  # None where the harness never ran
-    turns: int = 0
-    tokens: int = 0  # sampled
-    error: str | None = None  # what went wrong, in words, where the verdict is a reason
-
-
 _REASONS: tuple[tuple[type[BaseException], str], ...] = (
     (PrepareError, "prepare_failed"),
     (HarnessError, "harness_failed"),
@@ -112,6 +97,7 @@ class Life:
         self.sample = sample
         self.session_id = session.session_id
         self.stage: StageName | None = None  # None while it waits for the first
+        self.told = False  # the store knows its verdict
         self._begun = False
         self._may_cancel = True
         self._place = place
@@ -142,8 +128,16 @@ class Life:
             "model": plan.model,
             "node_id": place.node_id,
         }
-        session, key = await place.sessions.create(metadata, task.run, meter=meter, sampling=task.sampling)
-        life = cls(plan, sample, place, session, key, scratch(session.session_id))
+        # The folder first: by it the next node knows of a session that this one did not tell of.
+        folder = scratch(session_id := ids.new_session_id())
+        try:
+            session, key = await place.sessions.create(
+                metadata, task.run, session_id=session_id, meter=meter, sampling=task.sampling
+            )
+        except StoreError:
+            await asyncio.to_thread(remove_tree, folder)
+            raise
+        life = cls(plan, sample, place, session, key, folder)
         life.meter = meter
         return life
 
@@ -160,11 +154,11 @@ class Life:
             verdict = Verdict(reason="cancelled")
         except PolarError as failure:
             reason = next((reason for kind, reason in _REASONS if isinstance(failure, kind)), "node_failed")
-            error = _printable(str(failure)[:_TOLD])
+            error = printable(str(failure)[:_TOLD])
             verdict = Verdict(reason=reason)
         except Exception as failure:
             log.exception("session %s failed", self.session_id)
-            error = _printable(f"{type(failure).__name__}: {failure}"[:_TOLD])
+            error = printable(f"{type(failure).__name__}: {failure}"[:_TOLD])
             verdict = Verdict(reason="node_failed")
         self._may_cancel = False
         await self._tear_down()
@@ -180,8 +174,9 @@ class Life:
             self.meter.tokens,
             error,
         )
-        await self._told(finished)
-        await self._forget()
+        self.told = await self._told(finished)
+        if self.told:
+            await self._forget()
         return finished
 
     def cancel(self, task: "asyncio.Task[Finished]") -> bool:
@@ -302,22 +297,25 @@ class Life:
         runtime, task = self._runtime, self.plan.task
         assert runtime is not None
         await self._keep_logs(runtime)
-        self._check_begun(outcome)
         exchanges = [exchange async for exchange in self._place.store.exchanges(self.session_id)]
-        outcome = self._outcome = self._by_length(outcome, exchanges)
+        calls = await asyncio.to_thread(main_calls, self._session, exchanges)
+        last = calls[-1] if calls else None
+        self._check_platform(outcome, last)
+        outcome = self._outcome = self._by_length(outcome, last)
         await self._keep_diff(runtime)
         if outcome.ended != "finished":
             policy = task.on_timeout if outcome.ended == "timeout" else task.on_length
             if policy == "mask":
                 return Verdict(reason=outcome.ended)
             if policy == "zero":
-                return Verdict(0.0, detail={"because": outcome.ended})
+                return Verdict(0.0, detail={"why": f"It ran into its limit ({outcome.ended})."})
         if self.plan.evaluator is None:
             return Verdict()
         self._work = Graded(
             self.plan,
             self._session,
             exchanges,
+            calls,
             outcome,
             runtime,
             warm=self._place.warm,
@@ -332,28 +330,31 @@ class Life:
             verdict = await self.plan.evaluator.evaluate(self._work)
         except Spoiled as error:
             verdict = Verdict(0.0, detail={"why": str(error)})
-        return _checked(verdict, live=self._work.live)
+        return checked(verdict, live=self._work.live)
 
-    def _check_begun(self, outcome: Outcome) -> None:
-        """A harness that never called the model has not failed the task: it never got it. And one that ended on an
-        error of ours has not either."""
-        if self.meter.platform_error is not None:
-            raise EngineFailed(self.meter.platform_error)
-        if outcome.ended == "finished" and outcome.exit_code != 0 and self.meter.turns == 0:
-            name = self.plan.harness.name
-            if outcome.exit_code == _NOT_THERE and self.plan.installed is None and self.plan.harness.package:
-                raise HarnessError(f"{name} is not in the runtime: run `polar harness install {name}`.")
-            if outcome.out_of_memory:
-                raise HarnessError(f"{name} ran out of memory before its first model call: raise runtime.memory_mb.")
-            said = self._folder.tail() or "it printed nothing"
-            raise HarnessError(f"{name} ended with {outcome.exit_code} before its first model call: {said}")
+    def _check_platform(self, outcome: Outcome, last: Exchange | None) -> None:
+        """A harness that never called the model has not failed the task: it never got it. And one whose last call we,
+        or the engine, could not answer has not either."""
+        ours = self.meter.unrecorded or (last and self.meter.our_failure(last.exchange_id))
+        if ours is not None:
+            raise EngineFailed(ours)
+        failed = outcome.ended == "finished" and outcome.exit_code != 0
+        if self.meter.turns == 0 and (failed or self.plan.harness.package is not None):
+            raise HarnessError(self._silence(outcome))
 
-    def _by_length(self, outcome: Outcome, exchanges: list[Exchange]) -> Outcome:
+    def _silence(self, outcome: Outcome) -> str:
+        name = self.plan.harness.name
+        if outcome.exit_code == _NOT_THERE and self.plan.installed is None and self.plan.harness.package:
+            return f"{name} is not in the runtime: run `polar harness install {name}`."
+        if outcome.out_of_memory:
+            return f"{name} ran out of memory before its first model call: raise runtime.memory_mb."
+        how = f"ended with {outcome.exit_code}" if outcome.ended == "finished" else "used up its time"
+        return f"{name} {how} before its first model call: {self._folder.tail() or 'it printed nothing'}"
+
+    def _by_length(self, outcome: Outcome, last: Exchange | None) -> Outcome:
         """A harness that ended by itself may have done so because the model's context was full, or its reply cut."""
-        cut = bool(exchanges) and exchanges[-1].finish_reason == "length"
-        if outcome.ended == "finished" and (cut or self.meter.context_full):
-            return msgspec.structs.replace(outcome, ended="length")
-        return outcome
+        cut = last is not None and (last.finish_reason == "length" or self.meter.was_full(last.exchange_id))
+        return msgspec.structs.replace(outcome, ended="length") if outcome.ended == "finished" and cut else outcome
 
     async def _keep_logs(self, runtime: Runtime) -> None:
         for path in self.plan.harness.logs:
@@ -392,7 +393,10 @@ class Life:
         if self._expected or (self._work is not None and self._work.expected):
             self._place.warm.dismiss(self.plan.grading)
         if self._has_before:
-            await self._place.before.release(self.plan.recipe)
+            try:
+                await self._place.before.release(self.plan.recipe)
+            except SandboxError as error:
+                log.error("session %s: %s", self.session_id, error)
 
     async def _forget(self) -> None:
         """As long as its scratch folder is there, a node that is killed has a session that it did not tell of."""
@@ -401,58 +405,22 @@ class Life:
         except SandboxError as error:
             log.error("session %s: %s", self.session_id, error)
 
-    async def _told(self, finished: Finished) -> None:
-        """Durable in the store first; the folder is for people."""
+    async def _told(self, finished: Finished) -> bool:
+        """Durable in the store first; the folder is for people. Whether the store took it."""
+        told = True
         try:
             await self._place.sessions.end(self.session_id, finished.verdict)
         except StoreError as error:
+            told = False
             finished.verdict = Verdict(reason="store_failed")
             finished.error = str(error)
         try:
             self._folder.write("timing.json", {"began_at": self._timing.began_at, "seconds": finished.seconds})
-            self._folder.write("verdict.json", _shown(finished))
+            self._folder.write("verdict.json", shown(finished))
         except OSError as error:
             log.error("session %s: %s can't be written: %s", self.session_id, self._folder.path, error)
-
-
-def _checked(verdict: Verdict, *, live: bool) -> Verdict:
-    rewards = [*verdict.turn_rewards.values(), *(() if verdict.reward is None else (verdict.reward,))]
-    if not all(math.isfinite(reward) for reward in rewards):
-        raise GraderError(f"The evaluator gave a reward that is no finite number: {verdict.reward}.")
-    if verdict.reward is not None and verdict.reason is not None:
-        raise GraderError("The evaluator gave a reward and a reason why there is none.")
-    detail = _printable({**verdict.detail, "live_runtime": True} if live else verdict.detail)
-    return msgspec.structs.replace(verdict, detail=detail)
-
-
-def _printable(told: Any) -> Any:
-    """Names of an agent's files are bytes that need not be text, and stand in what is told of them, however many they
-    are: as text that can be written, and not without end."""
-    if isinstance(told, str):
-        return told.encode(errors="backslashreplace").decode()
-    if isinstance(told, dict):
-        return {_printable(key): _printable(value) for key, value in told.items()}
-    if isinstance(told, list | tuple):
-        more = [f"and {len(told) - _LISTED} more"] if len(told) > _LISTED else []
-        return [_printable(value) for value in told[:_LISTED]] + more
-    return told
+        return told
 
 
 def _patch(before: Path, after: Path) -> bytes:
     return patch(before, after, changes(before, after)).text
-
-
-def _shown(finished: Finished) -> dict[str, Any]:
-    return {
-        "session_id": finished.session_id,
-        "task_id": finished.task_id,
-        "sample": finished.sample,
-        "reward": finished.verdict.reward,
-        "reason": finished.verdict.reason,
-        "error": finished.error,
-        "turn_rewards": finished.verdict.turn_rewards,
-        "detail": finished.verdict.detail,
-        "outcome": finished.outcome,
-        "turns": finished.turns,
-        "tokens": finished.tokens,
-    }

@@ -51,7 +51,8 @@ class Warm:
         self._most = most
         self._launching = Stage("warm", launching)
         self._shelves: dict[str, _Shelf] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._making: set[asyncio.Task[None]] = set()
+        self._removing: set[asyncio.Task[None]] = set()
         self._closed = False
 
     def keep(self, recipe: Recipe, count: int) -> None:
@@ -90,18 +91,18 @@ class Warm:
     def _restock(self, shelf: _Shelf) -> None:
         wanted = 0 if self._closed else shelf.always + min(shelf.demand, self._most)
         while len(shelf.ready) > wanted:
-            self._spawn(shelf.ready.pop().remove())
+            self._spawn(shelf.ready.pop().remove(), self._removing)
         if not shelf.failed:
             for _ in range(wanted - len(shelf.ready) - shelf.making):
                 shelf.making += 1
-                self._spawn(self._add(shelf))
+                self._spawn(self._add(shelf), self._making)
         if not (shelf.ready or shelf.making or shelf.demand or shelf.always):
             self._shelves.pop(shelf.recipe.key, None)
 
-    def _spawn(self, work: "asyncio._CoroutineLike[None]") -> None:
+    def _spawn(self, work: "asyncio._CoroutineLike[None]", tasks: set[asyncio.Task[None]]) -> None:
         task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        tasks.add(task)
+        task.add_done_callback(tasks.discard)
 
     async def _add(self, shelf: _Shelf) -> None:
         try:
@@ -137,8 +138,10 @@ class Warm:
 
     async def close(self) -> None:
         self._closed = True
-        while self._tasks:
-            await asyncio.wait(set(self._tasks))
+        for task in self._making:
+            task.cancel()
+        while tasks := self._making | self._removing:
+            await asyncio.wait(tasks)
         for shelf in self._shelves.values():
             for runtime in shelf.ready:
                 await runtime.remove()

@@ -22,6 +22,7 @@ class Graded:
         plan: Plan,
         session: Session,
         exchanges: list[Exchange],
+        calls: list[Exchange],
         outcome: Outcome,
         agent: Runtime,
         *,
@@ -42,7 +43,7 @@ class Graded:
         self.logs = logs
         self.exchanges = exchanges
         self.judges = judges
-        self.answer = answer_of(session, exchanges)
+        self.answer = answer_of(calls)
         self.made: list[Runtime] = []
         self.expected = expected  # a fresh one stands ready for this session, unless it has been taken
         self._grading = plan.grading
@@ -62,11 +63,17 @@ class Graded:
         return self.agent
 
 
-def answer_of(session: Session, exchanges: list[Exchange]) -> str:
-    """The last text that the main agent said."""
+def main_calls(session: Session, exchanges: list[Exchange]) -> list[Exchange]:
+    """Those of the agent that was given the task: not its titles, nor what it asked the gateway by itself. All of them,
+    where none can be told to be that."""
     labels = labelled(session, [call_of(exchange) for exchange in exchanges])
-    for exchange in reversed(exchanges):
-        if labels[exchange.exchange_id].role == "main" and exchange.reply is not None:
+    return [exchange for exchange in exchanges if labels[exchange.exchange_id].role == "main"] or exchanges
+
+
+def answer_of(calls: list[Exchange]) -> str:
+    """The last text that the agent said."""
+    for exchange in reversed(calls):
+        if exchange.reply is not None:
             text = "".join(part.text for part in exchange.reply.parts if isinstance(part, Text))
             if text.strip():
                 return text

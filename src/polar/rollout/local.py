@@ -13,12 +13,14 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import msgspec
+
 from polar.config import Settings
 from polar.errors import ConfigError
 from polar.export.base import Item
+from polar.node.finished import Finished
 from polar.node.node import Load, Node, Running
 from polar.node.plan import Plan
-from polar.node.session import Finished
 from polar.plugins import load
 from polar.rollout.models import TaskRequest
 from polar.rollout.results import session_result
@@ -129,6 +131,12 @@ class LocalRollout:
             # A tree is a group's; a session alone is told as the traces that it holds.
             build = load("builders", "prefix_merging" if strategy == TREE else strategy)
             item = Item(session, paths, build(paths), exchanges)
-            return session_result(item, stages=finished.seconds, error=finished.error)
+            return session_result(
+                item,
+                stages=finished.seconds,
+                error=finished.error,
+                outcome=None if finished.outcome is None else msgspec.to_builtins(finished.outcome),
+                detail=finished.verdict.detail,
+            )
 
         return await asyncio.to_thread(made)

@@ -9,8 +9,16 @@ from polar.store.base import Session
 from polar.trajectory import wire
 
 
-def session_result(item: Item, *, stages: dict[str, float] | None = None, error: str | None = None) -> dict[str, Any]:
-    """`stages` are the seconds in each; `error` says in words what the session's reason says in one."""
+def session_result(
+    item: Item,
+    *,
+    stages: dict[str, float] | None = None,
+    error: str | None = None,
+    outcome: Any = None,
+    detail: dict[str, Any] | None = None,
+) -> dict[str, Any]:
+    """What only the node knows: `stages` are the seconds in each, `error` says in words what the session's reason says
+    in one, `outcome` how the harness's run ended, and `detail` how its verdict came about (in a live runtime, say)."""
     session = item.session
     said = said_of(item)
     status = status_of(session)
@@ -31,7 +39,12 @@ def session_result(item: Item, *, stages: dict[str, float] | None = None, error:
         },
         "node_id": session.metadata.get("node_id"),
         "error": error,
-        "metadata": {"run": session.run, **session.metadata},
+        "metadata": {
+            "run": session.run,
+            **session.metadata,
+            **({} if outcome is None else {"outcome": outcome}),
+            **({"verdict": detail} if detail else {}),
+        },
     }
 
 

@@ -14,8 +14,8 @@ from polar.cli.run_progress import Lines, Picture, Speed, followed, in_words, pr
 from polar.cli.run_tally import Tally
 from polar.config import EngineSettings
 from polar.evaluators.base import Outcome
+from polar.node.finished import Finished
 from polar.node.node import Load
-from polar.node.session import Finished
 from polar.store.base import Verdict
 
 LOAD = Load(waiting=1, init=2, ready=1, run=3, postrun=1, calls=4, held=2, paused=True, tokens=120)

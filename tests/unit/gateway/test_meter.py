@@ -80,10 +80,10 @@ def test_turns_run_out() -> None:
 async def test_tokens_run_out_and_no_call_may_sample_more_than_is_left() -> None:
     meter = Meter(tokens=10)
     assert meter.begin(None) == 10
-    meter.ended(6, None)
+    meter.sampled(6)
     assert meter.begin(100) == 4
     assert meter.begin(3) == 3
-    meter.ended(4, None)
+    meter.sampled(4)
     assert await asyncio.wait_for(meter.used_up(60), 5) == "length"
     with pytest.raises(ApiError, match="tokens"):
         meter.begin(1)
@@ -100,18 +100,18 @@ async def test_seconds_run_out_but_not_while_the_clock_is_held() -> None:
     assert await asyncio.wait_for(waiting, 5) == "timeout"
 
 
-@pytest.mark.parametrize("kind", ["engine", "overloaded", "timeout", "internal"])
-def test_a_call_that_the_platform_failed_is_remembered_until_one_ends_well(kind: str) -> None:
+@pytest.mark.parametrize("kind", ["engine", "overloaded", "timeout", "internal", "rate_limit"])
+def test_a_call_that_the_platform_failed(kind: str) -> None:
     meter = Meter()
-    meter.ended(0, ApiError(kind, "the engine is gone"))  # type: ignore[arg-type]
-    assert meter.platform_error == "the engine is gone"
-    meter.ended(3, None)
-    assert meter.platform_error is None
+    meter.failed("e1", ApiError(kind, "the engine is gone"))  # type: ignore[arg-type]
+    assert meter.our_failure("e1") == "the engine is gone"
+    assert meter.our_failure("e2") is None
+    assert not meter.was_full("e1")
 
 
-@pytest.mark.parametrize("kind", ["invalid_request", "unsupported", "rate_limit", "too_large", "context_length"])
+@pytest.mark.parametrize("kind", ["invalid_request", "unsupported", "too_large", "context_length"])
 def test_what_the_harness_got_wrong_is_not_the_platforms_fault(kind: str) -> None:
     meter = Meter()
-    meter.ended(0, ApiError(kind, "no"))  # type: ignore[arg-type]
-    assert meter.platform_error is None
-    assert meter.context_full == (kind == "context_length")
+    meter.failed("e1", ApiError(kind, "no"))  # type: ignore[arg-type]
+    assert meter.our_failure("e1") is None
+    assert meter.was_full("e1") == (kind == "context_length")

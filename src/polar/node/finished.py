@@ -1,0 +1,67 @@
+"""What became of a session: its verdict, and what is told of it."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from msgspec import Struct
+
+from polar.evaluators.base import GraderError, Outcome
+from polar.store.base import Verdict
+
+_LISTED = 1000  # of a list in a verdict's detail
+
+
+class Finished(Struct):
+    """What became of a session."""
+
+    session_id: str
+    task_id: str
+    sample: int
+    verdict: Verdict
+    seconds: dict[str, float]  # in each stage, and waiting for it
+    folder: Path
+    outcome: Outcome | None = None  # None where the harness never ran
+    turns: int = 0
+    tokens: int = 0  # sampled
+    error: str | None = None  # what went wrong, in words, where the verdict is a reason
+
+
+def checked(verdict: Verdict, *, live: bool) -> Verdict:
+    rewards = [*verdict.turn_rewards.values(), *(() if verdict.reward is None else (verdict.reward,))]
+    if not all(math.isfinite(reward) for reward in rewards):
+        raise GraderError(f"The evaluator gave a reward that is no finite number: {verdict.reward}.")
+    if verdict.reward is not None and verdict.reason is not None:
+        raise GraderError("The evaluator gave a reward and a reason why there is none.")
+    detail = printable({**verdict.detail, "live_runtime": True} if live else verdict.detail)
+    return msgspec.structs.replace(verdict, detail=detail)
+
+
+def printable(told: Any) -> Any:
+    """Names of an agent's files are bytes that need not be text, and stand in what is told of them, however many they
+    are: as text that can be written, and not without end."""
+    if isinstance(told, str):
+        return told.encode(errors="backslashreplace").decode()
+    if isinstance(told, dict):
+        return {printable(key): printable(value) for key, value in told.items()}
+    if isinstance(told, list | tuple):
+        more = [f"and {len(told) - _LISTED} more"] if len(told) > _LISTED else []
+        return [printable(value) for value in told[:_LISTED]] + more
+    return told if told is None or isinstance(told, bool | int | float) else printable(str(told))
+
+
+def shown(finished: Finished) -> dict[str, Any]:
+    return {
+        "session_id": finished.session_id,
+        "task_id": finished.task_id,
+        "sample": finished.sample,
+        "reward": finished.verdict.reward,
+        "reason": finished.verdict.reason,
+        "error": finished.error,
+        "turn_rewards": finished.verdict.turn_rewards,
+        "detail": finished.verdict.detail,
+        "outcome": finished.outcome,
+        "turns": finished.turns,
+        "tokens": finished.tokens,
+    }
