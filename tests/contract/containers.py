@@ -16,6 +16,10 @@ from tests.contract import left
 from tests.contract.image import OTHER, PLAIN, ensure_image
 from tests.contract.runtimes import EVERYTHING, Place, RuntimeContract
 
+END_ALL = """touch up
+for i in {1..60}; do sleep 60 & done 2>/dev/null
+for p in /proc/[0-9]*; do read -r s < $p/stat; [[ $s == *"(sleep) S 1 "* ]] && kill -9 ${p#/proc/}; done
+while :; do :; done"""
 WAIT = "until [ -e up ]; do sleep 0.02; done"
 
 
@@ -69,6 +73,21 @@ class ContainerContract(RuntimeContract):
         ran = await place.shell(runtime, script)
         assert (ran.output, ran.code) == ("agent\n", 0)
 
+    async def test_the_users_of_images_own_what_is_put_when_all_is_dead(self, place: Place) -> None:
+        runtime = await place.new(image=OTHER)
+        before = await place.shell(runtime, "stat -c %u:%g / /etc /etc/passwd")
+        await runtime.stop()
+        source = place.scratch / "source"
+        (source / "etc").mkdir(parents=True)
+        (source / "etc/new").write_text("")
+        (source / "link").symlink_to("etc/new")
+        await runtime.put(source, "/")
+        await runtime.put(b"", "/home/agent/.config/tool/settings")
+        await runtime.restart()
+        assert (await place.shell(runtime, "stat -c %u:%g / /etc /etc/passwd")).output == before.output
+        made = "/etc/new /link ~/.config ~/.config/tool ~/.config/tool/settings"
+        assert set((await place.shell(runtime, f"stat -c %u:%g {made}")).output.split()) == {"1000:1000"}
+
     async def test_volumes_can_be_read_when_all_is_dead(self, place: Place) -> None:
         runtime = await place.new(image=OTHER)
         await place.shell(runtime, "echo kept > /data/file")
@@ -101,11 +120,20 @@ class ContainerContract(RuntimeContract):
         finally:
             _call(engine, "rm", container)
 
-    async def test_a_container_that_somebody_kills_is_the_platforms_failure(self, place: Place, engine: str) -> None:
+    async def test_a_container_that_what_runs_inside_has_ended_is_not_our_failure(self, place: Place) -> None:
+        """The first process can't start its sleep again: no process is left to it."""
+        runtime = await place.new(limits=Limits(processes=20))
+        ran = await place.shell(runtime, END_ALL, timeout=60)
+        assert ran.code == 137
+        assert (await place.shell(runtime, "echo alive")).code == 137
+        await runtime.stop()
+        await runtime.get("/workspace/up", place.scratch / "up")
+
+    async def test_a_container_that_somebody_removes_is_the_platforms_failure(self, place: Place, engine: str) -> None:
         runtime = await place.new()
         running = asyncio.create_task(place.shell(runtime, "touch up; sleep 60"))
         await place.shell(runtime, WAIT, timeout=30)
-        _call(engine, "kill", f"polar-{runtime.id}")
+        _call(engine, "rm", "--force", f"polar-{runtime.id}")
         with pytest.raises(SandboxError):
             await running
 

@@ -247,6 +247,13 @@ class RuntimeContract:
         with pytest.raises(SandboxError):
             await runtime.run(["true"])
 
+    async def test_files_can_be_put_when_all_is_dead(self, place: Place) -> None:
+        runtime = await place.new()
+        await runtime.stop()
+        await runtime.put(b"late", "/workspace/new/file")
+        await runtime.get("/workspace/new/file", place.scratch / "file")
+        assert (place.scratch / "file").read_text() == "late"
+
     async def test_removal_may_come_at_any_time_and_again(self, place: Place) -> None:
         for started in (False, True):
             runtime = await place.kind.create(place.new_id(), place.spec())

@@ -17,7 +17,9 @@ SandboxError, what the task's author got wrong GraderError.
 
 import asyncio
 import errno
+import os
 import posixpath
+import shlex
 import tempfile
 from pathlib import Path
 from typing import Annotated
@@ -31,7 +33,7 @@ from polar.rollout.models import Model, UploadDir, UploadFile
 from polar.runtimes.base import Runtime, SandboxError, TooLarge
 
 _MB = 1 << 20
-_PATHS_AT_ONCE = 200  # removed by one command
+_PATHS_AT_ONCE = 200  # removed by one `rm`
 _GLOB = frozenset("*?[")
 
 # What an agent can bring about by what it leaves, of all that `get` may fail with.
@@ -126,11 +128,7 @@ class Taken(Struct, frozen=True):
             except FileNotFoundError:
                 continue
             doomed += await asyncio.to_thread(glob.matches, here)
-        for start in range(0, len(doomed), _PATHS_AT_ONCE):
-            paths = [fresh.path(path) for path in doomed[start : start + _PATHS_AT_ONCE]]
-            done = await fresh.run(["rm", "-rf", "--", *paths])
-            if done.exit_code != 0:
-                raise SandboxError(f"The prepared files that `artifacts` names can't be removed: {done.exit_code}.")
+        await remove(fresh, [fresh.path(path) for path in doomed])
 
 
 async def carry(work: Work, config: Carrying) -> Runtime:
@@ -260,6 +258,17 @@ async def clear(runtime: Runtime, inside: str) -> None:
     except OSError as error:
         if error.errno != errno.EBUSY:  # else something is mounted there; it is empty now
             raise
+
+
+async def remove(runtime: Runtime, paths: list[str]) -> None:
+    """Removes files and folders, named as a command must, by a script of nothing but `rm`: images may have no `xargs`,
+    and a name that is no text can't be an argument."""
+    starts = range(0, len(paths), _PATHS_AT_ONCE)
+    lines = [f"rm -rf -- {shlex.join(paths[start : start + _PATHS_AT_ONCE])} || exit\n" for start in starts]
+    if lines:
+        done = await runtime.run(["/bin/sh", "-s"], stdin=os.fsencode("".join(lines)))
+        if done.exit_code != 0:
+            raise SandboxError(f"Files can't be removed from the runtime: rm ended with {done.exit_code}.")
 
 
 def absolute(runtime: Runtime, path: str) -> str:

@@ -5,8 +5,9 @@ left at /tests and /logs/verifier is gone before they come; `bash /tests/test.sh
 read from outside, when every process is dead: /logs/verifier/reward.json, or else reward.txt, as in Harbor. Of several
 named numbers it is `reward`, or the one that `reward_key` names.
 
-Where there is no reward Harbor has an error. Here the tests run once more where no agent has been: if they give none
-there either, the task's grader is broken (GraderError), and otherwise it was the agent's doing: 0.
+Where there is no reward Harbor has an error. Here the tests run once more where no agent has been. If they give none
+there either and end well, or can't be started (126, 127), the task's grader is broken (GraderError); otherwise it was
+the agent's doing, 0: tests that fail or wait for what nobody made may well end without a reward.
 
 Put back before: programs that tests commonly call (programs.py), /etc/ld.so.preload. pytest finds a configuration in
 /tests before any of the agent's, and Python doesn't look for packages in the home. What can't be told from honest work
@@ -36,6 +37,7 @@ from polar.store.base import Verdict
 _TESTS = "/tests"
 _RESULTS = "/logs/verifier"
 _KILLED = 128  # and more: the signal's number
+_BROKEN = (0, 126, 127)  # how tests end, without a reward, that no agent could pass: well, or never begun
 _LONGEST_REWARD = 64 * 1024
 _MOST_LOGS = 64 << 20
 _PYTEST_FILES = ("pytest.ini", ".pytest.ini", "pytest.toml", "pyproject.toml", "tox.ini", "setup.cfg")
@@ -64,6 +66,7 @@ class _Ran(Struct, frozen=True):
 
 class Harbor:
     wants_fresh: ClassVar[bool] = True
+    wants_layer: ClassVar[bool] = True
 
     def __init__(self, config: dict[str, Any]) -> None:
         self._config = settings.read(HarborConfig, config)
@@ -100,7 +103,7 @@ class Harbor:
     async def _check_itself(self, work: Work, fresh: Runtime) -> None:
         """Raises GraderError where the tests give no reward, whatever the agent does."""
         ran = await self._run(work, fresh, "", "harbor-without-agent")
-        if ran.why is not None:
+        if ran.why is not None and ran.completed.exit_code in _BROKEN:
             raise GraderError(f"The tests of {self._config.tests} give no reward without the agent, either: {ran.why}")
 
     async def _run(self, work: Work, runtime: Runtime, first: str, name: str) -> _Ran:

@@ -6,7 +6,9 @@ pretend that its text ended. It can still try to talk the judge over: a rubric t
 better than one that asks for an impression.
 
 An answer counts only if it is whole: one score for each criterion, each within the scale. Anything else is asked for
-again, and in the end there is no reward (`judge_failed`), never 0. Only the configured address is called.
+again, and in the end there is no reward (`judge_failed`). But an agent can write what no judge can answer: too much, or
+what is refused. Where that may be why, the judge is asked once more without the agent's part, and if it answers that,
+the reward is 0. Only the configured address is called.
 """
 
 import asyncio
@@ -33,10 +35,13 @@ _ATTEMPTS = 3
 _FIRST_WAIT = 1.0  # seconds; twice as long each time
 _LONGEST_WAIT = 30.0
 _RETRIED = frozenset({408, 409, 425, 429})  # and 5xx
+_REFUSED = frozenset({400, 413})  # what was asked itself
 _LONGEST_ANSWER = 40_000  # characters; the end of it is shown
 _LONGEST_FILE = 40_000
 _LONGEST_FILES = 160_000  # together
 _SHOWN = 300
+_ANSWER = "the agent's final answer"
+_WITHHELD = "(withheld)"
 
 _SYSTEM = """\
 You are a judge. You score what an AI agent did with a task, by the criteria that you are given, and by nothing else.
@@ -93,10 +98,13 @@ class _Completion(Struct):
 class _NoAnswer(Exception):
     """What came back is none."""
 
-    def __init__(self, why: str, *, again: bool = True, wait: float | None = None) -> None:
+    def __init__(
+        self, why: str, *, again: bool = True, wait: float | None = None, by_what_was_asked: bool = False
+    ) -> None:
         super().__init__(why)
         self.again = again
-        self.wait = wait  # None where the judge did answer, and may be asked again at once
+        self.wait = wait  # None where the judge may be asked again at once
+        self.by_what_was_asked = by_what_was_asked  # it may be why: the judge is there
 
 
 class Judge:
@@ -111,20 +119,35 @@ class Judge:
             raise GraderError(
                 f"There is no judge {self._config.judge!r}: the operator's settings name them in [judges]."
             )
-        messages = await self._messages(work)
-        why = ""
-        for attempt in range(_ATTEMPTS):
+        log = work.logs / "judge.log"
+        try:
+            return self._verdict(await self._answer(judge, await self._messages(work), log))
+        except _NoAnswer as error:
+            if error.by_what_was_asked and await self._answers_without_agent(judge, work, log):
+                return Verdict(
+                    0.0, detail={"why": f"Only what the agent left keeps the judge from scoring it. {error}"}
+                )
+            return Verdict(reason="judge_failed", detail={"why": str(error)})
+
+    async def _answer(self, judge: JudgeSettings, messages: list[dict[str, str]], log: Path) -> _Answer:
+        attempt = 1
+        while True:
             try:
-                answer = await self._ask(judge, messages, work.logs / "judge.log")
+                return await self._ask(judge, messages, log)
             except _NoAnswer as error:
-                why = str(error)
-                if not error.again:
-                    break
-                if error.wait is not None and attempt < _ATTEMPTS - 1:
-                    await asyncio.sleep(min(error.wait * 2**attempt, _LONGEST_WAIT))
-                continue
-            return self._verdict(answer)
-        return Verdict(reason="judge_failed", detail={"why": why})
+                if not error.again or attempt == _ATTEMPTS:
+                    raise
+                if error.wait is not None:
+                    await asyncio.sleep(min(error.wait * 2 ** (attempt - 1), _LONGEST_WAIT))
+            attempt += 1
+
+    async def _answers_without_agent(self, judge: JudgeSettings, work: Work, log: Path) -> bool:
+        names = [_ANSWER, *(f"the files {path}" for path in self._config.include)]
+        try:
+            await self._ask(judge, self._asked(work, [(name, _WITHHELD) for name in names]), log)
+        except _NoAnswer:
+            return False
+        return True
 
     def _verdict(self, answer: _Answer) -> Verdict:
         criteria = self._config.scored()
@@ -134,6 +157,10 @@ class Judge:
         return Verdict(score / self._config.scale, detail=detail)
 
     async def _messages(self, work: Work) -> list[dict[str, str]]:
+        return self._asked(work, [(_ANSWER, _end_of(work.answer, _LONGEST_ANSWER)), *await self._files(work)])
+
+    def _asked(self, work: Work, shown: list[tuple[str, str]]) -> list[dict[str, str]]:
+        """`shown` is what comes from the agent, by what it is called."""
         word = secrets.token_hex(8)
         criteria = self._config.scored()
         names = ", ".join(f"{json.dumps(criterion.name)}: SCORE" for criterion in criteria)
@@ -142,8 +169,7 @@ class Judge:
             parts.append(f"The rubric:\n\n{self._config.rubric}")
         listed = "\n".join(f"- {criterion.name}: {criterion.description}" for criterion in criteria)
         parts.append(f"The criteria:\n\n{listed}")
-        parts.append(_fenced(word, "the agent's final answer", _end_of(work.answer, _LONGEST_ANSWER)))
-        parts += [_fenced(word, name, text) for name, text in await self._files(work)]
+        parts += [_fenced(word, name, text) for name, text in shown]
         system = _SYSTEM.format(word=word, names=names, scale=self._config.scale)
         return [{"role": "system", "content": system}, {"role": "user", "content": "\n\n".join(parts)}]
 
@@ -186,7 +212,12 @@ class Judge:
         if response.status != 200:
             again = response.status in _RETRIED or response.status >= 500
             wait = _seconds(response.headers.get("Retry-After"))
-            raise _NoAnswer(f"The judge answered {response.status}: {text[:_SHOWN]}.", again=again, wait=wait)
+            raise _NoAnswer(
+                f"The judge answered {response.status}: {text[:_SHOWN]}.",
+                again=again,
+                wait=wait,
+                by_what_was_asked=response.status in _REFUSED,
+            )
         return self._read(said)
 
     def _read(self, said: bytes) -> _Answer:
@@ -194,14 +225,18 @@ class Judge:
             content = msgspec.json.decode(said, type=_Completion).choices[0].message.content or ""
             answer = _answer_in(content)
         except (msgspec.MsgspecError, IndexError) as error:
-            raise _NoAnswer(f"The judge's answer can't be read: {error}.") from error
+            raise _NoAnswer(f"The judge's answer can't be read: {error}.", by_what_was_asked=True) from error
         if set(answer.scores) != {criterion.name for criterion in self._config.scored()}:
             raise _NoAnswer(
-                f"The judge scored {', '.join(answer.scores) or 'nothing'}, which is not what was asked for."
+                f"The judge scored {', '.join(answer.scores) or 'nothing'}, which is not what was asked for.",
+                by_what_was_asked=True,
             )
         for name, score in answer.scores.items():
             if not 0 <= score <= self._config.scale:
-                raise _NoAnswer(f"The judge gave {score:g} for {name}, on a scale from 0 to {self._config.scale:g}.")
+                raise _NoAnswer(
+                    f"The judge gave {score:g} for {name}, on a scale from 0 to {self._config.scale:g}.",
+                    by_what_was_asked=True,
+                )
         return answer
 
 

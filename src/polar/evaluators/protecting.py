@@ -15,9 +15,9 @@ from pydantic import Field
 
 from polar.changes import Change, changes, entries
 from polar.evaluators.base import GraderError, Work
-from polar.evaluators.carrying import NotTaken, get, refused
+from polar.evaluators.carrying import NotTaken, get, refused, remove
 from polar.rollout.models import Model
-from polar.runtimes.base import Runtime, SandboxError, TooLarge
+from polar.runtimes.base import Runtime, TooLarge
 
 _MB = 1 << 20
 
@@ -130,12 +130,7 @@ async def put_back(taken: Taken, runtime: Runtime) -> None:
 async def _set(runtime: Runtime, source: Path, changed: list[Change]) -> None:
     """What is gone is removed first: something else may have its name. Nothing is put where a link leads: folders
     on the way are real, or made so."""
-    gone = [change.path for change in changed if change.after is None]
-    if gone:
-        names = b"".join(path.encode(errors="surrogateescape") + b"\0" for path in gone)
-        done = await runtime.run(["xargs", "-0", "rm", "-f", "--"], stdin=names)
-        if done.exit_code != 0:
-            raise SandboxError(f"What the agent deleted can't be removed: xargs and rm ended with {done.exit_code}.")
+    await remove(runtime, [change.path for change in changed if change.after is None])
     present = [change.path for change in changed if change.after is not None]
     if present:
         with tempfile.TemporaryDirectory(dir=source.parent) as folder:

@@ -1,10 +1,12 @@
 """A project's tests, run in a runtime by reporter.py, with results that the tests themselves can't easily write.
 
 reporter.py and its results have a folder of their own, of a random name, outside the workspace. The results are read
-from outside, when every process inside is dead.
+from outside, when every process inside is dead. They are signed with a secret that the interpreter is told: one that
+stands in the workspace could be the agent's own, and is not used.
 """
 
 import json
+import posixpath
 import secrets
 import shlex
 from pathlib import Path
@@ -15,16 +17,47 @@ from msgspec import Struct
 from polar.errors import ConfigError
 from polar.evaluators import reporter, results
 from polar.evaluators.base import GraderError
-from polar.evaluators.carrying import refused
+from polar.evaluators.carrying import NotTaken, NotThere, below, get, refused
 from polar.evaluators.results import BrokenResults, Run
-from polar.runtimes.base import Completed, Runtime, SandboxError, TooLarge
+from polar.runtimes.base import Completed, Runtime, SandboxError
 
 _CHECK_SECONDS = 120.0
 _MOST_RESULTS = 256 << 20
 _TAIL = 1000
+_NOT_FOUND = 127  # as shells say it
 
 # PYTHONPATH may name folders of the workspace, whose modules must not be there before reporter.py is.
 _START = 'POLAR_PYTHONPATH="$PYTHONPATH" PYTHONPATH= exec "$@"'
+
+# Where the workspace really is; where a program is found; the links on the way from there, and where they lead.
+_WHERE = """
+pwd -P
+file=$(command -v -- "$1") || exit 127
+printf '%s\\n' "$file"
+case $file in /*) rest=$file ;; *) rest=$PWD/$file ;; esac
+at=
+while [ -n "$rest" ]; do
+    rest=${rest#/} part=${rest%%/*} rest=${rest#"$part"}
+    case $part in
+        '' | .) ;;
+        ..)
+            printf '%s\\n' "$at"
+            at=${at%/*}
+            ;;
+        *)
+            if [ -L "$at/$part" ]; then
+                printf '%s\\n' "$at/$part"
+                to=$(readlink "$at/$part") || exit 1
+                case $to in /*) at= ;; esac
+                rest=/$to$rest
+            else
+                at=$at/$part
+            fi
+            ;;
+    esac
+done
+printf '%s\\n' "$at"
+"""
 
 
 class Plan(Struct, frozen=True):
@@ -63,6 +96,7 @@ class SignedRun:
     def __init__(self, runtime: Runtime, plan: Plan, env: dict[str, str], scratch: Path) -> None:
         self._runtime = runtime
         self._plan = plan
+        self._python = plan.python
         self._env = env
         self._scratch = scratch
         self._folder = f"/tmp/polar-{secrets.token_hex(8)}"
@@ -70,6 +104,7 @@ class SignedRun:
     async def check(self, log: Path) -> None:
         """Raises GraderError where the tests could not be run, whatever the agent did."""
         await self._put()
+        self._python = await self._find()
         done = await self._start("", log, _CHECK_SECONDS, check=True)
         if done.exit_code != 0:
             raise GraderError(
@@ -88,14 +123,31 @@ class SignedRun:
         check_ended(done)
         here = self._scratch / f"results-{secrets.token_hex(4)}"
         try:
-            await self._runtime.get(f"{self._folder}/results", here, max_bytes=_MOST_RESULTS)
-        except FileNotFoundError:
+            await get(self._runtime, f"{self._folder}/results", here, _MOST_RESULTS)
+        except NotThere:
             raise BrokenResults("The tests were not begun, or their results were removed.") from None
-        except TooLarge as error:
+        except NotTaken as error:
             raise BrokenResults(str(error)) from error
         if not here.is_file():
             raise BrokenResults("The tests' results were exchanged for something else.")
         return results.signed(here.read_bytes(), secret)
+
+    async def _find(self) -> str:
+        """The interpreter as it is found without the agent's files: a PATH may name folders of the workspace."""
+        named, workdir = self._plan.python, self._runtime.path(self._runtime.spec.workdir)
+        listing = self._scratch / "python"
+        done = await self._runtime.run(["/bin/sh", "-c", _WHERE, "sh", named], env=self._env, output=listing)
+        if done.exit_code == _NOT_FOUND:
+            raise GraderError(f"There is no {named} in the runtime, before anything of the agent's is there.")
+        if done.exit_code != 0:
+            raise GraderError(f"Where {named} leads can't be told: {_said(listing) or done.exit_code}")
+        real, found, *places = listing.read_text(errors="surrogateescape").splitlines()
+        if any(below(place, folder) and place != folder for place in places for folder in (workdir, real)):
+            raise GraderError(
+                f"{named} is, or leads through, a file of the workspace, which the agent may exchange: put the "
+                f"environment that runs the tests outside of {self._runtime.spec.workdir}."
+            )
+        return posixpath.join(real, found)
 
     async def _put(self) -> None:
         here = self._scratch / Path(self._folder).name
@@ -117,7 +169,7 @@ class SignedRun:
         }
         script = inside(f"{self._folder}/reporter.py")
         return await self._runtime.run(
-            ["/bin/sh", "-c", _START, "sh", self._plan.python, script],
+            ["/bin/sh", "-c", _START, "sh", self._python, script],
             env=self._env,
             stdin=json.dumps(job).encode(),
             timeout=timeout,

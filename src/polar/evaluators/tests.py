@@ -9,33 +9,36 @@ none is named, all tests that are found must pass.
     results = "junit"       `command` is any program, which writes JUnit files to `result_files`
 
 Code of the agent's runs in the process that runs the tests. reporter.py says what that can still do; with "junit",
-whoever can write a file can write results.
+whoever can write a file can write results. Where it leaves no results at all, it runs once more without the agent's
+work: if there are none then either and it ends well, or isn't found (126, 127), it is broken (GraderError).
 """
 
 import asyncio
+import posixpath
 import tempfile
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
+from msgspec import Struct
 from pydantic import AliasChoices, Field, model_validator
 
 from polar.evaluators import protecting, results, runs, settings
 from polar.evaluators.base import GraderError, Work
-from polar.evaluators.carrying import Carrying, GradersFile, InsidePath, NotTaken, put_over
+from polar.evaluators.carrying import Carrying, GradersFile, InsidePath, NotTaken, absolute, get, put_over
 from polar.evaluators.protecting import Protected, Protecting
 from polar.evaluators.results import BrokenResults, Run
 from polar.evaluators.runs import SignedRun
-from polar.runtimes.base import Runtime, TooLarge
+from polar.runtimes.base import Completed, Runtime
 from polar.store.base import Verdict
 
-_NOT_FOUND = 127  # as shells say it
+_BROKEN = (0, 126, 127)  # how a command ends, without results, that no agent could make write any
 _MB = 1 << 20
 
 
 class TestsConfig(Protecting):
     command: str | list[str] = Field("python3 -m pytest", description="words, or a line as for a shell")
     results: Literal["pytest", "junit"] = "pytest"
-    result_files: list[InsidePath] = Field([], description="JUnit files that `command` writes: paths or globs")
+    result_files: list[InsidePath] = Field([], description="of the workspace: JUnit files, as paths or globs")
     must_pass: list[str] = Field([], validation_alias=AliasChoices("must_pass", "FAIL_TO_PASS"))
     must_keep: list[str] = Field([], validation_alias=AliasChoices("must_keep", "PASS_TO_PASS"))
     files: list[GradersFile] = Field([], description="the grader's own, put over the agent's")
@@ -48,6 +51,13 @@ class TestsConfig(Protecting):
         if (self.results == "junit") != bool(self.result_files):
             raise ValueError('`result_files` names the files that are read where `results` is "junit", and only then')
         return self
+
+
+class _Ran(Struct, frozen=True):
+    """`command`, and the JUnit files that it left, on this machine."""
+
+    completed: Completed
+    files: list[Path]
 
 
 class Tests:
@@ -72,6 +82,7 @@ class Tests:
 
     async def _run(self, work: Work, detail: dict[str, Any]) -> Run:
         runtime = await work.fresh()
+        self._result_files(runtime)
         scratch = Path(tempfile.mkdtemp(dir=work.scratch))
         tests = None if self._plan is None else SignedRun(runtime, self._plan, self._env(work), scratch)
         log = work.logs / "tests.log"
@@ -81,7 +92,12 @@ class Tests:
         await put_over(work, runtime, Carrying(files=self._config.files))
         if tests is not None:
             return await tests.run(log, self._config.timeout_seconds, stop=not work.live)
-        return await self._run_command(work, runtime, scratch, log)
+        ran = await self._run_command(work, runtime, log)
+        if not ran.files:
+            if not work.live:
+                await self._check_itself(work)
+            raise BrokenResults(f"The tests wrote no results, and ended with {ran.completed.exit_code}.")
+        return Run([result for file in ran.files for result in results.junit(file.read_bytes()).results])
 
     async def _lay(self, work: Work, runtime: Runtime, detail: dict[str, Any]) -> None:
         config = self._config
@@ -90,9 +106,10 @@ class Tests:
             if work.before is None:
                 detail["not_put_back"] = "The workspace was too large to keep: protected files are the agent's."
                 return
-        written = Protecting(protected=[*config.protected, *config.result_files], allowed=config.allowed)
+        result_files = self._result_files(runtime)
+        written = Protecting(protected=[*config.protected, *result_files], allowed=config.allowed)
         taken = await protecting.take(work, runtime, Protected(written), config)
-        if stale := await asyncio.to_thread(_found, taken.before, config.result_files):
+        if stale := await asyncio.to_thread(_found, taken.before, result_files):
             raise GraderError(f"config.result_files: {stale[0].name} is there before any test is run; remove it.")
         detail["dropped"] = [change.path for change in taken.dropped]
         if work.live:
@@ -100,32 +117,42 @@ class Tests:
         else:
             await protecting.lay(taken, runtime)
 
-    async def _run_command(self, work: Work, runtime: Runtime, scratch: Path, log: Path) -> Run:
+    async def _run_command(self, work: Work, runtime: Runtime, log: Path) -> _Ran:
         command = self._config.command
         argv = ["/bin/sh", "-c", command] if isinstance(command, str) else command
         done = await runtime.run(argv, env=self._env(work), timeout=self._config.timeout_seconds, output=log)
         if not work.live:
             await runtime.stop()
         runs.check_ended(done)
+        after = Path(tempfile.mkdtemp(dir=work.scratch)) / "after"
         try:
-            await runtime.get(runtime.spec.workdir, scratch / "after", max_bytes=self._config.max_mb * _MB)
-        except (FileNotFoundError, TooLarge) as error:
-            raise BrokenResults(f"The workspace can't be read after the tests: {error}.") from error
-        files = await asyncio.to_thread(_found, scratch / "after", self._config.result_files)
-        if not files:
-            if done.exit_code == _NOT_FOUND and not await self._is_there(work, argv, log):
-                raise GraderError(f"config.command: a program is not in the runtime: {argv[-1][:200]}")
-            raise BrokenResults(f"The tests wrote no results: {argv[-1][:200]} ended with {done.exit_code}.")
-        return Run([result for file in files for result in results.junit(file.read_bytes()).results])
+            await get(runtime, runtime.spec.workdir, after, self._config.max_mb * _MB)
+        except NotTaken as error:
+            raise BrokenResults(f"The workspace can't be read after the tests. {error}") from error
+        return _Ran(done, await asyncio.to_thread(_found, after, self._result_files(runtime)))
 
-    async def _is_there(self, work: Work, argv: list[str], log: Path) -> bool:
-        """Whether a command that could not be found is found where no agent has been."""
-        if work.live:
-            return True
-        done = await (await work.fresh()).run(
-            argv, env=self._env(work), timeout=self._config.timeout_seconds, output=log.with_suffix(".again.log")
-        )
-        return done.exit_code != _NOT_FOUND
+    async def _check_itself(self, work: Work) -> None:
+        """Raises GraderError where the command writes no results, whatever the agent did."""
+        runtime = await work.fresh()
+        await put_over(work, runtime, Carrying(files=self._config.files))
+        try:
+            ran = await self._run_command(work, runtime, work.logs / "tests-without-agent.log")
+        except BrokenResults:
+            return  # tests may well wait for what nobody made
+        if not ran.files and (code := ran.completed.exit_code) in _BROKEN:
+            why = "ends with 0 and writes no result_files" if code == 0 else f"can't be run ({code})"
+            raise GraderError(
+                f"config.command {why}, without the agent's work, either; tests-without-agent.log has why."
+            )
+
+    def _result_files(self, runtime: Runtime) -> list[str]:
+        """As globs of the workspace."""
+        workdir = runtime.spec.workdir
+        globs = [posixpath.relpath(absolute(runtime, glob), workdir) for glob in self._config.result_files]
+        for named, glob in zip(self._config.result_files, globs, strict=True):
+            if glob.split("/")[0] in (".", ".."):
+                raise GraderError(f"config.result_files: {named} is not below {workdir}, where they must be written.")
+        return globs
 
     def _env(self, work: Work) -> dict[str, str]:
         return (work.task.evaluator.env if work.task.evaluator is not None else {}) | self._config.env
@@ -144,5 +171,5 @@ class Tests:
 
 def _found(top: Path, globs: list[str]) -> list[Path]:
     """Plain files; links lead nowhere."""
-    found = {file for glob in globs for file in top.glob(glob.lstrip("/"))}
+    found = {file for glob in globs for file in top.glob(glob)}
     return sorted(file for file in found if file.is_file() and not file.is_symlink())

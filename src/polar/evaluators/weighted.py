@@ -2,6 +2,9 @@
 
 A part that has no reward leaves the whole without one, for that part's reason. A `required` part that earns 0 makes it
 all 0. Rewards of single turns are added up with the same weights.
+
+A part that runs in the agent's own layer (`wants_layer`) comes last, whatever its place: no other is to see what it
+leaves there. There can be only one.
 """
 
 import math
@@ -40,6 +43,7 @@ class _Part(Struct, frozen=True):
 
 class Weighted:
     wants_fresh: bool
+    wants_layer: bool
 
     def __init__(self, config: dict[str, Any]) -> None:
         parts = settings.read(WeightedConfig, config).parts
@@ -54,9 +58,14 @@ class Weighted:
                 raise ConfigError(f"config.parts.{number}: {error}") from error
             self._parts.append(_Part(name, f"part-{number}", evaluator, part.weight / total, part.required))
         self.wants_fresh = any(part.evaluator.wants_fresh for part in self._parts)
+        in_layer = [part.name for part in self._parts if _wants_layer(part)]
+        if len(in_layer) > 1:
+            raise ConfigError(f"config.parts: {' and '.join(in_layer)} each need the agent's own layer; keep one.")
+        self.wants_layer = bool(in_layer)
 
     async def evaluate(self, work: Work) -> Verdict:
-        verdicts = [(part, await _evaluated(part, work)) for part in self._parts]
+        told = {part.name: await _evaluated(part, work) for part in sorted(self._parts, key=_wants_layer)}
+        verdicts = [(part, told[part.name]) for part in self._parts]
         detail = {part.name: _told(verdict) for part, verdict in verdicts}
         for part, verdict in verdicts:
             if verdict.reward is None:
@@ -69,6 +78,10 @@ class Weighted:
         if any(part.required and verdict.reward == 0 for part, verdict in verdicts):
             reward = 0.0
         return Verdict(reward, turn_rewards=turns, detail=detail)
+
+
+def _wants_layer(part: _Part) -> bool:
+    return getattr(part.evaluator, "wants_layer", False)
 
 
 async def _evaluated(part: _Part, work: Work) -> Verdict:

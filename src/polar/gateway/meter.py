@@ -11,7 +11,7 @@ import time
 from collections.abc import Hashable
 from typing import Literal
 
-from polar.errors import ApiError
+from polar.errors import ApiError, ApiErrorKind
 
 Limit = Literal["timeout", "length"]
 _SHORTEST = 0.02  # seconds between two looks at a clock that may stand still
@@ -70,7 +70,7 @@ class Meter:
         self.clock = Clock()
         self.turns = 0
         self.tokens = 0
-        self.failures: dict[str, ApiError] = {}  # by exchange: what it failed with
+        self._failures: dict[str, tuple[ApiErrorKind, str]] = {}  # by exchange; an exception would hold on to its call
         self.unrecorded: str | None = None  # the last reply could not be recorded, and so not delivered
         self._most_turns = turns
         self._most_tokens = tokens
@@ -96,17 +96,16 @@ class Meter:
             self._over.set()
 
     def failed(self, exchange_id: str, error: ApiError) -> None:
-        self.failures[exchange_id] = error
+        self._failures[exchange_id] = error.kind, str(error)
 
     def our_failure(self, exchange_id: str) -> str | None:
         """Why a call failed, where that was the platform's doing."""
-        error = self.failures.get(exchange_id)
-        return str(error) if error is not None and error.kind in _OURS else None
+        kind, message = self._failures.get(exchange_id, (None, None))
+        return message if kind in _OURS else None
 
     def was_full(self, exchange_id: str) -> bool:
         """Whether a call did not fit the model's context."""
-        error = self.failures.get(exchange_id)
-        return error is not None and error.kind == "context_length"
+        return self._failures.get(exchange_id, (None, None))[0] == "context_length"
 
     async def used_up(self, seconds: float) -> Limit:
         """Until the session has used up its turns or tokens, or so many seconds."""

@@ -13,8 +13,9 @@ memory.
 read-only or hidden. Inside it may do with files what root may; it can't mount, set up networks or make user namespaces.
 
 *Processes.* A command is forked by the spawner into the sandbox's namespaces and a cgroup of its own, which dies as
-one at the time-out. Process 1 can't be killed from inside. Where no cgroup can be made, a time-out kills all that is
-inside.
+one at the time-out. No signal from inside ends process 1, but there are other ways (its limits, its memory): whoever
+finds one has ended the sandbox, and commands after that are as if killed. Where no cgroup can be made, a time-out kills
+all that is inside.
 
 *Again.* A restart mounts the same layer anew, as what ran inside has left it. What bwrap makes or mounts over is put
 right first: bwrap follows links there, at a time when the machine's files are still in its reach.
@@ -29,8 +30,11 @@ import logging
 import os
 import posixpath
 import re
+import select
 import shutil
 import signal
+import subprocess
+import time
 from pathlib import Path
 
 from msgspec.structs import replace
@@ -67,6 +71,7 @@ class BubblewrapRuntime:
         self._ending = asyncio.Lock()
         self._held = contextlib.ExitStack()  # descriptors, until it is removed
         self._init: int | None = None  # a pidfd of the first process inside
+        self._parent: subprocess.Popen[bytes] | None = None  # the spawner that it dies with
         self._root: int | None = None
 
     async def start(self) -> None:
@@ -98,14 +103,16 @@ class BubblewrapRuntime:
             with contextlib.ExitStack() as theirs:
                 (inside_hold, hold), (ready, inside_ready), (info, inside_info) = _pipe(), _pipe(), _pipe()
                 errors = os.memfd_create("bwrap")
-                self._held.callback(os.close, hold)
-                for fd in (ready, info, errors):
+                for fd in (hold, ready):  # `ready` too: whoever writes to `cat` must not make it fail to pass that on
+                    self._held.callback(os.close, fd)
+                for fd in (info, errors):
                     ours.callback(os.close, fd)
                 for fd in (inside_hold, inside_ready, inside_info):
                     theirs.callback(os.close, fd)
                 os.write(hold, b"\n")  # `cat` writes it back once it runs
                 lent = (inside_hold, inside_ready, inside_info, errors)
                 self._bwrap = await self._kind.spawner.spawn(job, lent)
+                self._parent = self._kind.spawner.process
             try:
                 pid = await asyncio.wait_for(self._up(info, ready), _START_SECONDS)
             except TimeoutError:
@@ -225,6 +232,7 @@ class BubblewrapRuntime:
                 await group.kill()
             await spawned.gone
 
+        began = time.monotonic()
         killed, stops = 0 if self._group is None else self._group.out_of_memory(), self._stops
         try:
             completed = await processes.run(
@@ -237,6 +245,10 @@ class BubblewrapRuntime:
                 max_output=max_output,
                 kill=kill,
             )
+        except SandboxError:
+            if not self._ended_from_inside():
+                raise
+            completed = Completed(128 + signal.SIGKILL, time.monotonic() - began)
         finally:
             if group is not None:
                 group.drop()
@@ -244,11 +256,21 @@ class BubblewrapRuntime:
             completed = replace(completed, exit_code=None)
         return processes.with_memory(completed, self._group is not None and self._group.out_of_memory() > killed)
 
+    def _ended_from_inside(self) -> bool:
+        """Whether the first process is gone, and neither by us nor with the spawner."""
+        if self._init is None or self._parent is None or self._kind.spawner.process is not self._parent:
+            return False
+        poll = select.poll()
+        poll.register(self._init, select.POLLIN)
+        return bool(poll.poll(0))
+
     async def _kill_inside(self) -> None:
         """Everything but process 1, told from within."""
         assert self._init is not None
         spawned = await self._kind.spawner.spawn({"job": "kill_inside", **_entry(None)}, (self._init,))
         await spawned.gone
+        if spawned.error is not None and not self._ended_from_inside():
+            raise SandboxError(f"What runs inside could not be killed: {spawned.error}.")
 
     async def put(self, source: Path | bytes, inside: str) -> None:
         await self._copies.put(self._opened(), source, inside)
@@ -416,8 +438,9 @@ def _escaped(path: Path) -> str:
 
 
 def _not_up(bwrap: Spawned, said: str, *, again: bool) -> SandboxError | Spoiled:
-    """Whose fault it is. At a restart bwrap has done all this before: what is new is what ran inside has left."""
-    if again and (bwrap.spoiled or (bwrap.error is None and _of_inside(said))):
+    """Whose fault it is. At a restart bwrap has done all this before, but the machine can fail as ever: what ran
+    inside is to blame for what bwrap says of its files, and for silence where it has replaced what is to speak."""
+    if again and (bwrap.spoiled or (bwrap.error is None and (_of_inside(said) if said else bwrap.replaced))):
         return Spoiled(
             f"The sandbox can't be started over its files as they stand: {bwrap.error or said or 'it hangs'}."
         )

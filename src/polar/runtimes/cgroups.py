@@ -9,6 +9,7 @@ needs its controller's hierarchy; one that can't be kept here is named in `Cgrou
 import asyncio
 import contextlib
 import errno
+import functools
 import os
 import signal
 import time
@@ -46,7 +47,9 @@ class Cgroups:
         self._killing = unified or next((v1[name] for name in ("pids", "memory", "freezer") if name in v1), None)
 
     @classmethod
+    @functools.cache
     def of_this_process(cls) -> "Cgroups":
+        """Looked for once: on v2 the process may move for it, and would not find again where it came from."""
         unified, v1 = own_groups(Path("/proc/self/cgroup").read_text(), Path("/proc/self/mountinfo").read_text())
         if unified is not None and not (_writable(unified) and (unified / "cgroup.procs").exists()):
             unified = None

@@ -6,7 +6,7 @@ container's root (inside.py, files.py), also when it is stopped.
 """
 
 import asyncio
-import posixpath
+import signal
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,12 +19,6 @@ from polar.runtimes.inside import Inside
 from polar.runtimes.relay import PORT, Relay
 
 INIT = "while :; do sleep 86400 & wait; done"
-
-# Makes folders that are missing, for the user ($1) that commands run as.
-_MAKE_FOLDERS = """u=$1; shift
-made() { while [ ! -d "$1" ]; do set -- "$(dirname -- "$1")" "$@"; done; shift
-  for d; do mkdir -- "$d" && chown -- "$u" "$d" || return; done; }
-for f; do made "$f" || exit; done"""
 
 _CANT_START = 126  # as shells say it
 
@@ -46,6 +40,7 @@ class Container:
         self._cli = cli
         self._container = container  # the engine's name for it
         self._user = user  # that commands run as
+        self._owner: files.Owner | None = None  # the same by number, once its files can be read
         self._relay = Relay(gateway)
         self._removed = removed
         self._inside: Inside | None = None  # from the start until it is removed
@@ -60,7 +55,7 @@ class Container:
                 raise SandboxError(f"Runtime {self.id} is stopped.")
             await self._cli.call("start", self._container)
             self._inside = await self._entered()
-            await self._make_folders(self.spec.workdir, self.spec.home)
+            await asyncio.to_thread(self._make_folders, self._inside.root)
             await self._listen(self._inside)
 
     async def _entered(self) -> Inside:
@@ -109,25 +104,27 @@ class Container:
                 return Completed(None, 0.0)
             if inside.group.out_of_memory() > killed:  # what else runs inside has left no room to start it
                 return Completed(None, 0.0, out_of_memory=True)
+            if inside.ended():
+                return await self._end_of_all(Completed(None, 0.0))
             if inside.forks_refused() > refused:
                 return Completed(_CANT_START, 0.0)
             raise
         if self._stops > stops:
             return msgspec.structs.replace(completed, exit_code=None)
-        if inside.ended():  # the counts are gone with it
-            if await self._state("OOMKilled") != "true":
-                raise SandboxError(f"The container of runtime {self.id} was killed by somebody else.")
-            return msgspec.structs.replace(completed, exit_code=None, out_of_memory=True)
+        if inside.ended():
+            return await self._end_of_all(completed)
         return processes.with_memory(completed, inside.group.out_of_memory() > killed)
 
+    async def _end_of_all(self, completed: Completed) -> Completed:
+        """The first process is gone, and not by us: what runs inside can bring that about (by its limits, or by writing
+        to its memory), so it is held to have. An engine that is gone too, or no longer has the container, is not."""
+        if await self._state("OOMKilled") == "true":  # the group's own count is gone with it
+            return msgspec.structs.replace(completed, exit_code=None, out_of_memory=True)
+        return msgspec.structs.replace(completed, exit_code=128 + signal.SIGKILL)
+
     async def put(self, source: Path | bytes, inside: str) -> None:
-        """What is put belongs to the user that commands run as."""
-        if self._root_inside:
-            await self._copies.put(self._opened().root, source, inside)
-        else:
-            await self._make_folders(posixpath.dirname(inside))
-            await self._copies.put(self._opened().root, source, inside)
-            await self._as_root("chown", "-hR", "--", self._user, inside)
+        """What is made for it belongs to the user that commands run as."""
+        await self._copies.put(self._opened().root, source, inside, self._owner)
 
     async def get(self, inside: str, destination: Path, *, max_bytes: int = 1 << 30, all_links: bool = False) -> None:
         await self._copies.get(self._opened().root, inside, destination, max_bytes, all_links)
@@ -187,16 +184,12 @@ class Container:
             raise SandboxError(f"Runtime {self.id} is not there: it was not started, or is removed.")
         return self._inside
 
-    @property
-    def _root_inside(self) -> bool:
-        return self._user.partition(":")[0] in ("0", "root")
-
-    async def _make_folders(self, *folders: str) -> None:
-        await self._as_root("/bin/sh", "-c", _MAKE_FOLDERS, "sh", self._user, *folders)
-
-    async def _as_root(self, *argv: str) -> None:
-        with self._opened().room():
-            await self._cli.call("exec", "--user", "0", self._container, *argv)
+    def _make_folders(self, root: int) -> None:
+        try:
+            self._owner = files.owner_named(root, self._user)
+            files.make_folders(root, (self.spec.workdir, self.spec.home), self._owner)
+        except (OSError, ValueError) as error:
+            raise SandboxError(f"The folders of user {self._user} can't be made in the container: {error}.") from error
 
     async def _state(self, field: str) -> str:
         return await self._cli.call("inspect", "--format", f"{{{{.State.{field}}}}}", self._container)

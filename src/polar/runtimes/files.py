@@ -23,6 +23,10 @@ _ENTRY = 512  # what an entry counts besides its content: a million empty files 
 _DEEPEST = 200  # folders below one another, each of which is held open
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _CHUNK = 1 << 20
+_NUMBERS = 3  # fields before the last one that is read: a name, a password, a number, and the group of a user
+
+Owner = tuple[int, int]
+"""A user and a group, by number. Where none is named, what is made belongs to this process's."""
 
 
 class Copies:
@@ -32,8 +36,8 @@ class Copies:
     def __init__(self) -> None:
         self._running: set[asyncio.Future[None]] = set()
 
-    async def put(self, root: int, source: Path | bytes, inside: str) -> None:
-        await self._run(put, root, source, inside)
+    async def put(self, root: int, source: Path | bytes, inside: str, owner: "Owner | None" = None) -> None:
+        await self._run(put, root, source, inside, owner)
 
     async def get(self, root: int, inside: str, destination: Path, max_bytes: int, all_links: bool) -> None:
         await self._run(get, root, inside, destination, max_bytes, all_links)
@@ -54,17 +58,45 @@ class Copies:
             await asyncio.wait(set(self._running))
 
 
-def put(root: int, source: Path | bytes, inside: str) -> None:
-    """Places a file, a folder or bytes. What is in the way of a file is removed; folders are merged."""
+def put(root: int, source: Path | bytes, inside: str, owner: Owner | None = None) -> None:
+    """Places a file, a folder or bytes. What is in the way of a file is removed; folders are merged. What is made for
+    it is the owner's; a folder that was there stays whose it is."""
     parent, name = _split(inside)
-    with _made(root, parent) as folder:
+    with _made(root, parent, owner) as folder:
         if isinstance(source, bytes):
-            with _new_file(folder, name, 0o644) as target:
+            with _new_file(folder, name, 0o644, owner) as target:
                 _write(target, source)
         elif name == ".":
-            _put_below(source, folder)
+            _put_below(source, folder, owner)
         else:
-            _put_entry(source, folder, name)
+            _put_entry(source, folder, name, owner)
+
+
+def make_folders(root: int, folders: tuple[str, ...], owner: Owner | None) -> None:
+    """Those that are missing, with those above them."""
+    for folder in folders:
+        with _made(root, folder, owner):
+            pass
+
+
+def owner_named(root: int, user: str) -> Owner:
+    """Who an image's USER (`NAME`, `NUMBER`, each perhaps with `:GROUP`) is, as engines find it: by the files in there.
+    A number that is not in them has the group 0."""
+    name, _, group = user.partition(":")
+    users, groups = _entries(root, "/etc/passwd"), _entries(root, "/etc/group")
+    found = next((entry for entry in users if name in (entry[0], entry[2])), [name, "", name, "0"])
+    told = next((entry[2] for entry in groups if group in (entry[0], entry[2])), group) if group else found[3]
+    return int(found[2]), int(told)
+
+
+def _entries(root: int, inside: str) -> list[list[str]]:
+    try:
+        opened = linux.open_below(root, inside, os.O_RDONLY | os.O_NONBLOCK)
+    except FileNotFoundError:
+        return []
+    with open(opened, encoding="utf-8", errors="replace") as file:
+        entries = [line.rstrip("\n").split(":") for line in file]
+    return [entry for entry in entries if len(entry) > _NUMBERS]
 
 
 def get(root: int, inside: str, destination: Path, max_bytes: int, all_links: bool = False) -> None:
@@ -144,28 +176,30 @@ def stays_below(place: PurePosixPath, link: str) -> bool:
     return not link.startswith("/") and ".." not in parts[climbs:] and climbs < len(place.parts)
 
 
-def _put_entry(source: Path, folder: int, name: str) -> None:
+def _put_entry(source: Path, folder: int, name: str, owner: Owner | None) -> None:
     found = source.lstat()
     if stat.S_ISLNK(found.st_mode):
         _clear(folder, name)
         os.symlink(os.readlink(source), name, dir_fd=folder)
+        if owner is not None:
+            os.chown(name, *owner, dir_fd=folder, follow_symlinks=False)
     elif stat.S_ISDIR(found.st_mode):
-        with _opened(_folder_below(folder, name)) as opened:
+        with _opened(_folder_below(folder, name, owner)) as opened:
             os.fchmod(opened, found.st_mode & 0o777 | 0o700)
-            _put_below(source, opened)
+            _put_below(source, opened, owner)
     elif stat.S_ISREG(found.st_mode):
-        with _new_file(folder, name, found.st_mode & 0o777) as target, source.open("rb") as file:
+        with _new_file(folder, name, found.st_mode & 0o777, owner) as target, source.open("rb") as file:
             while data := file.read(_CHUNK):
                 _write(target, data)
             os.utime(target, ns=(found.st_mtime_ns, found.st_mtime_ns))
 
 
-def _put_below(source: Path, folder: int) -> None:
+def _put_below(source: Path, folder: int, owner: Owner | None) -> None:
     for entry in source.iterdir():
-        _put_entry(entry, folder, entry.name)
+        _put_entry(entry, folder, entry.name, owner)
 
 
-def _folder_below(folder: int, name: str) -> int:
+def _folder_below(folder: int, name: str, owner: Owner | None) -> int:
     """The folder of that name, made where there is none; what else has the name is removed."""
     try:
         return os.open(name, _FOLDER, dir_fd=folder)
@@ -174,15 +208,20 @@ def _folder_below(folder: int, name: str) -> int:
     except OSError:  # a file, a link, a device
         os.unlink(name, dir_fd=folder)
     os.mkdir(name, 0o755, dir_fd=folder)
-    return os.open(name, _FOLDER, dir_fd=folder)
+    made = os.open(name, _FOLDER, dir_fd=folder)
+    if owner is not None:
+        os.fchown(made, *owner)
+    return made
 
 
 @contextlib.contextmanager
-def _new_file(folder: int, name: str, mode: int) -> Iterator[int]:
+def _new_file(folder: int, name: str, mode: int, owner: Owner | None) -> Iterator[int]:
     _clear(folder, name)
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     with _opened(os.open(name, flags, 0o600, dir_fd=folder)) as target:
         yield target
+        if owner is not None:
+            os.fchown(target, *owner)
         os.fchmod(target, mode)
 
 
@@ -196,7 +235,7 @@ def _clear(folder: int, name: str) -> None:
 
 
 @contextlib.contextmanager
-def _made(root: int, path: str) -> Iterator[int]:
+def _made(root: int, path: str, owner: Owner | None) -> Iterator[int]:
     """A folder inside, with those above it, made where they are missing. A link to a folder counts as one; whatever
     else is in the way is removed: it must not keep a grader's files out."""
     made = PurePosixPath("/")
@@ -207,7 +246,7 @@ def _made(root: int, path: str) -> Iterator[int]:
             try:
                 opened = linux.open_below(root, str(made), os.O_RDONLY | os.O_DIRECTORY)
             except OSError:  # not there, or something else: made anew, in the folder that is open
-                opened = _folder_below(folder, name)
+                opened = _folder_below(folder, name, owner)
             folder = held.enter_context(_opened(opened))
         yield folder
 

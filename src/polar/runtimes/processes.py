@@ -35,6 +35,11 @@ class Spawner:
     def start(self) -> None:
         self._connected()
 
+    @property
+    def process(self) -> "subprocess.Popen[bytes] | None":
+        """The one that runs; what an earlier one had started is dead with it."""
+        return self._process if self._process is not None and self._process.poll() is None else None
+
     def _connected(self) -> socket.socket:
         with self._lock:
             if self._socket is None or self._process is None or self._process.poll() is not None:
@@ -97,6 +102,7 @@ def _file(held: contextlib.ExitStack, content: bytes) -> int:
 
 class _Status(msgspec.Struct):
     pid: int | None = None
+    replaced: bool = False
     error: str | None = None
     spoiled: bool = False
     exit: int | None = None
@@ -114,6 +120,7 @@ class Spawned:
         self.code: int | None = None
         self.error: str | None = None
         self.spoiled = False
+        self.replaced = False
         self.ended: asyncio.Future[None] = self._loop.create_future()  # with an exit code, an error, or killed
         self.gone: asyncio.Future[None] = self._loop.create_future()  # the pipe is closed
         self._loop.add_reader(status, self._read)
@@ -129,6 +136,7 @@ class Spawned:
                 _done(self._named)
             self.error = told.error if told.error is not None else self.error
             self.spoiled |= told.spoiled
+            self.replaced |= told.replaced
             if told.exit is not None:
                 self.code = told.exit
             if told.exit is not None or told.error is not None:

@@ -4,7 +4,8 @@ The node asks through a socket, in a message with the job (as JSON) and the desc
 first; a job that is too large for a message is in a file, the last descriptor. The spawner forks, and the fork does the
 job and tells on its own status pipe, a JSON line each, how it goes:
 
-    {"pid": N}       the process to signal: a supervisor, or bwrap
+    {"pid": N}       the process to signal: a supervisor, or bwrap; with "replaced": true where bwrap starts a program
+                     that what ran inside before has put there
     {"error": "..."} it could not be started; with "spoiled": true where what ran inside before is to blame
     {"exit": N}      the command ended, 128 + N for a signal as in a shell
     end of file      it was killed, or (for a sandbox) bwrap has taken over
@@ -43,6 +44,7 @@ _WORLDS = linux.CLONE_NEWNS | linux.CLONE_NEWNET | linux.CLONE_NEWIPC | linux.CL
 _CAPABILITIES = frozenset({0, 1, 3, 4, 5, 6, 7, 10, 18})
 """What root inside may do, within its own user namespace: chown, dac_override, fowner, fsetid, kill, setgid, setuid,
 net_bind_service, sys_chroot. No mounts, no network settings."""
+_LIBRARIES = ("lib", "lib64", "usr/lib", "usr/lib64")
 _NO_CAPABILITIES = tuple(set(range(linux.last_capability() + 1)) - _CAPABILITIES)
 
 Job = dict[str, Any]
@@ -75,27 +77,39 @@ def _take(asked: socket.socket, running: dict[int, int]) -> bool:
     if not message:
         return False
     fds = [fd for _, _, data in told for fd in memoryview(data).cast("i")]
+    try:
+        _begin(message, fds, asked, running)
+    except Exception as error:  # noqa: BLE001  of one job, which hears of it: all others live here too
+        if fds:
+            _tell(fds[0], error=f"{type(error).__name__}: {error}")
+    for fd in fds:
+        os.close(fd)
+    return True
+
+
+def _begin(message: bytes, fds: list[int], asked: socket.socket, running: dict[int, int]) -> None:
     status, *others = fds
     if message == IN_FILE:
         request = others.pop()
         message = os.read(request, os.fstat(request).st_size)
     job: Job = json.loads(message)
+
+    def work() -> None:
+        asked.close()
+        signal.set_wakeup_fd(-1)
+        for fd in running.values():
+            os.close(fd)
+        _JOBS[job["job"]](job, status, others)
+
     try:
         child = _fork(job, others)
     except OSError as error:
         _refused(job, status, others, error)
-    else:
-        if child == 0:
-            asked.close()
-            signal.set_wakeup_fd(-1)
-            for fd in running.values():
-                os.close(fd)
-            _finish(status, lambda: _JOBS[job["job"]](job, status, others))
-        if job["job"] == "inside":
-            running[child] = os.dup(status)
-    for fd in fds:
-        os.close(fd)
-    return True
+        return
+    if child == 0:
+        _finish(status, work)
+    if job["job"] == "inside":
+        running[child] = os.dup(status)
 
 
 def _reap(running: dict[int, int]) -> None:
@@ -109,7 +123,7 @@ def _reap(running: dict[int, int]) -> None:
 
 def _refused(job: Job, status: int, fds: list[int], error: OSError) -> None:
     """A command that can't be started since those before it left no room is a command that failed, as in a shell."""
-    if job["job"] == "sandbox" or error.errno != errno.EAGAIN:
+    if job["job"] not in ("inside", "local") or error.errno != errno.EAGAIN:
         _tell(status, error=f"fork: {error.strerror}")
     else:
         with contextlib.suppress(BrokenPipeError):
@@ -197,7 +211,7 @@ def _sandbox(job: Job, status: int, fds: list[int]) -> None:
     argv = [word.replace("{info}", str(info)) for word in job["argv"]]
     _plain_signals()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # inherited by the first process inside: orphans leave no zombies
-    _tell(status, pid=os.getpid())
+    _tell(status, pid=os.getpid(), replaced=job["mended"] is not None and _replaced(job["upper"], job["env"]["PATH"]))
     os.execve(argv[0], argv, job["env"])
 
 
@@ -221,6 +235,19 @@ def _mount_root(job: Job) -> None:
                 if stat.S_ISLNK(os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode):
                     os.unlink(name, dir_fd=folder)
             os.close(folder)
+
+
+def _replaced(upper: str, path: str) -> bool:
+    """Whether a layer holds another first program, or another of the files that one is loaded with."""
+    programs = [folder.lstrip("/") for folder in path.split(":")]
+    libraries = [f"{folder}{below}" for folder in _LIBRARIES for below in ("", f"/{os.uname().machine}-linux-gnu")]
+    if any(os.path.islink(f"{upper}/{folder}") for folder in ("etc", "usr", *programs, *libraries)):
+        return True
+    files = ("etc/ld.so.preload", *(f"{folder}/cat" for folder in programs))
+    if any(os.path.lexists(f"{upper}/{file}") for file in files):
+        return True
+    found = (os.listdir(f"{upper}/{folder}") for folder in libraries if os.path.isdir(f"{upper}/{folder}"))
+    return any(name.startswith(("ld-", "libc.")) for names in found for name in names)
 
 
 def _real_folder(root: str, path: str) -> int:

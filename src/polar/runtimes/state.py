@@ -4,6 +4,7 @@
     STATE/OWNER/cgroups        the groups that those of its runtimes are made in, one a line
     STATE/OWNER/runtimes/ID/   a runtime's folder
     STATE/OWNER/...            what its runtimes share
+    STATE/.OWNER/              the same, before it is locked
 
 A lock falls with its process, however that ends: an owner whose lock can be had is gone, and all that it left may go.
 """
@@ -11,6 +12,7 @@ A lock falls with its process, however that ends: an owner whose lock can be had
 import fcntl
 import os
 import secrets
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,6 +21,7 @@ from polar.runtimes.base import SandboxError
 from polar.runtimes.cgroups import Cgroups, Group, group_name
 
 _CGROUPS = "cgroups"
+_MAKING_SECONDS = 60.0  # that an owner may take to make and lock its folder
 
 
 class State:
@@ -49,15 +52,18 @@ class State:
 
     def _own(self) -> None:
         if self._lock is None:
-            (self.folder / "runtimes").mkdir(parents=True, mode=0o700)
-            self._lock = _locked(self.folder)
-            if self._lock is None:
-                raise SandboxError(f"{self.folder} can't be locked.")
+            making = self._root / f".{self.folder.name}"  # another's sweep must not find it without its lock
+            (making / "runtimes").mkdir(parents=True, mode=0o700)
+            lock = _locked(making)
+            if lock is None:
+                raise SandboxError(f"{making} can't be locked.")
+            making.rename(self.folder)
+            self._lock = lock
 
     def left(self) -> Iterator["Left"]:
         """What owners left that are no more. Each is held while it is looked at."""
         for folder in sorted(self._root.iterdir()) if self._root.is_dir() else ():
-            if folder == self.folder or (lock := _locked(folder)) is None:
+            if folder == self.folder or _being_made(folder) or (lock := _locked(folder)) is None:
                 continue
             try:
                 yield Left(folder)
@@ -92,6 +98,13 @@ class Left:
 
     def remove(self) -> None:
         remove_tree(self.folder)
+
+
+def _being_made(folder: Path) -> bool:
+    try:
+        return folder.name.startswith(".") and time.time() - folder.stat().st_mtime < _MAKING_SECONDS
+    except FileNotFoundError:  # made by now
+        return True
 
 
 def _locked(folder: Path) -> int | None:

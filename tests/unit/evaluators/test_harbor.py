@@ -117,12 +117,30 @@ async def test_no_reward_is_whose_doing_it_is(sandbox: Place, tests: Path) -> No
     (tests / "test.sh").write_text("[ -e /app/broken ] && exit 1\necho 1 > /logs/verifier/reward.txt\n")
     verdict = await judged(sandbox, tests, "touch broken")
     assert (verdict.reward, verdict.detail["exit_code"]) == (0.0, 1)
-    (tests / "test.sh").write_text("exit 1\n")
-    with pytest.raises(GraderError, match="without the agent"):
-        await judged(sandbox, tests, "")
+    for broken in ("true", "no-such-program", "exec /app"):
+        (tests / "test.sh").write_text(f"{broken}\n")
+        with pytest.raises(GraderError, match="without the agent"):
+            await judged(sandbox, tests, "")
     (tests / "test.sh").write_text("[ -e /app/slow ] && sleep 600\necho 1 > /logs/verifier/reward.txt\n")
     verdict = await judged(sandbox, tests, "touch slow", timeout_seconds=2)
     assert (verdict.reward, verdict.detail["why"]) == (0.0, "The tests took too long.")
+
+
+@pytest.mark.runtimes
+@pytest.mark.parametrize(
+    ("script", "why"),
+    [
+        ("set -e\ngrep hello hello.txt\n", "test.sh ended with 2 and left no reward in /logs/verifier."),
+        ("until [ -e hello.txt ]; do sleep 0.1; done\n", "The tests took too long."),
+    ],
+)
+async def test_tests_that_end_without_a_reward_by_nature_excuse_nobody(
+    sandbox: Place, tests: Path, script: str, why: str
+) -> None:
+    (tests / "test.sh").write_text(f"{script}echo 1 > /logs/verifier/reward.txt\n")
+    verdict = await judged(sandbox, tests, "", timeout_seconds=2)
+    assert (verdict.reward, verdict.detail["why"]) == (0.0, why)
+    assert (await judged(sandbox, tests, SOLVED, timeout_seconds=2)).reward == 1.0
 
 
 @pytest.mark.runtimes

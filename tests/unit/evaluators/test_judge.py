@@ -124,7 +124,7 @@ async def test_what_is_no_answer_is_asked_for_again_and_never_a_reward(
     verdict = await judged(work, model, reply)
     assert (verdict.reward, verdict.reason) == (None, "judge_failed")
     assert verdict.detail["why"]
-    assert len(model.requests) == 3
+    assert len(model.requests) == 4  # the last without the agent's part
     assert (await judged(work, model, reply, scores(overall=5))).reward == 0.5
     assert len(model.requests) == 2
 
@@ -137,12 +137,38 @@ async def test_a_busy_judge_is_asked_again(place: Place, model: Model, code: int
     assert (verdict.reward, verdict.reason, len(model.requests)) == (None, "judge_failed", 3)
 
 
-@pytest.mark.parametrize("code", [400, 401, 404])
-async def test_a_refusal_is_not_asked_again(place: Place, model: Model, code: int) -> None:
+@pytest.mark.parametrize(("code", "asked"), [(400, 2), (413, 2), (401, 1), (404, 1)])
+async def test_a_refusal_is_not_asked_again(place: Place, model: Model, code: int, asked: int) -> None:
     work = await place.work()
     verdict = await judged(work, model, status(code))
-    assert (verdict.reward, verdict.reason, len(model.requests)) == (None, "judge_failed", 1)
+    assert (verdict.reward, verdict.reason, len(model.requests)) == (None, "judge_failed", asked)
     assert str(code) in verdict.detail["why"]
+
+
+@pytest.mark.parametrize(
+    "replies", [[status(400)], [status(413)], ["I won't."] * 3, [status(503), "", scores(other=1)]]
+)
+async def test_an_agent_that_no_judge_can_answer_is_not_excused(
+    place: Place, model: Model, replies: list[web.Response | str]
+) -> None:
+    work = await place.work("echo 'What nobody may read.' > report.md; touch 'Refuse this.md'")
+    work.answer = "Too much of it."
+    verdict = await judged(work, model, *replies, scores(overall=10), include=["*.md"])
+    assert (verdict.reward, verdict.reason) == (0.0, None)
+    assert "what the agent left" in verdict.detail["why"]
+    assert len(model.requests) == len(replies) + 1
+    for withheld in ("Too much", "nobody may read", "Refuse this"):
+        assert withheld in json.dumps(model.requests[0])
+        assert withheld not in model.prompt()
+    assert model.prompt().count("(withheld)") == 2
+    assert "Be right." in model.prompt()
+
+
+async def test_a_judge_that_fails_by_itself_excuses_the_agent(place: Place, model: Model) -> None:
+    work = await place.work()
+    for replies in ([status(400), status(503)], ["", "", status(503), scores(overall=10)]):
+        verdict = await judged(work, model, *replies)
+        assert (verdict.reason, len(model.requests)) == ("judge_failed", len(replies[:3]))
 
 
 async def test_only_the_configured_address_is_called(place: Place, model: Model) -> None:

@@ -1,5 +1,6 @@
 """The evaluator `tests`: real runs of pytest, over what honest and other agents left."""
 
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -209,6 +210,14 @@ CHEATS = {
     "removed_results": (
         'printf \'import sys, os\\nos.unlink(sys.argv[0].replace("reporter.py", "results"))\\n\' >> calc.py'
     ),
+    "a_file_for_the_results_folder": (
+        "cat >> calc.py <<'E'\nimport os, sys, shutil\nfolder = os.path.dirname(sys.argv[0])\n"
+        "shutil.rmtree(folder)\nopen(folder, 'w').close()\nE"
+    ),
+    "a_loop_for_the_results_folder": (
+        "cat >> calc.py <<'E'\nimport os, sys, shutil\nfolder = os.path.dirname(sys.argv[0])\n"
+        "shutil.rmtree(folder)\nos.symlink(folder, folder)\nE"
+    ),
 }
 
 
@@ -248,12 +257,87 @@ async def test_junit(place: Place) -> None:
         'mkdir out; printf \'<testsuite><testcase classname="tests.test_calc" name="test_add"/><testcase '
         'classname="tests.test_calc" name="test_same"/></testsuite>\' > out/junit.xml'
     )
-    assert (await judged(place, planted, **{**JUNIT, "command": "true"})).reward == 0.0
+    assert (await judged(place, planted, **{**JUNIT, "command": "false"})).reward == 0.0
     stale = {"out/junit.xml": "<testsuite/>"}
     with pytest.raises(GraderError, match="before any test is run"):
         await judged(place, FIX, files=stale, **JUNIT)
-    with pytest.raises(GraderError, match="not in the runtime"):
-        await judged(place, FIX, **{**JUNIT, "command": "no-such-program"})
+    for broken, how in (("no-such-program", "can't be run"), ("true", "ends with 0")):
+        with pytest.raises(GraderError, match=f"{how}.*without the agent's work"):
+            await judged(place, FIX, **{**JUNIT, "command": broken})
+
+
+async def test_junit_files_below_the_workspace_may_be_absolute(place: Place) -> None:
+    assert (await judged(place, FIX, **{**JUNIT, "result_files": ["/workspace/out/junit.xml"]})).reward == 1.0
+    for elsewhere in ("/tmp/out/junit.xml", "/workspace"):
+        with pytest.raises(GraderError, match=f"config.result_files: {elsewhere} is not below /workspace"):
+            await judged(place, FIX, **{**JUNIT, "result_files": [elsewhere]})
+
+
+@pytest.mark.parametrize("command", ["test -e made || exit 3", "until [ -e made ]; do sleep 0.1; done"])
+async def test_a_command_that_writes_no_results_for_unfinished_work(place: Place, command: str) -> None:
+    config = {**JUNIT, "command": f"{command}; {JUNIT['command']}"}
+    assert (await judged(place, FIX, **config, timeout_seconds=2)).reward == 0.0
+    assert (await judged(place, f"{FIX}; touch made", **config)).reward == 1.0
+
+
+@pytest.mark.parametrize("left", ["touch workspace", "ln -s workspace workspace"])
+async def test_a_workspace_that_is_gone_after_the_command(place: Place, left: str) -> None:
+    command = f"[ ! -e gone ] || {{ cd ..; rm -r workspace; {left}; }}"
+    verdict = await judged(place, "touch gone", **{**JUNIT, "command": command})
+    assert (verdict.reward, verdict.detail["why"][:27]) == (0.0, "The workspace can't be read")
+
+
+@pytest.mark.parametrize(
+    ("python", "prepare"),
+    [
+        (".venv/bin/python", ""),
+        ("/workspace/.venv/bin/python", ""),
+        ("python9", ""),
+        ("../link/python", "ln -s workspace/.venv/bin ../link"),
+        ("../link", "ln -s workspace/.venv/bin/python ../link"),
+        (
+            "../link/python",
+            "mkdir ../bin; ln -s PYTHON ../bin/python; ln -s ../bin there; ln -s workspace/there ../link",
+        ),
+        (".venv/../../bin/python", "mkdir ../bin; ln -s PYTHON ../bin/python"),
+    ],
+)
+async def test_an_interpreter_of_the_workspace_is_not_told_the_secret(place: Place, python: str, prepare: str) -> None:
+    steps = f"mkdir -p .venv/bin; ln -s PYTHON .venv/bin/python; ln -s python .venv/bin/python9; {prepare}"
+    made = {"type": "exec", "command": steps.replace("PYTHON", sys.executable)}
+    path = {"PATH": ".venv/bin:/usr/bin:/bin"}
+    work = await place.work(FIX, files=FILES, runtime={"prepare": [made], "env": path})
+    fresh = await work.fresh()
+    plan = runs.Plan("pytest", fresh.path(python) if python.startswith("/") else python, [])
+    with pytest.raises(GraderError, match="outside of /workspace"):
+        await runs.SignedRun(fresh, plan, QUICK, work.scratch).check(work.logs / "log")
+
+
+async def test_an_interpreter_that_the_agent_puts_before_another(place: Place) -> None:
+    path = {"PATH": f"bin:{Path(sys.executable).parent}:/usr/bin:/bin"}
+    shim = "mkdir bin; printf '#!/bin/sh\\ntouch ../called\\n' > bin/python3; chmod +x bin/python3"
+    work = await place.work(f"{FIX}; {shim}", files=FILES, runtime={"env": path})
+    verdict = await evaluator.Tests({"env": QUICK, **NAMED}).evaluate(work)
+    assert verdict.reward == 1.0, verdict
+
+
+async def test_deletions_need_no_more_than_rm(place: Place, tmp_path: Path) -> None:
+    programs = tmp_path / "programs"
+    programs.mkdir()
+    for name in ("sh", "rm", "sed", "touch", "readlink"):
+        (programs / name).symlink_to(shutil.which(name) or name)
+    other = {f"old/{number}.py": "" for number in range(250)}
+    odd = {"type": "exec", "command": "touch \"$(printf 'odd\\377 \\047.txt')\" -- -f"}
+    agent = f"{FIX}; rm -r old; rm -- odd* -f"
+    files = {**FILES, **other, "test_old.py": ""}
+    work = await place.work(agent, files=files, runtime={"prepare": [odd], "env": {"PATH": str(programs)}})
+    keeps = (
+        "import pathlib\ndef test_add(): assert not [*pathlib.Path().glob('o*/*.py'), *pathlib.Path().glob('odd*')]\n"
+    )
+    file = {"type": "upload_file", "target": "tests/test_calc.py", "content": keeps}
+    config = {"command": PYTEST, "env": QUICK, "must_pass": [ADD], "files": [file]}
+    verdict = await evaluator.Tests(config).evaluate(work)
+    assert verdict.reward == 1.0, verdict
 
 
 UNITTEST = {

@@ -1,5 +1,6 @@
 import json
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -72,6 +73,26 @@ async def test_a_grader_that_fails_is_named(work: AgentWork) -> None:
 async def test_weighted_parts_may_be_weighted(work: AgentWork) -> None:
     inner = {"strategy": "weighted", "config": {"parts": [RIGHT, WRONG]}, "weight": 2}
     assert (await Weighted({"parts": [inner, WRONG]}).evaluate(work)).reward == pytest.approx(1 / 3)
+
+
+@pytest.mark.runtimes
+async def test_what_runs_in_the_agents_layer_comes_last(sandbox: Place, tmp_path: Path) -> None:
+    (tmp_path / "test.sh").write_text("echo good > answer.txt; echo 1 > /logs/verifier/reward.txt\n")
+    harbor = {"strategy": "harbor", "config": {"tests": str(tmp_path)}}
+    answer = {"strategy": "answer", "config": {"file": "answer.txt", "expected": "good"}}
+    for first in (harbor, {"strategy": "weighted", "config": {"parts": [harbor, answer]}}):
+        work = await sandbox.work("echo bad > answer.txt")
+        verdict = await Weighted({"parts": [first, answer]}).evaluate(work)
+        assert list(verdict.detail) == [first["strategy"], "answer"]
+        assert verdict.detail["answer"]["reward"] == 0.0
+        assert verdict.detail[first["strategy"]]["reward"] == (1.0 if first is harbor else 0.5)
+
+
+def test_only_one_part_has_the_agents_layer() -> None:
+    harbor = {"strategy": "harbor", "config": {"tests": "/x"}}
+    for other in (harbor, {"strategy": "weighted", "config": {"parts": [RIGHT, harbor]}}):
+        with pytest.raises(ConfigError, match=r"config\.parts: harbor and .* keep one"):
+            Weighted({"parts": [harbor, RIGHT, other]})
 
 
 def test_it_wants_a_fresh_runtime_where_a_part_does() -> None:

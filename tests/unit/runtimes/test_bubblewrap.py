@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from polar.runtimes.base import Limits, Runtime, SandboxError, Spec
+from polar.runtimes.base import Limits, Runtime, SandboxError, Spec, Spoiled
 from polar.runtimes.bubblewrap import Bubblewrap
 from polar.runtimes.cgroups import Cgroups
 from tests.contract import left
@@ -178,3 +178,54 @@ async def test_a_bad_image_spoils_nothing(kind: Bubblewrap) -> None:
     runtime = await kind.create("id", Spec())
     await runtime.start()
     assert (await runtime.run(["true"])).exit_code == 0
+
+
+async def test_what_is_written_to_the_first_process_does_not_end_it(kind: Bubblewrap, tmp_path: Path) -> None:
+    runtime = await kind.create("id", Spec())
+    await runtime.start()
+    for _ in range(2):
+        await runtime.run(["sh", "-c", "for i in 1 2 3; do echo x > /proc/1/fd/0; sleep 0.1; done"])
+    assert (await runtime.run(["echo", "alive"], output=tmp_path / "output")).exit_code == 0
+    assert (tmp_path / "output").read_text() == "alive\n"
+
+
+END = """import os, resource
+resource.prlimit(1, resource.RLIMIT_CPU, (1, 1))
+into, out = os.open("/proc/1/fd/0", os.O_WRONLY), os.open("/proc/1/fd/1", os.O_RDONLY)
+while True:
+    os.write(into, bytes(65536))
+    os.read(out, 65536)
+"""
+
+
+async def test_whoever_ends_the_first_process_from_inside_is_killed_by_that(kind: Bubblewrap) -> None:
+    runtime = await kind.create("id", Spec())
+    await runtime.start()
+    assert (await runtime.run(["/usr/bin/python3", "-c", END], timeout=60)).exit_code == 137
+    assert (await runtime.run(["true"])).exit_code == 137
+    await runtime.stop()
+    await runtime.restart()
+    assert (await runtime.run(["true"])).exit_code == 0
+
+
+async def test_a_sandbox_that_dies_with_the_spawner_is_the_platforms_failure(kind: Bubblewrap) -> None:
+    runtime = await kind.create("id", Spec())
+    await runtime.start()
+    assert kind.spawner.process is not None
+    kind.spawner.process.kill()
+    for _ in range(2):
+        with pytest.raises(SandboxError):
+            await runtime.run(["true"])
+
+
+async def test_silence_at_a_restart_is_whose_program_is_silent(kind: Bubblewrap, image: Path) -> None:
+    """Replaced by what ran inside, or by somebody outside."""
+    one, other = [await kind.create(id, Spec(image=str(image))) for id in ("one", "other")]
+    await asyncio.gather(one.start(), other.start())
+    await one.put(image / "usr/bin/sh", "/usr/bin/cat")
+    await asyncio.gather(one.stop(), other.stop())
+    with pytest.raises(Spoiled):
+        await one.restart()
+    shutil.copy(image / "usr/bin/sh", image / "usr/bin/cat")
+    with pytest.raises(SandboxError):
+        await other.restart()

@@ -115,3 +115,7 @@ async def test_on_version_2_a_group_is_killed_as_one(tmp_path: Path) -> None:
     (tmp_path / "below/cgroup.procs").write_text("")
     await killing
     assert (tmp_path / "cgroup.kill").read_text() == "1"
+
+
+def test_groups_are_looked_for_once_in_a_process() -> None:
+    assert Cgroups.of_this_process() is Cgroups.of_this_process()

@@ -154,3 +154,41 @@ def test_links_that_stay() -> None:
     assert not files.stays_below(place, "x/../y")
     assert not files.stays_below(place, "/a")
     assert not files.stays_below(PurePosixPath(), "x")  # the top itself
+
+
+def test_users_are_found_as_engines_find_them(root: tuple[int, Path]) -> None:
+    opened, folder = root
+    assert files.owner_named(opened, "7") == (7, 0)
+    (folder / "etc").mkdir()
+    (folder / "etc/passwd").write_text("root:x:0:0::/root:/bin/sh\n\nagent:x:1000:1001:An Agent:/:/bin/sh\n")
+    (folder / "etc/group").write_text("root:x:0:\nstaff:x:50:agent\n")
+    for user, owner in {
+        "0": (0, 0),
+        "root": (0, 0),
+        "agent": (1000, 1001),
+        "1000": (1000, 1001),
+        "agent:staff": (1000, 50),
+        "7:50": (7, 50),
+        "7:8": (7, 8),
+    }.items():
+        assert files.owner_named(opened, user) == owner
+    with pytest.raises(ValueError, match="nobody"):
+        files.owner_named(opened, "nobody")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="gives files to another user")
+def test_what_is_made_is_the_owners_and_nothing_else(root: tuple[int, Path], tmp_path: Path) -> None:
+    opened, folder = root
+    (folder / "old").mkdir()
+    (folder / "old/kept").write_text("")
+    source = tmp_path / "source"
+    (source / "old/new").mkdir(parents=True)
+    (source / "old/new/file").write_text("")
+    (source / "link").symlink_to("old/kept")
+    files.put(opened, source, "/", (1000, 1001))
+    files.put(opened, b"", "/a/b/c", (1000, 1001))
+    files.make_folders(opened, ("/old", "/old/home"), (1000, 1001))
+    found = {str(path.relative_to(folder)): (path.lstat().st_uid, path.lstat().st_gid) for path in folder.rglob("*")}
+    ours = (folder.stat().st_uid, folder.stat().st_gid)
+    assert {name for name, owner in found.items() if owner == ours} == {"old", "old/kept"}
+    assert {name for name, owner in found.items() if owner == (1000, 1001)} == {*found} - {"old", "old/kept"}

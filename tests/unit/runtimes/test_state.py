@@ -1,12 +1,14 @@
 """Owners, their locks, and what they leave."""
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from polar.runtimes import state
 from polar.runtimes.base import SandboxError
 from polar.runtimes.cgroups import Cgroups
 from polar.runtimes.state import State, remove_tree
@@ -60,3 +62,29 @@ def test_trees_are_removed_whatever_their_permissions(tmp_path: Path) -> None:
     remove_tree(tree)
     assert not tree.exists()
     assert (tmp_path / "kept").stat().st_mode & 0o777 == 0o755
+
+
+def test_an_owner_is_not_swept_while_it_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another process looks just before the lock is taken."""
+    one, other = State(tmp_path), State(tmp_path)
+    found: list[Path] = []
+    lock = state._locked
+
+    def looked_at(folder: Path) -> int | None:
+        monkeypatch.setattr(state, "_locked", lock)
+        found.extend(left.folder for left in other.left())
+        return lock(folder)
+
+    monkeypatch.setattr(state, "_locked", looked_at)
+    one.runtime("a")
+    assert found == []
+    assert [folder.name for folder in tmp_path.iterdir()] == [one.folder.name]
+    one.close()
+
+
+def test_what_was_never_made_to_its_end_is_left(tmp_path: Path) -> None:
+    for name in (".new", ".old"):
+        (tmp_path / name / "runtimes").mkdir(parents=True)
+    os.utime(tmp_path / ".old", (0, 0))
+    assert [left.folder.name for left in State(tmp_path).left()] == [".old"]
+    shutil.rmtree(tmp_path)
