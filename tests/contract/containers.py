@@ -16,10 +16,10 @@ from tests.contract import left
 from tests.contract.image import OTHER, PLAIN, ensure_image
 from tests.contract.runtimes import EVERYTHING, Place, RuntimeContract
 
-END_ALL = """touch up
-for i in {1..60}; do sleep 60 & done 2>/dev/null
-for p in /proc/[0-9]*; do read -r s < $p/stat; [[ $s == *"(sleep) S 1 "* ]] && kill -9 ${p#/proc/}; done
-while :; do :; done"""
+FILL = "for i in $(seq 60); do setsid sleep 60 >/dev/null 2>&1 & done"
+END_ALL = """for p in /proc/[0-9]*; do
+  { read -r -d '' _; read -r -d '' seconds; } < $p/cmdline; [ "$seconds" = 86400 ] && kill -9 ${p#/proc/}
+done; while :; do :; done"""
 WAIT = "until [ -e up ]; do sleep 0.02; done"
 
 
@@ -105,7 +105,7 @@ class ContainerContract(RuntimeContract):
 
     async def test_a_full_container_is_not_our_failure(self, place: Place) -> None:
         runtime = await place.new(limits=Limits(processes=20))
-        await runtime.run(["sh", "-c", "for i in $(seq 60); do setsid sleep 60 >/dev/null 2>&1 & done"])
+        await runtime.run(["sh", "-c", FILL])
         assert (await place.shell(runtime, "echo alive")).output == "alive\n"
         assert (await runtime.run(["sh", "-c", "(true); exit 0"])).exit_code == 2  # can't fork
 
@@ -123,9 +123,12 @@ class ContainerContract(RuntimeContract):
     async def test_a_container_that_what_runs_inside_has_ended_is_not_our_failure(self, place: Place) -> None:
         """The first process can't start its sleep again: no process is left to it."""
         runtime = await place.new(limits=Limits(processes=20))
-        ran = await place.shell(runtime, END_ALL, timeout=60)
-        assert ran.code == 137
-        assert (await place.shell(runtime, "echo alive")).code == 137
+        await runtime.run(["sh", "-c", f"touch up; {FILL}"])
+        others = [asyncio.create_task(place.shell(runtime, f"touch up{i}; exec sleep 60")) for i in range(2)]
+        await place.shell(runtime, "until [ -e up0 -a -e up1 ]; do :; done", timeout=30)
+        for script in (END_ALL, "echo alive"):
+            assert (await place.shell(runtime, script, timeout=30)).code == 137
+        assert [ran.code for ran in await asyncio.gather(*others)] == [137, 137]
         await runtime.stop()
         await runtime.get("/workspace/up", place.scratch / "up")
 

@@ -252,6 +252,8 @@ class BubblewrapRuntime:
         finally:
             if group is not None:
                 group.drop()
+        if completed.exit_code is None and not completed.timed_out and self._stops == stops:
+            raise SandboxError(f"Runtime {self.id} ended with the spawner, which is gone.")
         if self._stops > stops and completed.exit_code == 128 + signal.SIGKILL:
             completed = replace(completed, exit_code=None)
         return processes.with_memory(completed, self._group is not None and self._group.out_of_memory() > killed)

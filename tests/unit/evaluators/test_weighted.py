@@ -77,8 +77,10 @@ async def test_weighted_parts_may_be_weighted(work: AgentWork) -> None:
 
 @pytest.mark.runtimes
 async def test_what_runs_in_the_agents_layer_comes_last(sandbox: Place, tmp_path: Path) -> None:
-    (tmp_path / "test.sh").write_text("echo good > answer.txt; echo 1 > /logs/verifier/reward.txt\n")
-    harbor = {"strategy": "harbor", "config": {"tests": str(tmp_path)}}
+    tests = tmp_path / "tests"
+    tests.mkdir()
+    (tests / "test.sh").write_text("echo good > answer.txt; echo 1 > /logs/verifier/reward.txt\n")
+    harbor = {"strategy": "harbor", "config": {"tests": str(tests)}}
     answer = {"strategy": "answer", "config": {"file": "answer.txt", "expected": "good"}}
     for first in (harbor, {"strategy": "weighted", "config": {"parts": [harbor, answer]}}):
         work = await sandbox.work("echo bad > answer.txt")
