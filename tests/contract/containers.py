@@ -124,7 +124,7 @@ class ContainerContract(RuntimeContract):
         """The first process can't start its sleep again: no process is left to it."""
         runtime = await place.new(limits=Limits(processes=20))
         await runtime.run(["sh", "-c", f"touch up; {FILL}"])
-        others = [asyncio.create_task(place.shell(runtime, f"touch up{i}; exec sleep 60")) for i in range(2)]
+        others = [asyncio.create_task(place.shell(runtime, f": > up{i}; exec sleep 60")) for i in range(2)]
         await place.shell(runtime, "until [ -e up0 -a -e up1 ]; do :; done", timeout=30)
         for script in (END_ALL, "echo alive"):
             assert (await place.shell(runtime, script, timeout=30)).code == 137

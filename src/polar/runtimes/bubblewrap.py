@@ -30,7 +30,6 @@ import logging
 import os
 import posixpath
 import re
-import select
 import shutil
 import signal
 import subprocess
@@ -49,6 +48,7 @@ from polar.runtimes.state import State, remove_tree
 _log = logging.getLogger(__name__)
 _PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 _START_SECONDS = 60.0
+_DYING_SECONDS = 2.0  # a sandbox takes no more processes a moment before its first has ended
 _OWN_PROCESSES = 2  # bwrap, and the first inside
 _SYS_ADMIN = 21
 _DISK = "disk.img"
@@ -246,7 +246,7 @@ class BubblewrapRuntime:
                 kill=kill,
             )
         except SandboxError:
-            if not self._ended_from_inside():
+            if not await self._ended_from_inside():
                 raise
             completed = Completed(128 + signal.SIGKILL, time.monotonic() - began)
         finally:
@@ -258,20 +258,25 @@ class BubblewrapRuntime:
             completed = replace(completed, exit_code=None)
         return processes.with_memory(completed, self._group is not None and self._group.out_of_memory() > killed)
 
-    def _ended_from_inside(self) -> bool:
-        """Whether the first process is gone, and neither by us nor with the spawner."""
-        if self._init is None or self._parent is None or self._kind.spawner.process is not self._parent:
+    async def _ended_from_inside(self) -> bool:
+        """Whether the first process is gone, or about to be, and neither by us nor with the spawner."""
+        if self._init is None:
             return False
-        poll = select.poll()
-        poll.register(self._init, select.POLLIN)
-        return bool(poll.poll(0))
+        init = os.dup(self._init)  # of this call alone: a loop tells one of a descriptor's followers only
+        try:
+            await asyncio.wait_for(_readable(init), _DYING_SECONDS)
+        except TimeoutError:
+            return False
+        finally:
+            os.close(init)
+        return self._parent is not None and self._kind.spawner.process is self._parent
 
     async def _kill_inside(self) -> None:
         """Everything but process 1, told from within."""
         assert self._init is not None
         spawned = await self._kind.spawner.spawn({"job": "kill_inside", **_entry(None)}, (self._init,))
         await spawned.gone
-        if spawned.error is not None and not self._ended_from_inside():
+        if spawned.error is not None and not await self._ended_from_inside():
             raise SandboxError(f"What runs inside could not be killed: {spawned.error}.")
 
     async def put(self, source: Path | bytes, inside: str) -> None:

@@ -21,6 +21,7 @@ from polar.runtimes.relay import PORT, Relay
 INIT = "while :; do sleep 86400 & wait; done"
 
 _CANT_START = 126  # as shells say it
+_DYING_SECONDS = 2.0  # a container takes no more commands a moment before its first process has ended
 
 
 class Container:
@@ -104,10 +105,10 @@ class Container:
                 return Completed(None, 0.0)
             if inside.group.out_of_memory() > killed:  # what else runs inside has left no room to start it
                 return Completed(None, 0.0, out_of_memory=True)
-            if inside.ended():
-                return await self._end_of_all(Completed(None, 0.0))
             if inside.forks_refused() > refused:
                 return Completed(_CANT_START, 0.0)
+            if await inside.ends(_DYING_SECONDS):
+                return await self._end_of_all(Completed(None, 0.0))
             raise
         if self._stops > stops:
             return msgspec.structs.replace(completed, exit_code=None)

@@ -88,15 +88,23 @@ class Inside:
 
     async def end(self) -> None:
         """Waits until it is, which after a kill is a matter of milliseconds."""
+        if not await self.ends(_DEATH_SECONDS):
+            raise SandboxError("The processes of a killed container don't die.")
+
+    async def ends(self, seconds: float) -> bool:
+        """Whether it is within this time."""
+        first = os.dup(self._first)  # of this call alone: a loop tells one of a descriptor's followers only
         loop = asyncio.get_running_loop()
         ended = asyncio.Event()
-        loop.add_reader(self._first, ended.set)
+        loop.add_reader(first, ended.set)
         try:
-            await asyncio.wait_for(ended.wait(), _DEATH_SECONDS)
+            await asyncio.wait_for(ended.wait(), seconds)
         except TimeoutError:
-            raise SandboxError("The processes of a killed container don't die.") from None
+            return False
         finally:
-            loop.remove_reader(self._first)
+            loop.remove_reader(first)
+            os.close(first)
+        return True
 
     def forks_refused(self) -> int:
         """How often a new process was more than the container may have."""

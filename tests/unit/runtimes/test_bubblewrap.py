@@ -222,10 +222,10 @@ async def test_silence_at_a_restart_is_whose_program_is_silent(kind: Bubblewrap,
     """Replaced by what ran inside, or by somebody outside."""
     one, other = [await kind.create(id, Spec(image=str(image))) for id in ("one", "other")]
     await asyncio.gather(one.start(), other.start())
-    await one.put(image / "usr/bin/sh", "/usr/bin/cat")
+    await one.put(image / "usr/bin/ls", "/usr/bin/cat")
     await asyncio.gather(one.stop(), other.stop())
     with pytest.raises(Spoiled):
         await one.restart()
-    shutil.copy(image / "usr/bin/sh", image / "usr/bin/cat")
+    shutil.copy(image / "usr/bin/ls", image / "usr/bin/cat")
     with pytest.raises(SandboxError):
         await other.restart()
