@@ -52,7 +52,7 @@ harnesses: setup
 	-$(BIN)/polar harness install --cache $(INSTALLED) $(if $(PYTHON312),--python $(PYTHON312)) openhands
 
 test-harnesses: setup harnesses $(NODE)/.ready $(HARNESSES)/.ready $(HARNESSES)-venv/.ready
-	$(BIN)/python -m pytest -n 2 -m harnesses -rs tests/harnesses
+	$(BIN)/python -m pytest -n 2 -m harnesses tests/harnesses
 
 # A real vLLM with real weights, in an environment of its own. torch comes first and alone: at this version pip takes
 # the CPU build, and vLLM is content with it.
@@ -85,14 +85,14 @@ test-trainers: setup $(TRAINERS)/.ready
 
 # Sandboxes: bubblewrap (Debian: apt-get install bubblewrap) and root; engines of Docker and podman that are running.
 test-runtimes: setup
-	$(BIN)/python -m pytest -m runtimes -rs
+	$(BIN)/python -m pytest -m runtimes
 
 # The same, two hundred at a time, with agents that behave badly and nodes that are killed.
 test-faults: setup
-	$(BIN)/python -m pytest -m faults -rs
+	$(BIN)/python -m pytest -m faults
 
 test-containers: setup
-	$(BIN)/python -m pytest -m containers -rs tests/contract tests/harnesses
+	$(BIN)/python -m pytest -m containers tests/contract tests/harnesses
 
 lint: setup
 	$(BIN)/ruff check .

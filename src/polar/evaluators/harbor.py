@@ -66,6 +66,7 @@ class _Ran(Struct, frozen=True):
 
 class Harbor:
     wants_fresh: ClassVar[bool] = True
+    paths: ClassVar[tuple[str, ...]] = ("tests",)  # of its config, on this machine
     wants_layer: ClassVar[bool] = True
 
     def __init__(self, config: dict[str, Any]) -> None:

@@ -57,19 +57,24 @@ _ACCOUNTS = frozenset(
 
 def load_harness(name: str) -> Harness:
     """By its name, or by that of its command."""
-    harness: Harness = load("harnesses", _proper(name))()
+    harness: Harness = load("harnesses", proper(name))()
     return harness
 
 
 def knowledge(name: str | None) -> Knowledge:
     """What is known of a harness's calls; for one that has no name, or an unknown one, what is known of any."""
-    if name is not None and _proper(name) in names("harnesses"):
+    if name is not None and proper(name) in names("harnesses"):
         return load_harness(name).knowledge
     return Knowledge.union(load_harness(known).knowledge for known in names("harnesses"))
 
 
-def _proper(name: str) -> str:
-    return known_by_command([name]) or name.replace("-", "_")
+def proper(name: str) -> str:
+    """The preset's own name, for that of its command, or one that other systems give it."""
+    name = known_by_command([name]) or name.replace("-", "_")
+    return _ELSEWHERE.get(name, name)
+
+
+_ELSEWHERE = {"openhands_sdk": "openhands", "custom_shell": "shell"}
 
 
 def known_by_command(argv: list[str]) -> str | None:

@@ -57,7 +57,7 @@ def plan(task: TaskRequest, settings: NodeSettings) -> Plan:
     # An image may have the harness itself, in a version that nobody named; without one there is this machine's at most.
     elsewhere = runtime.image is not None or "PATH" in runtime.env | agent.env or shutil.which(program) is not None
     if installed is None and (agent.version is not None or (harness.package is not None and not elsewhere)):
-        raise ConfigError(f"{agent.harness} is not installed: run `polar harness install {agent.harness}`.")
+        raise _not_installed(agent.harness)
     load("builders", task.builder.strategy)
     grades_online: Network = "internet" if runtime.reaches == "internet" else "none"
     return Plan(
@@ -84,13 +84,21 @@ def recipe_of(runtime: RuntimeRequest, installed: Installed | None, settings: No
 
 def prewarmed(wanted: Prewarm, settings: NodeSettings) -> Recipe:
     """Raises ConfigError."""
+    installed = None
+    if wanted.harness is not None:
+        agent = AgentRequest(harness=wanted.harness)
+        installed = find(cache_folder(settings.harness_cache), load_harness(agent.preset), agent.version)
+        if installed is None:
+            raise _not_installed(wanted.harness)
     try:
-        agent = AgentRequest(harness=wanted.harness or "shell")
         runtime = RuntimeRequest.model_validate(wanted.runtime)
     except ValidationError as error:
         raise ConfigError(f"[[node.prewarm]]: {error.errors()[0]['loc']}: {error.errors()[0]['msg']}.") from error
-    installed = find(cache_folder(settings.harness_cache), load_harness(agent.preset), agent.version)
     return recipe_of(runtime, installed, settings)
+
+
+def _not_installed(harness: str) -> ConfigError:
+    return ConfigError(f"{harness} is not installed: run `polar harness install {harness}`.")
 
 
 def _spec(runtime: RuntimeRequest, network: Network, mounts: tuple[Mount, ...], settings: NodeSettings) -> Spec:

@@ -21,11 +21,10 @@ from polar.export.base import Item
 from polar.node.finished import Finished
 from polar.node.node import Load, Node, Running
 from polar.node.plan import Plan
-from polar.plugins import load
 from polar.rollout.models import TaskRequest
 from polar.rollout.results import session_result
 from polar.service import Service
-from polar.trajectory.session import TREE, sampled
+from polar.trajectory.session import sampled, traced
 
 
 class LocalRollout:
@@ -127,10 +126,7 @@ class LocalRollout:
 
         def made() -> dict[str, Any]:
             paths = sampled(session, exchanges)
-            strategy = plan.task.builder.strategy
-            # A tree is a group's; a session alone is told as the traces that it holds.
-            build = load("builders", "prefix_merging" if strategy == TREE else strategy)
-            item = Item(session, paths, build(paths), exchanges)
+            item = Item(session, paths, traced(paths, plan.task.builder.strategy), exchanges)
             return session_result(
                 item,
                 stages=finished.seconds,

@@ -119,9 +119,6 @@ def _servers(value: Any) -> Any:
     return value
 
 
-HARNESS_ALIASES = {"openhands_sdk": "openhands", "custom_shell": "shell"}
-
-
 class AgentRequest(Model):
     harness: str = Field("shell", description="a preset's name, perhaps with a version: pi@0.87.1")
     model_name: str | None = None
@@ -133,8 +130,7 @@ class AgentRequest(Model):
 
     @property
     def preset(self) -> str:
-        name = self.harness.split("@")[0].replace("-", "_")
-        return HARNESS_ALIASES.get(name, name)
+        return self.harness.partition("@")[0]
 
     @property
     def version(self) -> str | None:
@@ -146,18 +142,11 @@ class BuilderRequest(Model):
     config: dict[str, Any] = {}
 
 
-EVALUATOR_ALIASES = {"test_on_output": "command", "swebench_harness": "swebench"}
-
-
 class EvaluatorRequest(Model):
     strategy: str
     config: dict[str, Any] = {}
     env: dict[str, str] = {}
     refresh_runtime: bool = Field(True, description="false: in the agent's own runtime as it runs; the verdict says so")
-
-    @property
-    def plugin(self) -> str:
-        return EVALUATOR_ALIASES.get(self.strategy, self.strategy)
 
 
 class Budget(Model):

@@ -13,6 +13,7 @@ from pydantic import ValidationError
 
 from polar.errors import ConfigError
 from polar.evaluators import load_evaluator
+from polar.harnesses import proper
 from polar.plugins import Kind, names
 from polar.rollout.models import TaskRequest
 from polar.tasks import harbor, problems, sources
@@ -94,10 +95,10 @@ def _checked(fields: dict[str, Any], place: str, folder: Path) -> TaskRequest:
         raise ConfigError(f"{place}: {problems.listed(error)}.") from error
     wrong = sources.resolve(task, folder)
     wrong += _unknown("runtime.backend", "runtimes", task.runtime.backend)
-    wrong += _unknown("agent.harness", "harnesses", task.agent.preset)
+    wrong += _unknown("agent.harness", "harnesses", proper(task.agent.preset))
     wrong += _unknown("builder.strategy", "builders", task.builder.strategy)
     if task.evaluator is not None:
-        wrong += _unknown("evaluator.strategy", "evaluators", task.evaluator.plugin)
+        wrong += _unknown("evaluator.strategy", "evaluators", task.evaluator.strategy)
     if wrong:
         raise ConfigError(f"{place}: {problems.one_line('; '.join(wrong))}.")
     if task.evaluator is not None:

@@ -5,7 +5,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from polar.rollout.models import EVALUATOR_ALIASES, Step, TaskRequest, UploadDir, UploadFile
+from polar.plugins import load, names
+from polar.rollout.models import Step, TaskRequest, UploadDir, UploadFile
 
 _BUILD = "build:"
 _SOURCE = ("source", "src", "local_path", "path")
@@ -69,9 +70,16 @@ def _config(value: Any, strategy: str, folder: Path) -> Any:
         for key in _SOURCE:
             if isinstance(path := value.get(key), str):
                 resolved[key] = absolute(path, folder)
-    if EVALUATOR_ALIASES.get(strategy, strategy) == "harbor" and isinstance(path := value.get("tests"), str):
-        resolved["tests"] = absolute(path, folder)
+    for key in _paths(strategy):
+        if isinstance(path := value.get(key), str):
+            resolved[key] = absolute(path, folder)
     return resolved
+
+
+def _paths(strategy: str) -> tuple[str, ...]:
+    """The fields of an evaluator's config that name a place on this machine."""
+    found = getattr(load("evaluators", strategy), "paths", ()) if strategy in names("evaluators") else ()
+    return tuple(found)
 
 
 def _text(table: dict[str, Any], key: str) -> str:

@@ -14,10 +14,11 @@ from polar.plugins import load as load_plugin
 from polar.store.base import Exchange, Session, Store
 from polar.trajectory import wire
 from polar.trajectory.roles import Call, Labelled, Overrides, assign, call_of
-from polar.trajectory.types import NO_VERSION, Excluded, Ids, Image, Path, Sampled
+from polar.trajectory.types import NO_VERSION, Excluded, Ids, Image, Path, Sampled, Trajectory
 from polar.types import Media, Request, ToolResult
 
 NO_IDS: Ids = np.empty(0, np.int32)
+MERGED = "prefix_merging"
 TREE = "prefix_tree"
 """The builder that takes many sessions and hands out a tree."""
 
@@ -60,6 +61,12 @@ async def built(store: Store, session_id: str, builder: str) -> bytes:
     if builder == TREE:
         return await asyncio.to_thread(lambda: msgspec.json.encode(wire.tree(build([paths]))))
     return await asyncio.to_thread(lambda: msgspec.json.encode(wire.trajectory(build(paths))))
+
+
+def traced(paths: Sampled, builder: str) -> Trajectory:
+    """What a builder makes of a session alone. A tree is a group's: of one it is told as the traces it holds."""
+    built: Trajectory = load_plugin("builders", MERGED if builder == TREE else builder)(paths)
+    return built
 
 
 def labelled(session: Session, calls: list[Call], overrides: Overrides | None = None) -> dict[str, Labelled]:
