@@ -4,21 +4,40 @@
     exchanges -> reading <- links: bases followed, whole requests and prompts again <- rows <- SQL
 
 `base` has the Protocol and the records, `schema.sql` and `queries.sql` all of the SQL, for SQLite and PostgreSQL alike.
-Only `sqlite` knows which database it is.
+`relational` is the store over either of them; only `sqlite` and `postgres` know which one it is.
 """
+
+from typing import TYPE_CHECKING
 
 from polar.errors import StoreError
 from polar.store.base import Store
 from polar.store.sqlite import Durability, SqliteStore
 
+if TYPE_CHECKING:
+    from polar.store.postgres import PostgresStore
+
 __all__ = ["Durability", "open_store"]
 
 
 def open_store(url: str, durability: Durability = "process") -> Store:
-    """The store at `sqlite:PATH`."""
+    """The store at `sqlite:PATH` or `postgresql://...`. What PostgreSQL has committed survives loss of power too,
+    whatever `durability` asks for."""
     scheme, _, place = url.partition(":")
     if scheme == "sqlite" and place:
         return SqliteStore.open(place, durability)
     if scheme in ("postgresql", "postgres"):
-        raise StoreError("This version of Polar has no PostgreSQL store yet; use a local file: sqlite:.polar/polar.db.")
-    raise StoreError(f"The store's URL {url!r} names no store; write sqlite:PATH, as in sqlite:.polar/polar.db.")
+        return _postgres().open(url)
+    raise StoreError(  # the rest may hold a password
+        f"The store's URL, which begins with {scheme!r}, names no store; "
+        f"write sqlite:PATH, as in sqlite:.polar/polar.db, or postgresql://USER:PASSWORD@HOST/DATABASE."
+    )
+
+
+def _postgres() -> "type[PostgresStore]":
+    try:
+        from polar.store.postgres import PostgresStore
+    except ImportError as error:
+        raise StoreError(
+            f"A store on PostgreSQL needs psycopg: install Polar with its extra, polar[postgres] ({error})."
+        ) from error
+    return PostgresStore

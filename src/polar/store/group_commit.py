@@ -19,6 +19,7 @@ from polar.errors import StoreError
 T = TypeVar("T")
 
 BATCH_LIMIT = 256
+TRIES = 5
 
 
 class Transactions(Protocol):
@@ -28,7 +29,10 @@ class Transactions(Protocol):
 
     def commit(self) -> None: ...
 
-    def rollback(self) -> None: ...
+    def undo(self, error: Exception) -> bool:
+        """Rolls back after `error`. True where that was no fault of the work (the connection was lost, say), so that
+        all of it is to be done again; if it was written after all, doing it again must change nothing."""
+        ...
 
     def explain(self, error: Exception) -> StoreError: ...
 
@@ -122,16 +126,21 @@ class GroupCommit:
     def _write(self, batch: Sequence[_Job]) -> bool:
         """One transaction. False where some work of several failed: then nothing is written and nothing settled, and
         each is to be tried alone, so that only the one at fault fails."""
-        self._transactions.begin()
-        try:
-            results = [job.work() for job in batch]
-            self._transactions.commit()
-        except Exception as error:  # noqa: BLE001 - it goes to the caller whose work it was
-            self._transactions.rollback()
-            if len(batch) > 1:
-                return False
-            self._fail(batch[0], error)
-            return True
+        tries = 1
+        while True:
+            self._transactions.begin()
+            try:
+                results = [job.work() for job in batch]
+                self._transactions.commit()
+                break
+            except Exception as error:  # noqa: BLE001 - it goes to the caller whose work it was
+                if self._transactions.undo(error) and tries < TRIES:
+                    tries += 1
+                    continue
+                if len(batch) > 1:
+                    return False
+                self._fail(batch[0], error)
+                return True
         self.commits += 1
         for job, result in zip(batch, results, strict=True):
             job.settle(result, None)

@@ -58,8 +58,11 @@ INSERT INTO exchanges (
     :reply, :reply_logprobs, :routed_experts, :checksum
 );
 
+-- name: stored_exchange
+SELECT session_id, seq, checksum, parent FROM exchanges WHERE exchange_id = :exchange_id;
+
 -- name: amend_exchange
-UPDATE exchanges SET status = :status, delivered = :delivered WHERE exchange_id = :exchange_id;
+UPDATE exchanges SET status = :status, delivered = :delivered WHERE exchange_id = :exchange_id RETURNING exchange_id;
 
 -- name: next_exchange
 SELECT

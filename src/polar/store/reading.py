@@ -17,7 +17,7 @@ from polar.store.arrays import bytes_to_ids
 from polar.store.base import Exchange, Session
 from polar.store.difference import DIGEST_SIZE
 from polar.store.links import ALL, Link, context_link, cut, damaged, follow, load_context, token_link
-from polar.store.rows import ExchangeRow, FieldEntry, to_exchange, to_session
+from polar.store.rows import ExchangeRow, FieldEntry, may_be_id, to_exchange, to_session
 from polar.store.sql import Connection, Queries
 
 T = TypeVar("T")
@@ -29,6 +29,8 @@ class Reader:
         self._q = queries
 
     def session(self, session_id: str) -> Session | None:
+        if not may_be_id(session_id):
+            return None
         row = self._db.execute(self._q.session, {"session_id": session_id}).fetchone()
         return None if row is None else to_session(row)
 

@@ -1,11 +1,17 @@
 """Writing: records to rows, by difference, on one connection of any driver.
 
 Everything here runs in the one thread that owns the connection, inside a transaction that the caller opens and closes.
-The lineages in memory run ahead of the database within a transaction, so a rollback forgets those it touched.
+The lineages in memory run ahead of the database within a transaction, so a rollback forgets those it touched. Pieces
+wait until `finish`, which comes before the commit: each goes in once, and all in one order, so that processes that
+write the same pieces wait for one another and never in a circle.
+
+Where a commit was interrupted, nobody knows whether it happened. The same work is then done again, and what it finds
+written already, by its id, it leaves as it is.
 """
 
 import math
 from collections.abc import Mapping
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -23,42 +29,72 @@ from polar.store.rows import (
     Difference,
     FieldEntry,
     exchange_parameters,
+    may_be_id,
     session_parameters,
     to_session,
     turn_rewards_text,
 )
-from polar.store.sql import Connection, Queries
+from polar.store.sql import Queries, WritingConnection
 
 INLINE_SIZE = 256
 """A request's field up to so many bytes stands in the exchange's own row; a larger one becomes a blob."""
 
-Pieces = list[tuple[bytes, Raw | bytes]]
+Pieces = dict[bytes, Raw | bytes]
+"""By digest."""
+
+
+class StoredExchange(NamedTuple):
+    """The columns that `stored_exchange` selects, in that order."""
+
+    session_id: str
+    seq: int
+    checksum: bytes | None
+    parent: str | None
 
 
 class Recorder:
-    def __init__(self, connection: Connection, queries: Queries, *, memory: int) -> None:
+    def __init__(self, connection: WritingConnection, queries: Queries, *, memory: int) -> None:
         self._db = connection
         self._q = queries
         self._digester = Digester()
         self.lineages: Lru[str, Lineage] = Lru(memory)
         self._touched: set[str] = set()
+        self.again = False  # some of the work may be written already
+        self._pieces: Pieces = {}
         self._encode = msgspec.msgpack.Encoder().encode
+
+    def finish(self) -> None:
+        """The last of a transaction."""
+        if self._pieces:
+            ordered = sorted(self._pieces)
+            self._db.executemany(
+                self._q.insert_blob, [{"digest": digest, "data": bytes(self._pieces[digest])} for digest in ordered]
+            )
+            self._pieces.clear()
 
     def committed(self) -> None:
         self._touched.clear()
+        self.again = False
 
-    def rolled_back(self) -> None:
+    def rolled_back(self, *, perhaps: bool = False) -> None:
+        """`perhaps`: or else committed, since the connection was lost."""
+        self.again = self.again or perhaps
+        self._pieces.clear()
         for session_id in self._touched:
             self.lineages.drop(session_id)
         self._touched.clear()
 
     def create_session(self, session: Session) -> None:
         _check_reward(session.reward)
+        if self.again and self._stored_session(session):
+            return
         self._db.execute(self._q.insert_session, session_parameters(session))
 
     def end_session(self, session_id: str, ended_at: float, verdict: Verdict) -> Session | None:
         for reward in (verdict.reward, *verdict.turn_rewards.values()):
             _check_reward(reward)
+        if not may_be_id(session_id):
+            return None
         parameters = {
             "session_id": session_id,
             "ended_at": ended_at,
@@ -71,27 +107,27 @@ class Recorder:
         return to_session(rows[0]) if rows else None
 
     def set_policy(self, versions: Mapping[str, int]) -> None:
-        for replica, version in versions.items():
+        for replica, version in sorted(versions.items()):  # in one order, as pieces are
             self._db.execute(self._q.set_policy, {"replica": replica, "version": version})
 
     def amend(self, exchange_id: str, status: ExchangeStatus, delivered: int) -> None:
         parameters = {"exchange_id": exchange_id, "status": status, "delivered": delivered}
-        if self._db.execute(self._q.amend_exchange, parameters).rowcount != 1:
+        if not self._db.execute(self._q.amend_exchange, parameters).fetchall():
             raise StoreError(f"There is no exchange {exchange_id} to amend; append it first.")
 
     def append(self, exchange: Exchange) -> str | None:
         """Returns the parent's id."""
+        exchange.checksum = checksum(exchange)
+        if self.again and (stored := self._stored_exchange(exchange)) is not None:
+            return stored.parent
         session_id, seq, items = exchange.session_id, exchange.seq, exchange.wire.items
         lineage = self.lineages.get(session_id) or self._load_lineage(session_id)
         self._touched.add(session_id)
         digests = self._digester.items(session_id, items)
         base, parent, shared_items = lineage.match(seq, digests)
         new = digests[shared_items:]
-        pieces: Pieces = list(zip(new, items[shared_items:], strict=True))
         fields, field_pieces = self._split_fields(exchange.wire.fields)
         own_fields = None if base is not None and fields == lineage.fields(base) else fields
-        if own_fields is not None:
-            pieces += field_pieces
 
         context = NO_IDS if base is None else self._context(lineage, session_id, base)
         shared_tokens = prompt = None
@@ -109,18 +145,29 @@ class Recorder:
             shared_tokens=shared_tokens,
             prompt=prompt,
         )
-        exchange.checksum = checksum(exchange)
         self._db.execute(self._q.insert_exchange, exchange_parameters(exchange, difference))
-        self._insert_blobs(pieces)
+        self._pieces.update(zip(new, items[shared_items:], strict=True))
+        if own_fields is not None:
+            self._pieces.update(field_pieces)
         lineage.add(seq, exchange.exchange_id, base, shared_items, new, fields)
         lineage.advance(base, seq, context)
         self.lineages.put(session_id, lineage, lineage.size)
         return difference.parent
 
+    def _stored_session(self, session: Session) -> bool:
+        row = self._db.execute(self._q.session, {"session_id": session.session_id}).fetchone()
+        return row is not None and to_session(row) == session
+
+    def _stored_exchange(self, exchange: Exchange) -> StoredExchange | None:
+        row = self._db.execute(self._q.stored_exchange, {"exchange_id": exchange.exchange_id}).fetchone()
+        if row is None or tuple(row[:3]) != (exchange.session_id, exchange.seq, exchange.checksum):
+            return None
+        return StoredExchange(*row)
+
     def _split_fields(self, fields: dict[str, Raw]) -> tuple[bytes, Pieces]:
         """The table of fields, and the pieces that it names."""
         table: dict[str, FieldEntry] = {}
-        pieces: Pieces = []
+        pieces: Pieces = {}
         for name, raw in fields.items():
             data = bytes(raw)
             if len(data) <= INLINE_SIZE:
@@ -128,12 +175,8 @@ class Recorder:
             else:
                 digest = self._digester.field(data)
                 table[name] = FieldEntry(True, digest)
-                pieces.append((digest, data))
+                pieces[digest] = data
         return self._encode(table), pieces
-
-    def _insert_blobs(self, pieces: Pieces) -> None:
-        for digest, piece in pieces:
-            self._db.execute(self._q.insert_blob, {"digest": digest, "data": bytes(piece)})
 
     def _context(self, lineage: Lineage, session_id: str, seq: int) -> Ids:
         held = lineage.context(seq)

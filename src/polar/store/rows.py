@@ -103,6 +103,11 @@ _rewards = msgspec.json.Decoder(dict[str, float])
 _logprobs = msgspec.msgpack.Decoder(list[TokenLogprob])
 
 
+def may_be_id(text: str) -> bool:
+    """False for what no database can be asked for; such an id may come over HTTP, and belongs to nothing."""
+    return text.isprintable()
+
+
 def turn_rewards_text(rewards: dict[str, float]) -> str | None:
     return _json.encode(rewards).decode() if rewards else None
 

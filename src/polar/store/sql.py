@@ -5,7 +5,7 @@ that is misspelt, missing or left over is found at once.
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cache
 from importlib.resources import files
@@ -23,18 +23,22 @@ _PARAMETER = re.compile(r"(?<!:):([a-z_]+)")  # not the type in a cast, x::text
 
 
 class Cursor(Protocol):
-    @property
-    def rowcount(self) -> int: ...
-
     def fetchone(self) -> Any: ...
 
     def fetchall(self) -> Sequence[Any]: ...
 
 
 class Connection(Protocol):
-    """What this package needs of a driver's connection. sqlite3's and psycopg's both have it."""
+    """What reading needs of a database. sqlite3's connections are like this; `postgres` has its own."""
 
-    def execute(self, query: str, parameters: Mapping[str, Any], /) -> Cursor: ...
+    def execute(self, query: str, parameters: Mapping[str, Any] = ..., /) -> Cursor: ...
+
+
+class WritingConnection(Connection, Protocol):
+    """And what writing needs. A statement may be put off until a result is fetched or the transaction ends, and may
+    fail only then."""
+
+    def executemany(self, query: str, parameters: Iterable[Mapping[str, Any]], /) -> object: ...
 
 
 @dataclass(frozen=True)
@@ -49,6 +53,7 @@ class Queries:
     insert_blob: str
     blob: str
     insert_exchange: str
+    stored_exchange: str
     amend_exchange: str
     next_exchange: str
     next_seq: str

@@ -1,47 +1,32 @@
 """The embedded store: one SQLite file in WAL mode.
 
-One thread writes on a connection of its own, with group commit; another reads on a second one. WAL lets both go on at
-once, and a commit that reached the log survives the end of the process. `durability="power"` syncs the log at every
-commit, so that it survives loss of power too.
+One thread writes and another reads, each on a connection of its own. WAL lets both go on at once, and a commit that
+reached the log survives the end of the process. `durability="power"` syncs the log at every commit, so that it survives
+loss of power too.
 """
 
-import asyncio
 import sqlite3
-from collections.abc import AsyncIterator, Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Literal
 
-from polar.engines.base import Ids
 from polar.errors import StoreError
-from polar.store.base import Exchange, ExchangeStatus, Session, Verdict
-from polar.store.group_commit import GroupCommit, closed
-from polar.store.links import damaged
 from polar.store.reading import Reader
 from polar.store.recorder import Recorder
-from polar.store.sql import SCHEMA_VERSION, Queries, migrations, queries, schema
-
-T = TypeVar("T")
+from polar.store.relational import MEMORY, RelationalStore
+from polar.store.schema import Words, settle_schema
+from polar.store.sql import queries
 
 Durability = Literal["process", "power"]
 """What a write survives once it is confirmed: the end of the process (kill -9), or loss of power as well."""
 
-MEMORY = 64 * 1024 * 1024
-"""For what the writer keeps of sessions, to store the next exchange by difference."""
+WORDS = Words(
+    begin_alone=("BEGIN IMMEDIATE",),
+    tables="SELECT name FROM sqlite_master WHERE type = 'table'",
+    elsewhere="another path",
+)
 
 
-class SqliteStore:
-    """Implements `Store`. A session's exchanges are to be written through one open store at a time; others may read."""
-
-    def __init__(self, writer: "_Writer", reader: sqlite3.Connection, path: Path) -> None:
-        self._path = path
-        self._recorder = writer.recorder
-        self._writing = GroupCommit(writer, f"polar-store-writer {path.name}")
-        self._connection = reader
-        self._reader = Reader(reader, queries("named"))
-        self._reading = ThreadPoolExecutor(1, f"polar-store-reader {path.name}")
-        self._closed = False
-
+class SqliteStore(RelationalStore):
     @classmethod
     def open(
         cls,
@@ -58,7 +43,7 @@ class SqliteStore:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             connection = _connect(path, lock_timeout_s)
-            _check_schema(connection, named, path)
+            settle_schema(connection, named, WORDS, str(path))
             _set_durability(connection, durability, path)
             reader = _connect(path, lock_timeout_s)
             reader.execute("PRAGMA query_only = ON")
@@ -68,72 +53,8 @@ class SqliteStore:
             if isinstance(error, (sqlite3.Error, OSError)):
                 raise _explain(error, path) from error
             raise
-        return cls(_Writer(connection, Recorder(connection, named, memory=memory), path), reader, path)
-
-    @property
-    def commits(self) -> int:
-        """Transactions committed so far; usually fewer than records written."""
-        return self._writing.commits
-
-    @property
-    def lineage_bytes(self) -> int:
-        """Memory held for storing by difference, about."""
-        return self._recorder.lineages.size
-
-    async def create_session(self, session: Session) -> None:
-        await self._writing.submit(lambda: self._recorder.create_session(session))
-
-    async def end_session(self, session_id: str, *, ended_at: float, verdict: Verdict) -> Session | None:
-        return await self._writing.submit(lambda: self._recorder.end_session(session_id, ended_at, verdict))
-
-    async def append(self, exchange: Exchange) -> None:
-        exchange.parent = await self._writing.submit(lambda: self._recorder.append(exchange))
-
-    async def amend(self, exchange_id: str, *, status: ExchangeStatus, delivered: int) -> None:
-        await self._writing.submit(lambda: self._recorder.amend(exchange_id, status, delivered))
-
-    async def set_policy(self, versions: Mapping[str, int]) -> None:
-        await self._writing.submit(lambda: self._recorder.set_policy(versions))
-
-    async def policies(self) -> dict[str, int]:
-        return await self._read(self._reader.policies)
-
-    async def session(self, session_id: str) -> Session | None:
-        return await self._read(lambda: self._reader.session(session_id))
-
-    async def session_by_key(self, key_hash: bytes) -> Session | None:
-        return await self._read(lambda: self._reader.session_by_key(key_hash))
-
-    async def sessions(self, *, limit: int = 100, before: str | None = None) -> list[Session]:
-        return await self._read(lambda: self._reader.sessions(limit, before))
-
-    async def exchanges(self, session_id: str) -> AsyncIterator[Exchange]:
-        reading = self._reader.exchanges(session_id)
-        while (exchange := await self._read(reading.next)) is not None:
-            yield exchange
-
-    async def context(self, session_id: str, seq: int) -> Ids:
-        return await self._read(lambda: self._reader.context(session_id, seq))
-
-    async def next_seq(self, session_id: str) -> int:
-        return await self._read(lambda: self._reader.next_seq(session_id))
-
-    async def close(self) -> None:
-        """Writes what is waiting, then closes. Calling it again does no harm."""
-        self._closed = True
-        await self._writing.close()
-        await asyncio.to_thread(self._reading.shutdown)
-        self._connection.close()
-
-    async def _read(self, work: Callable[[], T]) -> T:
-        if self._closed:
-            raise closed()
-        try:
-            return await asyncio.get_running_loop().run_in_executor(self._reading, work)
-        except sqlite3.Error as error:
-            raise _explain(error, self._path) from error
-        except ValueError as error:  # msgspec's among them
-            raise damaged(f"{self._path}: {error}") from error
+        writer = _Writer(connection, Recorder(connection, named, memory=memory), path)
+        return cls(writer, _Readers(reader, Reader(reader, named), path), str(path))
 
 
 class _Writer:
@@ -148,16 +69,36 @@ class _Writer:
         self._db.execute("BEGIN IMMEDIATE")
 
     def commit(self) -> None:
+        self.recorder.finish()
         self._db.execute("COMMIT")
         self.recorder.committed()
 
-    def rollback(self) -> None:
+    def undo(self, error: Exception) -> bool:  # noqa: ARG002 - whatever it was
         self.recorder.rolled_back()
         if self._db.in_transaction:  # SQLite itself rolls back where the disk is full or broken
             self._db.execute("ROLLBACK")
+        return False
 
     def explain(self, error: Exception) -> StoreError:
         return error if isinstance(error, StoreError) else _explain(error, self._path)
+
+    def close(self) -> None:
+        self._db.close()
+
+
+class _Readers:
+    """One thread on one connection."""
+
+    threads = 1
+    failure: type[Exception] = sqlite3.Error
+
+    def __init__(self, connection: sqlite3.Connection, reader: Reader, path: Path) -> None:
+        self._db = connection
+        self.reader = reader
+        self._path = path
+
+    def explain(self, error: Exception) -> StoreError:
+        return _explain(error, self._path)
 
     def close(self) -> None:
         self._db.close()
@@ -170,40 +111,6 @@ def _connect(path: Path, lock_timeout_s: float) -> sqlite3.Connection:
     return connection
 
 
-def _check_schema(connection: sqlite3.Connection, named: Queries, path: Path) -> None:
-    """Makes an empty database ours; refuses one that is somebody else's, or newer than this version of Polar."""
-    if not _tables(connection):
-        connection.execute("BEGIN IMMEDIATE")
-        if not _tables(connection):  # still: another process may have been faster
-            for statement in schema():
-                connection.execute(statement)
-        connection.execute("COMMIT")
-    if "polar_schema" not in _tables(connection):
-        raise StoreError(f"{path} is a database, but not one of Polar's; choose another path.")
-    _migrate(connection, named)
-    version = connection.execute(named.schema_version).fetchone()[0]
-    if version != SCHEMA_VERSION:
-        raise StoreError(
-            f"{path} has schema version {version}, and this Polar knows version {SCHEMA_VERSION}; "
-            f"use the Polar that wrote it, or another path."
-        )
-
-
-def _migrate(connection: sqlite3.Connection, named: Queries) -> None:
-    steps = migrations()
-    if connection.execute(named.schema_version).fetchone()[0] not in steps:
-        return
-    connection.execute("BEGIN IMMEDIATE")
-    try:
-        while (version := connection.execute(named.schema_version).fetchone()[0]) in steps:
-            for statement in steps[version]:
-                connection.execute(statement)
-        connection.execute("COMMIT")
-    except BaseException:
-        connection.execute("ROLLBACK")
-        raise
-
-
 def _set_durability(connection: sqlite3.Connection, durability: Durability, path: Path) -> None:
     mode = connection.execute("PRAGMA journal_mode = WAL").fetchone()[0]
     connection.execute("PRAGMA wal_autocheckpoint = 8000")  # pages, 32 MB: pages that change often are moved less often
@@ -214,10 +121,6 @@ def _set_durability(connection: sqlite3.Connection, durability: Durability, path
         connection.execute("PRAGMA fullfsync = ON")  # on macOS a plain sync leaves the data in the drive's own memory
     else:
         connection.execute("PRAGMA synchronous = NORMAL")
-
-
-def _tables(connection: sqlite3.Connection) -> set[str]:
-    return {name for (name,) in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
 
 
 _ADVICE = {

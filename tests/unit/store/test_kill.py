@@ -6,16 +6,16 @@ import sys
 from collections import defaultdict
 from pathlib import Path
 
-from polar.store.sqlite import SqliteStore
+from tests.unit.store.places import Place
 from tests.unit.store.samples import conversation, fingerprint
 
 LIVES = 10
 ROOT = Path(__file__).parents[3]
 
 
-def live_and_die(path: Path, life: int) -> list[str]:
+def live_and_die(url: str, life: int) -> list[str]:
     """What the child had said when it was killed, in the middle of its work."""
-    command = [sys.executable, "-m", "tests.unit.store.written_until_killed", str(path), str(life)]
+    command = [sys.executable, "-m", "tests.unit.store.written_until_killed", url, str(life)]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as child:
         assert child.stdout is not None
         said = [child.stdout.readline() for _ in range(random.randint(1, 60))]
@@ -25,15 +25,14 @@ def live_and_die(path: Path, life: int) -> list[str]:
     return [line for line in said if line.endswith("\n")]
 
 
-async def test_kill(tmp_path: Path) -> None:
-    path = tmp_path / "polar.db"
+async def test_kill(place: Place) -> None:
     confirmed: defaultdict[str, int] = defaultdict(int)
     for life in range(LIVES):
-        for line in live_and_die(path, life):
+        for line in live_and_die(place.url, life):
             session_id, seq = line.split()
             confirmed[session_id] = int(seq) + 1
     assert len(confirmed) >= LIVES
-    store = SqliteStore.open(path)
+    store = place.open()
     for session_id, count in confirmed.items():
         found = [fingerprint(it) async for it in store.exchanges(session_id)]
         assert len(found) in (count, count + 1)  # one may have been written and not confirmed yet

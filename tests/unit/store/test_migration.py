@@ -1,13 +1,10 @@
 """A store of an older Polar is made a new one when it is opened, and loses nothing."""
 
-import sqlite3
-from pathlib import Path
+import asyncio
 
-import pytest
-
-from polar.errors import StoreError
 from polar.store.base import Verdict
-from polar.store.sqlite import SqliteStore
+from polar.store.relational import RelationalStore
+from tests.unit.store.places import Place
 from tests.unit.store.samples import exchange, fingerprint, session
 
 FIRST_VERSION = (
@@ -20,19 +17,17 @@ FIRST_VERSION = (
 )
 
 
-async def test_from_the_first_version(tmp_path: Path) -> None:
-    path = tmp_path / "polar.db"
-    store = SqliteStore.open(path)
+async def test_from_the_first_version(place: Place) -> None:
+    store = place.open()
     await store.create_session(session("s"))
     first = exchange("s", 0, [b"1"])
     await store.append(first)
     await store.close()
-    with sqlite3.connect(path) as database:
-        for statement in FIRST_VERSION:
-            database.execute(statement)
-    database.close()
+    place.execute(*FIRST_VERSION)
 
-    store = SqliteStore.open(path)
+    store, *others = await asyncio.gather(*(asyncio.to_thread(place.open) for _ in range(3)))
+    for other in others:
+        await other.close()
     (found,) = [it async for it in store.exchanges("s")]
     assert found.checksum is None
     assert fingerprint(found) == fingerprint(first)
@@ -43,24 +38,12 @@ async def test_from_the_first_version(tmp_path: Path) -> None:
     assert (ended.reward, ended.reason, ended.turn_rewards) == (None, "timeout", {first.exchange_id: 0.5})
     assert [it.checksum is None async for it in store.exchanges("s")] == [True, False]
     await store.close()
-    await SqliteStore.open(path).close()
+    await place.open().close()
 
 
-def test_a_newer_one_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "polar.db"
-    with sqlite3.connect(path) as database:
-        database.execute("CREATE TABLE polar_schema (version BIGINT)")
-        database.execute("INSERT INTO polar_schema VALUES (99)")
-    database.close()
-    with pytest.raises(StoreError, match="schema version 99"):
-        SqliteStore.open(path)
-
-
-async def test_a_verdict_is_a_reward_or_a_reason(tmp_path: Path) -> None:
-    store = SqliteStore.open(tmp_path / "polar.db")
+async def test_a_verdict_is_a_reward_or_a_reason(store: RelationalStore) -> None:
     await store.create_session(session("s"))
     await store.end_session("s", ended_at=1.0, verdict=Verdict(reason="node_lost"))
     graded = await store.end_session("s", ended_at=2.0, verdict=Verdict(0.25))
     assert graded is not None
     assert (graded.reward, graded.reason, graded.ended_at) == (0.25, None, 1.0)
-    await store.close()

@@ -1,20 +1,26 @@
-"""The one schema and the same queries on a real PostgreSQL: SQLite is not the only one that takes them."""
+"""What is PostgreSQL's own: every query on a real server, addresses, passwords, settings."""
 
+import asyncio
+import socket
 import sys
-import tempfile
-from collections.abc import Iterator
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import psycopg
 import pytest
 
+from polar.errors import StoreError
+from polar.store import open_store
 from polar.store.base import Verdict
+from polar.store.postgres import PostgresStore
 from polar.store.reading import Reader
 from polar.store.recorder import Recorder
+from polar.store.relational import MEMORY
 from polar.store.sql import SCHEMA_VERSION, Queries, queries, schema
-from polar.store.sqlite import MEMORY
 from tests.unit.store.samples import conversation, exchange, fingerprint, session
+from tests.unit.store.servers import Server
 
 
 class Recording:
@@ -28,23 +34,14 @@ class Recording:
         self.ran.add(query)
         return self._connection.execute(query, parameters)
 
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[str]:
-    """Run by root, it belongs to another user, who may not enter pytest's own temporary folders."""
-    with tempfile.TemporaryDirectory(prefix="polar-pg-") as folder, pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_RUNTIME_DIR", folder)  # pgserver warns on import where it is not set
-        from pgserver.postgres_server import get_server
-
-        running = get_server(f"{folder}/data", cleanup_mode="delete")
-        yield running.get_uri()
-        running.cleanup()
+    def executemany(self, query: str, parameters: Any) -> None:
+        self.ran.add(query)
+        self._connection.cursor().executemany(query, parameters)
 
 
-@pytest.mark.skipif(sys.version_info >= (3, 13), reason="pgserver has no build for this Python: run the tests on 3.11")
-def test_everything_runs_on_postgresql(server: str) -> None:
+def test_everything_runs_on_postgresql(server: Server) -> None:
     named = queries("pyformat")
-    with psycopg.connect(server) as connection:
+    with psycopg.connect(server.new_database()) as connection:
         for statement in schema():
             connection.execute(statement)
         db = Recording(connection)
@@ -70,8 +67,11 @@ def test_everything_runs_on_postgresql(server: str) -> None:
             if turn.seq in (7, 20):  # as after a restart
                 recorder = Recorder(db, named, memory=MEMORY)
             turn.parent = recorder.append(turn)
+            recorder.finish()
         recorder.amend(turns[4].exchange_id, "partial", 12)
         turns[4].status, turns[4].delivered = "partial", 12
+        recorder.rolled_back(perhaps=True)
+        assert recorder.append(forks[1]) == forks[1].parent  # it is there already
         assert reader.next_seq("s") == 32
         assert reader.next_seq("t") == 0
         for version in (1, 2):
@@ -82,3 +82,81 @@ def test_everything_runs_on_postgresql(server: str) -> None:
 
         assert db.execute(named.schema_version, {}).fetchone() == (SCHEMA_VERSION,)
         assert db.ran == {getattr(named, field.name) for field in fields(Queries)}
+
+
+# Errors
+
+
+def refused(url: str) -> str:
+    with pytest.raises(StoreError) as error:
+        open_store(url)
+    assert "secret" not in str(error.value)
+    return str(error.value)
+
+
+def test_addresses_that_lead_nowhere(server: Server, tmp_path: Path) -> None:
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        port = unused.getsockname()[1]
+        nobody = refused(f"postgresql://me:secret@127.0.0.1:{port}/polar")
+    assert f"postgresql://me@127.0.0.1:{port}/polar: no server listens there" in nobody
+    assert "no server listens there" in refused(f"postgresql://me:secret@/polar?host={tmp_path}")
+    assert "no such host" in refused("postgresql://me:secret@nowhere.invalid/polar")
+    assert "no such database" in refused(server.url.replace("/postgres?", "/missing?"))
+    assert "can't be read" in refused("postgresql://me:secret@host:port with spaces/polar")
+    assert "can't be read" in refused("postgresql://me:secret@[::1/polar")
+
+
+def test_a_wrong_password(server: Server) -> None:
+    with server.asks_password("careful", "right"):
+        url = server.url.replace("postgres:@", "careful:{}@")
+        for password in ("secret", ""):
+            assert "the user or password is wrong" in refused(url.format(password))
+        with psycopg.connect(url.format("right")):
+            pass
+
+
+def test_a_user_who_may_not_make_tables(server: Server) -> None:
+    with server.asks_password("weak", "secret"):
+        url = server.url.replace("postgres:@", "weak:secret@")
+        assert "may not do this" in refused(url)  # the schema `public` is its owner's
+
+
+async def test_a_standby_is_not_written(server: Server) -> None:
+    url = server.new_database()
+    await open_store(url).close()
+    store = open_store(url + quote(" -c default_transaction_read_only=on"))
+    with pytest.raises(StoreError, match="read-only"):
+        await store.create_session(session("s"))
+    await store.close()
+
+
+def test_without_psycopg(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in sys.modules if name.partition(".")[0] == "psycopg" or "store.postgres" in name]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "psycopg", None)
+    assert "polar[postgres]" in refused("postgresql://me:secret@127.0.0.1/polar")
+
+
+async def test_a_nul_character_fails_alone(server: Server) -> None:
+    store = open_store(server.new_database())
+    made = [store.create_session(session(f"s{n}", run="a\0b" if n == 1 else "ab")) for n in range(3)]
+    results = await asyncio.gather(*made, return_exceptions=True)
+    assert [type(result) for result in results] == [type(None), StoreError, type(None)]
+    assert "NUL" in str(results[1])
+    assert await store.session("a\0b") is None
+    assert await store.end_session("a\0b", ended_at=1.0, verdict=Verdict()) is None
+    assert [it.session_id for it in await store.sessions()] == ["s2", "s0"]
+    await store.close()
+
+
+# What it is told
+
+
+async def test_a_commit_is_never_asynchronous(server: Server) -> None:
+    url = server.new_database()
+    for asked, used in (("off", "on"), ("remote_apply", "remote_apply")):
+        store = PostgresStore.open(url + quote(f" -c synchronous_commit={asked}"))
+        await store.create_session(session(asked))
+        assert store._recorder._db.execute("SHOW synchronous_commit").fetchone() == (used,)
+        await store.close()

@@ -3,7 +3,6 @@
 import asyncio
 import tempfile
 from collections.abc import Sequence
-from pathlib import Path
 from random import Random
 
 import numpy as np
@@ -13,8 +12,10 @@ from msgspec import Struct
 
 from polar.engines.base import Ids
 from polar.store.base import Exchange
-from polar.store.sqlite import MEMORY, SqliteStore
+from polar.store.relational import MEMORY
+from tests.unit.store.places import Place
 from tests.unit.store.samples import exchange, fingerprint, session, wire
+from tests.unit.store.servers import Server
 
 ITEMS = [b"1", b'"two"', b'{"three": 3}', b'"' + b"4" * 5000 + b'"']
 FIELDS = [{}, {"stream": b"false"}, {"tools": b'"' + b"x" * 300 + b'"'}, {"tools": b'"' + b"y" * 300 + b'"', "n": b"1"}]
@@ -88,9 +89,11 @@ def parent(of: Exchange, earlier: list[Exchange]) -> str | None:
     return None if found is None else found.exchange_id
 
 
-@settings(max_examples=100, deadline=None)
-@given(plan=st.lists(steps, min_size=1, max_size=14), shuffle=st.randoms(), memory=st.sampled_from([MEMORY, 0]))
-def test_any_tree_reads_back(plan: list[Step], shuffle: Random, memory: int) -> None:
+plans = st.lists(steps, min_size=1, max_size=14)
+memories = st.sampled_from([MEMORY, 0])
+
+
+def check_tree(plan: list[Step], shuffle: Random, memory: int, place: Place) -> None:
     seqs = list(range(len(plan)))
     for start in range(0, len(seqs), 4):  # calls that run at the same time end in any order
         window = seqs[start : start + 4]
@@ -98,13 +101,13 @@ def test_any_tree_reads_back(plan: list[Step], shuffle: Random, memory: int) -> 
         seqs[start : start + 4] = window
     exchanges = made(plan, seqs)
 
-    async def run(path: Path) -> None:
-        store = SqliteStore.open(path, memory=memory)
+    async def run() -> None:
+        store = place.open(memory=memory)
         await store.create_session(session("s"))
         for number, (step, it) in enumerate(zip(plan, exchanges, strict=True)):
             if step.reopen:
                 await store.close()
-                store = SqliteStore.open(path, memory=memory)
+                store = place.open(memory=memory)
             expected = parent(it, exchanges[:number])
             await store.append(it)
             assert it.parent == expected
@@ -112,5 +115,17 @@ def test_any_tree_reads_back(plan: list[Step], shuffle: Random, memory: int) -> 
         await store.close()
         assert [fingerprint(it) for it in found] == [fingerprint(it) for it in sorted(exchanges, key=lambda it: it.seq)]
 
+    asyncio.run(run())
+
+
+@settings(max_examples=100, deadline=None)
+@given(plan=plans, shuffle=st.randoms(), memory=memories)
+def test_any_tree_reads_back(plan: list[Step], shuffle: Random, memory: int) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        asyncio.run(run(Path(folder) / "polar.db"))
+        check_tree(plan, shuffle, memory, Place(f"sqlite:{folder}/polar.db"))
+
+
+@settings(max_examples=15, deadline=None)
+@given(plan=plans, shuffle=st.randoms(), memory=memories)
+def test_any_tree_reads_back_from_postgresql(server: Server, plan: list[Step], shuffle: Random, memory: int) -> None:
+    check_tree(plan, shuffle, memory, Place(server.new_database()))

@@ -1,0 +1,208 @@
+"""Connections to a PostgreSQL server that may be restarted at any moment."""
+
+import re
+import time
+from collections.abc import Iterable, Mapping
+from threading import Lock, local
+from typing import Any
+
+import psycopg
+from msgspec import Struct
+from psycopg.conninfo import conninfo_to_dict
+
+from polar.errors import StoreError
+from polar.store.sql import Cursor
+
+TRIES = 5
+
+_CONNECTING = {
+    "application_name": "polar",
+    "connect_timeout": 10,
+    "keepalives_idle": 10,  # a host that is gone is noticed within half a minute
+    "keepalives_interval": 5,
+    "keepalives_count": 3,
+    "tcp_user_timeout": 25_000,
+}
+
+FROZEN_S = 10.0
+"""A process that stands still in the middle of a transaction loses it, so that it holds nobody else up for longer."""
+LOCK_TIMEOUT_S = 30.0
+
+
+class Address(Struct, frozen=True):
+    """Where a database is."""
+
+    parameters: dict[str, Any]
+    name: str  # without the password
+
+    @classmethod
+    def parse(cls, url: str) -> "Address":
+        try:
+            given = conninfo_to_dict(url)
+        except psycopg.ProgrammingError:
+            raise StoreError(
+                "The store's URL can't be read; write postgresql://USER:PASSWORD@HOST:PORT/DATABASE, "
+                "with special characters as %XX."
+            ) from None  # what the driver says may hold the password
+        user = f"{given['user']}@" if "user" in given else ""
+        port = f":{given['port']}" if "port" in given else ""
+        name = f"postgresql://{user}{given.get('host', '')}{port}/{given.get('dbname', '')}"
+        return cls(_CONNECTING | dict(given), name)
+
+
+class Link:
+    """One connection, for one thread at a time, that can be made again. `transactions` is for writing; else each
+    statement is by itself."""
+
+    def __init__(self, address: Address, *, patience_s: float, transactions: bool = False) -> None:
+        self._address = address
+        self._patience_s = patience_s
+        self._transactions = transactions
+        self._connection: psycopg.Connection[Any] | None = None
+        self._down_since: float | None = None
+
+    @property
+    def lost(self) -> bool:
+        return self._connection is None or self._connection.closed
+
+    def lost_by(self, error: Exception) -> bool:
+        """Whether this error ends the connection. The driver may notice that only at the next statement."""
+        if isinstance(error, psycopg.OperationalError) and not isinstance(error, psycopg.errors.PipelineAborted):
+            ends = error.sqlstate is None or error.sqlstate.startswith(("08", "57P"))
+        else:
+            ends = isinstance(error, psycopg.errors.IdleInTransactionSessionTimeout)
+        if ends:
+            self.close()
+        return self.lost
+
+    @property
+    def connection(self) -> "psycopg.Connection[Any]":
+        assert self._connection is not None
+        return self._connection
+
+    def connect(self) -> None:
+        """Tries until the server has been away for `patience_s`; from then on once, so that callers hear of it at
+        once."""
+        self.close()
+        wait_s = 0.02
+        while True:
+            try:
+                self._connection = self._connect()
+            except psycopg.OperationalError:
+                now = time.monotonic()
+                if self._down_since is None:
+                    self._down_since = now
+                if now + wait_s - self._down_since > self._patience_s:
+                    raise
+            else:
+                self._down_since = None
+                return
+            time.sleep(wait_s)
+            wait_s = min(2 * wait_s, 1)
+
+    def _connect(self) -> "psycopg.Connection[Any]":
+        connection = psycopg.connect(**self._address.parameters, autocommit=True)
+        try:
+            _set_up(connection)
+            connection.autocommit = not self._transactions
+        except BaseException:
+            connection.close()
+            raise
+        return connection
+
+    def execute(self, query: str, parameters: Mapping[str, Any] = {}, /) -> Cursor:
+        return self.connection.cursor(binary=True).execute(query.encode(), parameters)
+
+    def executemany(self, query: str, parameters: Iterable[Mapping[str, Any]], /) -> None:
+        self.connection.cursor().executemany(query.encode(), parameters)
+
+    def close(self) -> None:
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+
+
+def _set_up(connection: "psycopg.Connection[Any]") -> None:
+    if connection.execute("SHOW synchronous_commit").fetchone() == ("off",):  # stricter settings stay
+        connection.execute("SET synchronous_commit = on")
+    for name, seconds in (
+        ("idle_in_transaction_session_timeout", FROZEN_S),
+        ("lock_timeout", LOCK_TIMEOUT_S),
+    ):
+        connection.execute("SELECT set_config(%s, %s, false)", (name, f"{seconds * 1000:.0f}ms"))
+
+
+class Pool:
+    """A connection for each thread that reads. A statement whose connection is lost is made again on a new one."""
+
+    def __init__(self, address: Address, patience_s: float) -> None:
+        self._address = address
+        self._patience_s = patience_s
+        self._own = local()
+        self._links: list[Link] = []
+        self._lock = Lock()
+
+    def execute(self, query: str, parameters: Mapping[str, Any] = {}, /) -> Cursor:
+        link = self._link()
+        for left in reversed(range(TRIES)):
+            if link.lost:
+                link.connect()
+            try:
+                return link.execute(query, parameters)
+            except psycopg.Error as error:
+                if not link.lost_by(error) or not left:
+                    raise
+        raise AssertionError  # the last try returns or raises
+
+    def _link(self) -> Link:
+        link: Link | None = getattr(self._own, "link", None)
+        if link is None:
+            link = self._own.link = Link(self._address, patience_s=self._patience_s)
+            with self._lock:
+                self._links.append(link)
+        return link
+
+    def close(self) -> None:
+        """Once no thread reads any more."""
+        for link in self._links:
+            link.close()
+
+
+_ADVICE: dict[str, str] = {
+    "23503": "a record names a session that is not there; create the session first",
+    "23505": "a record of this id, key or seq is there already; they are used once",
+    "25006": "the server is read-only; name the primary server, not a standby",
+    "42501": "its user may not do this; grant the right to create and write tables",
+    "53100": "the server's disk is full; free some space",
+    "53200": "the server is out of memory; give it more",
+    "53300": "the server has no connection left; raise its max_connections",
+    "54000": "a record is too large; a column may have 1 GB",
+    "55P03": "another process has held it locked for too long; stop that process, or try again",
+}
+
+_CONNECTION_ADVICE = (
+    (r"password authentication failed|no password supplied|role .* does not exist", "the user or password is wrong"),
+    (r"database .* does not exist", "there is no such database; make it (createdb), or name another"),
+    (r"pg_hba\.conf", "the server lets nobody in from here; allow it in its pg_hba.conf"),
+    (r"resolve host|translate host name", "there is no such host; correct the URL"),
+    (r"refused|No such file", "no server listens there; start it, or correct host and port"),
+    (r"timeout|timed out", "the server does not answer; check the host, the port and the firewall"),
+    (r"too many clients|connection slots", "the server has no connection left; raise its max_connections"),
+    (r"starting up|shutting down|recovery mode", "the server is just starting or stopping; try again in a moment"),
+)
+
+
+def explain(error: Exception, address: Address) -> StoreError:
+    """What happened, and what to do."""
+    if isinstance(error, StoreError):
+        return error
+    said = str(error).strip().partition("\n")[0]
+    if not isinstance(error, psycopg.Error):
+        return StoreError(f"{address.name}: a record is not what its type promises; correct the caller ({error!r}).")
+    advice = _ADVICE.get(error.sqlstate or "")
+    if advice is None and isinstance(error, psycopg.OperationalError):
+        found = (advice for pattern, advice in _CONNECTION_ADVICE if re.search(pattern, str(error)))
+        advice = next(found, "the server can't be reached; check that it runs, and the URL")
+    if advice is None and "NUL" in said:
+        advice = "PostgreSQL keeps no NUL characters in a text; correct the caller"
+    return StoreError(f"{address.name}: {advice or 'PostgreSQL failed; see its log'} ({said}).")

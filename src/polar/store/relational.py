@@ -1,0 +1,126 @@
+"""The store over any database that has the schema: what `sqlite` and `postgres` have in common.
+
+One thread writes on a connection of its own, with group commit; others read.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Protocol, TypeVar
+
+from polar.engines.base import Ids
+from polar.errors import StoreError
+from polar.store.base import Exchange, ExchangeStatus, Session, Verdict
+from polar.store.group_commit import GroupCommit, Transactions, closed
+from polar.store.links import damaged
+from polar.store.reading import Reader
+from polar.store.recorder import Recorder
+
+T = TypeVar("T")
+
+MEMORY = 64 * 1024 * 1024
+"""For what the writer keeps of sessions, to store the next exchange by difference."""
+
+
+class Writer(Transactions, Protocol):
+    """Where the writing thread writes."""
+
+    @property
+    def recorder(self) -> Recorder: ...
+
+
+class Readers(Protocol):
+    """Where the reading threads read."""
+
+    @property
+    def reader(self) -> Reader: ...
+
+    @property
+    def threads(self) -> int: ...
+
+    @property
+    def failure(self) -> type[Exception]:
+        """What the driver raises."""
+        ...
+
+    def explain(self, error: Exception) -> StoreError: ...
+
+    def close(self) -> None: ...
+
+
+class RelationalStore:
+    """Implements `Store`. A session's exchanges are to be written through one open store at a time; others may read."""
+
+    def __init__(self, writer: Writer, readers: Readers, place: str) -> None:
+        self._place = place
+        self._recorder = writer.recorder
+        self._writing = GroupCommit(writer, f"polar-store-writer {place}")
+        self._readers = readers
+        self._reader = readers.reader
+        self._reading = ThreadPoolExecutor(readers.threads, f"polar-store-reader {place}")
+        self._closed = False
+
+    @property
+    def commits(self) -> int:
+        """Transactions committed so far; usually fewer than records written."""
+        return self._writing.commits
+
+    @property
+    def lineage_bytes(self) -> int:
+        """Memory held for storing by difference, about."""
+        return self._recorder.lineages.size
+
+    async def create_session(self, session: Session) -> None:
+        await self._writing.submit(lambda: self._recorder.create_session(session))
+
+    async def end_session(self, session_id: str, *, ended_at: float, verdict: Verdict) -> Session | None:
+        return await self._writing.submit(lambda: self._recorder.end_session(session_id, ended_at, verdict))
+
+    async def append(self, exchange: Exchange) -> None:
+        exchange.parent = await self._writing.submit(lambda: self._recorder.append(exchange))
+
+    async def amend(self, exchange_id: str, *, status: ExchangeStatus, delivered: int) -> None:
+        await self._writing.submit(lambda: self._recorder.amend(exchange_id, status, delivered))
+
+    async def set_policy(self, versions: Mapping[str, int]) -> None:
+        await self._writing.submit(lambda: self._recorder.set_policy(versions))
+
+    async def policies(self) -> dict[str, int]:
+        return await self._read(self._reader.policies)
+
+    async def session(self, session_id: str) -> Session | None:
+        return await self._read(lambda: self._reader.session(session_id))
+
+    async def session_by_key(self, key_hash: bytes) -> Session | None:
+        return await self._read(lambda: self._reader.session_by_key(key_hash))
+
+    async def sessions(self, *, limit: int = 100, before: str | None = None) -> list[Session]:
+        return await self._read(lambda: self._reader.sessions(limit, before))
+
+    async def exchanges(self, session_id: str) -> AsyncIterator[Exchange]:
+        reading = self._reader.exchanges(session_id)
+        while (exchange := await self._read(reading.next)) is not None:
+            yield exchange
+
+    async def context(self, session_id: str, seq: int) -> Ids:
+        return await self._read(lambda: self._reader.context(session_id, seq))
+
+    async def next_seq(self, session_id: str) -> int:
+        return await self._read(lambda: self._reader.next_seq(session_id))
+
+    async def close(self) -> None:
+        """Writes what is waiting, then closes. Calling it again does no harm."""
+        self._closed = True
+        await self._writing.close()
+        await asyncio.to_thread(self._reading.shutdown)
+        self._readers.close()
+
+    async def _read(self, work: Callable[[], T]) -> T:
+        if self._closed:
+            raise closed()
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._reading, work)
+        except self._readers.failure as error:
+            raise self._readers.explain(error) from error
+        except ValueError as error:  # msgspec's among them
+            raise damaged(f"{self._place}: {error}") from error

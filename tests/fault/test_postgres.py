@@ -1,0 +1,360 @@
+"""A PostgreSQL server that goes away, comes back, or cuts the line at the worst moment: nothing that was confirmed is
+lost, and nothing is written twice."""
+
+import asyncio
+import contextlib
+import os
+import random
+import signal
+import socket
+import sys
+import threading
+from collections import defaultdict
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+
+import psycopg
+import pytest
+
+from polar.cli.verify import verify
+from polar.config import load
+from polar.engines.scripted import ScriptedServer
+from polar.engines.scripted.server import TOKENIZER
+from polar.errors import StoreError
+from polar.gateway.sessions import Sessions
+from polar.rollout.local import LocalRollout
+from polar.rollout.models import SessionResult
+from polar.store import open_store, postgres_link
+from polar.store.base import Exchange, Verdict
+from polar.store.postgres import PostgresStore
+from tests.fault.test_kill import start_gateway
+from tests.fault.test_restart import PLAYS, TOOLS, Harness, check_goes_on
+from tests.integration.agents import task
+from tests.unit.store.samples import conversation, exchange, fingerprint, session
+from tests.unit.store.servers import Server, postgres_server
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    with postgres_server() as running:
+        yield running
+
+
+async def read(store: PostgresStore, session_id: str) -> list[Exchange]:
+    return [found async for found in store.exchanges(session_id)]
+
+
+async def check_talks(store: PostgresStore, confirmed: dict[str, int]) -> None:
+    """Each is there whole, to the bit, with at most one more than was confirmed: written as its writer died."""
+    for session_id, count in confirmed.items():
+        found = [fingerprint(it) for it in await read(store, session_id)]
+        assert len(found) in (count, count + 1)
+        for number, (it, expected) in enumerate(zip(found, conversation(session_id, len(found)), strict=True)):
+            expected.parent = f"x-{session_id}-{number - 1}" if number else None
+            assert it == fingerprint(expected)
+
+
+async def test_the_server_is_restarted_while_many_write(server: Server) -> None:
+    """Callers wait; they don't hear of it."""
+    store = PostgresStore.open(server.new_database())
+    confirmed: defaultdict[str, int] = defaultdict(int)
+    over = asyncio.Event()
+
+    async def talk(name: str) -> None:
+        await store.create_session(session(name))
+        for turn in conversation(name, 10_000):
+            await store.append(turn)
+            confirmed[name] += 1
+            assert await store.session(name) is not None
+            if over.is_set():
+                return
+
+    async with asyncio.TaskGroup() as tasks:
+        for number in range(8):
+            tasks.create_task(talk(f"s{number}"))
+        for _ in range(2):
+            await asyncio.sleep(random.uniform(0.1, 0.4))
+            written = sum(confirmed.values())
+            await asyncio.to_thread(server.stop)
+            await asyncio.sleep(0.2)
+            await asyncio.to_thread(server.start)
+            async with asyncio.timeout(30):
+                while sum(confirmed.values()) < written + 16:  # noqa: ASYNC110 (what is waited for has no event)
+                    await asyncio.sleep(0.01)
+        over.set()
+    for name, count in confirmed.items():
+        assert len(await read(store, name)) == count
+    await check_talks(store, confirmed)
+    await store.close()
+
+
+async def test_a_server_that_stays_away_is_reported_and_may_come_back(server: Server) -> None:
+    store = PostgresStore.open(server.new_database(), patience_s=0.3)
+    await store.create_session(session("s"))
+    turns = list(conversation("s", 6))
+    await store.append(turns[0])
+    await asyncio.to_thread(server.stop)
+    try:
+        writes = [store.append(turn) for turn in turns[1:3]]
+        for result in await asyncio.gather(*writes, store.session("s"), read(store, "s"), return_exceptions=True):
+            assert isinstance(result, StoreError)
+            assert "no server listens there; start it" in str(result)
+    finally:
+        await asyncio.to_thread(server.start)
+    for turn in turns[1:]:
+        await store.append(turn)
+    assert [fingerprint(it) for it in await read(store, "s")] == [fingerprint(turn) for turn in turns]
+    await store.close()
+
+
+class Wire:
+    """Between a store and its server. It can be cut at the moment of a COMMIT: before the server has it, or after, so
+    that the store does not hear what came of it; or the COMMIT waits for `wake`."""
+
+    def __init__(self, server: Server, folder: Path) -> None:
+        self._target = psycopg.conninfo.conninfo_to_dict(server.url)["host"]
+        self._folder = folder
+        self.cut: str | None = None
+        self.cuts = 0
+        self.wake = threading.Event()
+        self._listener = socket.socket(socket.AF_UNIX)
+        self._listener.bind(f"{folder}/.s.PGSQL.5432")
+        self._listener.listen()
+        threading.Thread(target=self._serve, daemon=True).start()
+
+    def url(self, database: str) -> str:
+        return database.replace(str(self._target), str(self._folder))
+
+    def close(self) -> None:
+        self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+
+    def _serve(self) -> None:
+        with contextlib.suppress(OSError):  # closed
+            while True:
+                client, _ = self._listener.accept()
+                server = socket.socket(socket.AF_UNIX)
+                server.connect(f"{self._target}/.s.PGSQL.5432")
+                threading.Thread(target=self._carry, args=(client, server), daemon=True).start()
+
+    def _carry(self, client: socket.socket, server: socket.socket) -> None:
+        back = threading.Thread(target=self._back, args=(server, client), daemon=True)
+        with client, server:
+            back.start()
+            self._forward(client, server)
+            back.join()
+
+    def _forward(self, client: socket.socket, server: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while data := client.recv(1 << 16):
+                if self.cut is not None and b"COMMIT" in data:
+                    cut, self.cut = self.cut, None
+                    self.cuts += 1
+                    if cut == "after":
+                        client.shutdown(socket.SHUT_WR)  # what the server answers goes nowhere
+                        server.sendall(data)
+                        server.shutdown(socket.SHUT_WR)
+                        return
+                    if cut == "before":
+                        break
+                    self.wake.wait()
+                server.sendall(data)
+        _hang_up(client, server)
+
+    def _back(self, server: socket.socket, client: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while data := server.recv(1 << 16):
+                client.sendall(data)
+        _hang_up(client, server)
+
+
+def _hang_up(*ends: socket.socket) -> None:
+    for end in ends:
+        with contextlib.suppress(OSError):  # the other side was faster
+            end.shutdown(socket.SHUT_RDWR)
+
+
+@pytest.mark.parametrize("moment", ["before", "after"])
+async def test_a_commit_whose_answer_is_lost(server: Server, tmp_path: Path, moment: str) -> None:
+    """It is done again, and what it finds written it leaves."""
+    database = server.new_database()
+    wire = Wire(server, tmp_path)
+    store = PostgresStore.open(wire.url(database))
+    turns = list(conversation("s", 6))
+    wire.cut = moment
+    await store.create_session(session("s"))
+    for turn in turns:
+        wire.cut = moment
+        await store.append(turn)
+    wire.cut = moment
+    await asyncio.gather(*(store.create_session(session(f"t{number}")) for number in range(20)))
+    wire.cut = moment
+    ended = await store.end_session("s", ended_at=5.0, verdict=Verdict())
+    assert ended is not None
+    assert ended.ended_at == 5.0
+    assert wire.cuts == 9
+    assert [turn.parent for turn in turns[1:]] == [turn.exchange_id for turn in turns[:-1]]
+    assert [fingerprint(it) for it in await read(store, "s")] == [fingerprint(turn) for turn in turns]
+    assert len(await store.sessions()) == 21
+    wire.cut = moment
+    with pytest.raises(StoreError, match="already"):  # a fault of the caller's stays one
+        await store.append(exchange("s", 0, [b"1"]))
+    await store.close()
+    wire.close()
+
+
+def deadlocks(url: str) -> int:
+    with psycopg.connect(url) as connection:
+        row = connection.execute("SELECT deadlocks FROM pg_stat_database WHERE datname = current_database()").fetchone()
+    assert row is not None
+    return int(row[0])
+
+
+async def test_stores_that_write_the_same_pieces_wait_in_no_circle(server: Server) -> None:
+    url = server.new_database()
+    before = deadlocks(url)
+    stores = [PostgresStore.open(url) for _ in range(3)]
+    for number, store in enumerate(stores):
+        await store.create_session(session(f"s{number}"))
+    for seq in range(15):
+        items = [b'"%d of %d"' % (number, seq) for number in range(300)]
+        turns = [exchange(f"s{number}", seq, random.sample(items, len(items))) for number in range(3)]
+        await asyncio.gather(*(store.append(turn) for store, turn in zip(stores, turns, strict=True)))
+    for store in stores:
+        await store.close()
+    assert deadlocks(url) == before
+
+
+async def test_a_deadlock_is_tried_again(server: Server) -> None:
+    """Somebody who takes the same rows in another order."""
+    url = server.new_database()
+    store = PostgresStore.open(url)
+    await store.set_policy({"a": 1, "b": 1})
+    async with await psycopg.AsyncConnection.connect(url) as other:
+        await other.execute("UPDATE policies SET version = 5 WHERE replica = 'b'")
+        writing = asyncio.create_task(store.set_policy({"a": 2, "b": 2}))
+        while True:
+            waiting = await other.execute("SELECT count(*) FROM pg_locks WHERE NOT granted")
+            if (await waiting.fetchone()) != (0,):
+                break
+        # The one that finds the circle gives way, and that may be either of the two.
+        with contextlib.suppress(psycopg.errors.DeadlockDetected):
+            await other.execute("UPDATE policies SET version = 5 WHERE replica = 'a'")
+        await other.commit()
+    await writing
+    assert await store.policies() == {"a": 2, "b": 2}
+    await store.close()
+
+
+async def test_processes_that_are_killed_leave_what_they_confirmed(server: Server) -> None:
+    """Two at a time on one database, whose sessions have tools and system prompt in common."""
+    url = server.new_database()
+    confirmed: defaultdict[str, int] = defaultdict(int)
+
+    async def live_and_die(life: str) -> None:
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "tests.unit.store.written_until_killed", url, life, cwd=ROOT, stdout=-1
+        )
+        assert process.stdout is not None
+        lines = [await process.stdout.readline() for _ in range(random.randint(20, 80))]
+        process.send_signal(signal.SIGKILL)
+        lines += (await process.stdout.read()).splitlines(keepends=True)
+        await process.wait()
+        for line in lines:
+            if line.endswith(b"\n"):
+                name, seq = line.decode().split()
+                confirmed[name] = int(seq) + 1
+
+    for round_ in range(3):
+        await asyncio.gather(live_and_die(f"{round_}a"), live_and_die(f"{round_}b"))
+    assert len(confirmed) >= 6
+    store = PostgresStore.open(url)
+    await check_talks(store, confirmed)
+    await store.close()
+
+
+async def test_a_process_that_is_frozen_holds_nobody_up(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It stands still before its COMMIT, with pieces that another wants to write too."""
+    url = server.new_database()
+    store = PostgresStore.open(url)
+    await store.create_session(session("s"))
+    wire = Wire(server, tmp_path)
+    monkeypatch.setattr(postgres_link, "FROZEN_S", 1.0)
+    frozen = PostgresStore.open(wire.url(url))
+    await frozen.create_session(session("t"))
+    turns = [exchange(name, 0, [b"1"]) for name in ("s", "t")]
+    wire.cut = "freeze"
+    waiting = asyncio.create_task(frozen.append(turns[1]))
+    async with asyncio.timeout(20):
+        while not wire.cuts:  # noqa: ASYNC110 (what is waited for has no event)
+            await asyncio.sleep(0.01)
+        await store.append(turns[0])
+    assert not waiting.done()
+    wire.wake.set()
+    await waiting  # it has lost that transaction, and made another
+    for turn in turns:
+        assert [fingerprint(it) for it in await read(store, turn.session_id)] == [fingerprint(turn)]
+    await frozen.close()
+    await store.close()
+    wire.close()
+
+
+# The service on it
+
+
+async def test_a_session_goes_on_at_another_gateway_when_its_own_is_killed(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three processes know its key: the one that made it, and two gateways in turn."""
+    url = server.new_database()
+    monkeypatch.setenv("POLAR_ENGINE__TOKENIZER", str(TOKENIZER))
+    monkeypatch.setenv("POLAR_STORE__URL", url)
+    store = open_store(url)
+    session, key = await Sessions(store).create({})
+    harness = Harness("PLAY:tools Do it.", TOOLS)
+    async with ScriptedServer(PLAYS, drift=0.5) as engine:
+        first, first_url = await start_gateway(tmp_path / "first", engine.url)
+        second, second_url = await start_gateway(tmp_path / "second", engine.url)
+        try:
+            for _ in range(3):
+                await harness.turn(first_url, key)
+            first.kill()
+            await first.wait()
+            for _ in range(3):
+                await harness.turn(second_url, key)
+        finally:
+            for process in (first, second):
+                if process.returncode is None:
+                    process.kill()
+                    await process.wait()
+    exchanges = [exchange async for exchange in store.exchanges(session.session_id)]
+    assert [exchange.seq for exchange in exchanges] == list(range(6))
+    for before, after in pairwise(exchanges):
+        check_goes_on(before, after)
+    await store.close()
+    assert not (tmp_path / "first" / "polar.db").exists()
+    settings = load(None, dict(os.environ), {})
+    assert (await verify(settings, tmp_path / "first", [])).traces["prefix_merging"] == 1
+
+
+async def test_tasks_run_to_their_end(server: Server, tmp_path: Path) -> None:
+    url = server.new_database()
+    settings = load(None, {}, {"gateway": {"port": 0}, "store": {"url": url}})
+    wanted = task("print(ask()); print(ask())", num_samples=3, evaluator={"strategy": "session_completed"})
+    async with LocalRollout(settings, tmp_path) as opened:
+        plans = await opened.plan([wanted])
+        finished = [it async for it in opened.run(plans)]
+        results = [SessionResult.model_validate(await opened.result(plans[0], it)) for it in finished]
+    assert [result.status for result in results] == ["COMPLETED"] * 3
+    assert all(result.trajectory is not None and result.trajectory.traces for result in results)
+    store = open_store(url)
+    kept = await store.sessions()
+    assert {(it.session_id, it.status, it.reward) for it in kept} == {(it.session_id, "ended", 1.0) for it in finished}
+    for it in kept:
+        assert len([exchange async for exchange in store.exchanges(it.session_id)]) == 2
+    await store.close()

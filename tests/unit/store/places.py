@@ -1,0 +1,34 @@
+"""Where a store may be: a file of SQLite's, or a database of a PostgreSQL server."""
+
+import sqlite3
+from contextlib import closing
+from typing import Any
+
+import psycopg
+
+from polar.store.postgres import PostgresStore
+from polar.store.relational import MEMORY, RelationalStore
+from polar.store.sqlite import SqliteStore
+
+
+class Place:
+    def __init__(self, url: str) -> None:
+        self.url = url
+        self._file = url.removeprefix("sqlite:") if url.startswith("sqlite:") else None
+
+    def open(self, *, memory: int = MEMORY) -> RelationalStore:
+        if self._file is not None:
+            return SqliteStore.open(self._file, lock_timeout_s=5, memory=memory)
+        return PostgresStore.open(self.url, memory=memory)
+
+    def execute(self, *statements: str) -> list[Any]:
+        """By somebody else, who is not the store. Returns the first column of the last one's rows."""
+        if self._file is not None:
+            with closing(sqlite3.connect(self._file, isolation_level=None)) as file:
+                for statement in statements:
+                    rows = file.execute(statement)
+                return [row[0] for row in rows]
+        with psycopg.connect(self.url, autocommit=True) as connection:
+            for statement in statements:
+                cursor = connection.execute(statement.encode())
+            return [row[0] for row in cursor] if cursor.description else []
