@@ -175,13 +175,13 @@ class Planner:
                 if base is None:
                     continue
                 # Behind the turn itself the rest is simply what follows; else the turn is part of what is rendered.
-                through = base.sampled is not None
-                text = self._tail(conversation, reading, number + through, base)
-                if text is None:
+                if base.sampled is not None:
+                    text = self._tail(conversation, reading, number + 1)
+                    if text is not None:
+                        return Plan(base, text, text[-_END:], mark, None if number == count - 1 else reason, count)
                     failure = "not_proved"
-                elif through:
-                    return Plan(base, text, text[-_END:], mark, None if number == count - 1 else reason, count)
-                elif behind_prompt is None:
+                elif behind_prompt is None and (found := self._behind_prompt(conversation, reading, number, known)):
+                    base, text = found
                     behind_prompt = Plan(base, text, text[-_END:], mark, failure, count)
             if behind_prompt is not None:
                 return behind_prompt
@@ -211,37 +211,41 @@ class Planner:
             if not known.whole and (kept := cut(known, echo.shown)) is not None:
                 return Base(known, kept), failure
             failure = _difference(echo, known)
-        seam = self._last_control(known.mark.opening)
-        if seam is None:
-            return None, failure
-        return Base(known, None, len(self._encoder.encode(known.mark.opening[seam:], first=False))), failure
+        return Base(known, None), failure
 
-    def _last_control(self, opening: str) -> int | None:
-        """Where in a generation prompt its last control token begins: ids before and from there on don't depend on each
-        other."""
-        return max((found.start() for found in self._encoder.controls(opening)), default=None)
-
-    def _tail(self, conversation: Conversation, reading: "_Reading", marked: int, base: Base) -> str | None:
-        """The text behind the recorded ids."""
-        if base.sampled is not None and marked == len(reading.echoes):
-            end = reading.ends[marked - 1]
+    def _tail(self, conversation: Conversation, reading: "_Reading", turns: int) -> str | None:
+        """The text behind so many turns."""
+        if turns == len(reading.echoes):
+            end = reading.ends[turns - 1]
             return None if end is None else reading.skeleton.text[end:]
+        mixed = self._mixed(conversation, turns)
+        return None if mixed is None else _unchanged(reading, mixed, mixed.ends[turns - 1])
+
+    def _behind_prompt(
+        self, conversation: Conversation, reading: "_Reading", turns: int, known: Known
+    ) -> tuple[Base, str] | None:
+        """As much of the exchange's prompt, with so many turns in it, as the conversation begins with; and the text
+        behind it."""
+        mixed = self._mixed(conversation, turns)
+        start = None if mixed is None else mixed.position(known.mark.length)
+        if mixed is None or start is None:
+            return None
+        # Cut at a control token that stands here too: ids before one and from there on don't depend on each other.
+        opening = known.mark.opening
+        controls = [found.span() for found in self._encoder.controls(opening)]
+        text = mixed.skeleton.text
+        seam = max((first for first, end in controls if text.startswith(opening[:end], start)), default=None)
+        rest = None if seam is None else _unchanged(reading, mixed, start + seam)
+        if rest is None:
+            return None
+        return Base(known, None, len(self._encoder.encode(opening[seam:], first=False))), rest
+
+    def _mixed(self, conversation: Conversation, turns: int) -> "_Reading | None":
+        """With marks for so many turns, and those that follow as they are now."""
         try:
-            mixed = _Reading(conversation, self._renderer.skeleton(conversation, marked), self._seams, marked)
+            return _Reading(conversation, self._renderer.skeleton(conversation, turns), self._seams, turns)
         except TemplateError:
             return None
-        text = mixed.skeleton.text
-        if base.sampled is not None:
-            start = mixed.ends[marked - 1]
-        else:
-            opening = base.known.mark.opening
-            head = opening[: self._last_control(opening)]
-            start = mixed.position(base.known.mark.length)
-            if start is None or not text.startswith(head, start):
-                return None
-            start += len(head)
-        # The turns that follow are shown as they are now, and that must not have changed anything before them.
-        return text[start:] if start is not None and reading.skeleton.text.startswith(text[:start]) else None
 
 
 _END = 256  # characters
@@ -344,6 +348,12 @@ class _Reading:
             return None, openings
         end = self._seams.end(seam, turn, self.skeleton.text, place.stop)
         return end, openings | self._seams.openings(seam, turn)
+
+
+def _unchanged(reading: _Reading, mixed: _Reading, start: int | None) -> str | None:
+    """The text from there on, where showing the turns in it has not changed anything before."""
+    text = mixed.skeleton.text
+    return text[start:] if start is not None and reading.skeleton.text.startswith(text[:start]) else None
 
 
 def named(parts: Sequence[Part]) -> str | None:

@@ -48,6 +48,7 @@ class PromptEncoder:
         self._fragile = re.compile(f"(?={self._pattern.pattern}).|[{BROKEN}{TURN}]", re.DOTALL)
         self._beginnings = {token[:cut] for token in self.control for cut in range(1, len(token))}
         self._endings = {token[cut:] for token in self.control for cut in range(1, len(token))}
+        self._trimmed = all(token == token.strip() for token in self.control)  # white space alone completes none
         self._longest = max(map(len, self.control), default=1)
         self._flags = {
             token.content: (token.lstrip, token.rstrip)
@@ -80,15 +81,18 @@ class PromptEncoder:
         return self._pattern.finditer(text, start)
 
     def _broken(self, text: str) -> str:
-        # A template may complete a spelling: '<function=' + name + '>'.
+        # A template may complete a spelling: '<function=' + name + '>'. It may trim the text before it does: breaks
+        # stand within the white space at the edges, so that trimming comes to the same as without them.
+        core = text.strip() if self._trimmed else text
+        before, _, behind = text.partition(core) if core else (text, "", "")
         near = range(1, self._longest)
-        start = BREAK if any(text[:cut] in self._endings for cut in near) else ""
-        end = BREAK if any(text[-cut:] in self._beginnings for cut in near) else ""
-        if self._pattern.search(text) is not None or BROKEN in text or TURN in text:
-            text = self._fragile.sub(lambda found: found.group() + BREAK, text)
-        if not start and text.strip() and any(text.strip() in token for token in self.control):
+        start = BREAK if any(each[:cut] in self._endings for each in (text, core) for cut in near) else ""
+        end = BREAK if any(each[-cut:] in self._beginnings for each in (text, core) for cut in near) else ""
+        if self._pattern.search(core) is not None or BROKEN in core or TURN in core:
+            core = self._fragile.sub(lambda found: found.group() + BREAK, core)
+        if not start and core.strip() and any(core.strip() in token for token in self.control):
             start = BREAK  # ... on both sides: '<|' + name + '|>'
-        return start + text + end
+        return before + start + core + end + behind
 
     def _split(self, text: str) -> Iterator[tuple[str | None, str]]:
         """Control tokens and the plain spans between them, in order."""

@@ -3,12 +3,14 @@
 The oracle is a claim. A prompt claims to be the rendering of certain messages: those of the request, with the turns
 that it continues as they were sampled. In mode `auto` that can be checked to the letter, for models that write their
 turns as the template does: the ids decode to the whole rendering of the claim, its context is the request's, and its
-turns say what the request's turns say.
+turns say what the request's turns say. In any mode, the text behind the last sampled token has the ids that the
+tokenizer gives it.
 """
 
 import copy
 import re
 from collections.abc import Sequence
+from itertools import groupby
 
 from msgspec import Struct
 
@@ -30,6 +32,7 @@ class Prompt(Struct):
     plan: Plan
     ids: list[int]
     claim: list[Message]
+    own: int = 0  # tokens up to the last one that the model sampled
 
 
 class Exchange(Struct):
@@ -62,10 +65,13 @@ class Dialogue:
         at = [index for index, message in enumerate(request.messages) if message.role == "assistant"][len(turns)]
         if plan.base.sampled is None:
             kept = before.ids[: len(before.ids) - plan.base.drop]
-            return Prompt(request, plan, kept + new, [*before.claim, *request.messages[at:]])
+            # What was recorded behind its last turn may be only the beginning of what stands there now.
+            asked = _unanswered(request.messages[:at])[len(_unanswered(before.claim)) :]
+            return Prompt(request, plan, kept + new, [*before.claim, *asked, *request.messages[at:]], before.own)
         kept = before.ids + exchange.sampled[: plan.base.sampled]
         new = new[1:] if kept[-1] == new[0] else new
-        return Prompt(request, plan, kept + new, [*before.claim, exchange.reply, *request.messages[at + 1 :]])
+        claim = [*before.claim, exchange.reply, *request.messages[at + 1 :]]
+        return Prompt(request, plan, kept + new, claim, len(kept))
 
     def _cut(self, known: Known, shown: Saying, request: Request) -> int | None:
         return self.model.cut(known, shown, self.exchanges[known.exchange_id].sampled, request)
@@ -111,6 +117,7 @@ class Dialogue:
         else:
             new = self.decode(prompt.ids[self._recorded(plan) :])
             assert self.whole(request).endswith(new)
+        assert prompt.ids[prompt.own :] == self._anew(prompt.ids[prompt.own :])
         if plan.base is not None:
             before = self.exchanges[plan.base.known.exchange_id]
             recorded = [*before.prompt.ids, *before.sampled][: self._recorded(plan)]
@@ -126,6 +133,16 @@ class Dialogue:
         if base is None or base.sampled is None:
             return False
         return len(_turns(self.exchanges[base.known.exchange_id].prompt.claim)) == len(_turns(prompt.claim)) - 1
+
+    def _anew(self, tokens: Sequence[int]) -> list[int]:
+        """The same text encoded once more, control tokens apart."""
+        encoder, control = self.model.encoder, set(self.model.encoder.control.values())
+        anew: list[int] = []
+        for is_control, run in groupby(tokens, control.__contains__):
+            kept = list(run)
+            plain = encoder.guard(self.decode(kept))
+            anew += kept if is_control else encoder.encode(plain, first=False).tolist()
+        return anew
 
     def _recorded(self, plan: Plan) -> int:
         if plan.base is None:
@@ -153,6 +170,12 @@ def results(turn: Message, text: str = "done") -> list[Message]:
 
 def _turns(messages: Sequence[Message]) -> list[Message]:
     return [message for message in messages if message.role == "assistant"]
+
+
+def _unanswered(messages: Sequence[Message]) -> Sequence[Message]:
+    """Those behind the last turn."""
+    turns = [index for index, message in enumerate(messages) if message.role == "assistant"]
+    return messages[turns[-1] + 1 :] if turns else messages
 
 
 def _context(messages: Sequence[Message]) -> list[Message]:

@@ -163,6 +163,31 @@ def test_a_changed_history(name: str, change: Any, reason: str) -> None:
     assert prompt.plan.reason == reason
 
 
+@every_talker
+@pytest.mark.parametrize("text", ["5", ""])
+def test_a_turn_that_is_left_out_before_an_equal_one(name: str, text: str) -> None:
+    """The message behind it stands between the recorded prompt of the one and the place of the other."""
+    talker, talk = TALKERS[name], dialogue(name)
+    history = [system("Be brief."), user("Hi")]
+    for asked in (text, "And?"):
+        history += [talk.reply(talk.ask(history), talker.write(talker.able(Says("", "Well.")))), user(asked)]
+    del history[2]
+    prompt = talk.ask(history)
+    talk.check(prompt)
+    assert talk.decode(prompt.ids) == talk.whole(prompt.request)
+
+
+@every_talker
+def test_a_message_that_was_added_to_is_encoded_as_a_whole(name: str) -> None:
+    """Also where the template writes no token behind it, so that the recorded context is the beginning of this one."""
+    talker, talk = TALKERS[name], dialogue(name)
+    turn = talk.reply(talk.ask([user("Hel")]), talker.write(talker.able(Says("", "Well."))))
+    prompt = talk.ask([user("Hello"), turn, user("And?")])
+    talk.check(prompt)
+    assert prompt.plan.reason == "context_changed"
+    assert prompt.ids == talk.model.tokenizer.encode(talk.whole(prompt.request))
+
+
 def test_an_earlier_turn_that_was_edited_is_told_from_the_last_one() -> None:
     """The recorded ids up to the edit are kept."""
     talker, talk = TALKERS["scripted"], dialogue("scripted")
@@ -359,7 +384,7 @@ turns = st.builds(
     Says, words, words, st.lists(st.tuples(st.sampled_from(["bash", "read_file"]), arguments), max_size=2)
 )
 echoes = st.sampled_from([*SAME, *CHANGED])
-events = st.sampled_from(["", "", "", "", "question", "fork", "compact", "date", "tools", "leave out"])
+events = st.sampled_from(["", "", "", "", "question", "fork", "compact", "date", "tools", "leave out", "add"])
 
 
 @pytest.mark.parametrize("mode", ["auto", "sampled"])
@@ -397,6 +422,9 @@ def test_no_prompt_has_another_context_than_its_request(
                 history[0] = system(f"Be brief. {text}")
             case "tools":
                 tools = tools[::-1]
+            case "add":
+                asked = [part.text for part in history[1].parts if isinstance(part, Text)]
+                history[1] = user("".join(asked) + text)
             case "leave out":
                 del history[2 : 2 + 1 + len(results(history[2]))]
 

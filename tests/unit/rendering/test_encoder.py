@@ -96,6 +96,24 @@ def test_what_spells_no_control_token_gets_the_tokenizers_own_ids(name: str, tex
     assert encoder.encode(rendered).tolist() == tokenizer.encode(rendered)
 
 
+@pytest.mark.parametrize("name", TALKERS)
+@unhurried
+@given(st.data())
+def test_breaks_change_nothing_else_about_the_text(name: str, data: st.DataObject) -> None:
+    """Templates trim what they show: a break doesn't hold white space back."""
+    encoder, template = _encoder(name), TALKERS[name].tokenizer().template
+    pieces = [piece for token in encoder.control for piece in (token[:2], token[2:-2], token[-2:])][:60]
+    spaces = st.text(" \n\t", max_size=2)
+    draw = st.tuples(spaces, st.sampled_from([*pieces, "a"]), st.text("a b", max_size=3), spaces).map("".join)
+
+    def rendered(texts: list[str]) -> str:
+        roles = ("user", "assistant") * 2
+        return template.render([{"role": role, "content": text} for role, text in zip(roles, texts, strict=True)])
+
+    texts = [data.draw(draw) for _ in range(4)]
+    assert rendered([encoder.guard(text) for text in texts]).replace(BREAK, "") == rendered(texts)
+
+
 @cache
 def _encoder(name: str) -> PromptEncoder:
     return PromptEncoder(TALKERS[name].tokenizer())
