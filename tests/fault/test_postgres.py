@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 
+import msgspec
 import psycopg
 import pytest
 
@@ -28,11 +29,13 @@ from polar.rollout.models import SessionResult
 from polar.store import open_store, postgres_link
 from polar.store.base import Exchange, Verdict
 from polar.store.postgres import PostgresStore
+from polar.store.sql import Connection, WritingConnection
 from tests.fault.test_kill import start_gateway
 from tests.fault.test_restart import PLAYS, TOOLS, Harness, check_goes_on
 from tests.integration.agents import task
 from tests.unit.store.samples import conversation, exchange, fingerprint, session
 from tests.unit.store.servers import Server, postgres_server
+from tests.unit.store.test_transact import Held
 
 ROOT = Path(__file__).parents[2]
 
@@ -112,7 +115,8 @@ async def test_a_server_that_stays_away_is_reported_and_may_come_back(server: Se
 
 class Wire:
     """Between a store and its server. It can be cut at the moment of a COMMIT: before the server has it, or after, so
-    that the store does not hear what came of it; or the COMMIT waits for `wake`."""
+    that the store does not hear what came of it; or the store alone is cut off, and the server notices nothing; or the
+    COMMIT waits for `wake`."""
 
     def __init__(self, server: Server, folder: Path) -> None:
         self._target = psycopg.conninfo.conninfo_to_dict(server.url)["host"]
@@ -160,6 +164,9 @@ class Wire:
                         return
                     if cut == "before":
                         break
+                    if cut == "unnoticed":
+                        _hang_up(client)
+                        return
                     self.wake.wait()
                 server.sendall(data)
         _hang_up(client, server)
@@ -204,6 +211,132 @@ async def test_a_commit_whose_answer_is_lost(server: Server, tmp_path: Path, mom
         await store.append(exchange("s", 0, [b"1"]))
     await store.close()
     wire.close()
+
+
+async def test_a_transaction_that_the_server_still_holds_is_ended_first(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has locks on what is to be written again, and the server would keep it for long."""
+    monkeypatch.setattr(postgres_link, "FROZEN_S", 1000.0)
+    database = server.new_database()
+    wire = Wire(server, tmp_path)
+    store = PostgresStore.open(wire.url(database))
+    await store.create_session(session("s"))
+    turns = list(conversation("s", 3))
+    for turn in turns:
+        wire.cut = "unnoticed"
+        await store.append(turn)
+    assert wire.cuts == 3
+    assert [fingerprint(it) for it in await read(store, "s")] == [fingerprint(turn) for turn in turns]
+    await store.close()
+    wire.close()
+
+
+async def test_work_beside_a_failure_after_a_lost_commit(server: Server, tmp_path: Path) -> None:
+    """All of it is there, though the store doesn't know; then one fails, and each is tried alone."""
+    wire = Wire(server, tmp_path)
+    store = PostgresStore.open(wire.url(server.new_database()))
+    runs = 0
+
+    def works_once(_: WritingConnection) -> None:
+        nonlocal runs
+        runs += 1
+        if runs > 1:
+            raise StoreError("not again")
+
+    async with Held(store):
+        wire.cut = "after"
+        works = [
+            asyncio.create_task(it)
+            for it in (
+                store.create_session(session("a")),
+                store.transact(works_once),
+                store.create_session(session("b")),
+            )
+        ]
+    results = await asyncio.gather(*works, return_exceptions=True)
+    assert wire.cuts == 1
+    assert [str(it) for it in results] == ["None", "not again", "None"]
+    assert {it.session_id for it in await store.sessions()} == {"a", "b"}
+    await store.close()
+    wire.close()
+
+
+@pytest.mark.parametrize("how", ["terminated", "killed"])
+async def test_processes_of_the_server_end(server: Server, how: str) -> None:
+    """Those that write and read for the store, each in the middle of something. Callers don't hear of it."""
+    url = server.new_database()
+    store = PostgresStore.open(url)
+    turns = list(conversation("s", 400))
+    written = 0
+
+    def backend(db: Connection) -> int:
+        pid: int = db.execute("SELECT pg_backend_pid()", {}).fetchone()[0]
+        return pid
+
+    async def end_some() -> None:
+        for count in (20, 60, 100):
+            while written < count:  # noqa: ASYNC110 (what is waited for has no event)
+                await asyncio.sleep(0.001)
+            for pid in (await store.transact(backend), await store.query(backend)):
+                if how == "killed":
+                    with contextlib.suppress(ProcessLookupError):  # all of them end when one is killed
+                        os.kill(pid, signal.SIGKILL)
+                else:
+                    with psycopg.connect(url) as other:
+                        other.execute("SELECT pg_terminate_backend(%s)", (pid,))
+
+    await store.create_session(session("s"))
+    async with asyncio.timeout(60):
+        ending = asyncio.create_task(end_some())
+        for turn in turns:
+            await store.append(turn)
+            written += 1
+            assert await store.next_seq("s") == written
+            if ending.done():
+                break
+        await ending
+    assert written > 100
+    assert [fingerprint(it) for it in await read(store, "s")] == [fingerprint(turn) for turn in turns[:written]]
+    await store.close()
+
+
+async def test_a_server_without_a_free_connection(server: Server) -> None:
+    url = server.new_database()
+    store = PostgresStore.open(url, patience_s=0.2)
+    await store.create_session(session("s"))
+    others: list[psycopg.Connection] = []
+    try:
+        with pytest.raises(psycopg.OperationalError):  # noqa: PT012 (at which of them is the server's to say)
+            while True:
+                others.append(psycopg.connect(url))
+        assert (await store.end_session("s", ended_at=1.0, verdict=Verdict())) is not None  # what it has it keeps
+        with pytest.raises(StoreError, match="no connection left; raise its max_connections"):
+            await store.session("s")
+    finally:
+        for other in others:
+            other.close()
+    assert await store.session("s") is not None
+    await store.close()
+
+
+async def test_a_session_that_moves_to_and_fro(server: Server) -> None:
+    """The first writer does not know of the second one's exchange: it is told so, and goes on behind it."""
+    url = server.new_database()
+    first, second = PostgresStore.open(url), PostgresStore.open(url)
+    turns = list(conversation("s", 4))
+    await first.create_session(session("s"))
+    await first.append(turns[0])
+    await second.append(turns[1])
+    stale = msgspec.structs.replace(turns[2], seq=1)
+    with pytest.raises(StoreError, match="of this id, key or seq is there already"):
+        await first.append(stale)
+    for turn in turns[2:]:
+        await first.append(turn)
+    assert [turn.parent for turn in turns[1:]] == [turn.exchange_id for turn in turns[:-1]]
+    assert [fingerprint(it) for it in await read(second, "s")] == [fingerprint(turn) for turn in turns]
+    await first.close()
+    await second.close()
 
 
 def deadlocks(url: str) -> int:
@@ -357,4 +490,11 @@ async def test_tasks_run_to_their_end(server: Server, tmp_path: Path) -> None:
     assert {(it.session_id, it.status, it.reward) for it in kept} == {(it.session_id, "ended", 1.0) for it in finished}
     for it in kept:
         assert len([exchange async for exchange in store.exchanges(it.session_id)]) == 2
+    copies = open_store(f"sqlite:{tmp_path}/copies/polar.db")
+    for it in kept:
+        await copies.import_session(await store.export_session(it.session_id))
+    assert await copies.sessions() == kept
+    await copies.close()
     await store.close()
+    verified = await verify(load(None, {}, {}), tmp_path / "copies", [])
+    assert verified.traces["prefix_merging"] == sum(len(it.trajectory.traces) for it in results if it.trajectory)

@@ -1,6 +1,7 @@
 """What must not be lost: sessions and their exchanges, durable before anybody is told of them.
 
     append -> group_commit (one writer thread) -> recorder -> difference: base, parent, what is new -> rows -> SQL
+    export_session -> copying -> bytes -> copying -> import_session (another store's)
     exchanges -> reading <- links: bases followed, whole requests and prompts again <- rows <- SQL
 
 `base` has the Protocol and the records, `schema.sql` and `queries.sql` all of the SQL, for SQLite and PostgreSQL alike.
@@ -10,7 +11,7 @@
 from typing import TYPE_CHECKING
 
 from polar.errors import StoreError
-from polar.store.base import Store
+from polar.store.relational import RelationalStore
 from polar.store.sqlite import Durability, SqliteStore
 
 if TYPE_CHECKING:
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 __all__ = ["Durability", "open_store"]
 
 
-def open_store(url: str, durability: Durability = "process") -> Store:
+def open_store(url: str, durability: Durability = "process") -> RelationalStore:
     """The store at `sqlite:PATH` or `postgresql://...`. What PostgreSQL has committed survives loss of power too,
     whatever `durability` asks for."""
     scheme, _, place = url.partition(":")

@@ -4,7 +4,7 @@ The store is the truth. `append` returns when the exchange would survive kill -9
 configured), and only then does the harness get the last byte of the reply.
 """
 
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Iterable, Mapping
 from typing import Any, Literal, Protocol
 
 import numpy as np
@@ -90,6 +90,13 @@ class Exchange(Struct):
         return body
 
 
+class Recorded(Struct):
+    """A session, whole."""
+
+    session: Session | None = None  # None: there is no such session
+    exchanges: list[Exchange] = []
+
+
 class Store(Protocol):
     """Raises StoreError, which says what to do."""
 
@@ -97,6 +104,10 @@ class Store(Protocol):
 
     async def end_session(self, session_id: str, *, ended_at: float, verdict: Verdict) -> Session | None:
         """None where there is no such session. Ending twice keeps the first end (a verdict may still be added)."""
+        ...
+
+    async def disown_session(self, session_id: str, reason: str) -> None:
+        """Takes back what an ended session earned: another one stands for the same sample."""
         ...
 
     async def session(self, session_id: str) -> Session | None: ...
@@ -123,6 +134,20 @@ class Store(Protocol):
 
     def exchanges(self, session_id: str) -> AsyncIterator[Exchange]:
         """In order of `seq`, with whole prompts and requests."""
+        ...
+
+    def recorded(self, session_ids: Iterable[str | None]) -> AsyncIterator[list[Recorded]]:
+        """Sessions with all of their exchanges, each in its place; short ones come several at a time."""
+        ...
+
+    async def export_session(self, session_id: str) -> bytes:
+        """A copy for another store: the session as it is stored, by difference."""
+        ...
+
+    async def import_session(self, data: bytes) -> str:
+        """Takes in a copy, whole or not at all, and returns the session's id. Durable on return. One that comes again
+        changes nothing; one of a session that is here with other content is an error, as is a damaged one. How large
+        a copy may be is for the caller to say."""
         ...
 
     async def context(self, session_id: str, seq: int) -> Ids:

@@ -49,23 +49,23 @@ class Digester:
             if old != new:
                 break
             shared += 1
-        digests = digests[:shared] + [_digest(item) for item in items[shared:]]
+        digests = digests[:shared] + [digest_of(item) for item in items[shared:]]
         kept = known[:shared] + [item.copy() for item in items[shared:]]  # a copy, since a Raw holds its whole request
         self._items.put(conversation, (kept, digests), sum(memoryview(item).nbytes for item in kept))
         return digests
 
     def field(self, field: bytes) -> bytes:
         if len(field) < self.LARGE:
-            return _digest(field)
+            return digest_of(field)
         known = self._fields.get(len(field))
         if known is not None and known[0] == field:
             return known[1]
-        digest = _digest(field)
+        digest = digest_of(field)
         self._fields.put(len(field), (field, digest), len(field))
         return digest
 
 
-def _digest(piece: Raw | bytes) -> bytes:
+def digest_of(piece: Raw | bytes) -> bytes:
     return sha256(piece).digest()[:DIGEST_SIZE]
 
 

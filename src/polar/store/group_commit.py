@@ -34,6 +34,10 @@ class Transactions(Protocol):
         all of it is to be done again; if it was written after all, doing it again must change nothing."""
         ...
 
+    def settled(self) -> None:
+        """All work that was begun is written, or has failed for good."""
+        ...
+
     def explain(self, error: Exception) -> StoreError: ...
 
     def close(self) -> None: ...
@@ -118,6 +122,7 @@ class GroupCommit:
             if not self._write(batch):
                 for job in batch:
                     self._write([job])
+            self._transactions.settled()
         except Exception as error:  # noqa: BLE001 - no work's own fault, so it goes to all that is left; the thread goes on
             for job in batch:
                 if not job.settled:

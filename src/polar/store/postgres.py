@@ -6,13 +6,14 @@ itself, that may have happened or not: the recorder looks, so that nothing is wr
 for too long is an error to the callers, whose last writes may then be there or not.
 """
 
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 
 import psycopg
 from psycopg import errors
+from psycopg.pq import TransactionStatus
 
 from polar.errors import StoreError
-from polar.store.postgres_link import Address, Link, Pool, explain
+from polar.store.postgres_link import Address, Link, Pool, explain, went_on
 from polar.store.reading import Reader
 from polar.store.recorder import Recorder
 from polar.store.relational import MEMORY, RelationalStore
@@ -44,7 +45,7 @@ class PostgresStore(RelationalStore):
         except psycopg.Error as error:
             raise explain(error, address) from error
         writer = _Writer(address, named, patience_s=patience_s, memory=memory)
-        return cls(writer, _Readers(address, named, patience_s), address.name)
+        return cls(writer, _Readers(address, named, patience_s), address.name, "pyformat")
 
 
 class _Writer:
@@ -53,47 +54,59 @@ class _Writer:
 
     def __init__(self, address: Address, named: Queries, *, patience_s: float, memory: int) -> None:
         self._address = address
-        self._link = Link(address, patience_s=patience_s, transactions=True)
-        self.recorder = Recorder(self._link, named, memory=memory)
-        self._pipeline: psycopg.Pipeline
+        self.connection = Link(address, patience_s=patience_s, transactions=True)
+        self.recorder = Recorder(self.connection, named, memory=memory)
+        self._pipeline: psycopg.Pipeline | None = None  # for as long as all goes well
         self._ending = ExitStack()  # of the pipeline
 
     def begin(self) -> None:
-        if self._link.lost:
-            self._link.connect()
-        self._pipeline = self._ending.enter_context(self._link.connection.pipeline())
+        if self.connection.lost:
+            self._leave_pipeline()
+            self.connection.connect()
+        if self._pipeline is None:
+            self._pipeline = self._ending.enter_context(self.connection.driver.pipeline())
 
     def commit(self) -> None:
+        assert self._pipeline is not None
         self.recorder.finish()
         self._pipeline.sync()  # raises what any statement did; and from here on the server's patience with us runs
-        self._link.connection.commit()
-        self._ending.close()
+        if self.connection.driver.info.transaction_status == TransactionStatus.INERROR:  # a COMMIT would undo it all
+            raise went_on()
+        self.connection.driver.commit()
         self.recorder.committed()
 
     def undo(self, error: Exception) -> bool:
-        lost = self._link.lost_by(error) or not self._rolled_back()
-        if lost:
-            self._ending.pop_all()  # the pipeline is gone
+        lost = self.connection.lost_by(error)
+        self._leave_pipeline()
+        lost = lost or not self._rolled_back()
         again = lost or isinstance(error, (errors.DeadlockDetected, errors.SerializationFailure))
         if self.recorder.again and isinstance(error, errors.UniqueViolation):
             again = True  # the lost transaction has just been committed: now it can be seen
         self.recorder.rolled_back(perhaps=lost)
         return again
 
+    def _leave_pipeline(self) -> None:
+        self._pipeline = None
+        with suppress(psycopg.Error):  # every statement behind one that failed tells of it once more
+            self._ending.close()
+
     def _rolled_back(self) -> bool:
         try:
-            self._link.connection.rollback()
-            self._ending.close()
+            self.connection.driver.rollback()
         except psycopg.Error:
-            self._link.close()  # the server rolls back
+            self.connection.close()  # the server rolls back
             return False
         return True
+
+    def settled(self) -> None:
+        self.recorder.settled()
 
     def explain(self, error: Exception) -> StoreError:
         return explain(error, self._address)
 
     def close(self) -> None:
-        self._link.close()
+        self._leave_pipeline()
+        self.connection.close()
 
 
 class _Readers:
@@ -104,11 +117,11 @@ class _Readers:
 
     def __init__(self, address: Address, named: Queries, patience_s: float) -> None:
         self._address = address
-        self._pool = Pool(address, patience_s)
-        self.reader = Reader(self._pool, named)
+        self.connection = Pool(address, patience_s)
+        self.reader = Reader(self.connection, named)
 
     def explain(self, error: Exception) -> StoreError:
         return explain(error, self._address)
 
     def close(self) -> None:
-        self._pool.close()
+        self.connection.close()

@@ -27,6 +27,11 @@ _CONNECTING = {
 FROZEN_S = 10.0
 """A process that stands still in the middle of a transaction loses it, so that it holds nobody else up for longer."""
 LOCK_TIMEOUT_S = 30.0
+FORMER_S = 10.0
+"""For a lost connection's transaction to end."""
+
+_BACKEND = "SELECT pid, backend_start FROM pg_stat_activity WHERE pid = pg_backend_pid()"
+_END_BACKEND = "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE pid = %s AND backend_start = %s"
 
 
 class Address(Struct, frozen=True):
@@ -60,6 +65,7 @@ class Link:
         self._transactions = transactions
         self._connection: psycopg.Connection[Any] | None = None
         self._down_since: float | None = None
+        self._backend: tuple[Any, ...] | None = None  # the server's process for it, where there are transactions
 
     @property
     def lost(self) -> bool:
@@ -76,7 +82,7 @@ class Link:
         return self.lost
 
     @property
-    def connection(self) -> "psycopg.Connection[Any]":
+    def driver(self) -> "psycopg.Connection[Any]":
         assert self._connection is not None
         return self._connection
 
@@ -104,17 +110,29 @@ class Link:
         connection = psycopg.connect(**self._address.parameters, autocommit=True)
         try:
             _set_up(connection)
+            if self._transactions:
+                self._end_former(connection)
+                self._backend = connection.execute(_BACKEND).fetchone()
             connection.autocommit = not self._transactions
         except BaseException:
             connection.close()
             raise
         return connection
 
+    def _end_former(self, connection: "psycopg.Connection[Any]") -> None:
+        """What was under way when the connection was lost may still be, with all its locks. Before anything is done
+        again it is over, one way or the other."""
+        deadline = time.monotonic() + FORMER_S
+        while self._backend is not None and connection.execute(_END_BACKEND, self._backend).fetchone() is not None:
+            if time.monotonic() > deadline:
+                raise psycopg.OperationalError("the transaction of a lost connection does not end")
+            time.sleep(0.005)
+
     def execute(self, query: str, parameters: Mapping[str, Any] = {}, /) -> Cursor:
-        return self.connection.cursor(binary=True).execute(query.encode(), parameters)
+        return self.driver.cursor(binary=True).execute(query.encode(), parameters)
 
     def executemany(self, query: str, parameters: Iterable[Mapping[str, Any]], /) -> None:
-        self.connection.cursor().executemany(query.encode(), parameters)
+        self.driver.cursor().executemany(query.encode(), parameters)
 
     def close(self) -> None:
         if self._connection is not None:
@@ -192,10 +210,16 @@ _CONNECTION_ADVICE = (
 )
 
 
+def went_on() -> StoreError:
+    return StoreError("A transaction went on after one of its statements had failed; let such errors pass.")
+
+
 def explain(error: Exception, address: Address) -> StoreError:
     """What happened, and what to do."""
     if isinstance(error, StoreError):
         return error
+    if isinstance(error, psycopg.errors.PipelineAborted):
+        return went_on()
     said = str(error).strip().partition("\n")[0]
     if not isinstance(error, psycopg.Error):
         return StoreError(f"{address.name}: a record is not what its type promises; correct the caller ({error!r}).")

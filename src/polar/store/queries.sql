@@ -16,6 +16,10 @@ SET status = 'ended', ended_at = COALESCE(ended_at, :ended_at), reward = COALESC
 WHERE session_id = :session_id
 RETURNING session_id, key_hash, created_at, run, status, ended_at, reward, metadata, reason, turn_rewards;
 
+-- name: disown_session
+-- Another session stands for the same sample: this one has no reward, whatever it earned.
+UPDATE sessions SET reward = NULL, turn_rewards = NULL, reason = :reason WHERE session_id = :session_id;
+
 -- name: session
 SELECT session_id, key_hash, created_at, run, status, ended_at, reward, metadata, reason, turn_rewards
 FROM sessions
@@ -96,3 +100,13 @@ ON CONFLICT (replica) DO UPDATE SET version = excluded.version;
 
 -- name: policies
 SELECT replica, version FROM policies;
+
+-- name: session_exchanges
+SELECT
+    exchange_id, session_id, seq, base, shared_items, shared_tokens, items, fields, list_name, dialect, parent,
+    status, finish_reason, started_at, first_token_at, ended_at, replica, continuation, branch_reason,
+    untrainable, delivered, logprob_kind, detail, prompt, sampled, logprobs, reply, reply_logprobs, routed_experts,
+    checksum
+FROM exchanges
+WHERE session_id = :session_id
+ORDER BY seq;

@@ -1,10 +1,11 @@
 """Reading: rows to records, whole again, on one connection of any driver.
 
-A session is read one exchange at a time, each with a query of its own, so that a slow reader holds no transaction open
-and memory stays the same however long the session is. What the next exchange probably shares is kept at hand.
+A session is read a few exchanges at a time, each with a query of its own, so that a slow reader holds no transaction
+open and memory stays the same however long the session is. What the next exchange probably shares is kept at hand.
 """
 
 from collections import OrderedDict
+from collections.abc import Iterable, Iterator
 from typing import TypeVar
 
 import msgspec
@@ -13,8 +14,9 @@ from msgspec import Raw
 from polar.dialects.base import Wire
 from polar.engines.base import Ids
 from polar.errors import StoreError
+from polar.store import copying
 from polar.store.arrays import bytes_to_ids
-from polar.store.base import Exchange, Session
+from polar.store.base import Exchange, Recorded, Session
 from polar.store.difference import DIGEST_SIZE
 from polar.store.links import ALL, Link, context_link, cut, damaged, follow, load_context, token_link
 from polar.store.rows import ExchangeRow, FieldEntry, may_be_id, to_exchange, to_session
@@ -59,8 +61,43 @@ class Reader:
     def context(self, session_id: str, seq: int) -> Ids:
         return load_context(self._db, self._q, session_id, seq)
 
+    def copy(self, session_id: str) -> bytes:
+        return copying.pack(copying.load(self._db, self._q, session_id))
+
     def exchanges(self, session_id: str) -> "SessionReading":
         return SessionReading(self._db, self._q, session_id)
+
+    def recorded(self, session_ids: Iterable[str | None]) -> Iterator[list[Recorded]]:
+        """A step reads as much as takes about as long as going from thread to thread: several short sessions, or some
+        of a long one, and then there may be none to show for it."""
+        whole: list[Recorded] = []
+        read = 0.0
+        for session_id in session_ids:
+            found = Recorded(None if session_id is None else self.session(session_id))
+            if found.session is not None:
+                exchanges = self.exchanges(found.session.session_id)
+                while some := exchanges.some():
+                    found.exchanges += some
+                    read += sum(_length(exchange) for exchange in some)
+                    if read >= 1:
+                        yield whole
+                        whole, read = [], 0.0
+            whole.append(found)
+            read += 1 / _SESSIONS_AT_ONCE
+            if read >= 1:
+                yield whole
+                whole, read = [], 0.0
+        yield whole
+
+
+_SESSIONS_AT_ONCE, _EXCHANGES_AT_ONCE, _TOKENS_AT_ONCE = 32, 16, 100_000
+
+
+def _length(exchange: Exchange) -> float:
+    """Of a step, the share that it takes."""
+    ids = exchange.prompt_ids, exchange.sampled_ids
+    tokens = sum(0 if some is None else len(some) for some in ids)
+    return max(1 / _EXCHANGES_AT_ONCE, tokens / _TOKENS_AT_ONCE)
 
 
 class SessionReading:
@@ -68,6 +105,7 @@ class SessionReading:
 
     RECENT = 8
     _PIECES_BUDGET = 32 * 1024 * 1024
+    _AT_ONCE, _TOKENS_AT_ONCE = 16, 500_000
 
     def __init__(self, connection: Connection, queries: Queries, session_id: str) -> None:
         self._db = connection
@@ -81,6 +119,18 @@ class SessionReading:
         self._pieces: dict[bytes, Raw] = {}
         self._pieces_size = 0
         self._decode_fields = msgspec.msgpack.Decoder(dict[str, FieldEntry]).decode
+
+    def some(self) -> list[Exchange]:
+        """The next few, none at the end: going from thread to thread takes as long as reading a short one."""
+        found: list[Exchange] = []
+        tokens = 0
+        while len(found) < self._AT_ONCE and tokens < self._TOKENS_AT_ONCE:
+            exchange = self.next()
+            if exchange is None:
+                break
+            found.append(exchange)
+            tokens += 0 if exchange.prompt_ids is None else len(exchange.prompt_ids)
+        return found
 
     def next(self) -> Exchange | None:
         place = {"session_id": self._session_id, "after": self._after}
@@ -114,7 +164,7 @@ class SessionReading:
             return None
         context = follow(link, lambda seq: token_link(self._db, self._q, self._session_id, seq), self._contexts)
         self._keep(self._contexts, row.seq, context)
-        return bytes_to_ids(bytes(context[: len(context) - len(row.sampled or b"")]))
+        return bytes_to_ids(context[: len(context) - len(row.sampled or b"")])
 
     def _table(self, base: int | None, own: bytes | None) -> bytes:
         met: set[int | None] = set()

@@ -19,9 +19,11 @@ from msgspec import Raw
 
 from polar.engines.base import Ids
 from polar.errors import StoreError
+from polar.store import copying
 from polar.store.arrays import NO_IDS, ids_to_bytes, shared_prefix
 from polar.store.base import Exchange, ExchangeStatus, Session, Verdict
 from polar.store.checksum import checksum
+from polar.store.copying import Copy
 from polar.store.difference import DIGEST_SIZE, Digester, Lineage
 from polar.store.links import cut, load_context
 from polar.store.lru import Lru
@@ -74,6 +76,9 @@ class Recorder:
 
     def committed(self) -> None:
         self._touched.clear()
+
+    def settled(self) -> None:
+        """No work is left over from a connection that was lost."""
         self.again = False
 
     def rolled_back(self, *, perhaps: bool = False) -> None:
@@ -105,6 +110,9 @@ class Recorder:
         rows = self._db.execute(self._q.end_session, parameters).fetchall()
         self.lineages.drop(session_id)
         return to_session(rows[0]) if rows else None
+
+    def disown_session(self, session_id: str, reason: str) -> None:
+        self._db.execute(self._q.disown_session, {"session_id": session_id, "reason": reason})
 
     def set_policy(self, versions: Mapping[str, int]) -> None:
         for replica, version in sorted(versions.items()):  # in one order, as pieces are
@@ -153,6 +161,15 @@ class Recorder:
         lineage.advance(base, seq, context)
         self.lineages.put(session_id, lineage, lineage.size)
         return difference.parent
+
+    def take_in(self, copy: Copy) -> str:
+        """A session of another store's. Returns its id."""
+        session_id = copy.session.session_id
+        _check_reward(copy.session.reward)
+        if copying.insert(self._db, self._q, copy):
+            self._pieces.update(copy.pieces)
+        self.lineages.drop(session_id)
+        return session_id
 
     def _stored_session(self, session: Session) -> bool:
         row = self._db.execute(self._q.session, {"session_id": session.session_id}).fetchone()

@@ -4,17 +4,19 @@ One thread writes on a connection of its own, with group commit; others read.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol, TypeVar
 
 from polar.engines.base import Ids
 from polar.errors import StoreError
-from polar.store.base import Exchange, ExchangeStatus, Session, Verdict
+from polar.store import copying
+from polar.store.base import Exchange, ExchangeStatus, Recorded, Session, Verdict
 from polar.store.group_commit import GroupCommit, Transactions, closed
 from polar.store.links import damaged
 from polar.store.reading import Reader
 from polar.store.recorder import Recorder
+from polar.store.sql import Connection, Style, WritingConnection
 
 T = TypeVar("T")
 
@@ -26,11 +28,19 @@ class Writer(Transactions, Protocol):
     """Where the writing thread writes."""
 
     @property
+    def connection(self) -> WritingConnection: ...
+
+    @property
     def recorder(self) -> Recorder: ...
 
 
 class Readers(Protocol):
     """Where the reading threads read."""
+
+    @property
+    def connection(self) -> Connection:
+        """For whichever reading thread it is used in."""
+        ...
 
     @property
     def reader(self) -> Reader: ...
@@ -51,14 +61,21 @@ class Readers(Protocol):
 class RelationalStore:
     """Implements `Store`. A session's exchanges are to be written through one open store at a time; others may read."""
 
-    def __init__(self, writer: Writer, readers: Readers, place: str) -> None:
+    def __init__(self, writer: Writer, readers: Readers, place: str, style: Style) -> None:
         self._place = place
+        self._style: Style = style
+        self._connection = writer.connection
         self._recorder = writer.recorder
         self._writing = GroupCommit(writer, f"polar-store-writer {place}")
         self._readers = readers
         self._reader = readers.reader
         self._reading = ThreadPoolExecutor(readers.threads, f"polar-store-reader {place}")
         self._closed = False
+
+    @property
+    def style(self) -> Style:
+        """How parameters are written in the SQL of `transact` and `query`."""
+        return self._style
 
     @property
     def commits(self) -> int:
@@ -70,11 +87,30 @@ class RelationalStore:
         """Memory held for storing by difference, about."""
         return self._recorder.lineages.size
 
+    async def transact(self, work: Callable[[WritingConnection], T]) -> T:
+        """Runs `work` in the writing thread, inside a transaction that it may share with other work; returns its result
+        once that is durable.
+
+        It may be run several times, though only the last one stays: when something else in the same transaction fails,
+        or when the connection is lost. In that last case the one before is over, but may have been committed all the
+        same. So it must be idempotent in the database, and may change nothing but the database.
+
+        A statement that fails may raise only later, and at any place; `work` must let that pass. What it raises on
+        purpose is a StoreError: that undoes this work alone, and reaches the caller as it is."""
+        return await self._writing.submit(lambda: work(self._connection))
+
+    async def query(self, work: Callable[[Connection], T]) -> T:
+        """Runs `work` in a reading thread. Each statement is by itself: it sees what is committed when it begins."""
+        return await self._read(lambda: work(self._readers.connection))
+
     async def create_session(self, session: Session) -> None:
         await self._writing.submit(lambda: self._recorder.create_session(session))
 
     async def end_session(self, session_id: str, *, ended_at: float, verdict: Verdict) -> Session | None:
         return await self._writing.submit(lambda: self._recorder.end_session(session_id, ended_at, verdict))
+
+    async def disown_session(self, session_id: str, reason: str) -> None:
+        await self._writing.submit(lambda: self._recorder.disown_session(session_id, reason))
 
     async def append(self, exchange: Exchange) -> None:
         exchange.parent = await self._writing.submit(lambda: self._recorder.append(exchange))
@@ -99,8 +135,22 @@ class RelationalStore:
 
     async def exchanges(self, session_id: str) -> AsyncIterator[Exchange]:
         reading = self._reader.exchanges(session_id)
-        while (exchange := await self._read(reading.next)) is not None:
-            yield exchange
+        while some := await self._read(reading.some):
+            for exchange in some:
+                yield exchange
+
+    async def recorded(self, session_ids: Iterable[str | None]) -> AsyncIterator[list[Recorded]]:
+        reading = self._reader.recorded(session_ids)
+        while (some := await self._read(lambda: next(reading, None))) is not None:
+            if some:
+                yield some
+
+    async def export_session(self, session_id: str) -> bytes:
+        return await self._read(lambda: self._reader.copy(session_id))
+
+    async def import_session(self, data: bytes) -> str:
+        copy = await asyncio.to_thread(copying.unpack, data)
+        return await self._writing.submit(lambda: self._recorder.take_in(copy))
 
     async def context(self, session_id: str, seq: int) -> Ids:
         return await self._read(lambda: self._reader.context(session_id, seq))

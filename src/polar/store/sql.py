@@ -9,9 +9,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cache
 from importlib.resources import files
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, TypeVar, cast
 
-SCHEMA_VERSION = 2
+T = TypeVar("T")
+
+SCHEMA_VERSION = 3
 
 Style = Literal["named", "pyformat"]
 """`:name` (sqlite3) or `%(name)s` (psycopg)."""
@@ -46,6 +48,7 @@ class Queries:
     schema_version: str
     insert_session: str
     end_session: str
+    disown_session: str
     session: str
     session_by_key: str
     newest_sessions: str
@@ -62,16 +65,22 @@ class Queries:
     token_link: str
     set_policy: str
     policies: str
+    session_exchanges: str
 
 
 @cache
 def queries(style: Style) -> Queries:
-    _, *parts = _NAME.split(_read("queries.sql"))
-    found = {name: _translate(text, style) for name, text in zip(parts[::2], parts[1::2], strict=True)}
-    known = {field.name for field in fields(Queries)}
+    return named(Queries, _read("queries.sql"), style)
+
+
+def named(kind: type[T], text: str, style: Style) -> T:
+    """The queries of a file, as the fields of a dataclass."""
+    _, *parts = _NAME.split(text)
+    found = {name: _translate(query, style) for name, query in zip(parts[::2], parts[1::2], strict=True)}
+    known = {field.name for field in fields(cast(Any, kind))}
     if found.keys() != known or len(parts) != 2 * len(found):
-        raise ValueError(f"queries.sql and Queries differ, or a name stands twice: {sorted(found.keys() ^ known)}")
-    return Queries(**found)
+        raise ValueError(f"{kind.__name__} and its SQL differ, or a name stands twice: {sorted(found.keys() ^ known)}")
+    return kind(**found)
 
 
 def schema() -> list[str]:
@@ -88,8 +97,13 @@ def migrations() -> dict[int, list[str]]:
     }
 
 
+def read(package: str, name: str) -> str:
+    """A file of SQL, without its comments."""
+    return _COMMENT.sub("", (files(package) / name).read_text("utf-8"))
+
+
 def _read(name: str) -> str:
-    return _COMMENT.sub("", (files(__package__) / name).read_text("utf-8"))
+    return read(__package__, name)
 
 
 def _translate(text: str, style: Style) -> str:

@@ -54,36 +54,39 @@ class SqliteStore(RelationalStore):
                 raise _explain(error, path) from error
             raise
         writer = _Writer(connection, Recorder(connection, named, memory=memory), path)
-        return cls(writer, _Readers(reader, Reader(reader, named), path), str(path))
+        return cls(writer, _Readers(reader, Reader(reader, named), path), str(path), "named")
 
 
 class _Writer:
     """SQLite's side of group commit."""
 
     def __init__(self, connection: sqlite3.Connection, recorder: Recorder, path: Path) -> None:
-        self._db = connection
+        self.connection = connection
         self.recorder = recorder
         self._path = path
 
     def begin(self) -> None:
-        self._db.execute("BEGIN IMMEDIATE")
+        self.connection.execute("BEGIN IMMEDIATE")
 
     def commit(self) -> None:
         self.recorder.finish()
-        self._db.execute("COMMIT")
+        self.connection.execute("COMMIT")
         self.recorder.committed()
 
     def undo(self, error: Exception) -> bool:  # noqa: ARG002 - whatever it was
         self.recorder.rolled_back()
-        if self._db.in_transaction:  # SQLite itself rolls back where the disk is full or broken
-            self._db.execute("ROLLBACK")
+        if self.connection.in_transaction:  # SQLite itself rolls back where the disk is full or broken
+            self.connection.execute("ROLLBACK")
         return False
+
+    def settled(self) -> None:
+        self.recorder.settled()
 
     def explain(self, error: Exception) -> StoreError:
         return error if isinstance(error, StoreError) else _explain(error, self._path)
 
     def close(self) -> None:
-        self._db.close()
+        self.connection.close()
 
 
 class _Readers:
@@ -93,7 +96,7 @@ class _Readers:
     failure: type[Exception] = sqlite3.Error
 
     def __init__(self, connection: sqlite3.Connection, reader: Reader, path: Path) -> None:
-        self._db = connection
+        self.connection = connection
         self.reader = reader
         self._path = path
 
@@ -101,7 +104,7 @@ class _Readers:
         return _explain(error, self._path)
 
     def close(self) -> None:
-        self._db.close()
+        self.connection.close()
 
 
 def _connect(path: Path, lock_timeout_s: float) -> sqlite3.Connection:

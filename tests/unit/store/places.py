@@ -32,3 +32,14 @@ class Place:
             for statement in statements:
                 cursor = connection.execute(statement.encode())
             return [row[0] for row in cursor] if cursor.description else []
+
+    def schema(self) -> list[str]:
+        """Every table with its columns, and every index, in words."""
+        if self._file is not None:
+            return sorted(self.execute("SELECT sql FROM sqlite_master WHERE sql IS NOT NULL"))
+        columns = self.execute(
+            "SELECT table_name || '.' || column_name || ' ' || data_type || ' ' || is_nullable "
+            "FROM information_schema.columns WHERE table_schema = current_schema()"
+        )
+        indexes = self.execute("SELECT indexdef FROM pg_indexes WHERE schemaname = current_schema()")
+        return sorted([*columns, *indexes])

@@ -7,7 +7,13 @@ from polar.store.relational import RelationalStore
 from tests.unit.store.places import Place
 from tests.unit.store.samples import exchange, fingerprint, session
 
+SECOND_VERSION = (
+    *(f"DROP TABLE {name}" for name in ("work", "tasks", "runs", "consumers", "counters", "facts")),
+    "UPDATE polar_schema SET version = 2",
+)
+
 FIRST_VERSION = (
+    *SECOND_VERSION,
     "ALTER TABLE sessions DROP COLUMN reason",
     "ALTER TABLE sessions DROP COLUMN turn_rewards",
     "ALTER TABLE exchanges DROP COLUMN checksum",
@@ -39,6 +45,14 @@ async def test_from_the_first_version(place: Place) -> None:
     assert [it.checksum is None async for it in store.exchanges("s")] == [True, False]
     await store.close()
     await place.open().close()
+
+
+async def test_the_same_tables_whether_new_or_made_new(place: Place) -> None:
+    await place.open().close()
+    tables = place.schema()
+    place.execute(*SECOND_VERSION)
+    await place.open().close()
+    assert place.schema() == tables
 
 
 async def test_a_verdict_is_a_reward_or_a_reason(store: RelationalStore) -> None:

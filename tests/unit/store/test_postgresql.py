@@ -11,8 +11,9 @@ from urllib.parse import quote
 import psycopg
 import pytest
 
+from polar.config import StoreSettings
 from polar.errors import StoreError
-from polar.store import open_store
+from polar.store import copying, open_store
 from polar.store.base import Verdict
 from polar.store.postgres import PostgresStore
 from polar.store.reading import Reader
@@ -80,6 +81,8 @@ def test_everything_runs_on_postgresql(server: Server) -> None:
         reading = reader.exchanges("s")
         assert [fingerprint(it) for it in iter(reading.next, None)] == [fingerprint(it) for it in turns + forks]
 
+        assert recorder.take_in(copying.unpack(reader.copy("s"))) == "s"  # and so is this
+
         assert db.execute(named.schema_version, {}).fetchone() == (SCHEMA_VERSION,)
         assert db.ran == {getattr(named, field.name) for field in fields(Queries)}
 
@@ -114,6 +117,11 @@ def test_a_wrong_password(server: Server) -> None:
             assert "the user or password is wrong" in refused(url.format(password))
         with psycopg.connect(url.format("right")):
             pass
+
+
+def test_settings_do_not_show_the_password() -> None:
+    settings = StoreSettings(url="postgresql://me:secret@host/polar")
+    assert "secret" not in f"{settings!r} {settings}"
 
 
 def test_a_user_who_may_not_make_tables(server: Server) -> None:
