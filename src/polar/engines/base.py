@@ -17,6 +17,11 @@ Ids = NDArray[np.int32]
 LogprobKind = Literal["raw", "processed", "none"]
 
 
+def server_root(url: str) -> str:
+    """An engine's address, as it is told apart from others: people write it with and without the API's own path."""
+    return url.rstrip("/").removesuffix("/v1")
+
+
 class VersionSpan(Struct, frozen=True, array_like=True, gc=False):
     """Sampled tokens `start` to `stop` (exclusive) came from policy `version`."""
 
@@ -103,6 +108,13 @@ class Engine(Protocol):
         ...
 
     async def thaw(self) -> None: ...
+
+    async def sleep(self) -> bool:
+        """Gives the accelerator's memory back, cache and all, until it is woken; False where the engine can't. Only
+        while nothing runs."""
+        ...
+
+    async def wake(self) -> None: ...
 
     async def close(self) -> None: ...
 

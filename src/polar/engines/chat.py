@@ -14,7 +14,7 @@ from polar.dialects.openai_chat import OpenAIChat
 from polar.dialects.openai_completions import OpenAICompletions
 from polar.dialects.sse import Parser
 from polar.engines import chat_wire as w
-from polar.engines.base import Capabilities, Chunk, TokenPrompt
+from polar.engines.base import Capabilities, Chunk, TokenPrompt, server_root
 from polar.engines.http import EngineHttp, about_length, excerpt
 from polar.engines.tools import CallTranslator, flatten
 from polar.errors import EngineError
@@ -30,7 +30,7 @@ class ChatEngine:
     capabilities = Capabilities()
 
     def __init__(self, url: str, settings: EngineSettings) -> None:
-        self.url = url.rstrip("/").removesuffix("/v1")
+        self.url = server_root(url)
         self.model = settings.model
         self._settings = settings
         self._root: str | None = None  # where the server says that it has the model from
@@ -114,6 +114,12 @@ class ChatEngine:
         return False
 
     async def thaw(self) -> None:
+        return None
+
+    async def sleep(self) -> bool:
+        return False
+
+    async def wake(self) -> None:
         return None
 
     async def close(self) -> None:

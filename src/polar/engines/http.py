@@ -71,17 +71,29 @@ class EngineHttp:
 
     async def request(self, method: str, path: str, body: bytes | None = None, timeout: float = 30) -> bytes:
         """A small call beside sampling: the answer's body."""
+        status, text = await self._answer(method, path, body, timeout)
+        if status >= 300:
+            raise self.refused(status, text)
+        return text
+
+    async def order(self, path: str, body: bytes | None = None, timeout: float = 30) -> bool:
+        """Tells the engine to do something; False where it knows of no such thing."""
+        status, text = await self._answer("POST", path, body, timeout)
+        if status in (404, 405):
+            return False
+        if status >= 300:
+            raise self.refused(status, text)
+        return True
+
+    async def _answer(self, method: str, path: str, body: bytes | None, timeout: float) -> tuple[int, bytes]:
         limit = aiohttp.ClientTimeout(total=timeout)
         try:
             async with self._session().request(
                 method, self.url + path, data=body, timeout=limit, allow_redirects=False
             ) as response:
-                text = await response.read()
+                return response.status, await response.read()
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             raise self.broken(error) from error
-        if response.status >= 300:
-            raise self.refused(response.status, text)
-        return text
 
     def broken(self, error: Exception) -> EngineError:
         what = str(error) or type(error).__name__

@@ -1,200 +1,117 @@
-"""Several replicas of one engine, and which policy each of them holds.
+"""The replicas of one engine, as one.
 
-A session stays with one replica, for its prefix cache; it moves when that one is saturated or down. Versions are
+A session stays with one replica, for its prefix cache; it moves when that one is saturated, down or gone. Versions are
 kept per replica: a token's version is known if the replica held one version while the call ran, or if the call stood
 frozen while the version changed; otherwise it is unknown, and we say so.
 """
 
 import asyncio
 import logging
-import time
-from collections.abc import AsyncGenerator, Callable
-from typing import Protocol
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
+from typing import TypeVar
 
 from polar.config import EngineSettings
-from polar.engines.base import Chunk, Engine, Launched, TokenPrompt
-from polar.engines.probe import logprob_kind
+from polar.engines.base import Chunk, Engine, Launched, TokenPrompt, server_root
+from polar.engines.gate import Gate
+from polar.engines.replica import Replica, Running
+from polar.engines.routing import choose
 from polar.errors import ConfigError, EngineError
 from polar.plugins import load
 from polar.types import Request
 
 log = logging.getLogger(__name__)
 
-_FIRST_BACKOFF, _LAST_BACKOFF = 0.5, 15.0
-_PROBE_LIMIT = 30.0  # seconds; an engine that hangs must not keep everything from starting
-
-
-class Running(Protocol):
-    """A call in progress, as far as a weight update concerns it."""
-
-    def version_changed(self, version: int, *, frozen: bool) -> None: ...
-
-    def froze(self) -> None: ...
-
-    def thawed(self) -> None: ...
-
-
-class Replica:
-    def __init__(self, engine: Engine) -> None:
-        self.engine = engine
-        self.version = 0
-        self.frozen = False
-        self.stuck = False  # it was frozen, and did not answer when it was to go on
-        self.running: set[Running] = set()
-        self._told = 0  # the version that running calls know of
-        self._met = False
-        self._meeting = asyncio.Lock()
-        self._failures = 0
-        self._down_until = 0.0
-
-    @property
-    def url(self) -> str:
-        return self.engine.url
-
-    @property
-    def down(self) -> bool:
-        return time.monotonic() < self._down_until
-
-    def failed(self) -> None:
-        """Not reached: leave it alone for a while, longer each time."""
-        self._failures += 1
-        self._down_until = time.monotonic() + min(_FIRST_BACKOFF * 2 ** (self._failures - 1), _LAST_BACKOFF)
-
-    def answered(self) -> None:
-        self._failures = 0
-        self._down_until = 0.0
-
-    async def meet(self) -> None:
-        """Finds out what the engine can do, once. Raises EngineError where it can't be reached."""
-        if self._met:
-            return
-        async with self._meeting:
-            if self._met:
-                return
-            found = await self.engine.start()
-            if found.logprobs != "none":
-                try:
-                    async with asyncio.timeout(_PROBE_LIMIT):
-                        kind = await logprob_kind(self.engine)
-                    found.logprobs = kind if kind != "none" else found.logprobs
-                except (EngineError, TimeoutError) as error:
-                    log.warning("Log-probabilities of %s are taken for %s ones: %r", self.url, found.logprobs, error)
-                    if isinstance(error, TimeoutError) or error.elsewhere:
-                        return  # and asked about again by the next call
-            self._met = True
-
-    async def freeze(self) -> bool:
-        self.frozen = await self.engine.freeze() or self.frozen
-        if self.frozen:
-            for call in self.running:
-                call.froze()
-        return self.frozen
-
-    async def thaw(self) -> None:
-        """Only now do frozen calls hear of new weights: tokens that were on their way when they froze have come."""
-        self._tell()
-        try:
-            await self.engine.thaw()
-        except EngineError:
-            # It may go on or not: whoever runs there now must take the next change of weights for one in mid-call.
-            self.stuck = True
-            self.failed()
-            raise
-        finally:
-            self.frozen = False
-            for call in self.running:
-                call.thawed()
-        self.stuck = False
-
-    def set_version(self, version: int) -> None:
-        self.version = version
-        if not self.frozen:
-            self._tell()
-
-    def _tell(self) -> None:
-        if self.version != self._told:
-            self._told = self.version
-            for call in self.running:
-                call.version_changed(self.version, frozen=self.frozen)
-
-
-class Gate:
-    """Open, or holding every new call until it opens again."""
-
-    def __init__(self) -> None:
-        self._open = asyncio.Event()
-        self._open.set()
-        self.frozen = False
-        self.held = 0
-
-    @property
-    def paused(self) -> bool:
-        return not self._open.is_set()
-
-    def close(self) -> None:
-        self._open.clear()
-
-    def open(self) -> None:
-        self.frozen = False
-        self._open.set()
-
-    async def passed(self) -> None:
-        if self._open.is_set():
-            return
-        self.held += 1
-        try:
-            await self._open.wait()
-        finally:
-            self.held -= 1
+T = TypeVar("T")
+_LOOK = 0.05  # seconds between two looks at what still runs
 
 
 class Pool:
-    def __init__(self, engines: list[Engine], max_inflight: int, launched: Launched | None = None) -> None:
-        if not engines:
-            raise ConfigError('No engine is configured: set [engine] urls, for example ["http://127.0.0.1:8000"].')
+    def __init__(self, engines: Iterable[Engine], max_inflight: int, launched: Launched | None = None) -> None:
         self.replicas = [Replica(engine) for engine in engines]
         self.gate = Gate()
         self._switching = asyncio.Lock()  # pausing and resuming take turns
+        self._sleeps = False  # it was to sleep, and nobody has said otherwise since
+        self._turn = 0  # grows whenever somebody pauses or resumes
         self._max_inflight = max_inflight
         self._launched = launched
+        self._meeting: set[asyncio.Task[None]] = set()
+        self._leaving: dict[Replica, asyncio.Task[None]] = {}
 
     @classmethod
     async def from_settings(cls, settings: EngineSettings) -> "Pool":
         """The configured replicas; an engine that comes with a server of its own is launched where none is named."""
         kind = load("engines", settings.kind)
-        if settings.urls or not hasattr(kind, "launch"):
+        if settings.urls:
             return cls([kind(url, settings) for url in settings.urls], settings.max_inflight)
+        if not hasattr(kind, "launch"):
+            raise ConfigError('No engine is configured: set [engine] urls, for example ["http://127.0.0.1:8000"].')
         launched: Launched = await kind.launch(settings)
         return cls([kind(launched.url, settings)], settings.max_inflight, launched)
 
     async def start(self) -> None:
-        """Finds out what each replica can do. One that can't be reached yet is tried again by its first call."""
-        await asyncio.gather(*(self._try_to_meet(replica) for replica in self.replicas))
-
-    async def _try_to_meet(self, replica: Replica) -> None:
-        try:
-            await replica.meet()
-        except EngineError as error:
-            log.warning("%s", error)
-            replica.failed()
+        """Finds out what each replica can do."""
+        await asyncio.gather(*(replica.try_to_meet() for replica in self.replicas))
 
     async def close(self) -> None:
-        for replica in self.replicas:
+        tasks = [*self._meeting, *self._leaving.values()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for replica in (*self.replicas, *self._leaving):
             await replica.engine.close()
         if self._launched is not None:
             await self._launched.stop()
 
+    # Replicas that come and go
+
+    def add(self, engine: Engine, version: int = 0) -> Replica:
+        """Calls go there from now on."""
+        replica = Replica(engine, version)
+        self.replicas.append(replica)
+        if not self.gate.paused:  # else its first call finds out what it can do: an engine that stands still can't tell
+            meeting = asyncio.get_running_loop().create_task(replica.try_to_meet())
+            self._meeting.add(meeting)
+            meeting.add_done_callback(self._meeting.discard)
+        return replica
+
+    def remove(self, replica: Replica) -> None:
+        """It gets no more calls; its engine is let go when the last of those that run there has ended."""
+        self.replicas.remove(replica)
+        self._leaving[replica] = asyncio.get_running_loop().create_task(self._let_go(replica))
+
+    async def _let_go(self, replica: Replica) -> None:
+        try:
+            if replica.frozen or replica.stuck:
+                await replica.thaw()
+        except EngineError as error:
+            log.warning("Calls at %s, which was removed, may stand still until they time out: %s", replica.url, error)
+        await replica.idle()
+        await replica.engine.close()
+        del self._leaving[replica]
+
+    @property
+    def leaving(self) -> bool:
+        """Whether calls still run at replicas that were removed."""
+        return bool(self._leaving)
+
     # Which replica
 
-    def pick(self, preferred: Replica | None, tried: set[Replica]) -> Replica:
-        """`preferred` while it has room; else the least busy one. Saturated ones are used only if all are."""
-        if preferred is not None and preferred not in tried and self._has_room(preferred):
-            return preferred
-        candidates = [replica for replica in self.replicas if replica not in tried]
-        return min(candidates, key=lambda replica: (replica.down, not self._has_room(replica), len(replica.running)))
+    def pick(self, group: str, preferred: Replica | None, tried: set[Replica]) -> Replica:
+        """Raises EngineError where there is none left to try."""
+        left = self._left(tried)
+        if not left:
+            raise EngineError("There is no engine to call: add one, or wake those that sleep.", kind="overloaded")
+        up = [replica for replica in left if not replica.down]
+        return choose(group, preferred, up or left, self._max_inflight)
 
-    def _has_room(self, replica: Replica) -> bool:
-        return not replica.down and len(replica.running) < self._max_inflight
+    def _left(self, tried: set[Replica]) -> list[Replica]:
+        return [replica for replica in self.replicas if replica not in tried and not replica.asleep]
+
+    async def occupied(self) -> None:
+        """Until there is a replica to call. Raises EngineError where none is, though nobody holds calls back."""
+        if not self._left(set()):
+            await self.gate.passed()
+            self.pick("", None, set())
 
     # Sampling
 
@@ -204,20 +121,24 @@ class Pool:
         *,
         stream: bool,
         prompt: TokenPrompt | None = None,
+        group: str,
         preferred: Replica | None,
         call: Running,
         chosen: Callable[[Replica], None],
     ) -> AsyncGenerator[Chunk, None]:
-        """Samples on a replica, and on another where one can't be reached or refuses before its first chunk.
+        """Samples on a replica, and on another where one can't be reached or refuses before its first chunk. While
+        generation is paused, calls are held, also those whose engine goes away under them.
 
-        `chosen` is told where the call runs, each time before it starts there.
+        `chosen` is told where the call runs, each time before it starts there. Calls of a `group` begin alike.
         """
         tried: set[Replica] = set()
         while True:
-            await self.gate.passed()
-            replica = self.pick(preferred, tried)
+            if self.gate.paused:
+                call.froze()
+                await self.gate.passed()
+            replica = self.pick(group, preferred, tried)
             chosen(replica)
-            replica.running.add(call)
+            replica.enter(call)
             chunks = replica.engine.generate(request, stream=stream, prompt=prompt)
             begun = False
             try:
@@ -233,50 +154,126 @@ class Pool:
                     raise
                 if error.kind == "overloaded":  # any other failure may be this request's own
                     replica.failed()
-                tried.add(replica)
-                if len(tried) == len(self.replicas):
+                if not self._try_on(tried, replica):
                     raise
             finally:
-                replica.running.discard(call)
+                replica.leave(call)
                 # An abandoned stream must end at the engine now, not when the garbage collector comes by.
                 await chunks.aclose()
 
-    async def count_tokens(self, request: Request, preferred: Replica | None) -> int:
+    def _try_on(self, tried: set[Replica], replica: Replica) -> bool:
+        """Whether a call that failed at a replica has another chance."""
+        if self.gate.paused:
+            tried.clear()  # by the time that it may go on, all may be well
+            return True
+        tried.add(replica)
+        return bool(self._left(tried))
+
+    async def count_tokens(self, request: Request, group: str, preferred: Replica | None) -> int:
         tried: set[Replica] = set()
         while True:
-            replica = self.pick(preferred, tried)
+            await self.occupied()
+            replica = self.pick(group, preferred, tried)
             try:
                 await replica.meet()
                 return await replica.engine.count_tokens(request)
             except EngineError as error:
-                tried.add(replica)
-                if not error.elsewhere or len(tried) == len(self.replicas):
+                if not error.elsewhere or not self._try_on(tried, replica):
                     raise
+            await self.gate.passed()
 
     # Policy
 
     async def pause(self, *, freeze: bool = True) -> bool:
-        """Holds new calls and, where the engine can, freezes the running ones. True if all stand still."""
+        """Holds new calls and, where the engine can, freezes the running ones; without `freeze` they run on. True if
+        all stand still. Engines that sleep are woken: so weights can be loaded before calls go on."""
         async with self._switching:
+            self._turn += 1
+            self._sleeps = False
             self.gate.close()
+            answers: list[object] = [*await self._wake()]
             if freeze:
-                answers = await asyncio.gather(*(replica.freeze() for replica in self.replicas))
-                self.gate.frozen = all(answers)
-            return self.gate.frozen or not any(replica.running for replica in self.replicas)
+                frozen = await asyncio.gather(*(replica.freeze() for replica in self.replicas))
+                self.gate.frozen = all(frozen)
+            else:
+                answers += await self._thaw()
+        _all_well(answers)
+        return self.gate.frozen or not any(replica.running for replica in self.replicas)
+
+    async def drain(self) -> None:
+        """Holds new calls, and waits for the running ones; or until somebody says otherwise."""
+        await self.pause(freeze=False)
+        turn = self._turn
+        while self._turn == turn:
+            if not any(replica.running for replica in self.replicas):
+                return
+            await asyncio.sleep(_LOOK)
+
+    async def settle(self) -> None:
+        """Frozen calls hear of new weights; all stays as it is otherwise."""
+        async with self._switching:
+            for replica in self.replicas:
+                replica.settle()
+
+    async def _wake(self) -> list[BaseException | None]:
+        return await _all(replica.wake() for replica in self.replicas if replica.asleep)
+
+    async def _thaw(self) -> list[BaseException | None]:
+        self.gate.frozen = False
+        return await _all(replica.thaw() for replica in self.replicas if replica.frozen or replica.stuck)
+
+    async def sleep(self) -> bool:
+        """Holds new calls, waits for the running ones (frozen ones go on), and has the engines give their memory back.
+        True if all sleep; False where one can't, or where it was paused otherwise, or resumed, before all had ended."""
+        async with self._switching:
+            self._turn += 1
+            self._sleeps = True
+            self.gate.close()
+            thawed = await self._thaw()
+        while self._sleeps:
+            if not await self._busy():
+                break
+            await asyncio.sleep(_LOOK)
+        async with self._switching:
+            if not self._sleeps:
+                return False
+            asleep = await _all(replica.sleep() for replica in self.replicas)
+        _all_well([*thawed, *asleep])
+        return all(asleep)
+
+    async def _busy(self) -> bool:
+        """Whether calls run at the engines, also those of others: they would be broken off."""
+        if any(replica.running for replica in self.replicas):
+            return True
+        awake = [replica.engine for replica in self.replicas if not replica.asleep]
+        return any(await asyncio.gather(*(engine.running() for engine in awake)))
 
     async def resume(self) -> None:
-        """Lets calls go on, also where a replica can't be thawed: that is told, and tried again by the next resume."""
+        """Lets calls go on, also where a replica can't be thawed or woken: that is told, and tried again by the next
+        resume. Where all of them sleep on, calls stay held."""
         async with self._switching:
-            frozen = [replica for replica in self.replicas if replica.frozen or replica.stuck]
-            answers = await asyncio.gather(*(replica.thaw() for replica in frozen), return_exceptions=True)
-            self.gate.open()
-        for answer in answers:
-            if answer is not None:
-                raise answer
+            self._turn += 1
+            self._sleeps = False
+            answers = [*await self._wake(), *await self._thaw()]
+            if not self.replicas or not all(replica.asleep for replica in self.replicas):
+                self.gate.open()
+        _all_well(answers)
 
     def set_version(self, version: int, url: str | None = None) -> list[Replica]:
         """The weights of one replica (default: all) are now those of `version`."""
-        changed = [replica for replica in self.replicas if url is None or replica.url == url.rstrip("/")]
+        changed = [replica for replica in self.replicas if url is None or replica.url == server_root(url)]
         for replica in changed:
             replica.set_version(version)
         return changed
+
+
+async def _all(steps: Iterable[Awaitable[T]]) -> list[T | BaseException]:
+    """Each to its end, whatever becomes of the others."""
+    return await asyncio.gather(*steps, return_exceptions=True)
+
+
+def _all_well(answers: Iterable[object]) -> None:
+    """Raises the first failure."""
+    for answer in answers:
+        if isinstance(answer, BaseException):
+            raise answer

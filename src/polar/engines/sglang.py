@@ -11,7 +11,7 @@ import msgspec
 from msgspec import Struct, field
 
 from polar.engines.base import Capabilities, Chunk, TokenPrompt
-from polar.engines.vllm import Take, VllmEngine
+from polar.engines.vllm import MOVING, Take, VllmEngine
 from polar.types import FinishReason, Request, Usage
 
 
@@ -52,6 +52,14 @@ class SglangEngine(VllmEngine):
             return response
         refusal = await self._http.read(response)
         raise self._http.refused(response.status, refusal, response.headers.get("Retry-After"))
+
+    async def sleep(self) -> bool:
+        """Needs --enable-memory-saver; the weights are kept only with --enable-weights-cpu-backup, and are to be loaded
+        anew without. The server must not be told twice."""
+        return await self._http.order("/release_memory_occupation", b"{}", timeout=MOVING)
+
+    async def wake(self) -> None:
+        await self._http.request("POST", "/resume_memory_occupation", b"{}", timeout=MOVING)
 
     def _taker(self, *, wants: bool) -> Take:  # noqa: ARG002 (alternatives are not asked for)
         return _Growing().take

@@ -31,6 +31,9 @@ class _Count(Struct):
 _count = msgspec.json.Decoder(_Count)
 _GENERATE = "/inference/v1/generate"
 
+MOVING = 300.0
+"""Seconds that an engine may take to move its weights out of the accelerator's memory, or back."""
+
 Take = Callable[[Chunk, bytes], None]
 """Adds what a reply of ids, or an event of its stream, says. Raises ValueError where it is none."""
 
@@ -235,6 +238,14 @@ class VllmEngine(ChatEngine):
 
     async def thaw(self) -> None:
         await self._http.request("POST", "/resume")
+
+    async def sleep(self) -> bool:
+        """Needs vLLM's development routes (VLLM_SERVER_DEV_MODE=1) and --enable-sleep-mode. The weights are kept in
+        main memory."""
+        return await self._http.order("/sleep?level=1", timeout=MOVING)
+
+    async def wake(self) -> None:
+        await self._http.request("POST", "/wake_up", timeout=MOVING)
 
 
 def _parameters(call: Request) -> dict[str, Any]:

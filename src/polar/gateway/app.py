@@ -14,7 +14,7 @@ from aiohttp import web
 from polar.config import Settings
 from polar.dialects.base import Dialect, Operation
 from polar.dialects.wire import mend
-from polar.engines.pool import Pool
+from polar.engines.pools import Pools
 from polar.errors import ApiError, ConfigError, EngineError, StoreError
 from polar.gateway import auth
 from polar.gateway.capture import Call
@@ -40,14 +40,14 @@ class Match(NamedTuple):
 
 
 class Gateway:
-    def __init__(self, settings: Settings, *, store: Store, pool: Pool, sessions: Sessions, metrics: Metrics) -> None:
+    def __init__(self, settings: Settings, *, store: Store, pools: Pools, sessions: Sessions, metrics: Metrics) -> None:
         self._settings = settings.gateway
         self._sampling = settings.engine.sampling
-        self._pool = pool
+        self._pools = pools
         self._sessions = sessions
-        self._prompting = Prompting(settings.engine, pool, store)
+        self._prompting = Prompting(settings.engine, pools, store)
         self._context = Context(
-            pool, store, metrics, PromptIds(), self._prompting, settings.engine.logprobs, settings.gateway.grace
+            pools, store, metrics, PromptIds(), self._prompting, settings.engine.logprobs, settings.gateway.grace
         )
         self._dialects: list[Dialect] = [load("dialects", name)() for name in names("dialects")]
         self._runner: web.ServerRunner | None = None
@@ -55,7 +55,7 @@ class Gateway:
 
     async def start(self) -> str:
         """Listens; the address that harnesses are pointed at."""
-        await self._prompting.model()  # before the first harness has to wait for it
+        await self._prompting.model(self._pools.default)  # before the first harness has to wait for it
         self._runner = web.ServerRunner(create_server(self.handle), shutdown_timeout=2)
         await self._runner.setup()
         site = web.TCPSite(self._runner, self._settings.host, self._settings.port, backlog=4096, reuse_address=True)
@@ -114,7 +114,8 @@ class Gateway:
         if match.operation == "count_tokens":
             tokens = await self._prompting.count(call)
             if tokens is None:
-                tokens = await self._pool.count_tokens(call.request, session.replica)
+                pool = self._pools.of(session.run)
+                tokens = await pool.count_tokens(call.request, session.group, session.replica)
             return _json(match.dialect.encode_count(tokens))
         return await self._generate(request, call)
 
@@ -168,7 +169,8 @@ class Gateway:
         return Call(session, match.dialect, params, auth.hints(request.headers), body, wire, asked)
 
     def _models(self, match: Match, session: OpenSession) -> web.Response:
-        served = {name for replica in self._pool.replicas for name in replica.engine.capabilities.models}
+        replicas = self._pools.of(session.run).replicas
+        served = {name for replica in replicas for name in replica.engine.capabilities.models}
         listed = [*session.models, *sorted(served - set(session.models))]
         return _json(match.dialect.encode_models(listed, match.params.get("model")))
 

@@ -11,7 +11,7 @@ from msgspec import Struct
 from polar import ids
 from polar.dialects.base import Dialect, Wire
 from polar.engines.base import Chunk, Ids, TokenPrompt, VersionSpan
-from polar.engines.pool import Replica
+from polar.engines.replica import Replica
 from polar.errors import ApiError
 from polar.gateway.checks import untrainable
 from polar.gateway.meter import Clock

@@ -17,7 +17,7 @@ from collections.abc import AsyncGenerator
 from msgspec import Struct
 
 from polar.engines.base import Chunk, TokenPrompt
-from polar.engines.pool import Pool
+from polar.engines.pools import Pools
 from polar.errors import ApiError, EngineError, StoreError
 from polar.gateway.capture import Call, Capture, Rendered
 from polar.gateway.metrics import Metrics
@@ -25,6 +25,8 @@ from polar.gateway.prompt_ids import PromptIds
 from polar.gateway.prompting import Prompting, parsed
 from polar.rendering.families import Parser
 from polar.store.base import ExchangeStatus, Store
+from polar.telemetry import tracing
+from polar.telemetry.logs import bind
 from polar.types import Event, Request, TextDelta
 
 log = logging.getLogger(__name__)
@@ -36,7 +38,7 @@ _BEGINNING = (TextDelta(""),)
 class Context(Struct, frozen=True):
     """What every generation of a gateway has in common."""
 
-    pool: Pool
+    pools: Pools
     store: Store
     metrics: Metrics
     prompts: PromptIds
@@ -53,6 +55,7 @@ class Generation:
         self.finished = False
         self.error: ApiError | None = None
         self._context = context
+        self._pool = context.pools.of(call.session.run)
         self._ends: list[int] = []  # for each event, the tokens sampled up to and with its chunk
         self._delivered = 0
         self._sampling = False
@@ -140,10 +143,14 @@ class Generation:
         status: ExchangeStatus = "complete"
         chunks: AsyncGenerator[Chunk, None] | None = None
         self._sampling = True
+        session = self.call.session
+        bind(session_id=session.session_id, run=session.run, exchange_id=capture.exchange_id)
+        if session.group != session.session_id:
+            bind(task_id=session.group)
         try:
             if self._given_up:
                 raise asyncio.CancelledError
-            capture.waits(paused=self._context.pool.gate.paused)
+            capture.waits(paused=self._pool.gate.paused)
             chunks = await self._chunks()
             async for chunk in chunks:
                 if not self.events:
@@ -196,6 +203,7 @@ class Generation:
     async def _chunks(self) -> AsyncGenerator[Chunk, None]:
         """What is sampled for this call, on ids of our own wherever they can be had."""
         call, capture = self.call, self.capture
+        await self._pool.occupied()
         model, rendered = await self._context.prompting.render(call)
         if model is None or rendered is None:
             return self._sampled(call.request, None)
@@ -205,10 +213,11 @@ class Generation:
         return parsed(self._sampled(rendered.request, rendered.prompt), self._parser, call.request)
 
     def _sampled(self, request: Request, prompt: TokenPrompt | None) -> AsyncGenerator[Chunk, None]:
-        return self._context.pool.generate(
+        return self._pool.generate(
             request,
             stream=request.stream,
             prompt=prompt,
+            group=self.call.session.group,
             preferred=self.call.session.replica,
             call=self.capture,
             chosen=self.capture.chosen,
@@ -223,6 +232,15 @@ class Generation:
         self._recorded = status, delivered
         self._context.prompting.learn(self.call.session, exchange, self._rendered)
         self._context.metrics.captured(exchange)
+        used = exchange.usage
+        log.debug("exchange %s is %s: %d + %d tokens", exchange.exchange_id, status, used.prompt, used.completion)
+        replica = self.call.session.replica
+        tracing.current().call(
+            exchange,
+            self.call.request,
+            served=replica.engine.capabilities.models if replica else [],
+            error=self.error.kind if self.error else None,
+        )
 
     def _correct(self) -> None:
         """Makes the record say what was really delivered, once nobody reads any more."""

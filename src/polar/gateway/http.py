@@ -1,6 +1,7 @@
 """HTTP's own side of the data plane: the server, and a request's body, bounded before and after it is unpacked."""
 
 import asyncio
+import ipaddress
 import logging
 import zlib
 from collections.abc import Awaitable, Callable
@@ -48,6 +49,15 @@ def create_server(handler: Handler) -> web.Server:
 
 def url_of(host: str, port: int) -> str:
     return f"http://{f'[{host}]' if ':' in host else host}:{port}"
+
+
+def is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
 
 
 async def read_body(request: web.BaseRequest, limit: int) -> bytes:

@@ -1,8 +1,14 @@
 """Prometheus metrics of the data plane."""
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from collections.abc import Callable, Iterable, Mapping
 
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.core import GaugeMetricFamily
+
+from polar.engines.pool import Pool
 from polar.store.base import Exchange
+from polar.telemetry.collecting import Reading, gauge
+from polar.telemetry.labels import MOST_RUNS, Capped, without_password
 
 
 class Metrics:
@@ -13,6 +19,12 @@ class Metrics:
         )
         self._untrainable = Counter(
             "polar_untrainable", "Captured calls that may not be trained on", ("reason",), registry=self.registry
+        )
+        self._branches = Counter(
+            "polar_branches",
+            "Captured calls that could not go on from the turn before, and why",
+            ("reason",),
+            registry=self.registry,
         )
         tokens = Counter("polar_tokens", "Tokens", ("kind",), registry=self.registry)
         self._prompt, self._cached, self._sampled = (tokens.labels(kind) for kind in ("prompt", "cached", "sampled"))
@@ -28,8 +40,52 @@ class Metrics:
         self._exchanges.labels(exchange.dialect, exchange.status).inc()
         if exchange.untrainable is not None:
             self._untrainable.labels(exchange.untrainable).inc()
+        if exchange.branch_reason is not None:
+            self._branches.labels(exchange.branch_reason).inc()
         self._prompt.inc(exchange.usage.prompt)
         self._cached.inc(exchange.usage.cached)
         self._sampled.inc(exchange.usage.completion)
         if exchange.first_token_at is not None:
             self._first_token.observe(max(0.0, exchange.first_token_at - exchange.started_at))
+
+    def watch(self, pools: Callable[[], Mapping[str, Pool]]) -> None:
+        """Tells of these engines, too: by run, for those runs that have some of their own ("default" for the rest)."""
+        run = Capped(MOST_RUNS, "default")
+
+        def replicas() -> Iterable[tuple[tuple[str, str], int, bool]]:
+            for name, pool in pools().items():
+                for replica in pool.replicas:
+                    labels = run(name), without_password(replica.url)
+                    yield labels, len(replica.running), replica.down
+
+        def state() -> Iterable[GaugeMetricFamily]:
+            gates = [((run(name),), pool.gate) for name, pool in pools().items()]
+            labels = ("run", "replica")
+            yield gauge(
+                "polar_engine_calls",
+                "Model calls at a replica",
+                labels,
+                ((named, calls) for named, calls, _ in replicas()),
+            )
+            yield gauge(
+                "polar_engine_down",
+                "1 where a replica did not answer, and is left alone for a while",
+                labels,
+                ((named, down) for named, _, down in replicas()),
+                max,
+            )
+            yield gauge(
+                "polar_calls_held",
+                "Model calls that wait for generation to go on",
+                ("run",),
+                ((named, gate.held) for named, gate in gates),
+            )
+            yield gauge(
+                "polar_paused",
+                "1 while generation is paused",
+                ("run",),
+                ((named, gate.paused) for named, gate in gates),
+                max,
+            )
+
+        Reading(self.registry, state)

@@ -17,6 +17,7 @@ from msgspec import Struct
 from polar.config import EngineSettings
 from polar.engines.base import Chunk, Ids, TokenPrompt
 from polar.engines.pool import Pool
+from polar.engines.pools import Pools
 from polar.engines.tools import CallTranslator, flatten, flatten_parts
 from polar.errors import ApiError
 from polar.gateway.capture import Call, Rendered
@@ -48,9 +49,9 @@ class _Held(Struct):
 
 
 class Prompting:
-    def __init__(self, settings: EngineSettings, pool: Pool, store: Store) -> None:
+    def __init__(self, settings: EngineSettings, pools: Pools, store: Store) -> None:
         self._settings = settings
-        self._pool = pool
+        self._pools = pools
         self._store = store
         self._model: Model | None = None
         self._held: Lru[str, _Held] = Lru(MEMORY)
@@ -58,7 +59,7 @@ class Prompting:
 
     async def render(self, call: Call, *, samples: bool = True) -> tuple[Model, Rendered] | tuple[None, None]:
         """Nothing where the engine is to render. Raises ApiError where the template refuses the request."""
-        model = await self.model() if renderable(call.request) else None
+        model = await self.model(self._pools.of(call.session.run)) if renderable(call.request) else None
         if model is None:
             return None, None
         session = call.session
@@ -96,13 +97,14 @@ class Prompting:
         _, rendered = await self.render(call, samples=False)
         return None if rendered is None else len(rendered.prompt.ids)
 
-    async def model(self) -> Model | None:
-        """None where there is no tokenizer, or the engine takes no token ids."""
+    async def model(self, pool: Pool) -> Model | None:
+        """None where there is no tokenizer, or the engine takes no token ids. One for all engines, which have the same
+        model."""
         if self._model is not None:
             return self._model
-        if self._settings.render == "engine":
+        if self._settings.render == "engine" or not pool.replicas:
             return None
-        engine = self._pool.replicas[0].engine
+        engine = pool.replicas[0].engine
         folder = engine.tokenizer_folder()
         if not engine.capabilities.takes_ids or folder is None:
             if engine.capabilities.takes_ids and not self._warned:

@@ -7,10 +7,11 @@ import asyncio
 import hashlib
 import time
 from typing import TYPE_CHECKING, Any
+from weakref import WeakValueDictionary
 
 from polar import ids
 from polar.config import SamplingOverrides
-from polar.engines.pool import Replica
+from polar.engines.replica import Replica
 from polar.gateway.meter import Meter
 from polar.rendering.continuation import History
 from polar.store.base import Session, Store, Verdict
@@ -26,23 +27,28 @@ class OpenSession:
     __slots__ = (
         "_next_seq",
         "ended",
+        "group",
         "history",
         "meter",
         "models",
         "orphans",
         "replica",
         "resumed",
+        "run",
         "running",
         "sampling",
         "session_id",
     )
 
-    def __init__(self, session_id: str, next_seq: int, models: tuple[str, ...]) -> None:
-        self.session_id = session_id
+    def __init__(self, session: Session, next_seq: int) -> None:
+        task, model = session.metadata.get("task_id"), session.metadata.get("model")
+        self.session_id = session.session_id
+        self.run = session.run
+        self.group = task if isinstance(task, str) else session.session_id  # sessions of a task begin alike
         self.meter = Meter()
         self.sampling: SamplingOverrides | None = None  # the task's
         self.ended = False
-        self.models = models  # names that the harness has used
+        self.models = (model,) if isinstance(model, str) else ()  # names that the harness has used
         self.replica: Replica | None = None
         self.running: set[Generation] = set()
         self.orphans: list[Generation] = []  # their harness went away a moment ago
@@ -65,7 +71,7 @@ class Sessions:
         self._store = store
         self._open: dict[bytes, OpenSession] = {}
         self._keys: dict[str, bytes] = {}
-        self._lock = asyncio.Lock()  # no session is taken in from the store while it is being ended there
+        self._locks: WeakValueDictionary[bytes, asyncio.Lock] = WeakValueDictionary()  # see `_alone`
 
     async def create(
         self,
@@ -93,7 +99,7 @@ class Sessions:
         found = self._open.get(hashed)
         if found is not None:
             return found
-        async with self._lock:
+        async with self._alone(hashed):
             found = self._open.get(hashed)  # another call may have got here first
             if found is not None:
                 return found
@@ -102,19 +108,28 @@ class Sessions:
                 return None
             return self._remember(session, await self._store.next_seq(session.session_id))
 
+    def _alone(self, hashed: bytes) -> asyncio.Lock:
+        """No session is taken in from the store while it is being ended there."""
+        return self._locks.setdefault(hashed, asyncio.Lock())
+
     def _remember(self, session: Session, next_seq: int) -> OpenSession:
-        model = session.metadata.get("model")
-        opened = OpenSession(session.session_id, next_seq, (model,) if isinstance(model, str) else ())
+        opened = OpenSession(session, next_seq)
         self._open[session.key_hash] = opened
         self._keys[session.session_id] = session.key_hash
         return opened
 
     async def end(self, session_id: str, verdict: Verdict | None = None) -> Session | None:
         """Ends a session: its key stops working, and what still runs is given up and recorded."""
-        async with self._lock:
+        hashed = self._keys.get(session_id)
+        if hashed is None:
+            session = await self._store.session(session_id)
+            if session is None:
+                return None
+            hashed = session.key_hash
+        async with self._alone(hashed):
             ended = await self._store.end_session(session_id, ended_at=time.time(), verdict=verdict or Verdict())
-            hashed = self._keys.pop(session_id, None)
-            opened = self._open.pop(hashed, None) if hashed is not None else None
+            self._keys.pop(session_id, None)
+            opened = self._open.pop(hashed, None)
         if opened is not None:
             opened.ended = True
             await give_up(opened)

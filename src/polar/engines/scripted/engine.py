@@ -9,7 +9,7 @@ from polar.config import EngineSettings
 from polar.engines.scripted.play import Plays
 from polar.engines.scripted.server import TOKENIZER, ScriptedServer
 from polar.engines.vllm import VllmEngine
-from polar.errors import ConfigError
+from polar.errors import ConfigError, EngineError
 
 
 class _Log(Struct):
@@ -18,7 +18,11 @@ class _Log(Struct):
 
 class ScriptedEngine(VllmEngine):
     async def running(self) -> int | None:
-        return msgspec.json.decode(await self._http.request("GET", "/scripted/log"), type=_Log).running
+        try:
+            told = await self._http.request("GET", "/scripted/log", timeout=5)
+        except EngineError:
+            return None
+        return msgspec.json.decode(told, type=_Log).running
 
     def tokenizer_folder(self) -> str:
         """The server's own, where it was launched from these settings; the one that comes with it, where it wasn't."""

@@ -36,6 +36,7 @@ TOKENIZER = Path(__file__).parent / "tokenizer"
 _WHOLE_STEP = 64  # tokens at a time where nobody looks in between
 _BODY_LIMIT = 256 * 1024 * 1024
 _JSON = "application/json"
+_TAGS = ("weights", "kv_cache")  # what sleeps, and can be woken by itself
 _GARBAGE = b'data: {"id": "chatcmpl-garb\xff\x00age", "choices": [{\n\n'
 
 T = TypeVar("T")
@@ -75,6 +76,7 @@ class ScriptedServer:
         self._tokens_per_chunk = tokens_per_chunk
         self._reader = Reader(self.tokenizer, plays, Sampler(self.tokenizer, drift, seed), model, max_model_len)
         self._policy = Policy(version)
+        self._asleep: set[str] = set()
         self._cache = PrefixCache()
         self._counts: Counter[str] = Counter()
         self._faults: Counter[tuple[str | None, int]] = Counter()
@@ -124,6 +126,9 @@ class ScriptedServer:
                 web.post("/pause", self._pause),
                 web.post("/resume", self._resume),
                 web.get("/is_paused", self._is_paused),
+                web.post("/sleep", self._sleep),
+                web.post("/wake_up", self._wake_up),
+                web.get("/is_sleeping", self._is_sleeping),
                 web.post("/update_weight_version", self._update_weight_version),
                 web.get("/weight_info", self._weight_info),
                 web.post("/reset_prefix_cache", self._reset_prefix_cache),
@@ -289,6 +294,25 @@ class ScriptedServer:
 
     async def _is_paused(self, _: web.Request) -> web.Response:
         return _json(_encode({"is_paused": self._policy.paused}))
+
+    async def _sleep(self, _: web.Request) -> web.Response:
+        """Breaks off what runs and forgets the cache, as vLLM does; new generations wait until all is awake."""
+        await self._policy.pause("abort")
+        self._cache.clear()
+        self._asleep = set(_TAGS)
+        return web.Response()
+
+    async def _wake_up(self, request: web.Request) -> web.Response:
+        tags = request.query.getall("tags", list(_TAGS))
+        if unknown := set(tags) - set(_TAGS):
+            raise Refusal(f"There is no {', '.join(sorted(unknown))} to wake; known: {', '.join(_TAGS)}.", "tags")
+        self._asleep -= set(tags)
+        if not self._asleep:
+            self._policy.resume()
+        return web.Response()
+
+    async def _is_sleeping(self, _: web.Request) -> web.Response:
+        return _json(_encode({"is_sleeping": bool(self._asleep)}))
 
     async def _update_weight_version(self, request: web.Request) -> web.Response:
         asked = read(await request.read(), wire.VersionRequest)

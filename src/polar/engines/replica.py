@@ -1,0 +1,170 @@
+"""One replica of an engine: what runs there, which policy it holds, and whether it can be called at all."""
+
+import asyncio
+import logging
+import time
+from typing import Protocol
+
+from polar.engines.base import Engine
+from polar.engines.probe import logprob_kind
+from polar.errors import EngineError
+
+log = logging.getLogger(__name__)
+
+_FIRST_BACKOFF, _LAST_BACKOFF = 0.5, 15.0
+_PROBE_LIMIT = 30.0  # seconds; an engine that hangs must not keep everything from starting
+
+
+class Running(Protocol):
+    """A call in progress, as far as a weight update concerns it."""
+
+    def version_changed(self, version: int, *, frozen: bool) -> None: ...
+
+    def froze(self) -> None: ...
+
+    def thawed(self) -> None: ...
+
+
+class Replica:
+    def __init__(self, engine: Engine, version: int = 0) -> None:
+        self.engine = engine
+        self.version = version
+        self.frozen = False
+        self.stuck = False  # it was frozen, and did not answer when it was to go on
+        self.asleep = False
+        self.running: set[Running] = set()
+        self._told = version  # the version that running calls know of
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._met = False
+        self._meeting = asyncio.Lock()
+        self._failures = 0
+        self._down_until = 0.0
+
+    @property
+    def url(self) -> str:
+        return self.engine.url
+
+    # Calls
+
+    def enter(self, call: Running) -> None:
+        self.running.add(call)
+        self._idle.clear()
+
+    def leave(self, call: Running) -> None:
+        self.running.discard(call)
+        if not self.running:
+            self._idle.set()
+
+    async def idle(self) -> None:
+        """Until no call of ours runs there."""
+        await self._idle.wait()
+
+    # Whether it can be reached
+
+    @property
+    def down(self) -> bool:
+        return time.monotonic() < self._down_until
+
+    def failed(self) -> None:
+        """Not reached: leave it alone for a while, longer each time."""
+        self._failures += 1
+        self._down_until = time.monotonic() + min(_FIRST_BACKOFF * 2 ** (self._failures - 1), _LAST_BACKOFF)
+
+    def answered(self) -> None:
+        self._failures = 0
+        self._down_until = 0.0
+
+    async def meet(self) -> None:
+        """Finds out what the engine can do, once. Raises EngineError where it can't be reached."""
+        if self._met:
+            return
+        async with self._meeting:
+            if self._met:
+                return
+            found = await self.engine.start()
+            if found.logprobs != "none":
+                try:
+                    async with asyncio.timeout(_PROBE_LIMIT):
+                        kind = await logprob_kind(self.engine)
+                    found.logprobs = kind if kind != "none" else found.logprobs
+                except (EngineError, TimeoutError) as error:
+                    log.warning("Log-probabilities of %s are taken for %s ones: %r", self.url, found.logprobs, error)
+                    if isinstance(error, TimeoutError) or error.elsewhere:
+                        return  # and asked about again by the next call
+            self._met = True
+
+    async def try_to_meet(self) -> None:
+        """One that can't be reached yet is tried again by its first call."""
+        try:
+            await self.meet()
+        except EngineError as error:
+            log.warning("%s", error)
+            self.failed()
+
+    # Standing still
+
+    async def freeze(self) -> bool:
+        self.frozen = await self.engine.freeze() or self.frozen
+        if self.frozen:
+            for call in self.running:
+                call.froze()
+        return self.frozen
+
+    async def thaw(self) -> None:
+        """Only now do frozen calls hear of new weights: tokens that were on their way when they froze have come."""
+        self._tell()
+        try:
+            await self.engine.thaw()
+        except EngineError:
+            # It may go on or not: whoever runs there now must take the next change of weights for one in mid-call.
+            self.stuck = True
+            self.failed()
+            raise
+        finally:
+            self.frozen = False
+            for call in self.running:
+                call.thawed()
+        self.stuck = False
+
+    async def sleep(self) -> bool:
+        """Only while nothing runs there."""
+        if not self.asleep:
+            self.asleep = True  # also where nobody waits for the answer any more
+            try:
+                self.asleep = await self.engine.sleep()
+            except EngineError as error:
+                self._left_unsure(error)
+                raise
+        return self.asleep
+
+    async def wake(self) -> None:
+        try:
+            await self.engine.wake()
+        except EngineError as error:
+            self._left_unsure(error)
+            raise
+        self.asleep = False
+
+    def _left_unsure(self, error: EngineError) -> None:
+        """One that is gone comes back awake. Of any other nobody knows: it gets no call until it was woken."""
+        self.asleep = error.kind != "overloaded"
+        self.failed()
+
+    # Weights
+
+    def settle(self) -> None:
+        """Frozen calls hear of new weights, and stay frozen: where several gateways share an engine, all of them know
+        before the first one lets it go on."""
+        self._tell()
+
+    def set_version(self, version: int) -> None:
+        self.version = version
+        if not self.frozen:
+            self._tell()
+
+    def _tell(self) -> None:
+        if self.version != self._told:
+            self._told = self.version
+            for call in self.running:
+                call.version_changed(self.version, frozen=self.frozen)

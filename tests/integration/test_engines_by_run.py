@@ -1,0 +1,201 @@
+"""Engines by run, replicas that come and go under calls, and engines that sleep: over HTTP, as in real life."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+from polar.data_plane import DataPlane
+from polar.engines.scripted import Play, ScriptedServer, Turn
+from polar.gateway.meter import Meter
+from polar.rollout.protocol import Engines, PauseMode, PoolState, Replica
+from polar.store.base import Exchange
+from tests.integration.stack import running, settings
+from tests.integration.test_policy import SLOW, control
+
+SHORT = Play([Turn(text="short")])
+
+
+class Bench:
+    """A data plane that nobody else steers, which knows of the first of two engines."""
+
+    def __init__(self, plane: DataPlane, one: ScriptedServer, two: ScriptedServer) -> None:
+        self.plane, self.one, self.two = plane, one, two
+        self.pool = plane.pools.default
+
+    async def apply(
+        self, generation: int, paused: PauseMode | None = None, version: int = 0, **runs: list[ScriptedServer]
+    ) -> list[str]:
+        pools = {
+            run: PoolState([Replica(server.url, version) for server in servers], paused)
+            for run, servers in runs.items()
+        }
+        return await self.plane.pools.apply(Engines(generation, pools))
+
+    async def exchanges(self, session_id: str) -> list[Exchange]:
+        return [exchange async for exchange in self.plane.store.exchanges(session_id)]
+
+
+@asynccontextmanager
+async def bench(data: Path, first: Play = SHORT, second: Play = SHORT) -> AsyncIterator[Bench]:
+    async with (
+        ScriptedServer(first) as one,
+        ScriptedServer(second) as two,
+        DataPlane(settings([one.url]), data) as plane,
+    ):
+        yield Bench(plane, one, two)
+
+
+async def ask(http: aiohttp.ClientSession, gateway_url: str, key: str, *, stream: bool = True) -> bytes:
+    body = {"model": "m", "messages": [{"role": "user", "content": "hi"}], "stream": stream}
+    headers = {"Authorization": f"Bearer {key}"}
+    async with http.post(f"{gateway_url}/v1/chat/completions", json=body, headers=headers) as response:
+        return await response.read()
+
+
+async def comes_true(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(10):
+        while True:
+            if condition():
+                return
+            await asyncio.sleep(0.01)
+
+
+async def get(http: aiohttp.ClientSession, url: str) -> Any:
+    async with http.get(url) as response:
+        return await response.json()
+
+
+async def test_calls_go_to_the_engines_of_their_run(tmp_path: Path) -> None:
+    async with bench(tmp_path) as it, aiohttp.ClientSession() as http:
+        await it.apply(1, version=4, default=[it.one], mine=[it.two])
+        other, other_key = await it.plane.sessions.create({})
+        mine, my_key = await it.plane.sessions.create({}, "mine")
+        for key in (other_key, my_key):
+            await ask(http, it.plane.gateway_url, key)
+        (theirs,) = await it.exchanges(other.session_id)
+        (ours,) = await it.exchanges(mine.session_id)
+        assert (theirs.replica, ours.replica) == (it.one.url, it.two.url)
+        assert [span.version for span in ours.versions] == [4]
+
+
+async def test_a_session_from_before_a_restart_knows_its_run(tmp_path: Path) -> None:
+    async with bench(tmp_path) as it, aiohttp.ClientSession() as http:
+        session, key = await it.plane.sessions.create({}, "mine")
+        async with DataPlane(settings([it.one.url]), tmp_path) as again:
+            resumed = Bench(again, it.one, it.two)
+            await resumed.apply(1, default=[it.one], mine=[it.two])
+            await ask(http, again.gateway_url, key)
+            assert [exchange.replica for exchange in await resumed.exchanges(session.session_id)] == [it.two.url]
+
+
+async def test_a_call_outlives_the_removal_of_its_replica(tmp_path: Path) -> None:
+    async with bench(tmp_path, SLOW) as it, aiohttp.ClientSession() as http:
+        session, key = await it.plane.sessions.create({})
+        call = asyncio.create_task(ask(http, it.plane.gateway_url, key))
+        await comes_true(lambda: bool(it.pool.replicas[0].running))
+        await it.apply(1, default=[it.two])
+        await ask(http, it.plane.gateway_url, key)
+        assert b"[DONE]" in await call
+        first, second = sorted(await it.exchanges(session.session_id), key=lambda exchange: exchange.seq)
+        assert [first.status, second.status] == ["complete", "complete"]
+        assert [first.replica, second.replica] == [it.one.url, it.two.url]
+        await comes_true(lambda: not it.pool.leaving)
+
+
+async def test_without_an_engine_harnesses_are_told_to_try_again(tmp_path: Path) -> None:
+    async with bench(tmp_path) as it, aiohttp.ClientSession() as http:
+        await it.apply(1, default=[])
+        _, key = await it.plane.sessions.create({})
+        body = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
+        headers = {"Authorization": f"Bearer {key}"}
+        async with http.post(f"{it.plane.gateway_url}/v1/chat/completions", json=body, headers=headers) as response:
+            assert response.status == 503
+            assert "no engine" in await response.text()
+        await it.apply(2, default=[it.two])
+        assert b"short" in await ask(http, it.plane.gateway_url, key)
+
+
+async def test_calls_that_are_held_without_an_engine_are_rendered_all_the_same(tmp_path: Path) -> None:
+    """What the gateway renders must not depend on whether an engine was there when the call came."""
+    async with bench(tmp_path) as it, aiohttp.ClientSession() as http:
+        await it.apply(1, "hold", default=[])
+        session, key = await it.plane.sessions.create({})
+        call = asyncio.create_task(ask(http, it.plane.gateway_url, key))
+        await comes_true(lambda: it.pool.gate.held == 1)
+        await it.apply(2, default=[it.two])
+        assert b"short" in await call
+        (exchange,) = await it.exchanges(session.session_id)
+        assert exchange.continuation == "rendered"
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_call_is_held_when_its_engine_dies_during_a_pause(tmp_path: Path, stream: bool) -> None:
+    async with bench(tmp_path) as it, aiohttp.ClientSession() as http:
+        meter = Meter()
+        await http.post(f"{it.one.url}/pause?mode=keep")  # so that nothing is sampled there
+        _, key = await it.plane.sessions.create({}, meter=meter)
+        meter.clock.start()
+        call = asyncio.create_task(ask(http, it.plane.gateway_url, key, stream=stream))
+        await comes_true(lambda: bool(it.pool.replicas[0].running))
+        await it.apply(1, "hold", default=[it.one])
+        await it.one.stop()
+        await comes_true(lambda: it.pool.gate.held == 1)
+        stopped = meter.clock.elapsed()
+        await asyncio.sleep(0.05)
+        assert meter.clock.elapsed() == stopped
+        await it.apply(2, default=[it.two])
+        assert b"short" in await call
+
+
+async def test_an_engine_wakes_when_calls_may_go_on(tmp_path: Path) -> None:
+    async with bench(tmp_path) as it, aiohttp.ClientSession() as http:
+        assert await it.apply(1, "sleep", default=[it.one]) == []
+        assert await get(http, f"{it.one.url}/is_sleeping") == {"is_sleeping": True}
+        assert await it.apply(2, default=[it.one]) == []
+        _, key = await it.plane.sessions.create({})
+        assert b"short" in await ask(http, it.plane.gateway_url, key)
+
+
+async def test_engines_sleep_while_calls_are_held(tmp_path: Path) -> None:
+    async with running(tmp_path, SLOW, gateway={"keep_alive": 0.1}) as stack, aiohttp.ClientSession() as http:
+        pool, meter = stack.service.pool, Meter()
+        session, key = await stack.service.sessions.create({}, meter=meter)
+        runs_on = asyncio.create_task(ask(http, stack.url, stack.key))
+        await comes_true(lambda: bool(pool.replicas[0].running))
+        await control(stack, http, "/policy/pause", {"mode": "sleep"})
+        assert await get(http, f"{stack.engine.url}/is_sleeping") == {"is_sleeping": True}
+        assert pool.replicas[0].asleep
+        assert b"[DONE]" in await runs_on
+        meter.clock.start()
+        held = asyncio.create_task(ask(http, stack.url, key))
+        await comes_true(lambda: pool.gate.held == 1)
+        await asyncio.sleep(0.01)  # the clock is told a moment later
+        stopped = meter.clock.elapsed()
+        await asyncio.sleep(0.05)
+        assert meter.clock.elapsed() == stopped
+        await control(stack, http, "/policy/pause", {"mode": "hold"})  # to load the new weights
+        assert await get(http, f"{stack.engine.url}/is_sleeping") == {"is_sleeping": False}
+        assert not held.done()
+        await control(stack, http, "/policy", {"version": 1})
+        await http.post(f"{stack.engine.url}/update_weight_version", json={"new_version": "1"})
+        await control(stack, http, "/policy/resume", {})
+        assert b"[DONE]" in await held
+        (exchange,) = await stack.exchanges(session.session_id)
+        assert [span.version for span in exchange.versions] == [1]
+        assert exchange.untrainable is None
+        assert (await get(http, f"{stack.engine.url}/scripted/log"))["aborted"] == 0
+
+
+async def test_a_part_of_the_scripted_engine_can_be_woken_first() -> None:
+    async with ScriptedServer(SHORT) as engine, aiohttp.ClientSession() as http:
+        await http.post(f"{engine.url}/sleep?level=1")
+        for tags, asleep in (("weights", True), ("kv_cache", False)):
+            await http.post(f"{engine.url}/wake_up?tags={tags}")
+            assert await get(http, f"{engine.url}/is_sleeping") == {"is_sleeping": asleep}
+        async with http.post(f"{engine.url}/wake_up?tags=nothing") as response:
+            assert response.status == 400

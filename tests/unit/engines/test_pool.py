@@ -1,0 +1,317 @@
+"""Replicas that come and go under calls, engines that sleep, and calls that are held meanwhile."""
+
+import asyncio
+
+import pytest
+
+from polar.engines.pool import Pool
+from polar.errors import EngineError
+from tests.unit.engines.fakes import REQUEST, FakeCall, FakeEngine, broken, gone, turns
+
+
+def pool_of(*engines: FakeEngine) -> Pool:
+    return Pool(engines, max_inflight=512)
+
+
+# Replicas that come and go
+
+
+async def test_a_replica_that_is_removed_ends_its_calls_and_gets_no_more() -> None:
+    old, new = FakeEngine("http://old"), FakeEngine("http://new")
+    pool = pool_of(old)
+    old.ends.clear()
+    call = FakeCall(pool)
+    await turns()
+    home = pool.replicas[0]
+    pool.add(new, version=3)
+    pool.remove(home)
+    later = FakeCall(pool, home=home)
+    await later.done
+    assert later.home is not None
+    assert (later.home.url, later.home.version) == ("http://new", 3)
+    assert old.calls == 1
+    assert not old.closed
+    assert pool.leaving
+    old.ends.set()
+    await call.done
+    await turns()
+    assert call.ids == [1, 2]
+    assert old.closed
+    assert not pool.leaving
+    assert not new.closed
+
+
+async def test_calls_at_a_frozen_replica_that_is_removed_go_on() -> None:
+    engine = FakeEngine()
+    pool = pool_of(engine)
+    engine.ends.clear()
+    call = FakeCall(pool)
+    await turns()
+    await pool.pause()
+    pool.remove(pool.replicas[0])
+    await turns()
+    assert engine.switched == ["freeze", "thaw"]
+    engine.ends.set()
+    await call.done
+    assert call.ids == [1, 2]
+
+
+async def test_closing_lets_go_of_replicas_that_were_removed_under_their_calls() -> None:
+    engine = FakeEngine()
+    pool = pool_of(engine)
+    engine.ends.clear()
+    call = FakeCall(pool)
+    await turns()
+    pool.remove(pool.replicas[0])
+    await turns()
+    await pool.close()
+    assert engine.closed
+    engine.ends.set()
+    await call.done
+
+
+async def test_without_a_replica_calls_are_told_so() -> None:
+    pool = pool_of()
+    with pytest.raises(EngineError, match="no engine") as told:
+        await FakeCall(pool).done
+    assert told.value.kind == "overloaded"
+    with pytest.raises(EngineError, match="no engine"):
+        await pool.count_tokens(REQUEST, "group", None)
+
+
+async def test_without_a_replica_calls_are_held_while_paused() -> None:
+    pool = pool_of()
+    await pool.pause()
+    call = FakeCall(pool)
+    count = asyncio.create_task(pool.count_tokens(REQUEST, "group", None))
+    waits = asyncio.create_task(pool.occupied())
+    await turns()
+    assert pool.gate.held == 3
+    pool.add(FakeEngine())
+    await turns()
+    assert not call.done.done()
+    await pool.resume()
+    await call.done
+    await waits
+    assert call.ids == [1, 2]
+    assert await count == 7
+
+
+# Engines that go away while calls are held
+
+
+async def test_a_call_whose_engine_goes_away_while_paused_is_held() -> None:
+    engine = FakeEngine()
+    pool = pool_of(engine)
+    engine.begins.clear()
+    call = FakeCall(pool)
+    await turns()
+    await pool.pause(freeze=False)
+    engine.failing["generate"] = gone()
+    engine.begins.set()
+    await turns()
+    assert (pool.gate.held, call.stood_still) == (1, 1)
+    assert not pool.replicas[0].running
+    engine.failing.clear()
+    await pool.resume()
+    await call.done
+    assert call.ids == [1, 2]
+
+
+async def test_a_call_that_had_begun_fails_also_while_paused() -> None:
+    engine = FakeEngine()
+    pool = pool_of(engine)
+    engine.ends.clear()
+    call = FakeCall(pool)
+    await turns()
+    await pool.pause(freeze=False)
+    engine.failing["finish"] = gone()
+    engine.ends.set()
+    with pytest.raises(EngineError):
+        await call.done
+
+
+async def test_a_call_tries_every_replica_once_before_it_fails() -> None:
+    engines = [FakeEngine(f"http://{name}") for name in "abc"]
+    pool = pool_of(*engines)
+    for engine in engines:
+        engine.failing["generate"] = gone()
+    with pytest.raises(EngineError, match="reached"):
+        await FakeCall(pool).done
+    assert [engine.calls for engine in engines] == [1, 1, 1]
+
+
+async def test_a_call_that_comes_as_the_gate_opens_and_closes_is_held() -> None:
+    engine = FakeEngine()
+    pool = pool_of(engine)
+    await pool.pause(freeze=False)
+    call = FakeCall(pool)
+    await turns()
+    pool.gate.open()
+    pool.gate.close()
+    await turns()
+    assert engine.calls == 0
+    await pool.resume()
+    await call.done
+
+
+# Sleep
+
+
+async def test_engines_sleep_when_the_last_call_has_ended() -> None:
+    engine = FakeEngine()
+    pool = pool_of(engine)
+    engine.ends.clear()
+    running = FakeCall(pool)
+    await turns()
+    sleeping = asyncio.create_task(pool.sleep())
+    await turns()
+    held = FakeCall(pool)
+    await turns()
+    assert (engine.switched, pool.gate.held) == ([], 1)
+    engine.ends.set()
+    await running.done
+    assert await sleeping
+    assert pool.replicas[0].asleep
+    assert engine.switched == ["sleep"]
+    assert await pool.sleep()
+    assert engine.switched == ["sleep"]  # some engines must not be told twice
+    assert not held.done.done()
+    await pool.resume()
+    await held.done
+    assert engine.orders[-3:] == ["wake", "generate", "finish"]
+    assert held.stood_still == 1
+
+
+async def test_frozen_calls_go_on_before_their_engine_sleeps() -> None:
+    engine = FakeEngine()
+    pool = pool_of(engine)
+    engine.ends.clear()
+    call = FakeCall(pool)
+    await turns()
+    await pool.pause()
+    sleeping = asyncio.create_task(pool.sleep())
+    await turns()
+    assert engine.switched == ["freeze", "thaw"]
+    assert not pool.gate.frozen
+    engine.ends.set()
+    await call.done
+    assert await sleeping
+    assert engine.switched == ["freeze", "thaw", "sleep"]
+
+
+async def test_nobody_elses_calls_are_broken_off() -> None:
+    engine = FakeEngine()
+    pool = pool_of(engine)
+    engine.others = 2
+    sleeping = asyncio.create_task(pool.sleep())
+    await turns()
+    assert engine.switched == []
+    engine.others = 0
+    assert await sleeping
+
+
+@pytest.mark.parametrize("instead", ["resume", "pause"])
+async def test_who_is_to_go_on_before_all_have_ended_does_not_sleep(instead: str) -> None:
+    engine = FakeEngine()
+    pool = pool_of(engine)
+    engine.ends.clear()
+    call = FakeCall(pool)
+    await turns()
+    sleeping = asyncio.create_task(pool.sleep())
+    await turns()
+    await (pool.resume() if instead == "resume" else pool.pause(freeze=False))
+    assert not await sleeping
+    engine.ends.set()
+    await call.done
+    await turns()
+    assert engine.switched == []
+    assert pool.gate.paused == (instead == "pause")
+
+
+async def test_engines_are_woken_for_new_weights_while_calls_are_held() -> None:
+    engine = FakeEngine()
+    pool = pool_of(engine)
+    await pool.sleep()
+    held = FakeCall(pool)
+    await pool.pause(freeze=False)
+    await turns()
+    assert engine.switched == ["sleep", "wake"]
+    assert not pool.replicas[0].asleep
+    assert not held.done.done()
+    await pool.resume()
+    await held.done
+    assert engine.switched == ["sleep", "wake"]
+
+
+async def test_an_engine_that_cannot_sleep_is_drained() -> None:
+    engine = FakeEngine()
+    engine.can_sleep = False
+    pool = pool_of(engine)
+    assert not await pool.sleep()
+    assert pool.gate.paused
+    call = FakeCall(pool)
+    await pool.resume()
+    await call.done
+    assert engine.switched == ["sleep"]
+
+
+async def test_calls_stay_held_while_every_engine_sleeps_on() -> None:
+    engine = FakeEngine()
+    pool = pool_of(engine)
+    await pool.sleep()
+    call = FakeCall(pool)
+    engine.failing["wake"] = broken()
+    with pytest.raises(EngineError, match="memory"):
+        await pool.resume()
+    await turns()
+    assert not call.done.done()
+    engine.failing.clear()
+    await pool.resume()
+    await call.done
+
+
+async def test_an_engine_that_sleeps_on_gets_no_calls() -> None:
+    one, two = FakeEngine("http://one"), FakeEngine("http://two")
+    pool = pool_of(one, two)
+    await pool.sleep()
+    one.failing["wake"] = broken()
+    with pytest.raises(EngineError, match="memory"):
+        await pool.resume()
+    pool.replicas[0].answered()  # also when it is not left alone any more
+    for number in range(10):
+        await FakeCall(pool, str(number), pool.replicas[0]).done
+    assert (one.calls, two.calls) == (0, 10)
+
+
+async def test_an_engine_that_is_gone_when_it_is_to_wake_comes_back_awake() -> None:
+    engine = FakeEngine()
+    pool = pool_of(engine)
+    await pool.sleep()
+    engine.failing["wake"] = gone()
+    with pytest.raises(EngineError, match="reached"):
+        await pool.resume()
+    await FakeCall(pool).done
+    assert engine.calls == 1
+
+
+async def test_an_engine_that_is_gone_when_it_is_to_sleep_need_not_be_woken() -> None:
+    engine = FakeEngine()
+    pool = pool_of(engine)
+    engine.failing["sleep"] = gone()
+    with pytest.raises(EngineError, match="reached"):
+        await pool.sleep()
+    await pool.resume()
+    await FakeCall(pool).done
+    assert engine.switched == ["sleep"]
+
+
+async def test_one_engine_that_fails_to_sleep_keeps_no_other_awake() -> None:
+    one, two = FakeEngine("http://one"), FakeEngine("http://two")
+    pool = pool_of(one, two)
+    one.failing["sleep"] = broken()
+    with pytest.raises(EngineError, match="memory"):
+        await pool.sleep()
+    assert two.switched == ["sleep"]
+    await pool.resume()  # nobody knows whether the first one slept: it is woken, too
+    assert (one.switched, two.switched) == (["sleep", "wake"], ["sleep", "wake"])

@@ -1,0 +1,192 @@
+"""Engines by run, made to be as a document says."""
+
+import asyncio
+
+import pytest
+
+from polar.config import EngineSettings
+from polar.engines import pools as module
+from polar.engines.pools import Pools
+from polar.errors import EngineError
+from polar.rollout.protocol import Engines, PauseMode, PoolState, Replica
+from tests.unit.engines.fakes import FakeCall, FakeEngine, broken, turns
+
+
+@pytest.fixture(autouse=True)
+def _fakes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "load", lambda _group, _name: FakeEngine)
+
+
+def state(*urls: str, version: int = 0, paused: PauseMode | None = None) -> PoolState:
+    return PoolState([Replica(url, version) for url in urls], paused)
+
+
+def urls(pools: Pools, run: str) -> list[str]:
+    return sorted(replica.url for replica in pools.of(run).replicas)
+
+
+def engine(pools: Pools, run: str = "default") -> FakeEngine:
+    found = pools.of(run).replicas[0].engine
+    assert isinstance(found, FakeEngine)
+    return found
+
+
+async def test_runs_have_engines_of_their_own_or_those_of_default() -> None:
+    pools = Pools(EngineSettings())
+    assert await pools.apply(Engines(1, {"default": state("http://a", "http://b"), "mine": state("http://c")})) == []
+    assert urls(pools, "mine") == ["http://c"]
+    assert urls(pools, "yours") == urls(pools, "default") == ["http://a", "http://b"]
+    assert set(pools.by_run()) == {"default", "mine"}
+    await pools.close()
+
+
+async def test_the_same_document_changes_nothing() -> None:
+    pools = Pools(EngineSettings())
+    document = Engines(1, {"default": state("http://a/v1/", version=3), "mine": state("http://c", paused="sleep")})
+    await pools.apply(document)
+    before = {run: list(pool.replicas) for run, pool in pools.by_run().items()}
+    orders = list(engine(pools, "mine").orders)
+    await pools.apply(document)
+    assert {run: list(pool.replicas) for run, pool in pools.by_run().items()} == before
+    assert engine(pools, "mine").orders == orders == ["sleep"]
+    assert before["default"][0].version == 3
+    assert urls(pools, "default") == ["http://a"]
+
+
+async def test_replicas_come_and_go_and_the_others_stay() -> None:
+    pools = Pools(EngineSettings())
+    await pools.apply(Engines(1, {"default": state("http://a", "http://b")}))
+    stays = next(replica for replica in pools.default.replicas if replica.url == "http://b")
+    await pools.apply(Engines(2, {"default": state("http://b", "http://c", version=4)}))
+    assert urls(pools, "default") == ["http://b", "http://c"]
+    assert stays in pools.default.replicas
+    assert [replica.version for replica in pools.default.replicas] == [4, 4]
+
+
+async def test_what_is_older_is_not_heard() -> None:
+    pools = Pools(EngineSettings())
+    await pools.apply(Engines(5, {"default": state("http://a")}))
+    await pools.apply(Engines(4, {"default": state("http://b", paused="hold")}))
+    assert urls(pools, "default") == ["http://a"]
+    assert not pools.default.gate.paused
+
+
+@pytest.mark.parametrize("before", ["freeze", "hold", "sleep", None])
+@pytest.mark.parametrize("after", ["freeze", "hold", "sleep", None])
+async def test_from_any_pause_to_any_other(before: PauseMode | None, after: PauseMode | None) -> None:
+    pools = Pools(EngineSettings())
+    await pools.apply(Engines(1, {"default": state("http://a", paused=before)}))
+    assert await pools.apply(Engines(2, {"default": state("http://a", paused=after)})) == []
+    (replica,) = pools.default.replicas
+    assert pools.default.gate.paused == (after is not None)
+    assert (replica.frozen, replica.asleep) == (after == "freeze", after == "sleep")
+    assert pools.default.gate.frozen == (after == "freeze")
+
+
+async def test_a_pool_that_comes_paused_lets_nobody_through() -> None:
+    pools = Pools(EngineSettings())
+    applying = asyncio.create_task(pools.apply(Engines(1, {"default": state("http://a", paused="hold")})))
+    await asyncio.sleep(0)
+    call = FakeCall(pools.default)
+    await applying
+    await turns()
+    assert pools.default.gate.held == 1
+    await pools.apply(Engines(2, {"default": state("http://a")}))
+    await call.done
+
+
+async def test_frozen_calls_know_where_new_weights_begin() -> None:
+    pools = Pools(EngineSettings())
+    await pools.apply(Engines(1, {"default": state("http://a")}))
+    engine(pools).ends.clear()
+    call = FakeCall(pools.default)
+    await turns()
+    await pools.apply(Engines(2, {"default": state("http://a", paused="freeze")}))
+    await pools.apply(Engines(3, {"default": state("http://a", version=1, paused="freeze")}))
+    assert call.versions == []
+    await pools.apply(Engines(4, {"default": state("http://a", version=1)}))
+    assert call.versions == [(1, True)]
+    engine(pools).ends.set()
+    await call.done
+
+
+@pytest.mark.parametrize("paused", ["freeze", None])
+async def test_who_hears_of_a_pause_too_late_does_not_guess(paused: PauseMode | None) -> None:
+    """The weights may have changed under calls that ran: they are told that the boundary is unknown."""
+    pools = Pools(EngineSettings())
+    await pools.apply(Engines(1, {"default": state("http://a")}))
+    engine(pools).ends.clear()
+    call = FakeCall(pools.default)
+    await turns()
+    await pools.apply(Engines(4, {"default": state("http://a", version=1, paused=paused)}))
+    assert call.versions == [(1, False)]
+    engine(pools).ends.set()
+    await call.done
+
+
+async def test_one_failure_is_told_and_keeps_nothing_else_from_being_done() -> None:
+    pools = Pools(EngineSettings())
+    both = {"default": state("http://a"), "mine": state("http://b")}
+    await pools.apply(Engines(1, {run: state(pool.replicas[0].url, paused="freeze") for run, pool in both.items()}))
+    engine(pools).failing["thaw"] = broken()
+    assert await pools.apply(Engines(2, both)) == ["It is out of memory."]
+    assert engine(pools, "mine").switched == ["freeze", "thaw"]
+    assert not pools.of("mine").gate.paused
+    engine(pools).failing.clear()
+    assert await pools.apply(Engines(2, both)) == []
+    assert engine(pools).switched == ["freeze", "thaw", "thaw"]
+
+
+async def test_a_newer_document_ends_the_waiting_of_an_older_one() -> None:
+    pools = Pools(EngineSettings())
+    await pools.apply(Engines(1, {"default": state("http://a")}))
+    engine(pools).ends.clear()
+    call = FakeCall(pools.default)
+    await turns()
+    older = asyncio.create_task(pools.apply(Engines(2, {"default": state("http://a", paused="sleep")})))
+    await turns()
+    assert not older.done()
+    await pools.apply(Engines(3, {"default": state("http://a")}))
+    assert await older == []
+    assert not pools.default.gate.paused
+    engine(pools).ends.set()
+    await call.done
+    assert engine(pools).switched == []
+
+
+async def test_a_run_that_loses_its_engines_goes_on_with_those_of_default() -> None:
+    pools = Pools(EngineSettings())
+    await pools.apply(Engines(1, {"default": state("http://a"), "mine": state("http://b")}))
+    own = engine(pools, "mine")
+    own.ends.clear()
+    running = FakeCall(pools.of("mine"))
+    await turns()
+    await pools.apply(Engines(2, {"default": state("http://a"), "mine": state("http://b", paused="hold")}))
+    held = FakeCall(pools.of("mine"))
+    await turns()
+    await pools.apply(Engines(3, {"default": state("http://a")}))
+    with pytest.raises(EngineError, match="no engine"):
+        await held.done
+    await FakeCall(pools.of("mine")).done
+    assert engine(pools).calls == 1
+    assert not own.closed
+    own.ends.set()
+    await running.done
+    await turns()
+    assert own.closed
+
+
+async def test_closing_closes_every_engine() -> None:
+    pools = Pools(EngineSettings())
+    await pools.apply(
+        Engines(1, {"default": state("http://a"), "mine": state("http://b"), "theirs": state("http://c")})
+    )
+    engines = [engine(pools, run) for run in ("default", "mine", "theirs")]
+    engines[2].ends.clear()
+    call = FakeCall(pools.of("theirs"))
+    await turns()
+    await pools.apply(Engines(2, {"default": state("http://a"), "mine": state("http://b")}))
+    await pools.close()
+    assert [one.closed for one in engines] == [True, True, True]
+    engines[2].ends.set()
+    await call.done
