@@ -1,0 +1,94 @@
+"""The process's log: lines for people, or a JSON object a line for machines.
+
+Whatever is logged while a session or a call is being worked on says so: its ids are bound where its task begins, and
+every task that is started from there inherits them. Secrets are put out of every line, whoever logs it.
+"""
+
+import logging
+import sys
+from collections.abc import Iterable
+from contextvars import ContextVar
+from datetime import UTC, datetime
+from typing import Any, Literal, TextIO
+
+import msgspec
+
+from polar.telemetry.secrets import Hiding
+
+Format = Literal["text", "json"]
+Level = Literal["debug", "info", "warning", "error"]
+
+TEXT = "%(levelname)s %(name)s: %(message)s"
+
+_about: ContextVar[dict[str, str]] = ContextVar("polar_about")
+
+
+def bind(**ids: str) -> None:
+    """From here on, in this task and those that it starts, lines have these fields (session_id, task_id, ...)."""
+    _about.set({**_about.get({}), **ids})
+
+
+def start(format: Format = "text", level: Level = "warning", secrets: Iterable[str] = ()) -> None:
+    """Writes the log to standard error. Once more, with other settings, takes the place of the first."""
+    hiding = Hiding(secrets)
+    handler = Stderr()
+    handler.addFilter(_About())
+    handler.setFormatter(_Json(hiding) if format == "json" else _Text(hiding))
+    root = logging.getLogger()
+    for other in [other for other in root.handlers if isinstance(other, Stderr)]:
+        root.removeHandler(other)
+    root.addHandler(handler)
+    root.setLevel(level.upper())
+
+
+class Stderr(logging.StreamHandler[TextIO]):
+    """Whatever standard error is at the moment."""
+
+    @property
+    def stream(self) -> TextIO:
+        return sys.stderr
+
+    @stream.setter
+    def stream(self, stream: TextIO) -> None:
+        pass
+
+
+class _About(logging.Filter):
+    """Adds what is known of where a line comes from: by its task, not by who formats it."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        record.about = _about.get({})
+        return True
+
+
+class _Text(logging.Formatter):
+    def __init__(self, hiding: Hiding) -> None:
+        super().__init__(TEXT)
+        self._hiding = hiding
+
+    def format(self, record: logging.LogRecord) -> str:
+        return self._hiding(super().format(record))
+
+
+class _Json(logging.Formatter):
+    def __init__(self, hiding: Hiding) -> None:
+        super().__init__()
+        self._hiding = hiding
+
+    def format(self, record: logging.LogRecord) -> str:
+        line: dict[str, Any] = {
+            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": self._told(record.getMessage()),
+            **getattr(record, "about", {}),
+        }
+        if record.exc_info:
+            line["exception"] = self._told(self.formatException(record.exc_info))
+        if record.stack_info:
+            line["stack"] = self._told(record.stack_info)
+        return msgspec.json.encode(line).decode()
+
+    def _told(self, text: str) -> str:
+        """Names of files are bytes that need not be text."""
+        return self._hiding(text).encode(errors="backslashreplace").decode()

@@ -1,0 +1,88 @@
+"""Spans of sessions and their model calls, for whoever collects traces.
+
+What is traced tells `current()` of it. Unless somebody collects (`exporting`), that is an object that does nothing, and
+nothing of OpenTelemetry is imported.
+"""
+
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
+
+from msgspec import Struct
+
+from polar.errors import ConfigError
+from polar.store.base import Exchange, Verdict
+from polar.types import Request
+
+
+class Traced(Struct, frozen=True):
+    """A session, as far as its span tells of it."""
+
+    session_id: str
+    task_id: str
+    sample: int
+    run: str
+    node_id: str
+    agent: str
+    model: str
+
+
+class SessionSpan:
+    """Of a session that nobody traces."""
+
+    def stage(self, name: str | None) -> None:
+        """It is in this stage from now on; None: in none any more."""
+
+    def end(self, verdict: Verdict, *, turns: int, tokens: int) -> None:
+        pass
+
+
+class Tracing:
+    """For nobody."""
+
+    def session(self, session: Traced) -> SessionSpan:  # noqa: ARG002
+        return _UNSEEN
+
+    def call(self, exchange: Exchange, request: Request, *, served: list[str], error: str | None) -> None:
+        """A model call has ended. `served` are the models of its replica, and `error` the kind of its failure."""
+
+
+_UNSEEN = SessionSpan()
+_current = Tracing()
+
+
+def current() -> Tracing:
+    return _current
+
+
+@asynccontextmanager
+async def exporting(
+    endpoint: str | None, *, provider: str, headers: Mapping[str, str] | None = None
+) -> AsyncIterator[None]:
+    """Meanwhile, spans go to this OTLP/HTTP collector; None: nowhere. `provider` is who samples: the engine's kind."""
+    if endpoint is None:
+        yield
+        return
+    try:
+        from polar.telemetry.otlp import OpenTelemetry, exporter_to
+    except ImportError as error:
+        raise ConfigError(
+            f"Traces need OpenTelemetry: install Polar with its extra, polar[otel], or leave [telemetry] "
+            f"otlp_endpoint out ({error})."
+        ) from error
+    traces = OpenTelemetry(exporter_to(endpoint, headers or {}), provider)
+    with collecting(traces):
+        try:
+            yield
+        finally:
+            await traces.close()
+
+
+@contextmanager
+def collecting(tracing: Tracing) -> Iterator[None]:
+    """Meanwhile, this is who is told."""
+    global _current
+    before, _current = _current, tracing
+    try:
+        yield
+    finally:
+        _current = before
