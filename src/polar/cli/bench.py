@@ -18,7 +18,7 @@ from polar.bench import trajectory as trajectory_bench
 from polar.bench.peers import litellm
 from polar.bench.pipeline_picture import picture as pipeline_picture
 from polar.cli.common import json_option, run
-from polar.service import settle_process
+from polar.data_plane import settle_process
 
 _ENVIRONMENT = Path(".cache/bench-litellm")
 _HARNESSES = (

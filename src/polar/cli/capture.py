@@ -24,11 +24,11 @@ from polar.cli.common import (
     show_command,
 )
 from polar.config import Settings
+from polar.data_plane import DataPlane
 from polar.errors import ConfigError
 from polar.harnesses import environment, inherited, known_by_command, load_harness
 from polar.harnesses.base import Wanted
 from polar.harnesses.files import write_setup
-from polar.service import Service
 from polar.store.base import Verdict
 from polar.trajectory.builders import prefix_merging
 from polar.trajectory.session import sampled
@@ -94,7 +94,7 @@ async def capture(
         raise ConfigError(f"There is no command {argv[0]!r}.")
     name = harness or known_by_command(argv)
     preset = load_harness(name) if name else None
-    async with Service(settings, data, control=False) as service:
+    async with DataPlane(settings, data) as service:
         wanted = model or (preset.default_model if preset else "polar")
         session, key = await service.sessions.create(
             {"command": argv, "harness": name, "model": wanted} | (metadata or {})

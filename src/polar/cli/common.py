@@ -7,18 +7,17 @@ import shlex
 import sys
 from collections.abc import Callable, Coroutine
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 import click
 
 from polar import config
 from polar.errors import ConfigError
+from polar.telemetry import logs
+from polar.telemetry.secrets import secrets_of
 
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
-
-LOG_FORMAT = "%(levelname)s %(name)s: %(message)s"
-
 
 config_option = click.option(
     "--config",
@@ -35,6 +34,20 @@ data_option = click.option(
 
 def settings_options(function: F) -> F:
     return config_option(data_option(function))
+
+
+def log_options(function: F) -> F:
+    """For commands that run for long: see `start_log`."""
+    form = click.option(
+        "--log-format", type=click.Choice(get_args(logs.Format)), help="json: an object a line [default: text]"
+    )
+    level = click.option("--log-level", type=click.Choice(get_args(logs.Level)), help="and above [default: warning]")
+    return form(level(function))
+
+
+def start_log(settings: config.Settings, log_format: logs.Format | None, log_level: logs.Level | None) -> None:
+    """To standard error, without the settings' secrets."""
+    logs.start(log_format or settings.log.format, log_level or settings.log.level, secrets_of(settings))
 
 
 def engine_options(function: F) -> F:
@@ -85,7 +98,8 @@ def show_command(session_id: str, data: Path) -> str:
 
 
 def run(main: Coroutine[Any, Any, T]) -> T:
-    logging.basicConfig(level=logging.WARNING, format=LOG_FORMAT, stream=sys.stderr)
+    if not logging.getLogger().handlers:  # those of a command that has options for its log
+        logs.start()
     if sys.platform == "win32":
         return asyncio.run(main)
     import uvloop

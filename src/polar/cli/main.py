@@ -11,7 +11,12 @@ from polar.errors import PolarError
 _COMMANDS = {
     "capture": "run any agent command against a private gateway and keep every model call",
     "run": "run tasks in sandboxes, evaluate them and keep their trajectories",
-    "up": "run the gateway and its control plane",
+    "submit": "send tasks to a server",
+    "status": "what goes on at a server: runs, queues, nodes; or one task",
+    "results": "what came of tasks at a server, in the order in which they ended",
+    "cancel": "end tasks at a server",
+    "up": "run the rollout server, with a gateway node in the same process",
+    "node": "a gateway node for a rollout server elsewhere",
     "session": "a session for a harness that is run by hand",
     "show": "a session as a readable tree",
     "verify": "check that every trainable token is exactly what was sampled",

@@ -12,18 +12,28 @@ import msgspec
 from rich.console import Console
 
 from polar.cli import run_summary
-from polar.cli.common import engine_options, private_settings, run, scripted_note, settings_options, show_command
+from polar.cli.common import (
+    engine_options,
+    log_options,
+    private_settings,
+    run,
+    scripted_note,
+    settings_options,
+    show_command,
+    start_log,
+)
 from polar.cli.interrupts import Interrupts
 from polar.cli.run_progress import Progress, followed, progress
 from polar.cli.run_tally import Tally
 from polar.config import Settings
+from polar.data_plane import settle_process
 from polar.node.finished import Finished
 from polar.node.plan import Plan
 from polar.rollout.local import LocalRollout
 from polar.rollout.models import TaskRequest
 from polar.rollout.overrides import Overrides
-from polar.service import settle_process
 from polar.tasks import read
+from polar.telemetry.logs import Format, Level
 
 
 @click.command("run")
@@ -36,6 +46,7 @@ from polar.tasks import read
 @click.option("--image", help="the image of all tasks' runtimes")
 @click.option("--workers", type=click.IntRange(1), help="harnesses that run at the same time")
 @engine_options
+@log_options
 @click.option("--json", "as_json", is_flag=True, help="a line of JSON for each session as it ends")
 @click.argument("paths", nargs=-1, required=True, type=click.Path(path_type=Path), metavar="TASK...")
 def command(
@@ -51,12 +62,15 @@ def command(
     workers: int | None,
     engine_url: str | None,
     kind: str | None,
+    log_format: Format | None,
+    log_level: Level | None,
     as_json: bool,
 ) -> int:
     """Run every TASK (a file, or a folder of them): an agent in a sandbox, then its evaluation. Nothing runs before all
     tasks are found to be in order."""
     node = {} if workers is None else {"run_workers": workers}
     settings = private_settings(config_path, engine_url, kind, node=node)
+    start_log(settings, log_format, log_level)
     overrides = Overrides(harness, samples, model, timeout, image)
     tasks = [overrides.apply(task) for task in read(paths, backend=backend)]
     return run(_Run(settings, data, tasks, as_json=as_json).to_its_end())

@@ -14,10 +14,10 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from polar.cli.common import LOG_FORMAT
 from polar.cli.run_tally import Tally, count, listed, why
 from polar.node.finished import Finished
 from polar.node.node import Load
+from polar.telemetry import logs
 
 _LAST = 5  # sessions that ended last
 _WINDOW = 15.0  # seconds that the speed is taken over
@@ -127,7 +127,7 @@ class Picture:
 
     def __enter__(self) -> "Picture":
         root = logging.getLogger()
-        self._handlers, root.handlers = root.handlers, [_Above(self._console)]
+        self._handlers, root.handlers = root.handlers, [_Above(self._console, root.handlers)]
         self._live.start()
         return self
 
@@ -164,11 +164,15 @@ class Picture:
 
 
 class _Above(logging.Handler):
-    """What is logged, above the picture."""
+    """What is logged, above the picture, in the form that it would have had without it."""
 
-    def __init__(self, console: Console) -> None:
+    def __init__(self, console: Console, handlers: list[logging.Handler]) -> None:
         super().__init__()
-        self.setFormatter(logging.Formatter(LOG_FORMAT))
+        self.setFormatter(logging.Formatter(logs.TEXT))
+        for handler in handlers:
+            if isinstance(handler, logs.Stderr):
+                self.setFormatter(handler.formatter)
+                self.filters = handler.filters
         self._console = console
 
     def emit(self, record: logging.LogRecord) -> None:

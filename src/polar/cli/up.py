@@ -1,6 +1,7 @@
-"""polar up: the gateway, its control plane, and an engine if none is configured, in one process."""
+"""polar up: the rollout server, a gateway node, and an engine if none is configured, in one process."""
 
 import asyncio
+import contextlib
 import json
 import signal
 from pathlib import Path
@@ -8,33 +9,64 @@ from pathlib import Path
 import click
 from rich.console import Console
 
-from polar.cli.common import json_option, load_settings, run, settings_options
+from polar.cli.common import json_option, load_settings, log_options, run, settings_options, start_log
 from polar.config import Settings
-from polar.service import Service, settle_process
+from polar.data_plane import settle_process
+from polar.errors import ConfigError, PolarError
+from polar.telemetry.logs import Format, Level
 
 
 @click.command("up")
 @settings_options
 @click.option("--port", type=int, help="of the data plane")
 @click.option("--control-port", type=int, help="of the control plane")
+@click.option("--node/--no-node", default=None, help="run sessions in this process [default: unless Ray does]")
+@log_options
 @json_option
-def command(config_path: Path | None, data: Path, port: int | None, control_port: int | None, as_json: bool) -> None:
-    """Run until interrupted."""
+def command(
+    config_path: Path | None,
+    data: Path,
+    port: int | None,
+    control_port: int | None,
+    node: bool | None,
+    log_format: Format | None,
+    log_level: Level | None,
+    as_json: bool,
+) -> None:
+    """Run until interrupted. Other machines join with `polar node --join URL`."""
     settings = load_settings(
         config_path,
         gateway={} if port is None else {"port": port},
         server={} if control_port is None else {"port": control_port},
     )
-    run(_up(settings, data, as_json))
+    start_log(settings, log_format, log_level)
+    run(_up(settings, data, settings.cluster.engine == "local" if node is None else node, as_json))
 
 
-async def _up(settings: Settings, data: Path, as_json: bool) -> None:
-    settle_process()
+def stopping() -> asyncio.Event:
+    """Set when the process is told to end."""
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop.set)
-    async with Service(settings, data) as service:
+    return stop
+
+
+async def _up(settings: Settings, data: Path, node: bool, as_json: bool) -> None:
+    try:
+        from polar.service import Service
+    except ImportError as error:
+        raise ConfigError(f"polar up needs the extra `server`: pip install 'polar[server]' ({error}).") from error
+    settle_process()
+    stop = stopping()
+    async with contextlib.AsyncExitStack() as stack:
+        service = await stack.enter_async_context(Service(settings, data, node=node))
+        if settings.cluster.engine == "ray":
+            from polar.cluster.ray import RayCluster
+
+            cluster = settings.cluster
+            url = cluster.server_url or service.control_url
+            await stack.enter_async_context(RayCluster(settings, url, namespace=cluster.namespace))
         engines = [replica.url for replica in service.pool.replicas]
         if as_json:
             urls = {"gateway": service.gateway_url, "control": service.control_url, "engines": engines}
@@ -44,5 +76,17 @@ async def _up(settings: Settings, data: Path, as_json: bool) -> None:
             console.print(f"data plane     {service.gateway_url}   (harnesses; session keys)")
             console.print(f"control plane  {service.control_url}   (docs at /docs)")
             console.print(f"engine         {', '.join(engines)}   ({settings.engine.kind})")
-            console.print("A session for an agent of your own: polar session new. Stop with Ctrl-C.")
-        await stop.wait()
+            console.print(f"nodes          {_nodes(settings, node)}")
+            console.print("Tasks: polar submit. An agent run by hand: polar session new. Stop with Ctrl-C.")
+        superseded = asyncio.ensure_future(service.rollout.superseded.wait())
+        stopped = asyncio.ensure_future(stop.wait())
+        await asyncio.wait({superseded, stopped}, return_when=asyncio.FIRST_COMPLETED)
+        superseded.cancel()
+        if not stop.is_set():
+            raise PolarError("Another server was started on the same database, and has taken over: this one stops.")
+
+
+def _nodes(settings: Settings, node: bool) -> str:
+    here = ["one in this process"] if node else []
+    there = [f"on Ray ({settings.cluster.nodes})"] if settings.cluster.engine == "ray" else []
+    return ", ".join([*here, *there, "any that join"])

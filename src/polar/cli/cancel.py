@@ -1,0 +1,44 @@
+"""polar cancel: tasks at a server that nobody wants any more."""
+
+import json
+from pathlib import Path
+
+import click
+
+from polar.cli.common import json_option, run
+from polar.cli.run_tally import count
+from polar.cli.server import connected, server_options
+from polar.client.async_client import ClientError
+
+
+@click.command("cancel")
+@server_options
+@json_option
+@click.argument("task_ids", nargs=-1, required=True, metavar="TASK...")
+def command(
+    config_path: Path | None,
+    server: str | None,
+    token: str | None,
+    run_name: str,
+    as_json: bool,
+    task_ids: tuple[str, ...],
+) -> int:
+    """End every TASK of the run: what has not begun never will, and what runs has the reason `cancelled`."""
+
+    async def cancel() -> int:
+        failed = 0
+        async with connected(config_path, server, token, run_name) as client:
+            for task_id in task_ids:
+                try:
+                    answer = await client.cancel(task_id)
+                except ClientError as error:
+                    if error.status != 404:
+                        raise
+                    click.echo(f"polar: {error}", err=True)
+                    failed = 1
+                    continue
+                ended = f"{count(answer['cancelled'], 'session')} cancelled"
+                click.echo(json.dumps(answer) if as_json else f"{task_id}: {ended}")
+        return failed
+
+    return run(cancel())

@@ -1,0 +1,138 @@
+"""polar results: what came of tasks at a server, in the order in which they ended."""
+
+import asyncio
+import contextlib
+import os
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import BinaryIO, Literal
+
+import click
+from rich.console import Console
+
+from polar.cli import results_view
+from polar.cli.common import run
+from polar.cli.run_summary import console_of_width
+from polar.cli.run_tally import count
+from polar.cli.server import connected, server_options
+from polar.client.async_client import ClientError, RawResult, Results
+from polar.errors import ConfigError
+
+_LAST_WORD = 5.0  # seconds for telling the server what was taken, when interrupted
+
+
+@click.command("results")
+@server_options
+@click.option("--after", type=click.IntRange(0), metavar="CURSOR", help="only those that ended later")
+@click.option("--unit", type=click.Choice(["session", "group"]), default="session", show_default=True)
+@click.option("--builder", help="of the trajectories [default: as the tasks say]")
+@click.option("--consumer", metavar="NAME", help="go on where this one was, which the server remembers")
+@click.option("--follow", is_flag=True, help="wait for further ones, until interrupted")
+@click.option("--json", "as_json", is_flag=True, help="a line of JSON for each")
+@click.option(
+    "-o",
+    "output",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="write JSON lines to a file; behind what is in it, with --after or --consumer",
+)
+def command(
+    config_path: Path | None,
+    server: str | None,
+    token: str | None,
+    run_name: str,
+    after: int | None,
+    unit: Literal["session", "group"],
+    builder: str | None,
+    consumer: str | None,
+    follow: bool,
+    as_json: bool,
+    output: Path | None,
+) -> None:
+    """Everything that has ended, with its reward; trajectories as JSON."""
+
+    async def show() -> None:
+        async with connected(config_path, server, token, run_name) as client:
+            results = client.results(after, unit, builder, consumer, raw=True, follow=follow)
+            if output is not None:
+                with _opened(output, append=after is not None or consumer is not None) as file:
+                    written = await _each(results, _writing(file), waits=True)
+                click.echo(f"{count(written, 'result')} to {output}. {_later(results, consumer)}".rstrip(), err=True)
+            elif as_json:
+                with _stdout() as file:
+                    await _each(results, _writing(file), waits=not sys.stdout.isatty())
+            elif follow:
+                await _each(results, lambda one: click.echo(results_view.in_words(_read(one, unit))), waits=False)
+            else:
+                await _table(results, unit, consumer)
+
+    run(show())
+
+
+async def _each(results: Results[RawResult], tell: Callable[[RawResult], None], *, waits: bool) -> int:
+    """How many. `waits`: nothing is seen of the results themselves, so that their number is shown."""
+    console = Console(stderr=True)
+    seen = 0
+    with console.status("waiting for results") if waits and console.is_terminal else contextlib.nullcontext() as status:
+        try:
+            async for result in results:
+                tell(result)
+                seen += 1
+                if status is not None:
+                    status.update(f"{count(seen, 'result')}, up to {result.cursor}")
+        except asyncio.CancelledError:  # interrupted: what was told is taken
+            with contextlib.suppress(ClientError, TimeoutError):
+                await asyncio.wait_for(results.acknowledge(), _LAST_WORD)
+            raise
+    return seen
+
+
+async def _table(results: Results[RawResult], unit: str, consumer: str | None) -> None:
+    console = console_of_width(Console())
+    if unit == "session":
+        sessions = [results_view.ended_of(result.data) async for result in results]
+        table = results_view.sessions(sessions) if sessions else None
+    else:
+        groups = [results_view.group_of(result.data) async for result in results]
+        table = results_view.groups(groups) if groups else None
+    console.print("No results." if table is None else table)
+    if later := _later(results, consumer):
+        console.print(later, highlight=False)
+
+
+def _later(results: Results[RawResult], consumer: str | None) -> str:
+    """How to get those that follow, where the server does not remember it."""
+    return "" if consumer is not None or results.cursor is None else f"Later ones: --after {results.cursor}"
+
+
+def _read(result: RawResult, unit: str) -> results_view.Ended | results_view.Group:
+    return results_view.ended_of(result.data) if unit == "session" else results_view.group_of(result.data)
+
+
+def _writing(file: BinaryIO) -> Callable[[RawResult], None]:
+    """Each line is where it belongs before the next result is asked for, which tells the server that it is."""
+
+    def write(result: RawResult) -> None:
+        file.write(result.data + b"\n")
+        file.flush()
+
+    return write
+
+
+@contextlib.contextmanager
+def _stdout() -> Iterator[BinaryIO]:
+    try:
+        yield sys.stdout.buffer
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python would complain again when it closes it
+        raise ConfigError("The results were cut short: their reader went away.") from None
+
+
+@contextlib.contextmanager
+def _opened(path: Path, *, append: bool) -> Iterator[BinaryIO]:
+    try:
+        with path.open("ab" if append else "wb") as file:
+            yield file
+            os.fsync(file.fileno())
+    except OSError as error:
+        raise ConfigError(f"Can't write {path}: {error.strerror}.") from error

@@ -1,0 +1,34 @@
+"""Which server a command speaks to."""
+
+import contextlib
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+
+from polar.cli.common import config_option, load_settings
+from polar.client.async_client import AsyncClient
+from polar.gateway.http import url_of
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def server_options(function: F) -> F:
+    """See `connected`."""
+    server = click.option("--server", help="URL of the control plane [default: from the settings]")
+    token = click.option("--token", help="its admin token [default: from the settings]")
+    run = click.option("--run", "run_name", default="default", show_default=True, help="the experiment")
+    return config_option(server(token(run(function))))
+
+
+@contextlib.asynccontextmanager
+async def connected(
+    config_path: Path | None, server: str | None, token: str | None, run_name: str
+) -> AsyncIterator[AsyncClient]:
+    """Raises ClientError at once where nobody answers; whoever is there is waited for, if it goes away later."""
+    settings = load_settings(config_path).server
+    url = server or url_of(settings.host, settings.port)
+    async with AsyncClient(url, token or settings.token, run_name) as client:
+        await client.health()
+        yield client

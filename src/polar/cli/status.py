@@ -1,0 +1,106 @@
+"""polar status: what goes on at a server."""
+
+from pathlib import Path
+from typing import Any
+
+import click
+import msgspec
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from polar.cli import results_view
+from polar.cli.common import json_option, run
+from polar.cli.run_summary import console_of_width
+from polar.cli.server import connected, server_options
+from polar.cli.show_tokens import visible
+from polar.client.async_client import AsyncClient
+from polar.rollout.models import TaskStatus
+
+_STAGES = ("init", "ready", "run", "postrun")
+
+
+@click.command("status")
+@server_options
+@json_option
+@click.argument("task_id", required=False, metavar="[TASK]")
+def command(
+    config_path: Path | None, server: str | None, token: str | None, run_name: str, as_json: bool, task_id: str | None
+) -> None:
+    """Runs with their queues, and nodes with their load; or how far one TASK of the run is."""
+
+    async def show() -> None:
+        async with connected(config_path, server, token, run_name) as client:
+            await (_all(client, as_json) if task_id is None else _one(client, task_id, as_json))
+
+    run(show())
+
+
+async def _all(client: AsyncClient, as_json: bool) -> None:
+    status = await client.status()
+    if as_json:
+        click.echo(msgspec.json.encode(status))
+        return
+    console = console_of_width(Console())
+    console.print(_runs(status["runs"]))
+    console.print(_nodes(status["nodes"]) if status["nodes"] else "No nodes: start one with `polar node --join URL`.")
+    for run_name, policy in status["policy"].items():
+        engines = ", ".join(_engine(replica) for replica in policy["replicas"]) or "no engines"
+        paused = f"; paused ({policy['mode']})" if policy["paused"] else ""
+        console.print(f"{visible(run_name)}: {engines}{paused}", highlight=False, markup=False, soft_wrap=True)
+
+
+async def _one(client: AsyncClient, task_id: str, as_json: bool) -> None:
+    task = await client.task(task_id)
+    if as_json:
+        click.echo(task.model_dump_json())
+        return
+    click.echo(f"{task.task_id}: {task.status}, {task.completed_sessions} of {task.total_sessions} sessions ended")
+    if task.results:
+        console_of_width(Console()).print(results_view.sessions(_ended(task)))
+    elif rows := (task.model_extra or {}).get("sessions", []):
+        console_of_width(Console()).print(_sessions(rows))
+
+
+def _sessions(rows: list[dict[str, Any]]) -> Table:
+    """Of a task that runs: where each of its sessions is."""
+    table = Table()
+    for column in ("sample", "state", "tries", "node"):
+        table.add_column(column)
+    for row in rows:
+        table.add_row(str(row["sample"]), row["state"], str(row["attempt"]), visible(row["node"] or ""))
+    return table
+
+
+def _ended(task: TaskStatus) -> list[results_view.Ended]:
+    return [results_view.ended_from(result) for result in task.results]
+
+
+def _runs(runs: dict[str, dict[str, int]]) -> Table:
+    names = list(dict.fromkeys(name for counts in runs.values() for name in counts))
+    table = Table("run")
+    for name in names:
+        table.add_column(name, justify="right")
+    for run_name, counts in runs.items():
+        table.add_row(Text(visible(run_name)), *(f"{counts.get(name, 0):,}" for name in names))
+    return table
+
+
+def _nodes(nodes: list[dict[str, Any]]) -> Table:
+    table = Table("node", "runtimes")
+    for name in ("sessions", *_STAGES, "calls", "seen"):
+        table.add_column(name, justify="right")
+    for node in nodes:
+        load = node["load"]
+        table.add_row(
+            Text(visible(node["name"]) + (" (draining)" if node.get("draining") else "")),
+            Text(visible(", ".join(node["backends"]))),
+            f"{node['leases']} of {node['slots']}",
+            *(str(load.get(name, "")) for name in (*_STAGES, "calls")),
+            f"{node['seen']:.0f} s ago",
+        )
+    return table
+
+
+def _engine(replica: dict[str, Any]) -> str:
+    return f"{visible(replica['url'])} version {replica['version']}{' (down)' if replica.get('down') else ''}"

@@ -1,0 +1,120 @@
+"""polar submit: tasks to a server, which runs them."""
+
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+import click
+import msgspec
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from polar.cli import results_view
+from polar.cli.common import run
+from polar.cli.run_summary import console_of_width
+from polar.cli.run_tally import count
+from polar.cli.server import connected, server_options
+from polar.client.async_client import Answer, AsyncClient
+from polar.rollout.models import TaskRequest, TaskStatus
+from polar.rollout.overrides import Overrides
+from polar.tasks import read
+
+
+@click.command("submit")
+@server_options
+@click.option("--harness", metavar="NAME[@VERSION]", help="run this one instead of the tasks' own")
+@click.option("--samples", type=click.IntRange(1), help="sessions of each task [default: as the task says]")
+@click.option("--model", help="the model name that harnesses are told to ask for")
+@click.option("--timeout", type=click.FloatRange(0, min_open=True), help="seconds of each session's run")
+@click.option("--backend", help="the runtime of all tasks")
+@click.option("--image", help="the image of all tasks' runtimes")
+@click.option("--wait", is_flag=True, help="until all of them have ended, and show what came of them")
+@click.option("--json", "as_json", is_flag=True, help="a line of JSON for each task; with --wait, for each session")
+@click.argument("paths", nargs=-1, required=True, type=click.Path(path_type=Path), metavar="TASK...")
+def command(
+    paths: tuple[Path, ...],
+    config_path: Path | None,
+    server: str | None,
+    token: str | None,
+    run_name: str,
+    harness: str | None,
+    samples: int | None,
+    model: str | None,
+    timeout: float | None,
+    backend: str | None,
+    image: str | None,
+    wait: bool,
+    as_json: bool,
+) -> int:
+    """Send every TASK (a file, or a folder of them). One that the server has already is not run again. Paths in tasks
+    are those of the machines where nodes run."""
+    overrides = Overrides(harness, samples, model, timeout, image)
+    tasks = [overrides.apply(task) for task in read(paths, backend=backend)]
+
+    async def submit() -> int:
+        async with connected(config_path, server, token, run_name) as client:
+            answers = await client.submit(tasks, raise_refused=False)
+            failed = _refused(answers)
+            taken = {answer.task_id for answer in answers if answer.error is None}
+            if wait and taken:
+                return max(await _wait(client, [task for task in tasks if task.task_id in taken], as_json), failed)
+            _tell(answers, sum(task.num_samples for task in tasks if task.task_id in taken), as_json)
+            return failed
+
+    return run(submit())
+
+
+def _refused(answers: list[Answer]) -> int:
+    """The exit status."""
+    refused = [answer for answer in answers if answer.error is not None]
+    for answer in refused:
+        click.echo(f"polar: The task {answer.task_id} was refused: {answer.error}", err=True)
+    return 1 if refused else 0
+
+
+def _tell(answers: list[Answer], sessions: int, as_json: bool) -> None:
+    if as_json:
+        for answer in answers:
+            click.echo(msgspec.json.encode(answer))
+        return
+    taken = sum(answer.error is None for answer in answers)
+    if taken:
+        click.echo(
+            f"{count(taken, 'task')} with {count(sessions, 'session')}. See: polar status, polar results --follow"
+        )
+
+
+async def _wait(client: AsyncClient, tasks: list[TaskRequest], as_json: bool) -> int:
+    """The exit status."""
+    console = Console(stderr=True)
+    ended: list[results_view.Ended] = []
+    with _progress(console) as progress:
+        bar = progress.add_task("sessions", total=sum(task.num_samples for task in tasks))
+        done: dict[str, int] = {}
+
+        def seen(task: TaskStatus) -> None:
+            done[task.task_id] = task.completed_sessions
+            progress.update(bar, completed=sum(done.values()))
+
+        async for task in client.ended([task.task_id for task in tasks], seen=seen):
+            ended += [results_view.ended_from(result) for result in task.results]
+            if as_json:
+                _write(result.model_dump_json().encode() for result in task.results)
+    if not as_json:
+        console_of_width(Console()).print(results_view.sessions(ended))
+        click.echo(f"{count(len(ended), 'session')}: {results_view.mean(ended)}.")
+    if complaint := results_view.complaint(ended):
+        click.echo(f"polar: {complaint}", err=True)
+        return 1
+    return 0
+
+
+def _progress(console: Console) -> Progress:
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+
+
+def _write(lines: Iterable[bytes]) -> None:
+    for line in lines:
+        sys.stdout.buffer.write(line + b"\n")
+    sys.stdout.buffer.flush()

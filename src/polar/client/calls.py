@@ -1,0 +1,264 @@
+"""Calls to a control plane that outlive lost connections and restarts of the server.
+
+Whatever is asked here may be asked twice: a call whose answer was lost is made again, for as long as the caller has
+patience. The token goes into one header, to one address, and appears nowhere else: redirects are not followed, and no
+error has one of the HTTP client's own behind it, which carry the request's headers.
+"""
+
+import asyncio
+import os
+import random
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping
+from typing import Any, TypeVar
+from urllib.parse import quote, urlencode, urlsplit
+
+import aiohttp
+import msgspec
+from msgspec import Struct
+from yarl import URL
+
+from polar.errors import PolarError
+
+T = TypeVar("T")
+Query = Mapping[str, str | int | float | None]
+
+_SILENCE = 120.0  # seconds without a byte, besides those that the server was asked to wait, that end a connection
+_FIRST, _LONGEST = 0.1, 10.0  # seconds between two tries
+_CRASHES = 3  # of the server's: a call that it breaks at again and again is not made for ever
+_NO_HEADERS: Mapping[str, str] = {}
+
+
+class ClientError(PolarError):
+    """The control plane can't be reached, or did not do what was asked. `status` is that of its answer, if there was
+    one."""
+
+    def __init__(self, message: str, status: int | None = None, retry_after: float | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+        self.retry_after = retry_after
+
+
+class Event(Struct, frozen=True):
+    """Something that happened at the server."""
+
+    kind: str
+    id: str | None
+    fields: dict[str, Any]
+
+
+_fields = msgspec.json.Decoder(dict[str, Any]).decode
+
+
+class _Failure(Struct):
+    message: str
+    again: bool  # it may well succeed later
+    status: int | None = None
+    retry_after: float | None = None
+
+
+class Calls:
+    """Belongs to the event loop that it is first used in."""
+
+    def __init__(self, url: str, token: str | None, patience: float) -> None:
+        """`patience` is how many seconds a call goes on trying without an answer."""
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ClientError(f"{url!r} is no address: it begins with http:// or https://.")
+        if "@" in parts.netloc:
+            raise ClientError(f"The address of {parts.hostname} holds a password: give a token instead.")
+        if token is not None and not (token.isascii() and token.isprintable() and " " not in token):
+            raise ClientError("The token can't be sent: it takes printable ASCII characters without spaces.")
+        self.url = url.rstrip("/")
+        self.patience = patience
+        self._headers = {"Content-Type": "application/json"}
+        if token:
+            self._headers["Authorization"] = f"Bearer {token}"
+        self._token = token
+        self._http: aiohttp.ClientSession | None = None
+        self._closed = False
+
+    async def close(self) -> None:
+        self._closed = True
+        if self._http is not None:
+            await self._http.close()
+            self._http = None
+
+    async def call(
+        self,
+        method: str,
+        path: str,
+        query: Query | None = None,
+        body: bytes | None = None,
+        *,
+        decode: Callable[[bytes], T],
+        wait: float = 0.0,
+        patience: float | None = None,
+    ) -> T:
+        """What `decode` makes of the answer: an answer that is cut off counts as none. The server may take `wait`
+        seconds longer than usual. Raises ClientError."""
+        trying = _Trying(self.patience if patience is None else patience)
+        while True:
+            got = await self._once(method, path, query, body, decode, wait)
+            if not isinstance(got, _Failure):
+                return got
+            await trying.again_after(got)
+
+    async def events(self, path: str, query: Query | None = None) -> AsyncGenerator[Event, None]:
+        """Server-sent events, on one connection after another; each says behind which event it goes on."""
+        trying = _Trying(self.patience)
+        last: str | None = None
+        while True:
+            failure = _Failure(f"{self.url} ended the stream of events.", again=True)
+            headers = {"Accept": "text/event-stream", **({} if last is None else {"Last-Event-ID": last})}
+            try:
+                async with self._request("GET", path, query, None, 0.0, headers) as response:
+                    if response.status == 200:
+                        fields: dict[str, str] = {}
+                        async for line in response.content:
+                            trying = _Trying(self.patience)
+                            name, _, value = line.decode("utf-8", "replace").rstrip("\r\n").partition(":")
+                            if name:
+                                fields[name] = value.removeprefix(" ")
+                            elif "data" in fields:
+                                last = fields.get("id", last)
+                                yield Event(fields.get("event", "message"), last, _fields(fields["data"]))
+                                fields = {}
+                    else:
+                        failure = self._refused(response, await response.read())
+            except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
+                failure = self._broken(error)
+            await trying.again_after(failure)
+
+    async def _once(
+        self, method: str, path: str, query: Query | None, body: bytes | None, decode: Callable[[bytes], T], wait: float
+    ) -> T | _Failure:
+        try:
+            async with self._request(method, path, query, body, wait) as response:
+                text = await response.read()
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            return self._broken(error)
+        if response.status >= 300:
+            return self._refused(response, text)
+        try:
+            return decode(text)
+        except (msgspec.ValidationError, UnicodeDecodeError) as error:
+            return _Failure(f"{self.url} does not answer as a control plane of Polar's does: {error}.", again=False)
+        except msgspec.DecodeError:
+            return _Failure(f"{self.url} broke off in the middle of an answer.", again=True)
+
+    def _request(
+        self,
+        method: str,
+        path: str,
+        query: Query | None,
+        body: bytes | None,
+        wait: float,
+        headers: Mapping[str, str] = _NO_HEADERS,
+    ) -> "aiohttp.client._RequestContextManager":
+        if self._closed:
+            raise ClientError("The client is closed.")
+        if self._http is None:
+            self._http = aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(limit=0), headers=self._headers, read_bufsize=2**20
+            )
+        given = {name: value for name, value in (query or {}).items() if value is not None}
+        address = self.url + path + (f"?{urlencode(given)}" if given else "")
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=10, sock_read=_SILENCE + wait)
+        return self._http.request(
+            method, URL(address, encoded=True), data=body, headers=headers, timeout=timeout, allow_redirects=False
+        )
+
+    def _broken(self, error: Exception) -> _Failure:
+        if isinstance(error, aiohttp.ClientSSLError):
+            return _Failure(f"{self.url} can't be trusted: {error.os_error}.", again=False)
+        if isinstance(error, aiohttp.ClientConnectorError):
+            number = error.os_error.errno or 0  # asyncio's own words for it are longer; below 0 it is a resolver's
+            why = os.strerror(number) if number > 0 else error.os_error.strerror or str(error.os_error)
+            return _Failure(f"No control plane answers at {self.url} ({why}): start one with `polar up`.", again=True)
+        if isinstance(error, TimeoutError):
+            return _Failure(f"{self.url} did not answer in time.", again=True)
+        return _Failure(self._hidden(f"{self.url} broke the connection off ({error or type(error).__name__})."), True)
+
+    def _refused(self, response: aiohttp.ClientResponse, body: bytes) -> _Failure:
+        """A proxy's word that the server is away is none of the server's own. One that is being stopped breaks calls
+        off with 500."""
+        status = response.status
+        detail = _detail(body)
+        again = status in (429, 500, 503) or (status in (502, 504) and detail is None)
+        said = detail or body[:300].decode("utf-8", "replace").strip() or "nothing more"
+        return _Failure(
+            self._hidden(f"{self.url} answered {status}: {said}"),
+            again,
+            status,
+            seconds(response.headers.get("Retry-After")),
+        )
+
+    def _hidden(self, text: str) -> str:
+        return text.replace(self._token, "***") if self._token else text
+
+
+class _Trying:
+    """How long to wait before the next try, and when to give up."""
+
+    def __init__(self, patience: float) -> None:
+        self._patience = patience
+        self._delays = delays()
+        self._crashes = 0
+        self._deadline: float | None = None  # counted from the first failure: waiting for an answer is none
+
+    async def again_after(self, failure: _Failure) -> None:
+        """Raises ClientError where there is no use in it, or no patience left."""
+        now = asyncio.get_running_loop().time()
+        if self._deadline is None:
+            self._deadline = now + self._patience
+        self._crashes += failure.status == 500
+        if not failure.again or now >= self._deadline or self._crashes > _CRASHES:
+            raise ClientError(failure.message, failure.status, failure.retry_after)
+        pause = max(next(self._delays), failure.retry_after or 0.0)
+        await asyncio.sleep(min(pause, self._deadline - now))
+
+
+def delays() -> Iterator[float]:
+    """Each about twice as long as the one before, up to a limit; never the same for everybody."""
+    delay = _FIRST
+    while True:
+        yield delay * random.uniform(0.5, 1.0)
+        delay = min(2 * delay, _LONGEST)
+
+
+def seconds(retry_after: str | None) -> float | None:
+    """A `Retry-After` header; one with a date is not used by anything here."""
+    try:
+        return max(float(retry_after), 0.0) if retry_after else None
+    except ValueError:
+        return None
+
+
+def step(name: str) -> str:
+    """A name as one step of a path, whatever is in it."""
+    return quote(name, safe="")
+
+
+def _detail(body: bytes) -> str | None:
+    """What the server says, in words; None where it isn't the server that speaks."""
+    try:
+        answer = msgspec.json.decode(body)
+    except (ValueError, RecursionError):
+        return None
+    detail = answer.get("detail") if isinstance(answer, dict) else None
+    if isinstance(detail, list):
+        return in_words(detail)
+    return detail if isinstance(detail, str) else None
+
+
+def in_words(problems: Iterable[Any]) -> str:
+    """What pydantic found wrong: `runtime.cpus: Input should be greater than 0; ...`."""
+    return "; ".join(f"{_field(problem.get('loc', ()))}: {problem.get('msg')}" for problem in problems)
+
+
+def _field(steps: Iterable[str | int]) -> str:
+    field = ""
+    for one in steps:
+        if one != "body":  # FastAPI's word for all of it
+            field += f"[{one}]" if isinstance(one, int) else f".{one}" if field else one
+    return field or "the request"

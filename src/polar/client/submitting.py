@@ -1,0 +1,105 @@
+"""Many tasks to a control plane: in batches, again where an answer was lost, and slowly where there is no room."""
+
+import asyncio
+import time
+from collections import deque
+
+import msgspec
+from msgspec import Struct
+
+from polar.client.calls import Calls, ClientError, delays
+from polar.rollout.models import TaskRequest
+
+_TASKS, _BYTES = 200, 4 * 2**20  # of one batch
+_NAMED = 5  # refused tasks that an error names
+_BUSY = 429
+
+
+class Answer(Struct, frozen=True, omit_defaults=True):
+    """What became of a task: `status`, or `error` and its `code` where it was refused."""
+
+    task_id: str
+    status: str | None = None
+    error: str | None = None
+    code: int | None = None
+    retry_after: float | None = None
+
+
+class TasksRefused(ClientError):
+    """Some tasks were not taken; `answers` has what became of each."""
+
+    def __init__(self, message: str, answers: list[Answer], status: int | None) -> None:
+        super().__init__(message, status)
+        self.answers = answers
+
+
+class _Answers(Struct):
+    tasks: list[Answer]
+
+
+_answers = msgspec.json.Decoder(_Answers).decode
+
+
+async def submit(calls: Calls, tasks: list[TaskRequest], timeout: float | None) -> list[Answer]:
+    """The server's answers, in the tasks' order. While it has no room, this waits, `timeout` seconds at most; what is
+    without a place then is answered so. A task that the server has already is answered as it was."""
+    wanted = deque((task.task_id, task.model_dump_json(exclude_unset=True).encode()) for task in tasks)
+    deadline = None if timeout is None else time.monotonic() + timeout
+    answers: dict[str, Answer] = {}
+    most, pauses = _TASKS, delays()
+    while wanted:
+        batch = _batch(wanted, most)
+        got = await _send(calls, batch, deadline)
+        answers |= got
+        busy = [task for task in batch if got[task[0]].code == _BUSY]
+        if not busy:
+            most, pauses = min(2 * most, _TASKS), delays()
+            continue
+        most = max(len(batch) - len(busy), 1)  # as many as there was room for
+        wanted.extendleft(reversed(busy))
+        pause = max(next(pauses), *(got[task_id].retry_after or 0.0 for task_id, _ in busy))
+        if deadline is not None:
+            if time.monotonic() >= deadline:
+                break
+            pause = min(pause, max(deadline - time.monotonic(), 0.0))
+        await asyncio.sleep(pause)
+    return [answers.get(task.task_id) or _crowded(task.task_id) for task in tasks]
+
+
+def check(answers: list[Answer]) -> None:
+    """Raises TasksRefused for those that were."""
+    refused = [answer for answer in answers if answer.error is not None]
+    if not refused:
+        return
+    said = "; ".join(f"{answer.task_id}: {answer.error}" for answer in refused[:_NAMED])
+    more = f"; and {len(refused) - _NAMED} more" if len(refused) > _NAMED else ""
+    of = f"{len(refused)} of {len(answers)} tasks were" if len(answers) > 1 else "The task was"
+    raise TasksRefused(f"{of} refused: {said}{more}", answers, refused[0].code)
+
+
+def _batch(wanted: deque[tuple[str, bytes]], most: int) -> list[tuple[str, bytes]]:
+    batch = [wanted.popleft()]
+    size = len(batch[0][1])
+    while wanted and len(batch) < most and size + len(wanted[0][1]) <= _BYTES:
+        batch.append(wanted.popleft())
+        size += len(batch[-1][1])
+    return batch
+
+
+async def _send(calls: Calls, batch: list[tuple[str, bytes]], deadline: float | None) -> dict[str, Answer]:
+    body = b'{"tasks":[' + b",".join(task for _, task in batch) + b"]}"
+    patience = calls.patience if deadline is None else min(calls.patience, max(deadline - time.monotonic(), 0.0))
+    try:
+        told = await calls.call("POST", "/rollout/tasks", body=body, decode=_answers, patience=patience)
+    except ClientError as error:
+        if error.status != _BUSY:
+            raise
+        return {task_id: _crowded(task_id, str(error), error.retry_after) for task_id, _ in batch}
+    got = {answer.task_id: answer for answer in told.tasks}
+    if missing := [task_id for task_id, _ in batch if task_id not in got]:
+        raise ClientError(f"{calls.url} did not say what became of the task {missing[0]!r}.")
+    return got
+
+
+def _crowded(task_id: str, error: str = "there was no room for it in time", again: float | None = None) -> Answer:
+    return Answer(task_id, error=error, code=_BUSY, retry_after=again)

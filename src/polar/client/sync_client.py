@@ -1,0 +1,226 @@
+"""The client for programs without an event loop, and for those that can't wait in theirs (a notebook's).
+
+with polar.Client("http://127.0.0.1:8080", token) as client:
+    client.submit("tasks/")
+    for result in client.results(consumer="trainer"):
+        ...
+"""
+
+import contextlib
+import threading
+import weakref
+from collections.abc import AsyncGenerator, Iterable, Iterator
+from types import TracebackType
+from typing import Any, Generic, Literal, TypeVar, overload
+
+from polar.client.async_client import AsyncClient, PauseMode
+from polar.client.background import Background
+from polar.client.calls import ClientError, Event
+from polar.client.feed import RawResult, Results
+from polar.client.given import TaskLike
+from polar.client.submitting import Answer
+from polar.rollout.models import GroupResult, NumberedResult, SessionResult, TaskStatus
+
+T = TypeVar("T")
+
+
+class SyncResults(Generic[T]):
+    """`Results` as a plain iterator. Threads may share it: each result goes to one of them."""
+
+    def __init__(self, results: Results[T], client: "Client") -> None:
+        self._results = results
+        self._client = client  # lives as long as this does
+        self._background = client.background
+        self._turn = threading.Lock()
+
+    @property
+    def cursor(self) -> int | None:
+        """Of the one that was given last."""
+        return self._results.cursor
+
+    def __iter__(self) -> "SyncResults[T]":
+        return self
+
+    def __next__(self) -> T:
+        with self._turn:  # taken here, in the thread that asked: what is interrupted while it waits loses nothing
+            if not self._results.waiting and not self._background.run(self._results.more()):
+                raise StopIteration
+            return self._results.take()
+
+    def __enter__(self) -> "SyncResults[T]":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Ends it, for a thread that waits for the next one as well."""
+        with contextlib.suppress(ClientError):  # the client is closed, and so is this
+            self._background.run(self._results.aclose())
+
+    def acknowledge(self) -> None:
+        """Tells the server that all that was given so far is done with."""
+        self._background.run(self._results.acknowledge())
+
+
+class Client:
+    """Use as a context manager, or close it. Threads may share it. Every method is AsyncClient's, which says more."""
+
+    def __init__(self, url: str, token: str | None = None, run: str = "default", *, patience: float = 300) -> None:
+        self._client = AsyncClient(url, token, run, patience=patience)
+        self.background = Background(self._client.close)
+        self._closing = weakref.finalize(self, self.background.close)
+
+    @property
+    def run(self) -> str:
+        return self._client.run
+
+    def __repr__(self) -> str:
+        return repr(self._client).removeprefix("Async")
+
+    def __enter__(self) -> "Client":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._closing()
+
+    # tasks
+
+    def submit(
+        self, tasks: TaskLike | Iterable[TaskLike], *, raise_refused: bool = True, timeout: float | None = None
+    ) -> list[Answer]:
+        return self.background.run(self._client.submit(tasks, raise_refused=raise_refused, timeout=timeout))
+
+    def task(self, task_id: str, *, results: bool = True) -> TaskStatus:
+        return self.background.run(self._client.task(task_id, results=results))
+
+    def cancel(self, task_id: str) -> dict[str, Any]:
+        return self.background.run(self._client.cancel(task_id))
+
+    def ended(self, task_ids: Iterable[str], *, timeout: float | None = None) -> Iterator[TaskStatus]:
+        return self._each(self._client.ended(task_ids, timeout=timeout))
+
+    def wait(self, task_ids: str | Iterable[str], *, timeout: float | None = None) -> list[SessionResult]:
+        return self.background.run(self._client.wait(task_ids, timeout=timeout))
+
+    def trajectory(self, task_id: str) -> dict[str, Any]:
+        return self.background.run(self._client.trajectory(task_id))
+
+    # results
+
+    @overload
+    def results(
+        self,
+        after: int | None = None,
+        unit: Literal["session"] = "session",
+        builder: str | None = None,
+        consumer: str | None = None,
+        *,
+        raw: Literal[False] = False,
+        limit: int = 32,
+        wait: float = 30,
+        count: int | None = None,
+        follow: bool = True,
+    ) -> SyncResults[NumberedResult]: ...
+
+    @overload
+    def results(
+        self,
+        after: int | None = None,
+        *,
+        unit: Literal["group"],
+        builder: str | None = None,
+        consumer: str | None = None,
+        raw: Literal[False] = False,
+        limit: int = 32,
+        wait: float = 30,
+        count: int | None = None,
+        follow: bool = True,
+    ) -> SyncResults[GroupResult]: ...
+
+    @overload
+    def results(
+        self,
+        after: int | None = None,
+        unit: Literal["session", "group"] = "session",
+        builder: str | None = None,
+        consumer: str | None = None,
+        *,
+        raw: Literal[True],
+        limit: int = 32,
+        wait: float = 30,
+        count: int | None = None,
+        follow: bool = True,
+    ) -> SyncResults[RawResult]: ...
+
+    def results(self, after: int | None = None, unit: Any = "session", *rest: Any, **options: Any) -> SyncResults[Any]:
+        return SyncResults(self._client.results(after, unit, *rest, **options), self)
+
+    def events(self) -> Iterator[Event]:
+        return self._each(self._client.events())
+
+    def _each(self, events: AsyncGenerator[T, None]) -> Iterator[T]:
+        async def one() -> list[T]:
+            async for event in events:
+                return [event]
+            return []
+
+        try:
+            while event := self.background.run(one()):
+                yield event[0]
+        finally:
+            with contextlib.suppress(ClientError):  # the client is closed, and so are they
+                self.background.run(events.aclose())
+
+    # the service
+
+    def health(self) -> dict[str, Any]:
+        return self.background.run(self._client.health())
+
+    def status(self) -> dict[str, Any]:
+        return self.background.run(self._client.status())
+
+    def nodes(self) -> list[dict[str, Any]]:
+        return self.background.run(self._client.nodes())
+
+    def set_quotas(
+        self,
+        *,
+        max_running: int | None = None,
+        max_queued: int | None = None,
+        batch: int | None = None,
+        max_lag: int | None = None,
+    ) -> dict[str, Any]:
+        return self.background.run(
+            self._client.set_quotas(max_running=max_running, max_queued=max_queued, batch=batch, max_lag=max_lag)
+        )
+
+    # the policy and its engines
+
+    def policy(self) -> dict[str, Any]:
+        return self.background.run(self._client.policy())
+
+    def set_policy(self, version: int, replica: str | None = None) -> dict[str, Any]:
+        return self.background.run(self._client.set_policy(version, replica))
+
+    def pause(self, mode: PauseMode = "freeze", *, timeout: float = 600) -> dict[str, Any]:
+        return self.background.run(self._client.pause(mode, timeout=timeout))
+
+    def resume(self) -> dict[str, Any]:
+        return self.background.run(self._client.resume())
+
+    def engines(self) -> dict[str, Any]:
+        return self.background.run(self._client.engines())
+
+    def add_engine(self, url: str, version: int | None = None) -> dict[str, Any]:
+        return self.background.run(self._client.add_engine(url, version))
+
+    def remove_engine(self, url: str) -> dict[str, Any]:
+        return self.background.run(self._client.remove_engine(url))

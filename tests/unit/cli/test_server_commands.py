@@ -1,0 +1,193 @@
+"""polar submit, status, results and cancel, against a small control plane."""
+
+import json
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from polar.cli.main import main
+from tests.unit.client.plane import Plane, Serving
+
+Polar = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def serving() -> Iterator[Serving]:
+    serving = Serving()
+    serving.plane.answers["/health"] = {"status": "ok"}
+    yield serving
+    serving.close()
+
+
+@pytest.fixture
+def plane(serving: Serving) -> Plane:
+    return serving.plane
+
+
+@pytest.fixture
+def polar(
+    plane: Plane, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfdbinary: pytest.CaptureFixture[bytes]
+) -> Polar:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "160")
+
+    def call(*arguments: str, url: str = plane.url) -> tuple[int, str, str]:
+        with pytest.raises(SystemExit) as ended:
+            main([*arguments, "--server", url])
+        out, err = capfdbinary.readouterr()
+        return int(ended.value.code or 0), out.decode(), err.decode()
+
+    return call
+
+
+@pytest.fixture
+def task(tmp_path: Path) -> str:
+    (tmp_path / "a.toml").write_text('instruction = "do it"\nnum_samples = 2\n')
+    return "a.toml"
+
+
+def test_tasks_are_sent_as_the_command_line_wants_them(polar: Polar, plane: Plane, task: str) -> None:
+    code, out, _ = polar("submit", task, "--samples", "5", "--harness", "pi", "--run", "r")
+    assert code == 0
+    assert out == "1 task with 5 sessions. See: polar status, polar results --follow\n"
+    sent = plane.tasks["a"]
+    assert (sent["num_samples"], sent["agent"]["harness"], sent["run"]) == (5, "pi", "r")
+    code, out, _ = polar("submit", task, "--samples", "5", "--harness", "pi", "--run", "r", "--json")
+    assert (code, json.loads(out)) == (0, {"task_id": "a", "status": "running"})
+
+
+def test_a_refused_task_is_named(polar: Polar, plane: Plane, task: str) -> None:
+    plane.refuses["a"] = (422, "its callback goes nowhere")
+    code, out, err = polar("submit", task, "--wait")
+    assert (code, out, err) == (1, "", "polar: The task a was refused: its callback goes nowhere\n")
+    code, out, _ = polar("submit", task, "--json")
+    assert (code, json.loads(out)["code"]) == (1, 422)
+
+
+def test_waiting_shows_what_came_of_them(polar: Polar, serving: Serving, plane: Plane, task: str) -> None:
+    def end() -> None:
+        serving.run(plane.end, "a", 0)
+        serving.run(plane.end, "a", 1)
+
+    timer = threading.Timer(0.5, end)
+    timer.start()
+    code, out, _ = polar("submit", task, "--wait")
+    timer.join()
+    assert code == 0
+    assert "s1" in out
+    assert "2 sessions: mean reward 1." in out
+    code, out, _ = polar("submit", task, "--wait", "--json")
+    assert [json.loads(line)["session_id"] for line in out.splitlines()] == ["s1", "s2"]
+
+
+@pytest.mark.parametrize(("reason", "status"), [("timeout", 0), ("early_stop", 0), ("sandbox_failed", 1)])
+def test_the_status_says_whether_sessions_failed(
+    polar: Polar, serving: Serving, plane: Plane, task: str, reason: str, status: int
+) -> None:
+    serving.run(plane.end, "a", 0)
+    serving.run(lambda: plane.end("a", 1, reward=None, reason=reason, status="ERROR", error="no room"))
+    code, _, err = polar("submit", task, "--wait")
+    assert code == status
+    assert err == (f"polar: 1 of 2 sessions ended without a reward: {reason} 1.\n  a (s2): no room\n" if status else "")
+
+
+def test_the_status_of_the_service(polar: Polar, plane: Plane) -> None:
+    node = {"node_id": "n", "name": "left", "backends": ["local"], "slots": 16, "leases": 3, "seen": 0.4, "load": {}}
+    replicas = [{"url": "http://e", "version": 7, "down": True}]
+    status: dict[str, Any] = {
+        "runs": {"default": {"queued": 1200, "done": 4}},
+        "nodes": [node | {"load": {"init": 1, "run": 2, "calls": 5}}],
+        "policy": {"default": {"paused": True, "mode": "hold", "replicas": replicas}},
+    }
+    plane.answers["/rollout/status"] = status
+    code, out, _ = polar("status")
+    assert code == 0
+    assert "1,200" in out
+    assert "3 of 16" in out
+    assert "default: http://e version 7 (down); paused (hold)" in out
+    code, out, _ = polar("status", "--json")
+    assert (code, json.loads(out)) == (0, status)
+    plane.answers["/rollout/status"] = status | {"nodes": []}
+    assert "polar node --join" in polar("status")[1]
+
+
+def test_the_status_of_a_task(polar: Polar, serving: Serving, plane: Plane, task: str) -> None:
+    polar("submit", task)
+    serving.run(plane.end, "a", 0)
+    assert polar("status", "a") == (0, "a: running, 1 of 2 sessions ended\n", "")
+    serving.run(plane.end, "a", 1)
+    code, out, _ = polar("status", "a")
+    assert out.startswith("a: completed, 2 of 2 sessions ended\n")
+    assert "s2" in out
+    code, _, err = polar("status", "nobody")
+    assert (code, err) == (1, f"polar: {plane.url} answered 404: There is no /rollout/task/nobody.\n")
+
+
+def test_results_as_tables_and_lines(polar: Polar, serving: Serving, plane: Plane) -> None:
+    assert polar("results")[:2] == (0, "No results.\n")
+    serving.run(plane.end, "a")
+    serving.run(lambda: plane.end("b", 3, reward=None, reason="timeout", status="TIMEOUT"))
+    code, out, _ = polar("results", "--after", "1")
+    assert code == 0
+    assert "timeout" in out
+    assert "s1" not in out
+    assert out.endswith("Later ones: --after 2\n")
+    assert "completed" in polar("results", "--unit", "group")[1]
+    code, out, _ = polar("results", "--json", "--builder", "per_request")
+    assert [json.loads(line) for line in out.splitlines()] == plane.sessions
+    assert plane.seen[-1][2]["builder"] == "per_request"
+
+
+def test_results_into_a_file(polar: Polar, serving: Serving, plane: Plane, tmp_path: Path) -> None:
+    file = tmp_path / "out.jsonl"
+    for number in range(3):
+        serving.run(plane.end, f"t{number}")
+    code, out, err = polar("results", "-o", str(file))
+    assert (code, out, err) == (0, "", f"3 results to {file}. Later ones: --after 3\n")
+    for _ in range(2):  # anew
+        polar("results", "-o", str(file))
+    assert [json.loads(line) for line in file.read_text().splitlines()] == plane.sessions
+    file.unlink()
+    polar("results", "--consumer", "c", "-o", str(file))
+    assert plane.consumers == {"c": 3}
+    serving.run(plane.end, "late")
+    assert polar("results", "--consumer", "c", "-o", str(file))[2] == f"1 result to {file}.\n"  # behind the others
+    assert [json.loads(line) for line in file.read_text().splitlines()] == plane.sessions
+    code, _, err = polar("results", "-o", str(tmp_path / "no" / "where"))
+    assert code == 1
+    assert "No such file or directory" in err
+
+
+def test_cancelling(polar: Polar, plane: Plane) -> None:
+    plane.tasks = {"a": {}, "b": {}}
+    code, out, err = polar("cancel", "a", "nobody", "b")
+    assert (code, out) == (1, "a: 1 session cancelled\nb: 1 session cancelled\n")
+    assert "There is no /rollout/task/nobody." in err
+    code, out, _ = polar("cancel", "a", "--json")
+    assert (code, json.loads(out)["cancelled"]) == (0, 1)
+
+
+@pytest.mark.parametrize("arguments", [("status",), ("results", "--follow"), ("cancel", "a"), ("submit", "a.toml")])
+def test_a_server_that_is_not_there_is_told_at_once(polar: Polar, task: str, arguments: tuple[str, ...]) -> None:
+    code, out, err = polar(*arguments, url="http://127.0.0.1:1")
+    assert (code, out) == (1, "")
+    said = "No control plane answers at http://127.0.0.1:1 (Connection refused): start one with `polar up`."
+    assert err == f"polar: {said}\n"
+
+
+def test_the_settings_say_where_and_with_which_token(
+    polar: Polar, plane: Plane, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plane.token = "s3cret"
+    plane.answers["/rollout/status"] = {"runs": {}, "nodes": [], "policy": {}}
+    monkeypatch.setenv("POLAR_SERVER__PORT", str(plane.port))
+    monkeypatch.setenv("POLAR_SERVER__TOKEN", "s3cret")
+    with pytest.raises(SystemExit) as ended:
+        main(["status", "--json"])
+    assert (ended.value.code or 0) == 0
+    code, _, err = polar("status", "--token", "another")
+    assert code == 1
+    assert "This needs the admin token" in err
