@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 NODE := .cache/node
 
-.PHONY: setup demo test check lint types harnesses test-harnesses test-engines test-trainers test-runtimes test-faults test-containers
+.PHONY: setup demo test check lint types harnesses test-harnesses test-engines test-trainers test-runtimes test-faults test-containers test-cluster test-simulation
 
 setup: $(VENV)/.ready
 
@@ -27,7 +27,7 @@ demo: setup $(NODE)/.ready
 	PATH="$(abspath $(NODE))/node_modules/.bin:$$PATH" $(BIN)/polar demo
 
 test: setup $(NODE)/.ready
-	$(BIN)/python -m pytest -n 2 -m "not (harnesses or engines or trainers or runtimes or faults or containers)" --durations=10
+	$(BIN)/python -m pytest -n 2 -m "not (harnesses or engines or trainers or runtimes or faults or containers or cluster or simulation)" --durations=10
 
 # The real harnesses: 1.6 GB of npm packages, and mini-swe-agent in an environment of its own.
 HARNESSES := .cache/harnesses
@@ -93,6 +93,18 @@ test-faults: setup
 
 test-containers: setup
 	$(BIN)/python -m pytest -m containers tests/contract tests/harnesses
+
+# A real Ray cluster of two "machines" here, PostgreSQL, 500 sessions; a node and the server are killed on the way.
+$(VENV)/.ray: $(VENV)/.ready
+	$(BIN)/python -m pip install -q "ray==2.60.0"
+	touch $@
+
+test-cluster: setup $(VENV)/.ray
+	$(BIN)/python -m pytest -m cluster tests/cluster
+
+# Many thousands of schedules of the rollout service, with faults, each from its seed.
+test-simulation: setup
+	$(BIN)/python -m pytest -n 2 -m simulation tests/simulation
 
 lint: setup
 	$(BIN)/ruff check .

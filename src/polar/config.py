@@ -80,11 +80,22 @@ class GatewaySettings(Section):
 class ServerSettings(Section):
     host: str = "127.0.0.1"
     port: Port = 8080
-    token: str | None = Field(None, repr=False)
+    token: str | None = Field(None, repr=False, description="of operators and trainers")
+    node_token: str | None = Field(None, repr=False, description="of nodes that join [default: the token]")
+    attempts: int = Field(3, gt=0, description="tries of a session, where the platform fails")
+    lease_seconds: float = Field(10, gt=0, description="that a node may be silent before others get its sessions")
+    beat_seconds: float = Field(2, gt=0, description="between two signs of life of a node")
+    callback_hosts: list[str] = Field(
+        [], description="HOST or HOST:PORT that tasks may name in callback_url [default: this machine's loopback]"
+    )
+    callback_hours: float = Field(24, gt=0, description="after which a callback that nobody acknowledges is given up")
+    retention_hours: float | None = Field(
+        None, gt=0, description="of service, that ended tasks and their sessions are kept [default: for ever]"
+    )
 
 
 class StoreSettings(Section):
-    url: str | None = None  # default: SQLite in the data folder
+    url: str | None = Field(None, repr=False)  # it may hold a password; default: SQLite in the data folder
     durability: Literal["process", "power"] = "process"
 
 
@@ -116,12 +127,37 @@ class JudgeSettings(Section):
     timeout: float = Field(120, gt=0)
 
 
+class ClusterSettings(Section):
+    engine: Literal["local", "ray"] = "local"
+    address: str = Field("auto", description="of a Ray cluster")
+    namespace: str = Field("polar", description="one for each server on the same Ray cluster")
+    server_url: str | None = Field(None, description="how nodes reach the server [default: where it listens]")
+    nodes: int | Literal["each"] = Field("each", description="gateway nodes: a number, or one on each machine")
+    resources: dict[str, float] = Field({}, description="that Ray sets aside for each node")
+    data: str | None = Field(None, description="folder of the nodes' data on each machine [default: a private one]")
+
+
+class LogSettings(Section):
+    format: Literal["text", "json"] = "text"
+    level: Literal["debug", "info", "warning", "error"] = "warning"
+
+
+class TelemetrySettings(Section):
+    otlp_endpoint: Annotated[str, AfterValidator(_http_url)] | None = Field(
+        None, description="where OpenTelemetry traces go [default: nowhere]"
+    )
+    otlp_headers: dict[str, str] = Field({}, repr=False)
+
+
 class Settings(Section):
     engine: EngineSettings = EngineSettings()
     gateway: GatewaySettings = GatewaySettings()
     server: ServerSettings = ServerSettings()
     store: StoreSettings = StoreSettings()
     node: NodeSettings = NodeSettings()
+    cluster: ClusterSettings = ClusterSettings()
+    log: LogSettings = LogSettings()
+    telemetry: TelemetrySettings = TelemetrySettings()
     judges: dict[str, JudgeSettings] = {}
 
 

@@ -1,65 +1,75 @@
-"""Everything in one process: store, engine, data plane and control plane."""
+"""The whole service in one process: data plane, control plane, and perhaps a node that runs sessions."""
 
 import asyncio
 import contextlib
-import gc
-import ipaddress
 import logging
-import resource
 import socket
-import sys
 from pathlib import Path
 from types import TracebackType
 
 import uvicorn
+from fastapi import FastAPI
 
 from polar.config import Settings
+from polar.data_plane import DataPlane
 from polar.engines.pool import Pool
+from polar.engines.pools import Pools
 from polar.errors import ConfigError
-from polar.gateway.app import Gateway
-from polar.gateway.control import create_app
-from polar.gateway.http import url_of
-from polar.gateway.metrics import Metrics
+from polar.gateway.http import is_loopback, url_of
 from polar.gateway.sessions import Sessions
-from polar.store import open_store
+from polar.node.node import Node
+from polar.node.working import node_of, worker_of
+from polar.rollout.callbacks import Callbacks
+from polar.rollout.models import TaskRequest
+from polar.rollout.pages import Pages
+from polar.rollout.queue import identity
+from polar.rollout.rollout import Rollout
+from polar.rollout.routes.app import create_app
+from polar.rollout.routes.parts import Parts
 from polar.store.base import Store
+from polar.telemetry.service_metrics import ServiceMetrics
 
 log = logging.getLogger(__name__)
 
 
-def settle_process() -> None:
-    """Settings of the whole process for one that serves: call it once, when everything is imported.
-
-    A full garbage collection stops every stream for as long as it takes to walk all objects. What is imported stays
-    anyway, and calls leave no cycles behind: young objects are looked at in small portions, old ones hardly ever. The
-    store's thread gives way to the event loop soon.
-    """
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(1_000, 5, 10_000)
-    sys.setswitchinterval(0.0005)
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # each open call takes two
-
-
 class Service:
-    """Use as an async context manager. `control=False` leaves the control plane out (a private gateway)."""
+    """Use as an async context manager. With `node`, tasks are run in this process too; others may join in any case."""
 
-    store: Store
-    pool: Pool
-    sessions: Sessions
-    gateway_url: str
+    plane: DataPlane
+    rollout: Rollout
     control_url: str
 
-    def __init__(self, settings: Settings, data: Path, *, control: bool = True) -> None:
+    def __init__(self, settings: Settings, data: Path, *, node: bool = False) -> None:
         self._settings = settings
         self._data = data
-        self._control = control
+        self._with_node = node
+        self._node: Node | None = None
+        self._stop = asyncio.Event()
         self._stack = contextlib.AsyncExitStack()
+
+    @property
+    def store(self) -> Store:
+        return self.plane.store
+
+    @property
+    def pools(self) -> Pools:
+        return self.plane.pools
+
+    @property
+    def pool(self) -> Pool:
+        return self.plane.pool
+
+    @property
+    def sessions(self) -> Sessions:
+        return self.plane.sessions
+
+    @property
+    def gateway_url(self) -> str:
+        return self.plane.gateway_url
 
     async def __aenter__(self) -> "Service":
         server = self._settings.server
-        if self._control and not server.token and not is_loopback(server.host):
+        if not server.token and not is_loopback(server.host):
             raise ConfigError(
                 f"The control plane on {server.host} would be open to everyone: set [server] token, or use 127.0.0.1."
             )
@@ -70,41 +80,51 @@ class Service:
 
     async def _start(self, stack: contextlib.AsyncExitStack) -> None:
         settings = self._settings
-        try:
-            self._data.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise ConfigError(
-                f"Can't keep anything in {self._data}: {error.strerror}. Name a folder with --data."
-            ) from error
-        url = settings.store.url or f"sqlite:{self._data / 'polar.db'}"
-        self.store = open_store(url, settings.store.durability)
-        stack.push_async_callback(self.store.close)
-        self.pool = await Pool.from_settings(settings.engine)
-        stack.push_async_callback(self.pool.close)
-        if settings.engine.urls:  # an engine that was launched just now holds nothing from before
-            for url, version in (await self.store.policies()).items():
-                self.pool.set_version(version, url)
-        await self.pool.start()
-        self.sessions = Sessions(self.store)
-        metrics = Metrics()
-        gateway = Gateway(settings, store=self.store, pool=self.pool, sessions=self.sessions, metrics=metrics)
-        stack.push_async_callback(gateway.stop)
-        self.gateway_url = await gateway.start()
-        if self._control:
-            app = create_app(
-                store=self.store,
-                sessions=self.sessions,
-                pool=self.pool,
-                metrics=metrics,
-                gateway_url=self.gateway_url,
-                token=settings.server.token,
-            )
-            listener = _listen(settings.server.host, settings.server.port)
-            self.control_url = url_of(settings.server.host, listener.getsockname()[1])
-            config = uvicorn.Config(app, log_config=None, access_log=False, lifespan="off", timeout_graceful_shutdown=2)
-            control = _Uvicorn(config)
-            task = asyncio.create_task(control.serve(sockets=[listener]))
-            stack.push_async_callback(_stop, control, task)
+        plane = self.plane = await stack.enter_async_context(DataPlane(settings, self._data))
+        store_id = await identity(plane.store)
+        rollout = self.rollout = Rollout(
+            plane.store,
+            settings.server,
+            store_id=store_id,
+            replicas=[replica.url for replica in plane.pool.replicas],
+            versions=await plane.versions(),
+            check=self._check,
+        )
+        await stack.enter_async_context(rollout)
+        if self._with_node:
+            self._node = await stack.enter_async_context(node_of(plane))
+        worker = await worker_of(rollout.leasing, plane, self._node, name=socket.gethostname(), store_id=store_id)
+        rollout.leasing.sleeper = worker.node_id
+        working = asyncio.create_task(worker.run(self._stop))
+        stack.push_async_callback(self._stop_working, working)
+        pages = Pages(rollout, plane.store)
+        callbacks = await stack.enter_async_context(Callbacks(rollout, pages, settings.server))
+        rollout.ledger.watcher = ServiceMetrics(
+            plane.metrics.registry, queue=rollout.status, nodes=rollout.nodes, callbacks=callbacks.pending
+        )
+        parts = Parts(
+            settings=settings.server,
+            rollout=rollout,
+            pages=pages,
+            callbacks=callbacks,
+            store=plane.store,
+            sessions=plane.sessions,
+            pools=plane.pools,
+            metrics=plane.metrics,
+            gateway_url=plane.gateway_url,
+            node_id=worker.node_id,
+        )
+        self.control_url = await _serve(create_app(parts), settings.server.host, settings.server.port, stack)
+        stack.callback(rollout.close)  # before the listener ends: nobody is left waiting
+
+    async def _check(self, task: TaskRequest) -> None:
+        """What this process can tell of a task; other nodes may have other harnesses, and other runtimes."""
+        if self._node is not None and len(self.rollout.leasing.members) == 1:
+            await self._node.plan(task)
+
+    async def _stop_working(self, working: "asyncio.Task[None]") -> None:
+        self._stop.set()
+        await working
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -116,6 +136,16 @@ class _Uvicorn(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self):  # type: ignore[no-untyped-def]
         yield  # signals are ours
+
+
+async def _serve(app: FastAPI, host: str, port: int, stack: contextlib.AsyncExitStack) -> str:
+    listener = _listen(host, port)
+    config = uvicorn.Config(app, log_config=None, access_log=False, lifespan="off", timeout_graceful_shutdown=2)
+    server = _Uvicorn(config)
+    task = asyncio.create_task(server.serve(sockets=[listener]))
+    url = url_of(host, listener.getsockname()[1])
+    stack.push_async_callback(_stop, server, task)
+    return url
 
 
 async def _stop(server: uvicorn.Server, task: "asyncio.Task[None]") -> None:
@@ -134,12 +164,3 @@ def _listen(host: str, port: int) -> socket.socket:
         listener.close()
         raise ConfigError(f"Can't listen on {host}:{port}: {error.strerror}. Set [server] port.") from error
     return listener
-
-
-def is_loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
+from polar.data_plane import DataPlane
 from polar.service import Service
 from polar.store.base import Exchange
 from tests.attack.replies import DONE, GOOD, encode, response, stream
@@ -269,7 +270,7 @@ class ByteEngine:
 class Bench:
     """A gateway in front of byte engines, with one open session."""
 
-    def __init__(self, service: Service, engine: ByteEngine, session_id: str, key: str) -> None:
+    def __init__(self, service: Service | DataPlane, engine: ByteEngine, session_id: str, key: str) -> None:
         self.service = service
         self.engine = engine
         self.session_id = session_id
@@ -300,7 +301,7 @@ async def comes_true(condition: Callable[[], bool]) -> None:
     raise AssertionError("it did not come true")
 
 
-async def recorded(service: Service, session_id: str, count: int) -> list[Exchange]:
+async def recorded(service: Service | DataPlane, session_id: str, count: int) -> list[Exchange]:
     found: list[Exchange] = []
     for _ in range(400):
         found = [exchange async for exchange in service.store.exchanges(session_id)]
@@ -315,7 +316,8 @@ async def bench(data: Path, *, control: bool = False, **changes: Any) -> AsyncIt
     """`control`: with the control plane; `changes`: settings, section by section."""
     async with ByteEngine() as engine:
         sections = {"engine": {"kind": "vllm", "timeout": 5} | changes.pop("engine", {})} | changes
-        async with Service(settings([engine.url], **sections), data, control=control) as service:
+        chosen = settings([engine.url], **sections)
+        async with Service(chosen, data) if control else DataPlane(chosen, data) as service:
             session, key = await service.sessions.create({})
             yield Bench(service, engine, session.session_id, key)
 

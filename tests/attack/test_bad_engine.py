@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from polar.service import Service
+from polar.data_plane import DataPlane
 from polar.store.base import Exchange
 from tests.attack.parts import (
     ANTHROPIC,
@@ -462,9 +462,7 @@ async def test_an_engine_that_is_down_at_first_and_later(tmp_path: Path) -> None
     engine = ByteEngine()
     port = int((await engine.start()).rsplit(":", 1)[1])
     await engine.stop()
-    async with Service(
-        settings([engine.url], engine={"kind": "vllm", "timeout": 5}), tmp_path, control=False
-    ) as service:
+    async with DataPlane(settings([engine.url], engine={"kind": "vllm", "timeout": 5}), tmp_path) as service:
         session, key = await service.sessions.create({})
         for dialect in DIALECTS:
             for streaming in (False, True):
@@ -490,9 +488,7 @@ async def test_an_engine_that_comes_late_is_asked_what_it_can_do(tmp_path: Path)
         entry = {"token": "one two", "logprob": -1 / call["temperature"]}
         writer.write(response(whole(token_ids=[11], logprobs={"content": [entry]}, usage=None)))
 
-    async with Service(
-        settings([engine.url], engine={"kind": "vllm", "timeout": 5}), tmp_path, control=False
-    ) as service:
+    async with DataPlane(settings([engine.url], engine={"kind": "vllm", "timeout": 5}), tmp_path) as service:
         session, key = await service.sessions.create({})
         is_error(CHAT, await ask(service.gateway_url, key), 503)
         await engine.start(port)
@@ -509,7 +505,7 @@ async def test_an_engine_that_hangs_at_first_keeps_nothing_from_starting(tmp_pat
     async with ByteEngine() as engine:
         engine.replay(b"", close=False)
         config = settings([engine.url], engine={"kind": "vllm", "timeout": 0.3})
-        async with asyncio.timeout(PATIENCE), Service(config, tmp_path, control=False) as service:
+        async with asyncio.timeout(PATIENCE), DataPlane(config, tmp_path) as service:
             _, key = await service.sessions.create({})
             engine.replay(response(whole()))
             assert (await ask(service.gateway_url, key)).status == 200
@@ -542,7 +538,7 @@ async def test_an_engine_that_lists_no_models(tmp_path: Path, models: bytes) -> 
     """Polar starts, and says what is wrong when it is asked for something."""
     async with ByteEngine() as engine:
         engine.models = models
-        async with Service(settings([engine.url], engine={"kind": "vllm"}), tmp_path, control=False) as service:
+        async with DataPlane(settings([engine.url], engine={"kind": "vllm"}), tmp_path) as service:
             _, key = await service.sessions.create({})
             engine.replay(response(whole()))
             is_error(CHAT, await ask(service.gateway_url, key), 502)

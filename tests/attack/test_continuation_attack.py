@@ -14,13 +14,13 @@ import pytest
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
+from polar.data_plane import DataPlane
 from polar.engines.scripted import TOKENIZER, Play, Plays, ScriptedServer, Turn
 from polar.gateway import prompting
 from polar.rendering.continuation import History
 from polar.rendering.model import Model
 from polar.rendering.template import ChatTemplate
 from polar.rendering.tokenizer import Tokenizer
-from polar.service import Service
 from polar.types import Message, Request, Text
 from tests.integration.stack import Stack, running, settings
 
@@ -96,7 +96,7 @@ async def test_a_branch_behind_a_prompt_that_is_only_its_opening(tmp_path: Path)
     plays = Plays(Play([Turn(reasoning="hm", text="word one")] * 5))
     async with (
         Told(plays, tokenizer=folder) as engine,
-        Service(settings([engine.url], engine={"tokenizer": str(folder)}), tmp_path / "data", control=False) as service,
+        DataPlane(settings([engine.url], engine={"tokenizer": str(folder)}), tmp_path / "data") as service,
     ):
         session, key = await service.sessions.create({})
         async with aiohttp.ClientSession(headers={"Authorization": f"Bearer {key}"}) as client:

@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 
 from polar.config import EngineSettings
+from polar.data_plane import DataPlane
 from polar.dialects.openai_chat import OpenAIChat
 from polar.engines.base import VersionSpan
 from polar.engines.pool import Pool
@@ -30,7 +31,6 @@ from polar.gateway.metrics import Metrics
 from polar.gateway.prompt_ids import PromptIds
 from polar.gateway.prompting import Prompting
 from polar.gateway.sessions import Sessions
-from polar.service import Service
 from polar.store import open_store
 from polar.store.base import Verdict
 from polar.types import Text
@@ -228,15 +228,15 @@ async def test_a_retry_of_what_failed_is_a_new_try(tmp_path: Path) -> None:
 async def test_a_call_that_is_given_up_before_it_begins(tmp_path: Path) -> None:
     """A session may end between a call's arrival and its first step."""
     async with bench(tmp_path) as it:
-        store, pool = it.service.store, it.service.pool
+        store, pools = it.service.store, it.service.pools
         opened = await it.service.sessions.by_key(it.key)
         assert opened is not None
         dialect = OpenAIChat()
         body = encode(CHAT.body)
         wire = dialect.split(body)
         call = Call(opened, dialect, {}, {}, body, wire, dialect.decode_request(wire, {}))
-        prompting = Prompting(EngineSettings(), pool, store)
-        generation = Generation(call, Context(pool, store, Metrics(), PromptIds(), prompting, True, 0.1))
+        prompting = Prompting(EngineSettings(), pools, store)
+        generation = Generation(call, Context(pools, store, Metrics(), PromptIds(), prompting, True, 0.1))
         generation.give_up()
         async with asyncio.timeout(10):
             await generation.settled()
@@ -378,14 +378,12 @@ async def test_a_call_that_is_cut_while_frozen_has_the_old_version(tmp_path: Pat
 
 
 @asynccontextmanager
-async def two_engines(tmp_path: Path) -> AsyncIterator[tuple[Service, ByteEngine, ByteEngine]]:
+async def two_engines(tmp_path: Path) -> AsyncIterator[tuple[DataPlane, ByteEngine, ByteEngine]]:
     async with ByteEngine() as one, ByteEngine() as two:
         for engine in (one, two):
             engine.replay(stream(*GOOD))
             engine.fixed = {"/pause?mode=keep": OK, "/resume": OK}
-        async with Service(
-            settings([one.url, two.url], engine={"kind": "vllm", "timeout": 5}), tmp_path, control=False
-        ) as service:
+        async with DataPlane(settings([one.url, two.url], engine={"kind": "vllm", "timeout": 5}), tmp_path) as service:
             yield service, one, two
 
 

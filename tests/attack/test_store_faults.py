@@ -9,7 +9,7 @@ from pathlib import Path
 
 import aiohttp
 
-from polar.engines.pool import Pool
+from polar.engines.pools import Pools
 from polar.gateway.app import Gateway
 from polar.gateway.metrics import Metrics
 from polar.gateway.sessions import Sessions
@@ -24,9 +24,9 @@ NOT_ANSWERING = (503,)
 @contextmanager
 def disk_full(folder: Path) -> Iterator[None]:
     """No file may grow beyond what the store's log has now. (A limit of the process, and of no mount.)"""
-    largest = max((path.stat().st_size for path in folder.iterdir()), default=0)
+    log = max((path.stat().st_size for path in folder.glob("*-wal")), default=0)
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (largest + 512, before[1]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (log + 512, before[1]))
     try:
         yield
     finally:
@@ -97,17 +97,17 @@ async def impatient(folder: Path) -> AsyncIterator[tuple[str, str]]:
         replying(engine)
         config = settings([engine.url], engine={"kind": "vllm"})
         store = SqliteStore.open(folder / "polar.db", lock_timeout_s=0.1)
-        pool = await Pool.from_settings(config.engine)
-        await pool.start()
+        pools = await Pools.from_settings(config.engine)
+        await pools.start()
         sessions = Sessions(store)
-        gateway = Gateway(config, store=store, pool=pool, sessions=sessions, metrics=Metrics())
+        gateway = Gateway(config, store=store, pools=pools, sessions=sessions, metrics=Metrics())
         url = await gateway.start()
         _, key = await sessions.create({})
         try:
             yield url, key
         finally:
             await gateway.stop()
-            await pool.close()
+            await pools.close()
             await store.close()
 
 

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from polar.config import load
+from polar.data_plane import settle_process
 from polar.node.finished import Finished
 from polar.rollout.local import LocalRollout
 from polar.rollout.models import TaskRequest
-from polar.service import settle_process
 from polar.store import open_store
 from tests.contract import left
 from tests.integration.agents import command

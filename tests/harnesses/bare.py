@@ -12,12 +12,12 @@ from typing import Any, NamedTuple
 import pytest
 
 from polar.config import Settings
+from polar.data_plane import DataPlane
 from polar.harnesses import environment, load_harness
 from polar.harnesses.base import Setup, Wanted
 from polar.harnesses.cache import find
 from polar.harnesses.files import write_setup
 from polar.rollout.models import McpServer
-from polar.service import Service
 from polar.trajectory import session as sessions
 from tests.harnesses.run import ROOT, Run, Turn, three_turns, workspace
 
@@ -53,7 +53,7 @@ async def run_bare(
     play.write_text(json.dumps({"turns": turns}))
     engine = {"kind": "scripted", "options": {"play": str(play)}}
     configured = Settings.model_validate({"engine": engine, "gateway": {"port": 0}})
-    async with Service(configured, data, control=False) as service:
+    async with DataPlane(configured, data) as service:
         model, url = preset.default_model, service.gateway_url
         session, key = await service.sessions.create({"harness": name, "model": model})
         setup = preset.setup(Wanted(str(home), str(folder), url, key, model, mcp_servers, chosen))

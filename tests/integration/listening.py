@@ -10,9 +10,9 @@ import numpy as np
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
+from polar.data_plane import DataPlane
 from polar.engines.scripted import Play, Plays, ScriptedServer
 from polar.engines.scripted.sampler import expected_logprobs
-from polar.service import Service
 from polar.store.base import Exchange
 from tests.integration.clients import Answer
 from tests.integration.stack import settings
@@ -44,7 +44,7 @@ class Listening(ScriptedServer):
 class Gateway:
     """A running one, with a session."""
 
-    def __init__(self, service: Service, engine: Listening, session_id: str, key: str) -> None:
+    def __init__(self, service: DataPlane, engine: Listening, session_id: str, key: str) -> None:
         self.service = service
         self.engine = engine
         self.session_id = session_id
@@ -93,7 +93,7 @@ async def gateway(
     """`engine`: options of the scripted server. What it is asked can be looked at where it renders."""
     async with (
         Listening(plays, **engine) as server,
-        Service(settings([server.url], engine={"render": render}), data, control=False) as service,
+        DataPlane(settings([server.url], engine={"render": render}), data) as service,
     ):
         session, key = await service.sessions.create({})
         assert isinstance(server, Listening)

@@ -17,9 +17,9 @@ import httpx
 import pytest
 
 from polar.cli.verify import verify
+from polar.data_plane import DataPlane
 from polar.engines.scripted import Play, Plays, Turn
 from polar.engines.scripted.adapt import Call as PlayedCall
-from polar.service import Service
 from polar.store.base import Exchange
 from polar.trajectory import session as sessions
 from polar.trajectory.builders import prefix_merging
@@ -74,7 +74,7 @@ async def running(data: Path, mode: Mode = "auto", **engine: Any) -> AsyncIterat
     """A gateway with a session. Whatever a test did with it, what is stored must be in order in the end."""
     async with Listening(PLAYS, drift=0.5, **engine) as server:
         chosen = settings([server.url], engine={"continuation": mode})
-        async with Service(chosen, data, control=False) as service:
+        async with DataPlane(chosen, data) as service:
             session, key = await service.sessions.create({})
             assert isinstance(server, Listening)
             yield Gateway(service, server, session.session_id, key)

@@ -16,10 +16,10 @@ import aiohttp
 import pytest
 
 from polar.cli.verify import Findings, verify
+from polar.data_plane import DataPlane
 from polar.dialects.sse import Parser
 from polar.engines.scripted import Play, Plays, Turn
 from polar.engines.scripted.adapt import Call as PlayedCall
-from polar.service import Service
 from polar.store.base import Exchange
 from polar.trajectory import session as sessions
 from polar.trajectory.builders import prefix_merging
@@ -304,7 +304,7 @@ async def running(
     """What is stored must be in order in the end, whatever happened."""
     async with Listening(Plays(turns(first)), drift=0.4) as server, aiohttp.ClientSession() as http:
         chosen = settings([server.url], engine={"continuation": mode}, gateway={"grace": grace})
-        async with Service(chosen, data, control=False) as service:
+        async with DataPlane(chosen, data) as service:
             session, key = await service.sessions.create({})
             assert isinstance(server, Listening)
             yield Harness(Gateway(service, server, session.session_id, key), wire, http)

@@ -18,13 +18,13 @@ from msgspec import Struct
 from polar.bench.client import BenchError
 from polar.bench.cut import cutting
 from polar.config import Settings
+from polar.data_plane import DataPlane
 from polar.engines.scripted.play import Play, Turn
 from polar.engines.scripted.server import ScriptedServer
 from polar.harnesses import environment, inherited, load_harness
 from polar.harnesses.base import Harness, Wanted
 from polar.harnesses.files import write_setup
 from polar.plugins import names
-from polar.service import Service
 from polar.store.base import Exchange, Session
 
 BUILT_IN = "built-in"
@@ -95,7 +95,7 @@ async def record(
     home.mkdir()
     settings = _settings(mode, engine_url, tokenizer, drops=drops)
     async with contextlib.AsyncExitStack() as stack:
-        service = await stack.enter_async_context(Service(settings, folder / "data", control=False))
+        service = await stack.enter_async_context(DataPlane(settings, folder / "data"))
         model = agent.preset.default_model if agent.preset else "polar"
         session, key = await service.sessions.create({"harness": agent.name, "model": model})
         url = service.gateway_url

@@ -29,11 +29,11 @@ from polar.bench.pipeline_workload import Session, sessions
 from polar.bench.process import Server
 from polar.bench.sandbox import Times
 from polar.config import EngineSettings, GatewaySettings, NodeSettings, Prewarm, Settings
+from polar.data_plane import DataPlane
 from polar.harnesses import environment
 from polar.node.node import Node
 from polar.rollout.models import AgentRequest, CustomShell, EvaluatorRequest, RuntimeRequest, TaskRequest
 from polar.runtimes.base import Runtime, Spec
-from polar.service import Service
 from polar.store.base import Verdict
 
 STEP = 0.25  # seconds between the points of the picture
@@ -153,7 +153,7 @@ class _Bench:
         self,
         name: str,
         workers: int,
-        through: Callable[[Service, SimulatedKind, Path, int, Done], Awaitable[float]],
+        through: Callable[[DataPlane, SimulatedKind, Path, int, Done], Awaitable[float]],
     ) -> _Measured:
         plan, total, done = self._plan, len(self._work), 0
         data = self._folder / name.replace(" ", "-")
@@ -164,7 +164,7 @@ class _Bench:
             self._progress(name, done, total)
 
         self._progress(name, 0, total)
-        async with Service(self._settings, data, control=False) as service:
+        async with DataPlane(self._settings, data) as service:
             await self._calls()  # those with which the gateway made the engine's acquaintance
             kind = SimulatedKind(
                 data / "simulated", service.gateway_url, start_seconds=plan.start_seconds, seed=plan.seed
@@ -188,14 +188,14 @@ class _Bench:
         )
         return _Measured(side, kind.lives)
 
-    async def through_stages(self, service: Service, kind: SimulatedKind, data: Path, _: int, done: Done) -> float:
+    async def through_stages(self, service: DataPlane, kind: SimulatedKind, data: Path, _: int, done: Done) -> float:
         """The production node. When the first task came."""
         node = Node(
             self._settings,
             data,
             store=service.store,
             sessions=service.sessions,
-            pool=service.pool,
+            pools=service.pools,
             gateway_url=service.gateway_url,
             kinds=OnlySimulated(kind),
         )
@@ -212,7 +212,7 @@ class _Bench:
 
     async def one_by_one(
         self,
-        service: Service,
+        service: DataPlane,
         kind: SimulatedKind,
         data: Path,  # noqa: ARG002
         workers: int,
@@ -240,7 +240,7 @@ class _Bench:
             connection.close()
 
 
-async def _from_init_to_evaluation(session: Session, service: Service, kind: SimulatedKind) -> None:
+async def _from_init_to_evaluation(session: Session, service: DataPlane, kind: SimulatedKind) -> None:
     opened, key = await service.sessions.create({"task_id": str(session.number)})
     agent = await _started(kind)
     await agent.run(["agent"], env=environment(agent.gateway_url(), key, NAME) | _agent_variables(session))

@@ -185,6 +185,9 @@ class OnlySimulated(Kinds):
     async def get(self, backend: str) -> Kind:  # noqa: ARG002
         return self._simulated
 
+    async def working(self) -> list[str]:
+        return [NAME]
+
     async def sweep(self) -> list[str]:
         return []
 

@@ -1,4 +1,4 @@
-"""A server under measurement: a process of its own on a core of its own, with its CPU time and memory."""
+"""A server under measurement: a process of its own, mostly on a core of its own, with its CPU time and memory."""
 
 import asyncio
 import os
@@ -18,10 +18,17 @@ T = TypeVar("T")
 
 class Server:
     """Use as an async context manager. Its output goes to `log`, but for standard output where `speaks` is set: such
-    a server reads lines from its standard input, prints lines of JSON, and ends when its input does."""
+    a server reads lines from its standard input, prints lines of JSON, and ends when its input does. Without a core it
+    runs on any."""
 
     def __init__(
-        self, argv: Sequence[str], core: int, log: Path, *, speaks: bool = False, env: dict[str, str] | None = None
+        self,
+        argv: Sequence[str],
+        core: int | None,
+        log: Path,
+        *,
+        speaks: bool = False,
+        env: dict[str, str] | None = None,
     ) -> None:
         self._argv = argv
         self._core = core
@@ -107,5 +114,6 @@ class Server:
         return self._process
 
     def _pin(self) -> None:
-        os.sched_setaffinity(0, {self._core})
+        if self._core is not None:
+            os.sched_setaffinity(0, {self._core})
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the bench, which ends its servers

@@ -24,6 +24,7 @@ from polar import ids
 from polar.bench.calls import filler
 from polar.bench.client import BenchError, Connection, post
 from polar.config import Settings
+from polar.data_plane import DataPlane
 from polar.dialects.base import Dialect
 from polar.engines.scripted import Play, ScriptedServer
 from polar.engines.scripted.server import TOKENIZER
@@ -31,7 +32,6 @@ from polar.plugins import load
 from polar.rendering.continuation import History, Known
 from polar.rendering.model import Model
 from polar.rendering.saying import saying
-from polar.service import Service
 from polar.store.base import Exchange
 from polar.types import Message, Part, Reasoning, Request, Text, Tool, ToolCall, ToolResult
 
@@ -182,7 +182,7 @@ async def _through_the_gateway(folder: str, near: range) -> tuple[list[float], l
     with tempfile.TemporaryDirectory(prefix="polar-bench-") as data:
         async with ScriptedServer(play, tokenizer=folder) as server:
             settings = Settings.model_validate({"engine": engine | {"urls": [server.url]}, "gateway": {"port": 0}})
-            async with Service(settings, Path(data), control=False) as service:
+            async with DataPlane(settings, Path(data)) as service:
                 session, key = await service.sessions.create({})
                 gateway = await Connection.open(_port(service.gateway_url))
                 direct = await Connection.open(_port(server.url))
@@ -207,7 +207,7 @@ async def _through_the_gateway(folder: str, near: range) -> tuple[list[float], l
     return first, last
 
 
-async def _stored(service: Service, session_id: str, seq: int) -> Exchange:
+async def _stored(service: DataPlane, session_id: str, seq: int) -> Exchange:
     return [exchange async for exchange in service.store.exchanges(session_id)][seq]
 
 

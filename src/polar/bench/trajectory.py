@@ -250,7 +250,7 @@ def _path(seq: int, prompt: Ids, sampled: Ids) -> TokenPath:
 
 async def stored_bytes(report: Report, plan: Plan, progress: Progress) -> None:
     progress(f"bytes of a session of {plan.turns[0]} to {plan.turns[-1]} turns")
-    exchanges, wholes = _conversation(max(plan.turns))
+    exchanges, wholes = conversation(max(plan.turns))
     with tempfile.TemporaryDirectory(prefix="polar-bench-") as name:
         for turns in plan.turns:
             path = Path(name) / f"{turns}.db"
@@ -264,7 +264,7 @@ async def stored_bytes(report: Report, plan: Plan, progress: Progress) -> None:
             report.stored.append(Stored(turns, lengths[-1], sum(lengths), path.stat().st_size, whole))
 
 
-def _conversation(turns: int) -> tuple[list[Exchange], list[int]]:
+def conversation(turns: int) -> tuple[list[Exchange], list[int]]:
     """A coding agent's session, call by call, and the bytes of each call as it went over the wire."""
     rng = np.random.default_rng(0)
     dialect: Dialect = load("dialects", "openai_chat")()

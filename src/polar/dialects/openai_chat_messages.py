@@ -25,6 +25,10 @@ def decode_messages(items: Sequence[Raw]) -> list[Message]:
     messages: list[Message] = []
     legacy_call = ""  # calls of the old kind had no ids: a result belongs to the call before it
     for index, item in enumerate(items):
+        known: Message | None = wire.recall(decode_messages, item)
+        if known is not None:
+            messages.append(known)
+            continue
         where = f"messages[{index}]"
         found = wire.decode(_MESSAGE, item, where)
         if found.role == "assistant":
@@ -39,6 +43,8 @@ def decode_messages(items: Sequence[Raw]) -> list[Message]:
             messages.append(Message("tool", [ToolResult(call_id, parts, name=found.name)]))
         else:
             messages.append(Message(found.role, [*_decode_content(found.content, where)], found.name))
+        if not legacy_call:  # else it is what it is because of others
+            wire.remember(decode_messages, item, messages[-1])
     return messages
 
 

@@ -1,6 +1,9 @@
 """What all dialects share: splitting a body into raw fields, and errors that name the field at fault."""
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, TypeVar
 
 import msgspec
@@ -47,8 +50,47 @@ def mend(body: bytes) -> bytes:
     return _ESCAPE.sub(lambda escape: b"\\ufffd" if len(escape.group()) == 6 else escape.group(), body)
 
 
+_decoded: ContextVar[dict[tuple[int, int], tuple[object, Any]] | None] = ContextVar("decoded", default=None)
+
+
+@contextmanager
+def remembering() -> Iterator[None]:
+    """Within, an item that several requests hold is decoded once: a session's requests repeat its history, as the very
+    same objects where they come out of the store."""
+    token = _decoded.set({})
+    try:
+        yield
+    finally:
+        _decoded.reset(token)
+
+
 def decode(decoder: "msgspec.json.Decoder[T]", raw: Raw | bytes, where: str) -> T:
-    """Decodes one field or item; an error says where in the request it stands."""
+    """Decodes one field or item; an error says where in the request it stands. What comes out is not to be changed."""
+    known = _decoded.get()
+    if known is None:
+        return _decode(decoder, raw, where)
+    key = id(decoder), id(raw)
+    if key not in known:
+        known[key] = raw, _decode(decoder, raw, where)  # with the item, so that no other one gets its id
+    found: T = known[key][1]
+    return found
+
+
+def recall(kind: object, raw: Raw) -> Any:
+    """What was made of the item before (`remember`), if anything was."""
+    known = _decoded.get()
+    found = None if known is None else known.get((id(kind), id(raw)))
+    return None if found is None else found[1]
+
+
+def remember(kind: object, raw: Raw, made: object) -> None:
+    """`kind` is whatever makes such things of items; it lives as long as the process."""
+    known = _decoded.get()
+    if known is not None:
+        known[id(kind), id(raw)] = raw, made
+
+
+def _decode(decoder: "msgspec.json.Decoder[T]", raw: Raw | bytes, where: str) -> T:
     try:
         return decoder.decode(raw)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:

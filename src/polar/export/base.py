@@ -20,6 +20,7 @@ from msgspec import Struct, field
 from numpy.typing import NDArray
 
 from polar.store.base import Exchange, Session
+from polar.trajectory.session import Part
 from polar.trajectory.types import NO_VERSION, TRAINABLE_ROLES, ExchangeRole, Ids, Sampled, Trace, Trajectory
 
 Need = Literal[
@@ -40,6 +41,7 @@ class Item(Struct):
     trajectory: Trajectory
     exchanges: list[Exchange] = field(default_factory=list)
     roles: frozenset[ExchangeRole] = TRAINABLE_ROLES  # of calls that go out
+    parts: list[Part] | None = None  # the exchanges, read, where somebody has done so
 
     @property
     def group(self) -> str:

@@ -14,8 +14,8 @@ from msgspec import Struct
 from polar.dialects.openai_chat import OpenAIChat
 from polar.export.base import Item
 from polar.store.base import Exchange
-from polar.trajectory.conversations import Call, call_of, find
-from polar.trajectory.session import labelled
+from polar.trajectory.conversations import Call, find
+from polar.trajectory.session import parts_of
 from polar.trajectory.types import ExchangeRole, Trace
 from polar.trajectory.wire import NO_MESSAGES, Messages
 from polar.types import Message, Part, Request, Tool, ToolCall, ToolResult
@@ -73,12 +73,8 @@ class Conversation(Struct):
 
 def said_of(item: Item) -> dict[str, Said]:
     """A session's calls, by exchange id: those without token ids as well."""
-    calls = [call_of(exchange) for exchange in item.exchanges]
-    labels = labelled(item.session, calls)
-    return {
-        call.exchange_id: Said(exchange, call, *labels[call.exchange_id])
-        for exchange, call in zip(item.exchanges, calls, strict=True)
-    }
+    parts = parts_of(item.session, item.exchanges) if item.parts is None else item.parts
+    return {call.exchange_id: Said(exchange, call, *label) for exchange, call, label in parts}
 
 
 def conversations(item: Item) -> list[Conversation]:

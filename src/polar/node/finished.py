@@ -26,6 +26,7 @@ class Finished(Struct):
     turns: int = 0
     tokens: int = 0  # sampled
     error: str | None = None  # what went wrong, in words, where the verdict is a reason
+    versions: tuple[int, int] | None = None  # of the policy: the oldest and the newest that its tokens come from
 
 
 def checked(verdict: Verdict, *, live: bool) -> Verdict:

@@ -38,6 +38,18 @@ class Kinds:
             self._kinds[backend] = made(self._state, self._gateway_url)
         return self._kinds[backend]
 
+    async def working(self) -> list[str]:
+        """Those that runtimes can be made of here, now."""
+        found = []
+        for backend in self._allowed:
+            try:
+                await self.get(backend)
+            except ConfigError as error:
+                log.info("%s", error)
+            else:
+                found.append(backend)
+        return found
+
     async def sweep(self) -> list[str]:
         """Removes what a node that is no more left behind; the ids of its runtimes."""
         swept = []

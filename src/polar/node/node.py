@@ -16,7 +16,7 @@ from types import TracebackType
 from msgspec import Struct
 
 from polar.config import Settings
-from polar.engines.pool import Pool
+from polar.engines.pools import Pools
 from polar.errors import ConfigError
 from polar.gateway.sessions import Sessions
 from polar.node.before import Before
@@ -83,7 +83,7 @@ class Node:
         *,
         store: Store,
         sessions: Sessions,
-        pool: Pool,
+        pools: Pools,
         gateway_url: str,
         kinds: Kinds | None = None,
     ) -> None:
@@ -92,7 +92,7 @@ class Node:
         self._settings = settings
         self._store = store
         self._sessions = sessions
-        self._pool = pool
+        self._pools = pools
         self._state = State(data / "node")
         self._kinds = kinds or Kinds(data / "runtimes", gateway_url, node.runtimes)
         self._place = Place(
@@ -112,6 +112,16 @@ class Node:
         self._running: dict[str, Running] = {}
         self._untold = False  # there is a session whose verdict the store did not take
         self._tokens = 0  # of sessions that have ended
+        self.replaced: list[str] = []  # ids of nodes that are no more, and left something here
+
+    @property
+    def node_id(self) -> str:
+        """New with every start."""
+        return self._place.node_id
+
+    async def backends(self) -> list[str]:
+        """Kinds of runtimes that work here."""
+        return await self._kinds.working()
 
     async def __aenter__(self) -> "Node":
         await self.sweep()
@@ -130,6 +140,7 @@ class Node:
         await self._kinds.sweep()
         lost = []
         for left in self._state.left():
+            self.replaced.append(left.folder.name)
             for folder in left.runtimes:
                 lost.append(folder.name)
                 verdict = Verdict(reason="node_lost")
@@ -160,6 +171,11 @@ class Node:
         await place.postrun.queue_shorter_than(place.run.size + 1)
         await place.init.queue_shorter_than(_AHEAD * place.init.size)
 
+    def free(self) -> int:
+        """How many may be submitted before the next one should wait (`room`)."""
+        init = self._place.init
+        return max(0, (1 + _AHEAD) * init.size - init.inside - init.waiting)
+
     async def submit(self, plan: Plan, sample: int = 0) -> Running:
         """Takes a session in. It is in the store on return, and waits for its first stage. One that is on its way into
         the store gets there, whoever waits for it."""
@@ -182,15 +198,16 @@ class Node:
 
     def load(self) -> Load:
         stages = [running.stage for running in self._running.values()]
+        pools = self._pools.by_run().values()
         return Load(
             waiting=stages.count(None),
             init=stages.count("init"),
             ready=stages.count("ready"),
             run=stages.count("run"),
             postrun=stages.count("postrun"),
-            calls=sum(len(replica.running) for replica in self._pool.replicas),
-            held=self._pool.gate.held,
-            paused=self._pool.gate.paused,
+            calls=sum(len(replica.running) for pool in pools for replica in pool.replicas),
+            held=sum(pool.gate.held for pool in pools),
+            paused=all(pool.gate.paused for pool in pools),
             tokens=self._tokens + sum(running.tokens for running in self._running.values()),
         )
 

@@ -40,6 +40,8 @@ from polar.runtimes.base import Completed, Runtime, SandboxError, Spoiled, TooLa
 from polar.runtimes.preparing import PrepareError
 from polar.runtimes.state import remove_tree
 from polar.store.base import Exchange, Session, Store, Verdict
+from polar.telemetry import tracing
+from polar.telemetry.logs import bind
 
 log = logging.getLogger(__name__)
 
@@ -113,6 +115,8 @@ class Life:
         self._has_before = False
         self._expected = False  # of the warm ones, a runtime for our grader
         self._outcome: Outcome | None = None
+        self._versions: tuple[int, int] | None = None
+        self._span = tracing.SessionSpan()
         self.meter: Meter
 
     @classmethod
@@ -145,6 +149,7 @@ class Life:
         """Never raises: what goes wrong is in the verdict. A cancellation counts until the verdict is being told."""
         error: str | None = None
         self._begun = True
+        self._watch()
         try:
             if not self._may_cancel:
                 raise asyncio.CancelledError
@@ -161,6 +166,7 @@ class Life:
             error = printable(f"{type(failure).__name__}: {failure}"[:_TOLD])
             verdict = Verdict(reason="node_failed")
         self._may_cancel = False
+        self._span.stage(None)
         await self._tear_down()
         finished = Finished(
             self.session_id,
@@ -173,8 +179,11 @@ class Life:
             self.meter.turns,
             self.meter.tokens,
             error,
+            self._versions,
         )
         self.told = await self._told(finished)
+        self._span.end(finished.verdict, turns=finished.turns, tokens=finished.tokens)
+        log.info("session %s has ended: %s", self.session_id, finished.verdict.reason or finished.verdict.reward)
         if self.told:
             await self._forget()
         return finished
@@ -187,27 +196,48 @@ class Life:
             task.cancel()  # one that has not begun finds out by itself; cancelled before, it would never end
         return True
 
+    def _watch(self) -> None:
+        """What is logged from here on says whose it is, and whoever collects traces sees the session."""
+        task, node_id = self.plan.task, self._place.node_id
+        bind(session_id=self.session_id, task_id=task.task_id, run=task.run, node_id=node_id)
+        self._span = tracing.current().session(
+            tracing.Traced(
+                session_id=self.session_id,
+                task_id=task.task_id,
+                sample=self.sample,
+                run=task.run,
+                node_id=node_id,
+                agent=self.plan.harness.name,
+                model=self.plan.model,
+            )
+        )
+
+    def _enter(self, stage: StageName) -> None:
+        self.stage = stage
+        self._span.stage(stage)
+        log.debug("session %s is in %s", self.session_id, stage)
+
     async def _through_the_stages(self) -> Verdict:
         place, timing, priority = self._place, self._timing, self.plan.task.dispatch_priority
         async with place.init.place(priority):
             timing.ended("queued")
-            self.stage = "init"
+            self._enter("init")
             await self._init()
             timing.ended("init")
             await place.ready.enter(priority)
         try:
-            self.stage = "ready"
+            self._enter("ready")
             await place.run.enter(priority)
         finally:
             place.ready.leave()
             timing.ended("ready")
         try:
-            self.stage = "run"
+            self._enter("run")
             outcome = await self._run()
         finally:
             place.run.leave()
             timing.ended("run")
-        self.stage = "postrun"  # or waiting for it
+        self._enter("postrun")  # or waiting for it
         await self._stop_agent()
         async with place.postrun.place(priority):
             timing.ended("waiting")
@@ -298,6 +328,7 @@ class Life:
         assert runtime is not None
         await self._keep_logs(runtime)
         exchanges = [exchange async for exchange in self._place.store.exchanges(self.session_id)]
+        self._versions = _versions(exchanges)
         calls = await asyncio.to_thread(main_calls, self._session, exchanges)
         last = calls[-1] if calls else None
         self._check_platform(outcome, last)
@@ -420,6 +451,11 @@ class Life:
         except OSError as error:
             log.error("session %s: %s can't be written: %s", self.session_id, self._folder.path, error)
         return told
+
+
+def _versions(exchanges: list[Exchange]) -> tuple[int, int] | None:
+    found = [span.version for exchange in exchanges for span in exchange.versions]
+    return (min(found), max(found)) if found else None
 
 
 def _patch(before: Path, after: Path) -> bytes:

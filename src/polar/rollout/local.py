@@ -16,6 +16,7 @@ from typing import Any
 import msgspec
 
 from polar.config import Settings
+from polar.data_plane import DataPlane
 from polar.errors import ConfigError
 from polar.export.base import Item
 from polar.node.finished import Finished
@@ -23,7 +24,6 @@ from polar.node.node import Load, Node, Running
 from polar.node.plan import Plan
 from polar.rollout.models import TaskRequest
 from polar.rollout.results import session_result
-from polar.service import Service
 from polar.trajectory.session import sampled, traced
 
 
@@ -37,12 +37,12 @@ class LocalRollout:
         self._wanted: deque[tuple[Plan, int]] = deque()  # not taken in yet
         self._running: set[Running] = set()
         self._ended: asyncio.Queue[asyncio.Task[Finished] | None] = asyncio.Queue()  # None: look again
-        self.service: Service
+        self.service: DataPlane
         self.node: Node
 
     async def __aenter__(self) -> "LocalRollout":
         async with contextlib.AsyncExitStack() as stack:
-            self.service = await stack.enter_async_context(Service(self._settings, self._data, control=False))
+            self.service = await stack.enter_async_context(DataPlane(self._settings, self._data))
             service = self.service
             if all(replica.down for replica in service.pool.replicas):
                 urls = ", ".join(replica.url for replica in service.pool.replicas)
@@ -52,7 +52,7 @@ class LocalRollout:
                 self._data,
                 store=service.store,
                 sessions=service.sessions,
-                pool=service.pool,
+                pools=service.pools,
                 gateway_url=service.gateway_url,
             )
             self.node = await stack.enter_async_context(node)

@@ -160,7 +160,7 @@ class Budget(Model):
 class TaskRequest(Model):
     task_id: str = Field(min_length=1, max_length=200)
     instruction: str
-    num_samples: int = Field(1, ge=1)
+    num_samples: int = Field(1, ge=1, le=100_000)
     timeout_seconds: float = Field(600, gt=0)
     budget: Budget = Budget()
     on_timeout: OnLimit = "grade"
@@ -170,10 +170,19 @@ class TaskRequest(Model):
     agent: AgentRequest = AgentRequest()
     builder: BuilderRequest = BuilderRequest()
     evaluator: EvaluatorRequest | None = None
-    dispatch_priority: int = Field(0, validation_alias=AliasChoices("dispatch_priority", "priority"))
-    early_stop_min_usable_sessions: int | None = Field(None, ge=1)
+    dispatch_priority: int = Field(
+        0, ge=-(2**31), lt=2**31, validation_alias=AliasChoices("dispatch_priority", "priority")
+    )
+    early_stop_min_usable_sessions: int | None = Field(None, ge=1, lt=2**31)
+    oldest_version: int | None = Field(None, ge=0, lt=2**31, description="of the policy, that a consumer still takes")
+    max_lag: int | None = Field(
+        None, ge=0, lt=2**31, description="versions that the policy may be ahead when a session ends"
+    )
+    on_stale: Literal["mark", "cancel"] = Field(
+        "mark", description="sessions that are too old: delivered, and marked as stale; or ended as soon as they are"
+    )
     callback_url: str | None = None
-    run: str = "default"
+    run: str = Field("default", min_length=1, max_length=200)
     metadata: dict[str, Any] = {}
 
 
@@ -229,3 +238,24 @@ class TaskStatus(BaseModel):
 
 class TaskResult(TaskStatus):
     """What is posted to `callback_url`."""
+
+
+class NumberedResult(SessionResult):
+    """A session's result, and where it stands in the order in which they ended."""
+
+    cursor: int
+    sample: int
+
+
+class GroupResult(BaseModel):
+    """All sessions of a task that has ended."""
+
+    model_config = ConfigDict(extra="allow")
+
+    task_id: str
+    status: TaskState
+    asked: int  # sessions
+    usable: int  # those with a reward
+    cancelled: int
+    cursor: int
+    results: list[SessionResult] = []

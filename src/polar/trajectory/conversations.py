@@ -35,7 +35,13 @@ class Call(Struct, frozen=True):
     hints: dict[str, str]
     request: Request
     reply: Reply | None
-    digest: bytes  # of what was asked: equal for a request and its repetition
+
+    @property
+    def digest(self) -> bytes:
+        """Of what was asked: equal for a request and its repetition. It is made anew each time."""
+        # Fields that the provider merely repeats may be spelled anew by each attempt.
+        asked = json.encode(structs.replace(self.request, echo={}, stream=False, stream_usage=True))
+        return hashlib.blake2b(asked, digest_size=16).digest()
 
     @property
     def whole(self) -> bool:
@@ -56,8 +62,6 @@ class Call(Struct, frozen=True):
 def call_of(exchange: Exchange) -> Call:
     dialect = plugins.load("dialects", exchange.dialect)()
     request: Request = dialect.decode_request(exchange.wire, exchange.params)
-    # Fields that the provider merely repeats may be spelled anew by each attempt.
-    asked = json.encode(structs.replace(request, echo={}, stream=False, stream_usage=True))
     return Call(
         exchange_id=exchange.exchange_id,
         seq=exchange.seq,
@@ -68,7 +72,6 @@ def call_of(exchange: Exchange) -> Call:
         hints=exchange.hints,
         request=request,
         reply=exchange.reply,
-        digest=hashlib.blake2b(asked, digest_size=16).digest(),
     )
 
 
@@ -136,6 +139,15 @@ def find(calls: Sequence[Call], hint_of: Callable[[Call], str | None]) -> list[T
     return turns
 
 
+class _Said(NamedTuple):
+    """What there is to know of a message."""
+
+    message: Message
+    speaks: bool
+    key: Hashable
+    issued: list[str]  # ids and seals in it, the last one first
+
+
 class _Place(NamedTuple):
     """Where in a request's messages the reply of an earlier turn should stand."""
 
@@ -157,16 +169,20 @@ class _Linker:
         self._steps: dict[tuple[int, Hashable], int] = {}
         self._asked: dict[int, Turn] = {}  # by node: the turn whose request ends there
         self._replied: dict[str, Turn] = {}  # by text: the turn that said so
+        self._known: dict[int, _Said] = {}  # by the message's identity: requests repeat them
+        self._systems: dict[tuple[int, ...], str] = {}  # by those of the messages that it stands in
 
     def add(self, call: Call) -> Turn:
-        messages = _messages(call.request)
-        turn = Turn(call, messages, [_key(message) for message in messages], _system(messages), Talk(self._hint))
+        all_said = [self._known.get(id(message)) or self._look(message) for message in _messages(call.request)]
+        said = [one for one in all_said if one.speaks]
+        messages = [one.message for one in said]
+        turn = Turn(call, messages, [one.key for one in said], self._system(messages), Talk(self._hint))
         path = self._path(turn)
         same = self._asked.get(path[-1])
         if same is not None:  # the same request once more: another sample, or another attempt
             found, turn.talk = same.before, same.talk
         else:
-            named, extended = self._named(turn), self._extended(path[:-1])
+            named, extended = self._named(all_said, len(said)), self._extended(path[:-1])
             # Whichever stands later in the history: a turn that only spoke has no ids.
             found = max(named, extended, key=lambda place: place.position).turn
             found = found or self._by_id.get(call.parent or "") or self._quoted(turn)
@@ -177,10 +193,29 @@ class _Linker:
         self._by_id[call.exchange_id] = turn
         if call.whole or same is None:
             self._asked[path[-1]] = turn
-        said = call.said.strip()
-        if said and (call.whole or said not in self._replied):
-            self._replied[said] = turn
+        replied = call.said.strip()
+        if replied and (call.whole or replied not in self._replied):
+            self._replied[replied] = turn
         return turn
+
+    def _look(self, message: Message) -> _Said:
+        issued = [
+            part.id if isinstance(part, ToolCall) else part.seal
+            for part in reversed(message.parts)
+            if isinstance(part, ToolCall | Reasoning)
+        ]
+        said = _Said(message, _speaks(message), _key(message), [name for name in issued if name])
+        self._known[id(message)] = said  # with the message, so that no other one gets its id
+        return said
+
+    def _system(self, messages: list[Message]) -> str:
+        """The same object for the same messages."""
+        instructing = list(takewhile(lambda said: said.role in _SYSTEM, messages))
+        key = tuple(id(message) for message in instructing)
+        found = self._systems.get(key)
+        if found is None:
+            found = self._systems[key] = "\n".join(text_of(message) for message in instructing)
+        return found
 
     def _path(self, turn: Turn) -> list[int]:
         node, path = 0, [0]
@@ -189,12 +224,11 @@ class _Linker:
             path.append(node)
         return path
 
-    def _named(self, turn: Turn) -> _Place:
-        after = len(turn.messages)
-        for message in reversed(turn.call.request.messages):
-            after -= _speaks(message)
-            for part in reversed(message.parts):
-                issued = part.id if isinstance(part, ToolCall) else part.seal if isinstance(part, Reasoning) else None
+    def _named(self, said: list[_Said], speaking: int) -> _Place:
+        after = speaking
+        for one in reversed(said):
+            after -= one.speaks
+            for issued in one.issued:
                 named = self._by_id.get(ids.exchange_named(issued) or "")
                 if named is not None:
                     return _Place(after, named)
@@ -220,15 +254,11 @@ class _Linker:
 def _messages(request: Request) -> list[Message]:
     if request.prompt is not None:
         return [Message("user", [Text(str(request.prompt))])]
-    return [message for message in request.messages if _speaks(message)]
+    return request.messages
 
 
 def _speaks(message: Message) -> bool:
     return any(not isinstance(part, Reasoning) for part in message.parts)
-
-
-def _system(messages: list[Message]) -> str:
-    return "\n".join(text_of(message) for message in takewhile(lambda said: said.role in _SYSTEM, messages))
 
 
 def _text(parts: Iterable[object]) -> str:

@@ -79,6 +79,7 @@ def assign(
 class _Session:
     def __init__(self, calls: Sequence[Call], known: Knowledge) -> None:
         self._known = known
+        self._found: dict[tuple[str, str], bool] = {}  # which words stand in which system prompt
         self._turns = find(calls, self._hint)
         self._marked = {turn.call.exchange_id: mark.role for turn in self._turns if (mark := self._mark(turn))}
         self._dead = self._dead_attempts()
@@ -96,11 +97,18 @@ class _Session:
         for mark in self._known.marks:
             if (
                 (mark.header is None or (mark.header in call.hints and mark.value in call.hints[mark.header]))
-                and (mark.system is None or mark.system in turn.system)
+                and (mark.system is None or self._in_system(mark.system, turn.system))
                 and (mark.last is None or mark.last in last)
             ):
                 return mark
         return None
+
+    def _in_system(self, words: str, system: str) -> bool:
+        """A session has few system prompts, and they are long."""
+        found = self._found.get((words, system))
+        if found is None:
+            found = self._found[words, system] = words in system
+        return found
 
     def _is_subagent(self, talk: Talk) -> bool:
         own = [turn.call for turn in talk.turns if turn.call.exchange_id not in self._marked]
@@ -111,11 +119,12 @@ class _Session:
     def _dead_attempts(self) -> set[str]:
         """Two whole replies to the same request are two samples; and a cut one that something goes on from is alive."""
         dead, asked_later = set(), set()
-        for turn in reversed(self._turns):
-            call = turn.call
-            if not call.whole and not turn.next and call.digest in asked_later:
+        some = any(not turn.call.whole and not turn.next for turn in self._turns)  # mostly none: nothing is compared
+        for turn in reversed(self._turns) if some else ():
+            call, digest = turn.call, turn.call.digest
+            if not call.whole and not turn.next and digest in asked_later:
                 dead.add(call.exchange_id)
-            asked_later.add(call.digest)
+            asked_later.add(digest)
         return dead
 
     # Compactions
@@ -163,11 +172,8 @@ class _Session:
 
     def _main_talk(self) -> Talk | None:
         """The first one that has tools, or simply the first, if none has."""
-        talks = [
-            turn.talk
-            for turn in self._turns
-            if turn.call.exchange_id not in self._marked and not self._is_subagent(turn.talk)
-        ]
+        unmarked = dict.fromkeys(turn.talk for turn in self._turns if turn.call.exchange_id not in self._marked)
+        talks = [talk for talk in unmarked if not self._is_subagent(talk)]
         return next((talk for talk in talks if _has_tools(talk)), talks[0] if talks else None)
 
     def _goes_on_anew(self, talk: Talk) -> bool:

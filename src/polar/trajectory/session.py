@@ -3,10 +3,12 @@
 import asyncio
 import hashlib
 from collections.abc import Iterable
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
 
+from polar.dialects.wire import remembering
 from polar.engines.base import VersionSpan
 from polar.errors import StoreError
 from polar.harnesses import knowledge
@@ -32,14 +34,32 @@ async def load(store: Store, session_id: str) -> Sampled:
     return await asyncio.to_thread(sampled, session, exchanges)
 
 
-def sampled(session: Session, exchanges: Iterable[Exchange]) -> Sampled:
-    overrides = Overrides.of(session.metadata)
+class Part(NamedTuple):
+    """An exchange, read: what was asked, and the part that it plays in its session."""
+
+    exchange: Exchange
+    call: Call
+    label: Labelled
+
+
+def parts_of(session: Session, exchanges: Iterable[Exchange]) -> list[Part]:
+    """Of all of a session's exchanges. Reading requests takes most of the time that a session's result does."""
     exchanges = list(exchanges)
-    calls = [call_of(exchange) for exchange in exchanges]
-    labels = labelled(session, calls, overrides)
+    with remembering():
+        calls = [call_of(exchange) for exchange in exchanges]
+    labels = labelled(session, calls)
+    return [Part(exchange, call, labels[exchange.exchange_id]) for exchange, call in zip(exchanges, calls, strict=True)]
+
+
+def sampled(session: Session, exchanges: Iterable[Exchange]) -> Sampled:
+    return sampled_in(session, parts_of(session, exchanges))
+
+
+def sampled_in(session: Session, parts: Iterable[Part]) -> Sampled:
+    overrides = Overrides.of(session.metadata)
     paths = [
-        _path(exchange, call.request, labels[exchange.exchange_id], overrides, session.turn_rewards)
-        for exchange, call in zip(exchanges, calls, strict=True)
+        _path(exchange, call.request, label, overrides, session.turn_rewards)
+        for exchange, call, label in parts
         if exchange.sampled_ids is not None
     ]
     return Sampled(session.session_id, paths, session.reward, _reason(session))

@@ -1,6 +1,5 @@
 """Roles and agents, from made-up sessions: one for each thing that harnesses do."""
 
-import hashlib
 from itertools import pairwise
 from typing import Any
 
@@ -67,7 +66,6 @@ class Session:
                 hints=hints or {},
                 request=request,
                 reply=Reply(name, "model", 0, parts),
-                digest=hashlib.sha256(msgspec.json.encode(request)).digest(),
             )
         )
         sent = [ToolCall("call", part.name, part.arguments) if isinstance(part, ToolCall) else part for part in parts]

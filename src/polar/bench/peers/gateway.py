@@ -16,7 +16,8 @@ from msgspec import Struct
 from polar.bench.watch import Watch
 from polar.cli.common import run
 from polar.config import EngineSettings, GatewaySettings, ServerSettings, Settings
-from polar.service import Service, settle_process
+from polar.data_plane import settle_process
+from polar.service import Service
 
 
 class Addresses(Struct):

@@ -1,0 +1,76 @@
+"""A trainer, as `polar bench service` has it: it submits tasks and reads results, in a process of its own.
+
+    python -m polar.bench.service_client SERVER_URL
+
+Each line of its input is an Order, and is answered with what was Done.
+"""
+
+import asyncio
+import sys
+import time
+
+import msgspec
+from msgspec import Struct
+
+from polar.bench.service_host import no_op_task
+from polar.bench.service_server import input_lines, say
+from polar.cli.common import run
+from polar.client.async_client import AsyncClient
+from polar.rollout.models import TaskRequest
+
+_PAGE = 200
+
+
+class Order(Struct):
+    count: int  # results that are read
+    after: int = 0  # the cursor from which on
+    submit: str | None = None  # as many tasks before, whose ids begin with this
+    task: str | None = None  # JSON: like this one; default: one that does nothing
+    page: int = _PAGE
+
+
+class Done(Struct):
+    seconds: float  # from the first submission to the last result
+    cpu: float  # seconds, of the client
+    cursor: int
+    size: int  # bytes of results
+    usable: int  # of the results: those with a reward
+
+
+class _Result(Struct):
+    reward: float | None
+
+
+_result = msgspec.json.Decoder(_Result).decode
+
+
+async def serve(url: str) -> None:
+    async with AsyncClient(url) as client:
+        async for line in input_lines():
+            say(await _follow(client, msgspec.json.decode(line, type=Order)))
+
+
+async def _follow(client: AsyncClient, order: Order) -> Done:
+    tasks = [] if order.submit is None else [_task(order, number) for number in range(order.count)]
+    began, cpu = time.monotonic(), time.process_time()
+    submitting = asyncio.ensure_future(client.submit(tasks)) if tasks else None
+    size = usable = 0
+    async with client.results(order.after, raw=True, limit=order.page, count=order.count) as results:
+        async for result in results:
+            size += len(result.data)
+            usable += _result(result.data).reward is not None
+    if submitting is not None:
+        await submitting
+    assert results.cursor is not None
+    return Done(time.monotonic() - began, time.process_time() - cpu, results.cursor, size, usable)
+
+
+def _task(order: Order, number: int) -> TaskRequest:
+    task_id = f"{order.submit}-{number}"
+    if order.task is None:
+        return no_op_task(task_id)
+    return TaskRequest.model_validate_json(order.task).model_copy(update={"task_id": task_id})
+
+
+if __name__ == "__main__":
+    run(serve(sys.argv[1]))

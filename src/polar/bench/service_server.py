@@ -1,0 +1,112 @@
+"""A rollout server for `polar bench service`, with or without something that runs sessions in the same process.
+
+    python -m polar.bench.service_server FORM DATA_DIR [STORE_URL]
+
+FORM is `none`, `noop` (sessions in which nothing happens), `long` (the same, with calls of 50,000 tokens in the store)
+or `node` (the production node, over runtimes in which nothing happens). Prints its address, and ends with its input.
+"""
+
+import asyncio
+import contextlib
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Literal, get_args
+
+import msgspec
+from msgspec import Struct
+
+from polar.bench.pipeline_runtime import OnlySimulated, SimulatedKind
+from polar.bench.service_host import SLOTS, no_op_worker
+from polar.bench.trajectory import conversation
+from polar.cli.common import run
+from polar.config import GatewaySettings, NodeSettings, ServerSettings, Settings, StoreSettings
+from polar.data_plane import settle_process
+from polar.node.node import Node
+from polar.node.worker import Worker
+from polar.node.working import worker_of
+from polar.rollout.queue import identity
+from polar.service import Service
+
+Form = Literal["none", "noop", "long", "node"]
+LONG_TURNS = 42  # of a session of about 50,000 tokens
+
+
+class Address(Struct):
+    control: str
+
+
+def settings(store: str | None) -> Settings:
+    return Settings(
+        gateway=GatewaySettings(port=0),
+        server=ServerSettings(port=0),
+        store=StoreSettings(url=store),
+        node=NodeSettings(init_workers=SLOTS, ready_buffer=SLOTS, run_workers=SLOTS, postrun_workers=SLOTS),
+    )
+
+
+async def serve(form: Form, data: Path, store: str | None) -> None:
+    settle_process()
+    async with Service(settings(store), data) as service, _working(form, service, data):
+        say(Address(service.control_url))
+        await input_ends()
+
+
+@contextlib.asynccontextmanager
+async def _working(form: Form, service: Service, data: Path) -> AsyncIterator[None]:
+    if form == "none":
+        yield
+        return
+    store_id = await identity(service.store)
+    leasing = service.rollout.leasing
+    if form != "node":
+        calls = conversation(LONG_TURNS)[0] if form == "long" else []
+        async with at_work(no_op_worker(leasing, service.plane, store_id, "here", calls)):
+            yield
+        return
+    kind = SimulatedKind(data / "simulated", service.gateway_url, start_seconds=0.0, seed=0)
+    plane = service.plane
+    node = Node(
+        plane.settings,
+        data,
+        store=plane.store,
+        sessions=plane.sessions,
+        pools=plane.pools,
+        gateway_url=plane.gateway_url,
+        kinds=OnlySimulated(kind),
+    )
+    async with node, at_work(await worker_of(leasing, plane, node, name="here", store_id=store_id)):
+        yield
+
+
+@contextlib.asynccontextmanager
+async def at_work(worker: Worker) -> AsyncIterator[None]:
+    stop = asyncio.Event()
+    working = asyncio.create_task(worker.run(stop))
+    try:
+        yield
+    finally:
+        stop.set()
+        await working
+
+
+def say(value: Struct) -> None:
+    sys.stdout.buffer.write(msgspec.json.encode(value) + b"\n")
+    sys.stdout.buffer.flush()
+
+
+async def input_lines() -> AsyncIterator[bytes]:
+    reader = asyncio.StreamReader()
+    await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
+    while line := await reader.readline():
+        yield line
+
+
+async def input_ends() -> None:
+    async for _ in input_lines():
+        pass
+
+
+if __name__ == "__main__":
+    [chosen] = [form for form in get_args(Form) if form == sys.argv[1]]
+    run(serve(chosen, Path(sys.argv[2]), sys.argv[3] if len(sys.argv) > 3 else None))

@@ -1,0 +1,120 @@
+"""Sessions a second through the rollout service, from submission to the result at its reader, and what each costs.
+
+    one process   the server and its worker together, as in `polar up`; a session is made and ended in the store
+    two workers   two more processes with a worker each, which join over HTTP. On PostgreSQL they write to the server's
+                  store, else to stores of their own, and send a copy of each session
+    node          one process again, with the production node: plans, stages, folders, verdicts, over runtimes in which
+                  nothing happens
+
+The client submits in batches while it reads pages of results, over HTTP. Rounds are alike; the median is told.
+"""
+
+import contextlib
+import statistics
+import sys
+from pathlib import Path
+
+import msgspec
+from msgspec import Struct
+
+from polar.bench.client import BenchError
+from polar.bench.pipeline_runtime import NAME, NUMBER, SECONDS
+from polar.bench.process import Server
+from polar.bench.service_client import Done, Order
+from polar.bench.service_databases import SQLITE, Kind
+from polar.bench.service_server import Address
+
+ONE_PROCESS, TWO_WORKERS, NODE = "one process", "two workers", "node"
+FORMS = (ONE_PROCESS, TWO_WORKERS, NODE)
+_SERVERS = {ONE_PROCESS: "noop", TWO_WORKERS: "none", NODE: "node"}
+_LONGEST = 600.0  # seconds of a round
+
+
+class Through(Struct):
+    """What was measured of one form. CPU is milliseconds of user and system time a session, by process."""
+
+    form: str
+    database: str
+    sessions: int  # of all rounds
+    per_second: float
+    cpu_ms: dict[str, float]
+
+    @property
+    def cpu(self) -> float:
+        return sum(self.cpu_ms.values())
+
+
+async def measure(form: str, kind: Kind, sessions: int, rounds: int, folder: Path) -> Through:
+    where = folder / f"{form} {kind.name}".replace(" ", "-")
+    where.mkdir(parents=True)
+    async with contextlib.AsyncExitStack() as stack:
+        store = stack.enter_context(kind.new())
+        server, url = await started(stack, "server", [_SERVERS[form], str(where / "server")], store, where)
+        processes = {"server": [server], "workers": []}
+        if form == TWO_WORKERS:
+            for name in ("first", "second"):
+                arguments = [url, name, str(where / name)]
+                shared = None if kind.name == SQLITE else store
+                worker, _ = await started(stack, "worker", arguments, shared, where, name=name)
+                processes["workers"].append(worker)
+        client = await client_of(stack, url, where)
+        order = Order(max(50, sessions // 10), submit="first", task=_node_task() if form == NODE else None)
+        cursor = (await _round(client, order)).cursor  # the first is for their caches
+        rates: list[float] = []
+        costs: list[dict[str, float]] = []
+        for number in range(rounds):
+            before = _spent(processes, kind)
+            order = Order(sessions, cursor, submit=f"round-{number}", task=order.task)
+            done = await _round(client, order)
+            cursor = done.cursor
+            after = _spent(processes, kind)
+            spent = {name: after[name] - before[name] for name in after} | {"client": done.cpu}
+            rates.append(sessions / done.seconds)
+            costs.append({name: 1000 * seconds / sessions for name, seconds in spent.items()})
+    cpu = {name: statistics.median(cost[name] for cost in costs) for name in costs[0]}
+    return Through(form, kind.name, sessions * rounds, statistics.median(rates), cpu)
+
+
+async def started(
+    stack: contextlib.AsyncExitStack, what: str, arguments: list[str], store: str | None, folder: Path, name: str = ""
+) -> tuple[Server, str]:
+    """A process of this benchmark's (service_server, service_worker), and the address that it prints."""
+    argv = [sys.executable, "-m", f"polar.bench.service_{what}", *arguments, *([] if store is None else [store])]
+    process = await stack.enter_async_context(Server(argv, None, folder / f"{what}{name}.log", speaks=True))
+    return process, (await process.hear(Address)).control
+
+
+async def client_of(stack: contextlib.AsyncExitStack, url: str, folder: Path) -> Server:
+    argv = [sys.executable, "-m", "polar.bench.service_client", url]
+    return await stack.enter_async_context(Server(argv, None, folder / "client.log", speaks=True))
+
+
+async def follow(client: Server, order: Order) -> Done:
+    client.tell(msgspec.json.encode(order).decode())
+    return await client.hear(Done, _LONGEST)
+
+
+async def _round(client: Server, order: Order) -> Done:
+    done = await follow(client, order)
+    if done.usable != order.count:
+        raise BenchError(f"Of {order.count} sessions only {done.usable} went well.")
+    return done
+
+
+def _spent(processes: dict[str, list[Server]], kind: Kind) -> dict[str, float]:
+    """Seconds of CPU time so far."""
+    spent = {name: sum(one.cpu() for one in some) for name, some in processes.items() if some}
+    return spent if kind.cpu is None else spent | {kind.name: kind.cpu()}
+
+
+def _node_task() -> str:
+    """An agent that does nothing, in a runtime in which nothing happens."""
+    nothing = {NUMBER: "0", SECONDS: "0"}
+    task = {
+        "task_id": "any",
+        "instruction": "Do nothing.",
+        "runtime": {"backend": NAME},
+        "agent": {"custom_shell": {"command": "true"}, "env": nothing},
+        "evaluator": {"strategy": "session_completed"},
+    }
+    return msgspec.json.encode(task).decode()

@@ -1,0 +1,98 @@
+"""What captures calls, in one process: the store, the engines, and the gateway that harnesses talk to."""
+
+import contextlib
+import gc
+import resource
+import sys
+from pathlib import Path
+from types import TracebackType
+
+from polar.config import Settings
+from polar.engines.pool import Pool
+from polar.engines.pools import Pools
+from polar.errors import ConfigError
+from polar.gateway.app import Gateway
+from polar.gateway.metrics import Metrics
+from polar.gateway.sessions import Sessions
+from polar.store import open_store
+from polar.store.relational import RelationalStore
+from polar.telemetry import tracing
+
+
+def settle_process() -> None:
+    """Settings of the whole process for one that serves: call it once, when everything is imported.
+
+    A full garbage collection stops every stream for as long as it takes to walk all objects. What is imported stays
+    anyway, and calls leave no cycles behind: young objects are looked at in small portions, old ones hardly ever. The
+    store's thread gives way to the event loop soon.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(1_000, 5, 10_000)
+    sys.setswitchinterval(0.0005)
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # each open call takes two
+
+
+class DataPlane:
+    """Use as an async context manager. Without `engines`, there are none until somebody names some (Pools.apply)."""
+
+    store: RelationalStore
+    pools: Pools
+    sessions: Sessions
+    metrics: Metrics
+    gateway_url: str
+
+    def __init__(self, settings: Settings, data: Path, *, engines: bool = True) -> None:
+        self.settings = settings
+        self.data = data
+        self._engines = engines
+        self._stack = contextlib.AsyncExitStack()
+
+    @property
+    def pool(self) -> Pool:
+        """The engines of runs that have none of their own."""
+        return self.pools.default
+
+    async def __aenter__(self) -> "DataPlane":
+        async with contextlib.AsyncExitStack() as stack:
+            await self._start(stack)
+            self._stack = stack.pop_all()
+        return self
+
+    async def _start(self, stack: contextlib.AsyncExitStack) -> None:
+        settings = self.settings
+        try:
+            self.data.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(
+                f"Can't keep anything in {self.data}: {error.strerror}. Name a folder with --data."
+            ) from error
+        telemetry = settings.telemetry
+        await stack.enter_async_context(
+            tracing.exporting(telemetry.otlp_endpoint, provider=settings.engine.kind, headers=telemetry.otlp_headers)
+        )
+        url = settings.store.url or f"sqlite:{self.data / 'polar.db'}"
+        self.store = open_store(url, settings.store.durability)
+        stack.push_async_callback(self.store.close)
+        engine = settings.engine
+        self.pools = await Pools.from_settings(engine) if self._engines else Pools(engine)
+        stack.push_async_callback(self.pools.close)
+        for url, version in (await self.versions()).items():
+            self.pool.set_version(version, url)
+        await self.pools.start()
+        self.sessions = Sessions(self.store)
+        self.metrics = Metrics()
+        self.metrics.watch(self.pools.by_run)
+        gateway = Gateway(settings, store=self.store, pools=self.pools, sessions=self.sessions, metrics=self.metrics)
+        stack.push_async_callback(gateway.stop)
+        self.gateway_url = await gateway.start()
+
+    async def versions(self) -> dict[str, int]:
+        """What the engines hold, as far as it is known. One that was launched just now holds nothing from before."""
+        return await self.store.policies() if self.settings.engine.urls else {}
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._stack.aclose()

@@ -1,0 +1,409 @@
+"""A node at work for a rollout server: it leases sessions, runs them, shows that it lives, and tells what came of them.
+
+    lease ─► plan ─► submit ─► Finished ─► outbox ─► finish
+
+The server may be here or elsewhere (protocol.Server), and may be away for a while: sessions go on meanwhile, and what
+has ended waits in the outbox. Each lease is held from when it comes until the server has answered to its end, or has
+said that it is lost. What is lost is cancelled here, and nobody hears of it.
+"""
+
+import asyncio
+import logging
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable
+from typing import Any, Protocol, TypeVar
+
+import msgspec
+from msgspec import Struct
+from pydantic import ValidationError
+
+from polar.errors import ConfigError, PolarError, StoreError
+from polar.node.finished import Finished
+from polar.node.plan import Plan
+from polar.rollout.models import TaskRequest
+from polar.rollout.protocol import (
+    Beat,
+    Ended,
+    Engines,
+    Held,
+    Joined,
+    Joining,
+    Lease,
+    Orders,
+    Server,
+    UnknownNode,
+    Unreachable,
+)
+from polar.rollout.queue import INTERRUPTED
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+_PLANS = 256  # tasks whose plans are kept
+_BATCH = 128  # ends that are told at once
+_FIRST_WAIT, _LAST_WAIT = 0.1, 5.0  # seconds between two tries to reach the server
+_PARTING = 20.0  # seconds in which a node that closes tells what it still can
+
+
+class Running(Protocol):
+    """A session that was taken in (node.Running)."""
+
+    @property
+    def finished(self) -> "asyncio.Future[Finished]": ...
+
+    def cancel(self) -> bool: ...
+
+
+class Host(Protocol):
+    """What runs sessions (node.Node)."""
+
+    async def plan(self, task: TaskRequest) -> Plan: ...
+
+    async def room(self) -> None: ...
+
+    def free(self) -> int: ...
+
+    async def submit(self, plan: Plan, sample: int) -> Running: ...
+
+
+class Place(Struct):
+    """Where a worker works."""
+
+    node_id: str
+    name: str
+    backends: list[str]
+    slots: int
+    store: str  # the id of the store that sessions are written to
+    replaces: list[str]
+    load: Callable[[], dict[str, Any]]
+    apply: Callable[[Engines], Awaitable[list[str]]]  # makes engines and policy be like this here; what could not be
+    export: Callable[[str], Awaitable[bytes]]  # a copy of a session
+
+
+class _Session:
+    """A lease, and what goes on because of it."""
+
+    def __init__(self, lease: Lease) -> None:
+        self.lease = lease
+        self.running: Running | None = None
+        self.cancelled: str | None = None  # why
+        self.ended: Ended | None = None
+
+    def cancel(self, reason: str) -> None:
+        if self.cancelled is None:
+            self.cancelled = reason
+            if self.running is not None:
+                self.running.cancel()
+
+
+class Worker:
+    def __init__(self, server: Server, host: Host | None, place: Place) -> None:
+        """Without a host it leases nothing, and only follows what is said of engines and the policy."""
+        self._server = server
+        self._host = host
+        self._place = place
+        self._held: dict[Held, _Session] = {}
+        self._plans: OrderedDict[str, asyncio.Future[Plan]] = OrderedDict()
+        self._outbox: list[_Session] = []
+        self._posted = asyncio.Event()  # something is in the outbox
+        self._idle = asyncio.Event()  # nothing is held
+        self._idle.set()
+        self._joined: Joined | None = None
+        self._joining = asyncio.Lock()
+        self._wanted = Engines(-1)
+        self._changed = asyncio.Event()  # of what is wanted of the engines
+        self._applied = -1
+        self._problems: list[str] = []
+        self._tell = asyncio.Event()  # there is something to say before the next beat
+        self._draining = asyncio.Event()
+        self._pause = 0.0  # seconds before more is leased, where sessions can't begin
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    @property
+    def node_id(self) -> str:
+        return self._place.node_id
+
+    async def run(self, stop: asyncio.Event) -> None:
+        """Until `stop`, or until the server has it drained. Then what still runs is handed back, and it leaves."""
+        stopping = asyncio.ensure_future(stop.wait())
+        joining = asyncio.ensure_future(self._join())
+        await asyncio.wait({stopping, joining}, return_when=asyncio.FIRST_COMPLETED)
+        if not joining.done():  # it is told to end before a server answered
+            joining.cancel()
+            return
+        joining.result()
+        loops = [self._spawn(work) for work in (self._lease, self._beat, self._send, self._apply)]
+        draining = asyncio.ensure_future(self._drained())
+        try:
+            await asyncio.wait({stopping, draining, *loops}, return_when=asyncio.FIRST_COMPLETED)
+            failed = [loop for loop in loops if loop.done()]
+            await self._part(leasing=loops[0], beating=loops[1])
+            for loop in failed:
+                loop.result()  # raises
+        finally:
+            for task in (stopping, draining, *self._tasks):
+                task.cancel()
+            await asyncio.gather(stopping, draining, *self._tasks, return_exceptions=True)
+
+    def _spawn(self, work: Callable[..., Awaitable[None]], *arguments: Any) -> "asyncio.Task[None]":
+        async def done() -> None:
+            await work(*arguments)
+
+        task = asyncio.get_running_loop().create_task(done())
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    # The server
+
+    async def _join(self) -> None:
+        place = self._place
+        joining = Joining(
+            node_id=place.node_id,
+            name=place.name,
+            backends=place.backends,
+            slots=place.slots,
+            store=place.store,
+            holding=list(self._held),
+            replaces=place.replaces,
+        )
+        self._joined = await self._reach(lambda: self._server.join(joining))
+        self._want(self._joined.engines)
+
+    async def _reach(self, call: Callable[[], Awaitable[T]]) -> T:
+        """Until the server answers."""
+        wait = _FIRST_WAIT
+        while True:
+            try:
+                return await call()
+            except (Unreachable, StoreError) as error:
+                log.log(logging.WARNING if wait == _FIRST_WAIT else logging.DEBUG, "%s", error)
+            await asyncio.sleep(wait)
+            beat = _LAST_WAIT if self._joined is None else self._joined.beat
+            wait = min(2 * wait, _LAST_WAIT, beat)  # a server that is back has to hear of us within a term
+
+    async def _say(self, call: Callable[[], Awaitable[T]]) -> T:
+        """The same, as a member: where the server does not know us, we join first."""
+        while True:
+            joined = self._joined
+            try:
+                return await self._reach(call)
+            except UnknownNode as error:
+                async with self._joining:
+                    if self._joined is joined:  # else another of our calls has done so
+                        log.warning("%s", error)
+                        await self._join()
+
+    # Work
+
+    async def _lease(self) -> None:
+        host = self._host
+        while host is not None and not self._draining.is_set():  # whatever a server that was started since then says
+            await asyncio.sleep(self._pause)
+            await host.room()
+            beginning = sum(session.running is None and session.ended is None for session in self._held.values())
+            room = host.free() - beginning
+            if room <= 0:
+                await asyncio.sleep(0.01)  # those that begin are about to take their places
+                continue
+            for lease in await self._say(
+                lambda room=room: self._server.lease(self._place.node_id, list(self._held), room)  # type: ignore[misc]
+            ):
+                if lease.held not in self._held:
+                    session = self._held[lease.held] = _Session(lease)
+                    self._idle.clear()
+                    self._spawn(self._live, session)
+        await asyncio.Event().wait()
+
+    async def _live(self, session: _Session) -> None:
+        """One session, to its place in the outbox."""
+        session.ended = await self._lived(session)
+        if self._held.get(session.lease.held) is session:  # else it was lost meanwhile, and may have come again
+            self._outbox.append(session)
+            self._posted.set()
+
+    async def _lived(self, session: _Session) -> Ended:
+        lease, host = session.lease, self._host
+        assert host is not None
+        ended = Ended(lease.work_id, lease.fence, None)
+        try:
+            plan = await self._plan(lease)
+            try:
+                session.running = await host.submit(plan, lease.sample)
+            except (StoreError, OSError) as error:
+                # Our disk is full, say. Nothing was begun: others may have it, and we take no more for a while.
+                log.warning("A session of task %s could not begin here: %s", lease.task_id, error)
+                self._pause = min(2 * self._pause or _FIRST_WAIT, _LAST_WAIT)
+                ended.reason, ended.error = INTERRUPTED, str(error)
+                return ended
+        except ConfigError as error:
+            ended.reason, ended.error = "not_runnable", str(error)
+            return ended
+        except Exception as error:
+            if not isinstance(error, PolarError):
+                log.exception("A session of task %s could not begin", lease.task_id)
+            ended.reason, ended.error = "node_failed", str(error)
+            return ended
+        self._pause = 0.0
+        if session.cancelled is not None:  # while it began
+            session.running.cancel()
+        return _told(ended, await session.running.finished, session.cancelled)
+
+    async def _plan(self, lease: Lease) -> Plan:
+        """Samples of a task, and tasks that are equal, share one."""
+        assert self._host is not None
+        planning = self._plans.get(lease.digest)
+        if planning is None:
+            try:
+                task = TaskRequest.model_validate_json(bytes(lease.request))
+            except ValidationError as error:
+                raise ConfigError(f"This node can't read the task; is it older than the server? {error}") from error
+            planning = self._plans[lease.digest] = asyncio.ensure_future(self._host.plan(task))
+            if len(self._plans) > _PLANS:
+                self._plans.popitem(last=False)
+        try:
+            return await asyncio.shield(planning)
+        except PolarError:
+            self._plans.pop(lease.digest, None)  # what is missing may be there the next time
+            raise
+
+    async def _send(self) -> None:
+        while True:
+            await self._posted.wait()
+            batch = self._outbox[:_BATCH]
+            ended = [session.ended for session in batch if session.ended is not None]
+            await self._send_copies(ended)
+            answers = await self._reach(lambda ended=ended: self._server.finish(self._place.node_id, ended))  # type: ignore[misc]
+            del self._outbox[: len(batch)]
+            for session, answer in zip(batch, answers, strict=True):
+                if answer == "lost":
+                    log.warning("Session of task %s came too late: it was leased anew.", session.lease.task_id)
+                self._drop(session.lease.held)
+            if not self._outbox:
+                self._posted.clear()
+
+    async def _send_copies(self, ended: list[Ended]) -> None:
+        """Where the server can't read our store, it gets what it needs of it."""
+        assert self._joined is not None
+        if self._joined.shares_store:
+            return
+        for one in ended:
+            if one.session_id is not None:
+                try:
+                    data = await self._place.export(one.session_id)
+                except StoreError as error:  # without its calls it is of no use; another try has some
+                    one.session_id, one.reward, one.reason, one.error = None, None, "store_failed", str(error)
+                    continue
+                try:
+                    await self._say(lambda data=data: self._server.send_session(self._place.node_id, data))  # type: ignore[misc]
+                except ConfigError as error:  # too large, say: it will not be taken the next time either
+                    one.session_id, one.reward, one.reason, one.error = None, None, "copy_refused", str(error)
+
+    def _drop(self, held: Held) -> None:
+        self._held.pop(held, None)
+        if not self._held:
+            self._idle.set()
+
+    # Orders
+
+    async def _beat(self) -> None:
+        while True:
+            self._tell.clear()
+            beat = asyncio.ensure_future(self._say(self._beat_once))
+            tell = asyncio.ensure_future(self._tell.wait())
+            try:
+                await asyncio.wait({beat, tell}, return_when=asyncio.FIRST_COMPLETED)
+                if beat.done():
+                    self._follow(beat.result())
+            finally:
+                for task in (beat, tell):
+                    task.cancel()
+                await asyncio.gather(beat, tell, return_exceptions=True)
+
+    async def _beat_once(self) -> Orders:
+        holding = [held for held, session in self._held.items() if session.ended is None]
+        beat = Beat(
+            holding,
+            self._place.load(),
+            seen=self._wanted.generation,
+            applied=self._applied,
+            problems=self._problems,
+        )
+        return await self._server.beat(self._place.node_id, beat)
+
+    def _follow(self, orders: Orders) -> None:
+        for held in orders.lost:
+            session = self._held.get(held)
+            if session is not None and session.ended is None:
+                log.warning("A session of task %s was lost to another node.", session.lease.task_id)
+                session.cancel("lease_lost")
+                self._drop(held)
+        for cancel in orders.cancel:
+            if cancel.held in self._held:
+                self._held[cancel.held].cancel(cancel.reason)
+        if orders.engines is not None:
+            self._want(orders.engines)
+        if orders.drain:
+            self._draining.set()
+
+    def _want(self, engines: Engines) -> None:
+        self._wanted = engines
+        self._changed.set()
+
+    async def _apply(self) -> None:
+        while True:
+            await self._changed.wait()
+            self._changed.clear()
+            self._problems = []
+            self._spawn(self._put_in_force, self._wanted)  # an older one may still wait for calls to end
+
+    async def _put_in_force(self, wanted: Engines) -> None:
+        assert self._joined is not None
+        while True:
+            problems = await self._place.apply(wanted)
+            if not problems:
+                self._applied = max(self._applied, wanted.generation)
+            if wanted is self._wanted:
+                self._problems = problems
+                self._tell.set()
+            if not problems or wanted is not self._wanted:
+                return
+            await asyncio.sleep(self._joined.beat)
+
+    # The end
+
+    async def _drained(self) -> None:
+        await self._draining.wait()
+        log.info("The server has this node drained: it takes no more sessions.")
+        await self._idle.wait()
+
+    async def _part(self, leasing: "asyncio.Task[None]", beating: "asyncio.Task[None]") -> None:
+        """Hands back what still runs, tells all that is known, and leaves; as far as the server can be reached."""
+        leasing.cancel()
+        for session in self._held.values():
+            session.cancel(INTERRUPTED)
+        try:
+            async with asyncio.timeout(_PARTING):
+                await self._idle.wait()
+                beating.cancel()  # a beat that is answered after we left would make us join again
+                await asyncio.wait({beating})
+                await self._server.leave(self._place.node_id)
+        except (TimeoutError, UnknownNode, Unreachable, StoreError) as error:
+            log.warning("The server was not told that this node ends (%r): it will notice.", error)
+
+
+def _told(ended: Ended, finished: Finished, cancelled: str | None) -> Ended:
+    verdict = finished.verdict
+    ended.session_id = finished.session_id
+    ended.reward = verdict.reward
+    ended.reason = cancelled if verdict.reason == "cancelled" and cancelled is not None else verdict.reason
+    ended.error = finished.error
+    ended.outcome = None if finished.outcome is None else msgspec.to_builtins(finished.outcome)
+    ended.detail = verdict.detail
+    ended.seconds = finished.seconds
+    ended.turns = finished.turns
+    ended.tokens = finished.tokens
+    if finished.versions is not None:
+        ended.oldest_version, ended.newest_version = finished.versions
+    return ended

@@ -1,0 +1,58 @@
+"""A data plane at work for a rollout server: with a node of its own, or only following what is said of engines."""
+
+import asyncio
+import contextlib
+import secrets
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from polar.config import Settings
+from polar.data_plane import DataPlane
+from polar.node.node import Node
+from polar.node.remote import RemoteServer
+from polar.node.worker import Place, Worker
+from polar.rollout.protocol import Server
+from polar.rollout.queue import identity
+
+
+def node_of(plane: DataPlane) -> Node:
+    return Node(
+        plane.settings,
+        plane.data,
+        store=plane.store,
+        sessions=plane.sessions,
+        pools=plane.pools,
+        gateway_url=plane.gateway_url,
+    )
+
+
+async def worker_of(server: Server, plane: DataPlane, node: Node | None, *, name: str, store_id: str) -> Worker:
+    def load() -> dict[str, Any]:
+        return {} if node is None else msgspec.to_builtins(node.load())
+
+    place = Place(
+        node_id=f"gateway-{secrets.token_hex(4)}" if node is None else node.node_id,
+        name=name,
+        backends=[] if node is None else await node.backends(),
+        slots=0 if node is None else plane.settings.node.run_workers,
+        store=store_id,
+        replaces=[] if node is None else node.replaced,
+        load=load,
+        apply=plane.pools.apply,
+        export=plane.store.export_session,
+    )
+    return Worker(server, node, place)
+
+
+async def serve_node(
+    settings: Settings, data: Path, server_url: str, token: str | None, *, name: str, stop: asyncio.Event
+) -> None:
+    """A gateway node for a rollout server elsewhere, until `stop`. Its engines are those that the server names."""
+    async with contextlib.AsyncExitStack() as stack:
+        server = await stack.enter_async_context(RemoteServer(server_url, token))
+        plane = await stack.enter_async_context(DataPlane(settings, data, engines=False))
+        node = await stack.enter_async_context(node_of(plane))
+        worker = await worker_of(server, plane, node, name=name, store_id=await identity(plane.store))
+        await worker.run(stop)

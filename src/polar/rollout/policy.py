@@ -1,0 +1,70 @@
+"""Which engines each run has, which version of the policy they hold, and whether they stand still."""
+
+from polar.rollout.protocol import Engines, PoolState, Replica
+from polar.rollout.runs import Quotas, RunSettings
+
+DEFAULT = "default"
+
+
+class Policy:
+    """The wanted state, in memory. Nodes make it so (protocol.Engines), and whoever changes it keeps it (Rollout)."""
+
+    def __init__(
+        self, configured: list[str], versions: dict[str, int], runs: dict[str, RunSettings], generation: int
+    ) -> None:
+        """`configured` are the replicas of the default run; `versions` are by URL, whatever run has it."""
+        self._configured = configured
+        self.versions = versions
+        self.runs = runs
+        self._generation = generation
+
+    @property
+    def engines(self) -> Engines:
+        pools = {run: self.pool(run) for run in {DEFAULT, *self.runs} if run == DEFAULT or self._has_own(run)}
+        return Engines(self._generation, pools)
+
+    def changed(self) -> int:
+        """To be called after every change: the generation that it belongs to."""
+        self._generation += 1
+        return self._generation
+
+    def settings(self, run: str) -> RunSettings:
+        return self.runs.setdefault(run, RunSettings())
+
+    def quotas(self, run: str) -> Quotas:
+        return self.runs[run].quotas if run in self.runs else Quotas()
+
+    def pool(self, run: str) -> PoolState:
+        paused = self.runs[run].paused if run in self.runs else None
+        return PoolState([Replica(url, self.versions.get(url, 0)) for url in self.urls(run)], paused)
+
+    def urls(self, run: str) -> list[str]:
+        """A run's own replicas, else the default's."""
+        settings = self.runs.get(run, RunSettings())
+        if run != DEFAULT and not settings.added:
+            return self.urls(DEFAULT)
+        configured = self._configured if run == DEFAULT else []
+        return [url for url in dict.fromkeys((*configured, *settings.added)) if url not in settings.removed]
+
+    def newest(self, run: str) -> int:
+        """The newest version that any of a run's replicas has."""
+        return max((self.versions.get(url, 0) for url in self.urls(run)), default=0)
+
+    def _has_own(self, run: str) -> bool:
+        return bool(self.runs[run].added)
+
+    def add(self, run: str, url: str) -> None:
+        settings = self.settings(run)
+        settings.removed = [other for other in settings.removed if other != url]
+        if url not in self.urls(run) or (run != DEFAULT and url not in settings.added):
+            settings.added = [*settings.added, url]
+
+    def remove(self, run: str, url: str) -> bool:
+        """False where it is none of the run's."""
+        settings = self.settings(run)
+        if url not in (self.urls(run) if run == DEFAULT else settings.added):
+            return False
+        settings.added = [other for other in settings.added if other != url]
+        if run == DEFAULT and url in self._configured:
+            settings.removed = [*settings.removed, url]
+        return True

@@ -1,0 +1,88 @@
+"""Who may call what: the admin token opens every route, the node token those of nodes, a session's key none."""
+
+import hmac
+from collections.abc import Callable, Coroutine
+from typing import Any
+from urllib.parse import urlsplit
+
+from fastapi import HTTPException, Response
+from starlette.requests import Request
+
+from polar.gateway.http import is_loopback
+from polar.rollout.routes.bodies import StrictRoute
+
+
+class Access:
+    """Without an admin token everybody on this machine is let in: the service then listens on loopback alone. A page in
+    a browser here would get in, too, under a name of its own that leads to loopback: so names are looked at."""
+
+    def __init__(self, token: str | None, node_token: str | None = None) -> None:
+        self._token = token or None
+        self._node_token = node_token or None
+
+    @property
+    def open(self) -> bool:
+        return self._token is None
+
+    @property
+    def admin(self) -> type[StrictRoute]:
+        return _guarded(self._admin)
+
+    @property
+    def node(self) -> type[StrictRoute]:
+        return _guarded(self._node)
+
+    def _admin(self, request: Request) -> None:
+        if self._token is None:
+            _check_local(request)
+        elif not _carries(request, self._token):
+            raise HTTPException(401, "This needs the admin token: Authorization: Bearer ...", _ASK)
+
+    def _node(self, request: Request) -> None:
+        if self._token is None:
+            _check_local(request)
+        elif not _carries(request, self._token, self._node_token):
+            raise HTTPException(401, "This needs the node token: Authorization: Bearer ...", _ASK)
+
+
+_ASK = {"WWW-Authenticate": "Bearer"}
+
+
+def _guarded(check: Callable[[Request], None]) -> type[StrictRoute]:
+    """Routes that look who calls before they read what is sent: a stranger's megabytes are not waited for, nor kept."""
+
+    class Guarded(StrictRoute):
+        def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+            handler = super().get_route_handler()
+
+            async def guarded(request: Request) -> Response:
+                check(request)
+                return await handler(request)
+
+            return guarded
+
+    return Guarded
+
+
+def _check_local(request: Request) -> None:
+    origin = request.headers.get("Origin")
+    for address in (f"//{request.headers.get('Host', '')}", *(() if origin is None else (origin,))):
+        if not _names_this_machine(address):
+            raise HTTPException(403, "Without a token, call this as 127.0.0.1 or localhost; or set [server] token.")
+
+
+def _names_this_machine(address: str) -> bool:
+    try:
+        return is_loopback(urlsplit(address).hostname or "")
+    except ValueError:
+        return False
+
+
+def _carries(request: Request, token: str, other: str | None = None) -> bool:
+    scheme, _, given = request.headers.get("Authorization", "").partition(" ")
+    if scheme.lower() != "bearer":
+        return False
+    sent = given.strip().encode()
+    # Each is compared, whatever the others gave: how long it takes tells nothing.
+    found = [hmac.compare_digest(sent, wanted.encode()) for wanted in (token, other) if wanted is not None]
+    return any(found)

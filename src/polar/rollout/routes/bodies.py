@@ -1,0 +1,172 @@
+"""Request bodies: bounded, and JSON as the standard has it. What Python's own parser takes besides (NaN, half of a
+surrogate pair) could be kept, but not be told again."""
+
+import re
+from collections.abc import Callable, Coroutine, MutableMapping
+from typing import Annotated, Any, TypeVar
+
+import msgspec
+from fastapi import HTTPException, Request, Response
+from fastapi.routing import APIRoute
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+T = TypeVar("T")
+
+MAX_BODY = 64 * 1024 * 1024
+MAX_COPY = 1024 * 1024 * 1024
+"""Bytes of a session that a node sends a copy of."""
+_COPY = re.compile(r"/nodes/[^/]+/sessions$")
+
+WHOLE = 2**63
+"""Whole numbers that a database holds are smaller."""
+
+
+def _printable(name: str) -> str:
+    if not name.isprintable():
+        raise ValueError("it has characters that can't be printed")
+    return name
+
+
+def _without_nul(text: str) -> str:
+    if "\0" in text:
+        raise ValueError("it has a NUL character, which not every store can keep")
+    return text
+
+
+Text = Annotated[str, AfterValidator(_without_nul)]
+Name = Annotated[str, AfterValidator(_printable), Field(min_length=1, max_length=200)]
+Run = Annotated[Name, Field(description="the experiment that it belongs to")]
+
+
+class Body(BaseModel):
+    """What is sent to us: a field that nobody knows is most likely a known one, misspelt."""
+
+    model_config = ConfigDict(extra="forbid")
+
+
+class Problem(BaseModel):
+    """What is wrong, in one sentence; or where in the request, for each thing that is."""
+
+    detail: str | list["Found"]
+
+
+class Found(BaseModel):
+    type: str
+    loc: list[str | int]
+    msg: str
+
+
+class Limited:
+    """Refuses a body as soon as it is known to be too large, before any of it is kept."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        limit = MAX_COPY if _COPY.match(scope["path"]) else MAX_BODY
+        size = 0
+
+        async def bounded() -> Message:
+            nonlocal size
+            message = await receive()
+            size += len(message.get("body", b""))
+            if size > limit:
+                raise _too_large(limit)
+            return message
+
+        if _announced(scope) > limit:
+            response = Response(msgspec.json.encode({"detail": _too_large(limit).detail}), 413, _CLOSE, _JSON)
+            await response(scope, receive, send)
+            return
+        await self._app(scope, bounded, send)
+
+
+_JSON = "application/json"
+_CLOSE = {"Connection": "close"}  # the body that was announced is not read
+
+
+def _announced(scope: MutableMapping[str, Any]) -> int:
+    for name, value in scope["headers"]:
+        if name == b"content-length" and value.isdigit():
+            return int(value[:20])
+    return 0
+
+
+def _too_large(limit: int) -> HTTPException:
+    return HTTPException(413, f"The body is larger than {limit} bytes.", _CLOSE)
+
+
+class StrictRequest(Request):
+    async def json(self) -> Any:
+        return decoded(await self.body(), object)
+
+
+class StrictRoute(APIRoute):
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handler = super().get_route_handler()
+
+        async def strict(request: Request) -> Response:
+            return await handler(StrictRequest(request.scope, request.receive))
+
+        return strict
+
+
+def decoded(body: bytes, kind: type[T]) -> T:
+    """Raises HTTPException where it is no JSON, or not of that kind."""
+    try:
+        return msgspec.json.decode(body, type=kind)
+    except RecursionError as error:
+        raise HTTPException(400, "The body is nested too deeply.") from error
+    except msgspec.ValidationError as error:
+        raise HTTPException(422, f"The body can't be used: {error}.") from error
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise HTTPException(400, f"The body is no JSON: {error}.") from error
+
+
+def checked(value: T) -> T:
+    """What nodes send, as it is kept. Raises HTTPException for numbers and names that no database can hold, or that
+    nobody can be shown."""
+    _check(msgspec.to_builtins(value), "", 0)
+    return value
+
+
+def unusable(why: str) -> HTTPException:
+    return HTTPException(422, f"The body can't be used: {why}.")
+
+
+_NAMES = frozenset(("node_id", "name", "store", "session_id", "backends", "replaces", "reason"))
+_LONGEST = 1000
+"""Characters of a name: it comes to stand in lists, logs and metrics."""
+_FREE = frozenset(("outcome", "detail"))
+"""Kept as they are, whatever is in them."""
+_DEEPEST = 100
+
+
+def _check(value: Any, field: str, depth: int) -> None:
+    if depth > _DEEPEST:
+        raise unusable("it is nested too deeply")
+    if isinstance(value, dict):
+        for name, inner in value.items():
+            if field not in _FREE:
+                _check_name(name, "a field")
+            _check(inner, field if field in _FREE else name, depth + 1)
+    elif isinstance(value, list):
+        for inner in value:
+            _check(inner, field, depth + 1)
+    elif field in _FREE:
+        return
+    elif isinstance(value, int) and not -WHOLE <= value < WHOLE:
+        raise unusable(f"{field} is a number of more than 63 bits")
+    elif isinstance(value, str) and field in _NAMES:
+        _check_name(value, field)
+
+
+def _check_name(name: str, field: str) -> None:
+    if not name.isprintable():
+        raise unusable(f"{field} has characters that can't be printed")
+    if len(name) > _LONGEST:
+        raise unusable(f"{field} is longer than {_LONGEST} characters")

@@ -1,0 +1,50 @@
+"""The feed of results: what has ended, in that order, from a cursor on."""
+
+from typing import Annotated
+
+from fastapi import APIRouter, HTTPException, Query
+from fastapi.responses import Response
+from pydantic import BaseModel
+
+from polar.plugins import names
+from polar.rollout.ledger import Unit
+from polar.rollout.models import GroupResult, NumberedResult
+from polar.rollout.routes.bodies import WHOLE, Name, Run
+from polar.rollout.routes.documents import problems
+from polar.rollout.routes.parts import Parts
+from polar.rollout.routes.tasks import answered
+
+
+class Page(BaseModel):
+    results: list[NumberedResult] | list[GroupResult]
+    cursor: int
+
+
+def routes(router: APIRouter, parts: Parts) -> None:
+    @router.get(
+        "/rollout/results",
+        tags=["results"],
+        responses=problems() | {200: {"model": Page, "description": "A page of them, and where the next one begins"}},
+    )
+    async def results(
+        run: Annotated[Run, Query()] = "default",
+        after: Annotated[int | None, Query(ge=0, lt=WHOLE, description="the cursor of the page before")] = None,
+        wait: Annotated[float, Query(ge=0, le=60, description="seconds to wait where there is nothing yet")] = 0,
+        limit: Annotated[int, Query(ge=1, le=1000, description="at most so many; large ones may be fewer")] = 100,
+        unit: Annotated[Unit, Query(description="sessions, or tasks with all of their sessions")] = "session",
+        builder: Annotated[str | None, Query(description="of the traces [default: the task's own]")] = None,
+        consumer: Annotated[
+            Name | None,
+            Query(
+                description="a name under which the server remembers the cursor: `after` says that all up to it is "
+                "taken; without `after`, the page goes on from there"
+            ),
+        ] = None,
+    ) -> Response:
+        """Sessions (or tasks) that have ended, in that order, with their trajectories. The cursor outlives restarts."""
+        if builder is not None and builder not in names("builders"):
+            raise HTTPException(422, f"There is no builder {builder}; known: {', '.join(names('builders'))}.")
+        if consumer is not None:
+            after = await parts.rollout.consumed(run, consumer, after)
+        pages = parts.pages.page(run, after or 0, wait=wait, limit=limit, unit=unit, builder=builder)
+        return await answered(pages)

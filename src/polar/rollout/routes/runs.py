@@ -1,0 +1,44 @@
+"""Runs: experiments that share the service, and what each may use of it."""
+
+from typing import Annotated
+
+import msgspec
+from fastapi import APIRouter, Path
+from pydantic import BaseModel, Field
+
+from polar.rollout.routes.bodies import Body, Run
+from polar.rollout.routes.documents import problems
+from polar.rollout.routes.parts import Parts
+from polar.rollout.runs import Quotas
+
+_Number = Annotated[int | None, Field(ge=0, lt=2**31)]
+
+
+class RunQuotas(Body):
+    """Null is without limit. All four are set: what is left out has none."""
+
+    max_running: _Number = Field(None, description="sessions at the same time")
+    max_queued: _Number = Field(None, description="sessions that wait; more are refused with 429")
+    batch: Annotated[int | None, Field(gt=0, lt=2**31)] = Field(
+        None, description="sessions that the trainer takes at once"
+    )
+    max_lag: _Number = Field(None, description="batches that sessions may be ahead of the trainer [default: 0]")
+
+
+class Runs(BaseModel):
+    runs: dict[str, RunQuotas]
+
+
+def routes(router: APIRouter, parts: Parts) -> None:
+    rollout = parts.rollout
+
+    @router.get("/runs", tags=["runs"], responses=problems())
+    async def all_runs() -> Runs:
+        """Every run that has quotas, or engines of its own."""
+        return Runs(runs={run: RunQuotas(**msgspec.to_builtins(quotas)) for run, quotas in rollout.quotas().items()})
+
+    @router.put("/runs/{run}", tags=["runs"], responses=problems(400, 413))
+    async def set_quotas(run: Annotated[Run, Path()], body: RunQuotas) -> RunQuotas:
+        quotas = Quotas(body.max_running, body.max_queued, body.batch, body.max_lag or 0)
+        await rollout.set_quotas(run, quotas)
+        return RunQuotas(**msgspec.to_builtins(quotas))

@@ -1,0 +1,188 @@
+"""Tasks: submitted, looked at, cancelled."""
+
+import asyncio
+import math
+from collections.abc import AsyncIterator
+from typing import Annotated, Any
+
+from fastapi import APIRouter, HTTPException, Path, Query
+from fastapi.responses import Response, StreamingResponse
+from pydantic import BaseModel, Field, ValidationError, ValidatorFunctionWrapHandler, WrapValidator
+from pydantic_core import PydanticSerializationError
+
+from polar.rollout.models import TaskRequest, TaskState, TaskStatus
+from polar.rollout.queue_sql import TaskRow
+from polar.rollout.rollout import Refused, Submitted
+from polar.rollout.routes.bodies import Body, Run
+from polar.rollout.routes.documents import problems
+from polar.rollout.routes.parts import Parts
+from polar.tasks.problems import listed
+
+TaskId = Annotated[str, Path(description="as it was submitted; slashes may stand in it as they are")]
+OfRun = Annotated[Run, Query()]
+
+_TREE = "/trajectory"
+_AT_ONCE = 10_000
+
+
+class TaskSubmitted(BaseModel):
+    task_id: str
+    status: TaskState
+
+
+class TaskAnswer(BaseModel):
+    """`status`, or `error` and `code`, which is the status that the task alone would have been answered with."""
+
+    task_id: str | None = None
+    status: TaskState | None = None
+    error: str | None = None
+    code: int | None = None
+    retry_after: float | None = Field(None, description="seconds")
+
+
+class TaskAnswers(BaseModel):
+    tasks: list[TaskAnswer]
+
+
+class TaskCancelled(BaseModel):
+    task_id: str
+    status: TaskState
+    cancelled: int = Field(description="sessions that this ends, now or soon")
+
+
+class _Unusable:
+    """One of many that is no task, and why."""
+
+    def __init__(self, task_id: str | None, error: str) -> None:
+        self.task_id = task_id
+        self.error = error
+
+
+def _or_why(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
+    try:
+        return handler(value)
+    except ValidationError as error:
+        named = value.get("task_id") if isinstance(value, dict) else None
+        return _Unusable(named if isinstance(named, str) else None, listed(error))
+
+
+class ManyTasks(Body):
+    tasks: list[Annotated[TaskRequest, WrapValidator(_or_why)]] = Field(max_length=_AT_ONCE)
+
+
+def routes(router: APIRouter, parts: Parts) -> None:
+    rollout, pages, allowed = parts.rollout, parts.pages, parts.callbacks.allowed
+
+    @router.post("/rollout/task/submit", tags=["tasks"], responses=problems(400, 409, 413, 429))
+    async def submit(task: TaskRequest, run: OfRun = "default") -> TaskSubmitted:
+        """Takes a task in, durably. The same task again is answered as it is by now; another one of that name is not
+        taken."""
+        task = _of_run(task, run)
+        answer = _refused(task) or (await rollout.submit([task]))[0]
+        if isinstance(answer, Refused):
+            after = {} if answer.retry_after is None else {"Retry-After": str(math.ceil(answer.retry_after))}
+            raise HTTPException(answer.code, answer.error, after)
+        return TaskSubmitted(task_id=answer.task_id, status=answer.status)
+
+    @router.post(
+        "/rollout/tasks",
+        tags=["tasks"],
+        response_model_exclude_none=True,
+        responses=problems(400, 413),
+    )
+    async def submit_many(body: ManyTasks, run: OfRun = "default") -> TaskAnswers:
+        """Takes each task in by itself; the answers are in the tasks' order."""
+        answers: list[TaskAnswer | None] = []
+        wanted: list[TaskRequest] = []
+
+        def look() -> None:
+            for task in body.tasks:
+                if isinstance(task, _Unusable):
+                    answers.append(TaskAnswer(task_id=task.task_id, error=task.error, code=422))
+                    continue
+                task = _of_run(task, run)
+                refused = _refused(task)
+                answers.append(None if refused is None else _answer(refused))
+                if refused is None:
+                    wanted.append(task)
+
+        await asyncio.to_thread(look)  # thousands take a while
+        told = iter(await rollout.submit(wanted)) if wanted else iter(())
+        return TaskAnswers(tasks=[answer or _answer(next(told)) for answer in answers])
+
+    def _refused(task: TaskRequest) -> Refused | None:
+        problem = None if task.callback_url is None else allowed.problem(task.callback_url)
+        problem = problem or unkeepable(task)
+        return None if problem is None else Refused(task.task_id, 422, problem)
+
+    @router.get("/rollout/task/{task_id:path}" + _TREE, tags=["tasks"], responses=problems(404))
+    async def trajectory(task_id: TaskId, run: OfRun = "default") -> Response:
+        """The token tree over all sessions of the task that have ended by now."""
+        return Response(await pages.tree(await _existing(run, task_id)), media_type="application/json")
+
+    @router.get(
+        "/rollout/task/{task_id:path}",
+        tags=["tasks"],
+        responses=problems(404) | {200: {"model": TaskStatus, "description": "The task as it is"}},
+    )
+    async def one_task(
+        task_id: TaskId,
+        run: OfRun = "default",
+        results: Annotated[bool, Query(description="false: without its results")] = True,
+    ) -> Response:
+        """How far a task is; with its results, once there will be no more."""
+        status = pages.status(await _existing(run, task_id), results=results)
+        return await answered(status)
+
+    @router.delete("/rollout/task/{task_id:path}", tags=["tasks"], responses=problems(404))
+    async def cancel(task_id: TaskId, run: OfRun = "default") -> TaskCancelled:
+        """What has not begun never will; what runs is ended, and has the reason `cancelled`."""
+        await _existing(run, task_id)
+        cancelled = await rollout.cancel(run, task_id)
+        task = await _existing(run, task_id)
+        return TaskCancelled(task_id=task_id, status=task.state, cancelled=cancelled or 0)
+
+    async def _existing(run: str, task_id: str) -> TaskRow:
+        task = await rollout.task(run, task_id) if task_id.isprintable() else None
+        if task is None:
+            raise HTTPException(404, f"There is no task {task_id} in the run {run}.")
+        return task
+
+
+async def answered(pieces: AsyncIterator[bytes]) -> Response:
+    """As it is written; but what fails at its beginning is still told as a failure."""
+    first = await anext(pieces)
+
+    async def all_of_it() -> AsyncIterator[bytes]:
+        yield first
+        async for piece in pieces:
+            yield piece
+
+    return StreamingResponse(all_of_it(), media_type="application/json")
+
+
+def unkeepable(task: TaskRequest) -> str | None:
+    """Why a task can't be written down, and be read again as what it is."""
+    if not (task.task_id.isprintable() and task.run.isprintable()):
+        return "task_id and run take characters that can be printed"
+    if task.task_id.endswith(_TREE):
+        return f"task_id must not end with {_TREE}: it could not be asked for"
+    try:
+        TaskRequest.model_validate_json(task.model_dump_json(exclude_unset=True))
+    except PydanticSerializationError:
+        return "something in it is nested too deeply, or is no text"
+    except ValidationError as error:
+        return listed(error)
+    return None
+
+
+def _of_run(task: TaskRequest, run: str) -> TaskRequest:
+    """The run that it names, else that of the call."""
+    named = "run" in task.model_fields_set or run == task.run
+    return task if named else task.model_copy(update={"run": run})
+
+
+def _answer(told: Submitted | Refused) -> TaskAnswer:
+    if isinstance(told, Refused):
+        return TaskAnswer(task_id=told.task_id, error=told.error, code=told.code, retry_after=told.retry_after)
+    return TaskAnswer(task_id=told.task_id, status=told.status)

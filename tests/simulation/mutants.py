@@ -1,0 +1,135 @@
+"""Production code, broken on purpose: the simulation is worth something only if it notices."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import polar.rollout.rollout
+from polar.node.worker import Worker
+from polar.rollout.leasing import Leasing
+from polar.rollout.protocol import Ended, Held, Lease, Orders, Unreachable
+from polar.rollout.queue import Queue
+
+
+class _WithoutFence(Queue):
+    """Whoever has something to say of some work is heard."""
+
+    def __init__(self, database: Any, epoch: int) -> None:
+        super().__init__(database, epoch)
+        self._q = replace(self._q, finish=_less(self._q.finish, "AND fence = :fence"))
+
+
+class _EndsTwice(Queue):
+    """Told again, an end is one more end."""
+
+    def __init__(self, database: Any, epoch: int) -> None:
+        super().__init__(database, epoch)
+        self._q = replace(self._q, finish=_less(self._q.finish, "AND state = :state"))
+
+
+class _NotAgain(Queue):
+    """What a node was given comes once, and was lost if its answer was."""
+
+    async def lease(self, node: str, holding: Any, *arguments: Any) -> Any:
+        has = await self._db.query(lambda db: self._has(db, node))
+        return await super().lease(node, {*holding, *has}, *arguments)
+
+
+class _Unguarded(Queue):
+    """A server that was replaced writes on."""
+
+    async def _transact(self, work: Callable[[Any], Any]) -> Any:
+        return await self._db.transact(work)
+
+
+class _NeverInDoubt(Queue):
+    """Whatever the database says of a commit is taken for the truth."""
+
+    @property
+    def doubtful(self) -> bool:
+        return False
+
+    @doubtful.setter
+    def doubtful(self, doubtful: bool) -> None:
+        """Not heard."""
+
+
+class _Endless(Queue):
+    """Tries are not counted."""
+
+    async def finish(self, ended: Sequence[Ended], attempts: int) -> Any:
+        return await super().finish(ended, 1 << 30)
+
+
+class _LosesEnds(Worker):
+    """What has ended is told once."""
+
+    async def _reach(self, call: Callable[[], Any]) -> Any:
+        if not self._outbox:
+            return await super()._reach(call)
+        try:
+            return await call()
+        except Unreachable:
+            return ["taken"] * len(self._outbox)
+
+
+class _Deaf(Worker):
+    """It ends nothing that was cancelled."""
+
+    def _follow(self, orders: Orders) -> None:
+        orders.cancel.clear()
+        super()._follow(orders)
+
+
+class _Generous(Leasing):
+    """Quotas are somebody else's business."""
+
+    def _may_begin(self, run: str, busy: int) -> int:
+        return 1 << 20
+
+
+class _Forgetful(Leasing):
+    """Silent nodes are waited for without end."""
+
+    async def lose_silent(self) -> None:
+        return None
+
+
+class _Drops(Leasing):
+    """Some of what was given is forgotten at once."""
+
+    async def lease(self, node_id: str, holding: list[Held], room: int) -> list[Lease]:
+        found = await super().lease(node_id, holding, room)
+        member = self.members.get(node_id)
+        if member is not None and len(found) > 1:
+            member.drop(found[0].held)
+        return found
+
+
+def _less(query: str, part: str) -> str:
+    assert part in query
+    return query.replace(part, "")
+
+
+QUEUES = {
+    "no fence": _WithoutFence,
+    "ends twice": _EndsTwice,
+    "lost answers stay lost": _NotAgain,
+    "no epochs": _Unguarded,
+    "never in doubt": _NeverInDoubt,
+    "endless tries": _Endless,
+}
+LEASINGS = {"no quotas": _Generous, "silence is life": _Forgetful, "forgets a lease": _Drops}
+WORKERS = {"tells once": _LosesEnds, "hears no orders": _Deaf}
+MUTANTS = [*QUEUES, *LEASINGS, *WORKERS]
+
+
+@contextmanager
+def broken(name: str) -> Iterator[type[Worker]]:
+    """Meanwhile servers are broken like this; and the worker to use."""
+    queue: Any = QUEUES.get(name, Queue)
+    leasing: Any = LEASINGS.get(name, Leasing)
+    with mock.patch.multiple(polar.rollout.rollout, Queue=queue, Leasing=leasing):
+        yield WORKERS.get(name, Worker)

@@ -1,0 +1,135 @@
+"""The control plane over real parts: a store, the rollout service and its routes; nodes are played by the tests."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import msgspec
+import numpy as np
+from fastapi import FastAPI
+
+from polar.config import EngineSettings, ServerSettings
+from polar.engines.pools import Pools
+from polar.gateway.metrics import Metrics
+from polar.gateway.sessions import Sessions
+from polar.rollout.callbacks import Callbacks
+from polar.rollout.models import TaskRequest
+from polar.rollout.pages import Pages
+from polar.rollout.protocol import Beat, Ended, Joining, Lease
+from polar.rollout.rollout import Rollout
+from polar.rollout.routes.app import create_app
+from polar.rollout.routes.parts import Parts
+from polar.store.base import Session, Store, Verdict
+from polar.store.sqlite import SqliteStore
+from tests.unit.export.samples import Talk, said
+
+ENGINE = "http://127.0.0.1:1"
+NODE = "n1"
+
+
+def task(task_id: str = "t", **fields: Any) -> dict[str, Any]:
+    return {"task_id": task_id, "instruction": "do it", "runtime": {"backend": "local"}, **fields}
+
+
+@dataclass
+class Served:
+    app: FastAPI
+    http: httpx.AsyncClient
+    rollout: Rollout
+    store: Store
+    sessions: Sessions
+
+    async def submit(self, *tasks: dict[str, Any]) -> None:
+        answers = await self.rollout.submit([TaskRequest.model_validate(one) for one in tasks])
+        assert all(hasattr(answer, "status") for answer in answers), answers
+
+    async def join(self, node_id: str = NODE, slots: int = 100) -> None:
+        await self.rollout.leasing.join(Joining(node_id, node_id, ["local"], slots, store="here"))
+
+    async def work(self, node_id: str = NODE, room: int = 100) -> list[Lease]:
+        return await self.rollout.leasing.lease(node_id, [], room)
+
+    async def run(self, lease: Lease, *, turns: int = 1, **ended: Any) -> str:
+        """A session as a node leaves it: calls in the store, and its end told."""
+        session_id = f"s-{lease.task_id}-{lease.sample}"
+        talk = Talk(session_id)
+        messages: list[dict[str, Any]] = [{"role": "user", "content": "List the files."}]
+        context = np.arange(5, dtype=np.int32)
+        for turn in range(turns):
+            talk.call(messages, said(f"None {turn}."), prompt_ids=context)
+            context = np.concatenate([context, np.arange(3, dtype=np.int32) + 10 * turn, np.array([7], np.int32)])
+            messages += [{"role": "assistant", "content": f"None {turn}."}, {"role": "user", "content": "Again."}]
+        await self.store.create_session(
+            Session(session_id, session_id.encode(), 1.0, run=lease.run, metadata={"task_id": lease.task_id})
+        )
+        for exchange in talk.exchanges:
+            await self.store.append(exchange)
+        told = Ended(lease.work_id, lease.fence, session_id, **({"reward": 1.0} | ended))
+        await self.store.end_session(session_id, ended_at=5.0, verdict=Verdict(told.reward, told.reason))
+        await self.rollout.leasing.finish(NODE, [told])
+        return session_id
+
+    async def run_all(self, *, turns: int = 1, **ended: Any) -> list[str]:
+        await self.join()
+        return [await self.run(lease, turns=turns, **ended) for lease in await self.work()]
+
+
+@asynccontextmanager
+async def served(data: Path, *, token: str | None = None, **server: Any) -> AsyncIterator[Served]:
+    settings = ServerSettings.model_validate({"beat_seconds": 0.05, **server, "token": token})
+    store = SqliteStore.open(data / "polar.db")
+    pools = Pools(EngineSettings.model_validate({"kind": "vllm", "urls": [ENGINE]}))
+    sessions = Sessions(store)
+    try:
+        async with Rollout(store, settings, store_id="here", replicas=[ENGINE], versions={}) as rollout:
+            pages = Pages(rollout, store)
+            async with Callbacks(rollout, pages, settings) as callbacks:
+                parts = Parts(
+                    settings=settings,
+                    rollout=rollout,
+                    pages=pages,
+                    callbacks=callbacks,
+                    store=store,
+                    sessions=sessions,
+                    pools=pools,
+                    metrics=Metrics(),
+                    gateway_url="http://127.0.0.1:2",
+                )
+                app = create_app(parts)
+                transport = httpx.ASGITransport(app, raise_app_exceptions=True)
+                async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as http:
+                    yield Served(app, http, rollout, store, sessions)
+            rollout.events.close()
+    finally:
+        await pools.close()
+        await store.close()
+
+
+async def beats(it: Served, node_id: str = NODE, **load: Any) -> None:
+    """A node that does whatever it is told at once."""
+    applied = -1
+    while True:
+        orders = await it.rollout.leasing.beat(node_id, Beat(holding=[], load=load, applied=applied, seen=applied))
+        if orders.engines is not None:
+            applied = orders.engines.generation
+
+
+@asynccontextmanager
+async def beating(it: Served, node_id: str = NODE, **load: Any) -> AsyncIterator[None]:
+    await it.join(node_id)
+    task = asyncio.create_task(beats(it, node_id, **load))
+    try:
+        yield
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+def page_of(answer: httpx.Response) -> tuple[list[dict[str, Any]], int]:
+    assert answer.status_code == 200, answer.text
+    page = msgspec.json.decode(answer.content)
+    return page["results"], page["cursor"]
