@@ -27,7 +27,7 @@ demo: setup $(NODE)/.ready
 	PATH="$(abspath $(NODE))/node_modules/.bin:$$PATH" $(BIN)/polar demo
 
 test: setup $(NODE)/.ready
-	$(BIN)/python -m pytest -n 2 -m "not (harnesses or engines or trainers or runtimes or faults or containers or cluster or simulation)" --durations=10
+	$(BIN)/python -m pytest -n 2 -m "not (harnesses or engines or trainers or runtimes or faults or containers or cluster)" --durations=10
 
 # The real harnesses: 1.6 GB of npm packages, and mini-swe-agent in an environment of its own.
 HARNESSES := .cache/harnesses
@@ -104,7 +104,7 @@ test-cluster: setup $(VENV)/.ray
 
 # Many thousands of schedules of the rollout service, with faults, each from its seed.
 test-simulation: setup
-	$(BIN)/python -m pytest -n 2 -m simulation tests/simulation
+	$(BIN)/python -m tests.simulation 0 10000 & $(BIN)/python -m tests.simulation 10000 10000 && wait $$!
 
 lint: setup
 	$(BIN)/ruff check .

@@ -171,8 +171,7 @@ class Attack:
                     ended |= {"work_id": lease.work_id, "fence": lease.fence}
         if "wait" in case.query:
             case.query["wait"] = _short(case.query["wait"])
-        stream = case.path == "/events"
-        answer = case.call(session=self._http, timeout=0.2 if stream else PATIENCE)
+        answer = case.call(session=self._http, timeout=PATIENCE)
         self.answers[f"{case.method} {case.path}", answer.status_code] += 1
         checks = list(CONFORMS)
         if not (answer.status_code in (502, 504) and case.path.startswith(OF_ENGINES)):
@@ -184,7 +183,22 @@ class Attack:
                 kind = f"{case.method} {case.path} {answer.status_code} {type(failure).__name__}"
                 self.problems.setdefault(kind, f"{failure}\n{case.as_curl_command()}")
 
-    def fuzz(self, operation: APIOperation[Any, Any, Any, Any], mode: GenerationMode, examples: int) -> None:
+    def listen(self, case: Case, known: int) -> None:
+        asked = case.as_transport_kwargs()
+        with self._http.request(**asked, stream=True, timeout=PATIENCE) as answer:
+            self.answers[f"{case.method} {case.path}", answer.status_code] += 1
+            assert answer.status_code in (200, 422), answer.content
+            if answer.status_code == 200:
+                assert answer.headers["Content-Type"].startswith("text/event-stream")
+                assert next(answer.iter_lines()) == b": listening"
+
+    def fuzz(
+        self,
+        operation: APIOperation[Any, Any, Any, Any],
+        mode: GenerationMode,
+        examples: int,
+        call: Callable[[Case, int], None] | None = None,
+    ) -> None:
         """The same cases each time."""
 
         @settings(
@@ -197,7 +211,7 @@ class Attack:
         )
         @given(case=operation.as_strategy(generation_mode=mode), known=st.integers(0, FREE))
         def calls(case: Case, known: int) -> None:
-            self.call(case, known if self.api.known else 0)
+            (call or self.call)(case, known if self.api.known else 0)
 
         try:
             calls()
@@ -233,22 +247,29 @@ pytestmark = pytest.mark.filterwarnings("ignore:Do not use the `random` module:F
 """Said where any thread does: here it is the service's."""
 
 
-def attack_all(attack: Attack, examples: int, *, boundaries: bool) -> None:
-    for operation in attack.operations():
-        if operation.path == "/events":
-            continue  # it has no end: see below
+def attack_all(attack: Attack, examples: int, *, boundaries: bool = False) -> None:
+    """Everything; then what can be read, again, of all that was written."""
+    operations = [operation for operation in attack.operations() if operation.path != "/events"]  # which has no end
+    for operation in operations:
         for mode in GenerationMode:
             attack.fuzz(operation, mode, examples)
         if boundaries:
             attack.boundaries(operation)
+    reading = [operation for operation in operations if operation.method == "get"]
+    for operation in reading:
+        attack.fuzz(operation, GenerationMode.POSITIVE, examples)
     assert not attack.problems, "\n\n".join(f"{kind}\n{told}" for kind, told in attack.problems.items())
+    called = {name for name, _ in attack.answers}
+    assert called >= {operation.label for operation in operations}
+    if attack.api.known:
+        found = {name for name, status in attack.answers if status == 200}
+        assert found >= {operation.label for operation in reading}
 
 
 @pytest.mark.parametrize("lived_in", [False, True])
 def test_calls_are_answered_as_the_document_says(tmp_path: Path, lived_in: bool) -> None:
     with attacked(tmp_path, lived_in=lived_in) as attack:
-        attack_all(attack, 8, boundaries=False)
-        print(attack.answers)
+        attack_all(attack, 6)
 
 
 @pytest.mark.faults
@@ -256,4 +277,13 @@ def test_calls_are_answered_as_the_document_says(tmp_path: Path, lived_in: bool)
 def test_many_calls_are_answered_as_the_document_says(tmp_path: Path, lived_in: bool) -> None:
     with attacked(tmp_path, lived_in=lived_in) as attack:
         attack_all(attack, 100, boundaries=True)
-        print(sum(attack.answers.values()), attack.answers)
+
+
+def test_streams_of_events_begin_as_the_document_says(tmp_path: Path) -> None:
+    """Of each the beginning: they have no end."""
+    with attacked(tmp_path, lived_in=True) as attack:
+        (operation,) = (one for one in attack.operations() if one.path == "/events")
+        for mode in GenerationMode:
+            attack.fuzz(operation, mode, 10, attack.listen)
+        assert attack.answers["GET /events", 200] > 3
+        assert attack.answers["GET /events", 422] > 3

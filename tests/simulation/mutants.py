@@ -51,10 +51,6 @@ class _NeverInDoubt(Queue):
     def doubtful(self) -> bool:
         return False
 
-    @doubtful.setter
-    def doubtful(self, doubtful: bool) -> None:
-        """Not heard."""
-
 
 class _Endless(Queue):
     """Tries are not counted."""

@@ -138,6 +138,8 @@ def _tasks(rng: random.Random, runs: list[str], ends: float) -> list[Task]:
         fate = rng.random()
         if poisons and number == 0:
             task.poison = True
+            if rng.random() < 0.7:
+                request.num_samples, request.early_stop_min_usable_sessions = 1, None
         elif fate < 0.2:
             task.fails = rng.choice((0.2, 0.6, 1.0))
         elif fate < 0.25:

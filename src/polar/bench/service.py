@@ -72,10 +72,10 @@ async def run(plan: Plan, postgres: str | None, peer_pythons: Sequence[Path], pr
                     await service_queue.measure(kind, plan.few, plan.many, plan.calls, folder / "queue")
                 )
             for peer in service_peers.PEERS:
-                progress(f"jobs a second: {service_peers.PEERS[peer]}")
+                progress(f"jobs a second: {peer}")
                 found = await service_peers.measure(peer, kinds, plan.jobs, peer_pythons, folder)
                 if isinstance(found, str):
-                    report.absent[service_peers.PEERS[peer]] = found
+                    report.absent[peer] = found
                 else:
                     report.peers.append(found)
     return report

@@ -36,12 +36,12 @@ def kinds(postgres: str | None, folder: Path) -> Iterator[tuple[list[Kind], dict
         pid = None
         if postgres is None:
             try:
-                import pgserver
+                from pgserver.postgres_server import get_server
             except ImportError:
                 absent[POSTGRES] = "name a server with --postgres URL, or pip install pgserver"
                 yield found, absent
                 return
-            server = stack.enter_context(pgserver.get_server(folder / "postgres", cleanup_mode="delete"))
+            server = stack.enter_context(get_server(folder / "postgres", cleanup_mode="delete"))
             postgres, pid = server.get_uri(), server.get_pid()
         url = postgres
         found.append(Kind(POSTGRES, lambda: _database(url), None if pid is None else lambda: family_cpu(pid)))

@@ -17,19 +17,21 @@ from pathlib import Path
 from typing import TypeVar
 
 import msgspec
-from msgspec import Struct, field
+from msgspec import Struct
 
 from polar.bench.client import BenchError
 from polar.bench.process import Server
 from polar.bench.service_databases import Kind
 from polar.bench.service_host import BACKEND, no_op_task
+from polar.bench.service_server import Address
 from polar.client.async_client import AsyncClient
 from polar.node.remote import RemoteServer
 from polar.rollout.protocol import Ended, Joining
 
 SUBMIT, LEASE, FINISH = "submit", "lease", "finish"
-_SIZE = 20  # sessions of a call
+SIZE = 20  # sessions of a call
 _INSTRUCTION = "Do nothing, and do it well. " * 36
+_FIRST = 10  # turns that are not counted: both have just been filled
 _SLICE = 5_000  # tasks that are made at a time
 _POLAR = [sys.executable, "-c", "from polar.cli.main import main; main()"]
 
@@ -37,7 +39,7 @@ T = TypeVar("T")
 
 
 class Costs(Struct):
-    """Medians of a call for `_SIZE` sessions, by kind of call: milliseconds, and of these the server's CPU."""
+    """Medians of a call for SIZE sessions, by kind of call: milliseconds, and of these the server's CPU."""
 
     ms: dict[str, float]
     cpu_ms: dict[str, float]
@@ -73,7 +75,7 @@ async def measure(kind: Kind, few: int, many: int, calls: int, folder: Path) -> 
         resident, peak = long.process.memory(), _peak(long.process)
         for side in sides:
             await side.join()
-        for number in range(calls):
+        for number in range(_FIRST + calls):
             for side in (short, long) if number % 2 else (long, short):
                 await side.turn(number)
     return Queued(kind.name, few, many, many / took, before, resident, peak, short.costs(), long.costs())
@@ -96,14 +98,14 @@ class _Side:
         return time.monotonic() - began
 
     async def join(self) -> None:
-        await self._node.join(Joining("caller", "caller", [BACKEND], _SIZE, "none"))
+        await self._node.join(Joining("caller", "caller", [BACKEND], SIZE, "none"))
 
     async def turn(self, number: int) -> None:
-        tasks = [no_op_task(f"turn-{number}-{task}", _INSTRUCTION) for task in range(_SIZE)]
+        tasks = [no_op_task(f"turn-{number}-{task}", _INSTRUCTION) for task in range(SIZE)]
         await self._timed(SUBMIT, lambda: self._client.submit(tasks))
-        leases = await self._timed(LEASE, lambda: self._node.lease("caller", [], _SIZE))
-        if len(leases) != _SIZE:
-            raise BenchError(f"The server leased {len(leases)} sessions instead of {_SIZE}.")
+        leases = await self._timed(LEASE, lambda: self._node.lease("caller", [], SIZE))
+        if len(leases) != SIZE:
+            raise BenchError(f"The server leased {len(leases)} sessions instead of {SIZE}.")
         ended = [Ended(lease.work_id, lease.fence, None, reward=1.0) for lease in leases]
         await self._timed(FINISH, lambda: self._node.finish("caller", ended))
 
@@ -118,11 +120,6 @@ class _Side:
         return Costs(_medians(self._seconds), _medians(self._cpu))
 
 
-class _Addresses(Struct):
-    control: str
-    engines: list[str] = field(default_factory=list)
-
-
 @contextlib.asynccontextmanager
 async def _side(folder: Path, store: str | None) -> AsyncIterator[_Side]:
     config = folder / "polar.toml"
@@ -130,13 +127,13 @@ async def _side(folder: Path, store: str | None) -> AsyncIterator[_Side]:
     options = ["--no-node", "--json", "--port", "0", "--control-port", "0"]
     argv = [*_POLAR, "up", *options, "--config", str(config), "--data", str(folder / "data")]
     async with Server(argv, None, folder / "polar.log", speaks=True) as process:
-        url = (await process.hear(_Addresses)).control
+        url = (await process.hear(Address)).control
         async with AsyncClient(url) as client, RemoteServer(url, None) as node:
             yield _Side(process, client, node)
 
 
 def _medians(seconds: dict[str, list[float]]) -> dict[str, float]:
-    return {what: 1000 * statistics.median(some) for what, some in seconds.items()}
+    return {what: 1000 * statistics.median(some[_FIRST:]) for what, some in seconds.items()}
 
 
 def _peak(process: Server) -> int:

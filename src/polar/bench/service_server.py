@@ -57,7 +57,7 @@ async def _working(form: Form, service: Service, data: Path) -> AsyncIterator[No
     if form == "none":
         yield
         return
-    store_id = await identity(service.store)
+    store_id = await identity(service.plane.store)
     leasing = service.rollout.leasing
     if form != "node":
         calls = conversation(LONG_TURNS)[0] if form == "long" else []

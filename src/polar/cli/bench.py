@@ -10,10 +10,19 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from polar.bench import fidelity as fidelity_bench
-from polar.bench import fidelity_report, fidelity_sessions, pipeline_report, report, sandbox_report, trajectory_report
+from polar.bench import (
+    fidelity_report,
+    fidelity_sessions,
+    pipeline_report,
+    report,
+    sandbox_report,
+    service_report,
+    trajectory_report,
+)
 from polar.bench import gateway as gateway_bench
 from polar.bench import pipeline as pipeline_bench
 from polar.bench import sandbox as sandbox_bench
+from polar.bench import service as service_bench
 from polar.bench import trajectory as trajectory_bench
 from polar.bench.peers import litellm
 from polar.bench.pipeline_picture import picture as pipeline_picture
@@ -176,6 +185,29 @@ def pipeline(quick: bool, picture: Path, as_json: bool) -> None:
     else:
         pipeline_report.show(measured, _wide())
     click.echo(f"The picture is in {picture}.", err=as_json)
+
+
+@command.command("service")
+@click.option("--quick", is_flag=True, help="fewer sessions, and 20,000 queued instead of 100,000")
+@click.option(
+    "--postgres", metavar="URL", help="of a server where databases may be made [default: pgserver, if it is there]"
+)
+@click.option(
+    "--peer-python",
+    "peer_pythons",
+    type=click.Path(path_type=Path, dir_okay=False),
+    multiple=True,
+    help="an interpreter whose environment has huey, procrastinate or both; may be given twice",
+)
+@json_option
+def service(quick: bool, postgres: str | None, peer_pythons: tuple[Path, ...], as_json: bool) -> None:
+    """Sessions and results a second through the rollout service, and what a long queue costs."""
+    plan = service_bench.QUICK if quick else service_bench.Plan()
+    measured = run(service_bench.run(plan, postgres, peer_pythons, _progress(Console(stderr=True))))
+    if as_json:
+        click.echo(service_report.as_json(measured))
+    else:
+        service_report.show(measured, _wide())
 
 
 def _wide() -> Console:

@@ -55,7 +55,9 @@ async def _one(client: AsyncClient, task_id: str, as_json: bool) -> None:
     if as_json:
         click.echo(task.model_dump_json())
         return
-    click.echo(f"{task.task_id}: {task.status}, {task.completed_sessions} of {task.total_sessions} sessions ended")
+    click.echo(
+        f"{visible(task.task_id)}: {task.status}, {task.completed_sessions} of {task.total_sessions} sessions ended"
+    )
     if task.results:
         console_of_width(Console()).print(results_view.sessions(_ended(task)))
     elif rows := (task.model_extra or {}).get("sessions", []):
@@ -68,7 +70,7 @@ def _sessions(rows: list[dict[str, Any]]) -> Table:
     for column in ("sample", "state", "tries", "node"):
         table.add_column(column)
     for row in rows:
-        table.add_row(str(row["sample"]), row["state"], str(row["attempt"]), visible(row["node"] or ""))
+        table.add_row(str(row["sample"]), row["state"], str(row["attempt"]), Text(visible(row["node"] or "")))
     return table
 
 
@@ -96,7 +98,7 @@ def _nodes(nodes: list[dict[str, Any]]) -> Table:
             Text(visible(node["name"]) + (" (draining)" if node.get("draining") else "")),
             Text(visible(", ".join(node["backends"]))),
             f"{node['leases']} of {node['slots']}",
-            *(str(load.get(name, "")) for name in (*_STAGES, "calls")),
+            *(Text(visible(str(load.get(name, "")))) for name in (*_STAGES, "calls")),
             f"{node['seen']:.0f} s ago",
         )
     return table

@@ -14,6 +14,7 @@ from polar.cli.common import run
 from polar.cli.run_summary import console_of_width
 from polar.cli.run_tally import count
 from polar.cli.server import connected, server_options
+from polar.cli.show_tokens import visible
 from polar.client.async_client import Answer, AsyncClient
 from polar.rollout.models import TaskRequest, TaskStatus
 from polar.rollout.overrides import Overrides
@@ -68,7 +69,8 @@ def _refused(answers: list[Answer]) -> int:
     """The exit status."""
     refused = [answer for answer in answers if answer.error is not None]
     for answer in refused:
-        click.echo(f"polar: The task {answer.task_id} was refused: {answer.error}", err=True)
+        told = f"polar: The task {answer.task_id} was refused: {answer.error}"
+        click.echo(visible(told), err=True)
     return 1 if refused else 0
 
 

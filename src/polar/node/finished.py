@@ -11,6 +11,7 @@ from polar.evaluators.base import GraderError, Outcome
 from polar.store.base import Verdict
 
 _LISTED = 1000  # of a list in a verdict's detail
+_REASON = 200  # characters: it is counted by, and stands in tables
 
 
 class Finished(Struct):
@@ -35,6 +36,8 @@ def checked(verdict: Verdict, *, live: bool) -> Verdict:
         raise GraderError(f"The evaluator gave a reward that is no finite number: {verdict.reward}.")
     if verdict.reward is not None and verdict.reason is not None:
         raise GraderError("The evaluator gave a reward and a reason why there is none.")
+    if verdict.reason is not None and not (verdict.reason.isprintable() and len(verdict.reason) <= _REASON):
+        raise GraderError("The evaluator gave a reason that is no word: say more in its detail.")
     detail = printable({**verdict.detail, "live_runtime": True} if live else verdict.detail)
     return msgspec.structs.replace(verdict, detail=detail)
 

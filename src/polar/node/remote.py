@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 _CONNECTING = 5.0  # seconds
 _ANSWERING = 60.0  # a server that is alive answers every call within some beats
-_REFUSED = frozenset({401, 403, 404, 413, 422})
+_REFUSED = frozenset({400, 401, 403, 404, 413, 422})
 
 
 class RemoteServer:

@@ -22,6 +22,7 @@ from polar.node.finished import Finished
 from polar.node.plan import Plan
 from polar.rollout.models import TaskRequest
 from polar.rollout.protocol import (
+    Answer,
     Beat,
     Ended,
     Engines,
@@ -42,6 +43,7 @@ T = TypeVar("T")
 
 _PLANS = 256  # tasks whose plans are kept
 _BATCH = 128  # ends that are told at once
+_REFUSED = "result_refused"  # why there is no reward: the server can't keep what was told of the end
 _FIRST_WAIT, _LAST_WAIT = 0.1, 5.0  # seconds between two tries to reach the server
 _PARTING = 20.0  # seconds in which a node that closes tells what it still can
 
@@ -274,7 +276,7 @@ class Worker:
             batch = self._outbox[:_BATCH]
             ended = [session.ended for session in batch if session.ended is not None]
             await self._send_copies(ended)
-            answers = await self._reach(lambda ended=ended: self._server.finish(self._place.node_id, ended))  # type: ignore[misc]
+            answers = await self._finish(ended)
             del self._outbox[: len(batch)]
             for session, answer in zip(batch, answers, strict=True):
                 if answer == "lost":
@@ -282,6 +284,20 @@ class Worker:
                 self._drop(session.lease.held)
             if not self._outbox:
                 self._posted.clear()
+
+    async def _finish(self, ended: list[Ended]) -> list[Answer]:
+        """Where one can't be taken as it is, the others are, and its work ends all the same."""
+        try:
+            return await self._reach(lambda: self._server.finish(self._place.node_id, ended))
+        except ConfigError as error:
+            if len(ended) > 1:
+                return [answer for one in ended for answer in await self._finish([one])]
+            (one,) = ended
+            if one.reason == _REFUSED:  # it is not what is said, but who says it
+                raise
+            log.error("The end of a session was not taken: %s", error)
+            refused = Ended(one.work_id, one.fence, one.session_id, reason=_REFUSED, error=str(error))
+            return await self._finish([refused])
 
     async def _send_copies(self, ended: list[Ended]) -> None:
         """Where the server can't read our store, it gets what it needs of it."""

@@ -64,13 +64,14 @@ class Allowed:
             parts = urlsplit(url)
             host, port = (parts.hostname or "").lower(), parts.port
             same = URL(url)  # what is checked must be what is connected to
+            connected = (same.host or "").lower(), same.explicit_port
         except ValueError:
             return f"callback_url is no address: {url!r}"
         if parts.scheme not in ("http", "https") or not host or not url.isprintable():
             return "callback_url must begin with http:// or https:// and name a host"
         if "@" in parts.netloc or "\\" in url:
             return "callback_url must not hold a name or a password"
-        if (same.host or "").lower() != host or same.explicit_port != port:
+        if connected != (host, port):
             return "callback_url can't be read in one way only"
         default = 443 if parts.scheme == "https" else 80
         bracketed = f"[{host}]" if ":" in host else host
@@ -183,6 +184,7 @@ class Callbacks:
             "Idempotency-Key": key_of(task),
             "X-Polar-Attempt": str(attempt),
         }
+        shown = urlsplit(url)._replace(query="", fragment="").geturl()  # a secret of the receiver's may stand there
         async with self._turns[urlsplit(url).netloc]:
             try:
                 async with self._http.post(
@@ -190,8 +192,9 @@ class Callbacks:
                 ) as response:
                     status = response.status
             except (aiohttp.ClientError, TimeoutError, OSError) as error:
-                return f"{url} can't be reached: {error!r}", False
-        return (None if 200 <= status < 300 else f"{url} answered {status}"), status in _REFUSALS
+                why = (isinstance(error, OSError) and error.strerror) or type(error).__name__
+                return f"{shown} can't be reached: {why}", False
+        return (None if 200 <= status < 300 else f"{shown} answered {status}"), status in _REFUSALS
 
 
 def key_of(task: TaskRow) -> str:

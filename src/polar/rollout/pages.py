@@ -130,7 +130,7 @@ class Pages:
         left, found = iter(rows), []
         async for some in self._store.recorded([row.session_id for row in rows]):
             for one, row in zip(some, left, strict=False):
-                if one.session is not None and row.summary is not None:
+                if one.session is not None and row.summary is not None and _problem(row, one) is None:
                     judged = as_ended(one.session, _ended(row.summary))
                     found.append(await asyncio.to_thread(sampled, judged, one.exchanges))
         build = load_plugin("builders", TREE)
@@ -216,14 +216,26 @@ def _built(view: _View) -> bytes:
     row, ended, builder = view.row, view.ended, view.builder
     session, exchanges = view.recorded.session, view.recorded.exchanges
     try:
-        if row.session_id is not None and session is None:
-            raise LookupError("the store does not have the session")
+        problem = _problem(row, view.recorded)
+        if problem is not None:
+            raise LookupError(problem)
         result = ended_result(row.task_id, row.sample, ended, builder, session, exchanges)
     except Exception as error:  # a builder may be anybody's, and what one session does to it must not hide the others
         log.exception("The builder %s failed at session %s", builder, row.session_id)
         result = unbuilt_result(row.task_id, row.sample, ended, f"The builder {builder} failed: {error!r}")
     result["metadata"]["run"] = row.run
     return _encode({"cursor": row.cursor, "sample": row.sample, **result})
+
+
+def _problem(row: WorkRow, recorded: Recorded) -> str | None:
+    """Why the session can't be told of. What a node says of one is believed; but not that another task's is its own."""
+    session = recorded.session
+    if recorded.damage is not None:
+        return recorded.damage
+    if session is None:
+        return None if row.session_id is None else "the store does not have the session"
+    whose = session.run, session.metadata.get("task_id")
+    return None if whose == (row.run, row.task_id) else "the session is another task's"
 
 
 def _was_cancelled(row: WorkRow, task: TaskRow) -> bool:

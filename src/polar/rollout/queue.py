@@ -154,7 +154,8 @@ class Queue:
         self._db = database
         self._q: Queries = queries(database.style)
         self.epoch = epoch
-        self.doubtful = False  # something may have changed that nobody was told of: all that is counted is to be again
+        self.doubts = 0  # times that something may have changed that nobody was told of
+        self.settled = 0  # so many of them; as long as there are more, what is counted is to be counted anew
 
     @classmethod
     async def open(cls, database: Database) -> "Queue":
@@ -165,6 +166,10 @@ class Queue:
             return _one(db, q.take, name="epoch", count=1)
 
         return cls(database, await database.transact(take))
+
+    @property
+    def doubtful(self) -> bool:
+        return self.doubts > self.settled
 
     async def _transact(self, work: Callable[[WritingConnection], T]) -> T:
         runs = 0
@@ -179,10 +184,10 @@ class Queue:
         try:
             return await self._db.transact(guarded)
         except BaseException:  # and yet it may be written
-            self.doubtful = True
+            self.doubts += 1
             raise
         finally:
-            self.doubtful |= runs > 1  # the first may have been written, and the last found nothing to do
+            self.doubts += runs > 1  # the first may have been written, and the last found nothing to do
 
     async def check(self) -> None:
         """Raises Superseded where another server has been started since."""

@@ -104,7 +104,7 @@ class Rollout:
         self.steering = Steering(self._policy, self.leasing, queue, self._store, self.events)
         await queue.go_on(await queue.waiting())
         self._consumers = await queue.consumers()
-        queue.doubtful = True
+        queue.doubts += 1
         await self._recount()
         self._later(0, self._watch)
         if self._settings.retention_hours is not None:
@@ -260,8 +260,8 @@ class Rollout:
 
     async def _recount(self) -> None:
         """From time to time; and all that is in memory, where the queue is in doubt."""
+        doubts = self._queue.doubts
         if self._queue.doubtful:
-            self._queue.doubtful = False
             self.ledger.totals.update(await self._queue.totals())
             await self.leasing.restore()
             self.ledger.wake()
@@ -269,6 +269,7 @@ class Rollout:
         self.ledger.lanes = await self._queue.counts()
         for run in list(self._policy.runs):
             await self._count_untaken(run)
+        self._queue.settled = max(doubts, self._queue.settled)
 
     async def _count_untaken(self, run: str) -> None:
         """Only where a quota asks for it: it takes a look at the database."""
@@ -306,7 +307,12 @@ class Rollout:
 
         task = asyncio.get_running_loop().create_task(wait())
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(self._ended)
+
+    def _ended(self, task: "asyncio.Task[None]") -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("Something that the queue needs has failed: start the server anew.", exc_info=error)
 
 
 def _new_task(task: TaskRequest) -> NewTask:

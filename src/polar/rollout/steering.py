@@ -65,8 +65,11 @@ class Steering:
         await self._set_pause(run, mode, seconds)
 
     async def resume(self, run: str, seconds: float) -> None:
-        if self._policy.settings(run).paused == "freeze":
-            await self._set_pause(run, "settle", seconds)
+        if self._policy.settings(run).paused in ("freeze", "settle"):
+            try:
+                await self._set_pause(run, "settle", seconds)
+            except NotInForce as error:
+                raise NotInForce(f"{error} Until then generation stays paused: resume again.") from error
         await self._set_pause(run, None, seconds)
 
     async def _set_pause(self, run: str, mode: PauseMode | None, seconds: float) -> None:

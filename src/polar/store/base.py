@@ -95,6 +95,7 @@ class Recorded(Struct):
 
     session: Session | None = None  # None: there is no such session
     exchanges: list[Exchange] = []
+    damage: str | None = None  # why it can't be read
 
 
 class Store(Protocol):

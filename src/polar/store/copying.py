@@ -14,9 +14,10 @@ import msgspec
 from msgspec import Struct
 
 from polar.errors import StoreError
-from polar.store.difference import DIGEST_SIZE, digest_of
-from polar.store.links import cut, damaged
-from polar.store.rows import ExchangeRow, FieldEntry, SessionRow, may_be_id, to_session
+from polar.store.copy_check import check_exchanges, check_piece, check_session, named
+from polar.store.difference import digest_of
+from polar.store.links import damaged
+from polar.store.rows import ExchangeRow, SessionRow, may_be_id
 from polar.store.sql import Connection, Queries, WritingConnection
 
 VERSION = 1
@@ -48,7 +49,6 @@ class _Envelope(Struct, array_like=True):
 _encode = msgspec.msgpack.Encoder().encode
 _envelope = msgspec.msgpack.Decoder(_Envelope)
 _body = msgspec.msgpack.Decoder(_Body)
-_fields = msgspec.msgpack.Decoder(dict[str, FieldEntry])
 
 
 def pack(copy: Copy) -> bytes:
@@ -72,8 +72,11 @@ def unpack(data: bytes) -> Copy:
     try:
         body = _body.decode(envelope.body)
         copy = Copy(body.session, body.exchanges, {digest_of(piece): piece for piece in body.pieces})
-        _check(copy)
-    except msgspec.DecodeError as error:
+        check_session(copy.session)
+        check_exchanges(copy.session.session_id, copy.exchanges, copy.pieces.keys())
+        for piece in body.pieces:
+            check_piece(piece)
+    except ValueError as error:  # msgspec's among them
         raise _broken(str(error)) from error
     return copy
 
@@ -84,7 +87,7 @@ def load(db: Connection, queries: Queries, session_id: str) -> Copy:
         raise StoreError(f"There is no session {session_id} to copy.")
     exchanges = _bases_first(_exchanges(db, queries, session_id))
     pieces: dict[bytes, bytes] = {}
-    for digest in sorted({digest for row in exchanges for digest in _named(row)}):
+    for digest in sorted({digest for row in exchanges for digest in named(row)}):
         piece = db.execute(queries.blob, {"digest": digest}).fetchone()
         if piece is None:
             raise damaged(f"piece {digest.hex()} of session {session_id} is missing")
@@ -97,6 +100,8 @@ def insert(db: WritingConnection, queries: Queries, copy: Copy) -> bool:
     session_id = copy.session.session_id
     found = db.execute(queries.session, {"session_id": session_id}).fetchone()
     if found is None:
+        if db.execute(queries.session_by_key, {"key_hash": copy.session.key_hash}).fetchone() is not None:
+            raise CopyRefused(f"Session {session_id} has the key of another session in this store.")
         db.execute(queries.insert_session, msgspec.structs.asdict(copy.session))
     else:
         _add_verdict(db, queries, msgspec.convert(found, SessionRow), copy.session)
@@ -106,6 +111,8 @@ def insert(db: WritingConnection, queries: Queries, copy: Copy) -> bool:
         if row.seq in there:
             _amend(db, queries, there[row.seq], row)
     for row in new:
+        if db.execute(queries.stored_exchange, {"exchange_id": row.exchange_id}).fetchone() is not None:
+            raise CopyRefused(f"Session {session_id} has an exchange of another session in this store.")
         db.execute(queries.insert_exchange, msgspec.structs.asdict(row))
     return bool(new)
 
@@ -153,28 +160,6 @@ def _bases_first(rows: list[ExchangeRow]) -> list[ExchangeRow]:
             link = None if link.base is None else by_seq.get(link.base)
         ordered.update(reversed(chain.items()))
     return list(ordered.values())
-
-
-def _named(row: ExchangeRow) -> list[bytes]:
-    """Digests of the pieces that it brought."""
-    fields = {} if row.fields is None else _fields.decode(row.fields)
-    return [*cut(row.items, DIGEST_SIZE), *(entry.data for entry in fields.values() if entry.is_digest)]
-
-
-def _check(copy: Copy) -> None:
-    to_session(msgspec.structs.astuple(copy.session))
-    session_id = copy.session.session_id
-    if not may_be_id(session_id):
-        raise _broken("its session has no id that can be")
-    seqs: set[int] = set()
-    for row in copy.exchanges:
-        if row.session_id != session_id:
-            raise _broken("an exchange is another session's")
-        if row.seq in seqs or (row.base is not None and row.base not in seqs):
-            raise _broken("an exchange is there twice, or without its base")
-        seqs.add(row.seq)
-        if not copy.pieces.keys() >= set(_named(row)):
-            raise _broken("a piece is missing")
 
 
 def _broken(what: str) -> StoreError:

@@ -82,5 +82,9 @@ def cut(data: bytes | bytearray, size: int) -> list[bytes]:
     return [bytes(data[start : start + size]) for start in range(0, len(data), size)]
 
 
-def damaged(what: str) -> StoreError:
-    return StoreError(f"The store is damaged ({what}); restore it from a backup.")
+class Damaged(StoreError):
+    """What is stored can't be read."""
+
+
+def damaged(what: str) -> Damaged:
+    return Damaged(f"The store is damaged ({what}); restore it from a backup.")

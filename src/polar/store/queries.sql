@@ -49,6 +49,12 @@ INSERT INTO blobs (digest, data) VALUES (:digest, :data) ON CONFLICT DO NOTHING;
 -- name: blob
 SELECT data FROM blobs WHERE digest = :digest;
 
+-- name: blobs
+SELECT digest, data FROM blobs WHERE digest IN (
+    :digest_a, :digest_b, :digest_c, :digest_d, :digest_e, :digest_f, :digest_g, :digest_h,
+    :digest_i, :digest_j, :digest_k, :digest_l, :digest_m, :digest_n, :digest_o, :digest_p
+);
+
 -- name: insert_exchange
 INSERT INTO exchanges (
     exchange_id, session_id, seq, base, shared_items, shared_tokens, items, fields, list_name, dialect, parent,
@@ -68,7 +74,7 @@ SELECT session_id, seq, checksum, parent FROM exchanges WHERE exchange_id = :exc
 -- name: amend_exchange
 UPDATE exchanges SET status = :status, delivered = :delivered WHERE exchange_id = :exchange_id RETURNING exchange_id;
 
--- name: next_exchange
+-- name: next_exchanges
 SELECT
     exchange_id, session_id, seq, base, shared_items, shared_tokens, items, fields, list_name, dialect, parent,
     status, finish_reason, started_at, first_token_at, ended_at, replica, continuation, branch_reason,
@@ -77,7 +83,7 @@ SELECT
 FROM exchanges
 WHERE session_id = :session_id AND seq > :after
 ORDER BY seq
-LIMIT 1;
+LIMIT :limit;
 
 -- name: next_seq
 SELECT COALESCE(MAX(seq) + 1, 0) FROM exchanges WHERE session_id = :session_id;

@@ -1,10 +1,10 @@
 """Reading: rows to records, whole again, on one connection of any driver.
 
-A session is read a few exchanges at a time, each with a query of its own, so that a slow reader holds no transaction
+A session is read a few exchanges at a time, with queries of their own, so that a slow reader holds no transaction
 open and memory stays the same however long the session is. What the next exchange probably shares is kept at hand.
 """
 
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator
 from typing import TypeVar
 
@@ -18,11 +18,13 @@ from polar.store import copying
 from polar.store.arrays import bytes_to_ids
 from polar.store.base import Exchange, Recorded, Session
 from polar.store.difference import DIGEST_SIZE
-from polar.store.links import ALL, Link, context_link, cut, damaged, follow, load_context, token_link
+from polar.store.links import ALL, Damaged, Link, context_link, cut, damaged, follow, load_context, token_link
 from polar.store.rows import ExchangeRow, FieldEntry, may_be_id, to_exchange, to_session
 from polar.store.sql import Connection, Queries
 
 T = TypeVar("T")
+
+_DIGESTS = tuple(f"digest_{letter}" for letter in "abcdefghijklmnop")  # the parameters of the query `blobs`
 
 
 class Reader:
@@ -73,15 +75,18 @@ class Reader:
         whole: list[Recorded] = []
         read = 0.0
         for session_id in session_ids:
-            found = Recorded(None if session_id is None else self.session(session_id))
-            if found.session is not None:
-                exchanges = self.exchanges(found.session.session_id)
-                while some := exchanges.some():
+            found = Recorded()
+            try:
+                found.session = None if session_id is None else self.session(session_id)
+                exchanges = None if found.session is None else self.exchanges(found.session.session_id)
+                while exchanges is not None and (some := exchanges.some()):
                     found.exchanges += some
                     read += sum(_length(exchange) for exchange in some)
                     if read >= 1:
                         yield whole
                         whole, read = [], 0.0
+            except (Damaged, ValueError) as error:  # it alone: the others can be read
+                found = Recorded(damage=str(error))
             whole.append(found)
             read += 1 / _SESSIONS_AT_ONCE
             if read >= 1:
@@ -106,12 +111,14 @@ class SessionReading:
     RECENT = 8
     _PIECES_BUDGET = 32 * 1024 * 1024
     _AT_ONCE, _TOKENS_AT_ONCE = 16, 500_000
+    _ROWS = 8  # that are read at once
 
     def __init__(self, connection: Connection, queries: Queries, session_id: str) -> None:
         self._db = connection
         self._q = queries
         self._session_id = session_id
         self._after = -1
+        self._rows: deque[ExchangeRow] = deque()  # that were read, and not given yet
         # Of the latest exchanges, by seq: item digests, table of fields, context.
         self._items: OrderedDict[int, bytearray] = OrderedDict()
         self._fields: OrderedDict[int, bytes] = OrderedDict()
@@ -133,18 +140,40 @@ class SessionReading:
         return found
 
     def next(self) -> Exchange | None:
-        place = {"session_id": self._session_id, "after": self._after}
-        found = self._db.execute(self._q.next_exchange, place).fetchone()
-        if found is None:
+        if not self._rows:
+            self._read_on()
+        if not self._rows:
             return None
-        row = msgspec.convert(found, ExchangeRow)
-        self._after = row.seq
+        row = self._rows.popleft()
         return to_exchange(row, self._wire(row), self._prompt(row))
 
-    def _wire(self, row: ExchangeRow) -> Wire:
+    def _read_on(self) -> None:
+        """The next rows, and the pieces that are new with them: a server elsewhere is asked few times."""
+        place = {"session_id": self._session_id, "after": self._after, "limit": self._ROWS}
+        found = self._db.execute(self._q.next_exchanges, place).fetchall()
+        rows = [msgspec.convert(row, ExchangeRow) for row in found]
+        self._rows.extend(rows)
+        if rows:
+            self._after = rows[-1].seq
         if self._pieces_size > self._PIECES_BUDGET:
             self._pieces.clear()
             self._pieces_size = 0
+        new = dict.fromkeys(digest for row in rows for digest in self._digests(row) if digest not in self._pieces)
+        missing = list(new)
+        for first in range(0, len(missing), len(_DIGESTS)):
+            some = missing[first : first + len(_DIGESTS)]
+            wanted = dict(zip(_DIGESTS, some + some[-1:] * (len(_DIGESTS) - len(some)), strict=True))
+            for digest, data in self._db.execute(self._q.blobs, wanted).fetchall():
+                self._pieces[bytes(digest)] = Raw(data)
+                self._pieces_size += len(data)
+
+    def _digests(self, row: ExchangeRow) -> Iterator[bytes]:
+        """Of the pieces that it does not share with its base."""
+        yield from cut(row.items, DIGEST_SIZE)
+        if row.fields is not None:
+            yield from (entry.data for entry in self._decode_fields(row.fields).values() if entry.is_digest)
+
+    def _wire(self, row: ExchangeRow) -> Wire:
         link = Link(row.base, row.shared_items * DIGEST_SIZE, row.items)
         digests = follow(link, self._request_link, self._items)
         table = self._table(row.base, row.fields)

@@ -41,7 +41,7 @@ class SessionRow(Struct, array_like=True):
 
 
 class ExchangeRow(Struct, array_like=True):
-    """The columns that `next_exchange` selects, in that order."""
+    """The columns that `next_exchanges` selects, in that order."""
 
     exchange_id: str
     session_id: str

@@ -55,10 +55,11 @@ class Queries:
     sessions_before: str
     insert_blob: str
     blob: str
+    blobs: str
     insert_exchange: str
     stored_exchange: str
     amend_exchange: str
-    next_exchange: str
+    next_exchanges: str
     next_seq: str
     request_links: str
     request_link: str

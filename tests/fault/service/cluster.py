@@ -143,11 +143,10 @@ class Cluster:
         *,
         url: str | None = None,
         data: Path | None = None,
-        environment: dict[str, str] | None = None,
         **settings: object,
     ) -> Node:
         """Starts one; `settings` are those of [node]."""
-        variables = self._environment | (environment or {})
+        variables = dict(self._environment)
         for key, value in ({"runtimes": ["local"]} | settings).items():
             variables[f"POLAR_NODE__{key.upper()}"] = json.dumps(value)
         node = Node(self.folder / name, url or self.server.url, variables, data)
@@ -209,6 +208,7 @@ class Cluster:
             if usable:
                 assert result.reason is None, (result.reason, result.error)
                 assert result.trajectory is not None
+                assert result.trajectory.traces
         return {(result.task_id, result.sample): result for result in got}
 
 

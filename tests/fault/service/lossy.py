@@ -14,9 +14,13 @@ from aiohttp import web
 class Lossy:
     """Use as an async context manager."""
 
-    def __init__(self, server_url: str, share: float, seed: int = 0, *, silent: str | None = None) -> None:
-        """`silent`: the end of paths whose lost answers leave the connection as it is, for ever."""
+    def __init__(
+        self, server_url: str, share: float, seed: int = 0, *, silent: str | None = None, most: int | None = None
+    ) -> None:
+        """`silent`: the end of paths whose lost answers leave the connection as it is, for ever. `most`: bytes of a
+        request's JSON, as some proxies allow so many."""
         self._silent = silent
+        self._most = most
         self._server_url = server_url
         self._share = share
         self._chance = random.Random(seed)
@@ -25,6 +29,7 @@ class Lossy:
         self.url = ""
         self.forwarded = 0
         self.lost = 0
+        self.refused = 0
 
     async def __aenter__(self) -> "Lossy":
         self._http = await self._stack.enter_async_context(aiohttp.ClientSession(auto_decompress=False))
@@ -45,6 +50,9 @@ class Lossy:
 
     async def _forward(self, request: web.Request) -> web.StreamResponse:
         body = await request.read()
+        if self._most is not None and request.content_type == "application/json" and len(body) > self._most:
+            self.refused += 1
+            return web.Response(status=413, text="Request Entity Too Large")
         headers = {key: value for key, value in request.headers.items() if key.lower() not in _OWN}
         try:
             async with self._http.request(

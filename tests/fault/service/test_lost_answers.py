@@ -57,3 +57,24 @@ async def test_connections_that_fall_silent(tmp_path: Path) -> None:
         await cluster.check()
         assert "is lost" not in cluster.server.said()
         await node.end()
+
+
+@pytest.mark.faults
+async def test_a_proxy_that_takes_small_requests_only(tmp_path: Path) -> None:
+    """What is too much at once is told one by one, and what is too much by itself is a result without a reward."""
+    mark = tmp_path / "go"
+    async with Cluster(tmp_path) as cluster, Lossy(cluster.server.url, 0.0, most=2000) as proxy:
+        node = await cluster.node("node", url=proxy.url)
+        loud = {"type": "exec", "command": "head -c 5000 /dev/zero | tr '\\0' x; exit 1"}
+        await cluster.submit(
+            task("many", f"{ASK}; {until_there(mark)}", num_samples=8),
+            quick("loud", runtime={"backend": "local", "prepare": [loud]}),
+        )
+        await cluster.reader.until(lambda: len(cluster.reader.got) == 1)
+        await cluster.in_stage("node", "run", 8)
+        mark.touch()
+        results = await cluster.check(usable=False)
+        assert proxy.refused > 0
+        assert results.pop(("loud", 0)).reason == "result_refused"
+        assert {one.reason for one in results.values()} == {None}
+        assert node.running

@@ -37,23 +37,19 @@ async def until_stage(cluster: Cluster, name: str, stage: str, mark: Path) -> No
 
 async def killed_in(folder: Path, stages: list[str]) -> None:
     async with Cluster(folder, lease_seconds=3) as cluster:
-        loop = asyncio.get_running_loop()
         node = await cluster.node("n0", run_workers=1)
         await cluster.joined("n0")
         for number, stage in enumerate(stages):
             mark = folder / f"go-{stage}"
             await until_stage(cluster, f"n{number}", stage, mark)
-            began = loop.time()
             await node.kill()
             node = await cluster.node(f"n{number + 1}", run_workers=1)
             await cluster.in_stage(f"n{number + 1}", "run" if stage == "ready" else stage)
-            taken = loop.time() - began
             mark.touch()
             results = await cluster.check()
             other = await cluster.seen(f"n{number + 1}")
             assert other is not None
             assert results[f"lost-{stage}", 0].node_id == other["node_id"]
-            print(f"{stage}: leased again after {taken:.1f} s")
 
 
 STAGES = ["init", "ready", "run", "postrun"]
@@ -131,7 +127,7 @@ async def _pids(path: Path, count: int) -> list[int]:
 async def _gone(pid: int) -> bool:
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]  # noqa: ASYNC240 (no disk is read)
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):
         return True
     return state == "Z"
 
@@ -187,7 +183,7 @@ def killing(nodes: Path) -> str:
 @pytest.mark.faults
 async def test_work_that_kills_its_node_is_set_aside(tmp_path: Path) -> None:
     """And what ran beside it is not."""
-    async with Cluster(tmp_path, lease_seconds=2) as cluster:
+    async with Cluster(tmp_path, lease_seconds=4) as cluster:
         over = asyncio.Event()
         died = 0
 

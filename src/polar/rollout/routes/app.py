@@ -6,7 +6,7 @@ from fastapi import APIRouter, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 
-from polar.errors import ConfigError, EngineError, StoreError
+from polar.errors import ApiError, ConfigError, EngineError, StoreError
 from polar.rollout.protocol import UnknownNode
 from polar.rollout.routes import nodes, policy, results, runs, service, sessions, tasks
 from polar.rollout.routes.access import Access
@@ -52,6 +52,7 @@ def create_app(parts: Parts) -> FastAPI:
 
 _STATUS: dict[type[Exception], int] = {
     ConfigError: 422,  # a session's metadata, say, that give roles which don't exist
+    ApiError: 422,  # a session's calls that its dialect can't read
     UnknownNode: 410,
     CopyRefused: 422,
     EngineError: 502,

@@ -127,10 +127,18 @@ def decoded(body: bytes, kind: type[T]) -> T:
         raise HTTPException(400, f"The body is no JSON: {error}.") from error
 
 
+def deeper_than(levels: int, value: Any) -> bool:
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return levels < 0 or any(deeper_than(levels - 1, one) for one in inner)
+
+
 def checked(value: T) -> T:
     """What nodes send, as it is kept. Raises HTTPException for numbers and names that no database can hold, or that
     nobody can be shown."""
-    _check(msgspec.to_builtins(value), "", 0)
+    plain = msgspec.to_builtins(value)
+    if deeper_than(_DEEPEST, plain):
+        raise unusable("it is nested too deeply")
+    _check(plain, "")
     return value
 
 
@@ -146,19 +154,16 @@ _FREE = frozenset(("outcome", "detail"))
 _DEEPEST = 100
 
 
-def _check(value: Any, field: str, depth: int) -> None:
-    if depth > _DEEPEST:
-        raise unusable("it is nested too deeply")
+def _check(value: Any, field: str) -> None:
+    if field in _FREE:
+        return
     if isinstance(value, dict):
         for name, inner in value.items():
-            if field not in _FREE:
-                _check_name(name, "a field")
-            _check(inner, field if field in _FREE else name, depth + 1)
+            _check_name(name, "a field")
+            _check(inner, name)
     elif isinstance(value, list):
         for inner in value:
-            _check(inner, field, depth + 1)
-    elif field in _FREE:
-        return
+            _check(inner, field)
     elif isinstance(value, int) and not -WHOLE <= value < WHOLE:
         raise unusable(f"{field} is a number of more than 63 bits")
     elif isinstance(value, str) and field in _NAMES:

@@ -4,19 +4,20 @@ import math
 from collections.abc import AsyncIterator
 from typing import Annotated, Any
 
-import msgspec
 from fastapi import APIRouter, HTTPException, Query, Request
 from fastapi.responses import Response, StreamingResponse
 from pydantic import BaseModel, Field, field_validator, model_validator
 
 from polar.gateway import view
 from polar.plugins import names
-from polar.rollout.routes.bodies import Body, Run, Text
+from polar.rollout.routes.bodies import Body, Run, Text, deeper_than
 from polar.rollout.routes.documents import problems, streamed
 from polar.rollout.routes.parts import Parts
+from polar.rollout.routes.tasks import answered
 from polar.store.base import Session, Store, Verdict
 from polar.trajectory.session import built, roles_of
 
+_DEEPEST = 100
 ARROW = "application/vnd.apache.arrow.stream"
 
 
@@ -28,10 +29,8 @@ class NewSession(Body):
     @classmethod
     def can_be_kept(cls, value: Any) -> Any:
         """What is written must be read again."""
-        try:
-            msgspec.json.decode(msgspec.json.encode(value))
-        except RecursionError as error:
-            raise ValueError("it is nested too deeply") from error
+        if deeper_than(_DEEPEST, value):
+            raise ValueError("it is nested too deeply")
         return value
 
 
@@ -69,22 +68,27 @@ def routes(router: APIRouter, parts: Parts) -> None:
         session, key = await sessions.create(body.metadata, body.run)
         return SessionCreated(session_id=session.session_id, api_key=key, base_urls=base_urls(parts.gateway_url))
 
-    @router.get("/sessions", tags=["sessions"], responses=problems(404))
+    @router.get("/sessions", tags=["sessions"], response_model=list[dict[str, Any]], responses=problems(404))
     async def list_sessions(
         limit: Annotated[int, Query(ge=1, le=1000)] = 100,
         before: Annotated[str | None, Query(description="the last one of the page before")] = None,
-    ) -> list[dict[str, Any]]:
+    ) -> Response:
         """The newest first."""
         if before is not None:
             await existing(before)
-        return [view.session(session) for session in await store.sessions(limit=limit, before=before)]
+        return _json([view.session(session) for session in await store.sessions(limit=limit, before=before)])
 
-    @router.get("/sessions/{session_id}", tags=["sessions"], responses=problems(404))
-    async def one_session(session_id: str) -> dict[str, Any]:
-        return view.session(await existing(session_id))
+    @router.get("/sessions/{session_id}", tags=["sessions"], response_model=dict[str, Any], responses=problems(404))
+    async def one_session(session_id: str) -> Response:
+        return _json(view.session(await existing(session_id)))
 
-    @router.post("/sessions/{session_id}/end", tags=["sessions"], responses=problems(400, 404, 409, 413))
-    async def end_session(session_id: str, body: SessionEnd | None = None) -> dict[str, Any]:
+    @router.post(
+        "/sessions/{session_id}/end",
+        tags=["sessions"],
+        response_model=dict[str, Any],
+        responses=problems(400, 404, 409, 413),
+    )
+    async def end_session(session_id: str, body: SessionEnd | None = None) -> Response:
         """Its key stops working, and what still runs is given up. A reward may be added later, but not changed."""
         await existing(session_id)
         told = body or SessionEnd()
@@ -93,7 +97,7 @@ def routes(router: APIRouter, parts: Parts) -> None:
             raise HTTPException(404, f"There is no session {session_id}.")
         if told.reward is not None and session.reward != told.reward:
             raise HTTPException(409, f"Session {session_id} has the reward {session.reward:g} already.")
-        return view.session(session)
+        return _json(view.session(session))
 
     @router.get(
         "/sessions/{session_id}/exchanges",
@@ -105,7 +109,7 @@ def routes(router: APIRouter, parts: Parts) -> None:
         await existing(session_id)
         if ARROW in request.headers.get("accept", ""):
             return await _arrow(store, session_id)
-        return StreamingResponse(_json_list(store, session_id), media_type="application/json")
+        return await answered(_json_list(store, session_id))
 
     @router.get("/sessions/{session_id}/trajectory", tags=["sessions"], responses=problems(404))
     async def trajectory(session_id: str, builder: str = "prefix_merging") -> Response:
@@ -120,6 +124,11 @@ def routes(router: APIRouter, parts: Parts) -> None:
         if session is None:
             raise HTTPException(404, f"There is no session {session_id}.")
         return session
+
+
+def _json(value: Any) -> Response:
+    """However deep its metadata go, which may come from elsewhere: what can be kept can be told."""
+    return Response(view.encode(value), media_type="application/json")
 
 
 async def _json_list(store: Store, session_id: str) -> AsyncIterator[bytes]:

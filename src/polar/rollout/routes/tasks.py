@@ -167,6 +167,8 @@ def unkeepable(task: TaskRequest) -> str | None:
         return "task_id and run take characters that can be printed"
     if task.task_id.endswith(_TREE):
         return f"task_id must not end with {_TREE}: it could not be asked for"
+    if not {".", ".."}.isdisjoint(task.task_id.split("/")):
+        return "task_id must not have . or .. as a part: clients shorten such paths"
     try:
         TaskRequest.model_validate_json(task.model_dump_json(exclude_unset=True))
     except PydanticSerializationError:
