@@ -6,14 +6,16 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from polar.api import run
     from polar.client.async_client import AsyncClient, ClientError
+    from polar.client.submitting import TasksRefused
     from polar.client.sync_client import Client
 
-__all__ = ["AsyncClient", "Client", "ClientError", "run"]
+__all__ = ["AsyncClient", "Client", "ClientError", "TasksRefused", "run"]
 
 _PLACES = {
     "AsyncClient": "polar.client.async_client",
     "Client": "polar.client.sync_client",
     "ClientError": "polar.client.async_client",
+    "TasksRefused": "polar.client.submitting",
     "run": "polar.api",
 }
 

@@ -16,17 +16,13 @@ import msgspec
 import uvloop
 from pydantic import ValidationError
 
-from polar import config
-from polar.cli.common import PRIVATE, engine_at
+from polar import config, problems
+from polar.client.given import TaskLike, tasks_of
 from polar.config import EngineSettings, Settings
 from polar.errors import ConfigError
-from polar.rollout.local import LocalRollout
+from polar.node.local import LocalRollout
 from polar.rollout.models import SessionResult, TaskRequest
 from polar.rollout.overrides import Overrides
-from polar.tasks import problems, read
-
-TaskLike = str | os.PathLike[str] | dict[str, Any] | TaskRequest
-"""A file or folder of tasks, the fields of one, or one."""
 
 
 def run(
@@ -58,7 +54,7 @@ def run(
     Raises PolarError where something can't be run; what goes wrong in a session is in its result."""
     _check_no_loop()
     overrides = Overrides(harness, samples, model, timeout, image, backend)
-    wanted = [overrides.apply(task) for task in _tasks(tasks, backend)]
+    wanted = [overrides.apply(task) for task in tasks_of(tasks, backend=backend)]
     return uvloop.run(_run(wanted, _private(settings or config.load(), engine), Path(data)))
 
 
@@ -68,7 +64,7 @@ def _check_no_loop() -> None:
     except RuntimeError:
         return
     raise RuntimeError(
-        "polar.run can't be called inside a running event loop: use polar.rollout.local.LocalRollout there."
+        "polar.run can't be called inside a running event loop: use polar.node.local.LocalRollout there."
     )
 
 
@@ -82,34 +78,11 @@ async def _run(tasks: list[TaskRequest], settings: Settings, data: Path) -> list
     return [SessionResult.model_validate_json(msgspec.json.encode(result)) for result in results]
 
 
-def _tasks(tasks: TaskLike | Iterable[TaskLike], backend: str | None) -> list[TaskRequest]:
-    if isinstance(tasks, str | os.PathLike | dict | TaskRequest):
-        tasks = [tasks]
-    found: dict[str, TaskRequest] = {}
-    for like in tasks:
-        for task in _read(like, backend):
-            if task.task_id in found:
-                raise ConfigError(f"There are two tasks {task.task_id!r}: every task needs a name of its own.")
-            found[task.task_id] = task
-    return list(found.values())
-
-
-def _read(like: TaskLike, backend: str | None) -> list[TaskRequest]:
-    if isinstance(like, TaskRequest):
-        return [like]
-    if not isinstance(like, dict):
-        return read([Path(like)], backend=backend)  # Harbor's tasks are other ones in each
-    try:
-        return [TaskRequest.model_validate(like)]
-    except ValidationError as error:
-        raise ConfigError(f"Task {like.get('task_id', 'without a task_id')}: {problems.listed(error)}.") from error
-
-
 def _private(settings: Settings, engine: str | None) -> Settings:
     """With a gateway of its own, and the engine."""
-    update: dict[str, Any] = {"gateway": settings.gateway.model_copy(update=PRIVATE)}
+    update: dict[str, Any] = {"gateway": settings.gateway.model_copy(update=config.PRIVATE)}
     if engine is not None:
-        fields = settings.engine.model_dump() | engine_at(engine, settings.engine)
+        fields = settings.engine.model_dump() | config.engine_at(engine, settings.engine)
         try:
             update["engine"] = EngineSettings.model_validate(fields)
         except ValidationError as error:

@@ -7,12 +7,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
 
 from polar.errors import ConfigError
 from polar.types import Sampling
 
 PREFIX = "POLAR_"
+DEFAULT_RUN = "default"
+"""The run of whatever names none."""
 
 
 Port = Annotated[int, Field(ge=0, le=65535)]
@@ -84,7 +86,9 @@ class ServerSettings(Section):
     node_token: str | None = Field(None, repr=False, description="of nodes that join [default: the token]")
     attempts: int = Field(3, gt=0, description="tries of a session, where the platform fails")
     lease_seconds: float = Field(10, gt=0, description="that a node may be silent before others get its sessions")
-    beat_seconds: float = Field(2, gt=0, description="between two signs of life of a node")
+    beat_seconds: float = Field(
+        2, gt=0, validate_default=True, description="between two signs of life of a node; a third of a lease at most"
+    )
     callback_hosts: list[str] = Field(
         [], description="HOST or HOST:PORT that tasks may name in callback_url [default: this machine's loopback]"
     )
@@ -92,6 +96,18 @@ class ServerSettings(Section):
     retention_hours: float | None = Field(
         None, gt=0, description="of service, that ended tasks and their sessions are kept [default: for ever]"
     )
+
+    @field_validator("beat_seconds")
+    @classmethod
+    def _well_within_a_lease(cls, beat: float, info: ValidationInfo) -> float:
+        """One that is late, or is lost, must not cost a node all that it runs."""
+        lease = info.data.get("lease_seconds")
+        if lease is not None and 3 * beat > 1.001 * lease:  # but for rounding
+            raise ValueError(
+                f"{beat:g} is more than a third of lease_seconds ({lease:g}): set a smaller one, "
+                f"or lease_seconds to {3 * beat:g} or more"
+            )
+        return beat
 
 
 class StoreSettings(Section):
@@ -134,7 +150,9 @@ class ClusterSettings(Section):
     server_url: str | None = Field(None, description="how nodes reach the server [default: where it listens]")
     nodes: int | Literal["each"] = Field("each", description="gateway nodes: a number, or one on each machine")
     resources: dict[str, float] = Field({}, description="that Ray sets aside for each node")
-    data: str | None = Field(None, description="folder of the nodes' data on each machine [default: a private one]")
+    data: str | None = Field(
+        None, description="folder of the nodes' data on each machine [default: ~/.local/state/polar]"
+    )
 
 
 class LogSettings(Section):
@@ -187,8 +205,18 @@ def load(
         problem = error.errors()[0]
         where = tuple(str(step) for step in problem["loc"])
         found = [source for keys, source in sources.items() if where[: len(keys)] == keys]
-        message = _MESSAGES.get(problem["type"], problem["msg"])
-        raise ConfigError(f"{found[0] if found else path}: {'.'.join(where)}: {message}.") from error
+        message = _MESSAGES.get(problem["type"], problem["msg"].removeprefix("Value error, "))
+        source = found[0] if found else path or "the settings"  # what is wrong may be a default, beside something else
+        raise ConfigError(f"{source}: {'.'.join(where)}: {message}.") from error
+
+
+PRIVATE: dict[str, Any] = {"port": 0, "host": "127.0.0.1"}
+"""The settings of a gateway of one's own: on any free port."""
+
+
+def engine_at(url: str, configured: EngineSettings) -> dict[str, Any]:
+    """The engine at this address. Its kind is the configured engine's, if there is one: it takes the place of that."""
+    return {"urls": [url], "kind": configured.kind if configured.urls else "vllm"}
 
 
 _MESSAGES = {"extra_forbidden": "there is no such setting", "model_type": "this is a table of settings"}

@@ -22,7 +22,6 @@ from polar.node.working import node_of, worker_of
 from polar.rollout.callbacks import Callbacks
 from polar.rollout.models import TaskRequest
 from polar.rollout.pages import Pages
-from polar.rollout.queue import identity
 from polar.rollout.rollout import Rollout
 from polar.rollout.routes.app import create_app
 from polar.rollout.routes.parts import Parts
@@ -81,7 +80,7 @@ class Service:
     async def _start(self, stack: contextlib.AsyncExitStack) -> None:
         settings = self._settings
         plane = self.plane = await stack.enter_async_context(DataPlane(settings, self._data))
-        store_id = await identity(plane.store)
+        store_id = await plane.store.identity()
         rollout = self.rollout = Rollout(
             plane.store,
             settings.server,

@@ -22,7 +22,7 @@ from aiohttp import web
 
 from polar.config import load
 from polar.node.finished import Finished
-from polar.rollout.local import LocalRollout
+from polar.node.local import LocalRollout
 from polar.rollout.models import TaskRequest
 from tests.attack.cheats import write
 

@@ -43,6 +43,43 @@ JSON = {"Content-Type": "application/json"}
 replace = msgspec.structs.replace
 
 
+# Keys
+
+
+async def test_a_sessions_key_opens_nothing_wherever_it_stands(tmp_path: Path) -> None:
+    """All slots that the gateway takes it in, and those that others do. The same with the node token, but for what is
+    nodes' own."""
+    async with running(tmp_path, server={"token": TOKEN, "node_token": NODE_TOKEN}) as it:
+        url, key = it.service.control_url, it.key
+        async with aiohttp.ClientSession() as http:
+            async with http.get(f"{url}/openapi.json", headers={"Authorization": f"Bearer {TOKEN}"}) as answer:
+                paths = (await answer.json())["paths"]
+            calls = [(method, path) for path, methods in paths.items() for method in methods if path != "/health"]
+            assert len(calls) > 30
+            for secret in (key, NODE_TOKEN):
+                slots: list[tuple[str, str, dict[str, str]]] = [
+                    ("", "", {"Authorization": f"Bearer {secret}"}),
+                    ("", "", {"Authorization": f"Basic {secret}"}),
+                    ("", "", {"Proxy-Authorization": f"Bearer {secret}"}),
+                    ("", "", {"X-Forwarded-Authorization": f"Bearer {secret}"}),
+                    ("", "", {"x-api-key": secret}),
+                    ("", "", {"x-goog-api-key": secret}),
+                    ("", "", {"api-key": secret}),
+                    ("", "", {"Cookie": f"token={secret}; session={secret}"}),
+                    ("", f"?key={secret}&token={secret}&api_key={secret}&access_token={secret}", {}),
+                    (f"/s/{secret}", "", {}),
+                ]
+                for method, path in calls:
+                    of_nodes = "node protocol" in paths[path][method]["tags"]
+                    place = path.replace("{", "").replace("}", "")
+                    for prefix, query, headers in slots[of_nodes and secret == NODE_TOKEN :]:
+                        body = None if method in ("get", "delete") else {}
+                        async with http.request(
+                            method, f"{url}{prefix}{place}{query}", headers=headers, json=body
+                        ) as answer:
+                            assert answer.status == (404 if prefix else 401), (method, path, headers)
+
+
 # Nodes that lie of what has ended
 
 

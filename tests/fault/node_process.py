@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 
 from polar.config import load
-from polar.rollout.local import LocalRollout
+from polar.node.local import LocalRollout
 from polar.rollout.models import TaskRequest
 
 

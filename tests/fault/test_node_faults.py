@@ -13,7 +13,7 @@ import pytest
 from polar.config import load
 from polar.data_plane import settle_process
 from polar.node.finished import Finished
-from polar.rollout.local import LocalRollout
+from polar.node.local import LocalRollout
 from polar.rollout.models import TaskRequest
 from polar.store import open_store
 from tests.contract import left
@@ -95,7 +95,7 @@ async def test_two_hundred_sessions_at_once(tmp_path: Path) -> None:
     ids, descriptors = Ids(data), left.descriptors()
     finished: list[Finished] = []
     async with LocalRollout(load(None, {}, {"gateway": {"port": 0}, "node": node}), data) as rollout:
-        await rollout.service.pool.pause()  # until every session waits for its first reply: so all are there at once
+        await rollout.plane.pool.pause()  # until every session waits for its first reply: so all are there at once
         plans = await rollout.plan(tasks)
         running = [await rollout.node.submit(plan, n) for plan in plans for n in range(plan.task.num_samples)]
         async with asyncio.timeout(300):
@@ -104,7 +104,7 @@ async def test_two_hundred_sessions_at_once(tmp_path: Path) -> None:
                 await asyncio.sleep(0.05)
         assert rollout.load().run == 200
         assert len(ids.seen) >= 200
-        await rollout.service.pool.resume()
+        await rollout.plane.pool.resume()
         for one in running:
             finished.append(await one.finished)
             ids.look()

@@ -24,7 +24,7 @@ from polar.engines.scripted import ScriptedServer
 from polar.engines.scripted.server import TOKENIZER
 from polar.errors import StoreError
 from polar.gateway.sessions import Sessions
-from polar.rollout.local import LocalRollout
+from polar.node.local import LocalRollout
 from polar.rollout.models import SessionResult
 from polar.store import open_store, postgres_link
 from polar.store.base import Exchange, Verdict

@@ -11,8 +11,8 @@ import pytest
 
 from polar.data_plane import DataPlane
 from polar.engines.scripted import Play, ScriptedServer, Turn
+from polar.engines.wanted import Engines, PauseMode, PoolState, WantedReplica
 from polar.gateway.meter import Meter
-from polar.rollout.protocol import Engines, PauseMode, PoolState, Replica
 from polar.store.base import Exchange
 from tests.integration.stack import running, settings
 from tests.integration.test_policy import SLOW, control
@@ -31,7 +31,7 @@ class Bench:
         self, generation: int, paused: PauseMode | None = None, version: int = 0, **runs: list[ScriptedServer]
     ) -> list[str]:
         pools = {
-            run: PoolState([Replica(server.url, version) for server in servers], paused)
+            run: PoolState([WantedReplica(server.url, version) for server in servers], paused)
             for run, servers in runs.items()
         }
         return await self.plane.pools.apply(Engines(generation, pools))

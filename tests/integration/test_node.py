@@ -14,7 +14,7 @@ from polar.config import load
 from polar.errors import ConfigError, StoreError
 from polar.node.finished import Finished
 from polar.node.node import Running
-from polar.rollout.local import LocalRollout
+from polar.node.local import LocalRollout
 from polar.rollout.models import SessionResult, TaskRequest
 from tests.integration.agents import task
 
@@ -70,7 +70,7 @@ async def test_a_session_goes_through_every_stage_and_is_told(tmp_path: Path) ->
         plans = await opened.plan([wanted])
         (finished,) = [finished async for finished in opened.run(plans)]
         result = SessionResult.model_validate(await opened.result(plans[0], finished))
-        session = await opened.service.store.session(finished.session_id)
+        session = await opened.plane.store.session(finished.session_id)
     assert finished.verdict.reward == 1
     assert (finished.turns, finished.outcome.exit_code) == (1, 0)  # type: ignore[union-attr]
     assert set(finished.seconds) == {"queued", "init", "ready", "run", "waiting", "postrun"}
@@ -126,12 +126,12 @@ async def test_a_time_out_still_builds_what_there_is(
 
 async def test_a_clock_stands_still_while_generation_is_paused(tmp_path: Path) -> None:
     async with rollout(tmp_path) as opened:
-        await opened.service.pool.pause()
+        await opened.plane.pool.pause()
         plans = await opened.plan([task(ONE_CALL, timeout_seconds=2, on_timeout="mask", evaluator=GRADED)])
         running = await opened.node.submit(plans[0])
         await until(lambda: opened.load().held == 1)
         await asyncio.sleep(3)  # longer than the session has
-        await opened.service.pool.resume()
+        await opened.plane.pool.resume()
         finished = await running.finished
     assert finished.verdict.reward == 1
 
@@ -156,7 +156,7 @@ async def test_a_clock_is_not_stopped_by_asking_over_and_over(tmp_path: Path) ->
 async def test_a_task_decides_what_is_sampled_with(tmp_path: Path) -> None:
     async with rollout(tmp_path) as opened:
         finished = await one(opened, task("ask(temperature=0.1)", sampling={"temperature": 0.7, "top_p": 1}))
-        exchanges = [exchange async for exchange in opened.service.store.exchanges(finished.session_id)]
+        exchanges = [exchange async for exchange in opened.plane.store.exchanges(finished.session_id)]
     assert [exchange.sampling.temperature for exchange in exchanges] == [0.7]
 
 
@@ -192,7 +192,7 @@ async def test_cancel_works_in_any_stage_once(tmp_path: Path, stage: str) -> Non
         assert not running.cancel()
         finished = await asyncio.wait_for(running.finished, 30)
         assert finished.verdict.reason == "cancelled"
-        session = await opened.service.store.session(running.session_id)
+        session = await opened.plane.store.session(running.session_id)
         assert session is not None
         assert (session.status, session.reason) == ("ended", "cancelled")
         for other in others:
@@ -311,7 +311,7 @@ async def test_a_reply_that_can_not_be_recorded_is_no_failure_of_the_agents(
         async def full(exchange: object) -> None:
             raise StoreError("The disk is full.")
 
-        monkeypatch.setattr(opened.service.store, "append", full)
+        monkeypatch.setattr(opened.plane.store, "append", full)
         finished = await one(opened, task(ONE_CALL, evaluator=GRADED))
     assert (finished.verdict.reward, finished.verdict.reason) == (None, "engine_failed")
 
@@ -349,7 +349,7 @@ async def test_a_key_dies_with_its_run(tmp_path: Path) -> None:
         assert command is not None
         agent = {"custom_shell": {"command": command.command, "env": {"OUT": str(out)}}}
         await one(opened, task(code, agent=agent))
-        assert await opened.service.sessions.by_key(out.read_text()) is None
+        assert await opened.plane.sessions.by_key(out.read_text()) is None
 
 
 @pytest.mark.parametrize(
@@ -374,7 +374,7 @@ async def test_a_task_that_cant_be_run_says_why_before_anything_runs(
         with pytest.raises(ConfigError, match=said) as raised:
             await opened.plan([task(ONE_CALL, **fields)])
         assert "a-task" in str(raised.value)
-        assert await opened.service.store.sessions() == []
+        assert await opened.plane.store.sessions() == []
 
 
 async def test_many_at_once(tmp_path: Path) -> None:

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from msgspec import Struct
 
-from polar.rollout.protocol import Answer, Ended
-from polar.rollout.queue import INTERRUPTED, PLATFORM, SUSPECT
+from polar.rollout.choosing import SUSPECT
+from polar.rollout.protocol import INTERRUPTED, PLATFORM, Answer, Ended
 
 if TYPE_CHECKING:
     from tests.simulation.world import World
@@ -106,9 +106,9 @@ class Audit:
         self._world.fail(problem)
 
     def _check_work(self, was: Work | None, work: Work) -> None:
-        self._world.note(
-            "database", f"{work.task_id}/{work.sample} ({work.work_id}) {was and was.state} -> {_shown(work)}"
-        )
+        if self._world.says:
+            name = f"{work.task_id}/{work.sample} ({work.work_id})"
+            self._world.note("database", f"{name} {was and was.state} -> {_shown(work)}")
         if was is None:
             if (work.state, work.fence, work.attempt, work.kills) != ("queued", 0, 0, 0):
                 self._fail(f"New work begins as {work}.")

@@ -16,37 +16,64 @@ from polar.store.sql import schema
 from tests.simulation.loop import Process, VirtualLoop
 
 
-@cache
-def _empty() -> bytes:
-    with sqlite3.connect(":memory:", isolation_level=None) as db:
+class _Database:
+    """One for all schedules, which have it one after the other: so its statements are prepared once. All that a
+    schedule does is one transaction, and its own transactions are savepoints in that."""
+
+    def __init__(self) -> None:
+        self.db = sqlite3.connect(":memory:", isolation_level=None, cached_statements=500)
+        self.db.execute("PRAGMA foreign_keys = ON")
         for statement in schema():
-            db.execute(statement)
-        return db.serialize()
+            self.db.execute(statement)
+        self.touched = False  # a task or some work
+        self.db.create_function("touch", 0, self._touch)
+        for table in ("tasks", "work"):
+            for event in ("INSERT", "UPDATE", "DELETE"):
+                name = f"{table}_{event}"
+                self.db.execute(
+                    f"CREATE TEMP TRIGGER {name} AFTER {event} ON main.{table} BEGIN SELECT touch(); END"  # noqa: S608
+                )
+
+    def _touch(self) -> None:
+        self.touched = True
+
+    def empty(self) -> None:
+        if self.db.in_transaction:
+            self.db.execute("ROLLBACK")
+        self.db.execute("BEGIN")
+
+
+@cache
+def _database() -> _Database:
+    return _Database()
 
 
 class Disk:
     """What survives every process."""
 
     def __init__(self, committed: Callable[[sqlite3.Connection], None]) -> None:
-        """`committed` is called after each transaction."""
-        self.db = sqlite3.connect(":memory:", isolation_level=None, check_same_thread=False)
-        self.db.deserialize(_empty())
-        self.db.execute("PRAGMA foreign_keys = ON")
+        """`committed` is called after each transaction that has changed tasks or work."""
+        self._database = _database()
+        self._database.empty()
+        self.db = self._database.db
         self.copies: set[str] = set()  # of sessions, from nodes with stores of their own
         self._committed = committed
 
     def run(self, jobs: list["Job"]) -> None:
         """One after the other, so that each can be looked at."""
         for job in jobs:
-            self.db.execute("BEGIN")
+            self.db.execute("SAVEPOINT job")
+            self._database.touched = False
             try:
                 job.answer, job.error = job.work(self.db), None
             except StoreError as error:
-                self.db.execute("ROLLBACK")
+                self.db.execute("ROLLBACK TO job")
                 job.error = error
                 continue
-            self.db.execute("COMMIT")
-            self._committed(self.db)
+            finally:
+                self.db.execute("RELEASE job")
+            if self._database.touched:
+                self._committed(self.db)
 
 
 class Job:

@@ -7,6 +7,7 @@ until it goes on; what a dead one would do never happens, not even its `finally`
 
 import asyncio
 import heapq
+from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine
 from contextvars import Context, ContextVar, copy_context
 from typing import Any
@@ -24,13 +25,14 @@ class Process:
         self.name = name
         self.frozen = False
         self.dead = False
-        self.waiting: list[asyncio.Handle] = []  # what happens when it goes on, should it ever
+        self.waiting: list["Handle"] = []  # what happens when it goes on, should it ever
         self.tasks: set[asyncio.Task[Any]] = set()
         self._context = copy_context()
         self._context.run(PROCESS.set, self)
 
     def spawn(self, work: Coroutine[Any, Any, Any]) -> "asyncio.Task[Any]":
-        return self._context.copy().run(self.loop.create_task, work)
+        task: asyncio.Task[Any] = self.loop.create_task(work, context=self._context.copy())
+        return task
 
     def soon(self, call: Callable[..., object], *arguments: Any) -> None:
         """Where it is frozen: as soon as it is not."""
@@ -57,6 +59,8 @@ class _Future(asyncio.Future[Any]):
     number = 0
 
     def __hash__(self) -> int:
+        if not self.number:
+            self.number = self._loop.number()
         return self.number
 
 
@@ -64,7 +68,32 @@ class _Task(asyncio.Task[Any]):
     number = 0
 
     def __hash__(self) -> int:
+        if not self.number:
+            self.number = self._loop.number()
         return self.number
+
+
+class Handle:
+    """A call that is to be made, now or at a time: as asyncio's, without what nobody asks it here."""
+
+    __slots__ = ("_when", "arguments", "call", "context", "dropped")
+
+    def __init__(self, call: Any, arguments: tuple[Any, ...], context: Context | None, when: float) -> None:
+        self.call = call
+        self.arguments = arguments
+        self.context = copy_context() if context is None else context
+        self.dropped = False
+        self._when = when
+
+    def cancel(self) -> None:
+        self.dropped = True
+        self.call, self.arguments = None, ()
+
+    def cancelled(self) -> bool:
+        return self.dropped
+
+    def when(self) -> float:
+        return self._when
 
 
 class VirtualLoop(asyncio.BaseEventLoop):
@@ -73,60 +102,71 @@ class VirtualLoop(asyncio.BaseEventLoop):
         super().__init__()
         self._numbers = 0
         self._told = failed
-        self._timers: list[tuple[float, int, asyncio.TimerHandle]] = []
+        self._soon: deque[Handle] = deque()
+        self._timers: list[tuple[float, int, Handle]] = []
         self._now = 0.0
-        self._steps = 0  # since time passed
         self._everything: list[asyncio.Task[Any]] = []
         self.nobody = copy_context()  # the world's own callbacks: no process's
-        self.set_task_factory(self._made)
         self.set_exception_handler(self._failed)
 
     def time(self) -> float:
         return self._now
 
-    def call_soon(self, callback: Any, *args: Any, context: Context | None = None) -> asyncio.Handle:
-        handle = asyncio.Handle(callback, args, self, context)
-        self._ready.append(handle)  # type: ignore[attr-defined]
+    def number(self) -> int:
+        """The next one."""
+        self._numbers += 1
+        return self._numbers
+
+    def call_soon(self, callback: Any, *args: Any, context: Context | None = None) -> Any:
+        handle = Handle(callback, args, context, self._now)
+        self._soon.append(handle)
         return handle
 
-    def call_at(self, when: float, callback: Any, *args: Any, context: Context | None = None) -> asyncio.TimerHandle:
-        handle = asyncio.TimerHandle(when, callback, args, self, context)
+    def call_at(self, when: float, callback: Any, *args: Any, context: Context | None = None) -> Any:
+        handle = Handle(callback, args, context, when)
         self._numbers += 1
         heapq.heappush(self._timers, (when, self._numbers, handle))
         return handle
 
-    def later(self, seconds: float, call: Callable[..., object], *arguments: Any) -> asyncio.TimerHandle:
-        """A callback of the world's, whoever asks for it."""
-        return self.call_later(seconds, call, *arguments, context=self.nobody)
+    def call_later(self, delay: float, callback: Any, *args: Any, context: Context | None = None) -> Any:
+        return self.call_at(self._now + delay, callback, *args, context=context)
 
-    def again(self, handles: list[asyncio.Handle]) -> None:
-        self._ready.extend(handles)  # type: ignore[attr-defined]
+    def later(self, seconds: float, call: Callable[..., object], *arguments: Any) -> Handle:
+        """A callback of the world's, whoever asks for it."""
+        handle = Handle(call, arguments, self.nobody, self._now + seconds)
+        self._numbers += 1
+        heapq.heappush(self._timers, (handle._when, self._numbers, handle))
+        return handle
+
+    def again(self, handles: list[Handle]) -> None:
+        self._soon.extend(handles)
 
     def _run_once(self) -> None:
-        ready, timers = self._ready, self._timers  # type: ignore[attr-defined]
-        if not ready and not self._stopping:  # type: ignore[attr-defined]
-            while timers and timers[0][2]._cancelled:
-                heapq.heappop(timers)
-            if not timers:
-                raise Hang("Everybody waits, and nobody for a time.")
-            self._now, self._steps = max(self._now, timers[0][0]), 0
-            while timers and timers[0][0] <= self._now:
-                ready.append(heapq.heappop(timers)[2])
-        self._steps += len(ready)
-        if self._steps > _SPIN:
-            raise Hang(f"Something spins: {ready[0]!r}.")
-        for _ in range(len(ready)):
+        """Not once: until somebody stops it."""
+        ready, timers, steps = self._soon, self._timers, 0
+        while not self._stopping:  # type: ignore[attr-defined]
+            if not ready:
+                while timers and timers[0][2].dropped:
+                    heapq.heappop(timers)
+                if not timers:
+                    raise Hang("Everybody waits, and nobody for a time.")
+                self._now, steps = max(self._now, timers[0][0]), 0
+                while timers and timers[0][0] <= self._now:
+                    ready.append(heapq.heappop(timers)[2])
+            steps += 1
+            if steps > _SPIN:
+                raise Hang(f"Something spins: {ready[0].call!r}.")
             handle = ready.popleft()
-            if handle._cancelled:
+            if handle.dropped:
                 continue
-            process = handle._context.get(PROCESS)
+            process = handle.context.get(PROCESS)
             if process is not None and (process.frozen or process.dead):
                 process.waiting.append(handle)
                 continue
-            handle._run()
-
-    def _timer_handle_cancelled(self, handle: asyncio.TimerHandle) -> None:
-        """They are dropped when their time comes."""
+            try:
+                handle.context.run(handle.call, *handle.arguments)
+            except Exception as error:  # noqa: BLE001 - nobody else takes care of it
+                self.call_exception_handler({"message": f"{handle.call!r} fails", "exception": error})
 
     def _write_to_self(self) -> None:
         """All callers are in this thread."""
@@ -142,19 +182,13 @@ class VirtualLoop(asyncio.BaseEventLoop):
             future.set_exception(error)
         return future
 
-    def _made(self, loop: asyncio.AbstractEventLoop, work: Any, context: Context | None = None) -> "asyncio.Task[Any]":
-        task = _Task.__new__(_Task)
-        self._numbers += 1
-        task.number = self._numbers  # before anybody hashes it
-        task.__init__(work, loop=loop, context=context)  # type: ignore[misc]
+    def create_task(self, coro: Any, *, name: str | None = None, context: Context | None = None) -> Any:
+        task = _Task(coro, loop=self, name=name or "-", context=context)
         self._everything.append(task)
         return task
 
     def create_future(self) -> "asyncio.Future[Any]":
-        future = _Future(loop=self)
-        self._numbers += 1
-        future.number = self._numbers
-        return future
+        return _Future(loop=self)
 
     def _failed(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         self._told(f"{context.get('message')}: {context.get('exception')!r}")

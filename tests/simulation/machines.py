@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec import Struct
 
+from polar.engines.wanted import Engines
 from polar.errors import ConfigError, StoreError
 from polar.node.finished import Finished
 from polar.node.worker import Place, Worker
 from polar.rollout.models import TaskRequest
-from polar.rollout.protocol import Engines, Server
+from polar.rollout.protocol import Server
 from polar.runtimes.base import SandboxError
 from polar.store.base import Verdict
 from tests.simulation.loop import Process

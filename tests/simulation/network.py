@@ -8,18 +8,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from polar.errors import StoreError
-from polar.rollout.protocol import (
-    Answer,
-    Beat,
-    Ended,
-    Held,
-    Joined,
-    Joining,
-    Lease,
-    Orders,
-    UnknownNode,
-    Unreachable,
-)
+from polar.rollout.protocol import Answer, Beat, Ended, Held, Joined, Joining, Lease, Orders, UnknownNode, Unreachable
 from polar.rollout.steering import NotInForce
 from tests.simulation.loop import VirtualLoop
 
@@ -101,7 +90,7 @@ class Network:
             if call is not None:
                 self._answer(caller, rng, call, answer, error)
 
-        server.process.soon(lambda: self._loop.create_task(serve()))
+        server.process.spawn(serve())
 
     def _answer(self, caller: str, rng: random.Random, call: _Call, answer: Any, error: Exception | None) -> None:
         if caller in self.weather.cut or rng.random() < self.weather.loses_answers:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from polar.rollout.protocol import Unreachable
-from polar.rollout.queue_sql import TaskRow, WorkRow
+from polar.rollout.records import TaskRow, WorkRow
 from polar.rollout.rollout import Refused
 from polar.rollout.runs import Quotas
 from polar.rollout.steering import NotInForce, Steering

@@ -86,6 +86,10 @@ class World:
         digest = hashlib.blake2b(f"{self.schedule.seed} {name}".encode(), digest_size=8).digest()
         return random.Random(int.from_bytes(digest, "big"))
 
+    @property
+    def says(self) -> bool:
+        return self._say is not None
+
     def note(self, who: str, what: str) -> None:
         if self._say is not None:
             self._say(f"{self.loop.time():9.3f}  {who:18}  {what}")

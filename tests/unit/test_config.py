@@ -52,6 +52,26 @@ def test_what_is_wrong_is_named_with_its_source(
         config.load(None, variables, overrides)
 
 
+@pytest.mark.parametrize(
+    ("variables", "said"),
+    [
+        ({"LEASE_SECONDS": "3"}, r"beat_seconds: 2 .* \(3\): set a smaller one, or lease_seconds to 6 or more"),
+        ({"BEAT_SECONDS": "4"}, "POLAR_SERVER__BEAT_SECONDS: .* or lease_seconds to 12 or more"),
+        ({"BEAT_SECONDS": "0.2", "LEASE_SECONDS": "0.5"}, "or lease_seconds to 0.6 or more"),
+    ],
+)
+def test_nodes_beat_more_often_than_their_leases_end(variables: dict[str, str], said: str) -> None:
+    environment = {f"POLAR_SERVER__{name}": value for name, value in variables.items()}
+    with pytest.raises(ConfigError, match=said):
+        config.load(None, environment)
+
+
+@pytest.mark.parametrize(("beat", "lease"), [("0.1", "0.3"), ("2", "6"), ("1", "60")])
+def test_a_third_of_a_lease_is_often_enough(beat: str, lease: str) -> None:
+    found = config.load(None, {"POLAR_SERVER__BEAT_SECONDS": beat, "POLAR_SERVER__LEASE_SECONDS": lease})
+    assert found.server.beat_seconds == float(beat)
+
+
 def test_a_file_that_can_not_be_read_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="missing"):
         config.load(tmp_path / "missing.toml", {})

@@ -25,7 +25,7 @@ class Kind(Struct, frozen=True):
 @contextlib.contextmanager
 def kinds(postgres: str | None, folder: Path) -> Iterator[tuple[list[Kind], dict[str, str]]]:
     """Those that there are, and why others are not. `postgres` is the URL of a server where databases may be made."""
-    found, absent = [Kind(SQLITE, lambda: contextlib.nullcontext(None))], {}
+    found, absent = [Kind(SQLITE, sqlite)], {}
     with contextlib.ExitStack() as stack:
         try:
             import psycopg  # noqa: F401
@@ -46,6 +46,10 @@ def kinds(postgres: str | None, folder: Path) -> Iterator[tuple[list[Kind], dict
         url = postgres
         found.append(Kind(POSTGRES, lambda: _database(url), None if pid is None else lambda: family_cpu(pid)))
         yield found, absent
+
+
+def sqlite() -> contextlib.AbstractContextManager[None]:
+    return contextlib.nullcontext()
 
 
 @contextlib.contextmanager

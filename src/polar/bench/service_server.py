@@ -25,7 +25,6 @@ from polar.data_plane import settle_process
 from polar.node.node import Node
 from polar.node.worker import Worker
 from polar.node.working import worker_of
-from polar.rollout.queue import identity
 from polar.service import Service
 
 Form = Literal["none", "noop", "long", "node"]
@@ -57,7 +56,7 @@ async def _working(form: Form, service: Service, data: Path) -> AsyncIterator[No
     if form == "none":
         yield
         return
-    store_id = await identity(service.plane.store)
+    store_id = await service.plane.store.identity()
     leasing = service.rollout.leasing
     if form != "node":
         calls = conversation(LONG_TURNS)[0] if form == "long" else []

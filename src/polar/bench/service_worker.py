@@ -13,7 +13,6 @@ from polar.bench.service_server import Address, at_work, input_ends, say, settin
 from polar.cli.common import run
 from polar.data_plane import DataPlane, settle_process
 from polar.node.remote import RemoteServer
-from polar.rollout.queue import identity
 
 
 async def work(server_url: str, name: str, data: Path, store: str | None) -> None:
@@ -21,7 +20,7 @@ async def work(server_url: str, name: str, data: Path, store: str | None) -> Non
     async with (
         RemoteServer(server_url, None) as server,
         DataPlane(settings(store), data, engines=False) as plane,
-        at_work(no_op_worker(server, plane, await identity(plane.store), name)),
+        at_work(no_op_worker(server, plane, await plane.store.identity(), name)),
     ):
         say(Address(server_url))
         await input_ends()

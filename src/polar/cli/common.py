@@ -71,18 +71,10 @@ def private_settings(
     """Those of a gateway of the command's own: on any free port, with the engine that the command line names."""
     engine: dict[str, Any] = {}
     if engine_url:
-        engine = engine_at(engine_url, load_settings(path).engine)
+        engine = config.engine_at(engine_url, load_settings(path).engine)
     if kind:
         engine["kind"] = kind
-    return load_settings(path, gateway=PRIVATE, engine=engine, **overrides)
-
-
-PRIVATE: dict[str, Any] = {"port": 0, "host": "127.0.0.1"}
-
-
-def engine_at(url: str, configured: config.EngineSettings) -> dict[str, Any]:
-    """The engine at this address. Its kind is the configured engine's, if there is one: it takes the place of that."""
-    return {"urls": [url], "kind": configured.kind if configured.urls else "vllm"}
+    return load_settings(path, gateway=config.PRIVATE, engine=engine, **overrides)
 
 
 def scripted_note(settings: config.Settings) -> str | None:

@@ -20,7 +20,7 @@ from polar.telemetry.logs import Format, Level
 @settings_options
 @click.option("--join", "server", required=True, metavar="URL", help="of the rollout server's control plane")
 @click.option("--token", envvar="POLAR_NODE_TOKEN", help="the server's node token [env: POLAR_NODE_TOKEN]")
-@click.option("--name", help="what the node is called [default: this machine's name]")
+@click.option("--name", help="what the node is called [default: this machine's, and the number of the process]")
 @log_options
 @json_option
 def command(

@@ -28,8 +28,8 @@ from polar.cli.run_tally import Tally
 from polar.config import Settings
 from polar.data_plane import settle_process
 from polar.node.finished import Finished
+from polar.node.local import LocalRollout
 from polar.node.plan import Plan
-from polar.rollout.local import LocalRollout
 from polar.rollout.models import TaskRequest
 from polar.rollout.overrides import Overrides
 from polar.tasks import read

@@ -15,7 +15,7 @@ from polar.cli.run_summary import console_of_width
 from polar.cli.server import connected, server_options
 from polar.cli.show_tokens import visible
 from polar.client.async_client import AsyncClient
-from polar.rollout.models import TaskStatus
+from polar.rollout.models import TaskSession, TaskStatus
 
 _STAGES = ("init", "ready", "run", "postrun")
 
@@ -60,17 +60,17 @@ async def _one(client: AsyncClient, task_id: str, as_json: bool) -> None:
     )
     if task.results:
         console_of_width(Console()).print(results_view.sessions(_ended(task)))
-    elif rows := (task.model_extra or {}).get("sessions", []):
-        console_of_width(Console()).print(_sessions(rows))
+    elif task.sessions:
+        console_of_width(Console()).print(_sessions(task.sessions))
 
 
-def _sessions(rows: list[dict[str, Any]]) -> Table:
+def _sessions(sessions: list[TaskSession]) -> Table:
     """Of a task that runs: where each of its sessions is."""
     table = Table()
-    for column in ("sample", "state", "tries", "node"):
+    for column in ("sample", "state", "retries", "node"):
         table.add_column(column)
-    for row in rows:
-        table.add_row(str(row["sample"]), row["state"], str(row["attempt"]), Text(visible(row["node"] or "")))
+    for one in sessions:
+        table.add_row(str(one.sample), one.state, str(one.attempt), Text(visible(one.node or "")))
     return table
 
 

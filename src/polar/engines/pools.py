@@ -7,9 +7,9 @@ from collections.abc import Coroutine, Iterable, Mapping
 from polar.config import EngineSettings
 from polar.engines.base import server_root
 from polar.engines.pool import Pool
+from polar.engines.wanted import Engines, PauseMode, WantedReplica
 from polar.errors import EngineError
 from polar.plugins import load
-from polar.rollout import protocol
 
 log = logging.getLogger(__name__)
 
@@ -48,7 +48,7 @@ class Pools:
     async def close(self) -> None:
         await asyncio.gather(*(pool.close() for pool in (*self._pools.values(), *self._leaving)))
 
-    async def apply(self, engines: protocol.Engines) -> list[str]:
+    async def apply(self, engines: Engines) -> list[str]:
         """Makes everything be as the document says: replicas, their versions, pauses. What could not be done is
         returned, in words; the rest is done all the same, and the same document can be applied again. One that is older
         than what is in force is not heard; a newer one may be applied while an older one still waits for calls to end.
@@ -67,7 +67,7 @@ class Pools:
             self._populate(pool, state.replicas)
         return await _problems(_switch(self._pools[run], state.paused) for run, state in engines.pools.items())
 
-    def _populate(self, pool: Pool, wanted: list[protocol.Replica]) -> None:
+    def _populate(self, pool: Pool, wanted: list[WantedReplica]) -> None:
         """Versions are set before anything is frozen or thawed: calls that stand frozen will know where the new weights
         began, and those that run won't."""
         versions = {server_root(replica.url): replica.version for replica in wanted}
@@ -88,7 +88,7 @@ class Pools:
         self._leaving.add(pool)
 
 
-async def _switch(pool: Pool, paused: protocol.PauseMode | None) -> None:
+async def _switch(pool: Pool, paused: PauseMode | None) -> None:
     if paused is None:
         await pool.resume()
     elif paused == "sleep":

@@ -8,18 +8,7 @@ import aiohttp
 import msgspec
 
 from polar.errors import ConfigError
-from polar.rollout.protocol import (
-    Answer,
-    Beat,
-    Ended,
-    Held,
-    Joined,
-    Joining,
-    Lease,
-    Orders,
-    UnknownNode,
-    Unreachable,
-)
+from polar.rollout.protocol import Answer, Beat, Ended, Held, Joined, Joining, Lease, Orders, UnknownNode, Unreachable
 
 T = TypeVar("T")
 

@@ -17,15 +17,16 @@ import msgspec
 from msgspec import Struct
 from pydantic import ValidationError
 
+from polar.engines.wanted import Engines
 from polar.errors import ConfigError, PolarError, StoreError
 from polar.node.finished import Finished
 from polar.node.plan import Plan
 from polar.rollout.models import TaskRequest
 from polar.rollout.protocol import (
+    INTERRUPTED,
     Answer,
     Beat,
     Ended,
-    Engines,
     Held,
     Joined,
     Joining,
@@ -35,7 +36,6 @@ from polar.rollout.protocol import (
     UnknownNode,
     Unreachable,
 )
-from polar.rollout.queue import INTERRUPTED
 
 log = logging.getLogger(__name__)
 

@@ -14,7 +14,6 @@ from polar.node.node import Node
 from polar.node.remote import RemoteServer
 from polar.node.worker import Place, Worker
 from polar.rollout.protocol import Server
-from polar.rollout.queue import identity
 
 
 def node_of(plane: DataPlane) -> Node:
@@ -54,5 +53,5 @@ async def serve_node(
         server = await stack.enter_async_context(RemoteServer(server_url, token))
         plane = await stack.enter_async_context(DataPlane(settings, data, engines=False))
         node = await stack.enter_async_context(node_of(plane))
-        worker = await worker_of(server, plane, node, name=name, store_id=await identity(plane.store))
+        worker = await worker_of(server, plane, node, name=name, store_id=await plane.store.identity())
         await worker.run(stop)

@@ -8,9 +8,7 @@ asked for nothing but what the operator allows: hosts by name, no redirects, no 
 import asyncio
 import hashlib
 import logging
-import random
 from collections import defaultdict
-from collections.abc import Iterator
 from itertools import count
 from types import TracebackType
 from typing import Protocol
@@ -20,12 +18,13 @@ import aiohttp
 import msgspec
 from yarl import URL
 
+from polar.backoff import delays, jittered
 from polar.config import ServerSettings
 from polar.errors import StoreError
 from polar.gateway.http import is_loopback
 from polar.rollout.events import Events
 from polar.rollout.pages import Pages
-from polar.rollout.queue_sql import TaskRow
+from polar.rollout.records import TaskRow
 
 log = logging.getLogger(__name__)
 
@@ -128,13 +127,13 @@ class Callbacks:
 
     async def _begin_all(self) -> None:
         after = 0
-        delays = _delays()
+        pauses = delays(_FIRST, _LONGEST)
         while True:
             try:
                 rows = await self._rollout.callbacks_waiting(_READ, after)
             except StoreError as error:
                 log.warning("Callbacks wait for the store: %s", error)
-                await asyncio.sleep(next(delays))
+                await asyncio.sleep(next(pauses))
                 continue
             if not rows:
                 return
@@ -151,7 +150,7 @@ class Callbacks:
     async def _tell(self, run: str, task_id: str) -> None:
         now = asyncio.get_running_loop().time
         deadline = now() + self._patience
-        delays = _delays()
+        pauses = delays(_FIRST, _LONGEST)
         for attempt in count(1):
             try:
                 task = await self._rollout.task(run, task_id)
@@ -170,8 +169,8 @@ class Callbacks:
             except StoreError as error:
                 log.warning("The end of task %s is told when the store is back: %s", task_id, error)
                 slowly = False
-            delay = next(delays)
-            await asyncio.sleep(min(max(delay, _REFUSED * random.uniform(0.5, 1)) if slowly else delay, self._patience))
+            pause = next(pauses)
+            await asyncio.sleep(min(max(pause, jittered(_REFUSED)) if slowly else pause, self._patience))
 
     async def _post(self, task: TaskRow, attempt: int) -> tuple[str | None, bool]:
         """What went wrong, and whether it is of little use to ask again soon."""
@@ -200,14 +199,6 @@ class Callbacks:
 def key_of(task: TaskRow) -> str:
     """The same whenever this task's end is told."""
     return hashlib.blake2b(f"{task.run}\0{task.task_id}\0{task.cursor}".encode(), digest_size=16).hexdigest()
-
-
-def _delays() -> Iterator[float]:
-    """Each about twice as long as the one before, up to a limit; never the same for all."""
-    delay = _FIRST
-    while True:
-        yield delay * random.uniform(0.5, 1)
-        delay = min(2 * delay, _LONGEST)
 
 
 class _Request(msgspec.Struct):

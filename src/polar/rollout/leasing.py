@@ -7,25 +7,15 @@ from collections.abc import Awaitable, Callable
 from functools import partial
 
 from polar.config import ServerSettings
+from polar.engines.wanted import Engines, PoolState
 from polar.errors import StoreError
 from polar.rollout.events import Events
 from polar.rollout.ledger import Ledger
 from polar.rollout.members import Member
 from polar.rollout.policy import Policy
-from polar.rollout.protocol import (
-    Answer,
-    Beat,
-    Ended,
-    Engines,
-    Held,
-    Joined,
-    Joining,
-    Lease,
-    Orders,
-    PoolState,
-    UnknownNode,
-)
-from polar.rollout.queue import Allowance, Change, Queue, Tracked
+from polar.rollout.protocol import Answer, Beat, Ended, Held, Joined, Joining, Lease, Orders, UnknownNode
+from polar.rollout.queue import Queue
+from polar.rollout.records import Allowance, Change, Tracked
 from polar.rollout.results import builder_of
 from polar.rollout.runs import freshness
 from polar.store.base import Store

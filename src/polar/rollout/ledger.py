@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any, Literal, Protocol
 
 from polar.rollout.events import Events
-from polar.rollout.queue import Change, Counts, Lane, Totals
+from polar.rollout.records import Change, Counts, Lane, Totals
 
 Unit = Literal["session", "group"]
 

@@ -10,7 +10,7 @@ from typing import Any
 from msgspec import Struct
 
 from polar.rollout.protocol import Beat, Cancel, Held, Joining, Orders
-from polar.rollout.queue import Tracked
+from polar.rollout.records import Tracked
 
 
 class Member:

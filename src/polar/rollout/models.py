@@ -10,13 +10,17 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
-from polar.config import SamplingOverrides
+from polar.config import DEFAULT_RUN, SamplingOverrides
 
 OnLimit = Literal["grade", "zero", "mask"]
 """What a session that ran into a limit earns: what stands then is evaluated, or nothing (0), or it has no reward."""
 
 SessionStatus = Literal["COMPLETED", "ERROR", "TIMEOUT"]
 TaskState = Literal["running", "completed", "failed"]
+Unit = Literal["session", "group"]
+"""What results are read by: sessions, or tasks with all of their sessions."""
+PauseMode = Literal["freeze", "hold", "drain", "sleep"]
+"""What becomes of calls that run when generation is paused."""
 
 
 class Model(BaseModel):
@@ -182,7 +186,7 @@ class TaskRequest(Model):
         "mark", description="sessions that are too old: delivered, and marked as stale; or ended as soon as they are"
     )
     callback_url: str | None = None
-    run: str = Field("default", min_length=1, max_length=200)
+    run: str = Field(DEFAULT_RUN, min_length=1, max_length=200)
     metadata: dict[str, Any] = {}
 
 
@@ -225,15 +229,34 @@ class SessionResult(BaseModel):
     metadata: dict[str, Any] = {}
 
 
+class TaskSession(BaseModel):
+    """Where one session of a task is by now."""
+
+    model_config = ConfigDict(extra="allow")
+
+    sample: int
+    state: Literal["queued", "leased", "waiting", "done"] = Field(description="waiting: for another try")
+    attempt: int = Field(0, description="tries that the platform failed")
+    node: str | None = Field(None, description="that has it, or had it last")
+    id: str | None = Field(None, description="of the session that it ended with")
+
+
 class TaskStatus(BaseModel):
     model_config = ConfigDict(extra="allow")
 
     task_id: str
+    run: str = "default"
     status: TaskState
     total_sessions: int = 0
-    completed_sessions: int = 0
-    results: list[SessionResult] = []
-    result_paths: list[str] = []
+    completed_sessions: int = Field(0, description="that have ended, with a reward or without")
+    usable_sessions: int = Field(0, description="that have ended with a reward")
+    cancelled: str | None = Field(None, description="why it is ended early: cancelled, early_stop")
+    created_at: float | None = Field(None, description="seconds since 1970")
+    ended_at: float | None = None
+    cursor: int | None = Field(None, description="of its end, among groups")
+    sessions: list[TaskSession] = Field([], description="the first 1000")
+    results: list[SessionResult] = Field([], description="once it has ended")
+    result_paths: list[str] = Field([], description="always empty: results are not in files")
 
 
 class TaskResult(TaskStatus):
@@ -253,6 +276,7 @@ class GroupResult(BaseModel):
     model_config = ConfigDict(extra="allow")
 
     task_id: str
+    run: str = "default"
     status: TaskState
     asked: int  # sessions
     usable: int  # those with a reward

@@ -5,10 +5,10 @@ from typing import Any
 from msgspec import Struct
 from pydantic import ValidationError
 
+from polar import problems
 from polar.errors import ConfigError
 from polar.harnesses import load_harness
 from polar.rollout.models import AgentRequest, TaskRequest
-from polar.tasks import problems
 
 
 class Overrides(Struct, frozen=True):

@@ -17,7 +17,7 @@ import msgspec
 from polar.plugins import load as load_plugin
 from polar.rollout.ledger import Unit
 from polar.rollout.protocol import Ended
-from polar.rollout.queue_sql import TaskRow, WorkRow
+from polar.rollout.records import TaskRow, WorkRow
 from polar.rollout.results import as_ended, builder_of, ended_result, unbuilt_result
 from polar.store.base import Recorded, Store
 from polar.trajectory import wire

@@ -1,13 +1,13 @@
 """Which engines each run has, which version of the policy they hold, and whether they stand still."""
 
-from polar.rollout.protocol import Engines, PoolState, Replica
+from polar.engines.wanted import Engines, PoolState, WantedReplica
 from polar.rollout.runs import Quotas, RunSettings
 
 DEFAULT = "default"
 
 
 class Policy:
-    """The wanted state, in memory. Nodes make it so (protocol.Engines), and whoever changes it keeps it (Rollout)."""
+    """The wanted state, in memory. Nodes make it so (engines.wanted), and whoever changes it keeps it (Rollout)."""
 
     def __init__(
         self, configured: list[str], versions: dict[str, int], runs: dict[str, RunSettings], generation: int
@@ -36,7 +36,7 @@ class Policy:
 
     def pool(self, run: str) -> PoolState:
         paused = self.runs[run].paused if run in self.runs else None
-        return PoolState([Replica(url, self.versions.get(url, 0)) for url in self.urls(run)], paused)
+        return PoolState([WantedReplica(url, self.versions.get(url, 0)) for url in self.urls(run)], paused)
 
     def urls(self, run: str) -> list[str]:
         """A run's own replicas, else the default's."""

@@ -10,11 +10,17 @@ from typing import Any, Literal, Protocol
 
 from msgspec import Raw, Struct, field
 
+from polar.engines.wanted import Engines
 from polar.errors import PolarError
 
-PauseMode = Literal["freeze", "hold", "drain", "sleep", "settle"]
-"""settle: frozen calls hear of new weights before any engine goes on."""
 Answer = Literal["taken", "lost"]
+
+
+PLATFORM = frozenset({"sandbox_failed", "store_failed", "engine_failed", "node_failed"})
+"""Reasons for which a session is tried again: they say nothing of the agent."""
+
+INTERRUPTED = "interrupted"
+"""The node closed: the session goes back, and nothing is counted."""
 
 
 class UnknownNode(PolarError):
@@ -30,23 +36,6 @@ class Held(Struct, frozen=True):
 
     work_id: int
     fence: int
-
-
-class Replica(Struct, frozen=True):
-    url: str
-    version: int = 0
-
-
-class PoolState(Struct, frozen=True):
-    replicas: list[Replica] = []
-    paused: PauseMode | None = None
-
-
-class Engines(Struct, frozen=True):
-    """The engines of every run that has some of its own; the others use those of "default"."""
-
-    generation: int = 0  # grows with every change
-    pools: dict[str, PoolState] = {}
 
 
 class Joining(Struct):

@@ -6,9 +6,6 @@ SELECT value FROM facts WHERE name = :name;
 -- name: keep_fact
 INSERT INTO facts (name, value) VALUES (:name, :value) ON CONFLICT (name) DO UPDATE SET value = excluded.value;
 
--- name: first_fact
-INSERT INTO facts (name, value) VALUES (:name, :value) ON CONFLICT DO NOTHING;
-
 -- name: counter
 SELECT value FROM counters WHERE name = :name;
 

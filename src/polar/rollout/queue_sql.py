@@ -1,21 +1,15 @@
-"""The queue's SQL, and the rows that it reads."""
+"""The queue's SQL."""
 
 from dataclasses import dataclass
 from functools import cache
-from typing import Literal
-
-from msgspec import Struct
 
 from polar.store.sql import Style, named, read
-
-WorkState = Literal["queued", "leased", "waiting", "done"]
 
 
 @dataclass(frozen=True)
 class Queries:
     fact: str
     keep_fact: str
-    first_fact: str
     counter: str
     hold: str
     take: str
@@ -58,36 +52,3 @@ class Queries:
 @cache
 def queries(style: Style) -> Queries:
     return named(Queries, read(__package__, "queue.sql"), style)
-
-
-class TaskRow(Struct):
-    run: str
-    task_id: str
-    state: Literal["running", "completed", "failed"]
-    cancelled: str | None  # why no more of its sessions begin
-    samples: int
-    ended: int
-    usable: int
-    enough: int | None
-    created_at: float
-    ended_at: float | None
-    cursor: int | None
-    callback: Literal["waiting", "acknowledged", "given_up"] | None
-    digest: bytes
-    request: str  # JSON
-
-
-class WorkRow(Struct):
-    work_id: int
-    run: str
-    task_id: str
-    sample: int
-    state: WorkState
-    fence: int
-    attempt: int
-    kills: int
-    node: str | None
-    version: int | None  # of the policy, when it was leased
-    cursor: int | None
-    session_id: str | None
-    summary: str | None  # an Ended, as JSON

@@ -24,11 +24,12 @@ from polar.rollout.ledger import Ledger, Unit
 from polar.rollout.members import NodeView, view
 from polar.rollout.models import TaskRequest
 from polar.rollout.policy import DEFAULT, Policy
-from polar.rollout.queue import Database, Lane, NewTask, Queue, Superseded
-from polar.rollout.queue_sql import TaskRow, WorkRow
+from polar.rollout.queue import Queue
+from polar.rollout.records import Lane, NewTask, TaskRow, WorkRow
 from polar.rollout.retention import Retention
 from polar.rollout.runs import Quotas, RunSettings
 from polar.rollout.steering import Steering
+from polar.rollout.transactions import Database, Superseded
 from polar.store.base import Store
 
 log = logging.getLogger(__name__)

@@ -5,7 +5,7 @@ from typing import Literal
 import msgspec
 from msgspec import Struct, field
 
-from polar.rollout.protocol import PauseMode
+from polar.engines.wanted import PauseMode
 
 
 class Quotas(Struct, frozen=True):

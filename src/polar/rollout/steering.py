@@ -1,11 +1,11 @@
 """Engines and the policy: changed here once, and in force at every node when the caller is answered."""
 
 from polar.engines.base import server_root
+from polar.engines.wanted import Engines, PauseMode
 from polar.errors import ConfigError, EngineError, PolarError
 from polar.rollout.events import Events
 from polar.rollout.leasing import Leasing
 from polar.rollout.policy import Policy
-from polar.rollout.protocol import Engines, PauseMode
 from polar.rollout.queue import Queue
 from polar.store.base import Store
 

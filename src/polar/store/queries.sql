@@ -3,6 +3,12 @@
 -- name: schema_version
 SELECT version FROM polar_schema;
 
+-- name: store_id
+SELECT value FROM facts WHERE name = 'store_id';
+
+-- name: make_store_id
+INSERT INTO facts (name, value) VALUES ('store_id', :value) ON CONFLICT DO NOTHING;
+
 -- name: insert_session
 INSERT INTO sessions (session_id, key_hash, created_at, run, status, ended_at, reward, metadata, reason, turn_rewards)
 VALUES (:session_id, :key_hash, :created_at, :run, :status, :ended_at, :reward, :metadata, :reason, :turn_rewards);

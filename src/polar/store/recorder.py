@@ -10,6 +10,7 @@ written already, by its id, it leaves as it is.
 """
 
 import math
+import secrets
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -88,6 +89,11 @@ class Recorder:
         for session_id in self._touched:
             self.lineages.drop(session_id)
         self._touched.clear()
+
+    def store_id(self) -> str:
+        """Made by whoever asks first."""
+        self._db.execute(self._q.make_store_id, {"value": secrets.token_hex(16)})
+        return str(self._db.execute(self._q.store_id).fetchone()[0])
 
     def create_session(self, session: Session) -> None:
         _check_reward(session.reward)

@@ -103,6 +103,10 @@ class RelationalStore:
         """Runs `work` in a reading thread. Each statement is by itself: it sees what is committed when it begins."""
         return await self._read(lambda: work(self._readers.connection))
 
+    async def identity(self) -> str:
+        """Whoever has the same one shares the store."""
+        return await self._writing.submit(self._recorder.store_id)
+
     async def create_session(self, session: Session) -> None:
         await self._writing.submit(lambda: self._recorder.create_session(session))
 

@@ -46,6 +46,8 @@ class WritingConnection(Connection, Protocol):
 @dataclass(frozen=True)
 class Queries:
     schema_version: str
+    store_id: str
+    make_store_id: str
     insert_session: str
     end_session: str
     disown_session: str

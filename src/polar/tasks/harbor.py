@@ -13,8 +13,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
+from polar import problems
 from polar.errors import ConfigError
-from polar.tasks import problems
 from polar.tasks.dockerfile import Translated, last_workdir
 from polar.tasks.dockerfile_lines import DockerfileError
 from polar.tasks.documents import text_of, toml_table

@@ -11,12 +11,13 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from polar import problems
 from polar.errors import ConfigError
 from polar.evaluators import load_evaluator
 from polar.harnesses import proper
 from polar.plugins import Kind, names
 from polar.rollout.models import TaskRequest
-from polar.tasks import harbor, problems, sources
+from polar.tasks import harbor, sources
 from polar.tasks.documents import SUFFIXES, Written, text_of, written
 
 

@@ -122,6 +122,15 @@ def test_the_status_of_a_task(polar: Polar, serving: Serving, plane: Plane, task
     code, out, _ = polar("status", "a")
     assert out.startswith("a: completed, 2 of 2 sessions ended\n")
     assert "s2" in out
+    plane.answers["/rollout/task/b"] = {
+        "task_id": "b",
+        "status": "running",
+        "total_sessions": 1,
+        "sessions": [{"sample": 0, "state": "waiting", "attempt": 2, "node": "left", "id": None}],
+    }
+    code, out, _ = polar("status", "b")
+    assert [cell in out for cell in ("waiting", "2", "left")] == [True, True, True]
+    assert json.loads(polar("status", "b", "--json")[1])["sessions"][0]["attempt"] == 2
     code, _, err = polar("status", "nobody")
     assert (code, err) == (1, f"polar: {plane.url} answered 404: There is no /rollout/task/nobody.\n")
 

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 from aiohttp import web
-from tests.unit.client.plane import Plane
 
+from polar.client import submitting
 from polar.client.async_client import AsyncClient, ClientError, TasksRefused
 from polar.errors import ConfigError
-from polar.client import submitting
 from polar.rollout.models import TaskRequest
+from tests.unit.client.plane import Plane
 
 
 @pytest.fixture

@@ -8,11 +8,11 @@ from typing import Any
 import msgspec
 import pytest
 from aiohttp import web
-from tests.unit.client.plane import Plane
 
-from polar.client.async_client import AsyncClient, ClientError
 from polar.client import calls
+from polar.client.async_client import AsyncClient, ClientError
 from polar.rollout.models import GroupResult, NumberedResult
+from tests.unit.client.plane import Plane
 
 
 @pytest.fixture

@@ -10,10 +10,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from tests.unit.client.plane import Plane, Serving
 
 import polar
 from polar.client.async_client import ClientError
+from tests.unit.client.plane import Plane, Serving
 
 
 @pytest.fixture

@@ -7,8 +7,8 @@ import pytest
 from polar.config import EngineSettings
 from polar.engines import pools as module
 from polar.engines.pools import Pools
+from polar.engines.wanted import Engines, PauseMode, PoolState, WantedReplica
 from polar.errors import EngineError
-from polar.rollout.protocol import Engines, PauseMode, PoolState, Replica
 from tests.unit.engines.fakes import FakeCall, FakeEngine, broken, turns
 
 
@@ -18,7 +18,7 @@ def _fakes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def state(*urls: str, version: int = 0, paused: PauseMode | None = None) -> PoolState:
-    return PoolState([Replica(url, version) for url in urls], paused)
+    return PoolState([WantedReplica(url, version) for url in urls], paused)
 
 
 def urls(pools: Pools, run: str) -> list[str]:

@@ -5,8 +5,10 @@ import asyncio
 import pytest
 
 from polar.rollout.protocol import Ended, Held, Lease
-from polar.rollout.queue import Allowance, Change, Lane, NewTask, Outcome, Queue, Superseded, identity
+from polar.rollout.queue import Queue
+from polar.rollout.records import Allowance, Change, Lane, NewTask, Outcome
 from polar.rollout.retention import Retention
+from polar.rollout.transactions import Superseded
 from polar.store.base import Verdict
 from polar.store.relational import RelationalStore
 from tests.unit.store.samples import exchange, session
@@ -286,7 +288,7 @@ async def test_what_is_kept_of_runs_consumers_and_the_store(queue: Queue, store:
     again = await Queue.open(store)
     assert await again.runs() == {"r": '{"a":1}'}
     assert await again.consumers() == {("r", "trainer"): 5}
-    assert len({await identity(store) for _ in range(3)}) == 1
+    assert len({await store.identity() for _ in range(3)}) == 1
 
 
 async def test_what_ended_long_ago_is_forgotten_and_cursors_go_on(queue: Queue, store: RelationalStore) -> None:

@@ -272,6 +272,39 @@ async def test_status_nodes_and_runs(tmp_path: Path) -> None:
         assert (await it.http.get("/health")).json()["status"] == "ok"
 
 
+async def test_the_document_names_the_fields_of_every_answer(tmp_path: Path) -> None:
+    async with served(tmp_path) as it:
+        paths = (await it.http.get("/openapi.json")).json()["paths"]
+        bare = set()
+        for path, operations in paths.items():
+            for method, operation in operations.items():
+                schema = operation["responses"]["200"]["content"].get("application/json", {}).get("schema")
+                if schema is not None and "$ref" not in schema and "$ref" not in schema.get("items", {}):
+                    bare.add(f"{method} {path}")
+        assert bare == {
+            "get /rollout/task/{task_id}/trajectory",
+            "get /sessions/{session_id}/exchanges",
+            "get /sessions/{session_id}/trajectory",
+            "post /nodes/{node_id}/finish",  # an array of words
+        }
+
+
+async def test_the_model_of_a_task_has_every_field_of_the_answer(tmp_path: Path) -> None:
+    async with served(tmp_path) as it, beating(it):
+        await it.submit(task(num_samples=2))
+        await it.run((await it.work())[0])
+        answer = (await it.http.get("/rollout/task/t")).json()
+        status = TaskStatus.model_validate(answer)
+        assert not status.model_extra
+        assert not any(one.model_extra for one in status.sessions)
+        assert status.model_dump(exclude_unset=True) == answer
+        assert (status.usable_sessions, status.cancelled, status.ended_at) == (1, None, None)
+        assert [(one.sample, one.state, one.node) for one in status.sessions] == [
+            (0, "done", NODE),
+            (1, "leased", NODE),
+        ]
+
+
 async def test_policy_and_engines_by_run(tmp_path: Path) -> None:
     async with served(tmp_path) as it, beating(it):
         changed = await it.http.post("/policy", json={"version": 3})

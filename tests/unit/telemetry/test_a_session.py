@@ -14,7 +14,7 @@ import pytest
 from polar.config import Settings
 from polar.engines.scripted import ScriptedServer
 from polar.node.finished import Finished
-from polar.rollout.local import LocalRollout
+from polar.node.local import LocalRollout
 from polar.service import Service
 from polar.telemetry import logs, tracing
 from polar.telemetry.secrets import secrets_of

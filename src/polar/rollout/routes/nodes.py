@@ -6,6 +6,7 @@ import msgspec
 from fastapi import APIRouter, HTTPException, Request
 from fastapi.responses import Response
 from msgspec import Struct
+from pydantic import BaseModel, Field
 
 from polar.rollout.protocol import Answer, Beat, Ended, Held, Joined, Joining, Lease, Orders
 from polar.rollout.routes.bodies import checked, decoded, unusable
@@ -20,19 +21,42 @@ class Leasing(Struct):
     room: int
 
 
+class ShownNode(BaseModel):
+    node_id: str = Field(description="another one with each start")
+    name: str
+    backends: list[str] = Field(description="runtimes that it can make")
+    slots: int = Field(description="sessions that it runs at the same time")
+    leases: int = Field(description="sessions that it has")
+    load: dict[str, bool | int | float] = Field(description="as it told it last: sessions by stage, calls, ...")
+    seen: float = Field(description="seconds ago")
+    draining: bool = Field(description="it gets no more, and leaves when all is done")
+
+
+class NodeDraining(BaseModel):
+    node_id: str
+    draining: bool
+
+
+class NodeHeard(BaseModel):
+    node_id: str
+
+
+def shown_nodes(parts: Parts) -> list[ShownNode]:
+    return [ShownNode(**msgspec.structs.asdict(node)) for node in parts.rollout.nodes()]
+
+
 def routes(router: APIRouter, parts: Parts) -> None:
     @router.get("/nodes", tags=["nodes"], responses=problems())
-    async def nodes() -> list[dict[str, Any]]:
+    async def nodes() -> list[ShownNode]:
         """The nodes that are alive."""
-        found: list[dict[str, Any]] = msgspec.to_builtins(parts.rollout.nodes())
-        return found
+        return shown_nodes(parts)
 
     @router.post("/nodes/{node_id}/drain", tags=["nodes"], responses=problems(404))
-    async def drain(node_id: str) -> dict[str, Any]:
+    async def drain(node_id: str) -> NodeDraining:
         """It gets no more sessions, and leaves when those that it has are done."""
         if not await parts.rollout.leasing.drain(node_id):
             raise HTTPException(404, f"There is no node {node_id}.")
-        return {"node_id": node_id, "draining": True}
+        return NodeDraining(node_id=node_id, draining=True)
 
 
 def node_routes(router: APIRouter, parts: Parts, structs: Structs) -> None:
@@ -79,9 +103,9 @@ def node_routes(router: APIRouter, parts: Parts, structs: Structs) -> None:
         return _json(await server.finish(node_id, ended))
 
     @router.post("/nodes/{node_id}/leave", tags=["node protocol"], responses=refused)
-    async def leave(node_id: str) -> dict[str, Any]:
+    async def leave(node_id: str) -> NodeHeard:
         await server.leave(node_id)
-        return {"node_id": node_id}
+        return NodeHeard(node_id=node_id)
 
     @router.put(
         "/nodes/{node_id}/sessions",
@@ -89,10 +113,10 @@ def node_routes(router: APIRouter, parts: Parts, structs: Structs) -> None:
         openapi_extra={"requestBody": {"required": True, "content": {"application/octet-stream": {}}}},
         responses=refused,
     )
-    async def send_session(node_id: str, request: Request) -> dict[str, Any]:
+    async def send_session(node_id: str, request: Request) -> NodeHeard:
         """A copy of a session, from a node with a store of its own."""
         await server.send_session(node_id, await request.body())
-        return {"node_id": node_id}
+        return NodeHeard(node_id=node_id)
 
 
 def _sound(ended: list[Ended]) -> None:

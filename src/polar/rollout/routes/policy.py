@@ -1,12 +1,14 @@
 """Engines of runs, the policy that they hold, and whether generation stands still. What is asked for here is answered
 when every node that is alive has it in force."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 from urllib.parse import urlsplit
 
 from fastapi import APIRouter, HTTPException, Query
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, BaseModel, Field
 
+from polar.engines.wanted import PauseMode, PoolState
+from polar.rollout.members import NodeView
 from polar.rollout.policy import DEFAULT
 from polar.rollout.routes.bodies import Body, Run
 from polar.rollout.routes.documents import problems
@@ -58,8 +60,30 @@ class NewEngine(OfOneRun):
     version: Version | None = Field(None, description="of the policy that it holds [default: as known, else 0]")
 
 
-def shown(parts: Parts, run: str) -> dict[str, Any]:
-    """The engines of a run. What runs at each of them is known of this process alone; `running` counts every node."""
+class ShownReplica(BaseModel):
+    """What runs there, and how it is, as far as this process knows."""
+
+    url: str
+    version: int
+    running: int = Field(description="calls of this process")
+    down: bool = Field(description="it did not answer, and is left alone for a while")
+    asleep: bool
+
+
+class ShownPolicy(BaseModel):
+    """The engines of a run, and the policy that they hold."""
+
+    run: str
+    paused: bool
+    mode: PauseMode | None = Field(description="of the pause; settle: it is about to end")
+    frozen: bool = Field(description="running calls stand still")
+    held: int = Field(description="calls that wait for generation to go on; at other nodes, of all runs")
+    running: int = Field(description="calls at the engines; of other nodes, those of all runs")
+    replicas: list[ShownReplica]
+
+
+def shown(parts: Parts, run: str) -> ShownPolicy:
+    """What runs at each replica is known of this process alone; `running` counts every node."""
     state = _state(parts, run)
     pool = parts.pools.of(run)
     here = {replica.url: replica for replica in pool.replicas}
@@ -67,34 +91,34 @@ def shown(parts: Parts, run: str) -> dict[str, Any]:
     for wanted in state.replicas:
         replica = here.get(wanted.url)
         replicas.append(
-            {
-                "url": wanted.url,
-                "version": wanted.version,
-                "running": 0 if replica is None else len(replica.running),
-                "down": replica is not None and replica.down,
-                "asleep": replica is not None and replica.asleep,
-            }
+            ShownReplica(
+                url=wanted.url,
+                version=wanted.version,
+                running=0 if replica is None else len(replica.running),
+                down=replica is not None and replica.down,
+                asleep=replica is not None and replica.asleep,
+            )
         )
-    return {
-        "run": run,
-        "paused": state.paused is not None,
-        "mode": state.paused,
-        "frozen": pool.gate.frozen,
-        "held": pool.gate.held + sum(int(node.load.get("held", 0)) for node in _others(parts)),
-        "running": _running(parts, run),
-        "replicas": replicas,
-    }
+    return ShownPolicy(
+        run=run,
+        paused=state.paused is not None,
+        mode=state.paused,
+        frozen=pool.gate.frozen,
+        held=pool.gate.held + sum(int(node.load.get("held", 0)) for node in _others(parts)),
+        running=_running(parts, run),
+        replicas=replicas,
+    )
 
 
 def routes(router: APIRouter, parts: Parts) -> None:
     steering = parts.rollout.steering
 
     @router.get("/policy", tags=["policy"], responses=problems())
-    async def policy(run: OfRun = None) -> dict[str, Any]:
+    async def policy(run: OfRun = None) -> ShownPolicy:
         return shown(parts, run or DEFAULT)
 
     @router.post("/policy", tags=["policy"], responses=problems(400, 404, 413, 504))
-    async def new_policy(body: NewPolicy, run: OfRun = None) -> dict[str, Any]:
+    async def new_policy(body: NewPolicy, run: OfRun = None) -> ShownPolicy:
         """The weights have changed: of one replica, or of all."""
         run = body.run or run or DEFAULT
         if not await steering.set_version(run, body.version, body.replica, _IN_FORCE):
@@ -102,7 +126,7 @@ def routes(router: APIRouter, parts: Parts) -> None:
         return shown(parts, run)
 
     @router.post("/policy/pause", tags=["policy"], responses=problems(400, 409, 413, 502, 504))
-    async def pause(body: Pause | None = None, run: OfRun = None) -> dict[str, Any]:
+    async def pause(body: Pause | None = None, run: OfRun = None) -> ShownPolicy:
         """Holds generation. New calls wait until it is resumed."""
         wanted = body or Pause()
         run = _own(parts, wanted.run or run)
@@ -110,25 +134,25 @@ def routes(router: APIRouter, parts: Parts) -> None:
         return shown(parts, run)
 
     @router.post("/policy/resume", tags=["policy"], responses=problems(400, 409, 413, 502, 504))
-    async def resume(body: OfOneRun | None = None, run: OfRun = None) -> dict[str, Any]:
+    async def resume(body: OfOneRun | None = None, run: OfRun = None) -> ShownPolicy:
         run = _own(parts, (body or OfOneRun()).run or run)
         await steering.resume(run, _IN_FORCE)
         return shown(parts, run)
 
     @router.get("/engines", tags=["engines"], responses=problems())
-    async def engines(run: OfRun = None) -> dict[str, Any]:
+    async def engines(run: OfRun = None) -> ShownPolicy:
         """A run's engines; a run without any of its own uses those of `default`."""
         return shown(parts, run or DEFAULT)
 
     @router.post("/engines", tags=["engines"], responses=problems(400, 413, 504))
-    async def add_engine(body: NewEngine, run: OfRun = None) -> dict[str, Any]:
+    async def add_engine(body: NewEngine, run: OfRun = None) -> ShownPolicy:
         """One more replica. With its first one, a run has engines of its own."""
         run = body.run or run or DEFAULT
         await steering.add_replica(run, body.url, body.version, _IN_FORCE)
         return shown(parts, run)
 
     @router.delete("/engines", tags=["engines"], responses=problems(404, 504))
-    async def remove_engine(url: Annotated[str, Query(max_length=2000)], run: OfRun = None) -> dict[str, Any]:
+    async def remove_engine(url: Annotated[str, Query(max_length=2000)], run: OfRun = None) -> ShownPolicy:
         """It gets no more calls; those that run there end there."""
         run = run or DEFAULT
         if not await steering.remove_replica(run, url, _IN_FORCE):
@@ -136,7 +160,7 @@ def routes(router: APIRouter, parts: Parts) -> None:
         return shown(parts, run)
 
 
-def _state(parts: Parts, run: str) -> Any:
+def _state(parts: Parts, run: str) -> PoolState:
     pools = parts.rollout.steering.engines.pools
     return pools.get(run) or pools[DEFAULT]
 
@@ -149,7 +173,7 @@ def _own(parts: Parts, run: str | None) -> str:
     return run or DEFAULT
 
 
-def _others(parts: Parts) -> list[Any]:
+def _others(parts: Parts) -> list[NodeView]:
     return [node for node in parts.rollout.nodes() if node.node_id != parts.node_id]
 
 

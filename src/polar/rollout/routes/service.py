@@ -2,47 +2,81 @@
 
 import asyncio
 from collections.abc import AsyncIterator
-from typing import Annotated, Any
+from typing import Annotated, Literal
 
-import msgspec
 from fastapi import APIRouter, Header, Query
 from fastapi.responses import Response, StreamingResponse
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from pydantic import BaseModel, Field
 
 from polar.rollout.events import Event, Listener
 from polar.rollout.routes.bodies import Run
 from polar.rollout.routes.documents import problems, streamed
+from polar.rollout.routes.nodes import ShownNode, shown_nodes
 from polar.rollout.routes.parts import Parts
-from polar.rollout.routes.policy import shown
+from polar.rollout.routes.policy import ShownPolicy, shown
 
 _HEARTBEAT = 15.0
 """Seconds of silence before a listener hears that the connection stands."""
 
 
+class EngineHealth(BaseModel):
+    down: bool
+    running: int = Field(description="calls of this process")
+
+
+class Health(BaseModel):
+    status: Literal["ok"] = "ok"
+    paused: bool
+    sessions: int = Field(description="whose keys work here now")
+    engines: list[EngineHealth] = Field(description="those of the default run")
+
+
+class RunCounts(BaseModel):
+    """Sessions of a run; and how many tasks they belong to."""
+
+    tasks: int
+    queued: int = Field(description="for a node")
+    leased: int = Field(description="at a node")
+    waiting: int = Field(description="for another try")
+    done: int
+    usable: int = Field(description="that ended with a reward")
+    untaken: int = Field(description="of those, not yet taken by the slowest consumer; counted where `batch` is set")
+
+
+class Status(BaseModel):
+    status: Literal["ok"] = "ok"
+    runs: dict[str, RunCounts]
+    nodes: list[ShownNode]
+    policy: dict[str, ShownPolicy] = Field(description="of each run with engines of its own, and of default")
+
+
 def open_routes(router: APIRouter, parts: Parts) -> None:
     @router.get("/health", tags=["service"])
-    async def health() -> dict[str, Any]:
+    async def health() -> Health:
         """Whether the service is up. Needs no token."""
         pool = parts.pools.default
-        engines = [{"down": replica.down, "running": len(replica.running)} for replica in pool.replicas]
-        return {"status": "ok", "paused": pool.gate.paused, "sessions": len(parts.sessions), "engines": engines}
+        engines = [EngineHealth(down=replica.down, running=len(replica.running)) for replica in pool.replicas]
+        return Health(paused=pool.gate.paused, sessions=len(parts.sessions), engines=engines)
 
 
 def routes(router: APIRouter, parts: Parts) -> None:
     rollout = parts.rollout
 
     @router.get("/rollout/status", tags=["service"], responses=problems())
-    async def status() -> dict[str, Any]:
+    async def status() -> Status:
         """Each run's sessions by state, the nodes that are alive, and each run's engines."""
-        return {
-            "status": "ok",
-            "runs": rollout.status(),
-            "nodes": msgspec.to_builtins(rollout.nodes()),
-            "policy": {run: shown(parts, run) for run in rollout.steering.engines.pools},
-        }
+        return Status(
+            runs={run: RunCounts(**counts) for run, counts in rollout.status().items()},
+            nodes=shown_nodes(parts),
+            policy={run: shown(parts, run) for run in rollout.steering.engines.pools},
+        )
 
     @router.get(
-        "/metrics", tags=["service"], responses=problems() | streamed("Prometheus", {"type": "string"}, "text/plain")
+        "/metrics",
+        tags=["service"],
+        response_class=Response,
+        responses=problems() | streamed("Prometheus", {"type": "string"}, "text/plain"),
     )
     async def metrics() -> Response:
         return Response(generate_latest(parts.metrics.registry), media_type=CONTENT_TYPE_LATEST)
@@ -50,6 +84,7 @@ def routes(router: APIRouter, parts: Parts) -> None:
     @router.get(
         "/events",
         tags=["service"],
+        response_class=StreamingResponse,
         responses=problems() | streamed("Server-sent events", {"type": "string"}, "text/event-stream"),
     )
     async def events(

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import AsyncIterator
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, HTTPException, Query, Request
 from fastapi.responses import Response, StreamingResponse
@@ -40,6 +40,18 @@ class SessionCreated(BaseModel):
     base_urls: dict[str, str] = Field(description="where each provider's clients are pointed")
 
 
+class ShownSession(BaseModel):
+    session_id: str
+    run: str
+    status: Literal["open", "ended"]
+    metadata: dict[str, Any]
+    created_at: float = Field(description="seconds since 1970")
+    ended_at: float | None
+    reward: float | None
+    reason: str | None = Field(description="why there is no reward, where somebody said so")
+    turn_rewards: dict[str, float] = Field(description="by exchange id")
+
+
 class SessionEnd(Body):
     reward: float | None = None
     reason: Text | None = Field(None, description="why there is no reward")
@@ -68,7 +80,7 @@ def routes(router: APIRouter, parts: Parts) -> None:
         session, key = await sessions.create(body.metadata, body.run)
         return SessionCreated(session_id=session.session_id, api_key=key, base_urls=base_urls(parts.gateway_url))
 
-    @router.get("/sessions", tags=["sessions"], response_model=list[dict[str, Any]], responses=problems(404))
+    @router.get("/sessions", tags=["sessions"], response_model=list[ShownSession], responses=problems(404))
     async def list_sessions(
         limit: Annotated[int, Query(ge=1, le=1000)] = 100,
         before: Annotated[str | None, Query(description="the last one of the page before")] = None,
@@ -78,14 +90,14 @@ def routes(router: APIRouter, parts: Parts) -> None:
             await existing(before)
         return _json([view.session(session) for session in await store.sessions(limit=limit, before=before)])
 
-    @router.get("/sessions/{session_id}", tags=["sessions"], response_model=dict[str, Any], responses=problems(404))
+    @router.get("/sessions/{session_id}", tags=["sessions"], response_model=ShownSession, responses=problems(404))
     async def one_session(session_id: str) -> Response:
         return _json(view.session(await existing(session_id)))
 
     @router.post(
         "/sessions/{session_id}/end",
         tags=["sessions"],
-        response_model=dict[str, Any],
+        response_model=ShownSession,
         responses=problems(400, 404, 409, 413),
     )
     async def end_session(session_id: str, body: SessionEnd | None = None) -> Response:

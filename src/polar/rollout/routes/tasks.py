@@ -10,13 +10,13 @@ from fastapi.responses import Response, StreamingResponse
 from pydantic import BaseModel, Field, ValidationError, ValidatorFunctionWrapHandler, WrapValidator
 from pydantic_core import PydanticSerializationError
 
+from polar.problems import listed
 from polar.rollout.models import TaskRequest, TaskState, TaskStatus
-from polar.rollout.queue_sql import TaskRow
+from polar.rollout.records import TaskRow
 from polar.rollout.rollout import Refused, Submitted
 from polar.rollout.routes.bodies import Body, Run
 from polar.rollout.routes.documents import problems
 from polar.rollout.routes.parts import Parts
-from polar.tasks.problems import listed
 
 TaskId = Annotated[str, Path(description="as it was submitted; slashes may stand in it as they are")]
 OfRun = Annotated[Run, Query()]

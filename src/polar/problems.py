@@ -1,7 +1,9 @@
 """What pydantic finds wrong, in short sentences that name the field as its author wrote it."""
 
+from collections.abc import Iterable, Mapping
+from typing import Any
+
 from pydantic import ValidationError
-from pydantic_core import ErrorDetails
 
 _STEPS = ("upload_file", "upload_dir", "exec")
 _MESSAGES = {
@@ -14,9 +16,11 @@ _MESSAGES = {
 }
 
 
-def listed(error: ValidationError, under: str = "") -> str:
-    """Every problem once: `runtime.cpus: ...; runtime.prepare[0].target: ...`."""
-    found = {f"{under}{_field(problem)}: {_message(problem)}": None for problem in error.errors()}
+def listed(error: ValidationError | Iterable[Mapping[str, Any]], under: str = "", whole: str = "the task") -> str:
+    """Every problem once: `runtime.cpus: ...; runtime.prepare[0].target: ...`. Those of an error, or as a server tells
+    them. `whole` is what is wrong where no field is."""
+    problems = error.errors() if isinstance(error, ValidationError) else error
+    found = {f"{under}{_field(problem) or whole}: {_message(problem)}": None for problem in problems}
     return one_line("; ".join(found))
 
 
@@ -25,14 +29,14 @@ def one_line(text: str) -> str:
     return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in text)
 
 
-def _message(problem: ErrorDetails) -> str:
-    if known := _MESSAGES.get(problem["type"]):
+def _message(problem: Mapping[str, Any]) -> str:
+    if known := _MESSAGES.get(problem.get("type", "")):
         return known
-    message = problem["msg"].removeprefix("Value error, ").rstrip(".")
+    message: str = problem["msg"].removeprefix("Value error, ").rstrip(".")
     return message[:1].lower() + message[1:]
 
 
-def _field(problem: ErrorDetails) -> str:
+def _field(problem: Mapping[str, Any]) -> str:
     field = ""
     before: str | int | None = None
     for part in problem["loc"]:
@@ -41,7 +45,7 @@ def _field(problem: ErrorDetails) -> str:
         elif not _is_choice(part, before):
             field += f".{part}" if field else part
         before = part
-    return field or "the task"
+    return field
 
 
 def _is_choice(part: str, before: str | int | None) -> bool:

@@ -22,6 +22,7 @@ from polar.export.base import Item
 from polar.node.finished import Finished
 from polar.node.node import Load, Node, Running
 from polar.node.plan import Plan
+from polar.node.working import node_of
 from polar.rollout.models import TaskRequest
 from polar.rollout.results import session_result
 from polar.trajectory.session import sampled, traced
@@ -37,25 +38,16 @@ class LocalRollout:
         self._wanted: deque[tuple[Plan, int]] = deque()  # not taken in yet
         self._running: set[Running] = set()
         self._ended: asyncio.Queue[asyncio.Task[Finished] | None] = asyncio.Queue()  # None: look again
-        self.service: DataPlane
+        self.plane: DataPlane
         self.node: Node
 
     async def __aenter__(self) -> "LocalRollout":
         async with contextlib.AsyncExitStack() as stack:
-            self.service = await stack.enter_async_context(DataPlane(self._settings, self._data))
-            service = self.service
-            if all(replica.down for replica in service.pool.replicas):
-                urls = ", ".join(replica.url for replica in service.pool.replicas)
+            plane = self.plane = await stack.enter_async_context(DataPlane(self._settings, self._data))
+            if all(replica.down for replica in plane.pool.replicas):
+                urls = ", ".join(replica.url for replica in plane.pool.replicas)
                 raise ConfigError(f"No engine answers at {urls}: start it, or name another ([engine] urls, --engine).")
-            node = Node(
-                self._settings,
-                self._data,
-                store=service.store,
-                sessions=service.sessions,
-                pools=service.pools,
-                gateway_url=service.gateway_url,
-            )
-            self.node = await stack.enter_async_context(node)
+            self.node = await stack.enter_async_context(node_of(plane))
             self._stack = stack.pop_all()
         return self
 
@@ -119,7 +111,7 @@ class LocalRollout:
 
     async def result(self, plan: Plan, finished: Finished) -> dict[str, Any]:
         """The session as trainers read it (models.SessionResult)."""
-        store = self.service.store
+        store = self.plane.store
         session = await store.session(finished.session_id)
         assert session is not None
         exchanges = [exchange async for exchange in store.exchanges(finished.session_id)]

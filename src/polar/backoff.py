@@ -1,0 +1,17 @@
+"""How long to wait before something is tried again."""
+
+import random
+from collections.abc import Iterator
+
+
+def delays(first: float, longest: float) -> Iterator[float]:
+    """Seconds, each about twice as long as the one before, up to a limit."""
+    delay = first
+    while True:
+        yield jittered(delay)
+        delay = min(2 * delay, longest)
+
+
+def jittered(seconds: float) -> float:
+    """Never the same for everybody: who failed together would come again together."""
+    return seconds * random.uniform(0.5, 1)

@@ -1,0 +1,26 @@
+"""How engines should be: the replicas of each run, the policy that they hold, and whether they stand still. Whoever has
+engines makes it so (pools.Pools.apply)."""
+
+from typing import Literal
+
+from msgspec import Struct
+
+PauseMode = Literal["freeze", "hold", "drain", "sleep", "settle"]
+"""settle: frozen calls hear of new weights before any engine goes on."""
+
+
+class WantedReplica(Struct, frozen=True):
+    url: str
+    version: int = 0
+
+
+class PoolState(Struct, frozen=True):
+    replicas: list[WantedReplica] = []
+    paused: PauseMode | None = None
+
+
+class Engines(Struct, frozen=True):
+    """The engines of every run that has some of its own; the others use those of "default"."""
+
+    generation: int = 0  # grows with every change
+    pools: dict[str, PoolState] = {}

@@ -1,0 +1,138 @@
+"""What the queue is made of: tasks, the work of their samples, and what becomes of it."""
+
+from typing import Literal
+
+from msgspec import Struct
+
+from polar.rollout.protocol import Answer, Ended, Held
+
+WorkState = Literal["queued", "leased", "waiting", "done"]
+
+
+class TaskRow(Struct):
+    run: str
+    task_id: str
+    state: Literal["running", "completed", "failed"]
+    cancelled: str | None  # why no more of its sessions begin
+    samples: int
+    ended: int
+    usable: int
+    enough: int | None
+    created_at: float
+    ended_at: float | None
+    cursor: int | None
+    callback: Literal["waiting", "acknowledged", "given_up"] | None
+    digest: bytes
+    request: str  # JSON
+
+
+class WorkRow(Struct):
+    work_id: int
+    run: str
+    task_id: str
+    sample: int
+    state: WorkState
+    fence: int
+    attempt: int
+    kills: int
+    node: str | None
+    version: int | None  # of the policy, when it was leased
+    cursor: int | None
+    session_id: str | None
+    summary: str | None  # an Ended, as JSON
+
+
+class NewTask(Struct):
+    run: str
+    task_id: str
+    samples: int
+    enough: int | None
+    lane: str
+    priority: int
+    callback: bool
+    digest: bytes
+    request: str
+
+
+class Lane(Struct, frozen=True):
+    """Work of one run that takes one kind of runtime: nobody else's priorities matter in it."""
+
+    run: str
+    name: str
+
+
+class Allowance(Struct, frozen=True):
+    """What a node may have of a lane."""
+
+    lane: Lane
+    most: int  # of the run, shared by its lanes
+    busy: int  # of the run, by now: of equally urgent work, that of the least busy run goes first
+    version: int | None  # of the policy
+
+
+class Head(Struct):
+    """The next of a lane."""
+
+    work_id: int
+    rank: int
+    kills: int
+    fence: int
+    task_id: str
+    sample: int
+    attempt: int
+    digest: bytes
+    request: str
+
+
+class Tracked(Struct):
+    """A lease, as the server keeps it in memory."""
+
+    held: Held
+    lane: Lane
+    task_id: str
+    node: str
+    version: int | None
+    cancelled: str | None
+    request: str
+
+
+class EndedTask(Struct):
+    run: str
+    task_id: str
+    state: str
+    cursor: int
+    callback: bool  # somebody is to be told
+
+
+class Outcome(Struct):
+    """What became of something that was said to have ended."""
+
+    answer: Answer
+    change: "Change | None" = None  # None where it was heard before, or too late
+
+
+class Change(Struct):
+    """Some work is no longer what it was."""
+
+    lane: Lane
+    task_id: str
+    sample: int
+    was: WorkState
+    became: WorkState
+    ended: Ended
+    cursor: int | None = None
+    task: EndedTask | None = None  # that ended with it
+    enough: bool = False  # its task has enough graded sessions now: the others are not wanted any more
+    others: list["Change"] = []  # of those, what had not begun
+
+
+class Counts(Struct):
+    queued: int = 0
+    leased: int = 0
+    waiting: int = 0
+
+
+class Totals(Struct):
+    tasks: int = 0
+    ended: int = 0
+    usable: int = 0

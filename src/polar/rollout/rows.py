@@ -1,0 +1,116 @@
+"""Records to parameters of the queue's SQL, and rows to records."""
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+from msgspec import Raw
+
+from polar.rollout.protocol import Ended, Held, Lease
+from polar.rollout.records import Allowance, Change, Head, Lane, NewTask, TaskRow, Tracked, WorkState
+
+
+def work_parameters(task: NewTask, first: int) -> list[dict[str, object]]:
+    return [
+        {
+            "work_id": first + sample,
+            "run": task.run,
+            "task_id": task.task_id,
+            "sample": sample,
+            "lane": task.lane,
+            "rank": -task.priority,
+        }
+        for sample in range(task.samples)
+    ]
+
+
+def task_parameters(task: NewTask, now: float) -> dict[str, object]:
+    return {
+        "run": task.run,
+        "task_id": task.task_id,
+        "samples": task.samples,
+        "enough": task.enough,
+        "created_at": now,
+        "callback": "waiting" if task.callback else None,
+        "digest": task.digest,
+        "request": task.request,
+    }
+
+
+def new_row(task: NewTask, now: float) -> TaskRow:
+    """As it is in the database when it has just come."""
+    return TaskRow(
+        run=task.run,
+        task_id=task.task_id,
+        state="running",
+        cancelled=None,
+        samples=task.samples,
+        ended=0,
+        usable=0,
+        enough=task.enough,
+        created_at=now,
+        ended_at=None,
+        cursor=None,
+        callback="waiting" if task.callback else None,
+        digest=task.digest,
+        request=task.request,
+    )
+
+
+def end_parameters(ended: Ended, state: WorkState, cursor: int) -> dict[str, object]:
+    return {
+        "work_id": ended.work_id,
+        "fence": ended.fence,
+        "state": state,
+        "session_id": ended.session_id,
+        "usable": int(ended.reason is None),
+        "summary": msgspec.json.encode(ended).decode(),
+        "cursor": cursor,
+    }
+
+
+def leased(head: Head, allowance: Allowance, node: str) -> tuple[Lease, Tracked]:
+    lane, fence = allowance.lane, head.fence + 1
+    lease = Lease(
+        work_id=head.work_id,
+        fence=fence,
+        run=lane.run,
+        task_id=head.task_id,
+        sample=head.sample,
+        attempt=head.attempt,
+        digest=head.digest.hex(),
+        request=Raw(head.request.encode()),
+    )
+    return lease, Tracked(lease.held, lane, head.task_id, node, allowance.version, None, head.request)
+
+
+def change_of(
+    rows: Sequence[Sequence[Any]], was: WorkState, became: WorkState, ended: Ended, cursor: int | None = None
+) -> Change | None:
+    """Of the row (run, task_id, sample, lane) that was changed, if one was."""
+    for run, task_id, sample, lane in rows:
+        return Change(Lane(run, lane), task_id, sample, was, became, ended, cursor)
+    return None
+
+
+def count_parameters(change: Change) -> dict[str, object]:
+    assert change.cursor is not None
+    return {
+        "run": change.lane.run,
+        "task_id": change.task_id,
+        "usable": int(change.ended.reason is None),
+        "now": time.time(),
+        "cursor": change.cursor + 1,
+    }
+
+
+def lease_parameters(held: Held) -> dict[str, int]:
+    return {"work_id": held.work_id, "fence": held.fence}
+
+
+def leased_again(row: Sequence[Any], node: str) -> tuple[Lease, Tracked]:
+    """Of what a node has without knowing."""
+    work_id, fence, run, lane, task_id, sample, attempt, version, cancelled, digest, request = row
+    lease = Lease(work_id, fence, run, task_id, sample, attempt, digest.hex(), Raw(request.encode()))
+    return lease, Tracked(lease.held, Lane(run, lane), task_id, node, version, cancelled, request)
