@@ -179,6 +179,15 @@ class Settings(Section):
     judges: dict[str, JudgeSettings] = {}
 
 
+PRIVATE: dict[str, Any] = {"port": 0, "host": "127.0.0.1"}
+"""The settings of a gateway of one's own: on any free port."""
+
+
+def engine_at(url: str, configured: EngineSettings) -> dict[str, Any]:
+    """The engine at this address. Its kind is the configured engine's, if there is one: it takes the place of that."""
+    return {"urls": [url], "kind": configured.kind if configured.urls else "vllm"}
+
+
 def load(
     path: Path | None = None,
     environment: Mapping[str, str] = os.environ,
@@ -208,15 +217,6 @@ def load(
         message = _MESSAGES.get(problem["type"], problem["msg"].removeprefix("Value error, "))
         source = found[0] if found else path or "the settings"  # what is wrong may be a default, beside something else
         raise ConfigError(f"{source}: {'.'.join(where)}: {message}.") from error
-
-
-PRIVATE: dict[str, Any] = {"port": 0, "host": "127.0.0.1"}
-"""The settings of a gateway of one's own: on any free port."""
-
-
-def engine_at(url: str, configured: EngineSettings) -> dict[str, Any]:
-    """The engine at this address. Its kind is the configured engine's, if there is one: it takes the place of that."""
-    return {"urls": [url], "kind": configured.kind if configured.urls else "vllm"}
 
 
 _MESSAGES = {"extra_forbidden": "there is no such setting", "model_type": "this is a table of settings"}

@@ -35,7 +35,10 @@ def settle_process() -> None:
 
 
 class DataPlane:
-    """Use as an async context manager. Without `engines`, there are none until somebody names some (Pools.apply)."""
+    """Use as an async context manager.
+
+    Where it is `steered`, somebody says how engines are to be (Pools.apply), and until then calls are held. Without
+    `engines` there are none before that."""
 
     store: RelationalStore
     pools: Pools
@@ -43,10 +46,11 @@ class DataPlane:
     metrics: Metrics
     gateway_url: str
 
-    def __init__(self, settings: Settings, data: Path, *, engines: bool = True) -> None:
+    def __init__(self, settings: Settings, data: Path, *, engines: bool = True, steered: bool = False) -> None:
         self.settings = settings
         self.data = data
         self._engines = engines
+        self._steered = steered or not engines
         self._stack = contextlib.AsyncExitStack()
 
     @property
@@ -80,7 +84,7 @@ class DataPlane:
         stack.push_async_callback(self.pools.close)
         for url, version in (await self.versions()).items():
             self.pool.set_version(version, url)
-        await self.pools.start()
+        await (self.pools.wait() if self._steered else self.pools.start())
         self.sessions = Sessions(self.store)
         self.metrics = Metrics()
         self.metrics.watch(self.pools.by_run)
@@ -90,7 +94,8 @@ class DataPlane:
 
     async def versions(self) -> dict[str, int]:
         """What the engines hold, as far as it is known. One that was launched just now holds nothing from before."""
-        return await self.store.policies() if self.settings.engine.urls else {}
+        known = await self.store.policies()
+        return {url: version for url, version in known.items() if url != self.pool.launched}
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

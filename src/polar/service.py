@@ -44,6 +44,8 @@ class Service:
         self._with_node = node
         self._node: Node | None = None
         self._stop = asyncio.Event()
+        self._working: asyncio.Task[None]
+        self._callbacks: Callbacks
         self._stack = contextlib.AsyncExitStack()
 
     @property
@@ -92,15 +94,18 @@ class Service:
         await stack.enter_async_context(rollout)
         if self._with_node:
             self._node = await stack.enter_async_context(node_of(plane))
-        worker = await worker_of(rollout.leasing, plane, self._node, name=socket.gethostname(), store_id=store_id)
+        name = socket.gethostname()
+        worker = await worker_of(rollout.leasing, plane, self._node, name=name, store_id=store_id, stays=True)
         rollout.leasing.sleeper = worker.node_id
-        working = asyncio.create_task(worker.run(self._stop))
-        stack.push_async_callback(self._stop_working, working)
+        self._working = asyncio.create_task(worker.run(self._stop))
+        stack.push_async_callback(self._stop_working)
         pages = Pages(rollout, plane.store)
-        callbacks = await stack.enter_async_context(Callbacks(rollout, pages, settings.server))
-        rollout.ledger.watcher = ServiceMetrics(
+        callbacks = self._callbacks = await stack.enter_async_context(Callbacks(rollout, pages, settings.server))
+        metrics = ServiceMetrics(
             plane.metrics.registry, queue=rollout.status, nodes=rollout.nodes, callbacks=callbacks.pending
         )
+        rollout.ledger.watcher = metrics
+        callbacks.given_up = metrics.callback_failed
         parts = Parts(
             settings=settings.server,
             rollout=rollout,
@@ -121,9 +126,26 @@ class Service:
         if self._node is not None and len(self.rollout.leasing.members) == 1:
             await self._node.plan(task)
 
-    async def _stop_working(self, working: "asyncio.Task[None]") -> None:
+    async def _stop_working(self) -> None:
         self._stop.set()
-        await working
+        await self._working
+
+    async def over(self) -> str:
+        """Until the service can't go on by itself: why."""
+        ends = {
+            asyncio.ensure_future(self.rollout.superseded.wait()): "Another server was started on the same database.",
+            asyncio.ensure_future(self.rollout.failed.wait()): "What looks after the queue has failed: see the log.",
+            asyncio.ensure_future(asyncio.wait({self._working})): "The node of this process has failed: see the log.",
+            asyncio.ensure_future(self._callbacks.over()): "What sends callbacks has failed: see the log.",
+        }
+        try:
+            done, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for waiting in ends:
+                waiting.cancel()
+        if self._working.done() and (error := self._working.exception()) is not None:
+            log.error("The node of this process has failed", exc_info=error)
+        return ends[done.pop()]
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

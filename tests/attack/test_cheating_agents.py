@@ -17,8 +17,8 @@ import pytest
 
 from polar.config import load
 from polar.node.finished import Finished
-from polar.plugins import load as load_plugin
 from polar.node.local import LocalRollout
+from polar.plugins import load as load_plugin
 from polar.rollout.models import TaskRequest
 from polar.runtimes.base import Kind, Limits, Spec
 from tests.attack.cheats import CHEATS, CHECK, HONEST_FAILURE, HONEST_WORK, SCORED, WORKSPACE, Cheat, Scene, own_tests

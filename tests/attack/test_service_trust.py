@@ -137,6 +137,25 @@ async def test_fences_that_were_never_given(tmp_path: Path) -> None:
         assert it.rollout.status()["default"]["done"] == 0
 
 
+async def test_no_node_ends_what_another_one_has(tmp_path: Path) -> None:
+    """Work and fences are small numbers: whoever has the node token can guess them."""
+    async with leased(tmp_path) as (it, leases):
+        await it.join("other")
+        await it.submit(task("mine"))
+        (mine,) = await it.work("other")
+        for node in ("other", "nobody"):
+            ends = [ended(lease, reward=1.0) for lease in leases]
+            answer = await it.http.post(f"/nodes/{node}/finish", json=ends)
+            assert answer.json() == ["lost"] * 3
+        both = [ended(leases[0], reward=9.0), ended(mine, reward=1.0)]
+        assert (await it.http.post("/nodes/other/finish", json=both)).json() == ["lost", "taken"]
+        assert it.rollout.status()["default"]["leased"] == 3
+        ends = [ended(lease, reward=0.5) for lease in leases]
+        assert (await it.http.post(f"/nodes/{NODE}/finish", json=ends)).json() == ["taken"] * 3
+        results, _ = page_of(await it.http.get("/rollout/results"))
+        assert [result["reward"] for result in results] == [1.0, 0.5, 0.5, 0.5]
+
+
 async def test_an_end_that_is_told_many_times_at_once_counts_once(tmp_path: Path) -> None:
     async with leased(tmp_path) as (it, (lease, *_)):
         answer = await it.http.post(f"/nodes/{NODE}/finish", json=[ended(lease, reward=1.0)] * 3)
@@ -172,7 +191,7 @@ async def test_no_node_gets_another_tasks_session_told(tmp_path: Path) -> None:
             assert (await it.http.post(f"/nodes/{NODE}/finish", json=[mine])).json() == ["taken"]
         results, _ = page_of(await it.http.get("/rollout/results"))
         for result in results:
-            assert (result["reward"], result["reason"]) == (None, "build_failed")
+            assert (result["reward"], result["reason"]) == (None, "session_unreadable")
             assert "another task's" in result["error"]
             assert result["trajectory"]["traces"] == []
         tree = await it.http.get("/rollout/task/own/trajectory")
@@ -339,7 +358,7 @@ async def test_one_damaged_session_hides_no_other_result(tmp_path: Path) -> None
             ]
         )
         results, cursor = page_of(await it.http.get("/rollout/results"))
-        assert [result["reason"] for result in results] == [None, "build_failed", "build_failed", None]
+        assert [result["reason"] for result in results] == [None, "session_unreadable", "session_unreadable", None]
         assert "damaged" in results[1]["error"] or "malformed" in results[1]["error"]
         assert [result["cursor"] for result in results][-1] == cursor
         groups, _ = page_of(await it.http.get("/rollout/results?unit=group"))

@@ -210,6 +210,9 @@ class VirtualLoop(asyncio.BaseEventLoop):
         for task in self._everything:
             if task.done() and not task.cancelled():
                 task.exception()
+        self._everything.clear()
+        self._timers.clear()
+        self._soon.clear()
         self.close()
 
 

@@ -157,6 +157,7 @@ class Node:
             load=dict,
             apply=self._apply,
             export=self._export,
+            disown=self._disown,
         )
         self.worker = self._world.parts.worker(server, self.host, place)
         try:
@@ -165,11 +166,14 @@ class Node:
             self._world.fail(f"The worker of {self.node_id} fails: {error!r}")
         self._world.left(self)
 
-    async def _apply(self, engines: Engines) -> list[str]:
+    async def _disown(self, session_id: str, reason: str) -> None:
+        await asyncio.sleep(0.005)
+
+    async def _apply(self, engines: Engines) -> dict[str, list[str]]:
         if engines.generation >= self.engines.generation:  # as engines.pools has it
             self.engines = engines
             await asyncio.sleep(self._rng.uniform(0, 0.1))
-        return []
+        return {}
 
     async def _export(self, session_id: str) -> bytes:
         await asyncio.sleep(0.005)

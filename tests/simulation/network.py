@@ -15,7 +15,7 @@ from tests.simulation.loop import VirtualLoop
 if TYPE_CHECKING:
     from tests.simulation.servers import ServerProcess
 
-_PATIENCE = 20.0  # seconds that a caller waits for an answer
+_PATIENCE = (8.0, 8.0, 20.0)  # seconds that a caller waits for an answer
 _LATE = 2.0  # seconds that a call or an answer is on its way at most
 
 
@@ -42,11 +42,18 @@ class _Call:
 
 
 class Network:
-    def __init__(self, loop: VirtualLoop, weather: Weather, found: "Callable[[], ServerProcess | None]") -> None:
-        """`found` is the server that has the address."""
+    def __init__(
+        self,
+        loop: VirtualLoop,
+        weather: Weather,
+        found: "Callable[[], ServerProcess | None]",
+        failed: Callable[[str], None],
+    ) -> None:
+        """`found` is the server that has the address; `failed` hears of what no server should raise."""
         self._loop = loop
         self.weather = weather
         self._found = found
+        self._failed = failed
 
     def _delay(self, rng: random.Random) -> float:
         return min(rng.expovariate(1 / (0.01 * self.weather.slow)), _LATE)
@@ -56,7 +63,7 @@ class Network:
     ) -> Any:
         """`work` is done at the server."""
         weather, call = self.weather, _Call(self._loop.create_future())
-        given_up = self._loop.later(_PATIENCE, call.settle, None, Unreachable("No answer in time."))
+        given_up = self._loop.later(rng.choice(_PATIENCE), call.settle, None, Unreachable("No answer in time."))
         if rng.random() >= weather.loses and caller not in weather.cut:
             self._loop.later(self._delay(rng), self._deliver, caller, rng, work, call)
             if repeats and rng.random() < weather.repeats:
@@ -87,6 +94,8 @@ class Network:
                 error = raised
             except StoreError as raised:
                 error = Unreachable(str(raised))
+            except Exception as raised:  # noqa: BLE001 - whatever it was, it should not have been
+                self._failed(f"{server.name} fails: {raised!r}")
             if call is not None:
                 self._answer(caller, rng, call, answer, error)
 

@@ -82,7 +82,9 @@ class Schedule(Struct):
 
 
 def drawn(seed: int) -> Schedule:
+    """Most are small: much happens in little time. Some are large, for what takes many."""
     rng = random.Random(seed)
+    large = rng.random() < 0.1
     runs = ["default", "other"][: rng.choice((1, 1, 2))]
     machines = [
         Machine(
@@ -91,21 +93,22 @@ def drawn(seed: int) -> Schedule:
             rng.choice((1, 1, 2, 4, 16)),
             own_store=rng.random() < 0.2,
         )
-        for number in range(rng.choice((1, 2, 2, 3, 3, 4)))
+        for number in range(rng.choice((2, 3, 4, 5) if large else (1, 2, 2, 3)))
     ]
     if rng.random() < 0.15:
         machines[0].inside, machines[0].own_store = True, False
-    ends = rng.uniform(3, 20)
-    tasks = _tasks(rng, runs, ends)
+    ends = rng.uniform(8, 20) if large else rng.uniform(2, 6)
+    tasks = _tasks(rng, runs, ends, rng.randint(3, 10) if large else rng.randint(1, 4))
     quotas = {run: _quotas(rng, tasks, run) for run in runs if rng.random() < 0.4}
     kinds = [kind for kind in FAULTS if rng.random() < 0.35] if rng.random() < 0.9 else []
-    faults = [_fault(rng, kinds, ends) for _ in range(rng.randint(1, 12) if kinds else 0)]
+    strikes = rng.randint(4, 16) if large else rng.randint(1, 6)
+    faults = [_fault(rng, kinds, ends) for _ in range(strikes if kinds else 0)]
     lease_seconds = rng.choice((5.0, 10.0))
     return Schedule(
         seed=seed,
         attempts=rng.choice((1, 2, 3, 3)),
         lease_seconds=lease_seconds,
-        beat_seconds=lease_seconds / 5,
+        beat_seconds=lease_seconds / rng.choice((3, 5)),
         machines=machines,
         tasks=tasks,
         quotas=quotas,
@@ -118,10 +121,10 @@ def drawn(seed: int) -> Schedule:
     )
 
 
-def _tasks(rng: random.Random, runs: list[str], ends: float) -> list[Task]:
+def _tasks(rng: random.Random, runs: list[str], ends: float, count: int) -> list[Task]:
     tasks: list[Task] = []
     poisons = rng.random() < 0.15
-    for number in range(rng.randint(1, 7)):
+    for number in range(count):
         samples = rng.choice((1, 1, 2, 3, 4, 6))
         fields: dict[str, Any] = {
             "runtime": {"backend": rng.choice(LANES)},
@@ -134,7 +137,7 @@ def _tasks(rng: random.Random, runs: list[str], ends: float) -> list[Task]:
         request = TaskRequest(
             task_id=f"task-{number}", instruction="-", num_samples=samples, run=rng.choice(runs), **fields
         )
-        task = Task(request, at=rng.choice((0.0, rng.uniform(0, ends))), seconds=rng.choice((0.2, 1.0, 4.0)))
+        task = Task(request, at=rng.choice((0.0, rng.uniform(0, ends))), seconds=rng.choice((0.2, 1.0, 3.0)))
         fate = rng.random()
         if poisons and number == 0:
             task.poison = True

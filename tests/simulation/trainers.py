@@ -130,7 +130,7 @@ class Trainer:
 
             async def page(server: "ServerProcess", after: int = after, limit: int = limit) -> list[WorkRow]:
                 if self.run in self._world.schedule.quotas:
-                    await server.rollout.consumed(self.run, _CONSUMER, after)
+                    await server.rollout.consumed(self.run, _CONSUMER, after, "session")
                 rows = await server.rollout.sessions_after(self.run, after, limit)
                 if not rows:
                     await server.rollout.wait(self.run, after, 5.0, "session")
@@ -142,7 +142,7 @@ class Trainer:
                     self._world.fail(f"{row.task_id}/{row.sample} comes with cursor {row.cursor} after {notes.cursor}.")
                 notes.seen.append((row.task_id, row.sample))
                 notes.cursor = row.cursor or 0
-            await asyncio.sleep(self._rng.uniform(0.05, 0.5))
+            await asyncio.sleep(self._rng.uniform(0.05, 1))
 
     async def _follow_groups(self) -> None:
         notes = self.notes
@@ -158,14 +158,14 @@ class Trainer:
                     self._world.fail(f"{row.task_id} comes with cursor {row.cursor} after {notes.group_cursor}.")
                 notes.groups.append(row.task_id)
                 notes.group_cursor = row.cursor or 0
-            await asyncio.sleep(self._rng.uniform(0.1, 1))
+            await asyncio.sleep(self._rng.uniform(0.1, 2))
 
     # Quotas and the policy
 
     async def _change_quotas(self) -> None:
         quotas = self._world.schedule.quotas[self.run]
         while asyncio.get_running_loop().time() < self._world.schedule.ends:
-            await asyncio.sleep(self._rng.uniform(1, 8))
+            await asyncio.sleep(self._rng.uniform(0.5, 4))
             running, batch = self._rng.choice((None, 1, 3)), self._rng.choice((None, 1, 3))
             await self._limit(msgspec.structs.replace(quotas, max_running=running, batch=batch))
         await self._limit(quotas)
@@ -182,7 +182,7 @@ class Trainer:
         if self.run != "default" or not world.schedule.steers or notes.steered:
             return
         while asyncio.get_running_loop().time() < world.schedule.ends:
-            await asyncio.sleep(self._rng.uniform(0.5, 5))
+            await asyncio.sleep(self._rng.uniform(0.5, 3))
             fate = self._rng.random()
             if fate < 0.5:
                 await self._set_version(notes.version + 1)

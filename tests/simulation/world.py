@@ -66,7 +66,7 @@ class World:
         self.disk = Disk(self.audit.committed)
         self.troubles = Troubles()
         self.weather = Weather()
-        self.network = Network(self.loop, self.weather, self._found)
+        self.network = Network(self.loop, self.weather, self._found, self.fail)
         self.tasks = {task.name: task for task in schedule.tasks}
         self.killers = sum(task.request.num_samples for task in schedule.tasks if task.poison)
         self.sessions: dict[str, Session] = {}
@@ -238,7 +238,7 @@ class World:
             if self.loop.time() > deadline:
                 self.fail(f"It does not come to an end: {left}")
                 return
-            await asyncio.sleep(1.0)
+            await asyncio.sleep(0.5)
 
 
 class _Errors(logging.Handler):
@@ -267,7 +267,7 @@ def problems(first: int, count: int, parts: Parts | None = None) -> Iterator[str
                 simulate(seed, parts)
             except Broken as error:
                 yield str(error)
-            if seed % 50 == 0:
+            if seed % 5 == 0:
                 gc.collect()
 
 

@@ -87,6 +87,10 @@ class Server:
         except (TimeoutError, msgspec.DecodeError) as error:
             raise self.failed("did not say what it was asked") from error
 
+    async def ended(self) -> None:
+        """Until it has."""
+        await self._running().wait()
+
     def tell(self, line: str) -> None:
         process = self._running()
         assert process.stdin is not None

@@ -53,14 +53,14 @@ async def serve(url: str) -> None:
 async def _follow(client: AsyncClient, order: Order) -> Done:
     tasks = [] if order.submit is None else [_task(order, number) for number in range(order.count)]
     began, cpu = time.monotonic(), time.process_time()
-    submitting = asyncio.ensure_future(client.submit(tasks)) if tasks else None
     size = usable = 0
-    async with client.results(order.after, raw=True, limit=order.page, count=order.count) as results:
-        async for result in results:
-            size += len(result.data)
-            usable += _result(result.data).reward is not None
-    if submitting is not None:
-        await submitting
+    async with asyncio.TaskGroup() as group:
+        if tasks:
+            group.create_task(client.submit(tasks))
+        async with client.results(order.after, raw=True, limit=order.page, count=order.count) as results:
+            async for result in results:
+                size += len(result.data)
+                usable += _result(result.data).reward is not None
     assert results.cursor is not None
     return Done(time.monotonic() - began, time.process_time() - cpu, results.cursor, size, usable)
 

@@ -80,6 +80,7 @@ def no_op_worker(server: Server, plane: DataPlane, store_id: str, name: str, cal
         load=dict,
         apply=plane.pools.apply,
         export=plane.store.export_session,
+        disown=plane.store.disown_session,
     )
     return Worker(server, NoOpHost(plane.sessions, plane.store, calls), place)
 

@@ -44,7 +44,7 @@ async def measure(kind: Kind, results: int, rounds: int, folder: Path) -> list[R
         store = stack.enter_context(kind.new())
         server, url = await started(stack, "server", ["long", str(where / "server")], store, where)
         sides = {POLAR: (server, await client_of(stack, url, where))}
-        await follow(sides[POLAR][1], Order(results, submit="long", page=_PAGE))
+        await follow(sides[POLAR][1], Order(results, submit="long", page=_PAGE), server)
         if kind.name == SQLITE:
             peer, peer_url = await _peer(stack, url, results, where)
             (where / "peer").mkdir()
@@ -53,7 +53,7 @@ async def measure(kind: Kind, results: int, rounds: int, folder: Path) -> list[R
         for _ in range(rounds):
             for name, (process, client) in sides.items():
                 before = process.cpu()
-                done = await follow(client, Order(results, page=_PAGE))
+                done = await follow(client, Order(results, page=_PAGE), process)
                 found[name].append((done, process.cpu() - before))
         tokens = await _tokens(url)
     sizes = {done.size for some in found.values() for done, _ in some}

@@ -80,13 +80,12 @@ async def _working(form: Form, service: Service, data: Path) -> AsyncIterator[No
 
 @contextlib.asynccontextmanager
 async def at_work(worker: Worker) -> AsyncIterator[None]:
+    """Until the end of the block, which is at once where the worker fails."""
     stop = asyncio.Event()
-    working = asyncio.create_task(worker.run(stop))
-    try:
+    async with asyncio.TaskGroup() as group:
+        group.create_task(worker.run(stop))
         yield
-    finally:
         stop.set()
-        await working
 
 
 def say(value: Struct) -> None:

@@ -9,6 +9,7 @@
 The client submits in batches while it reads pages of results, over HTTP. Rounds are alike; the median is told.
 """
 
+import asyncio
 import contextlib
 import statistics
 import sys
@@ -59,13 +60,13 @@ async def measure(form: str, kind: Kind, sessions: int, rounds: int, folder: Pat
                 processes["workers"].append(worker)
         client = await client_of(stack, url, where)
         order = Order(max(50, sessions // 10), submit="first", task=_node_task() if form == NODE else None)
-        cursor = (await _round(client, order)).cursor  # the first is for their caches
+        cursor = (await _round(client, order, server)).cursor  # the first is for their caches
         rates: list[float] = []
         costs: list[dict[str, float]] = []
         for number in range(rounds):
             before = _spent(processes, kind)
             order = Order(sessions, cursor, submit=f"round-{number}", task=order.task)
-            done = await _round(client, order)
+            done = await _round(client, order, server)
             cursor = done.cursor
             after = _spent(processes, kind)
             spent = {name: after[name] - before[name] for name in after} | {"client": done.cpu}
@@ -89,13 +90,22 @@ async def client_of(stack: contextlib.AsyncExitStack, url: str, folder: Path) ->
     return await stack.enter_async_context(Server(argv, None, folder / "client.log", speaks=True))
 
 
-async def follow(client: Server, order: Order) -> Done:
+async def follow(client: Server, order: Order, server: Server) -> Done:
     client.tell(msgspec.json.encode(order).decode())
-    return await client.hear(Done, _LONGEST)
+    done = asyncio.ensure_future(client.hear(Done, _LONGEST))
+    ended = asyncio.ensure_future(server.ended())
+    try:
+        await asyncio.wait({done, ended}, return_when=asyncio.FIRST_COMPLETED)
+        if not done.done():
+            raise server.failed("ended while it was measured")
+        return done.result()
+    finally:
+        done.cancel()
+        ended.cancel()
 
 
-async def _round(client: Server, order: Order) -> Done:
-    done = await follow(client, order)
+async def _round(client: Server, order: Order, server: Server) -> Done:
+    done = await follow(client, order, server)
     if done.usable != order.count:
         raise BenchError(f"Of {order.count} sessions only {done.usable} went well.")
     return done

@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import BinaryIO, Literal
+from typing import BinaryIO, get_args
 
 import click
 from rich.console import Console
@@ -18,6 +18,7 @@ from polar.cli.run_tally import count
 from polar.cli.server import connected, server_options
 from polar.client.async_client import ClientError, RawResult, Results
 from polar.errors import ConfigError
+from polar.rollout.models import Unit
 
 _LAST_WORD = 5.0  # seconds for telling the server what was taken, when interrupted
 
@@ -25,7 +26,7 @@ _LAST_WORD = 5.0  # seconds for telling the server what was taken, when interrup
 @click.command("results")
 @server_options
 @click.option("--after", type=click.IntRange(0), metavar="CURSOR", help="only those that ended later")
-@click.option("--unit", type=click.Choice(["session", "group"]), default="session", show_default=True)
+@click.option("--unit", type=click.Choice(get_args(Unit)), default="session", show_default=True)
 @click.option("--builder", help="of the trajectories [default: as the tasks say]")
 @click.option("--consumer", metavar="NAME", help="go on where this one was, which the server remembers")
 @click.option("--follow", is_flag=True, help="wait for further ones, until interrupted")
@@ -42,7 +43,7 @@ def command(
     token: str | None,
     run_name: str,
     after: int | None,
-    unit: Literal["session", "group"],
+    unit: Unit,
     builder: str | None,
     consumer: str | None,
     follow: bool,
@@ -53,7 +54,7 @@ def command(
 
     async def show() -> None:
         async with connected(config_path, server, token, run_name) as client:
-            results = client.results(after, unit, builder, consumer, raw=True, follow=follow)
+            results = client.results(after, unit, raw=True, builder=builder, consumer=consumer, follow=follow)
             if output is not None:
                 with _opened(output, append=after is not None or consumer is not None) as file:
                     written = await _each(results, _writing(file), waits=True)

@@ -25,40 +25,27 @@ from polar.cli.common import (
 from polar.cli.interrupts import Interrupts
 from polar.cli.run_progress import Progress, followed, progress
 from polar.cli.run_tally import Tally
+from polar.cli.tasks import task_options
 from polar.config import Settings
 from polar.data_plane import settle_process
 from polar.node.finished import Finished
 from polar.node.local import LocalRollout
 from polar.node.plan import Plan
 from polar.rollout.models import TaskRequest
-from polar.rollout.overrides import Overrides
-from polar.tasks import read
 from polar.telemetry.logs import Format, Level
 
 
 @click.command("run")
 @settings_options
-@click.option("--harness", metavar="NAME[@VERSION]", help="run this one instead of the tasks' own")
-@click.option("--samples", type=click.IntRange(1), help="sessions of each task [default: as the task says]")
-@click.option("--model", help="the model name that harnesses are told to ask for")
-@click.option("--timeout", type=click.FloatRange(0, min_open=True), help="seconds of each session's run")
-@click.option("--backend", help="the runtime of all tasks: bubblewrap, docker, podman or local")
-@click.option("--image", help="the image of all tasks' runtimes")
+@task_options
 @click.option("--workers", type=click.IntRange(1), help="harnesses that run at the same time")
 @engine_options
 @log_options
 @click.option("--json", "as_json", is_flag=True, help="a line of JSON for each session as it ends")
-@click.argument("paths", nargs=-1, required=True, type=click.Path(path_type=Path), metavar="TASK...")
 def command(
-    paths: tuple[Path, ...],
+    tasks: list[TaskRequest],
     config_path: Path | None,
     data: Path,
-    harness: str | None,
-    samples: int | None,
-    model: str | None,
-    timeout: float | None,
-    backend: str | None,
-    image: str | None,
     workers: int | None,
     engine_url: str | None,
     kind: str | None,
@@ -71,8 +58,6 @@ def command(
     node = {} if workers is None else {"run_workers": workers}
     settings = private_settings(config_path, engine_url, kind, node=node)
     start_log(settings, log_format, log_level)
-    overrides = Overrides(harness, samples, model, timeout, image)
-    tasks = [overrides.apply(task) for task in read(paths, backend=backend)]
     return run(_Run(settings, data, tasks, as_json=as_json).to_its_end())
 
 

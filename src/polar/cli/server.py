@@ -9,6 +9,7 @@ import click
 
 from polar.cli.common import config_option, load_settings
 from polar.client.async_client import AsyncClient
+from polar.config import DEFAULT_RUN
 from polar.gateway.http import url_of
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -18,7 +19,7 @@ def server_options(function: F) -> F:
     """See `connected`."""
     server = click.option("--server", help="URL of the control plane [default: from the settings]")
     token = click.option("--token", help="its admin token [default: from the settings]")
-    run = click.option("--run", "run_name", default="default", show_default=True, help="the experiment")
+    run = click.option("--run", "run_name", default=DEFAULT_RUN, show_default=True, help="the experiment")
     return config_option(server(token(run(function))))
 
 

@@ -15,46 +15,31 @@ from polar.cli.run_summary import console_of_width
 from polar.cli.run_tally import count
 from polar.cli.server import connected, server_options
 from polar.cli.show_tokens import visible
-from polar.client.async_client import Answer, AsyncClient
+from polar.cli.tasks import task_options
+from polar.client.async_client import BUSY, Answer, AsyncClient
 from polar.rollout.models import TaskRequest, TaskStatus
-from polar.rollout.overrides import Overrides
-from polar.tasks import read
 
 
 @click.command("submit")
 @server_options
-@click.option("--harness", metavar="NAME[@VERSION]", help="run this one instead of the tasks' own")
-@click.option("--samples", type=click.IntRange(1), help="sessions of each task [default: as the task says]")
-@click.option("--model", help="the model name that harnesses are told to ask for")
-@click.option("--timeout", type=click.FloatRange(0, min_open=True), help="seconds of each session's run")
-@click.option("--backend", help="the runtime of all tasks")
-@click.option("--image", help="the image of all tasks' runtimes")
+@task_options
 @click.option("--wait", is_flag=True, help="until all of them have ended, and show what came of them")
 @click.option("--json", "as_json", is_flag=True, help="a line of JSON for each task; with --wait, for each session")
-@click.argument("paths", nargs=-1, required=True, type=click.Path(path_type=Path), metavar="TASK...")
 def command(
-    paths: tuple[Path, ...],
+    tasks: list[TaskRequest],
     config_path: Path | None,
     server: str | None,
     token: str | None,
     run_name: str,
-    harness: str | None,
-    samples: int | None,
-    model: str | None,
-    timeout: float | None,
-    backend: str | None,
-    image: str | None,
     wait: bool,
     as_json: bool,
 ) -> int:
     """Send every TASK (a file, or a folder of them). One that the server has already is not run again. Paths in tasks
     are those of the machines where nodes run."""
-    overrides = Overrides(harness, samples, model, timeout, image)
-    tasks = [overrides.apply(task) for task in read(paths, backend=backend)]
 
     async def submit() -> int:
         async with connected(config_path, server, token, run_name) as client:
-            answers = await client.submit(tasks, raise_refused=False)
+            answers = await _send(client, tasks)
             failed = _refused(answers)
             taken = {answer.task_id for answer in answers if answer.error is None}
             if wait and taken:
@@ -63,6 +48,30 @@ def command(
             return failed
 
     return run(submit())
+
+
+async def _send(client: AsyncClient, tasks: list[TaskRequest]) -> list[Answer]:
+    """All of them, however long there is no room for some: then it is said that this waits."""
+    console = Console(stderr=True)
+    with _progress(console) as progress:
+        bar = progress.add_task("tasks", total=len(tasks))
+        waited = False
+
+        def seen(answer: Answer) -> None:
+            nonlocal waited
+            if answer.code != BUSY:
+                progress.advance(bar)
+            elif not waited:
+                waited = True
+                console.print(_FULL, highlight=False, soft_wrap=True)
+
+        return await client.submit(tasks, raise_refused=False, seen=seen)
+
+
+_FULL = (
+    "The run's queue is full: waiting for room. Tasks that were sent run on if this is interrupted, and the same "
+    "command sends the rest."
+)
 
 
 def _refused(answers: list[Answer]) -> int:

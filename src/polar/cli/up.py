@@ -78,12 +78,12 @@ async def _up(settings: Settings, data: Path, node: bool, as_json: bool) -> None
             console.print(f"engine         {', '.join(engines)}   ({settings.engine.kind})")
             console.print(f"nodes          {_nodes(settings, node)}")
             console.print("Tasks: polar submit. An agent run by hand: polar session new. Stop with Ctrl-C.")
-        superseded = asyncio.ensure_future(service.rollout.superseded.wait())
+        over = asyncio.ensure_future(service.over())
         stopped = asyncio.ensure_future(stop.wait())
-        await asyncio.wait({superseded, stopped}, return_when=asyncio.FIRST_COMPLETED)
-        superseded.cancel()
+        await asyncio.wait({over, stopped}, return_when=asyncio.FIRST_COMPLETED)
+        over.cancel()
         if not stop.is_set():
-            raise PolarError("Another server was started on the same database, and has taken over: this one stops.")
+            raise PolarError(f"{over.result()} This server stops.")
 
 
 def _nodes(settings: Settings, node: bool) -> str:

@@ -9,25 +9,27 @@ It needs nothing but an HTTP client and the wire models: no engine, no store and
 """
 
 import asyncio
+import json
 import time
 from collections.abc import AsyncGenerator, Callable, Iterable
 from types import TracebackType
-from typing import Any, Literal, TypeVar, overload
+from typing import Any, Literal, TypeVar, Unpack, overload
 
 import msgspec
 from pydantic import BaseModel, ValidationError
 
+from polar import problems
 from polar.client import submitting
-from polar.client.calls import Calls, ClientError, Event, Query, in_words, step
-from polar.client.feed import RawResult, Results
+from polar.client.calls import BUSY, Calls, ClientError, Event, Query, step
+from polar.client.feed import Options, RawResult, Results
 from polar.client.given import TaskLike, tasks_of
 from polar.client.submitting import Answer, TasksRefused
-from polar.rollout.models import GroupResult, NumberedResult, SessionResult, TaskStatus
+from polar.config import DEFAULT_RUN
+from polar.rollout.models import GroupResult, NumberedResult, PauseMode, SessionResult, TaskStatus, Unit
 
-__all__ = ["Answer", "AsyncClient", "ClientError", "Event", "RawResult", "Results", "TasksRefused"]
+__all__ = ["BUSY", "Answer", "AsyncClient", "ClientError", "Event", "RawResult", "Results", "TasksRefused"]
 
 M = TypeVar("M", bound=BaseModel)
-PauseMode = Literal["freeze", "hold", "drain", "sleep"]
 _AT_ONCE = 16  # tasks that are asked about at the same time
 _QUICKEST, _SLOWEST = 0.2, 5.0  # seconds between two looks at tasks that run
 
@@ -38,7 +40,7 @@ _tables = msgspec.json.Decoder(list[dict[str, Any]]).decode
 class AsyncClient:
     """Use as an async context manager, or close it. All calls are of one run."""
 
-    def __init__(self, url: str, token: str | None = None, run: str = "default", *, patience: float = 300) -> None:
+    def __init__(self, url: str, token: str | None = None, run: str = DEFAULT_RUN, *, patience: float = 300) -> None:
         """`patience` is how many seconds a call goes on trying while the server can't be reached."""
         self.run = run
         self._calls = Calls(url, token, patience)
@@ -60,12 +62,18 @@ class AsyncClient:
     # tasks
 
     async def submit(
-        self, tasks: TaskLike | Iterable[TaskLike], *, raise_refused: bool = True, timeout: float | None = None
+        self,
+        tasks: TaskLike | Iterable[TaskLike],
+        *,
+        raise_refused: bool = True,
+        timeout: float | None = None,
+        seen: Callable[[Answer], object] = lambda _: None,
     ) -> list[Answer]:
         """Tasks, or files and folders of them; the server's answers, in their order. A task that the server has already
         is not run again. While the run's queue is full this waits, `timeout` seconds at most. Raises TasksRefused when
-        all are told, unless `raise_refused` is false."""
-        answers = await submitting.submit(self._calls, tasks_of(tasks, self.run), timeout)
+        all are told, unless `raise_refused` is false. `seen` hears each answer as it comes; one with the code 429 is of
+        a task that there is no room for yet."""
+        answers = await submitting.submit(self._calls, tasks_of(tasks, run=self.run), timeout, seen)
         if raise_refused:
             submitting.check(answers)
         return answers
@@ -133,14 +141,9 @@ class AsyncClient:
         self,
         after: int | None = None,
         unit: Literal["session"] = "session",
-        builder: str | None = None,
-        consumer: str | None = None,
         *,
         raw: Literal[False] = False,
-        limit: int = 32,
-        wait: float = 30,
-        count: int | None = None,
-        follow: bool = True,
+        **options: Unpack[Options],
     ) -> Results[NumberedResult]: ...
 
     @overload
@@ -149,42 +152,17 @@ class AsyncClient:
         after: int | None = None,
         *,
         unit: Literal["group"],
-        builder: str | None = None,
-        consumer: str | None = None,
         raw: Literal[False] = False,
-        limit: int = 32,
-        wait: float = 30,
-        count: int | None = None,
-        follow: bool = True,
+        **options: Unpack[Options],
     ) -> Results[GroupResult]: ...
 
     @overload
     def results(
-        self,
-        after: int | None = None,
-        unit: Literal["session", "group"] = "session",
-        builder: str | None = None,
-        consumer: str | None = None,
-        *,
-        raw: Literal[True],
-        limit: int = 32,
-        wait: float = 30,
-        count: int | None = None,
-        follow: bool = True,
+        self, after: int | None = None, unit: Unit = "session", *, raw: Literal[True], **options: Unpack[Options]
     ) -> Results[RawResult]: ...
 
     def results(
-        self,
-        after: int | None = None,
-        unit: Literal["session", "group"] = "session",
-        builder: str | None = None,
-        consumer: str | None = None,
-        *,
-        raw: bool = False,
-        limit: int = 32,
-        wait: float = 30,
-        count: int | None = None,
-        follow: bool = True,
+        self, after: int | None = None, unit: Unit = "session", *, raw: bool = False, **options: Unpack[Options]
     ) -> Results[Any]:
         """Sessions (or whole tasks) in the order in which they ended, each once; it waits for further ones.
 
@@ -192,18 +170,32 @@ class AsyncClient:
         builder    of the trajectories; default: as the tasks say
         consumer   a name under which the server remembers what was taken
         raw        results as JSON that is not looked into
-        limit      results of one page, which is all that is read ahead
-        wait       seconds that the server may hold an empty answer back, 60 at most
+        limit      results of one page, which is all that is read ahead; default: 32
+        wait       seconds that the server may hold an empty answer back, 60 at most; default: 30
         count      ends after so many
         follow     false: ends where there are no further ones now
         """
-        query: Query = {"run": self.run, "unit": unit, "builder": builder, "consumer": consumer}
         made = _raw if raw else _group if unit == "group" else _session
-        return Results(self._calls, query, made, after=after, limit=limit, wait=wait, count=count, follow=follow)
+        return Results(self._calls, {"run": self.run, "unit": unit}, made, after, **options)
 
     def events(self) -> AsyncGenerator[Event, None]:
         """What happens at the server from now on. An event `lagged` says that some are lost; results never are."""
         return self._calls.events("/events", {"run": self.run})
+
+    # sessions of harnesses that are run by hand
+
+    async def new_session(self, metadata: dict[str, Any] | None = None) -> dict[str, Any]:
+        """Its `session_id`, its `api_key`, which is told only here, and `base_urls` of the gateway. Where the answer is
+        lost this is an error, since another session would be opened."""
+        body = _encoded({"metadata": metadata or {}, "run": self.run})
+        return await self._calls.call("POST", "/sessions", body=body, decode=_table, once=True)
+
+    async def end_session(
+        self, session_id: str, *, reward: float | None = None, reason: str | None = None
+    ) -> dict[str, Any]:
+        """Its key stops working. It has a reward, or a reason why it has none; or gets one later."""
+        body = _encoded({"reward": reward, "reason": reason})
+        return await self._calls.call("POST", f"/sessions/{step(session_id)}/end", body=body, decode=_table)
 
     # the service
 
@@ -264,6 +256,14 @@ class AsyncClient:
         return await self._calls.call(method, path, {"run": self.run, **query}, data, decode=_table, wait=wait)
 
 
+def _encoded(body: dict[str, Any]) -> bytes:
+    """Raises ClientError for what JSON can't say: NaN must not arrive as nothing."""
+    try:
+        return json.dumps(body, allow_nan=False).encode()
+    except (TypeError, ValueError) as error:
+        raise ClientError(f"This can't be sent as JSON: {error}.") from error
+
+
 def _json(body: bytes) -> bytes:
     """As it is, if it is whole."""
     return bytes(msgspec.json.decode(body, type=msgspec.Raw))
@@ -285,6 +285,7 @@ def _valid(model: type[M], data: bytes, what: str) -> M:
     try:
         return model.model_validate_json(data)
     except ValidationError as error:
+        wrong = problems.listed(error, whole="all of it")
         raise ClientError(
-            f"{what} is not as this client knows it ({in_words(error.errors())}): is the server of another version?"
+            f"{what} is not as this client knows it ({wrong}): is the server of another version?"
         ) from error

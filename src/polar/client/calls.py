@@ -1,15 +1,14 @@
 """Calls to a control plane that outlive lost connections and restarts of the server.
 
-Whatever is asked here may be asked twice: a call whose answer was lost is made again, for as long as the caller has
-patience. The token goes into one header, to one address, and appears nowhere else: redirects are not followed, and no
-error has one of the HTTP client's own behind it, which carry the request's headers.
+What is asked here may be asked twice, so that a call whose answer was lost is made again, for as long as the caller has
+patience; what must not be done twice says so. The token goes into one header, to one address, and appears nowhere else:
+redirects are not followed, and no error has one of the HTTP client's own behind it, which carry the request's headers.
 """
 
 import asyncio
 import os
-import random
-from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping
-from typing import Any, TypeVar
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
+from typing import Any, NotRequired, TypedDict, TypeVar
 from urllib.parse import quote, urlencode, urlsplit
 
 import aiohttp
@@ -17,6 +16,7 @@ import msgspec
 from msgspec import Struct
 from yarl import URL
 
+from polar import backoff, problems
 from polar.errors import PolarError
 
 T = TypeVar("T")
@@ -26,6 +26,8 @@ _SILENCE = 120.0  # seconds without a byte, besides those that the server was as
 _FIRST, _LONGEST = 0.1, 10.0  # seconds between two tries
 _CRASHES = 3  # of the server's: a call that it breaks at again and again is not made for ever
 _NO_HEADERS: Mapping[str, str] = {}
+BUSY = 429
+"""The status of what there is no room for now."""
 
 
 class ClientError(PolarError):
@@ -54,6 +56,20 @@ class _Failure(Struct):
     again: bool  # it may well succeed later
     status: int | None = None
     retry_after: float | None = None
+    unheard: bool = False  # the server has certainly done nothing
+
+
+class _Problem(TypedDict):
+    loc: list[str | int]
+    msg: str
+    type: NotRequired[str]
+
+
+class _Refusal(Struct):
+    detail: str | list[_Problem]
+
+
+_refusal = msgspec.json.Decoder(_Refusal).decode
 
 
 class Calls:
@@ -93,14 +109,17 @@ class Calls:
         decode: Callable[[bytes], T],
         wait: float = 0.0,
         patience: float | None = None,
+        once: bool = False,
     ) -> T:
         """What `decode` makes of the answer: an answer that is cut off counts as none. The server may take `wait`
-        seconds longer than usual. Raises ClientError."""
+        seconds longer than usual. `once`: it is not asked again after it may have been heard. Raises ClientError."""
         trying = _Trying(self.patience if patience is None else patience)
         while True:
             got = await self._once(method, path, query, body, decode, wait)
             if not isinstance(got, _Failure):
                 return got
+            if once and not got.unheard:
+                got.again = False
             await trying.again_after(got)
 
     async def events(self, path: str, query: Query | None = None) -> AsyncGenerator[Event, None]:
@@ -174,7 +193,8 @@ class Calls:
         if isinstance(error, aiohttp.ClientConnectorError):
             number = error.os_error.errno or 0  # asyncio's own words for it are longer; below 0 it is a resolver's
             why = os.strerror(number) if number > 0 else error.os_error.strerror or str(error.os_error)
-            return _Failure(f"No control plane answers at {self.url} ({why}): start one with `polar up`.", again=True)
+            said = f"No control plane answers at {self.url} ({why}): start one with `polar up`."
+            return _Failure(said, again=True, unheard=True)
         if isinstance(error, TimeoutError):
             return _Failure(f"{self.url} did not answer in time.", again=True)
         return _Failure(self._hidden(f"{self.url} broke the connection off ({error or type(error).__name__})."), True)
@@ -184,13 +204,14 @@ class Calls:
         off with 500."""
         status = response.status
         detail = _detail(body)
-        again = status in (429, 500, 503) or (status in (502, 504) and detail is None)
+        again = status in (BUSY, 500, 503) or (status in (502, 504) and detail is None)
         said = detail or body[:300].decode("utf-8", "replace").strip() or "nothing more"
         return _Failure(
             self._hidden(f"{self.url} answered {status}: {said}"),
             again,
             status,
             seconds(response.headers.get("Retry-After")),
+            unheard=status == BUSY,
         )
 
     def _hidden(self, text: str) -> str:
@@ -219,11 +240,8 @@ class _Trying:
 
 
 def delays() -> Iterator[float]:
-    """Each about twice as long as the one before, up to a limit; never the same for everybody."""
-    delay = _FIRST
-    while True:
-        yield delay * random.uniform(0.5, 1.0)
-        delay = min(2 * delay, _LONGEST)
+    """Between two tries."""
+    return backoff.delays(_FIRST, _LONGEST)
 
 
 def seconds(retry_after: str | None) -> float | None:
@@ -242,23 +260,12 @@ def step(name: str) -> str:
 def _detail(body: bytes) -> str | None:
     """What the server says, in words; None where it isn't the server that speaks."""
     try:
-        answer = msgspec.json.decode(body)
+        detail = _refusal(body).detail
     except (ValueError, RecursionError):
         return None
-    detail = answer.get("detail") if isinstance(answer, dict) else None
-    if isinstance(detail, list):
-        return in_words(detail)
-    return detail if isinstance(detail, str) else None
-
-
-def in_words(problems: Iterable[Any]) -> str:
-    """What pydantic found wrong: `runtime.cpus: Input should be greater than 0; ...`."""
-    return "; ".join(f"{_field(problem.get('loc', ()))}: {problem.get('msg')}" for problem in problems)
-
-
-def _field(steps: Iterable[str | int]) -> str:
-    field = ""
-    for one in steps:
-        if one != "body":  # FastAPI's word for all of it
-            field += f"[{one}]" if isinstance(one, int) else f".{one}" if field else one
-    return field or "the request"
+    if isinstance(detail, str):
+        return detail
+    for problem in detail:
+        if problem["loc"][:1] == ["body"]:  # FastAPI's word for all of it
+            del problem["loc"][0]
+    return problems.listed(detail, whole="the request")

@@ -9,7 +9,7 @@ import asyncio
 from collections import deque
 from collections.abc import Callable
 from types import TracebackType
-from typing import Generic, TypeVar
+from typing import Generic, TypedDict, TypeVar
 
 import msgspec
 from msgspec import Raw, Struct
@@ -25,6 +25,17 @@ class RawResult(Struct, frozen=True):
     cursor: int
     task_id: str
     data: bytes
+
+
+class Options(TypedDict, total=False):
+    """Of `results`, which says what they mean."""
+
+    builder: str | None
+    consumer: str | None
+    limit: int
+    wait: float
+    count: int | None
+    follow: bool
 
 
 class _Page(Struct):
@@ -54,16 +65,18 @@ class Results(Generic[T]):
         calls: Calls,
         query: Query,
         made: Callable[[RawResult], T],
+        after: int | None = None,
         *,
-        after: int | None,
-        limit: int,
-        wait: float,
-        count: int | None,
-        follow: bool,
+        builder: str | None = None,
+        consumer: str | None = None,
+        limit: int = 32,
+        wait: float = 30,
+        count: int | None = None,
+        follow: bool = True,
     ) -> None:
         self.cursor = after  # of the one that was given last
         self._calls = calls
-        self._query = query
+        self._query: Query = {**query, "builder": builder, "consumer": consumer}
         self._made = made
         self._after = after  # where the next page begins
         self._limit = limit

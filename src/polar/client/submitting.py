@@ -3,16 +3,16 @@
 import asyncio
 import time
 from collections import deque
+from collections.abc import Callable
 
 import msgspec
 from msgspec import Struct
 
-from polar.client.calls import Calls, ClientError, delays
+from polar.client.calls import BUSY, Calls, ClientError, delays
 from polar.rollout.models import TaskRequest
 
 _TASKS, _BYTES = 200, 4 * 2**20  # of one batch
 _NAMED = 5  # refused tasks that an error names
-_BUSY = 429
 
 
 class Answer(Struct, frozen=True, omit_defaults=True):
@@ -40,9 +40,12 @@ class _Answers(Struct):
 _answers = msgspec.json.Decoder(_Answers).decode
 
 
-async def submit(calls: Calls, tasks: list[TaskRequest], timeout: float | None) -> list[Answer]:
+async def submit(
+    calls: Calls, tasks: list[TaskRequest], timeout: float | None, seen: Callable[[Answer], object]
+) -> list[Answer]:
     """The server's answers, in the tasks' order. While it has no room, this waits, `timeout` seconds at most; what is
-    without a place then is answered so. A task that the server has already is answered as it was."""
+    without a place then is answered so. A task that the server has already is answered as it was. `seen` hears each
+    answer as it comes, and so of a task without room more than once."""
     wanted = deque((task.task_id, task.model_dump_json(exclude_unset=True).encode()) for task in tasks)
     deadline = None if timeout is None else time.monotonic() + timeout
     answers: dict[str, Answer] = {}
@@ -51,7 +54,9 @@ async def submit(calls: Calls, tasks: list[TaskRequest], timeout: float | None) 
         batch = _batch(wanted, most)
         got = await _send(calls, batch, deadline)
         answers |= got
-        busy = [task for task in batch if got[task[0]].code == _BUSY]
+        for task_id, _ in batch:
+            seen(got[task_id])
+        busy = [task for task in batch if got[task[0]].code == BUSY]
         if not busy:
             most, pauses = min(2 * most, _TASKS), delays()
             continue
@@ -92,7 +97,7 @@ async def _send(calls: Calls, batch: list[tuple[str, bytes]], deadline: float | 
     try:
         told = await calls.call("POST", "/rollout/tasks", body=body, decode=_answers, patience=patience)
     except ClientError as error:
-        if error.status != _BUSY:
+        if error.status != BUSY:
             raise
         return {task_id: _crowded(task_id, str(error), error.retry_after) for task_id, _ in batch}
     got = {answer.task_id: answer for answer in told.tasks}
@@ -102,4 +107,4 @@ async def _send(calls: Calls, batch: list[tuple[str, bytes]], deadline: float | 
 
 
 def _crowded(task_id: str, error: str = "there was no room for it in time", again: float | None = None) -> Answer:
-    return Answer(task_id, error=error, code=_BUSY, retry_after=again)
+    return Answer(task_id, error=error, code=BUSY, retry_after=again)

@@ -9,17 +9,18 @@ with polar.Client("http://127.0.0.1:8080", token) as client:
 import contextlib
 import threading
 import weakref
-from collections.abc import AsyncGenerator, Iterable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
 from types import TracebackType
-from typing import Any, Generic, Literal, TypeVar, overload
+from typing import Any, Generic, Literal, TypeVar, Unpack, overload
 
-from polar.client.async_client import AsyncClient, PauseMode
+from polar.client.async_client import AsyncClient
 from polar.client.background import Background
 from polar.client.calls import ClientError, Event
-from polar.client.feed import RawResult, Results
+from polar.client.feed import Options, RawResult, Results
 from polar.client.given import TaskLike
 from polar.client.submitting import Answer
-from polar.rollout.models import GroupResult, NumberedResult, SessionResult, TaskStatus
+from polar.config import DEFAULT_RUN
+from polar.rollout.models import GroupResult, NumberedResult, PauseMode, SessionResult, TaskStatus, Unit
 
 T = TypeVar("T")
 
@@ -68,7 +69,7 @@ class SyncResults(Generic[T]):
 class Client:
     """Use as a context manager, or close it. Threads may share it. Every method is AsyncClient's, which says more."""
 
-    def __init__(self, url: str, token: str | None = None, run: str = "default", *, patience: float = 300) -> None:
+    def __init__(self, url: str, token: str | None = None, run: str = DEFAULT_RUN, *, patience: float = 300) -> None:
         self._client = AsyncClient(url, token, run, patience=patience)
         self.background = Background(self._client.close)
         self._closing = weakref.finalize(self, self.background.close)
@@ -94,9 +95,15 @@ class Client:
     # tasks
 
     def submit(
-        self, tasks: TaskLike | Iterable[TaskLike], *, raise_refused: bool = True, timeout: float | None = None
+        self,
+        tasks: TaskLike | Iterable[TaskLike],
+        *,
+        raise_refused: bool = True,
+        timeout: float | None = None,
+        seen: Callable[[Answer], object] = lambda _: None,
     ) -> list[Answer]:
-        return self.background.run(self._client.submit(tasks, raise_refused=raise_refused, timeout=timeout))
+        """`seen` is called in the client's own thread."""
+        return self.background.run(self._client.submit(tasks, raise_refused=raise_refused, timeout=timeout, seen=seen))
 
     def task(self, task_id: str, *, results: bool = True) -> TaskStatus:
         return self.background.run(self._client.task(task_id, results=results))
@@ -120,14 +127,9 @@ class Client:
         self,
         after: int | None = None,
         unit: Literal["session"] = "session",
-        builder: str | None = None,
-        consumer: str | None = None,
         *,
         raw: Literal[False] = False,
-        limit: int = 32,
-        wait: float = 30,
-        count: int | None = None,
-        follow: bool = True,
+        **options: Unpack[Options],
     ) -> SyncResults[NumberedResult]: ...
 
     @overload
@@ -136,32 +138,17 @@ class Client:
         after: int | None = None,
         *,
         unit: Literal["group"],
-        builder: str | None = None,
-        consumer: str | None = None,
         raw: Literal[False] = False,
-        limit: int = 32,
-        wait: float = 30,
-        count: int | None = None,
-        follow: bool = True,
+        **options: Unpack[Options],
     ) -> SyncResults[GroupResult]: ...
 
     @overload
     def results(
-        self,
-        after: int | None = None,
-        unit: Literal["session", "group"] = "session",
-        builder: str | None = None,
-        consumer: str | None = None,
-        *,
-        raw: Literal[True],
-        limit: int = 32,
-        wait: float = 30,
-        count: int | None = None,
-        follow: bool = True,
+        self, after: int | None = None, unit: Unit = "session", *, raw: Literal[True], **options: Unpack[Options]
     ) -> SyncResults[RawResult]: ...
 
-    def results(self, after: int | None = None, unit: Any = "session", *rest: Any, **options: Any) -> SyncResults[Any]:
-        return SyncResults(self._client.results(after, unit, *rest, **options), self)
+    def results(self, after: int | None = None, unit: Any = "session", **options: Any) -> SyncResults[Any]:
+        return SyncResults(self._client.results(after, unit, **options), self)
 
     def events(self) -> Iterator[Event]:
         return self._each(self._client.events())
@@ -178,6 +165,14 @@ class Client:
         finally:
             with contextlib.suppress(ClientError):  # the client is closed, and so are they
                 self.background.run(events.aclose())
+
+    # sessions of harnesses that are run by hand
+
+    def new_session(self, metadata: dict[str, Any] | None = None) -> dict[str, Any]:
+        return self.background.run(self._client.new_session(metadata))
+
+    def end_session(self, session_id: str, *, reward: float | None = None, reason: str | None = None) -> dict[str, Any]:
+        return self.background.run(self._client.end_session(session_id, reward=reward, reason=reason))
 
     # the service
 

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from polar.types import Event, FinishReason, Request, Sampling, TokenLogprob, Usage
 
 Ids = NDArray[np.int32]
+Standing = Literal["running", "frozen", "asleep"]
 LogprobKind = Literal["raw", "processed", "none"]
 
 
@@ -101,6 +102,10 @@ class Engine(Protocol):
 
     async def running(self) -> int | None:
         """How many calls are being sampled right now; None where the engine doesn't tell."""
+        ...
+
+    async def standing(self) -> Standing | None:
+        """How it stands, whoever told it to; None where the engine doesn't tell."""
         ...
 
     async def freeze(self) -> bool:

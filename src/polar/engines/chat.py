@@ -14,7 +14,7 @@ from polar.dialects.openai_chat import OpenAIChat
 from polar.dialects.openai_completions import OpenAICompletions
 from polar.dialects.sse import Parser
 from polar.engines import chat_wire as w
-from polar.engines.base import Capabilities, Chunk, TokenPrompt, server_root
+from polar.engines.base import Capabilities, Chunk, Standing, TokenPrompt, server_root
 from polar.engines.http import EngineHttp, about_length, excerpt
 from polar.engines.tools import CallTranslator, flatten
 from polar.errors import EngineError
@@ -108,6 +108,9 @@ class ChatEngine:
         return False
 
     async def running(self) -> int | None:
+        return None
+
+    async def standing(self) -> Standing | None:
         return None
 
     async def freeze(self) -> bool:

@@ -78,12 +78,19 @@ class EngineHttp:
 
     async def order(self, path: str, body: bytes | None = None, timeout: float = 30) -> bool:
         """Tells the engine to do something; False where it knows of no such thing."""
-        status, text = await self._answer("POST", path, body, timeout)
+        return await self._known("POST", path, body, timeout) is not None
+
+    async def ask(self, path: str) -> bytes | None:
+        """What the engine says of itself; None where it knows of no such thing."""
+        return await self._known("GET", path, None, timeout=5)
+
+    async def _known(self, method: str, path: str, body: bytes | None, timeout: float) -> bytes | None:
+        status, text = await self._answer(method, path, body, timeout)
         if status in (404, 405):
-            return False
+            return None
         if status >= 300:
             raise self.refused(status, text)
-        return True
+        return text
 
     async def _answer(self, method: str, path: str, body: bytes | None, timeout: float) -> tuple[int, bytes]:
         limit = aiohttp.ClientTimeout(total=timeout)

@@ -48,9 +48,14 @@ class Pool:
         launched: Launched = await kind.launch(settings)
         return cls([kind(launched.url, settings)], settings.max_inflight, launched)
 
-    async def start(self) -> None:
-        """Finds out what each replica can do."""
-        await asyncio.gather(*(replica.try_to_meet() for replica in self.replicas))
+    @property
+    def launched(self) -> str | None:
+        """The address of the engine that came with this process, where one did."""
+        return None if self._launched is None else server_root(self._launched.url)
+
+    async def start(self, *, samples: bool = True) -> None:
+        """Finds out what each replica can do; without `samples`, only what it can tell while it stands still."""
+        await asyncio.gather(*(replica.try_to_meet(samples=samples) for replica in self.replicas))
 
     async def close(self) -> None:
         tasks = [*self._meeting, *self._leaving.values()]
@@ -68,11 +73,14 @@ class Pool:
         """Calls go there from now on."""
         replica = Replica(engine, version)
         self.replicas.append(replica)
-        if not self.gate.paused:  # else its first call finds out what it can do: an engine that stands still can't tell
-            meeting = asyncio.get_running_loop().create_task(replica.try_to_meet())
-            self._meeting.add(meeting)
-            meeting.add_done_callback(self._meeting.discard)
+        if not self.gate.paused:  # else when calls may go on: an engine that stands still can't tell
+            self._meet(replica)
         return replica
+
+    def _meet(self, replica: Replica) -> None:
+        meeting = asyncio.get_running_loop().create_task(replica.try_to_meet())
+        self._meeting.add(meeting)
+        meeting.add_done_callback(self._meeting.discard)
 
     def remove(self, replica: Replica) -> None:
         """It gets no more calls; its engine is let go when the last of those that run there has ended."""
@@ -186,15 +194,19 @@ class Pool:
 
     async def pause(self, *, freeze: bool = True) -> bool:
         """Holds new calls and, where the engine can, freezes the running ones; without `freeze` they run on. True if
-        all stand still. Engines that sleep are woken: so weights can be loaded before calls go on."""
+        all stand still. Engines that sleep are woken: so weights can be loaded before calls go on. A failure is told
+        when all that could be done is done."""
         async with self._switching:
             self._turn += 1
             self._sleeps = False
             self.gate.close()
+            if freeze:
+                await self._ask()
             answers: list[object] = [*await self._wake()]
             if freeze:
-                frozen = await asyncio.gather(*(replica.freeze() for replica in self.replicas))
-                self.gate.frozen = all(frozen)
+                frozen = await _all(replica.freeze() for replica in self.replicas)
+                self.gate.frozen = all(answer is True for answer in frozen)
+                answers += frozen
             else:
                 answers += await self._thaw()
         _all_well(answers)
@@ -212,8 +224,15 @@ class Pool:
     async def settle(self) -> None:
         """Frozen calls hear of new weights; all stays as it is otherwise."""
         async with self._switching:
-            for replica in self.replicas:
-                replica.settle()
+            await self._ask()
+            self._settle()
+
+    def _settle(self) -> None:
+        for replica in self.replicas:
+            replica.settle()
+
+    async def _ask(self) -> None:
+        await asyncio.gather(*(replica.ask() for replica in self.replicas if replica.unsure))
 
     async def _wake(self) -> list[BaseException | None]:
         return await _all(replica.wake() for replica in self.replicas if replica.asleep)
@@ -248,15 +267,21 @@ class Pool:
         awake = [replica.engine for replica in self.replicas if not replica.asleep]
         return any(await asyncio.gather(*(engine.running() for engine in awake)))
 
-    async def resume(self) -> None:
+    async def resume(self, *, alone: bool = True) -> None:
         """Lets calls go on, also where a replica can't be thawed or woken: that is told, and tried again by the next
-        resume. Where all of them sleep on, calls stay held."""
+        resume. Where all of them sleep on, calls stay held. Who is not `alone` with the engines settles before."""
         async with self._switching:
             self._turn += 1
             self._sleeps = False
+            await self._ask()
+            if alone:
+                self._settle()
             answers = [*await self._wake(), *await self._thaw()]
             if not self.replicas or not all(replica.asleep for replica in self.replicas):
                 self.gate.open()
+                for replica in self.replicas:
+                    if not (replica.met or replica.asleep):
+                        self._meet(replica)
         _all_well(answers)
 
     def set_version(self, version: int, url: str | None = None) -> list[Replica]:

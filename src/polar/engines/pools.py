@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Coroutine, Iterable, Mapping
+from collections.abc import Coroutine, Mapping
 
 from polar.config import EngineSettings
 from polar.engines.base import server_root
@@ -24,6 +24,8 @@ class Pools:
         self._settings = settings
         self._pools = {DEFAULT: default or Pool([], settings.max_inflight)}
         self._generation = -1
+        self._server: str | None = None  # whose document is in force
+        self._waiting = False
         self._leaving: set[Pool] = set()  # of runs that have none of their own any more
 
     @classmethod
@@ -36,6 +38,9 @@ class Pools:
         return self._pools[DEFAULT]
 
     def of(self, run: str) -> Pool:
+        if run not in self._pools and self._waiting:  # it may have engines of its own
+            self._pools[run] = Pool([], self._settings.max_inflight)
+            self._pools[run].gate.close()
         return self._pools.get(run) or self.default
 
     def by_run(self) -> Mapping[str, Pool]:
@@ -43,19 +48,27 @@ class Pools:
         return self._pools
 
     async def start(self) -> None:
-        await asyncio.gather(*(pool.start() for pool in self._pools.values()))
+        await self.default.start()
+
+    async def wait(self) -> None:
+        """Instead of `start`, where a document will say how engines are to be (`apply`): until then calls are held, and
+        engines are asked only for what they can tell while they stand still."""
+        self._waiting = True
+        self.default.gate.close()
+        await self.default.start(samples=False)
 
     async def close(self) -> None:
         await asyncio.gather(*(pool.close() for pool in (*self._pools.values(), *self._leaving)))
 
-    async def apply(self, engines: Engines) -> list[str]:
+    async def apply(self, engines: Engines) -> dict[str, list[str]]:
         """Makes everything be as the document says: replicas, their versions, pauses. What could not be done is
-        returned, in words; the rest is done all the same, and the same document can be applied again. One that is older
-        than what is in force is not heard; a newer one may be applied while an older one still waits for calls to end.
-        """
-        if engines.generation < self._generation:
-            return []
-        self._generation = engines.generation
+        returned by run, in words; the rest is done all the same, and the same document can be applied again. One that
+        is older than what is in force, and of the same server, is not heard; a newer one may be applied while an older
+        one still waits for calls to end."""
+        if engines.server == self._server and engines.generation < self._generation:
+            return {}
+        first = self._server is None
+        self._generation, self._server, self._waiting = engines.generation, engines.server, False
         self._leaving = {pool for pool in self._leaving if pool.leaving}
         # First all that takes no waiting: no call gets in between.
         for run in self._pools.keys() - engines.pools.keys() - {DEFAULT}:
@@ -65,11 +78,13 @@ class Pools:
             if state.paused is not None:
                 pool.gate.close()
             self._populate(pool, state.replicas)
-        return await _problems(_switch(self._pools[run], state.paused) for run, state in engines.pools.items())
+            for replica in pool.replicas if first else []:
+                replica.unsure = True
+        return await _problems({run: _switch(self._pools[run], state.paused) for run, state in engines.pools.items()})
 
     def _populate(self, pool: Pool, wanted: list[WantedReplica]) -> None:
         """Versions are set before anything is frozen or thawed: calls that stand frozen will know where the new weights
-        began, and those that run won't."""
+        began, once they are settled, and those that run won't."""
         versions = {server_root(replica.url): replica.version for replica in wanted}
         for replica in list(pool.replicas):
             if replica.url in versions:
@@ -90,7 +105,7 @@ class Pools:
 
 async def _switch(pool: Pool, paused: PauseMode | None) -> None:
     if paused is None:
-        await pool.resume()
+        await pool.resume(alone=False)
     elif paused == "sleep":
         await pool.sleep()
     elif paused == "drain":
@@ -101,12 +116,12 @@ async def _switch(pool: Pool, paused: PauseMode | None) -> None:
         await pool.pause(freeze=paused == "freeze")
 
 
-async def _problems(steps: Iterable[Coroutine[None, None, None]]) -> list[str]:
-    problems = []
-    for answer in await asyncio.gather(*steps, return_exceptions=True):
+async def _problems(steps: Mapping[str, Coroutine[None, None, None]]) -> dict[str, list[str]]:
+    problems: dict[str, list[str]] = {}
+    for run, answer in zip(steps, await asyncio.gather(*steps.values(), return_exceptions=True), strict=True):
         if isinstance(answer, EngineError):
-            log.error("%s", answer)
-            problems.append(str(answer))
+            log.error("Engines of the run %s: %s", run, answer)
+            problems[run] = [str(answer)]
         elif answer is not None:
             raise answer
     return problems

@@ -30,8 +30,9 @@ class Replica:
         self.engine = engine
         self.version = version
         self.frozen = False
-        self.stuck = False  # it was frozen, and did not answer when it was to go on
+        self.stuck = False  # it may stand frozen: nobody knows whether it heard what it was told
         self.asleep = False
+        self.unsure = False  # another process may have frozen it, or sent it to sleep, before this one began
         self.running: set[Running] = set()
         self._told = version  # the version that running calls know of
         self._idle = asyncio.Event()
@@ -75,14 +76,21 @@ class Replica:
         self._failures = 0
         self._down_until = 0.0
 
-    async def meet(self) -> None:
-        """Finds out what the engine can do, once. Raises EngineError where it can't be reached."""
+    @property
+    def met(self) -> bool:
+        return self._met
+
+    async def meet(self, *, samples: bool = True) -> None:
+        """Finds out what the engine can do, once. Raises EngineError where it can't be reached. Without `samples`, only
+        what it can tell while it stands still."""
         if self._met:
             return
         async with self._meeting:
             if self._met:
                 return
             found = await self.engine.start()
+            if not samples:
+                return
             if found.logprobs != "none":
                 try:
                     async with asyncio.timeout(_PROBE_LIMIT):
@@ -94,26 +102,44 @@ class Replica:
                         return  # and asked about again by the next call
             self._met = True
 
-    async def try_to_meet(self) -> None:
+    async def try_to_meet(self, *, samples: bool = True) -> None:
         """One that can't be reached yet is tried again by its first call."""
         try:
-            await self.meet()
+            await self.meet(samples=samples)
         except EngineError as error:
             log.warning("%s", error)
             self.failed()
 
     # Standing still
 
+    async def ask(self) -> None:
+        """How another process left it. One that does not answer is taken to be as it would begin."""
+        self.unsure = False
+        try:
+            standing = await self.engine.standing()
+        except EngineError as error:
+            log.warning("Nobody knows whether %s stands still: %s", self.url, error)
+            return
+        if standing is not None:
+            self.asleep = standing == "asleep"
+            self.stuck = standing == "frozen"
+
     async def freeze(self) -> bool:
-        self.frozen = await self.engine.freeze() or self.frozen
+        try:
+            self.frozen = await self.engine.freeze() or self.frozen
+        except EngineError as error:
+            self.stuck = self.stuck or error.kind != "overloaded"  # one that is gone comes back running
+            self.failed()
+            raise
         if self.frozen:
             for call in self.running:
                 call.froze()
         return self.frozen
 
     async def thaw(self) -> None:
-        """Only now do frozen calls hear of new weights: tokens that were on their way when they froze have come."""
-        self._tell()
+        """Calls that have not heard of new weights until now can't know where they begin: where several gateways share
+        an engine, another one may have let it go on already."""
+        self._tell(known=False)
         try:
             await self.engine.thaw()
         except EngineError:
@@ -128,14 +154,18 @@ class Replica:
         self.stuck = False
 
     async def sleep(self) -> bool:
-        """Only while nothing runs there."""
-        if not self.asleep:
-            self.asleep = True  # also where nobody waits for the answer any more
-            try:
+        """Only while nothing runs there. One that another process was to send to sleep, and that can't tell whether it
+        did, is taken to sleep: not every engine stands being told twice."""
+        try:
+            if self.unsure:
+                self.asleep = await self.engine.standing() in ("asleep", None)
+                self.unsure = False
+            if not self.asleep:
+                self.asleep = True  # also where nobody waits for the answer any more
                 self.asleep = await self.engine.sleep()
-            except EngineError as error:
-                self._left_unsure(error)
-                raise
+        except EngineError as error:
+            self._left_unsure(error)
+            raise
         return self.asleep
 
     async def wake(self) -> None:
@@ -154,17 +184,17 @@ class Replica:
     # Weights
 
     def settle(self) -> None:
-        """Frozen calls hear of new weights, and stay frozen: where several gateways share an engine, all of them know
-        before the first one lets it go on."""
-        self._tell()
+        """Frozen calls hear of new weights, and stay frozen: tokens that were on their way when they froze have come.
+        Where several gateways share an engine, all of them know before the first one lets it go on."""
+        self._tell(known=self.frozen)
 
     def set_version(self, version: int) -> None:
         self.version = version
         if not self.frozen:
-            self._tell()
+            self._tell(known=False)
 
-    def _tell(self) -> None:
+    def _tell(self, *, known: bool) -> None:
         if self.version != self._told:
             self._told = self.version
             for call in self.running:
-                call.version_changed(self.version, frozen=self.frozen)
+                call.version_changed(self.version, frozen=known)

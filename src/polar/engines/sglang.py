@@ -10,7 +10,7 @@ import aiohttp
 import msgspec
 from msgspec import Struct, field
 
-from polar.engines.base import Capabilities, Chunk, TokenPrompt
+from polar.engines.base import Capabilities, Chunk, Standing, TokenPrompt
 from polar.engines.vllm import MOVING, Take, VllmEngine
 from polar.types import FinishReason, Request, Usage
 
@@ -53,9 +53,13 @@ class SglangEngine(VllmEngine):
         refusal = await self._http.read(response)
         raise self._http.refused(response.status, refusal, response.headers.get("Retry-After"))
 
+    async def standing(self) -> Standing | None:
+        """There is no route that tells."""
+        return None
+
     async def sleep(self) -> bool:
         """Needs --enable-memory-saver; the weights are kept only with --enable-weights-cpu-backup, and are to be loaded
-        anew without. The server must not be told twice."""
+        anew without. A server that is told twice, or to wake while it is awake, dies of it."""
         return await self._http.order("/release_memory_occupation", b"{}", timeout=MOVING)
 
     async def wake(self) -> None:

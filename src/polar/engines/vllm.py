@@ -16,7 +16,7 @@ from msgspec import Struct
 
 from polar.dialects.sse import Parser
 from polar.engines import chat_wire as w
-from polar.engines.base import Capabilities, Chunk, TokenPrompt
+from polar.engines.base import Capabilities, Chunk, Standing, TokenPrompt
 from polar.engines.chat import ChatEngine
 from polar.engines.tools import flatten
 from polar.errors import EngineError
@@ -28,7 +28,13 @@ class _Count(Struct):
     count: int
 
 
+class _Standing(Struct):
+    is_sleeping: bool = False
+    is_paused: bool = False
+
+
 _count = msgspec.json.Decoder(_Count)
+_standing = msgspec.json.Decoder(_Standing)
 _GENERATE = "/inference/v1/generate"
 
 MOVING = 300.0
@@ -228,13 +234,22 @@ class VllmEngine(ChatEngine):
         counts = re.findall(r"^vllm:num_requests_running(?:\{.*\})? ([0-9.]+)$", metrics, re.MULTILINE)
         return sum(int(float(count)) for count in counts) if counts else None
 
+    async def standing(self) -> Standing | None:
+        """A server without these routes can neither be frozen nor sent to sleep."""
+        if (await self._said("/is_sleeping")).is_sleeping:
+            return "asleep"
+        return "frozen" if (await self._said("/is_paused")).is_paused else "running"
+
+    async def _said(self, path: str) -> _Standing:
+        body = await self._http.ask(path)
+        try:
+            return _Standing() if body is None else _standing.decode(body)
+        except (ValueError, RecursionError) as error:
+            raise EngineError(f"{self.url}{path} did not answer with yes or no: {error}.") from error
+
     async def freeze(self) -> bool:
         """Needs vLLM's development routes (VLLM_SERVER_DEV_MODE=1)."""
-        try:
-            await self._http.request("POST", "/pause?mode=keep")
-        except EngineError:
-            return False
-        return True
+        return await self._http.order("/pause?mode=keep")
 
     async def thaw(self) -> None:
         await self._http.request("POST", "/resume")

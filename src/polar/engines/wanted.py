@@ -24,3 +24,4 @@ class Engines(Struct, frozen=True):
 
     generation: int = 0  # grows with every change
     pools: dict[str, PoolState] = {}
+    server: str = ""  # whose document it is: another one's numbers can't be compared with its

@@ -13,6 +13,7 @@ from polar.rollout.protocol import Answer, Beat, Ended, Held, Joined, Joining, L
 T = TypeVar("T")
 
 _CONNECTING = 5.0  # seconds
+_COPYING = 3600.0  # a copy of a session may be large, and the way to the server long
 _ANSWERING = 60.0  # a server that is alive answers every call within some beats
 _REFUSED = frozenset({400, 401, 403, 404, 413, 422})
 
@@ -56,7 +57,7 @@ class RemoteServer:
         return await self._post(_path(node_id, "finish"), ended, list[Answer])
 
     async def send_session(self, node_id: str, data: bytes) -> None:
-        await self._call("PUT", _path(node_id, "sessions"), data)
+        await self._call("PUT", _path(node_id, "sessions"), data, _COPYING)
 
     async def leave(self, node_id: str) -> None:
         await self._call("POST", _path(node_id, "leave"), b"")
@@ -73,7 +74,7 @@ class RemoteServer:
         try:
             timeout = aiohttp.ClientTimeout(total=seconds, sock_connect=_CONNECTING)
             async with self._http.request(
-                method, self._url + path, data=body, headers=headers, timeout=timeout
+                method, self._url + path, data=body, headers=headers, timeout=timeout, allow_redirects=False
             ) as response:
                 answer = await response.read()
         except (aiohttp.ClientError, TimeoutError, OSError) as error:

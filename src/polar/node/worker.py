@@ -24,6 +24,7 @@ from polar.node.plan import Plan
 from polar.rollout.models import TaskRequest
 from polar.rollout.protocol import (
     INTERRUPTED,
+    NOT_RUNNABLE,
     Answer,
     Beat,
     Ended,
@@ -46,6 +47,10 @@ _BATCH = 128  # ends that are told at once
 _REFUSED = "result_refused"  # why there is no reward: the server can't keep what was told of the end
 _FIRST_WAIT, _LAST_WAIT = 0.1, 5.0  # seconds between two tries to reach the server
 _PARTING = 20.0  # seconds in which a node that closes tells what it still can
+
+
+Problems = dict[str, list[str]]
+"""By run: what of the wanted engines could not be had."""
 
 
 class Running(Protocol):
@@ -79,8 +84,10 @@ class Place(Struct):
     store: str  # the id of the store that sessions are written to
     replaces: list[str]
     load: Callable[[], dict[str, Any]]
-    apply: Callable[[Engines], Awaitable[list[str]]]  # makes engines and policy be like this here; what could not be
+    apply: Callable[[Engines], Awaitable[Problems]]  # makes engines and policy be like this here
     export: Callable[[str], Awaitable[bytes]]  # a copy of a session
+    disown: Callable[[str, str], Awaitable[None]]  # a session, for a reason: another one stands for its sample
+    stays: bool = False  # drained, it takes no more sessions, but goes on following what is said of engines
 
 
 class _Session:
@@ -116,7 +123,7 @@ class Worker:
         self._wanted = Engines(-1)
         self._changed = asyncio.Event()  # of what is wanted of the engines
         self._applied = -1
-        self._problems: list[str] = []
+        self._problems: Problems = {}
         self._tell = asyncio.Event()  # there is something to say before the next beat
         self._draining = asyncio.Event()
         self._pause = 0.0  # seconds before more is leased, where sessions can't begin
@@ -167,7 +174,6 @@ class Worker:
             backends=place.backends,
             slots=place.slots,
             store=place.store,
-            holding=list(self._held),
             replaces=place.replaces,
         )
         self._joined = await self._reach(lambda: self._server.join(joining))
@@ -221,9 +227,21 @@ class Worker:
     async def _live(self, session: _Session) -> None:
         """One session, to its place in the outbox."""
         session.ended = await self._lived(session)
-        if self._held.get(session.lease.held) is session:  # else it was lost meanwhile, and may have come again
+        if self._held.get(session.lease.held) is session:
             self._outbox.append(session)
             self._posted.set()
+        else:  # it was lost meanwhile, and may have come again
+            await self._disown(session.ended)
+
+    async def _disown(self, ended: Ended) -> None:
+        """What it earned, another session earns: nobody is to find both."""
+        if ended.session_id is not None:
+            try:
+                await self._place.disown(ended.session_id, "superseded")
+            except StoreError as error:
+                log.error(
+                    "Session %s still has its reward, though another one took its place: %s", ended.session_id, error
+                )
 
     async def _lived(self, session: _Session) -> Ended:
         lease, host = session.lease, self._host
@@ -239,8 +257,9 @@ class Worker:
                 self._pause = min(2 * self._pause or _FIRST_WAIT, _LAST_WAIT)
                 ended.reason, ended.error = INTERRUPTED, str(error)
                 return ended
-        except ConfigError as error:
-            ended.reason, ended.error = "not_runnable", str(error)
+        except ConfigError as error:  # others may be able to
+            self._pause = min(2 * self._pause or _FIRST_WAIT, _LAST_WAIT)
+            ended.reason, ended.error = NOT_RUNNABLE, str(error)
             return ended
         except Exception as error:
             if not isinstance(error, PolarError):
@@ -250,7 +269,13 @@ class Worker:
         self._pause = 0.0
         if session.cancelled is not None:  # while it began
             session.running.cancel()
-        return _told(ended, await session.running.finished, session.cancelled)
+        try:
+            # Shielded: who ends this ends not the session, which is being torn down.
+            return _told(ended, await asyncio.shield(session.running.finished), session.cancelled)
+        except Exception as error:
+            log.exception("A session of task %s failed", lease.task_id)
+            ended.reason, ended.error = "node_failed", repr(error)
+            return ended
 
     async def _plan(self, lease: Lease) -> Plan:
         """Samples of a task, and tasks that are equal, share one."""
@@ -266,7 +291,7 @@ class Worker:
                 self._plans.popitem(last=False)
         try:
             return await asyncio.shield(planning)
-        except PolarError:
+        except Exception:
             self._plans.pop(lease.digest, None)  # what is missing may be there the next time
             raise
 
@@ -281,6 +306,8 @@ class Worker:
             for session, answer in zip(batch, answers, strict=True):
                 if answer == "lost":
                     log.warning("Session of task %s came too late: it was leased anew.", session.lease.task_id)
+                    if session.ended is not None:
+                        await self._disown(session.ended)
                 self._drop(session.lease.held)
             if not self._outbox:
                 self._posted.clear()
@@ -371,19 +398,22 @@ class Worker:
         while True:
             await self._changed.wait()
             self._changed.clear()
-            self._problems = []
+            self._problems = {}
             self._spawn(self._put_in_force, self._wanted)  # an older one may still wait for calls to end
 
     async def _put_in_force(self, wanted: Engines) -> None:
         assert self._joined is not None
         while True:
-            problems = await self._place.apply(wanted)
+            try:
+                problems = await self._place.apply(wanted)
+            except Exception as error:
+                log.exception("What is wanted of the engines could not be put in force")
+                problems = {run: [repr(error)] for run in wanted.pools}
+            if wanted is not self._wanted:
+                return
+            self._applied, self._problems = wanted.generation, problems
+            self._tell.set()
             if not problems:
-                self._applied = max(self._applied, wanted.generation)
-            if wanted is self._wanted:
-                self._problems = problems
-                self._tell.set()
-            if not problems or wanted is not self._wanted:
                 return
             await asyncio.sleep(self._joined.beat)
 
@@ -392,7 +422,7 @@ class Worker:
     async def _drained(self) -> None:
         await self._draining.wait()
         log.info("The server has this node drained: it takes no more sessions.")
-        await self._idle.wait()
+        await (asyncio.Event() if self._place.stays else self._idle).wait()
 
     async def _part(self, leasing: "asyncio.Task[None]", beating: "asyncio.Task[None]") -> None:
         """Hands back what still runs, tells all that is known, and leaves; as far as the server can be reached."""

@@ -27,7 +27,11 @@ def node_of(plane: DataPlane) -> Node:
     )
 
 
-async def worker_of(server: Server, plane: DataPlane, node: Node | None, *, name: str, store_id: str) -> Worker:
+async def worker_of(
+    server: Server, plane: DataPlane, node: Node | None, *, name: str, store_id: str, stays: bool = False
+) -> Worker:
+    """`stays`: also when it is drained (worker.Place)."""
+
     def load() -> dict[str, Any]:
         return {} if node is None else msgspec.to_builtins(node.load())
 
@@ -41,6 +45,8 @@ async def worker_of(server: Server, plane: DataPlane, node: Node | None, *, name
         load=load,
         apply=plane.pools.apply,
         export=plane.store.export_session,
+        disown=plane.store.disown_session,
+        stays=stays,
     )
     return Worker(server, node, place)
 

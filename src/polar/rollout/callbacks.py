@@ -9,6 +9,7 @@ import asyncio
 import hashlib
 import logging
 from collections import defaultdict
+from collections.abc import Callable
 from itertools import count
 from types import TracebackType
 from typing import Protocol
@@ -93,6 +94,7 @@ class Callbacks:
         self._telling: dict[tuple[str, str], asyncio.Task[None]] = {}
         self._watching: asyncio.Task[None]
         self._http: aiohttp.ClientSession
+        self.given_up: Callable[[], None] = lambda: None  # is told of each that nobody acknowledged
 
     async def __aenter__(self) -> "Callbacks":
         self._http = aiohttp.ClientSession(
@@ -111,6 +113,12 @@ class Callbacks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         await self._http.close()
+
+    async def over(self) -> None:
+        """Until it has ended before its time."""
+        await asyncio.wait({self._watching})
+        if not self._watching.cancelled() and (error := self._watching.exception()) is not None:
+            log.error("Callbacks are not sent any more", exc_info=error)
 
     def pending(self) -> int:
         """Tasks whose callbacks nobody has acknowledged yet."""
@@ -164,6 +172,7 @@ class Callbacks:
                     log.error("Nobody acknowledged the end of task %s; it is told no more: %s", task_id, problem)
                     self._rollout.events.publish("callback.failed", run=run, task_id=task_id, error=problem)
                     await self._rollout.callback_done(run, task_id, acknowledged=False)
+                    self.given_up()
                     return
                 log.info("The end of task %s is told again later: %s", task_id, problem)
             except StoreError as error:

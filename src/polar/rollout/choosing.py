@@ -1,6 +1,6 @@
 """Which work a node gets next."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from polar.rollout.records import Allowance, Head, Lane
 
@@ -8,21 +8,29 @@ SUSPECT = 2
 """Nodes that have died with some work before it is suspected of killing them."""
 
 ANY = 1 << 31
+_BEHIND = 1000  # of a lane that are looked through
 
 Heads = Callable[[Lane, int, int], list[Head]]
 """The first so many of a lane under which no more than so many nodes have died."""
 
 
 def choose(
-    heads_of: Heads, allowances: Sequence[Allowance], room: int, slots: int, marked: list[int]
+    heads_of: Heads,
+    allowances: Sequence[Allowance],
+    room: int,
+    slots: int,
+    marked: list[int],
+    unfit: Collection[tuple[str, str]] = (),
 ) -> list[tuple[Head, Allowance]]:
     """The most urgent first, whatever lane it is in; of equally urgent ones, those of the least busy run. `marked`: of
-    what the node has, how many nodes have died under each, where some have."""
+    what the node has, how many nodes have died under each, where some have. `unfit`: tasks, with their runs, that the
+    node can't run."""
     heads: list[tuple[Head, Allowance]] = []
     for allowance in allowances:
         limit = min(room, allowance.most)
         if limit <= 0:
             continue
+        limit += _BEHIND * bool(unfit)  # what the node can run may stand behind what it can't
         found = heads_of(allowance.lane, limit, ANY)
         if any(head.kills for head in found):  # they may not be let in
             for most_kills in (SUSPECT - 1, 0):
@@ -34,7 +42,7 @@ def choose(
         if len(chosen) >= room:
             break
         run = allowance.lane.run
-        if head.work_id in chosen or left[run] <= 0:
+        if head.work_id in chosen or left[run] <= 0 or (run, head.task_id) in unfit:
             continue
         if head.kills:
             if not may_be_together([*marked, head.kills], slots):

@@ -13,9 +13,20 @@ from polar.rollout.events import Events
 from polar.rollout.ledger import Ledger
 from polar.rollout.members import Member
 from polar.rollout.policy import Policy
-from polar.rollout.protocol import Answer, Beat, Ended, Held, Joined, Joining, Lease, Orders, UnknownNode
+from polar.rollout.protocol import (
+    NOT_RUNNABLE,
+    Answer,
+    Beat,
+    Ended,
+    Held,
+    Joined,
+    Joining,
+    Lease,
+    Orders,
+    UnknownNode,
+)
 from polar.rollout.queue import Queue
-from polar.rollout.records import Allowance, Change, Tracked
+from polar.rollout.records import Allowance, Change, Lane, Tracked
 from polar.rollout.results import builder_of
 from polar.rollout.runs import freshness
 from polar.store.base import Store
@@ -50,6 +61,7 @@ class Leasing:
         self._store_id = store_id
         self._later = later
         self._recount = recount
+        self._refused: dict[tuple[str, str], tuple[Lane, set[str]]] = {}  # tasks, and the nodes that can't run them
         self._resting: set[int] = set()  # work that waits for another try, and will get it
         self._taking = asyncio.Lock()  # quotas are looked at and used up by one at a time
         self._moved = asyncio.Condition()  # a node has applied something, or is no more
@@ -75,9 +87,8 @@ class Leasing:
             await self.lose(member, died=True)  # to its end: it is not to be taken from the one that joins now
         if self.members.get(joining.node_id) is None:
             member = Member(joining.node_id)
-            for tracked in await self._queue.leases():  # what the database says it has, it has
-                if tracked.node == joining.node_id:
-                    member.has(tracked)
+            for tracked in await self._queue.leases_of(joining.node_id):  # what the database says it has, it has
+                member.has(tracked)
             self.members.setdefault(joining.node_id, member)  # unless it was quicker, in another call
         member = self.members[joining.node_id]
         if member.joined is None:
@@ -122,7 +133,8 @@ class Leasing:
         allowances = [] if member.draining or room <= 0 else self._allowances(member)
         if not allowances and member.leases.keys() <= set(holding):
             return []
-        pairs = await self._queue.lease(member.node_id, holding, allowances, room, member.slots)
+        unfit = self._unfit(member)
+        pairs = await self._queue.lease(member.node_id, holding, allowances, room, member.slots, unfit)
         for lease, tracked in pairs:
             if tracked.held not in member.leases:  # else it comes again
                 member.has(tracked)
@@ -140,6 +152,16 @@ class Leasing:
                 if most > 0:
                     found.append(Allowance(lane, most, busy[lane.run], self._policy.newest(lane.run)))
         return found
+
+    def _unfit(self, member: Member) -> frozenset[tuple[str, str]]:
+        """Tasks that a node can't run, and that others may be able to."""
+        able = [one for one in self.members.values() if one.joined is not None and not one.draining]
+        return frozenset(
+            task
+            for task, (lane, refused) in self._refused.items()
+            if member.node_id in refused
+            and any(one.node_id not in refused and lane.name in one.backends for one in able)
+        )
 
     def _may_begin(self, run: str, busy: int) -> int:
         """How many sessions of a run may begin now."""
@@ -168,6 +190,8 @@ class Leasing:
                 member.drop(one.held)
             if outcome.change is not None:
                 self._note(outcome.change)
+                if one.stale and one.reason == "stale" and one.session_id is not None:
+                    await self._store.disown_session(one.session_id, "stale")
         self._ledger.feed()
         return [outcome.answer for outcome in outcomes]
 
@@ -175,10 +199,15 @@ class Leasing:
         self._ledger.changed(change)
         if change.enough:
             self.cancel(change.lane.run, change.task_id, "early_stop")
+        if change.task is not None:
+            self._refused.pop((change.lane.run, change.task_id), None)
+        elif change.ended.reason == NOT_RUNNABLE and change.ended.node_id is not None:
+            _, refused = self._refused.setdefault((change.lane.run, change.task_id), (change.lane, set()))
+            refused.add(change.ended.node_id)
         if change.became == "waiting":
             log.info("Task %s, sample %d is tried again: %s.", change.task_id, change.sample, change.ended.reason)
             # After a while, longer each time: what failed may need it.
-            self._rest(change.ended.work_id, min(2.0**change.ended.fence, _SLOWEST_RETRY))
+            self._rest(change.ended.work_id, min(2.0 ** min(change.ended.fence, 9), _SLOWEST_RETRY))
 
     def _rest(self, work_id: int, seconds: float) -> None:
         if work_id not in self._resting:
@@ -265,21 +294,20 @@ class Leasing:
             run: PoolState(pool.replicas, "hold" if pool.paused == "sleep" else pool.paused)
             for run, pool in engines.pools.items()
         }
-        return Engines(engines.generation, pools)
+        return Engines(engines.generation, pools, engines.server)
 
     async def applied(self, generation: int, seconds: float) -> list[Member]:
-        """Waits until every node that is alive has it in force, or can't: those that have not."""
+        """Waits until every node that is alive has done what it could: those that have not."""
         try:
             async with asyncio.timeout(seconds), self._moved:
-                await self._moved.wait_for(
-                    lambda: all(one.heard >= generation and one.problems for one in self._behind(generation))
-                )
+                await self._moved.wait_for(lambda: not self._behind(generation))
         except TimeoutError:
             pass
         return self._behind(generation)
 
     def _behind(self, generation: int) -> list[Member]:
-        return [one for one in self.members.values() if one.joined is not None and one.applied < generation]
+        """Also those of which only the database knows yet: their sessions may well be running."""
+        return [one for one in self.members.values() if one.applied < generation and (one.joined or one.leases)]
 
     async def _notify(self) -> None:
         async with self._moved:
@@ -311,8 +339,7 @@ class Leasing:
             self._note(change)
         self._events.publish("node.lost" if died else "node.left", node_id=member.node_id, sessions=len(changes))
         if died:
-            if self._ledger.watcher is not None:
-                self._ledger.watcher.expired(len(changes))
+            self._ledger.watcher.expired(len(changes))
             log.warning("Node %s is lost; %d sessions go to others.", member.node_id, len(changes))
         self._ledger.feed()
         await self._notify()

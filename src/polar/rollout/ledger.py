@@ -6,12 +6,10 @@ All of it can be counted anew from the database, and is from time to time.
 import asyncio
 from collections import defaultdict
 from collections.abc import Mapping
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 from polar.rollout.events import Events
-from polar.rollout.records import Change, Counts, Lane, Totals
-
-Unit = Literal["session", "group"]
+from polar.rollout.records import Change, Counts, Lane, Totals, Unit
 
 
 class Watcher(Protocol):
@@ -28,10 +26,24 @@ class Watcher(Protocol):
     ) -> None: ...
 
 
+class Nobody:
+    """A watcher that does not look."""
+
+    def leased(self, count: int) -> None: ...
+
+    def expired(self, count: int) -> None: ...
+
+    def retried(self, reason: str) -> None: ...
+
+    def ended(
+        self, run: str, reward: float | None, reason: str | None, seconds: Mapping[str, float], lag: int | None
+    ) -> None: ...
+
+
 class Ledger:
     def __init__(self, events: Events) -> None:
         self._events = events
-        self.watcher: Watcher | None = None
+        self.watcher: Watcher = Nobody()
         self.lanes: dict[Lane, Counts] = {}
         self.totals: defaultdict[str, Totals] = defaultdict(Totals)
         self.untaken: defaultdict[str, int] = defaultdict(int)  # graded sessions that no consumer has taken, by run
@@ -58,8 +70,7 @@ class Ledger:
         counts = self.counts(lane)
         counts.queued -= 1
         counts.leased += 1
-        if self.watcher is not None:
-            self.watcher.leased(1)
+        self.watcher.leased(1)
         self._events.publish("session.leased", run=lane.run, task_id=task_id, sample=sample, node_id=node_id)
 
     def changed(self, change: Change) -> None:
@@ -74,10 +85,9 @@ class Ledger:
             told |= {"session_id": ended.session_id, "reward": ended.reward, "cursor": change.cursor}
             self._events.publish("session.ended", **told)
             self._came(run, "session", change.cursor)
-            if self.watcher is not None:
-                self.watcher.ended(run, ended.reward, ended.reason, ended.seconds, ended.lag)
+            self.watcher.ended(run, ended.reward, ended.reason, ended.seconds, ended.lag)
         else:
-            if self.watcher is not None:
+            if change.became == "waiting":
                 self.watcher.retried(ended.reason or "")
             setattr(counts, change.became, getattr(counts, change.became) + 1)
             self._events.publish("session.retried", **told)

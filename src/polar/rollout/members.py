@@ -22,7 +22,7 @@ class Member:
         self.load: dict[str, Any] = {}
         self.heard = -1  # the generation of the engines that it has heard of
         self.applied = -1
-        self.problems: list[str] = []
+        self.problems: dict[str, list[str]] = {}  # by run
         self.draining = False
         self.lost = False
         self.seen = asyncio.get_running_loop().time()
@@ -54,9 +54,9 @@ class Member:
             self.cancelled[held] = reason
             self._news.set()
 
-    def drop(self, held: Held) -> Tracked | None:
+    def drop(self, held: Held) -> None:
         self.cancelled.pop(held, None)
-        return self.leases.pop(held, None)
+        self.leases.pop(held, None)
 
     def tell(self) -> None:
         """There is something that it should hear of soon."""

@@ -15,9 +15,8 @@ from typing import Protocol
 import msgspec
 
 from polar.plugins import load as load_plugin
-from polar.rollout.ledger import Unit
 from polar.rollout.protocol import Ended
-from polar.rollout.records import TaskRow, WorkRow
+from polar.rollout.records import TaskRow, Unit, WorkRow
 from polar.rollout.results import as_ended, builder_of, ended_result, unbuilt_result
 from polar.store.base import Recorded, Store
 from polar.trajectory import wire
@@ -215,14 +214,17 @@ def _all_built(views: list[_View]) -> _Pieces:
 def _built(view: _View) -> bytes:
     row, ended, builder = view.row, view.ended, view.builder
     session, exchanges = view.recorded.session, view.recorded.exchanges
-    try:
-        problem = _problem(row, view.recorded)
-        if problem is not None:
-            raise LookupError(problem)
-        result = ended_result(row.task_id, row.sample, ended, builder, session, exchanges)
-    except Exception as error:  # a builder may be anybody's, and what one session does to it must not hide the others
-        log.exception("The builder %s failed at session %s", builder, row.session_id)
-        result = unbuilt_result(row.task_id, row.sample, ended, f"The builder {builder} failed: {error!r}")
+    problem = _problem(row, view.recorded)
+    if problem is not None:
+        log.error("Session %s can't be told of: %s", row.session_id, problem)
+        result = unbuilt_result(row.task_id, row.sample, ended, "session_unreadable", problem)
+    else:
+        try:
+            result = ended_result(row.task_id, row.sample, ended, builder, session, exchanges)
+        except Exception as error:  # a builder may be anybody's; what one session does to it must not hide the others
+            log.exception("The builder %s failed at session %s", builder, row.session_id)
+            why = f"The builder {builder} failed: {error!r}"
+            result = unbuilt_result(row.task_id, row.sample, ended, "build_failed", why)
     result["metadata"]["run"] = row.run
     return _encode({"cursor": row.cursor, "sample": row.sample, **result})
 

@@ -10,18 +10,25 @@ class Policy:
     """The wanted state, in memory. Nodes make it so (engines.wanted), and whoever changes it keeps it (Rollout)."""
 
     def __init__(
-        self, configured: list[str], versions: dict[str, int], runs: dict[str, RunSettings], generation: int
+        self,
+        configured: list[str],
+        versions: dict[str, int],
+        runs: dict[str, RunSettings],
+        generation: int,
+        server: str,
     ) -> None:
-        """`configured` are the replicas of the default run; `versions` are by URL, whatever run has it."""
+        """`configured` are the replicas of the default run; `versions` are by URL, whatever run has it; `server` is the
+        id of the store where all of it is kept."""
         self._configured = configured
         self.versions = versions
         self.runs = runs
         self._generation = generation
+        self._server = server
 
     @property
     def engines(self) -> Engines:
         pools = {run: self.pool(run) for run in {DEFAULT, *self.runs} if run == DEFAULT or self._has_own(run)}
-        return Engines(self._generation, pools)
+        return Engines(self._generation, pools, self._server)
 
     def changed(self) -> int:
         """To be called after every change: the generation that it belongs to."""

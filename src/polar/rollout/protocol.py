@@ -16,7 +16,10 @@ from polar.errors import PolarError
 Answer = Literal["taken", "lost"]
 
 
-PLATFORM = frozenset({"sandbox_failed", "store_failed", "engine_failed", "node_failed"})
+NOT_RUNNABLE = "not_runnable"
+"""The node can't run the task: it has not the harness, say, or not the image. Others may."""
+
+PLATFORM = frozenset({"sandbox_failed", "store_failed", "engine_failed", "node_failed", NOT_RUNNABLE})
 """Reasons for which a session is tried again: they say nothing of the agent."""
 
 INTERRUPTED = "interrupted"
@@ -44,7 +47,6 @@ class Joining(Struct):
     backends: list[str]  # runtimes that it can make
     slots: int  # sessions that it runs at the same time
     store: str  # the id of the store that it writes to
-    holding: list[Held] = []
     replaces: list[str] = []  # nodes that are certainly dead: this one found what they left
 
 
@@ -75,7 +77,7 @@ class Beat(Struct):
     load: dict[str, bool | int | float] = {}
     seen: int = -1  # the generation of the engines that it has heard of
     applied: int = -1  # the one that is in force there
-    problems: list[str] = []  # why the one that it has heard of is not
+    problems: dict[str, list[str]] = {}  # by run: what of it could not be done, and is tried again
 
 
 class Cancel(Struct):

@@ -10,7 +10,7 @@ that writes here: each start takes the next epoch.
 """
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from functools import partial
 
 from polar.rollout.choosing import SUSPECT, choose
@@ -102,9 +102,15 @@ class Queue(QueueReads):
     # Leases
 
     async def lease(
-        self, node: str, holding: Iterable[Held], allowances: Sequence[Allowance], room: int, slots: int
+        self,
+        node: str,
+        holding: Iterable[Held],
+        allowances: Sequence[Allowance],
+        room: int,
+        slots: int,
+        unfit: Collection[tuple[str, str]] = (),
     ) -> list[tuple[Lease, Tracked]]:
-        """So many more for a node, and those that it has without knowing."""
+        """So many more for a node, and those that it has without knowing; nothing of tasks for which it is unfit."""
         known = set(holding)
         given: set[int] = set()  # by a run of this that may have been committed, or not
 
@@ -116,7 +122,7 @@ class Queue(QueueReads):
             again = [leased_again(rows[0], node) for rows in found]
             was = any(held.work_id in given for held in unknown)
             heads = partial(self._heads, db)
-            chosen = [] if was else choose(heads, allowances, room - len(again), slots, marked)
+            chosen = [] if was else choose(heads, allowances, room - len(again), slots, marked, unfit)
             given.update(head.work_id for head, _ in chosen)
             if chosen:
                 db.executemany(
@@ -145,6 +151,9 @@ class Queue(QueueReads):
         def finish(db: WritingConnection) -> list[Outcome]:
             changes = self._try_again(db, ended, attempts)
             ending = [one for one in ended if one.held not in changes]
+            for one in ending:
+                if one.reason == INTERRUPTED:  # and its task was cancelled meanwhile
+                    one.reason = "cancelled"
             for one, change in zip(ending, self._end(db, [(one, "leased") for one in ending]), strict=True):
                 if change is not None:
                     changes[one.held] = change

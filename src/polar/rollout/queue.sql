@@ -164,12 +164,16 @@ SELECT run, COUNT(*), SUM(ended), SUM(usable) FROM tasks GROUP BY run;
 -- name: usable_after
 SELECT COUNT(*) FROM work WHERE run = :run AND cursor > :after AND usable = 1;
 
+-- name: usable_in_tasks_after
+-- A group is taken as a whole: sessions of one that has not ended are nobody's yet.
+SELECT COALESCE(SUM(usable), 0) FROM tasks WHERE run = :run AND (cursor > :after OR cursor IS NULL);
+
 -- name: consumers
-SELECT run, consumer, cursor FROM consumers;
+SELECT run, consumer, cursor, unit FROM consumers;
 
 -- name: keep_consumer
-INSERT INTO consumers (run, consumer, cursor) VALUES (:run, :consumer, :cursor)
-ON CONFLICT (run, consumer) DO UPDATE SET cursor = excluded.cursor;
+INSERT INTO consumers (run, consumer, cursor, unit) VALUES (:run, :consumer, :cursor, :unit)
+ON CONFLICT (run, consumer) DO UPDATE SET cursor = excluded.cursor, unit = excluded.unit;
 
 -- name: ended_up_to
 SELECT run, task_id FROM tasks WHERE cursor <= :cursor AND (callback IS NULL OR callback <> 'waiting')

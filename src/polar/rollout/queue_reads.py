@@ -1,7 +1,8 @@
 """What there is in the queue, and what is kept beside it: runs, consumers, facts."""
 
 from polar.rollout.protocol import Held
-from polar.rollout.records import Counts, Lane, TaskRow, Totals, Tracked, WorkRow
+from polar.rollout.records import Counts, Lane, Taken, TaskRow, Totals, Tracked, Unit, WorkRow
+from polar.rollout.rows import leased_again
 from polar.rollout.transactions import Transactions, number
 from polar.store.sql import Connection
 
@@ -20,6 +21,14 @@ class QueueReads(Transactions):
                 for work_id, fence, run, lane, task_id, node, version, cancelled, request in rows:
                     held = Held(work_id, fence)
                     found.append(Tracked(held, Lane(run, lane), task_id, node, version, cancelled, request))
+
+        return await self.transact(read)
+
+    async def leases_of(self, node: str) -> list[Tracked]:
+        def read(db: Connection) -> list[Tracked]:
+            held = db.execute(self.q.leased_to, {"node": node}).fetchall()
+            found = self.all(db, self.q.leased_work, [{"work_id": work_id} for work_id, *_ in held])
+            return [leased_again(rows[0], node)[1] for rows in found]
 
         return await self.transact(read)
 
@@ -60,9 +69,10 @@ class QueueReads(Transactions):
     async def tasks_to_tell(self, after: int, limit: int) -> list[TaskRow]:
         return await self.rows(TaskRow, self.q.tasks_to_tell, after=after, limit=limit)
 
-    async def usable_after(self, run: str, after: int) -> int:
+    async def usable_after(self, run: str, after: int, unit: Unit) -> int:
         """In the order of transactions, like `counts`."""
-        return await self.transact(lambda db: number(db, self.q.usable_after, run=run, after=after))
+        query = self.q.usable_after if unit == "session" else self.q.usable_in_tasks_after
+        return await self.transact(lambda db: int(number(db, query, run=run, after=after)))
 
     # Runs, consumers, facts
 
@@ -72,12 +82,12 @@ class QueueReads(Transactions):
     async def keep_run(self, run: str, settings: str) -> None:
         await self.write(self.q.keep_run, run=run, settings=settings)
 
-    async def consumers(self) -> dict[tuple[str, str], int]:
+    async def consumers(self) -> dict[tuple[str, str], Taken]:
         rows = await self.db.query(lambda db: db.execute(self.q.consumers).fetchall())
-        return {(run, consumer): cursor for run, consumer, cursor in rows}
+        return {(run, consumer): Taken(cursor, unit) for run, consumer, cursor, unit in rows}
 
-    async def keep_consumer(self, run: str, consumer: str, cursor: int) -> None:
-        await self.write(self.q.keep_consumer, run=run, consumer=consumer, cursor=cursor)
+    async def keep_consumer(self, run: str, consumer: str, taken: Taken) -> None:
+        await self.write(self.q.keep_consumer, run=run, consumer=consumer, cursor=taken.cursor, unit=taken.unit)
 
     async def cursor(self) -> int:
         """The last one given out."""

@@ -39,6 +39,7 @@ class Queries:
     counts: str
     totals: str
     usable_after: str
+    usable_in_tasks_after: str
     consumers: str
     keep_consumer: str
     ended_up_to: str

@@ -7,6 +7,8 @@ from msgspec import Struct
 from polar.rollout.protocol import Answer, Ended, Held
 
 WorkState = Literal["queued", "leased", "waiting", "done"]
+Unit = Literal["session", "group"]
+"""What results are read by."""
 
 
 class TaskRow(Struct):
@@ -124,6 +126,13 @@ class Change(Struct):
     task: EndedTask | None = None  # that ended with it
     enough: bool = False  # its task has enough graded sessions now: the others are not wanted any more
     others: list["Change"] = []  # of those, what had not begun
+
+
+class Taken(Struct, frozen=True):
+    """How far a consumer has taken everything."""
+
+    cursor: int
+    unit: Unit
 
 
 class Counts(Struct):

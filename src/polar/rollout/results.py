@@ -65,9 +65,9 @@ def as_ended(session: Session, ended: Ended) -> Session:
     return msgspec.structs.replace(session, reward=ended.reward, reason=ended.reason)
 
 
-def unbuilt_result(task_id: str, sample: int, ended: Ended, error: str) -> dict[str, Any]:
+def unbuilt_result(task_id: str, sample: int, ended: Ended, reason: str, error: str) -> dict[str, Any]:
     """Of a session whose traces can't be made: there is no use in its reward without them."""
-    failed = msgspec.structs.replace(ended, reward=None, reason="build_failed", error=error)
+    failed = msgspec.structs.replace(ended, reward=None, reason=reason, error=error)
     return ended_result(task_id, sample, failed, MERGED, None, ())
 
 

@@ -20,12 +20,12 @@ from polar.config import ServerSettings
 from polar.errors import ConfigError, StoreError
 from polar.rollout.events import Events
 from polar.rollout.leasing import Leasing
-from polar.rollout.ledger import Ledger, Unit
+from polar.rollout.ledger import Ledger
 from polar.rollout.members import NodeView, view
 from polar.rollout.models import TaskRequest
 from polar.rollout.policy import DEFAULT, Policy
 from polar.rollout.queue import Queue
-from polar.rollout.records import Lane, NewTask, TaskRow, WorkRow
+from polar.rollout.records import Lane, NewTask, Taken, TaskRow, Unit, WorkRow
 from polar.rollout.retention import Retention
 from polar.rollout.runs import Quotas, RunSettings
 from polar.rollout.steering import Steering
@@ -81,16 +81,17 @@ class Rollout:
         self.events = Events()
         self.ledger = Ledger(self.events)
         self.superseded = asyncio.Event()  # another server has taken over
+        self.failed = asyncio.Event()  # something that it can't do without has ended
         self._queue: Queue
         self._policy: Policy
-        self._consumers: dict[tuple[str, str], int] = {}
+        self._consumers: dict[tuple[str, str], Taken] = {}
         self._admitting = asyncio.Lock()  # what may be queued is looked at and used up by one at a time
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def __aenter__(self) -> "Rollout":
         queue = self._queue = await Queue.open(self._store)
         runs = {run: RunSettings.decode(text) for run, text in (await queue.runs()).items()}
-        self._policy = Policy(self._replicas, self._versions, runs, queue.epoch << 32)
+        self._policy = Policy(self._replicas, self._versions, runs, queue.epoch << 32, self._store_id)
         self.leasing = Leasing(
             queue,
             self.ledger,
@@ -207,13 +208,13 @@ class Rollout:
         """Until there may be something beyond `after`."""
         await self.ledger.wait(run, after, seconds, unit)
 
-    async def consumed(self, run: str, consumer: str, cursor: int | None) -> int:
+    async def consumed(self, run: str, consumer: str, cursor: int | None, unit: Unit) -> int:
         """Remembers up to where a consumer has taken everything; without a cursor, tells it."""
-        known = self._consumers.get((run, consumer), 0)
-        if cursor is None or cursor == known:
-            return known
-        await self._queue.keep_consumer(run, consumer, cursor)
-        self._consumers[run, consumer] = cursor
+        known = self._consumers.get((run, consumer), Taken(0, unit))
+        if cursor is None or (taken := Taken(cursor, unit)) == known:
+            return known.cursor
+        await self._queue.keep_consumer(run, consumer, taken)
+        self._consumers[run, consumer] = taken
         await self._count_untaken(run)
         self.ledger.feed()
         return cursor
@@ -275,8 +276,9 @@ class Rollout:
     async def _count_untaken(self, run: str) -> None:
         """Only where a quota asks for it: it takes a look at the database."""
         if self._policy.quotas(run).ahead is not None:
-            taken = [cursor for (of, _), cursor in self._consumers.items() if of == run]
-            self.ledger.untaken[run] = await self._queue.usable_after(run, min(taken, default=0))
+            consumers = [taken for (of, _), taken in self._consumers.items() if of == run] or [Taken(0, "session")]
+            counts = [await self._queue.usable_after(run, taken.cursor, taken.unit) for taken in consumers]
+            self.ledger.untaken[run] = min(counts)  # what one has taken is trained on, though others still look
 
     async def _watch(self) -> None:
         loop = asyncio.get_running_loop()
@@ -313,7 +315,8 @@ class Rollout:
     def _ended(self, task: "asyncio.Task[None]") -> None:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
-            log.error("Something that the queue needs has failed: start the server anew.", exc_info=error)
+            log.error("Something that the queue needs has failed", exc_info=error)
+            self.failed.set()
 
 
 def _new_task(task: TaskRequest) -> NewTask:

@@ -1,5 +1,8 @@
 """Engines and the policy: changed here once, and in force at every node when the caller is answered."""
 
+import asyncio
+from collections import defaultdict
+
 from polar.engines.base import server_root
 from polar.engines.wanted import Engines, PauseMode
 from polar.errors import ConfigError, EngineError, PolarError
@@ -21,6 +24,7 @@ class Steering:
         self._queue = queue
         self._store = store
         self._events = events
+        self._turns: defaultdict[str, int] = defaultdict(int)  # of those who pause and resume, by run
 
     @property
     def engines(self) -> Engines:
@@ -61,20 +65,34 @@ class Steering:
 
     async def pause(self, run: str, mode: PauseMode, seconds: float) -> None:
         if mode == "sleep":  # an engine breaks off the calls that any node still has there
-            await self._set_pause(run, "drain", seconds)
-        await self._set_pause(run, mode, seconds)
+            await self._in_steps(run, ["drain", "sleep"], seconds)
+        else:
+            await self._in_steps(run, [mode], seconds)
 
     async def resume(self, run: str, seconds: float) -> None:
-        if self._policy.settings(run).paused in ("freeze", "settle"):
-            try:
-                await self._set_pause(run, "settle", seconds)
-            except NotInForce as error:
-                raise NotInForce(f"{error} Until then generation stays paused: resume again.") from error
-        await self._set_pause(run, None, seconds)
+        paused = self._policy.settings(run).paused
+        if paused in ("freeze", "settle"):  # every node's calls hear of new weights before the first engine goes on
+            await self._in_steps(run, ["settle", None], seconds)
+        elif paused in ("sleep", "drain"):  # no node calls an engine before it is awake
+            await self._in_steps(run, ["hold", None], seconds)
+        else:
+            await self._in_steps(run, [None], seconds)
 
-    async def _set_pause(self, run: str, mode: PauseMode | None, seconds: float) -> None:
-        self._policy.settings(run).paused = mode
-        await self._in_force(run, "policy.changed", seconds)
+    async def _in_steps(self, run: str, modes: list[PauseMode | None], seconds: float) -> None:
+        """Each in force before the next one begins. Whoever pauses or resumes meanwhile has the last word."""
+        turn = self._turns[run] = self._turns[run] + 1
+        deadline = asyncio.get_running_loop().time() + seconds
+        for mode in modes:
+            if self._turns[run] != turn:
+                raise NotInForce("Somebody else has paused or resumed generation meanwhile.")
+            self._policy.settings(run).paused = mode
+            left = max(0.0, deadline - asyncio.get_running_loop().time())
+            try:
+                await self._in_force(run, "policy.changed", left)
+            except NotInForce as error:
+                if mode == modes[-1]:
+                    raise
+                raise NotInForce(f"{error} Until then generation stays paused: say it again.") from error
 
     async def _in_force(self, run: str, kind: str, seconds: float) -> None:
         """Kept, told, and applied at every node that is alive. Raises NotInForce, and EngineError where an engine does
@@ -84,9 +102,9 @@ class Steering:
         self._events.publish(kind, run=run, version=self._policy.newest(run), paused=self._policy.pool(run).paused)
         self._leasing.tell_all()
         late = await self._leasing.applied(generation, seconds)
-        problems = [problem for member in late for problem in member.problems]
-        if problems:
-            raise EngineError(problems[0])
         if late:
             names = ", ".join(member.name for member in late)
             raise NotInForce(f"Not in force yet at {names}: it will be, as soon as they answer.")
+        problems = [problem for one in self._leasing.members.values() for problem in one.problems.get(run, [])]
+        if problems:
+            raise EngineError(problems[0])

@@ -143,5 +143,6 @@ CREATE TABLE consumers (
     run TEXT NOT NULL,
     consumer TEXT NOT NULL,
     cursor BIGINT NOT NULL,  -- all up to it is taken
+    unit TEXT NOT NULL,  -- session, or group: then what is taken are tasks that have ended
     PRIMARY KEY (run, consumer)
 );

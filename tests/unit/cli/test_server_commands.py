@@ -1,7 +1,8 @@
-"""polar submit, status, results and cancel, against a small control plane."""
+"""polar submit, status, results, cancel and session, against a small control plane."""
 
 import json
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -65,6 +66,26 @@ def test_a_refused_task_is_named(polar: Polar, plane: Plane, task: str) -> None:
     assert (code, out, err) == (1, "", "polar: The task a was refused: its callback goes nowhere\n")
     code, out, _ = polar("submit", task, "--json")
     assert (code, json.loads(out)["code"]) == (1, 422)
+
+
+def test_it_is_said_once_that_it_waits_for_room(polar: Polar, serving: Serving, plane: Plane, tmp_path: Path) -> None:
+    names = [f"t{number}" for number in range(4)]
+    (tmp_path / "many.json").write_text(json.dumps([{"task_id": name, "instruction": "do it"} for name in names]))
+    plane.room = 1
+
+    def make_room() -> None:
+        while len(plane.asked("/rollout/tasks")) < 3:  # it has heard twice that there is none
+            time.sleep(0.01)
+        serving.run(setattr, plane, "room", 3)
+
+    making = threading.Thread(target=make_room)
+    making.start()
+    code, out, err = polar("submit", "many.json")
+    making.join()
+    assert (code, list(plane.tasks)) == (0, names)
+    assert out == "4 tasks with 4 sessions. See: polar status, polar results --follow\n"
+    assert err.startswith("The run's queue is full: waiting for room.")
+    assert err.count("\n") == 1
 
 
 def test_waiting_shows_what_came_of_them(polar: Polar, serving: Serving, plane: Plane, task: str) -> None:
@@ -177,6 +198,24 @@ def test_cancelling(polar: Polar, plane: Plane) -> None:
     assert "There is no /rollout/task/nobody." in err
     code, out, _ = polar("cancel", "a", "--json")
     assert (code, json.loads(out)["cancelled"]) == (0, 1)
+
+
+def test_a_session_for_a_harness_that_is_run_by_hand(polar: Polar, plane: Plane) -> None:
+    plane.token = "s3cret"
+    created = {"session_id": "s1", "api_key": "sk 1", "base_urls": {"anthropic": "http://g"}}
+    plane.answers |= {"/sessions": created, "/sessions/s1/end": {"session_id": "s1", "reward": 0.5}}
+    options = ("--token", "s3cret", "--run", "r", "--metadata", '{"purpose": "test"}', "--model", "m")
+    code, out, _ = polar("session", "new", *options)
+    assert code == 0
+    exported = dict(line.removeprefix("export ").split("=", 1) for line in out.splitlines())
+    assert (exported["POLAR_SESSION"], exported["OPENAI_API_KEY"], exported["OPENAI_MODEL"]) == ("s1", "'sk 1'", "m")
+    assert plane.seen[-1][3] == {"metadata": {"model": "m", "purpose": "test"}, "run": "r"}
+    assert json.loads(polar("session", "new", "--json", "--token", "s3cret")[1]) == created
+    told = polar("session", "end", "s1", "--reward", "0.5", "--token", "s3cret")
+    assert told == (0, "s1 has ended, reward 0.5\n", "")
+    assert plane.seen[-1][3] == {"reward": 0.5, "reason": None}
+    code, _, err = polar("session", "new")
+    assert (code, "This needs the admin token" in err) == (1, True)
 
 
 @pytest.mark.parametrize("arguments", [("status",), ("results", "--follow"), ("cancel", "a"), ("submit", "a.toml")])

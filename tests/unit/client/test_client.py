@@ -1,6 +1,7 @@
 """Tasks to a control plane, and what becomes of them, over connections that break."""
 
 import asyncio
+import math
 import traceback
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -48,7 +49,7 @@ async def test_tasks_are_of_the_clients_run(plane: Plane) -> None:
 
 
 async def test_a_mistake_is_told_before_anything_is_sent(plane: Plane, client: AsyncClient) -> None:
-    with pytest.raises(ConfigError, match=r"Task b: runtime\.cpus: Input should be greater than 0"):
+    with pytest.raises(ConfigError, match=r"Task b: runtime\.cpus: input should be greater than 0"):
         await client.submit([*named("a"), named("b")[0] | {"runtime": {"cpus": -1}}])
     with pytest.raises(ConfigError, match="two tasks 'a'"):
         await client.submit(named("a", "a"))
@@ -103,9 +104,14 @@ async def test_it_waits_for_room_and_keeps_the_order(plane: Plane, client: Async
             plane.room = 1
 
     making = asyncio.create_task(make_room())
-    answers = await client.submit(named(*names))
+    seen: list[submitting.Answer] = []
+    answers = await client.submit(named(*names), seen=seen.append)
     await making
     assert {answer.status for answer in answers} == {"running"}
+    assert [(answer.task_id, answer.code) for answer in seen[:9]] == [
+        (name, None if number < 2 else 429) for number, name in enumerate(names)
+    ]
+    assert [answer.task_id for answer in seen if answer.code is None] == names
     assert list(plane.tasks) == names
     assert [len(body["tasks"]) for *_, body in plane.asked("/rollout/tasks")][:2] == [
         9,
@@ -155,7 +161,8 @@ async def test_waiting_for_tasks_gives_their_results_in_order(plane: Plane, clie
 
 async def test_each_call_asks_what_is_documented(plane: Plane) -> None:
     names = ("/policy", "/policy/pause", "/policy/resume", "/engines", "/runs/r 1", "/rollout/status", "/health")
-    plane.answers = {path: {"of": path} for path in (*names, "/rollout/task/a/trajectory")} | {"/nodes": [{"node": 1}]}
+    paths = (*names, "/rollout/task/a/trajectory", "/sessions", "/sessions/s1/end")
+    plane.answers = {path: {"of": path} for path in paths} | {"/nodes": [{"node": 1}]}
     plane.tasks = {"a": {}, "b": {}}
     async with AsyncClient(plane.url + "/", run="r 1") as client:
         assert (await client.task("a")).status == "running"
@@ -173,6 +180,10 @@ async def test_each_call_asks_what_is_documented(plane: Plane) -> None:
         await client.add_engine("http://e", 3)
         await client.remove_engine("http://e?x=1&y")
         await client.set_quotas(max_running=4)
+        assert await client.new_session() == {"of": "/sessions"}
+        await client.new_session({"purpose": "test"})
+        assert await client.end_session("s1", reward=0.5) == {"of": "/sessions/s1/end"}
+        await client.end_session("s1", reason="broken")
         with pytest.raises(ClientError, match="404"):
             await client.task("x/y?z")
     quotas = {"max_running": 4, "max_queued": None, "batch": None, "max_lag": None}
@@ -193,8 +204,51 @@ async def test_each_call_asks_what_is_documented(plane: Plane) -> None:
         ("POST", "/engines", of_run, {"url": "http://e", "version": 3}),
         ("DELETE", "/engines", {**of_run, "url": "http://e?x=1&y"}, None),
         ("PUT", "/runs/r%201", {}, quotas),
+        ("POST", "/sessions", {}, {"metadata": {}, **of_run}),
+        ("POST", "/sessions", {}, {"metadata": {"purpose": "test"}, **of_run}),
+        ("POST", "/sessions/s1/end", {}, {"reward": 0.5, "reason": None}),
+        ("POST", "/sessions/s1/end", {}, {"reward": None, "reason": "broken"}),
         ("GET", "/rollout/task/x%2Fy%3Fz", of_run, None),
     ]
+
+
+@pytest.mark.parametrize("fault", ["drop", "lose", "truncate", "cut", 500, 502, 503])
+async def test_a_session_that_may_have_been_opened_is_not_opened_again(
+    plane: Plane, client: AsyncClient, fault: Any
+) -> None:
+    plane.answers = {"/sessions": {"session_id": "s1"}}
+    plane.faults.append(fault)
+    with pytest.raises(ClientError):
+        await client.new_session()
+    assert len(plane.seen) == 1
+
+
+async def test_a_session_is_opened_as_soon_as_a_server_can(plane: Plane, client: AsyncClient) -> None:
+    plane.answers = {"/sessions": {"session_id": "s1"}}
+    plane.faults.append(429)
+    assert await client.new_session() == {"session_id": "s1"}
+    await plane.stop()
+    opening = asyncio.create_task(client.new_session())
+    await asyncio.sleep(0.3)
+    assert not opening.done()
+    await plane.start()
+    assert await opening == {"session_id": "s1"}
+    assert len(plane.seen) == 3
+
+
+async def test_the_end_of_a_session_is_told_again(plane: Plane, client: AsyncClient) -> None:
+    plane.answers = {"/sessions/s1/end": {"reward": 1.0}}
+    plane.faults.extend(["lose", "truncate"])
+    assert await client.end_session("s1", reward=1.0) == {"reward": 1.0}
+    assert len(plane.seen) == 3
+
+
+async def test_what_json_has_no_word_for_is_not_sent_as_nothing(plane: Plane, client: AsyncClient) -> None:
+    with pytest.raises(ClientError, match="can't be sent as JSON"):
+        await client.end_session("s1", reward=math.nan)
+    with pytest.raises(ClientError, match="can't be sent as JSON"):
+        await client.new_session({"at": Path()})
+    assert plane.seen == []
 
 
 async def test_events_go_on_where_a_connection_ended(plane: Plane, client: AsyncClient) -> None:
@@ -217,6 +271,12 @@ async def test_events_go_on_where_a_connection_ended(plane: Plane, client: Async
     [
         ({"detail": "There is no such run."}, "answered 422: There is no such run."),
         ({"detail": [{"loc": ["body", "tasks", 3, "runtime"], "msg": "no"}]}, r"answered 422: tasks\[3\].runtime: no"),
+        (
+            {"detail": [{"type": "missing", "loc": ["body", "run"], "msg": "Field required"}]},
+            "answered 422: run: it is missing",
+        ),
+        ({"detail": [{"type": "x", "loc": ["body"], "msg": "Not\nso."}]}, r"answered 422: the request: not\\nso"),
+        ({"detail": ["odd"]}, r'answered 422: {"detail": \["odd"\]}'),
         ("<html>", "answered 422: <html>"),
         ("", "answered 422: nothing more"),
     ],

@@ -39,14 +39,16 @@ TASK = {"task_id": "a", "instruction": "do it"}
 
 def test_it_does_what_the_other_one_does(serving: Serving, plane: Plane, client: polar.Client) -> None:
     assert repr(client) == f"Client('{plane.url}', run='r')"
-    assert [answer.status for answer in client.submit(TASK)] == ["running"]
+    seen: list[object] = []
+    assert client.submit(TASK, seen=seen.append) == seen
     assert client.task("a").status == "running"
     serving.run(plane.end, "a")
     assert [result.task_id for result in client.wait("a")] == ["a"]
     assert [task.status for task in client.ended(["a"])] == ["completed"]
     assert client.cancel("a")["cancelled"] == 1
     paths = ("/policy", "/policy/pause", "/policy/resume", "/engines", "/runs/r", "/rollout/status", "/health")
-    plane.answers = {path: {"of": path} for path in (*paths, "/rollout/task/a/trajectory")} | {"/nodes": []}
+    paths += ("/rollout/task/a/trajectory", "/sessions", "/sessions/s1/end")
+    plane.answers = {path: {"of": path} for path in paths} | {"/nodes": []}
     assert client.policy() == {"of": "/policy"}
     assert client.set_policy(3, "http://e") == {"of": "/policy"}
     assert client.pause("hold") == {"of": "/policy/pause"}
@@ -57,6 +59,8 @@ def test_it_does_what_the_other_one_does(serving: Serving, plane: Plane, client:
     assert client.health() == {"of": "/health"}
     assert client.trajectory("a") == {"of": "/rollout/task/a/trajectory"}
     assert client.nodes() == []
+    assert client.new_session({"purpose": "test"}) == {"of": "/sessions"}
+    assert client.end_session("s1", reward=1.0) == {"of": "/sessions/s1/end"}
     plane.events = [b'{"n": 1}', b'{"n": 2}']
     events = client.events()
     assert [next(events).fields["n"] for _ in range(2)] == [1, 2]

@@ -6,7 +6,7 @@ import pytest
 
 from polar.rollout.protocol import Ended, Held, Lease
 from polar.rollout.queue import Queue
-from polar.rollout.records import Allowance, Change, Lane, NewTask, Outcome
+from polar.rollout.records import Allowance, Change, Lane, NewTask, Outcome, Taken
 from polar.rollout.retention import Retention
 from polar.rollout.transactions import Superseded
 from polar.store.base import Verdict
@@ -258,7 +258,9 @@ async def test_what_is_counted(queue: Queue) -> None:
     assert (local.queued, local.leased, local.waiting, docker.queued) == (3, 0, 1, 1)
     totals = (await queue.totals())["default"]
     assert (totals.tasks, totals.ended, totals.usable) == (2, 1, 1)
-    assert await queue.usable_after("default", 0) == 1
+    assert await queue.usable_after("default", 0, "session") == 1
+    assert await queue.usable_after("default", await queue.cursor(), "session") == 0
+    assert await queue.usable_after("default", await queue.cursor(), "group") == 1  # its task has not ended
 
 
 async def test_callbacks_wait_until_somebody_says_otherwise(queue: Queue) -> None:
@@ -283,11 +285,11 @@ async def test_a_server_that_another_one_has_replaced_writes_nothing(queue: Queu
 async def test_what_is_kept_of_runs_consumers_and_the_store(queue: Queue, store: RelationalStore) -> None:
     await queue.keep_run("r", "{}")
     await queue.keep_run("r", '{"a":1}')
-    await queue.keep_consumer("r", "trainer", 3)
-    await queue.keep_consumer("r", "trainer", 5)
+    await queue.keep_consumer("r", "trainer", Taken(3, "session"))
+    await queue.keep_consumer("r", "trainer", Taken(5, "group"))
     again = await Queue.open(store)
     assert await again.runs() == {"r": '{"a":1}'}
-    assert await again.consumers() == {("r", "trainer"): 5}
+    assert await again.consumers() == {("r", "trainer"): Taken(5, "group")}
     assert len({await store.identity() for _ in range(3)}) == 1
 
 

@@ -232,7 +232,7 @@ async def test_a_session_that_the_store_does_not_have_is_told_so(tmp_path: Path)
         (lease,) = await it.work()
         await it.rollout.leasing.finish(NODE, [Ended(lease.work_id, lease.fence, "gone", reward=1.0)])
         ((result,), _) = page_of(await it.http.get("/rollout/results"))
-        assert (result["session_id"], result["reward"], result["reason"]) == ("gone", None, "build_failed")
+        assert (result["session_id"], result["reward"], result["reason"]) == ("gone", None, "session_unreadable")
         tree = await it.http.get("/rollout/task/t/trajectory")
         assert (tree.status_code, tree.json()["sessions"]) == (200, [])
 

@@ -8,6 +8,7 @@ from fastapi.responses import Response
 from msgspec import Struct
 from pydantic import BaseModel, Field
 
+from polar.rollout.leasing import Leasing as Leases
 from polar.rollout.protocol import Answer, Beat, Ended, Held, Joined, Joining, Lease, Orders
 from polar.rollout.routes.bodies import checked, decoded, unusable
 from polar.rollout.routes.documents import Structs, problems
@@ -100,7 +101,9 @@ def node_routes(router: APIRouter, parts: Parts, structs: Structs) -> None:
     async def finish(node_id: str, request: Request) -> Response:
         ended = await _read(request, list[Ended])
         _sound(ended)
-        return _json(await server.finish(node_id, ended))
+        own = [one for one in ended if not _is_anothers(server, node_id, one.held)]
+        answers = dict(zip((one.held for one in own), await server.finish(node_id, own), strict=True))
+        return _json([answers.get(one.held, "lost") for one in ended])
 
     @router.post("/nodes/{node_id}/leave", tags=["node protocol"], responses=refused)
     async def leave(node_id: str) -> NodeHeard:
@@ -129,6 +132,11 @@ def _sound(ended: list[Ended]) -> None:
         if min(one.turns, one.tokens, one.oldest_version or 0, one.newest_version or 0) < 0:
             raise unusable("turns, tokens and versions are not below 0")
         one.lag, one.stale, one.builder = None, False, None
+
+
+def _is_anothers(server: Leases, node_id: str, held: Held) -> bool:
+    """Numbers of work, and its fences, are easy to guess; ids of nodes are not."""
+    return any(held in member.leases for member in server.members.values() if member.node_id != node_id)
 
 
 async def _read(request: Request, kind: type[T]) -> T:

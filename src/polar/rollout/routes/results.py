@@ -7,8 +7,8 @@ from fastapi.responses import Response
 from pydantic import BaseModel
 
 from polar.plugins import names
-from polar.rollout.ledger import Unit
 from polar.rollout.models import GroupResult, NumberedResult
+from polar.rollout.records import Unit
 from polar.rollout.routes.bodies import WHOLE, Name, Run
 from polar.rollout.routes.documents import problems
 from polar.rollout.routes.parts import Parts
@@ -45,6 +45,6 @@ def routes(router: APIRouter, parts: Parts) -> None:
         if builder is not None and builder not in names("builders"):
             raise HTTPException(422, f"There is no builder {builder}; known: {', '.join(names('builders'))}.")
         if consumer is not None:
-            after = await parts.rollout.consumed(run, consumer, after)
+            after = await parts.rollout.consumed(run, consumer, after, unit)
         pages = parts.pages.page(run, after or 0, wait=wait, limit=limit, unit=unit, builder=builder)
         return await answered(pages)
