@@ -389,7 +389,7 @@ async def two_engines(tmp_path: Path) -> AsyncIterator[tuple[DataPlane, ByteEngi
 
 async def test_a_replica_that_froze_is_thawed_though_another_could_not_freeze(tmp_path: Path) -> None:
     async with two_engines(tmp_path) as (service, one, two):
-        two.fixed = {}
+        two.fixed = {"/pause?mode=keep": response(b"{}", "404 Not Found")}
         assert await service.pool.pause()  # nothing runs, so all stand still
         assert not service.pool.gate.frozen
         await service.pool.resume()

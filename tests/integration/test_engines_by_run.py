@@ -29,7 +29,7 @@ class Bench:
 
     async def apply(
         self, generation: int, paused: PauseMode | None = None, version: int = 0, **runs: list[ScriptedServer]
-    ) -> list[str]:
+    ) -> dict[str, list[str]]:
         pools = {
             run: PoolState([WantedReplica(server.url, version) for server in servers], paused)
             for run, servers in runs.items()
@@ -154,9 +154,9 @@ async def test_a_call_is_held_when_its_engine_dies_during_a_pause(tmp_path: Path
 
 async def test_an_engine_wakes_when_calls_may_go_on(tmp_path: Path) -> None:
     async with bench(tmp_path) as it, aiohttp.ClientSession() as http:
-        assert await it.apply(1, "sleep", default=[it.one]) == []
+        assert await it.apply(1, "sleep", default=[it.one]) == {}
         assert await get(http, f"{it.one.url}/is_sleeping") == {"is_sleeping": True}
-        assert await it.apply(2, default=[it.one]) == []
+        assert await it.apply(2, default=[it.one]) == {}
         _, key = await it.plane.sessions.create({})
         assert b"short" in await ask(http, it.plane.gateway_url, key)
 
@@ -189,6 +189,33 @@ async def test_engines_sleep_while_calls_are_held(tmp_path: Path) -> None:
         assert [span.version for span in exchange.versions] == [1]
         assert exchange.untrainable is None
         assert (await get(http, f"{stack.engine.url}/scripted/log"))["aborted"] == 0
+
+
+@pytest.mark.parametrize("paused", ["sleep", "freeze"])
+async def test_an_engine_that_stands_still_outlives_a_restart(tmp_path: Path, paused: PauseMode) -> None:
+    async with bench(tmp_path) as it, aiohttp.ClientSession() as http:
+        await it.apply(1, paused, default=[it.one])
+        asked = (await get(http, f"{it.one.url}/scripted/log"))["requests"]
+        async with DataPlane(settings([it.one.url]), tmp_path, steered=True) as again:
+            resumed = Bench(again, it.one, it.two)
+            _, key = await again.sessions.create({})
+            call = asyncio.create_task(ask(http, again.gateway_url, key))
+            await comes_true(lambda: resumed.pool.gate.held == 1)
+            assert await resumed.apply(1, paused, default=[it.one]) == {}
+            assert (await get(http, f"{it.one.url}/scripted/log"))["requests"] == asked
+            assert await resumed.apply(2, default=[it.one]) == {}
+            assert b"short" in await call
+
+
+async def test_versions_of_engines_that_were_added_outlive_a_restart(tmp_path: Path) -> None:
+    """One that is launched anew has nothing from before, also where it comes back at the same address."""
+    async with DataPlane(settings([]), tmp_path) as plane:
+        (launched,) = [replica.url for replica in plane.pool.replicas]
+        await plane.store.set_policy({launched: 3, "http://added": 4})
+    again = settings([], engine={"options": {"port": int(launched.rsplit(":", 1)[1])}})
+    async with DataPlane(again, tmp_path) as plane:
+        assert [(replica.url, replica.version) for replica in plane.pool.replicas] == [(launched, 0)]
+        assert await plane.versions() == {"http://added": 4}
 
 
 async def test_a_part_of_the_scripted_engine_can_be_woken_first() -> None:

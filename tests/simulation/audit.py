@@ -151,6 +151,7 @@ class Audit:
             self._fail(f"{session} is none of the last lease's of {was}.")
         if session.own_store and work.session_id not in self._world.disk.copies:
             self._fail(f"{session} has a result, and the server has no copy of it.")
+        self.disowned(work.session_id)
         verdict = session.verdict
         if verdict is None or (ended.reason != "stale" and ended.reward != verdict.reward):
             self._fail(f"{session} is told as {ended}.")
@@ -220,6 +221,13 @@ class Audit:
             self._world.check_interrupted(self._world.sessions[ended.session_id])
         if answer == "taken" and ended.session_id is not None and not again and work.session_id != ended.session_id:
             self._fail(f"A node was told that {ended} is taken; there is {work}.")
+
+    def disowned(self, session_id: str) -> None:
+        """Its node has taken its reward away, if so: another one is to stand for it."""
+        if self._world.disk.disowned.get(session_id) == "superseded":
+            for work in self.work.values():
+                if work.session_id == session_id:
+                    self._fail(f"A node has disowned the session of {work}.")
 
     @property
     def at_rest(self) -> bool:

@@ -57,6 +57,7 @@ class Disk:
         self._database.empty()
         self.db = self._database.db
         self.copies: set[str] = set()  # of sessions, from nodes with stores of their own
+        self.disowned: dict[str, str] = {}  # sessions, and why
         self._committed = committed
 
     def run(self, jobs: list["Job"]) -> None:
@@ -183,3 +184,6 @@ class Store:
         session_id = data.decode()
         await self.transact(lambda _: self._disk.copies.add(session_id))
         return session_id
+
+    async def disown_session(self, session_id: str, reason: str) -> None:
+        await self.transact(lambda _: self._disk.disowned.setdefault(session_id, reason) and None)

@@ -168,6 +168,8 @@ class Node:
 
     async def _disown(self, session_id: str, reason: str) -> None:
         await asyncio.sleep(0.005)
+        self._world.disk.disowned.setdefault(session_id, reason)
+        self._world.audit.disowned(session_id)
 
     async def _apply(self, engines: Engines) -> dict[str, list[str]]:
         if engines.generation >= self.engines.generation:  # as engines.pools has it

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import AsyncGenerator
 from typing import Any
 
-from polar.engines.base import Capabilities, Chunk, TokenPrompt, server_root
+from polar.engines.base import Capabilities, Chunk, Standing, TokenPrompt, server_root
 from polar.engines.pool import Pool
 from polar.engines.replica import Replica
 from polar.errors import EngineError
@@ -27,6 +27,8 @@ class FakeEngine:
         self.calls = 0
         self.others = 0  # calls that are not ours
         self.can_sleep = True
+        self.can_freeze = True
+        self.stands: Standing | None = "running"  # as it says when it is asked
         self.closed = False
 
     async def start(self) -> Capabilities:
@@ -64,9 +66,14 @@ class FakeEngine:
     async def running(self) -> int | None:
         return self.others
 
+    async def standing(self) -> Standing | None:
+        if "standing" in self.failing:
+            raise self.failing["standing"]
+        return self.stands
+
     async def freeze(self) -> bool:
         self._obey("freeze")
-        return True
+        return self.can_freeze
 
     async def thaw(self) -> None:
         self._obey("thaw")
@@ -129,6 +136,10 @@ async def turns(count: int = 20) -> None:
 
 def gone() -> EngineError:
     return EngineError("It can't be reached.", kind="overloaded", elsewhere=True)
+
+
+def silent() -> EngineError:
+    return EngineError("It did not answer in time.", kind="timeout", elsewhere=True)
 
 
 def broken() -> EngineError:

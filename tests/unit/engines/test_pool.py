@@ -6,7 +6,7 @@ import pytest
 
 from polar.engines.pool import Pool
 from polar.errors import EngineError
-from tests.unit.engines.fakes import REQUEST, FakeCall, FakeEngine, broken, gone, turns
+from tests.unit.engines.fakes import REQUEST, FakeCall, FakeEngine, broken, gone, silent, turns
 
 
 def pool_of(*engines: FakeEngine) -> Pool:
@@ -152,6 +152,58 @@ async def test_a_call_that_comes_as_the_gate_opens_and_closes_is_held() -> None:
     await turns()
     assert engine.calls == 0
     await pool.resume()
+    await call.done
+
+
+# New weights
+
+
+async def test_who_has_the_engine_alone_knows_where_new_weights_begin() -> None:
+    engine = FakeEngine()
+    pool = pool_of(engine)
+    engine.ends.clear()
+    call = FakeCall(pool)
+    await turns()
+    assert await pool.pause()
+    pool.set_version(1)
+    assert call.versions == []
+    await pool.resume()
+    assert call.versions == [(1, True)]
+    engine.ends.set()
+    await call.done
+
+
+@pytest.mark.parametrize(("error", "told"), [(silent(), ["freeze", "thaw"]), (gone(), ["freeze"])])
+async def test_an_engine_that_may_have_frozen_is_thawed(error: EngineError, told: list[str]) -> None:
+    """Its answer was lost, perhaps; calls there can't know where new weights begin."""
+    one, two = FakeEngine("http://one"), FakeEngine("http://two")
+    pool = pool_of(one, two)
+    one.ends.clear()
+    call = FakeCall(pool, home=pool.replicas[0])
+    await turns()
+    one.failing["freeze"] = error
+    with pytest.raises(EngineError):
+        await pool.pause()
+    assert not pool.gate.frozen
+    pool.set_version(1)
+    assert call.versions == [(1, False)]
+    await pool.resume()
+    assert (one.switched, two.switched) == (told, ["freeze", "thaw"])
+    one.ends.set()
+    await call.done
+
+
+async def test_an_engine_that_can_not_freeze_is_let_run() -> None:
+    engine = FakeEngine()
+    engine.can_freeze = False
+    pool = pool_of(engine)
+    engine.ends.clear()
+    call = FakeCall(pool)
+    await turns()
+    assert not await pool.pause()
+    await pool.resume()
+    assert engine.switched == ["freeze"]
+    engine.ends.set()
     await call.done
 
 

@@ -6,10 +6,12 @@ import pytest
 
 from polar.config import EngineSettings
 from polar.engines import pools as module
+from polar.engines.base import Standing
+from polar.engines.pool import Pool
 from polar.engines.pools import Pools
 from polar.engines.wanted import Engines, PauseMode, PoolState, WantedReplica
 from polar.errors import EngineError
-from tests.unit.engines.fakes import FakeCall, FakeEngine, broken, turns
+from tests.unit.engines.fakes import FakeCall, FakeEngine, broken, gone, silent, turns
 
 
 @pytest.fixture(autouse=True)
@@ -33,7 +35,7 @@ def engine(pools: Pools, run: str = "default") -> FakeEngine:
 
 async def test_runs_have_engines_of_their_own_or_those_of_default() -> None:
     pools = Pools(EngineSettings())
-    assert await pools.apply(Engines(1, {"default": state("http://a", "http://b"), "mine": state("http://c")})) == []
+    assert await pools.apply(Engines(1, {"default": state("http://a", "http://b"), "mine": state("http://c")})) == {}
     assert urls(pools, "mine") == ["http://c"]
     assert urls(pools, "yours") == urls(pools, "default") == ["http://a", "http://b"]
     assert set(pools.by_run()) == {"default", "mine"}
@@ -71,12 +73,21 @@ async def test_what_is_older_is_not_heard() -> None:
     assert not pools.default.gate.paused
 
 
+async def test_another_server_counts_anew() -> None:
+    pools = Pools(EngineSettings())
+    await pools.apply(Engines(5, {"default": state("http://a")}, "old"))
+    await pools.apply(Engines(1, {"default": state("http://b")}, "new"))
+    assert urls(pools, "default") == ["http://b"]
+    await pools.apply(Engines(0, {"default": state("http://c")}, "new"))
+    assert urls(pools, "default") == ["http://b"]
+
+
 @pytest.mark.parametrize("before", ["freeze", "hold", "sleep", None])
 @pytest.mark.parametrize("after", ["freeze", "hold", "sleep", None])
 async def test_from_any_pause_to_any_other(before: PauseMode | None, after: PauseMode | None) -> None:
     pools = Pools(EngineSettings())
     await pools.apply(Engines(1, {"default": state("http://a", paused=before)}))
-    assert await pools.apply(Engines(2, {"default": state("http://a", paused=after)})) == []
+    assert await pools.apply(Engines(2, {"default": state("http://a", paused=after)})) == {}
     (replica,) = pools.default.replicas
     assert pools.default.gate.paused == (after is not None)
     assert (replica.frozen, replica.asleep) == (after == "freeze", after == "sleep")
@@ -104,10 +115,36 @@ async def test_frozen_calls_know_where_new_weights_begin() -> None:
     await pools.apply(Engines(2, {"default": state("http://a", paused="freeze")}))
     await pools.apply(Engines(3, {"default": state("http://a", version=1, paused="freeze")}))
     assert call.versions == []
-    await pools.apply(Engines(4, {"default": state("http://a", version=1)}))
+    await pools.apply(Engines(4, {"default": state("http://a", version=1, paused="settle")}))
     assert call.versions == [(1, True)]
+    assert engine(pools).switched == ["freeze", "freeze"]
+    assert pools.default.replicas[0].frozen
+    assert pools.default.gate.paused
+    await pools.apply(Engines(5, {"default": state("http://a", version=1)}))
+    assert call.versions == [(1, True)]
+    assert engine(pools).switched == ["freeze", "freeze", "thaw"]
     engine(pools).ends.set()
     await call.done
+
+
+@pytest.mark.parametrize("heard", [True, False])
+@pytest.mark.parametrize("after", [None, "hold", "sleep"])
+async def test_who_was_not_settled_does_not_guess(heard: bool, after: PauseMode | None) -> None:
+    """Another gateway may have let the engine go on before this one heard of it."""
+    pools = Pools(EngineSettings())
+    await pools.apply(Engines(1, {"default": state("http://a")}))
+    engine(pools).ends.clear()
+    call = FakeCall(pools.default)
+    await turns()
+    await pools.apply(Engines(2, {"default": state("http://a", paused="freeze")}))
+    if heard:  # of the new weights, but not that all others know of them
+        await pools.apply(Engines(3, {"default": state("http://a", version=1, paused="freeze")}))
+    applying = asyncio.create_task(pools.apply(Engines(5, {"default": state("http://a", version=1, paused=after)})))
+    await turns()
+    assert call.versions == [(1, False)]
+    engine(pools).ends.set()
+    await call.done
+    await applying
 
 
 @pytest.mark.parametrize("paused", ["freeze", None])
@@ -129,12 +166,26 @@ async def test_one_failure_is_told_and_keeps_nothing_else_from_being_done() -> N
     both = {"default": state("http://a"), "mine": state("http://b")}
     await pools.apply(Engines(1, {run: state(pool.replicas[0].url, paused="freeze") for run, pool in both.items()}))
     engine(pools).failing["thaw"] = broken()
-    assert await pools.apply(Engines(2, both)) == ["It is out of memory."]
+    assert await pools.apply(Engines(2, both)) == {"default": ["It is out of memory."]}
     assert engine(pools, "mine").switched == ["freeze", "thaw"]
     assert not pools.of("mine").gate.paused
     engine(pools).failing.clear()
-    assert await pools.apply(Engines(2, both)) == []
+    assert await pools.apply(Engines(2, both)) == {}
     assert engine(pools).switched == ["freeze", "thaw", "thaw"]
+
+
+async def test_an_engine_that_may_have_frozen_is_told_of_and_goes_on_with_the_others() -> None:
+    pools = Pools(EngineSettings())
+    both = {"default": state("http://a"), "mine": state("http://b")}
+    frozen = {run: state(pool.replicas[0].url, paused="freeze") for run, pool in both.items()}
+    await pools.apply(Engines(1, both))
+    engine(pools).failing["freeze"] = silent()
+    assert await pools.apply(Engines(2, frozen)) == {"default": ["It did not answer in time."]}
+    assert engine(pools, "mine").switched == ["freeze"]
+    assert pools.default.gate.paused
+    assert not pools.default.gate.frozen
+    assert await pools.apply(Engines(3, both)) == {}
+    assert engine(pools).switched == ["freeze", "thaw"]
 
 
 async def test_a_newer_document_ends_the_waiting_of_an_older_one() -> None:
@@ -147,7 +198,7 @@ async def test_a_newer_document_ends_the_waiting_of_an_older_one() -> None:
     await turns()
     assert not older.done()
     await pools.apply(Engines(3, {"default": state("http://a")}))
-    assert await older == []
+    assert await older == {}
     assert not pools.default.gate.paused
     engine(pools).ends.set()
     await call.done
@@ -190,3 +241,100 @@ async def test_closing_closes_every_engine() -> None:
     assert [one.closed for one in engines] == [True, True, True]
     engines[2].ends.set()
     await call.done
+
+
+# Before the first document
+
+
+async def waiting(*engines: FakeEngine) -> Pools:
+    pools = Pools(EngineSettings(), Pool(engines, max_inflight=512))
+    await pools.wait()
+    return pools
+
+
+async def test_until_somebody_says_how_engines_are_to_be_nothing_is_sampled() -> None:
+    one = FakeEngine("http://a")
+    one.capabilities.logprobs = "raw"  # so that a probe would be sampled
+    pools = await waiting(one)
+    call = FakeCall(pools.default)
+    await turns()
+    assert (one.orders, one.calls, pools.default.gate.held) == (["start"], 0, 1)
+    await pools.apply(Engines(1, {"default": state("http://a", paused="freeze")}))
+    await turns()
+    assert (one.calls, one.switched) == (0, ["freeze"])
+    await pools.apply(Engines(2, {"default": state("http://a")}))
+    await call.done
+    assert one.calls > 1  # it was met
+
+
+async def test_until_somebody_says_so_no_run_has_the_engines_of_default() -> None:
+    pools = await waiting(FakeEngine("http://a"))
+    mine, yours = FakeCall(pools.of("mine")), FakeCall(pools.of("yours"))
+    await turns()
+    await pools.apply(Engines(1, {"default": state("http://a"), "mine": state("http://b")}))
+    await mine.done
+    assert mine.home is not None
+    assert mine.home.url == "http://b"
+    with pytest.raises(EngineError, match="no engine"):  # it finds those of default when it asks again
+        await yours.done
+    assert pools.of("yours") is pools.default
+
+
+@pytest.mark.parametrize(("stands", "told"), [("asleep", []), (None, []), ("running", ["sleep"])])
+async def test_an_engine_that_another_process_sent_to_sleep_is_not_told_again(
+    stands: Standing | None, told: list[str]
+) -> None:
+    one = FakeEngine("http://a")
+    one.stands = stands
+    pools = await waiting(one)
+    assert await pools.apply(Engines(1, {"default": state("http://a", paused="sleep")})) == {}
+    assert one.switched == told
+    assert pools.default.replicas[0].asleep
+    call = FakeCall(pools.default)
+    await pools.apply(Engines(2, {"default": state("http://a")}))
+    await call.done
+    assert one.switched == [*told, "wake"]
+
+
+@pytest.mark.parametrize(("stands", "told"), [("asleep", ["wake"]), ("frozen", ["thaw"]), ("running", []), (None, [])])
+@pytest.mark.parametrize("first", ["settle", None])
+async def test_an_engine_that_another_process_left_standing_still_goes_on(
+    first: PauseMode | None, stands: Standing | None, told: list[str]
+) -> None:
+    one = FakeEngine("http://a")
+    one.stands = stands
+    pools = await waiting(one)
+    assert await pools.apply(Engines(1, {"default": state("http://a", paused=first)})) == {}
+    assert await pools.apply(Engines(2, {"default": state("http://a")})) == {}
+    assert one.switched == told
+    await FakeCall(pools.default).done
+
+
+async def test_who_only_holds_calls_wakes_no_engine() -> None:
+    """It may be asleep on behalf of another gateway."""
+    one = FakeEngine("http://a")
+    one.stands = "asleep"
+    pools = await waiting(one)
+    await pools.apply(Engines(1, {"default": state("http://a", paused="hold")}))
+    assert one.switched == []
+
+
+async def test_an_engine_that_is_not_there_yet_keeps_no_document_from_being_in_force() -> None:
+    one = FakeEngine("http://a")
+    one.failing = {"start": gone(), "standing": gone()}
+    pools = await waiting(one)
+    assert await pools.apply(Engines(1, {"default": state("http://a")})) == {}
+    one.failing.clear()
+    await FakeCall(pools.default).done
+    assert one.switched == []
+
+
+async def test_an_engine_that_can_not_be_asked_now_is_asked_again_before_it_is_to_sleep() -> None:
+    one = FakeEngine("http://a")
+    one.stands, one.failing["standing"] = "asleep", silent()
+    pools = await waiting(one)
+    document = Engines(1, {"default": state("http://a", paused="sleep")})
+    assert await pools.apply(document) == {"default": ["It did not answer in time."]}
+    one.failing.clear()
+    assert await pools.apply(document) == {}
+    assert one.switched == []
