@@ -25,6 +25,7 @@ from polar.config import ServerSettings
 from polar.evaluators.base import GraderError
 from polar.node.finished import checked
 from polar.rollout.callbacks import Allowed
+from polar.rollout.models import TaskStatus
 from polar.rollout.protocol import Ended, Lease
 from polar.store import copying
 from polar.store.base import Session, Verdict
@@ -668,7 +669,8 @@ def check_tables(status: dict[str, Any]) -> None:
     console.print(status_command._runs(status["runs"]))
     console.print(status_command._nodes(status["nodes"]))
     rows = [{"sample": 0, "state": "leased", "attempt": 1, "node": name} for name in ["\x1b]0;x\x07", *ODD_NAMES]]
-    console.print(status_command._sessions(rows))
+    shown = TaskStatus.model_validate({"task_id": "t", "status": "running", "sessions": rows})
+    console.print(status_command._sessions(shown.sessions))
     assert "\x1b" not in output.getvalue()
     for name in ODD_NAMES:
         assert output.getvalue().count(name) >= 3, name

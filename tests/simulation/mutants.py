@@ -7,9 +7,10 @@ from typing import Any
 from unittest import mock
 
 import polar.rollout.rollout
+from polar.errors import StoreError
 from polar.node.worker import Worker
 from polar.rollout.leasing import Leasing
-from polar.rollout.protocol import Ended, Held, Lease, Orders, Unreachable
+from polar.rollout.protocol import Answer, Ended, Held, Lease, Orders, Unreachable
 from polar.rollout.queue import Queue
 
 
@@ -18,7 +19,7 @@ class _WithoutFence(Queue):
 
     def __init__(self, database: Any, epoch: int) -> None:
         super().__init__(database, epoch)
-        self._q = replace(self._q, finish=_less(self._q.finish, "AND fence = :fence"))
+        self.q = replace(self.q, finish=_less(self.q.finish, "AND fence = :fence"))
 
 
 class _EndsTwice(Queue):
@@ -26,22 +27,22 @@ class _EndsTwice(Queue):
 
     def __init__(self, database: Any, epoch: int) -> None:
         super().__init__(database, epoch)
-        self._q = replace(self._q, finish=_less(self._q.finish, "AND state = :state"))
+        self.q = replace(self.q, finish=_less(self.q.finish, "AND state = :state"))
 
 
 class _NotAgain(Queue):
     """What a node was given comes once, and was lost if its answer was."""
 
     async def lease(self, node: str, holding: Any, *arguments: Any) -> Any:
-        has = await self._db.query(lambda db: self._has(db, node))
+        has = await self.db.query(lambda db: self._has(db, node))
         return await super().lease(node, {*holding, *has}, *arguments)
 
 
 class _Unguarded(Queue):
     """A server that was replaced writes on."""
 
-    async def _transact(self, work: Callable[[Any], Any]) -> Any:
-        return await self._db.transact(work)
+    async def transact(self, work: Callable[[Any], Any]) -> Any:
+        return await self.db.transact(work)
 
 
 class _NeverInDoubt(Queue):
@@ -62,13 +63,11 @@ class _Endless(Queue):
 class _LosesEnds(Worker):
     """What has ended is told once."""
 
-    async def _reach(self, call: Callable[[], Any]) -> Any:
-        if not self._outbox:
-            return await super()._reach(call)
+    async def _finish(self, ended: list[Ended]) -> list[Answer]:
         try:
-            return await call()
-        except Unreachable:
-            return ["taken"] * len(self._outbox)
+            return await self._server.finish(self._place.node_id, ended)
+        except (Unreachable, StoreError):
+            return ["taken"] * len(ended)
 
 
 class _Deaf(Worker):

@@ -39,6 +39,9 @@ class ServerProcess:
             world.note(self.name, f"can't start: {error}")
             world.ended(self)
             return
+        except Exception as error:  # noqa: BLE001 - whatever it was, it should not have been
+            world.fail(f"{self.name} fails: {error!r}")
+            return
         self.ready = True
         world.took_over(self)
         for machine in world.machines:
