@@ -81,7 +81,7 @@ class Service:
 
     async def _start(self, stack: contextlib.AsyncExitStack) -> None:
         settings = self._settings
-        plane = self.plane = await stack.enter_async_context(DataPlane(settings, self._data))
+        plane = self.plane = await stack.enter_async_context(DataPlane(settings, self._data, steered=True))
         store_id = await plane.store.identity()
         rollout = self.rollout = Rollout(
             plane.store,

@@ -367,7 +367,7 @@ def test_run_from_python_says_what_can_not_be(tmp_path: Path) -> None:
 
 
 async def test_run_from_python_inside_an_event_loop_names_the_way(tmp_path: Path) -> None:
-    with pytest.raises(RuntimeError, match=r"polar\.rollout\.local\.LocalRollout"):
+    with pytest.raises(RuntimeError, match=r"polar\.node\.local\.LocalRollout"):
         package.run(task() | {"task_id": "x"}, data=tmp_path)
 
 

@@ -25,6 +25,7 @@ class Process:
         self.name = name
         self.frozen = False
         self.dead = False
+        self.still = False  # either
         self.waiting: list["Handle"] = []  # what happens when it goes on, should it ever
         self.tasks: set[asyncio.Task[Any]] = set()
         self._context = copy_context()
@@ -39,15 +40,15 @@ class Process:
         self.loop.call_soon(call, *arguments, context=self._context.copy())
 
     def freeze(self) -> None:
-        self.frozen = True
+        self.frozen = self.still = True
 
     def thaw(self) -> None:
-        self.frozen = False
+        self.frozen, self.still = False, self.dead
         waiting, self.waiting = self.waiting, []
         self.loop.again(waiting)
 
     def kill(self) -> None:
-        self.dead = True
+        self.dead = self.still = True
 
 
 PROCESS: ContextVar[Process | None] = ContextVar("process", default=None)
@@ -97,11 +98,11 @@ class Handle:
 
 
 class VirtualLoop(asyncio.BaseEventLoop):
-    def __init__(self, failed: Callable[[str], None]) -> None:
-        """`failed` hears of errors that nobody takes care of."""
+    def __init__(self, crashed: Callable[[str, object], None]) -> None:
+        """`crashed` hears of errors that nobody takes care of."""
         super().__init__()
         self._numbers = 0
-        self._told = failed
+        self._crashed = crashed
         self._soon: deque[Handle] = deque()
         self._timers: list[tuple[float, int, Handle]] = []
         self._now = 0.0
@@ -160,13 +161,13 @@ class VirtualLoop(asyncio.BaseEventLoop):
             if handle.dropped:
                 continue
             process = handle.context.get(PROCESS)
-            if process is not None and (process.frozen or process.dead):
+            if process is not None and process.still:
                 process.waiting.append(handle)
                 continue
             try:
                 handle.context.run(handle.call, *handle.arguments)
             except Exception as error:  # noqa: BLE001 - nobody else takes care of it
-                self.call_exception_handler({"message": f"{handle.call!r} fails", "exception": error})
+                self.call_exception_handler({"message": repr(handle.call), "exception": error})
 
     def _write_to_self(self) -> None:
         """All callers are in this thread."""
@@ -191,7 +192,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         return _Future(loop=self)
 
     def _failed(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        self._told(f"{context.get('message')}: {context.get('exception')!r}")
+        self._crashed(str(context.get("message")), context.get("exception"))
 
     def end(self, processes: list[Process]) -> None:
         """Lets go of all that still is, the dead included, so that nothing is left to the garbage collector."""

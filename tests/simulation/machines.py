@@ -86,7 +86,7 @@ class Host:
     def free(self) -> int:
         return max(0, self._most - self.busy)
 
-    async def submit(self, plan: Any, sample: int) -> Any:
+    async def submit(self, plan: Any, sample: int, work_id: int) -> Any:
         await asyncio.sleep(self._rng.uniform(0, 0.02))
         fate = self._rng.random()
         if fate < self._flaky():
@@ -159,11 +159,12 @@ class Node:
             export=self._export,
             disown=self._disown,
         )
-        self.worker = self._world.parts.worker(server, self.host, place)
         try:
+            self.worker = self._world.parts.worker(server, self.host, place)
             await self.worker.run(self.stop)
         except Exception as error:  # noqa: BLE001 - whatever it was, it should not have been
-            self._world.fail(f"The worker of {self.node_id} fails: {error!r}")
+            self._world.crashed(f"The worker of {self.node_id}", error)
+            return
         self._world.left(self)
 
     async def _disown(self, session_id: str, reason: str) -> None:

@@ -1,6 +1,6 @@
 """Production code, broken on purpose: the simulation is worth something only if it notices."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -41,8 +41,9 @@ class _NotAgain(Queue):
 class _Unguarded(Queue):
     """A server that was replaced writes on."""
 
-    async def transact(self, work: Callable[[Any], Any]) -> Any:
-        return await self.db.transact(work)
+    def __init__(self, database: Any, epoch: int) -> None:
+        super().__init__(database, epoch)
+        self.q = replace(self.q, hold=f"SELECT {epoch} WHERE :name = 'epoch'")
 
 
 class _NeverInDoubt(Queue):
@@ -118,7 +119,22 @@ QUEUES = {
 }
 LEASINGS = {"no quotas": _Generous, "silence is life": _Forgetful, "forgets a lease": _Drops}
 WORKERS = {"tells once": _LosesEnds, "hears no orders": _Deaf}
-MUTANTS = [*QUEUES, *LEASINGS, *WORKERS]
+
+_ENDLESS = "It does not come to an end: "
+MUTANTS = {
+    "no fence": r"The result of Work\(.*\) is that of Ended",
+    "ends twice": r"Task\(.*\) has \d+ samples, \d+ of them done",
+    "lost answers stay lost": _ENDLESS + "work is not done: .*state='leased'",
+    "no epochs": _ENDLESS + "a server that was replaced is still there",
+    "never in doubt": _ENDLESS + "(the ledger has|work is not done)",
+    "endless tries": "Attempts go from",
+    "no quotas": r"\d+ sessions of \w+ run, .* may",
+    "silence is life": _ENDLESS + "(the members are|work is not done: .*state='leased'|the trainer steers)",
+    "forgets a lease": _ENDLESS + "work is not done: .*state='leased'",
+    "tells once": _ENDLESS + r"\S+ has .* in the server's memory",
+    "hears no orders": _ENDLESS + "work is not done: .*state='leased'",
+}
+"""What each of them is found by, among others."""
 
 
 @contextmanager

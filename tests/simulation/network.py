@@ -47,13 +47,13 @@ class Network:
         loop: VirtualLoop,
         weather: Weather,
         found: "Callable[[], ServerProcess | None]",
-        failed: Callable[[str], None],
+        crashed: Callable[[str, Exception], None],
     ) -> None:
-        """`found` is the server that has the address; `failed` hears of what no server should raise."""
+        """`found` is the server that has the address; `crashed` hears of what no server should raise."""
         self._loop = loop
         self.weather = weather
         self._found = found
-        self._failed = failed
+        self._crashed = crashed
 
     def _delay(self, rng: random.Random) -> float:
         return min(rng.expovariate(1 / (0.01 * self.weather.slow)), _LATE)
@@ -95,7 +95,7 @@ class Network:
             except StoreError as raised:
                 error = Unreachable(str(raised))
             except Exception as raised:  # noqa: BLE001 - whatever it was, it should not have been
-                self._failed(f"{server.name} fails: {raised!r}")
+                self._crashed(server.name, raised)
             if call is not None:
                 self._answer(caller, rng, call, answer, error)
 

@@ -84,7 +84,7 @@ class Schedule(Struct):
 def drawn(seed: int) -> Schedule:
     """Most are small: much happens in little time. Some are large, for what takes many."""
     rng = random.Random(seed)
-    large = rng.random() < 0.1
+    large = rng.random() < 0.08
     runs = ["default", "other"][: rng.choice((1, 1, 2))]
     machines = [
         Machine(
@@ -93,12 +93,12 @@ def drawn(seed: int) -> Schedule:
             rng.choice((1, 1, 2, 4, 16)),
             own_store=rng.random() < 0.2,
         )
-        for number in range(rng.choice((2, 3, 4, 5) if large else (1, 2, 2, 3)))
+        for number in range(rng.choice((2, 3, 4, 5) if large else (1, 1, 2, 2, 3)))
     ]
     if rng.random() < 0.15:
         machines[0].inside, machines[0].own_store = True, False
-    ends = rng.uniform(8, 20) if large else rng.uniform(2, 6)
-    tasks = _tasks(rng, runs, ends, rng.randint(3, 10) if large else rng.randint(1, 4))
+    ends = rng.uniform(8, 20) if large else rng.uniform(1, 6)
+    tasks = _tasks(rng, runs, ends, rng.randint(3, 10) if large else rng.randint(1, 3))
     quotas = {run: _quotas(rng, tasks, run) for run in runs if rng.random() < 0.4}
     kinds = [kind for kind in FAULTS if rng.random() < 0.35] if rng.random() < 0.9 else []
     strikes = rng.randint(4, 16) if large else rng.randint(1, 6)
@@ -108,7 +108,7 @@ def drawn(seed: int) -> Schedule:
         seed=seed,
         attempts=rng.choice((1, 2, 3, 3)),
         lease_seconds=lease_seconds,
-        beat_seconds=lease_seconds / rng.choice((3, 5)),
+        beat_seconds=lease_seconds / rng.choice((3, 3, 5)),
         machines=machines,
         tasks=tasks,
         quotas=quotas,

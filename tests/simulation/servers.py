@@ -40,7 +40,7 @@ class ServerProcess:
             world.ended(self)
             return
         except Exception as error:  # noqa: BLE001 - whatever it was, it should not have been
-            world.fail(f"{self.name} fails: {error!r}")
+            world.crashed(self.name, error)
             return
         self.ready = True
         world.took_over(self)

@@ -64,7 +64,7 @@ class Trainer:
         try:
             await work()
         except Exception as error:  # noqa: BLE001 - nothing may be raised but what is expected
-            self._world.fail(f"The trainer of {self.run} got {error!r} in {work.__name__}.")
+            self._world.crashed(f"The trainer of {self.run} ({work.__name__})", error)
 
     async def _call(self, work: Any, *, repeats: bool = False) -> Any:
         """Until the server answers."""

@@ -5,7 +5,7 @@ import gc
 import hashlib
 import logging
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 from unittest import mock
@@ -28,6 +28,7 @@ from tests.simulation.servers import ServerProcess
 from tests.simulation.trainers import Trainer
 
 _PATIENCE = 400.0  # seconds, after all trouble, until everything is done
+_COLLECTED = 5  # schedules, after which what they left is: while it is few, and still in the processor's cache
 
 
 class Broken(AssertionError):
@@ -58,7 +59,7 @@ class World:
         self.schedule = schedule
         self.parts = parts
         self._say = say
-        self.loop = VirtualLoop(self.fail)
+        self.loop = VirtualLoop(self.crashed)
         self.clock = Clock(self.loop)
         self.troubled = True
         self.processes: list[Process] = []
@@ -66,7 +67,7 @@ class World:
         self.disk = Disk(self.audit.committed)
         self.troubles = Troubles()
         self.weather = Weather()
-        self.network = Network(self.loop, self.weather, self._found, self.fail)
+        self.network = Network(self.loop, self.weather, self._found, self.crashed)
         self.tasks = {task.name: task for task in schedule.tasks}
         self.killers = sum(task.request.num_samples for task in schedule.tasks if task.poison)
         self.sessions: dict[str, Session] = {}
@@ -101,6 +102,10 @@ class World:
             self._problem = problem
             if not self._finished.done():
                 self._finished.set_result(None)
+
+    def crashed(self, who: str, error: object) -> None:
+        """Somebody raises what nobody may."""
+        self.fail(f"{who} crashes: {error!r}")
 
     def process(self, name: str) -> Process:
         process = Process(self.loop, name)
@@ -259,16 +264,22 @@ def simulate(seed: int, parts: Parts | None = None, say: Callable[[str], None] |
     return world.loop.time()
 
 
-def problems(first: int, count: int, parts: Parts | None = None) -> Iterator[str]:
-    """Of so many seeds."""
+def outcomes(seeds: Iterable[int], parts: Parts | None = None) -> Iterator[str | None]:
+    """Of each of them: None where all is well."""
     with _no_collector():
-        for seed in range(first, first + count):
+        for number, seed in enumerate(seeds):
             try:
                 simulate(seed, parts)
             except Broken as error:
                 yield str(error)
-            if seed % 5 == 0:
+            else:
+                yield None
+            if number % _COLLECTED == 0:
                 gc.collect()
+
+
+def problems(seeds: Iterable[int], parts: Parts | None = None) -> Iterator[str]:
+    return (problem for problem in outcomes(seeds, parts) if problem is not None)
 
 
 @contextmanager

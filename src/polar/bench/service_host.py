@@ -52,7 +52,7 @@ class NoOpHost:
     def free(self) -> int:
         return self._free
 
-    async def submit(self, plan: Plan, sample: int) -> _Running:
+    async def submit(self, plan: Plan, sample: int, work_id: int) -> _Running:  # noqa: ARG002 - it is nobody's session
         task = cast(TaskRequest, plan)
         self._free -= 1
         session, _ = await self._sessions.create({"task_id": task.task_id, "sample": sample}, task.run)

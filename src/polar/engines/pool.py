@@ -227,6 +227,11 @@ class Pool:
             await self._ask()
             self._settle()
 
+    def missed_thaw(self) -> None:
+        """Calls that stood frozen may have gone on meanwhile, under whatever weights, and have been frozen again."""
+        for replica in self.replicas:
+            replica.frozen = False
+
     def _settle(self) -> None:
         for replica in self.replicas:
             replica.settle()

@@ -24,6 +24,7 @@ class Pools:
         self._settings = settings
         self._pools = {DEFAULT: default or Pool([], settings.max_inflight)}
         self._generation = -1
+        self._frozen_since: dict[str, int] = {}  # by run: the freeze that was heard of last
         self._server: str | None = None  # whose document is in force
         self._waiting = False
         self._leaving: set[Pool] = set()  # of runs that have none of their own any more
@@ -77,6 +78,9 @@ class Pools:
             pool = self._pools.setdefault(run, Pool([], self._settings.max_inflight))
             if state.paused is not None:
                 pool.gate.close()
+            if self._frozen_since.get(run, state.since) != state.since:
+                pool.missed_thaw()
+            self._frozen_since[run] = state.since
             self._populate(pool, state.replicas)
             for replica in pool.replicas if first else []:
                 replica.unsure = True

@@ -17,6 +17,7 @@ class WantedReplica(Struct, frozen=True):
 class PoolState(Struct, frozen=True):
     replicas: list[WantedReplica] = []
     paused: PauseMode | None = None
+    since: int = 0  # the generation in which calls were frozen last: who froze them earlier has missed a thaw
 
 
 class Engines(Struct, frozen=True):

@@ -84,6 +84,9 @@ async def items(
             continue
         if not _rewarded(session, selection, needs, tally):
             continue
+        if await _superseded(store, session):
+            tally.leave("whose sample another session stands for", "superseded")
+            continue
         exchanges = [exchange async for exchange in store.exchanges(session.session_id)]
         try:
             whole = sampled_of(session, exchanges)
@@ -127,6 +130,13 @@ def of_roles(sampled: Sampled, roles: frozenset[ExchangeRole], tally: Tally) -> 
         else:
             paths.append(path)
     return msgspec.structs.replace(sampled, paths=paths)
+
+
+async def _superseded(store: Store, session: Session) -> bool:
+    """A node may die between a session's verdict and its answer to the server: then another node runs it again."""
+    work_id = session.metadata.get("work_id")
+    standing = await store.standing_session(work_id) if isinstance(work_id, int) else None
+    return standing is not None and standing != session.session_id
 
 
 def _rewarded(session: Session, selection: Selection, needs: frozenset[Need], tally: Tally) -> bool:

@@ -176,16 +176,16 @@ class Node:
         init = self._place.init
         return max(0, (1 + _AHEAD) * init.size - init.inside - init.waiting)
 
-    async def submit(self, plan: Plan, sample: int = 0) -> Running:
+    async def submit(self, plan: Plan, sample: int = 0, work_id: int | None = None) -> Running:
         """Takes a session in. It is in the store on return, and waits for its first stage. One that is on its way into
-        the store gets there, whoever waits for it."""
-        submitting = asyncio.get_running_loop().create_task(self._submit(plan, sample))
+        the store gets there, whoever waits for it. `work_id`: of the work of a rollout server that it is for."""
+        submitting = asyncio.get_running_loop().create_task(self._submit(plan, sample, work_id))
         self._submitting.add(submitting)
         submitting.add_done_callback(self._submitting.discard)
         return await asyncio.shield(submitting)
 
-    async def _submit(self, plan: Plan, sample: int) -> Running:
-        life = await Life.begin(plan, sample, self._place, self._state.runtime)
+    async def _submit(self, plan: Plan, sample: int, work_id: int | None) -> Running:
+        life = await Life.begin(plan, sample, self._place, self._state.runtime, work_id)
         running = Running(life, asyncio.get_running_loop().create_task(life.live()))
         self._running[life.session_id] = running
         running.finished.add_done_callback(lambda _: self._ended(life))

@@ -120,7 +120,9 @@ class Life:
         self.meter: Meter
 
     @classmethod
-    async def begin(cls, plan: Plan, sample: int, place: Place, scratch: Callable[[str], Path]) -> "Life":
+    async def begin(
+        cls, plan: Plan, sample: int, place: Place, scratch: Callable[[str], Path], work_id: int | None = None
+    ) -> "Life":
         """The session is in the store from here on."""
         task = plan.task
         meter = Meter(turns=task.budget.turns, tokens=task.budget.tokens)
@@ -131,6 +133,7 @@ class Life:
             "harness": plan.harness.name,
             "model": plan.model,
             "node_id": place.node_id,
+            **({} if work_id is None else {"work_id": work_id}),
         }
         # The folder first: by it the next node knows of a session that this one did not tell of.
         folder = scratch(session_id := ids.new_session_id())

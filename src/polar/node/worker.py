@@ -71,7 +71,7 @@ class Host(Protocol):
 
     def free(self) -> int: ...
 
-    async def submit(self, plan: Plan, sample: int) -> Running: ...
+    async def submit(self, plan: Plan, sample: int, work_id: int) -> Running: ...
 
 
 class Place(Struct):
@@ -250,7 +250,7 @@ class Worker:
         try:
             plan = await self._plan(lease)
             try:
-                session.running = await host.submit(plan, lease.sample)
+                session.running = await host.submit(plan, lease.sample, lease.work_id)
             except (StoreError, OSError) as error:
                 # Our disk is full, say. Nothing was begun: others may have it, and we take no more for a while.
                 log.warning("A session of task %s could not begin here: %s", lease.task_id, error)

@@ -291,7 +291,7 @@ class Leasing:
         if node_id == self.sleeper:
             return engines
         pools = {
-            run: PoolState(pool.replicas, "hold" if pool.paused == "sleep" else pool.paused)
+            run: PoolState(pool.replicas, "hold" if pool.paused == "sleep" else pool.paused, pool.since)
             for run, pool in engines.pools.items()
         }
         return Engines(engines.generation, pools, engines.server)

@@ -245,7 +245,7 @@ class TaskStatus(BaseModel):
     model_config = ConfigDict(extra="allow")
 
     task_id: str
-    run: str = "default"
+    run: str = DEFAULT_RUN
     status: TaskState
     total_sessions: int = 0
     completed_sessions: int = Field(0, description="that have ended, with a reward or without")
@@ -276,7 +276,7 @@ class GroupResult(BaseModel):
     model_config = ConfigDict(extra="allow")
 
     task_id: str
-    run: str = "default"
+    run: str = DEFAULT_RUN
     status: TaskState
     asked: int  # sessions
     usable: int  # those with a reward

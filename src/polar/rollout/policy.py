@@ -1,6 +1,6 @@
 """Which engines each run has, which version of the policy they hold, and whether they stand still."""
 
-from polar.engines.wanted import Engines, PoolState, WantedReplica
+from polar.engines.wanted import Engines, PauseMode, PoolState, WantedReplica
 from polar.rollout.runs import Quotas, RunSettings
 
 DEFAULT = "default"
@@ -35,6 +35,12 @@ class Policy:
         self._generation += 1
         return self._generation
 
+    def pause(self, run: str, mode: PauseMode | None) -> None:
+        settings = self.settings(run)
+        if mode == "freeze" and settings.paused not in ("freeze", "settle"):
+            settings.since = self._generation + 1
+        settings.paused = mode
+
     def settings(self, run: str) -> RunSettings:
         return self.runs.setdefault(run, RunSettings())
 
@@ -42,8 +48,9 @@ class Policy:
         return self.runs[run].quotas if run in self.runs else Quotas()
 
     def pool(self, run: str) -> PoolState:
-        paused = self.runs[run].paused if run in self.runs else None
-        return PoolState([WantedReplica(url, self.versions.get(url, 0)) for url in self.urls(run)], paused)
+        settings = self.runs.get(run, RunSettings())
+        replicas = [WantedReplica(url, self.versions.get(url, 0)) for url in self.urls(run)]
+        return PoolState(replicas, settings.paused, settings.since)
 
     def urls(self, run: str) -> list[str]:
         """A run's own replicas, else the default's."""

@@ -32,6 +32,7 @@ class RunSettings(Struct):
     added: list[str] = []  # replicas, besides those of the configuration
     removed: list[str] = []
     paused: PauseMode | None = None
+    since: int = 0  # the generation of the engines in which they were frozen last
 
     @classmethod
     def decode(cls, text: str) -> "RunSettings":

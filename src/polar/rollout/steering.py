@@ -85,7 +85,7 @@ class Steering:
         for mode in modes:
             if self._turns[run] != turn:
                 raise NotInForce("Somebody else has paused or resumed generation meanwhile.")
-            self._policy.settings(run).paused = mode
+            self._policy.pause(run, mode)
             left = max(0.0, deadline - asyncio.get_running_loop().time())
             try:
                 await self._in_force(run, "policy.changed", left)

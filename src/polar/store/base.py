@@ -113,6 +113,11 @@ class Store(Protocol):
 
     async def session(self, session_id: str) -> Session | None: ...
 
+    async def standing_session(self, work_id: int) -> str | None:
+        """Of the sessions that were begun for some work of a rollout server, the one whose end counts; None where there
+        is none, or none yet."""
+        ...
+
     async def session_by_key(self, key_hash: bytes) -> Session | None: ...
 
     async def sessions(self, *, limit: int = 100, before: str | None = None) -> list[Session]:

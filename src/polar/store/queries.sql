@@ -26,6 +26,9 @@ RETURNING session_id, key_hash, created_at, run, status, ended_at, reward, metad
 -- Another session stands for the same sample: this one has no reward, whatever it earned.
 UPDATE sessions SET reward = NULL, turn_rewards = NULL, reason = :reason WHERE session_id = :session_id;
 
+-- name: standing_session
+SELECT session_id FROM work WHERE work_id = :work_id AND state = 'done';
+
 -- name: session
 SELECT session_id, key_hash, created_at, run, status, ended_at, reward, metadata, reason, turn_rewards
 FROM sessions

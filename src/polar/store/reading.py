@@ -38,6 +38,10 @@ class Reader:
         row = self._db.execute(self._q.session, {"session_id": session_id}).fetchone()
         return None if row is None else to_session(row)
 
+    def standing_session(self, work_id: int) -> str | None:
+        row = self._db.execute(self._q.standing_session, {"work_id": work_id}).fetchone()
+        return None if row is None else row[0]
+
     def session_by_key(self, key_hash: bytes) -> Session | None:
         row = self._db.execute(self._q.session_by_key, {"key_hash": key_hash}).fetchone()
         return None if row is None else to_session(row)

@@ -93,7 +93,7 @@ class Recorder:
     def store_id(self) -> str:
         """Made by whoever asks first."""
         self._db.execute(self._q.make_store_id, {"value": secrets.token_hex(16)})
-        return str(self._db.execute(self._q.store_id).fetchone()[0])
+        return str(self._db.execute(self._q.store_id, {}).fetchone()[0])
 
     def create_session(self, session: Session) -> None:
         _check_reward(session.reward)

@@ -51,6 +51,7 @@ class Queries:
     insert_session: str
     end_session: str
     disown_session: str
+    standing_session: str
     session: str
     session_by_key: str
     newest_sessions: str

@@ -127,6 +127,23 @@ async def test_frozen_calls_know_where_new_weights_begin() -> None:
     await call.done
 
 
+@pytest.mark.parametrize("then", ["freeze", "settle"])
+async def test_who_missed_a_thaw_does_not_guess(then: PauseMode) -> None:
+    """While this gateway was cut off, the others resumed, and froze again."""
+    replica = [WantedReplica("http://a", 3)]
+    pools = Pools(EngineSettings())
+    await pools.apply(Engines(1, {"default": state("http://a")}))
+    engine(pools).ends.clear()
+    call = FakeCall(pools.default)
+    await turns()
+    await pools.apply(Engines(2, {"default": PoolState([WantedReplica("http://a", 0)], "freeze", since=2)}))
+    await pools.apply(Engines(7, {"default": PoolState(replica, then, since=5)}))
+    await pools.apply(Engines(8, {"default": PoolState(replica, "settle", since=5)}))
+    assert call.versions == [(3, False)]
+    engine(pools).ends.set()
+    await call.done
+
+
 @pytest.mark.parametrize("heard", [True, False])
 @pytest.mark.parametrize("after", [None, "hold", "sleep"])
 async def test_who_was_not_settled_does_not_guess(heard: bool, after: PauseMode | None) -> None:

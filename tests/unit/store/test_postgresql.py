@@ -83,6 +83,13 @@ def test_everything_runs_on_postgresql(server: Server) -> None:
 
         assert recorder.take_in(copying.unpack(reader.copy("s"))) == "s"  # and so is this
 
+        assert recorder.store_id() == recorder.store_id()
+        assert reader.standing_session(1) is None
+        recorder.disown_session("s", "superseded")
+        disowned = reader.session("s")
+        assert disowned is not None
+        assert (disowned.reward, disowned.reason) == (None, "superseded")
+
         assert db.execute(named.schema_version, {}).fetchone() == (SCHEMA_VERSION,)
         assert db.ran == {getattr(named, field.name) for field in fields(Queries)}
 
