@@ -30,9 +30,7 @@ class _Database:
         for table in ("tasks", "work"):
             for event in ("INSERT", "UPDATE", "DELETE"):
                 name = f"{table}_{event}"
-                self.db.execute(
-                    f"CREATE TEMP TRIGGER {name} AFTER {event} ON main.{table} BEGIN SELECT touch(); END"  # noqa: S608
-                )
+                self.db.execute(f"CREATE TEMP TRIGGER {name} AFTER {event} ON main.{table} BEGIN SELECT touch(); END")
 
     def _touch(self) -> None:
         self.touched = True

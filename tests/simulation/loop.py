@@ -26,7 +26,7 @@ class Process:
         self.frozen = False
         self.dead = False
         self.still = False  # either
-        self.waiting: list["Handle"] = []  # what happens when it goes on, should it ever
+        self.waiting: list[Handle] = []  # what happens when it goes on, should it ever
         self.tasks: set[asyncio.Task[Any]] = set()
         self._context = copy_context()
         self._context.run(PROCESS.set, self)

@@ -98,6 +98,7 @@ class Host:
         return running
 
     async def _live(self, task: Task, session: Session, running: _Running) -> Finished:
+        oldest = self._version()
         cancelled = asyncio.ensure_future(running.cancelled.wait())
         work = asyncio.ensure_future(self._run(task))
         await asyncio.wait({cancelled, work}, return_when=asyncio.FIRST_COMPLETED)
@@ -112,11 +113,14 @@ class Host:
         self._less.set()
         session.verdict = verdict
         self._world.note(self._node.node_id, f"{session.session_id} ends: {verdict.reward} {verdict.reason}")
-        version = self._node.engines.pools["default"].replicas[0].version if self._node.engines.pools else 0
-        folder = Path()
+        versions = oldest, self._version()
         return Finished(
-            session.session_id, task.request.task_id, session.sample, verdict, {}, folder, versions=(version, version)
+            session.session_id, task.request.task_id, session.sample, verdict, {}, Path(), versions=versions
         )
+
+    def _version(self) -> int:
+        pools = self._node.engines.pools
+        return pools["default"].replicas[0].version if pools else 0
 
     async def _run(self, task: Task) -> Verdict:
         await asyncio.sleep(self._rng.uniform(0, 0.5))  # INIT

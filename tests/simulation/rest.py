@@ -42,10 +42,11 @@ def undone(world: "World") -> str | None:
 def _unsettled(world: "World") -> str | None:
     """What of the processes' memory is not as the database has it."""
     for work in world.audit.work.values():
-        verdict = None if work.session_id is None else world.sessions[work.session_id].verdict
-        if verdict is not None and verdict.reward is not None and not work.usable:
-            if work.session_id not in world.disk.disowned:
-                return f"the store has a reward of {work}, which is of no use"
+        if work.session_id is None or work.usable or work.session_id in world.disk.disowned:
+            continue
+        verdict = world.sessions[work.session_id].verdict
+        if verdict is not None and verdict.reward is not None:
+            return f"the store has a reward of {work}, which is of no use"
     server = world.address
     if server is None or server.process.dead or not server.ready:
         return "there is no server"

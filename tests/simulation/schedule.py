@@ -132,7 +132,7 @@ def _tasks(rng: random.Random, runs: list[str], ends: float, count: int) -> list
         }
         if samples > 1 and rng.random() < 0.3:
             fields["early_stop_min_usable_sessions"] = rng.randint(1, samples)
-        if rng.random() < 0.2:
+        if rng.random() < 0.3:
             fields |= {"max_lag": rng.randint(0, 1), "on_stale": rng.choice(("mark", "cancel"))}
         request = TaskRequest(
             task_id=f"task-{number}", instruction="-", num_samples=samples, run=rng.choice(runs), **fields

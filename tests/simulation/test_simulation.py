@@ -12,7 +12,7 @@ from tests.simulation.mutants import MUTANTS, broken
 from tests.simulation.world import Parts, problems, simulate
 
 _SEEDS = 100  # in one test
-_BOUND = 600  # seeds within which each fault is found
+_BOUND = 2000  # seeds within which each fault is found
 
 
 @pytest.mark.parametrize("first", range(0, 5 * _SEEDS, _SEEDS))

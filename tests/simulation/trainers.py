@@ -182,7 +182,7 @@ class Trainer:
         if self.run != "default" or not world.schedule.steers or notes.steered:
             return
         while asyncio.get_running_loop().time() < world.schedule.ends:
-            await asyncio.sleep(self._rng.uniform(0.5, 3))
+            await asyncio.sleep(self._rng.uniform(0.2, 2))
             fate = self._rng.random()
             if fate < 0.5:
                 await self._set_version(notes.version + 1)

@@ -24,10 +24,11 @@ _MESSAGE = msgspec.json.Decoder(w.Message)
 def decode_messages(items: Sequence[Raw]) -> list[Message]:
     messages: list[Message] = []
     legacy_call = ""  # calls of the old kind had no ids: a result belongs to the call before it
+    made = wire.made_before(decode_messages)
     for index, item in enumerate(items):
-        known: Message | None = wire.recall(decode_messages, item)
+        known = made.get(id(item))
         if known is not None:
-            messages.append(known)
+            messages.append(known[1])
             continue
         where = f"messages[{index}]"
         found = wire.decode(_MESSAGE, item, where)
@@ -44,7 +45,7 @@ def decode_messages(items: Sequence[Raw]) -> list[Message]:
         else:
             messages.append(Message(found.role, [*_decode_content(found.content, where)], found.name))
         if not legacy_call:  # else it is what it is because of others
-            wire.remember(decode_messages, item, messages[-1])
+            made[id(item)] = item, messages[-1]
     return messages
 
 

@@ -76,18 +76,14 @@ def decode(decoder: "msgspec.json.Decoder[T]", raw: Raw | bytes, where: str) -> 
     return found
 
 
-def recall(kind: object, raw: Raw) -> Any:
-    """What was made of the item before (`remember`), if anything was."""
+def made_before(kind: object) -> dict[int, tuple[Raw, Any]]:
+    """What was made of items, by their id(), each with the item, so that no other one gets its id; to be added to.
+    `kind` is whatever makes such things of items; it lives as long as the process."""
     known = _decoded.get()
-    found = None if known is None else known.get((id(kind), id(raw)))
-    return None if found is None else found[1]
-
-
-def remember(kind: object, raw: Raw, made: object) -> None:
-    """`kind` is whatever makes such things of items; it lives as long as the process."""
-    known = _decoded.get()
-    if known is not None:
-        known[id(kind), id(raw)] = raw, made
+    if known is None:
+        return {}
+    made: dict[int, tuple[Raw, Any]] = known.setdefault((id(kind), 0), (kind, {}))[1]
+    return made
 
 
 def _decode(decoder: "msgspec.json.Decoder[T]", raw: Raw | bytes, where: str) -> T:

@@ -184,14 +184,15 @@ class Leasing:
             if tracked is not None:
                 one.builder = builder_of(tracked.request)
                 self._judge_age(one, tracked)
+                if one.stale and one.reason == "stale" and one.session_id is not None:
+                    # Before its end is written: where the store fails, the node tells it again, and so is this.
+                    await self._store.disown_session(one.session_id, "stale")
         outcomes = await self._queue.finish(ended, self._settings.attempts)
         for one, outcome in zip(ended, outcomes, strict=True):
             if member is not None:
                 member.drop(one.held)
             if outcome.change is not None:
                 self._note(outcome.change)
-                if one.stale and one.reason == "stale" and one.session_id is not None:
-                    await self._store.disown_session(one.session_id, "stale")
         self._ledger.feed()
         return [outcome.answer for outcome in outcomes]
 

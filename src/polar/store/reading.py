@@ -123,8 +123,9 @@ class SessionReading:
         self._session_id = session_id
         self._after = -1
         self._rows: deque[ExchangeRow] = deque()  # that were read, and not given yet
-        # Of the latest exchanges, by seq: item digests, table of fields, context.
+        # Of the latest exchanges, by seq: item digests, items, table of fields, context.
         self._items: OrderedDict[int, bytearray] = OrderedDict()
+        self._given: OrderedDict[int, list[Raw]] = OrderedDict()
         self._fields: OrderedDict[int, bytes] = OrderedDict()
         self._contexts: OrderedDict[int, bytes | bytearray] = OrderedDict()
         self._pieces: dict[bytes, Raw] = {}
@@ -187,7 +188,11 @@ class SessionReading:
             name: self._piece(entry.data) if entry.is_digest else Raw(entry.data)
             for name, entry in self._decode_fields(table).items()
         }
-        return Wire(fields, row.list_name, [self._piece(digest) for digest in cut(digests, DIGEST_SIZE)])
+        shared = self._given.get(row.base, [])[: row.shared_items] if row.base is not None else []
+        new = digests[len(shared) * DIGEST_SIZE :]
+        items = [*shared, *(self._piece(digest) for digest in cut(new, DIGEST_SIZE))]
+        self._keep(self._given, row.seq, items)
+        return Wire(fields, row.list_name, items)
 
     def _prompt(self, row: ExchangeRow) -> Ids | None:
         link = context_link(row.base, row.shared_tokens, row.prompt, row.sampled)

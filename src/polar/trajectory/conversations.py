@@ -158,6 +158,19 @@ class _Place(NamedTuple):
 _NOWHERE = _Place(-1, None)
 
 
+class _History(NamedTuple):
+    """A request's messages, as far as they say something."""
+
+    messages: list[Message]
+    said: list[_Said]
+    spoken: list[Message]
+    keys: list[Hashable]
+    path: list[int]  # through the trie
+
+
+_NOTHING = _History([], [], [], [], [0])
+
+
 class _Linker:
     """The turns of one agent (or of all those without a name), each linked as it comes. Where several asked or said the
     same, the latest counts that was delivered whole."""
@@ -170,19 +183,18 @@ class _Linker:
         self._asked: dict[int, Turn] = {}  # by node: the turn whose request ends there
         self._replied: dict[str, Turn] = {}  # by text: the turn that said so
         self._known: dict[int, _Said] = {}  # by the message's identity: requests repeat them
+        self._last = _NOTHING
         self._systems: dict[tuple[int, ...], str] = {}  # by those of the messages that it stands in
 
     def add(self, call: Call) -> Turn:
-        all_said = [self._known.get(id(message)) or self._look(message) for message in _messages(call.request)]
-        said = [one for one in all_said if one.speaks]
-        messages = [one.message for one in said]
-        turn = Turn(call, messages, [one.key for one in said], self._system(messages), Talk(self._hint))
-        path = self._path(turn)
+        read = self._read(_messages(call.request))
+        path = read.path
+        turn = Turn(call, read.spoken, read.keys, self._system(read.spoken), Talk(self._hint))
         same = self._asked.get(path[-1])
         if same is not None:  # the same request once more: another sample, or another attempt
             found, turn.talk = same.before, same.talk
         else:
-            named, extended = self._named(all_said, len(said)), self._extended(path[:-1])
+            named, extended = self._named(read.said, len(read.spoken)), self._extended(path[:-1])
             # Whichever stands later in the history: a turn that only spoke has no ids.
             found = max(named, extended, key=lambda place: place.position).turn
             found = found or self._by_id.get(call.parent or "") or self._quoted(turn)
@@ -197,6 +209,26 @@ class _Linker:
         if replied and (call.whole or replied not in self._replied):
             self._replied[replied] = turn
         return turn
+
+    def _read(self, messages: list[Message]) -> _History:
+        """Most requests begin with all of the one before: then only what is new is looked at."""
+        last = self._last
+        known = len(last.messages)
+        if messages[:known] != last.messages:
+            last, known = _NOTHING, 0
+        new = [self._known.get(id(message)) or self._look(message) for message in messages[known:]]
+        spoken = [one for one in new if one.speaks]
+        path = [*last.path]
+        for one in spoken:
+            path.append(self._steps.setdefault((path[-1], one.key), len(self._steps) + 1))
+        self._last = _History(
+            messages,
+            [*last.said, *new],
+            [*last.spoken, *(one.message for one in spoken)],
+            [*last.keys, *(one.key for one in spoken)],
+            path,
+        )
+        return self._last
 
     def _look(self, message: Message) -> _Said:
         issued = [
@@ -216,13 +248,6 @@ class _Linker:
         if found is None:
             found = self._systems[key] = "\n".join(text_of(message) for message in instructing)
         return found
-
-    def _path(self, turn: Turn) -> list[int]:
-        node, path = 0, [0]
-        for key in turn.keys:
-            node = self._steps.setdefault((node, key), len(self._steps) + 1)
-            path.append(node)
-        return path
 
     def _named(self, said: list[_Said], speaking: int) -> _Place:
         after = speaking

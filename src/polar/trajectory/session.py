@@ -17,7 +17,7 @@ from polar.store.base import Exchange, Session, Store
 from polar.trajectory import wire
 from polar.trajectory.roles import Call, Labelled, Overrides, assign, call_of
 from polar.trajectory.types import NO_VERSION, Excluded, Ids, Image, Path, Sampled, Trajectory
-from polar.types import Media, Request, ToolResult
+from polar.types import Media, Message, Request, ToolResult
 
 NO_IDS: Ids = np.empty(0, np.int32)
 MERGED = "prefix_merging"
@@ -57,8 +57,9 @@ def sampled(session: Session, exchanges: Iterable[Exchange]) -> Sampled:
 
 def sampled_in(session: Session, parts: Iterable[Part]) -> Sampled:
     overrides = Overrides.of(session.metadata)
+    pictures: _Pictures = {}
     paths = [
-        _path(exchange, call.request, label, overrides, session.turn_rewards)
+        _path(exchange, _images(call.request, pictures), label, overrides, session.turn_rewards)
         for exchange, call, label in parts
         if exchange.sampled_ids is not None
     ]
@@ -103,7 +104,7 @@ def _reason(session: Session) -> str | None:
 
 
 def _path(
-    exchange: Exchange, request: Request, label: Labelled, overrides: Overrides, rewards: dict[str, float]
+    exchange: Exchange, images: list[Image], label: Labelled, overrides: Overrides, rewards: dict[str, float]
 ) -> Path:
     ids = exchange.sampled_ids
     assert ids is not None
@@ -124,7 +125,7 @@ def _path(
         temperature=exchange.sampling.temperature,
         finish_reason=exchange.finish_reason,
         reward=rewards.get(exchange.exchange_id),
-        images=_images(request),
+        images=images,
     )
 
 
@@ -150,16 +151,26 @@ def _versions(spans: list[VersionSpan], sampled: int) -> Ids:
     return versions
 
 
-def _images(request: Request) -> list[Image]:
+_Pictures = dict[int, tuple[Message, list[Media]]]
+"""Of each message, by its id()."""
+
+
+def _images(request: Request, known: _Pictures) -> list[Image]:
     """Pictures are rendered by the engine, which doesn't say where their placeholders stand: they count from the
     prompt's beginning, so that prompts with other pictures share nothing. Rather too little is shared than too much."""
+    shown = [piece for message in request.messages if (pieces := _pictures(message, known)) for piece in pieces]
+    if not shown:
+        return []
     found = hashlib.sha256()
-    count = 0
-    for message in request.messages:
-        for part in message.parts:
-            pieces = part.parts if isinstance(part, ToolResult) else [part]
-            for piece in pieces:
-                if isinstance(piece, Media):
-                    count += 1
-                    found.update(msgspec.msgpack.encode(piece))
-    return [Image(0, found.digest())] if count else []
+    for piece in shown:
+        found.update(msgspec.msgpack.encode(piece))
+    return [Image(0, found.digest())]
+
+
+def _pictures(message: Message, known: _Pictures) -> list[Media]:
+    """`known` are those of messages that were looked at before: a session's requests repeat them."""
+    seen = known.get(id(message))
+    if seen is None:
+        pieces = (piece for part in message.parts for piece in (part.parts if isinstance(part, ToolResult) else [part]))
+        seen = known[id(message)] = message, [piece for piece in pieces if isinstance(piece, Media)]
+    return seen[1]
