@@ -88,7 +88,7 @@ class Service:
             settings.server,
             store_id=store_id,
             replicas=[replica.url for replica in plane.pool.replicas],
-            versions=await plane.versions(),
+            versions=plane.versions,
             check=self._check,
         )
         await stack.enter_async_context(rollout)

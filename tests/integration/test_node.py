@@ -13,8 +13,8 @@ import pytest
 from polar.config import load
 from polar.errors import ConfigError, StoreError
 from polar.node.finished import Finished
-from polar.node.node import Running
 from polar.node.local import LocalRollout
+from polar.node.node import Running
 from polar.rollout.models import SessionResult, TaskRequest
 from tests.integration.agents import task
 

@@ -30,9 +30,8 @@ class ServerProcess:
             attempts=schedule.attempts, lease_seconds=schedule.lease_seconds, beat_seconds=schedule.beat_seconds
         )
         try:
-            versions = await store.policies()
             self.rollout = world.parts.rollout(
-                store, settings, store_id="the server's", replicas=[REPLICA], versions=versions
+                store, settings, store_id="the server's", replicas=[REPLICA], versions=store.policies
             )
             await self.rollout.__aenter__()
         except StoreError as error:

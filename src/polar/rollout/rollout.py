@@ -67,11 +67,11 @@ class Rollout:
         *,
         store_id: str,
         replicas: list[str],
-        versions: dict[str, int],
+        versions: Callable[[], Awaitable[dict[str, int]]],
         check: Callable[[TaskRequest], Awaitable[None]] | None = None,
     ) -> None:
-        """`replicas` are those of the configuration, `versions` what they hold. `check` raises ConfigError where a task
-        can't be run."""
+        """`replicas` are those of the configuration, `versions` tells what they hold. `check` raises ConfigError where a
+        task can't be run."""
         self._store = store
         self._settings = settings
         self._store_id = store_id
@@ -91,7 +91,8 @@ class Rollout:
     async def __aenter__(self) -> "Rollout":
         queue = self._queue = await Queue.open(self._store)
         runs = {run: RunSettings.decode(text) for run, text in (await queue.runs()).items()}
-        self._policy = Policy(self._replicas, self._versions, runs, queue.epoch << 32, self._store_id)
+        versions = await self._versions()  # only now: until then an older server may have set others
+        self._policy = Policy(self._replicas, versions, runs, queue.epoch << 32, self._store_id)
         self.leasing = Leasing(
             queue,
             self.ledger,

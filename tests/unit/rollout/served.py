@@ -85,7 +85,7 @@ async def served(data: Path, *, token: str | None = None, **server: Any) -> Asyn
     pools = Pools(EngineSettings.model_validate({"kind": "vllm", "urls": [ENGINE]}))
     sessions = Sessions(store)
     try:
-        async with Rollout(store, settings, store_id="here", replicas=[ENGINE], versions={}) as rollout:
+        async with Rollout(store, settings, store_id="here", replicas=[ENGINE], versions=store.policies) as rollout:
             pages = Pages(rollout, store)
             async with Callbacks(rollout, pages, settings) as callbacks:
                 parts = Parts(

@@ -22,7 +22,7 @@ ENGINE = "http://engine:1"
 
 @asynccontextmanager
 async def rollout_on(store: RelationalStore, settings: ServerSettings = SETTINGS) -> AsyncIterator[Rollout]:
-    async with Rollout(store, settings, store_id="here", replicas=[ENGINE], versions={}) as rollout:
+    async with Rollout(store, settings, store_id="here", replicas=[ENGINE], versions=store.policies) as rollout:
         yield rollout
 
 
