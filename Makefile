@@ -27,7 +27,7 @@ demo: setup $(NODE)/.ready
 	PATH="$(abspath $(NODE))/node_modules/.bin:$$PATH" $(BIN)/polar demo
 
 test: setup $(NODE)/.ready
-	$(BIN)/python -m pytest -n 2 -m "not (harnesses or engines or trainers or runtimes or faults or containers or cluster)" --durations=10
+	$(BIN)/python -m pytest -n 3 --dist worksteal -m "not (harnesses or engines or trainers or runtimes or faults or containers or cluster)" --durations=10
 
 # The real harnesses: 1.6 GB of npm packages, and mini-swe-agent in an environment of its own.
 HARNESSES := .cache/harnesses
