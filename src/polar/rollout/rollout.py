@@ -70,8 +70,8 @@ class Rollout:
         versions: Callable[[], Awaitable[dict[str, int]]],
         check: Callable[[TaskRequest], Awaitable[None]] | None = None,
     ) -> None:
-        """`replicas` are those of the configuration, `versions` tells what they hold. `check` raises ConfigError where a
-        task can't be run."""
+        """`replicas` are those of the configuration, `versions` tells what they hold. `check` raises ConfigError where
+        a task can't be run."""
         self._store = store
         self._settings = settings
         self._store_id = store_id
