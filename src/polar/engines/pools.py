@@ -4,7 +4,7 @@ import asyncio
 import logging
 from collections.abc import Coroutine, Mapping
 
-from polar.config import EngineSettings
+from polar.config import DEFAULT_RUN, EngineSettings
 from polar.engines.base import server_root
 from polar.engines.pool import Pool
 from polar.engines.wanted import Engines, PauseMode, WantedReplica
@@ -13,8 +13,6 @@ from polar.plugins import load
 
 log = logging.getLogger(__name__)
 
-DEFAULT = "default"
-
 
 class Pools:
     """All of them are engines of one kind, with one model and tokenizer: those of the settings."""
@@ -22,7 +20,7 @@ class Pools:
     def __init__(self, settings: EngineSettings, default: Pool | None = None) -> None:
         """Without a pool to begin with, there is no engine until `apply` names some."""
         self._settings = settings
-        self._pools = {DEFAULT: default or Pool([], settings.max_inflight)}
+        self._pools = {DEFAULT_RUN: default or Pool([], settings.max_inflight)}
         self._generation = -1
         self._frozen_since: dict[str, int] = {}  # by run: the freeze that was heard of last
         self._server: str | None = None  # whose document is in force
@@ -36,7 +34,7 @@ class Pools:
 
     @property
     def default(self) -> Pool:
-        return self._pools[DEFAULT]
+        return self._pools[DEFAULT_RUN]
 
     def of(self, run: str) -> Pool:
         if run not in self._pools and self._waiting:  # it may have engines of its own
@@ -72,7 +70,7 @@ class Pools:
         self._generation, self._server, self._waiting = engines.generation, engines.server, False
         self._leaving = {pool for pool in self._leaving if pool.leaving}
         # First all that takes no waiting: no call gets in between.
-        for run in self._pools.keys() - engines.pools.keys() - {DEFAULT}:
+        for run in self._pools.keys() - engines.pools.keys() - {DEFAULT_RUN}:
             self._drop(self._pools.pop(run))
         for run, state in engines.pools.items():
             pool = self._pools.setdefault(run, Pool([], self._settings.max_inflight))

@@ -9,7 +9,8 @@ from collections.abc import Mapping
 from typing import Any, Protocol
 
 from polar.rollout.events import Events
-from polar.rollout.records import Change, Counts, Lane, Totals, Unit
+from polar.rollout.models import Unit
+from polar.rollout.records import Change, Counts, Lane, Totals
 
 
 class Watcher(Protocol):

@@ -15,8 +15,9 @@ from typing import Protocol
 import msgspec
 
 from polar.plugins import load as load_plugin
+from polar.rollout.models import Unit
 from polar.rollout.protocol import Ended
-from polar.rollout.records import TaskRow, Unit, WorkRow
+from polar.rollout.records import TaskRow, WorkRow
 from polar.rollout.results import as_ended, builder_of, ended_result, unbuilt_result
 from polar.store.base import Recorded, Store
 from polar.trajectory import wire

@@ -1,9 +1,8 @@
 """Which engines each run has, which version of the policy they hold, and whether they stand still."""
 
+from polar.config import DEFAULT_RUN
 from polar.engines.wanted import Engines, PauseMode, PoolState, WantedReplica
 from polar.rollout.runs import Quotas, RunSettings
-
-DEFAULT = "default"
 
 
 class Policy:
@@ -27,7 +26,7 @@ class Policy:
 
     @property
     def engines(self) -> Engines:
-        pools = {run: self.pool(run) for run in {DEFAULT, *self.runs} if run == DEFAULT or self._has_own(run)}
+        pools = {run: self.pool(run) for run in {DEFAULT_RUN, *self.runs} if run == DEFAULT_RUN or self._has_own(run)}
         return Engines(self._generation, pools, self._server)
 
     def changed(self) -> int:
@@ -55,9 +54,9 @@ class Policy:
     def urls(self, run: str) -> list[str]:
         """A run's own replicas, else the default's."""
         settings = self.runs.get(run, RunSettings())
-        if run != DEFAULT and not settings.added:
-            return self.urls(DEFAULT)
-        configured = self._configured if run == DEFAULT else []
+        if run != DEFAULT_RUN and not settings.added:
+            return self.urls(DEFAULT_RUN)
+        configured = self._configured if run == DEFAULT_RUN else []
         return [url for url in dict.fromkeys((*configured, *settings.added)) if url not in settings.removed]
 
     def newest(self, run: str) -> int:
@@ -70,15 +69,15 @@ class Policy:
     def add(self, run: str, url: str) -> None:
         settings = self.settings(run)
         settings.removed = [other for other in settings.removed if other != url]
-        if url not in self.urls(run) or (run != DEFAULT and url not in settings.added):
+        if url not in self.urls(run) or (run != DEFAULT_RUN and url not in settings.added):
             settings.added = [*settings.added, url]
 
     def remove(self, run: str, url: str) -> bool:
         """False where it is none of the run's."""
         settings = self.settings(run)
-        if url not in (self.urls(run) if run == DEFAULT else settings.added):
+        if url not in (self.urls(run) if run == DEFAULT_RUN else settings.added):
             return False
         settings.added = [other for other in settings.added if other != url]
-        if run == DEFAULT and url in self._configured:
+        if run == DEFAULT_RUN and url in self._configured:
             settings.removed = [*settings.removed, url]
         return True

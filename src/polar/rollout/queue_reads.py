@@ -1,7 +1,8 @@
 """What there is in the queue, and what is kept beside it: runs, consumers, facts."""
 
+from polar.rollout.models import Unit
 from polar.rollout.protocol import Held
-from polar.rollout.records import Counts, Lane, Taken, TaskRow, Totals, Tracked, Unit, WorkRow
+from polar.rollout.records import Counts, Lane, Taken, TaskRow, Totals, Tracked, WorkRow
 from polar.rollout.rows import leased_again
 from polar.rollout.transactions import Transactions, number
 from polar.store.sql import Connection

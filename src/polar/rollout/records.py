@@ -4,11 +4,10 @@ from typing import Literal
 
 from msgspec import Struct
 
+from polar.rollout.models import Unit
 from polar.rollout.protocol import Answer, Ended, Held
 
 WorkState = Literal["queued", "leased", "waiting", "done"]
-Unit = Literal["session", "group"]
-"""What results are read by."""
 
 
 class TaskRow(Struct):

@@ -16,16 +16,16 @@ from typing import Literal, Protocol
 import msgspec
 from msgspec import Struct
 
-from polar.config import ServerSettings
+from polar.config import DEFAULT_RUN, ServerSettings
 from polar.errors import ConfigError, StoreError
 from polar.rollout.events import Events
 from polar.rollout.leasing import Leasing
 from polar.rollout.ledger import Ledger
 from polar.rollout.members import NodeView, view
-from polar.rollout.models import TaskRequest
-from polar.rollout.policy import DEFAULT, Policy
+from polar.rollout.models import TaskRequest, Unit
+from polar.rollout.policy import Policy
 from polar.rollout.queue import Queue
-from polar.rollout.records import Lane, NewTask, Taken, TaskRow, Unit, WorkRow
+from polar.rollout.records import Lane, NewTask, Taken, TaskRow, WorkRow
 from polar.rollout.retention import Retention
 from polar.rollout.runs import Quotas, RunSettings
 from polar.rollout.steering import Steering
@@ -242,7 +242,7 @@ class Rollout:
     def status(self) -> dict[str, dict[str, int]]:
         """By run: sessions in each state."""
         found = {}
-        for run in sorted({DEFAULT, *self.ledger.totals, *(lane.run for lane in self.ledger.lanes)}):
+        for run in sorted({DEFAULT_RUN, *self.ledger.totals, *(lane.run for lane in self.ledger.lanes)}):
             counts, totals = self.ledger.of_run(run), self.ledger.totals[run]
             found[run] = {
                 "tasks": totals.tasks,

@@ -7,9 +7,9 @@ from urllib.parse import urlsplit
 from fastapi import APIRouter, HTTPException, Query
 from pydantic import AfterValidator, BaseModel, Field
 
+from polar.config import DEFAULT_RUN
 from polar.engines.wanted import PauseMode, PoolState
 from polar.rollout.members import NodeView
-from polar.rollout.policy import DEFAULT
 from polar.rollout.routes.bodies import Body, Run
 from polar.rollout.routes.documents import problems
 from polar.rollout.routes.parts import Parts
@@ -115,12 +115,12 @@ def routes(router: APIRouter, parts: Parts) -> None:
 
     @router.get("/policy", tags=["policy"], responses=problems())
     async def policy(run: OfRun = None) -> ShownPolicy:
-        return shown(parts, run or DEFAULT)
+        return shown(parts, run or DEFAULT_RUN)
 
     @router.post("/policy", tags=["policy"], responses=problems(400, 404, 413, 504))
     async def new_policy(body: NewPolicy, run: OfRun = None) -> ShownPolicy:
         """The weights have changed: of one replica, or of all."""
-        run = body.run or run or DEFAULT
+        run = body.run or run or DEFAULT_RUN
         if not await steering.set_version(run, body.version, body.replica, _IN_FORCE):
             raise _no_replica(parts, run, body.replica)
         return shown(parts, run)
@@ -142,19 +142,19 @@ def routes(router: APIRouter, parts: Parts) -> None:
     @router.get("/engines", tags=["engines"], responses=problems())
     async def engines(run: OfRun = None) -> ShownPolicy:
         """A run's engines; a run without any of its own uses those of `default`."""
-        return shown(parts, run or DEFAULT)
+        return shown(parts, run or DEFAULT_RUN)
 
     @router.post("/engines", tags=["engines"], responses=problems(400, 413, 504))
     async def add_engine(body: NewEngine, run: OfRun = None) -> ShownPolicy:
         """One more replica. With its first one, a run has engines of its own."""
-        run = body.run or run or DEFAULT
+        run = body.run or run or DEFAULT_RUN
         await steering.add_replica(run, body.url, body.version, _IN_FORCE)
         return shown(parts, run)
 
     @router.delete("/engines", tags=["engines"], responses=problems(404, 504))
     async def remove_engine(url: Annotated[str, Query(max_length=2000)], run: OfRun = None) -> ShownPolicy:
         """It gets no more calls; those that run there end there."""
-        run = run or DEFAULT
+        run = run or DEFAULT_RUN
         if not await steering.remove_replica(run, url, _IN_FORCE):
             raise _no_replica(parts, run, url)
         return shown(parts, run)
@@ -162,15 +162,15 @@ def routes(router: APIRouter, parts: Parts) -> None:
 
 def _state(parts: Parts, run: str) -> PoolState:
     pools = parts.rollout.steering.engines.pools
-    return pools.get(run) or pools[DEFAULT]
+    return pools.get(run) or pools[DEFAULT_RUN]
 
 
 def _own(parts: Parts, run: str | None) -> str:
     """Who shares engines can't hold them for the others."""
     if run is not None and run not in parts.rollout.steering.engines.pools:
-        message = f"Run {run} has no engines of its own: POST /engines gives it some, or pause those of {DEFAULT}."
+        message = f"Run {run} has no engines of its own: POST /engines gives it some, or pause those of {DEFAULT_RUN}."
         raise HTTPException(409, message)
-    return run or DEFAULT
+    return run or DEFAULT_RUN
 
 
 def _others(parts: Parts) -> list[NodeView]:

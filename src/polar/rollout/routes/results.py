@@ -7,8 +7,7 @@ from fastapi.responses import Response
 from pydantic import BaseModel
 
 from polar.plugins import names
-from polar.rollout.models import GroupResult, NumberedResult
-from polar.rollout.records import Unit
+from polar.rollout.models import GroupResult, NumberedResult, Unit
 from polar.rollout.routes.bodies import WHOLE, Name, Run
 from polar.rollout.routes.documents import problems
 from polar.rollout.routes.parts import Parts
