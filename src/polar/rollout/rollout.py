@@ -251,8 +251,9 @@ class Rollout:
                 "waiting": counts.waiting,
                 "done": totals.ended,
                 "usable": totals.usable,
-                "untaken": self.ledger.untaken[run],
             }
+            if self._policy.quotas(run).ahead is not None:
+                found[run]["untaken"] = self.ledger.untaken[run]
         return found
 
     def nodes(self) -> list[NodeView]:

@@ -41,7 +41,7 @@ class RunCounts(BaseModel):
     waiting: int = Field(description="for another try")
     done: int
     usable: int = Field(description="that ended with a reward")
-    untaken: int = Field(description="of those, not yet taken by the slowest consumer; counted where `batch` is set")
+    untaken: int | None = Field(None, description="of those, taken by no consumer yet; counted where `batch` is set")
 
 
 class Status(BaseModel):
