@@ -81,6 +81,9 @@ class Service:
 
     async def _start(self, stack: contextlib.AsyncExitStack) -> None:
         settings = self._settings
+        # First of all: who can't be reached must not take the database from a server that can.
+        listener = _listen(settings.server.host, settings.server.port)
+        stack.callback(listener.close)
         plane = self.plane = await stack.enter_async_context(DataPlane(settings, self._data, steered=True))
         store_id = await plane.store.identity()
         rollout = self.rollout = Rollout(
@@ -118,7 +121,8 @@ class Service:
             gateway_url=plane.gateway_url,
             node_id=worker.node_id,
         )
-        self.control_url = await _serve(create_app(parts), settings.server.host, settings.server.port, stack)
+        self.control_url = url_of(settings.server.host, listener.getsockname()[1])
+        _serve(create_app(parts), listener, stack)
         stack.callback(rollout.close)  # before the listener ends: nobody is left waiting
 
     async def _check(self, task: TaskRequest) -> None:
@@ -159,14 +163,11 @@ class _Uvicorn(uvicorn.Server):
         yield  # signals are ours
 
 
-async def _serve(app: FastAPI, host: str, port: int, stack: contextlib.AsyncExitStack) -> str:
-    listener = _listen(host, port)
+def _serve(app: FastAPI, listener: socket.socket, stack: contextlib.AsyncExitStack) -> None:
     config = uvicorn.Config(app, log_config=None, access_log=False, lifespan="off", timeout_graceful_shutdown=2)
     server = _Uvicorn(config)
     task = asyncio.create_task(server.serve(sockets=[listener]))
-    url = url_of(host, listener.getsockname()[1])
     stack.push_async_callback(_stop, server, task)
-    return url
 
 
 async def _stop(server: uvicorn.Server, task: "asyncio.Task[None]") -> None:

@@ -89,7 +89,7 @@ class _Generous(Leasing):
 class _Forgetful(Leasing):
     """Silent nodes are waited for without end."""
 
-    async def lose_silent(self) -> None:
+    async def lose_silent(self, now: float) -> None:
         return None
 
 

@@ -20,6 +20,7 @@ from polar.telemetry.logs import Format, Level
 @settings_options
 @click.option("--join", "server", required=True, metavar="URL", help="of the rollout server's control plane")
 @click.option("--token", envvar="POLAR_NODE_TOKEN", help="the server's node token [env: POLAR_NODE_TOKEN]")
+@click.option("--port", type=int, default=0, help="of its data plane [default: a free one]")
 @click.option("--name", help="what the node is called [default: this machine's, and the number of the process]")
 @log_options
 @json_option
@@ -28,6 +29,7 @@ def command(
     data: Path,
     server: str,
     token: str | None,
+    port: int,
     name: str | None,
     log_format: Format | None,
     log_level: Level | None,
@@ -35,7 +37,7 @@ def command(
 ) -> None:
     """Run sessions for the rollout server at URL until interrupted. Its engines are those that the server names; where
     the server's store is a PostgreSQL, name the same one ([store] url)."""
-    settings = load_settings(config_path)
+    settings = load_settings(config_path, gateway={"port": port})
     start_log(settings, log_format, log_level)
     told = token or settings.server.node_token or settings.server.token
     run(_node(settings, data, server, told, name or f"{socket.gethostname()}-{os.getpid()}", as_json))

@@ -78,13 +78,13 @@ def _ended(task: TaskStatus) -> list[results_view.Ended]:
     return [results_view.ended_from(result) for result in task.results]
 
 
-def _runs(runs: dict[str, dict[str, int]]) -> Table:
-    names = list(dict.fromkeys(name for counts in runs.values() for name in counts))
+def _runs(runs: dict[str, dict[str, int | None]]) -> Table:
+    names = list(dict.fromkeys(name for counts in runs.values() for name in counts if counts[name] is not None))
     table = Table("run")
     for name in names:
         table.add_column(name, justify="right")
     for run_name, counts in runs.items():
-        table.add_row(Text(visible(run_name)), *(f"{counts.get(name, 0):,}" for name in names))
+        table.add_row(Text(visible(run_name)), *(f"{counts.get(name) or 0:,}" for name in names))
     return table
 
 

@@ -345,9 +345,8 @@ class Leasing:
         self._ledger.feed()
         await self._notify()
 
-    async def lose_silent(self) -> None:
-        """Those that were not heard of for a term."""
-        now = asyncio.get_running_loop().time()
+    async def lose_silent(self, now: float) -> None:
+        """Those that were not heard of for a term. (`now`: before anything was waited for, lest this stood still.)"""
         for member in list(self.members.values()):
             if member.lost or now - member.seen > self._settings.lease_seconds:
                 await self.lose(member, died=True)

@@ -294,7 +294,7 @@ class Rollout:
             looked = now
             try:
                 await self._queue.check()
-                await self.leasing.lose_silent()
+                await self.leasing.lose_silent(now)
                 if now - counted > _RECOUNT or self._queue.doubtful:
                     counted = now
                     await self._recount()

@@ -115,7 +115,7 @@ def _touch(path: str) -> None:
 
 
 async def _held(cluster: Cluster) -> dict[str, Any] | None:
-    return next((node for node in await cluster.client.nodes() if node["load"].get("run")), None)
+    return next((node for node in await cluster.client.nodes() if node["leases"] and node["load"].get("run")), None)
 
 
 async def _pids(path: Path, count: int) -> list[int]:
