@@ -6,6 +6,7 @@ connections break and servers start anew.
 """
 
 import asyncio
+import re
 from collections import deque
 from collections.abc import Callable
 from types import TracebackType
@@ -50,6 +51,13 @@ class _Head(Struct):
 
 _page = msgspec.json.Decoder(_Page).decode
 _head = msgspec.json.Decoder(_Head).decode
+_begins = re.compile(rb'\{"cursor":(\d+),"sample":\d+,"session_id":"[^"\\]*","task_id":("(?:[^"\\]|\\.)*")').match
+
+
+def _head_of(data: bytes) -> _Head:
+    """A server of ours says it first; the rest, a megabyte perhaps, need not be looked through."""
+    begins = _begins(data)
+    return _head(data) if begins is None else _Head(int(begins[1]), msgspec.json.decode(begins[2], type=str))
 
 
 class Results(Generic[T]):
@@ -164,9 +172,10 @@ class Results(Generic[T]):
         results = []
         last = self._after
         for one in page.results:
-            head = _head(one)
+            data = bytes(one)
+            head = _head_of(data)
             if last is not None and head.cursor <= last:
                 raise ClientError(f"{self._calls.url} gave the result {head.cursor} after {last}, out of order.")
             last = head.cursor
-            results.append(RawResult(head.cursor, head.task_id, bytes(one)))
+            results.append(RawResult(head.cursor, head.task_id, data))
         return results

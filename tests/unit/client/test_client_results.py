@@ -9,7 +9,7 @@ import msgspec
 import pytest
 from aiohttp import web
 
-from polar.client import calls
+from polar.client import calls, feed
 from polar.client.async_client import AsyncClient, ClientError
 from polar.rollout.models import GroupResult, NumberedResult
 from tests.unit.client.plane import Plane
@@ -215,3 +215,16 @@ async def test_closing_ends_whoever_waits(plane: Plane, client: AsyncClient) -> 
 
 async def _all(results: Any) -> list[Any]:
     return [one async for one in results]
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b'{"cursor":12,"sample":3,"session_id":"s1","task_id":"a\\"b\\u00e9","rest":[1]}',
+        b'{"task_id":"a\\"b\\u00e9","rest":[1],"cursor":12}',
+        b'{"cursor": 12, "sample": 3, "session_id": "s1", "task_id": "a\\"b\\u00e9"}',
+    ],
+)
+def test_the_head_of_a_result_is_found_wherever_it_stands(data: bytes) -> None:
+    head = feed._head_of(data)
+    assert (head.cursor, head.task_id) == (12, 'a"bé')
