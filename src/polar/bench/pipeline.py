@@ -31,7 +31,7 @@ from polar.bench.sandbox import Times
 from polar.config import EngineSettings, GatewaySettings, NodeSettings, Prewarm, Settings
 from polar.data_plane import DataPlane
 from polar.harnesses import environment
-from polar.node.node import Node
+from polar.node.working import node_of
 from polar.rollout.models import AgentRequest, CustomShell, EvaluatorRequest, RuntimeRequest, TaskRequest
 from polar.runtimes.base import Runtime, Spec
 from polar.store.base import Verdict
@@ -188,17 +188,9 @@ class _Bench:
         )
         return _Measured(side, kind.lives)
 
-    async def through_stages(self, service: DataPlane, kind: SimulatedKind, data: Path, _: int, done: Done) -> float:
+    async def through_stages(self, plane: DataPlane, kind: SimulatedKind, _: Path, __: int, done: Done) -> float:
         """The production node. When the first task came."""
-        node = Node(
-            self._settings,
-            data,
-            store=service.store,
-            sessions=service.sessions,
-            pools=service.pools,
-            gateway_url=service.gateway_url,
-            kinds=OnlySimulated(kind),
-        )
+        node = node_of(plane, OnlySimulated(kind))
         async with node:
             await kind.started(self._plan.prewarm)  # the node was there before the tasks
             began = time.monotonic()

@@ -22,9 +22,8 @@ from polar.bench.trajectory import conversation
 from polar.cli.common import run
 from polar.config import GatewaySettings, NodeSettings, ServerSettings, Settings, StoreSettings
 from polar.data_plane import settle_process
-from polar.node.node import Node
 from polar.node.worker import Worker
-from polar.node.working import worker_of
+from polar.node.working import node_of, worker_of
 from polar.service import Service
 
 Form = Literal["none", "noop", "long", "node"]
@@ -65,15 +64,7 @@ async def _working(form: Form, service: Service, data: Path) -> AsyncIterator[No
         return
     kind = SimulatedKind(data / "simulated", service.gateway_url, start_seconds=0.0, seed=0)
     plane = service.plane
-    node = Node(
-        plane.settings,
-        data,
-        store=plane.store,
-        sessions=plane.sessions,
-        pools=plane.pools,
-        gateway_url=plane.gateway_url,
-        kinds=OnlySimulated(kind),
-    )
+    node = node_of(plane, OnlySimulated(kind))
     async with node, at_work(await worker_of(leasing, plane, node, name="here", store_id=store_id)):
         yield
 

@@ -134,8 +134,10 @@ def of_roles(sampled: Sampled, roles: frozenset[ExchangeRole], tally: Tally) -> 
 
 async def _superseded(store: Store, session: Session) -> bool:
     """A node may die between a session's verdict and its answer to the server: then another node runs it again."""
-    work_id = session.metadata.get("work_id")
-    standing = await store.standing_session(work_id) if isinstance(work_id, int) else None
+    task_id, work_id = session.metadata.get("task_id"), session.metadata.get("work_id")
+    if not isinstance(task_id, str) or not isinstance(work_id, int):  # of no server's
+        return False
+    standing = await store.standing_session(session.run, task_id, work_id)
     return standing is not None and standing != session.session_id
 
 

@@ -9,18 +9,18 @@ said that it is lost. What is lost is cancelled here, and nobody hears of it.
 
 import asyncio
 import logging
-from collections import OrderedDict
 from collections.abc import Awaitable, Callable
 from typing import Any, Protocol, TypeVar
 
 import msgspec
 from msgspec import Struct
-from pydantic import ValidationError
 
 from polar.engines.wanted import Engines
 from polar.errors import ConfigError, PolarError, StoreError
 from polar.node.finished import Finished
+from polar.node.following import Following, Problems
 from polar.node.plan import Plan
+from polar.node.planning import Plans
 from polar.rollout.models import TaskRequest
 from polar.rollout.protocol import (
     INTERRUPTED,
@@ -42,15 +42,10 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-_PLANS = 256  # tasks whose plans are kept
 _BATCH = 128  # ends that are told at once
 _REFUSED = "result_refused"  # why there is no reward: the server can't keep what was told of the end
 _FIRST_WAIT, _LAST_WAIT = 0.1, 5.0  # seconds between two tries to reach the server
 _PARTING = 20.0  # seconds in which a node that closes tells what it still can
-
-
-Problems = dict[str, list[str]]
-"""By run: what of the wanted engines could not be had."""
 
 
 class Running(Protocol):
@@ -113,18 +108,15 @@ class Worker:
         self._host = host
         self._place = place
         self._held: dict[Held, _Session] = {}
-        self._plans: OrderedDict[str, asyncio.Future[Plan]] = OrderedDict()
+        self._plans = None if host is None else Plans(host.plan)
         self._outbox: list[_Session] = []
         self._posted = asyncio.Event()  # something is in the outbox
         self._idle = asyncio.Event()  # nothing is held
         self._idle.set()
         self._joined: Joined | None = None
         self._joining = asyncio.Lock()
-        self._wanted = Engines(-1)
-        self._changed = asyncio.Event()  # of what is wanted of the engines
-        self._applied = -1
-        self._problems: Problems = {}
         self._tell = asyncio.Event()  # there is something to say before the next beat
+        self._following = Following(place.apply, self._tell.set)
         self._draining = asyncio.Event()
         self._pause = 0.0  # seconds before more is leased, where sessions can't begin
         self._tasks: set[asyncio.Task[None]] = set()
@@ -142,7 +134,7 @@ class Worker:
             joining.cancel()
             return
         joining.result()
-        loops = [self._spawn(work) for work in (self._lease, self._beat, self._send, self._apply)]
+        loops = [self._spawn(work) for work in (self._lease, self._beat, self._send, self._follow_engines)]
         draining = asyncio.ensure_future(self._drained())
         try:
             await asyncio.wait({stopping, draining, *loops}, return_when=asyncio.FIRST_COMPLETED)
@@ -177,7 +169,7 @@ class Worker:
             replaces=place.replaces,
         )
         self._joined = await self._reach(lambda: self._server.join(joining))
-        self._want(self._joined.engines)
+        self._following.want(self._joined.engines)
 
     async def _reach(self, call: Callable[[], Awaitable[T]]) -> T:
         """Until the server answers."""
@@ -246,9 +238,10 @@ class Worker:
     async def _lived(self, session: _Session) -> Ended:
         lease, host = session.lease, self._host
         assert host is not None
+        assert self._plans is not None
         ended = Ended(lease.work_id, lease.fence, None)
         try:
-            plan = await self._plan(lease)
+            plan = await self._plans.of(lease)
             try:
                 session.running = await host.submit(plan, lease.sample, lease.work_id)
             except (StoreError, OSError) as error:
@@ -276,24 +269,6 @@ class Worker:
             log.exception("A session of task %s failed", lease.task_id)
             ended.reason, ended.error = "node_failed", repr(error)
             return ended
-
-    async def _plan(self, lease: Lease) -> Plan:
-        """Samples of a task, and tasks that are equal, share one."""
-        assert self._host is not None
-        planning = self._plans.get(lease.digest)
-        if planning is None:
-            try:
-                task = TaskRequest.model_validate_json(bytes(lease.request))
-            except ValidationError as error:
-                raise ConfigError(f"This node can't read the task; is it older than the server? {error}") from error
-            planning = self._plans[lease.digest] = asyncio.ensure_future(self._host.plan(task))
-            if len(self._plans) > _PLANS:
-                self._plans.popitem(last=False)
-        try:
-            return await asyncio.shield(planning)
-        except Exception:
-            self._plans.pop(lease.digest, None)  # what is missing may be there the next time
-            raise
 
     async def _send(self) -> None:
         while True:
@@ -369,9 +344,9 @@ class Worker:
         beat = Beat(
             holding,
             self._place.load(),
-            seen=self._wanted.generation,
-            applied=self._applied,
-            problems=self._problems,
+            seen=self._following.wanted.generation,
+            applied=self._following.applied,
+            problems=self._following.problems,
         )
         return await self._server.beat(self._place.node_id, beat)
 
@@ -386,36 +361,13 @@ class Worker:
             if cancel.held in self._held:
                 self._held[cancel.held].cancel(cancel.reason)
         if orders.engines is not None:
-            self._want(orders.engines)
+            self._following.want(orders.engines)
         if orders.drain:
             self._draining.set()
 
-    def _want(self, engines: Engines) -> None:
-        self._wanted = engines
-        self._changed.set()
-
-    async def _apply(self) -> None:
-        while True:
-            await self._changed.wait()
-            self._changed.clear()
-            self._problems = {}
-            self._spawn(self._put_in_force, self._wanted)  # an older one may still wait for calls to end
-
-    async def _put_in_force(self, wanted: Engines) -> None:
+    async def _follow_engines(self) -> None:
         assert self._joined is not None
-        while True:
-            try:
-                problems = await self._place.apply(wanted)
-            except Exception as error:
-                log.exception("What is wanted of the engines could not be put in force")
-                problems = {run: [repr(error)] for run in wanted.pools}
-            if wanted is not self._wanted:
-                return
-            self._applied, self._problems = wanted.generation, problems
-            self._tell.set()
-            if not problems:
-                return
-            await asyncio.sleep(self._joined.beat)
+        await self._following.follow(self._joined.beat)
 
     # The end
 

@@ -10,13 +10,15 @@ import msgspec
 
 from polar.config import Settings
 from polar.data_plane import DataPlane
+from polar.node.kinds import Kinds
 from polar.node.node import Node
 from polar.node.remote import RemoteServer
 from polar.node.worker import Place, Worker
 from polar.rollout.protocol import Server
 
 
-def node_of(plane: DataPlane) -> Node:
+def node_of(plane: DataPlane, kinds: Kinds | None = None) -> Node:
+    """`kinds` of runtimes in place of those that are installed."""
     return Node(
         plane.settings,
         plane.data,
@@ -24,6 +26,7 @@ def node_of(plane: DataPlane) -> Node:
         sessions=plane.sessions,
         pools=plane.pools,
         gateway_url=plane.gateway_url,
+        kinds=kinds,
     )
 
 

@@ -113,9 +113,9 @@ class Store(Protocol):
 
     async def session(self, session_id: str) -> Session | None: ...
 
-    async def standing_session(self, work_id: int) -> str | None:
-        """Of the sessions that were begun for some work of a rollout server, the one whose end counts; None where there
-        is none, or none yet."""
+    async def standing_session(self, run: str, task_id: str, work_id: int) -> str | None:
+        """Of the sessions that were begun for some work of a task at a rollout server, the one whose end counts; None
+        where there is none, or none yet."""
         ...
 
     async def session_by_key(self, key_hash: bytes) -> Session | None: ...

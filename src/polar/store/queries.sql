@@ -27,7 +27,7 @@ RETURNING session_id, key_hash, created_at, run, status, ended_at, reward, metad
 UPDATE sessions SET reward = NULL, turn_rewards = NULL, reason = :reason WHERE session_id = :session_id;
 
 -- name: standing_session
-SELECT session_id FROM work WHERE work_id = :work_id AND state = 'done';
+SELECT session_id FROM work WHERE work_id = :work_id AND run = :run AND task_id = :task_id AND state = 'done';
 
 -- name: session
 SELECT session_id, key_hash, created_at, run, status, ended_at, reward, metadata, reason, turn_rewards

@@ -38,8 +38,9 @@ class Reader:
         row = self._db.execute(self._q.session, {"session_id": session_id}).fetchone()
         return None if row is None else to_session(row)
 
-    def standing_session(self, work_id: int) -> str | None:
-        row = self._db.execute(self._q.standing_session, {"work_id": work_id}).fetchone()
+    def standing_session(self, run: str, task_id: str, work_id: int) -> str | None:
+        work = {"run": run, "task_id": task_id, "work_id": work_id}
+        row = self._db.execute(self._q.standing_session, work).fetchone()
         return None if row is None else row[0]
 
     def session_by_key(self, key_hash: bytes) -> Session | None:

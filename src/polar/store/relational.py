@@ -131,8 +131,8 @@ class RelationalStore:
     async def session(self, session_id: str) -> Session | None:
         return await self._read(lambda: self._reader.session(session_id))
 
-    async def standing_session(self, work_id: int) -> str | None:
-        return await self._read(lambda: self._reader.standing_session(work_id))
+    async def standing_session(self, run: str, task_id: str, work_id: int) -> str | None:
+        return await self._read(lambda: self._reader.standing_session(run, task_id, work_id))
 
     async def session_by_key(self, key_hash: bytes) -> Session | None:
         return await self._read(lambda: self._reader.session_by_key(key_hash))

@@ -84,7 +84,7 @@ def test_everything_runs_on_postgresql(server: Server) -> None:
         assert recorder.take_in(copying.unpack(reader.copy("s"))) == "s"  # and so is this
 
         assert recorder.store_id() == recorder.store_id()
-        assert reader.standing_session(1) is None
+        assert reader.standing_session("default", "t", 1) is None
         recorder.disown_session("s", "superseded")
         disowned = reader.session("s")
         assert disowned is not None
