@@ -1,0 +1,40 @@
+"""A sample that was run twice, because its node died before the server heard of its end, goes out once."""
+
+from pathlib import Path
+from typing import Any
+
+from polar.export.pipeline import Selection, Tally, items
+from polar.rollout.protocol import Ended
+from polar.rollout.queue import Queue
+from polar.rollout.records import Allowance, Lane, NewTask
+from polar.store.base import Session, Verdict
+from polar.store.sqlite import SqliteStore
+from polar.trajectory.builders import prefix_merging
+
+
+async def exported(store: SqliteStore) -> tuple[set[str], Tally]:
+    tally = Tally()
+    found = {item.session.session_id async for item in items(store, Selection(), frozenset(), prefix_merging, tally)}
+    return found, tally
+
+
+async def test_of_two_sessions_of_a_sample_the_one_that_counts_goes_out(tmp_path: Path) -> None:
+    store = SqliteStore.open(tmp_path / "polar.db")
+    queue = await Queue.open(store)
+    await queue.submit([NewTask("default", "t", 1, None, "local", 0, False, b"digest", "{}")])
+    ((lease, _),) = await queue.lease("n", [], [Allowance(Lane("default", "local"), 9, 0, 0)], 1, 1)
+
+    async def graded(session_id: str, **metadata: Any) -> None:
+        await store.create_session(Session(session_id, session_id.encode(), 0.0, metadata=metadata))
+        await store.end_session(session_id, ended_at=1.0, verdict=Verdict(1.0))
+
+    await graded("lost", task_id="t", sample=0, work_id=lease.work_id)
+    await graded("counts", task_id="t", sample=0, work_id=lease.work_id)
+    await graded("by hand", task_id="t", sample=0)
+    await graded("another task's", task_id="u", sample=0, work_id=lease.work_id)
+    assert len((await exported(store))[0]) == 4  # nobody knows yet which one counts
+    await queue.finish([Ended(lease.work_id, lease.fence, "counts", 1.0)], 3)
+    found, tally = await exported(store)
+    assert found == {"counts", "by hand", "another task's"}
+    assert tally.left_out == {"whose sample another session stands for": {"superseded": 1}}
+    await store.close()
