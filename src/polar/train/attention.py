@@ -1,0 +1,130 @@
+"""Attention along the paths of a tree.
+
+The queries are a chunk's tokens; the keys are its context (the path to its first token) and the chunk itself. Query `q`
+sees the context and key `k` of the chunk iff `k <= q < ends[k]`; a context's token ends where its subtree does. That is
+all there is to the mask: one number a key. It is never written down, but on the CPU, a chunk at a time.
+
+| | a chunk that is one path | any other |
+|---|---|---|
+| CUDA | flash attention: to its context whole, to itself causally, joined by their normalisers | FlexAttention, blocks by the ends |
+| CPU | plain masked attention | the same |
+"""
+
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+from msgspec import Struct, field
+from torch import Tensor
+from torch.nn import functional
+
+from polar.train.cutting import Chunk
+from polar.train.flash import joined_attention
+from polar.train.forest import Forest
+
+BLOCK = 128
+"""Tokens of a side of FlexAttention's blocks."""
+
+
+class Sight(Struct):
+    """Who sees whom in a chunk. Keys are the context's tokens, then the chunk's own; queries and ends count from the
+    chunk's first token."""
+
+    queries: int
+    context: int
+    plain: bool
+    ends: Tensor  # int32, of each key
+    depths: Tensor  # int32, of each key
+    masks: dict[int | None, Any] = field(default_factory=dict)  # by window, as the attention wants them
+
+    @classmethod
+    def of(cls, forest: Forest, chunk: Chunk, device: torch.device) -> "Sight":
+        intervals = [*chunk.context, (chunk.start, chunk.stop)]
+        ends = np.concatenate([forest.ends[start:stop] for start, stop in intervals])
+        depths = np.concatenate([forest.depths[start:stop] for start, stop in intervals])
+        return cls(
+            queries=len(chunk),
+            context=chunk.depth,
+            plain=chunk.plain,
+            ends=torch.from_numpy(np.minimum(ends - chunk.start, len(chunk))).to(device),
+            depths=torch.from_numpy(depths).to(device),
+        )
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
+        """Tensors of [1, heads, tokens, width]; `window` is how many tokens back a query sees, itself included."""
+        if window is not None and int(self.depths[-self.queries :].max()) < window:
+            window = None  # nobody is that far from the beginning
+        if query.device.type != "cuda":
+            return functional.scaled_dot_product_attention(
+                query, key, value, attn_mask=self._mask(window), scale=scale, enable_gqa=True
+            )
+        if self.plain and window is None:
+            return joined_attention(query, key, value, self.context, scale)
+        return _flex()(query, key, value, block_mask=self._blocks(window), scale=scale, enable_gqa=True)
+
+    def _mask(self, window: int | None) -> Tensor:
+        if window not in self.masks:
+            queries = torch.arange(self.queries, device=self.ends.device)[:, None]
+            keys = torch.arange(-self.context, self.queries, device=self.ends.device)
+            mask = (keys <= queries) & (queries < self.ends)
+            if window is not None:
+                mask &= self.depths[self.context :, None] - self.depths < window
+            self.masks[window] = mask
+        return self.masks[window]
+
+    def _blocks(self, window: int | None) -> Any:
+        """FlexAttention's mask: which blocks are seen whole, which in part. The blocks' own smallest and largest ends
+        tell, so that nothing of the size of queries times keys is ever made."""
+        if window not in self.masks:
+            self.masks[window] = _block_mask(self, window)
+        return self.masks[window]
+
+
+@cache
+def _flex() -> Any:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    return torch.compile(flex_attention, dynamic=True)
+
+
+def _block_mask(sight: Sight, window: int | None) -> Any:
+    from torch.nn.attention.flex_attention import BlockMask
+
+    context, ends, depths = sight.context, sight.ends, sight.depths
+    device = ends.device
+    keys, queries = context + sight.queries, sight.queries
+    pad = -keys % BLOCK
+    lowest = functional.pad(ends, (0, pad), value=2**31 - 1).view(-1, BLOCK).amin(1)
+    highest = functional.pad(ends, (0, pad), value=-(2**31)).view(-1, BLOCK).amax(1)
+    first_key = torch.arange(0, keys, BLOCK, device=device) - context
+    last_key = (first_key + BLOCK - 1).clamp(max=queries - 1)
+    first = torch.arange(0, queries, BLOCK, device=device)[:, None]
+    last = (first + BLOCK - 1).clamp(max=queries - 1)
+    some = (first_key <= last) & (highest > first)
+    whole = (last_key <= first) & (lowest > last)
+    if window is not None:
+        whole = torch.zeros_like(whole)
+
+    offset = torch.tensor(context, device=device)
+
+    def visible(_batch: Tensor, _head: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return (k <= q + offset) & (q < ends[k])
+
+    def near(_batch: Tensor, _head: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return visible(_batch, _head, q, k) & (depths[q + offset] - depths[k] < window)
+
+    return BlockMask.from_kv_blocks(
+        *_listed(some & ~whole),
+        *_listed(whole),
+        BLOCK_SIZE=BLOCK,
+        mask_mod=visible if window is None else near,
+        seq_lengths=(queries, keys),
+    )
+
+
+def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """Of each row of blocks, how many there are, and which: those first, then the others."""
+    count = blocks.sum(1).to(torch.int32)
+    which = torch.argsort(blocks.to(torch.int8), dim=1, descending=True, stable=True).to(torch.int32)
+    return count[None, None], which[None, None]

@@ -1,0 +1,111 @@
+"""A forest cut into pieces that go through a model one after the other.
+
+A chunk is an interval of the packed tokens. What its tokens see before it is the path to its first token: all of it has
+gone through the model already, and its keys and values are still there. Going backwards, a chunk's turn comes when all
+that sees it has been done; what came back to its keys and values by then is part of its gradient. So the gradient is
+exact wherever the cuts are.
+
+A chunk whose activations are kept goes through the model once; the others twice, like a checkpoint. Kept are the ends
+of paths, as many tokens as may be: what lies below a branching is entered often, and left soon.
+"""
+
+from itertools import pairwise
+
+import numpy as np
+from msgspec import Struct
+
+from polar.train.forest import Forest, Indices
+from polar.trajectory.tree import ROOT
+
+
+class Chunk(Struct):
+    """Packed tokens `start` to `stop`."""
+
+    start: int
+    stop: int
+    context: list[tuple[int, int]]  # the path to its first token, as intervals of packed tokens
+    needed: int  # up to this packed token others see it
+    plain: bool  # it is one path, and all of it sees all of its context
+    kept: bool = True  # its activations are, until its backward pass
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+    @property
+    def depth(self) -> int:
+        """Tokens of its context."""
+        return sum(stop - start for start, stop in self.context)
+
+
+def cut(forest: Forest, chunk_tokens: int, kept_tokens: int) -> list[Chunk]:
+    """Chunks of `chunk_tokens` at most. Long stretches of one path are cut evenly, by themselves; short ones go
+    together."""
+    if not len(forest):
+        return []
+    stretches = _stretches(forest)
+    chunks = [
+        _chunk(forest, stretches, start, stop) for start, stop in _intervals(forest, stretches.tolist(), chunk_tokens)
+    ]
+    _keep(chunks, kept_tokens)
+    return chunks
+
+
+def _stretches(forest: Forest) -> Indices:
+    """Where stretches begin: tokens of one path, all of which the same tokens see."""
+    follows = forest.before[1:] == np.arange(len(forest) - 1)
+    same = forest.ends[1:] == forest.ends[:-1]
+    return np.concatenate([[0], np.flatnonzero(~(follows & same)) + 1])
+
+
+def _intervals(forest: Forest, stretches: list[int], most: int) -> list[tuple[int, int]]:
+    edges = [0]
+    for start, stop in pairwise([*stretches, len(forest)]):
+        if 4 * (stop - start) >= most:
+            pieces = -(-(stop - start) // most)
+            edges.extend(start + (stop - start) * piece // pieces for piece in range(pieces + 1))
+        elif stop - edges[-1] > most:
+            edges.append(start)
+    joined: list[tuple[int, int]] = []
+    for start, stop in pairwise(sorted({*edges, len(forest)})):
+        if joined and stop - joined[-1][0] <= most and forest.before[start] == start - 1:
+            joined[-1] = (joined[-1][0], stop)  # the same path goes on, and there is room
+        else:
+            joined.append((start, stop))
+    return joined
+
+
+def _chunk(forest: Forest, stretches: Indices, start: int, stop: int) -> Chunk:
+    context = _path(forest, stretches, int(forest.before[start]))
+    one_path = bool((forest.before[start + 1 : stop] == np.arange(start, stop - 1)).all())
+    seen = all(bool((forest.ends[low:high] >= stop).all()) for low, high in context)
+    needed = int(forest.ends[start:stop].max())
+    return Chunk(start=start, stop=stop, context=context, needed=max(needed, stop), plain=one_path and seen)
+
+
+def _path(forest: Forest, stretches: Indices, token: int) -> list[tuple[int, int]]:
+    """The path that ends with a token, as intervals of packed tokens."""
+    path: list[tuple[int, int]] = []
+    while token != ROOT:
+        low = int(stretches[np.searchsorted(stretches, token, "right") - 1])
+        if path and path[-1][0] == token + 1:
+            path[-1] = (low, path[-1][1])
+        else:
+            path.append((low, token + 1))
+        token = int(forest.before[low])
+    return path[::-1]
+
+
+def _keep(chunks: list[Chunk], budget: int) -> None:
+    """Kept are those from which on, themselves included, no more than `budget` tokens wait at any time."""
+    most = [0] * len(chunks)
+    waiting: list[int] = []
+    for number, chunk in enumerate(chunks):
+        waiting.append(number)
+        tokens = 0
+        for one in reversed(waiting):
+            tokens += len(chunks[one])
+            most[one] = max(most[one], tokens)
+        while waiting and chunks[waiting[-1]].needed <= chunk.stop:
+            waiting.pop()
+    for chunk, tokens in zip(chunks, most, strict=True):
+        chunk.kept = tokens <= budget

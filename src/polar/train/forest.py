@@ -1,0 +1,164 @@
+"""Trees of tokens, packed for one pass through a model.
+
+A tree is a group's `prefix_tree`, or a single trace (a tree of one path). Packed depth first, a token's descendants are
+the tokens right behind it, up to where its subtree ends: so one number a token says who sees whom (`Forest.ends`), and
+no mask is ever written down.
+"""
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+from msgspec import Struct
+from numpy.typing import NDArray
+
+from polar.trajectory.tree import ROOT
+
+Ints = NDArray[np.int32]
+Indices = NDArray[np.int64]
+Floats = NDArray[np.float32]
+
+
+class Tree(Struct):
+    """Node i's ids are `ids[starts[i]:starts[i + 1]]`, below node `parents[i]` (ROOT for none), which stands before it.
+
+    What is asked for: the log-probabilities of the tokens at `tokens` (indices into `ids`), one entry for each sampling
+    of a token, with logits divided by `temperature`."""
+
+    ids: Ints
+    starts: Indices
+    parents: Ints
+    tokens: Indices
+    temperature: Floats
+
+
+class Terms(Struct):
+    """What is asked of the model: one entry for each (sample, trained token), in the order of `at`."""
+
+    at: Indices  # the packed token behind which it was sampled
+    target: Ints  # its id
+    temperature: Floats
+    source: Indices  # its number among the entries of all trees, as they were given
+
+    def __len__(self) -> int:
+        return len(self.at)
+
+
+class Forest(Struct):
+    """Trees, one behind the other. Arrays have one entry a token; `q` sees `k` iff `k <= q < ends[k]`."""
+
+    ids: Ints
+    depths: Ints  # its position on its path
+    before: Ints  # the packed token before it on its path; ROOT at the first
+    ends: Ints  # where its subtree ends
+    terms: Terms
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+
+def forest(trees: Sequence[Tree]) -> Forest:
+    """Children are packed by the size of their subtrees, the largest last: so what hangs off a long path is done with
+    before the path goes on."""
+    packed = [_pack(tree) for tree in trees]
+    offsets = np.cumsum([0, *(len(one) for one in packed)])
+    if offsets[-1] >= 2**31:
+        raise ValueError(f"{offsets[-1]} tokens are too many for one pass: 2^31 - 1 at most.")
+    entries = np.cumsum([0, *(len(one.terms) for one in packed)])
+    before = [np.where(one.before == ROOT, ROOT, one.before + offset) for one, offset in _with(packed, offsets)]
+    terms = Terms(
+        at=_joined([one.terms.at + offset for one, offset in _with(packed, offsets)], np.int64),
+        target=_joined([one.terms.target for one in packed], np.int32),
+        temperature=_joined([one.terms.temperature for one in packed], np.float32),
+        source=_joined([one.terms.source + first for one, first in _with(packed, entries)], np.int64),
+    )
+    return Forest(
+        ids=_joined([one.ids for one in packed], np.int32),
+        depths=_joined([one.depths for one in packed], np.int32),
+        before=_joined(before, np.int32),
+        ends=_joined([one.ends + offset for one, offset in _with(packed, offsets)], np.int32),
+        terms=terms,
+    )
+
+
+def path_tree(ids: Ints, tokens: Indices, temperature: Floats) -> Tree:
+    """A trace: one path."""
+    return Tree(ids, np.array([0, len(ids)], np.int64), np.array([ROOT], np.int32), tokens, temperature)
+
+
+def _pack(tree: Tree) -> Forest:
+    order, ends = _depth_first(tree)
+    lengths = np.diff(tree.starts)
+    first = np.zeros(len(lengths), np.int64)  # of each node, packed
+    first[order] = np.cumsum(lengths[order]) - lengths[order]
+
+    before = np.arange(-1, len(tree.ids) - 1, dtype=np.int64)
+    depths = np.zeros(len(tree.ids), np.int64)
+    last = np.full(len(lengths), ROOT, np.int64)  # the packed token that a node's children go on from
+    below = np.zeros(len(lengths), np.int64)  # the depth of its children
+    for node in order:
+        parent = tree.parents[node]
+        onto, depth = (ROOT, 0) if parent == ROOT else (last[parent], below[parent])
+        start, length = first[node], lengths[node]
+        if length:
+            before[start] = onto
+            depths[start : start + length] = np.arange(depth, depth + length)
+        last[node] = start + length - 1 if length else onto
+        below[node] = depth + length
+
+    # where each packed token was
+    origin = np.concatenate([np.arange(tree.starts[node], tree.starts[node + 1]) for node in order] or [np.empty(0)])
+    origin = origin.astype(np.int64)
+    where = np.empty(len(origin), np.int64)
+    where[origin] = np.arange(len(origin))
+    token = where[tree.tokens]
+    at = before[token]
+    if (at == ROOT).any():
+        raise ValueError("A token without anything before it can't be trained: nothing predicts it.")
+    sorted_ = np.argsort(at, kind="stable")
+    terms = Terms(
+        at=at[sorted_],
+        target=tree.ids[tree.tokens][sorted_].astype(np.int32),
+        temperature=tree.temperature[sorted_].astype(np.float32),
+        source=sorted_.astype(np.int64),
+    )
+    return Forest(
+        ids=tree.ids[origin].astype(np.int32),
+        depths=depths.astype(np.int32),
+        before=before.astype(np.int32),
+        ends=np.repeat(ends[order], lengths[order]).astype(np.int32),
+        terms=terms,
+    )
+
+
+def _depth_first(tree: Tree) -> tuple[Indices, Indices]:
+    """Nodes in packed order, and where the subtree of each ends."""
+    count = len(tree.parents)
+    sizes = np.diff(tree.starts).astype(np.int64)
+    children: list[list[int]] = [[] for _ in range(count)]
+    roots: list[int] = []
+    for node in range(count - 1, -1, -1):
+        parent = int(tree.parents[node])
+        if parent == ROOT:
+            roots.append(node)
+        else:
+            children[parent].append(node)
+            sizes[parent] += sizes[node]
+    order: list[int] = []
+    ends = np.zeros(count, np.int64)
+    at = 0
+    stack = sorted(roots, key=lambda node: (-sizes[node], -node))
+    while stack:
+        node = stack.pop()
+        order.append(node)
+        ends[node] = at + sizes[node]
+        at += int(tree.starts[node + 1] - tree.starts[node])
+        stack.extend(sorted(children[node], key=lambda child: (-sizes[child], -child)))
+    return np.array(order, np.int64), ends
+
+
+def _with(packed: list[Forest], numbers: NDArray[np.int64]) -> Iterable[tuple[Forest, np.int64]]:
+    return zip(packed, numbers[:-1], strict=True)
+
+
+def _joined(arrays: list[NDArray[np.generic]], kind: type[np.generic]) -> NDArray[np.generic]:
+    return np.concatenate(arrays).astype(kind) if arrays else np.empty(0, kind)
