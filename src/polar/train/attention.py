@@ -4,10 +4,8 @@ The queries are a chunk's tokens; the keys are its context (the path to its firs
 sees the context and key `k` of the chunk iff `k <= q < ends[k]`; a context's token ends where its subtree does. That is
 all there is to the mask: one number a key. It is never written down, but on the CPU, a chunk at a time.
 
-| | a chunk that is one path | any other |
-|---|---|---|
-| CUDA | flash attention: to its context whole, to itself causally, joined by their normalisers | FlexAttention, blocks by the ends |
-| CPU | plain masked attention | the same |
+A chunk that is one path needs no mask at all on CUDA: see flash.py. Others have FlexAttention there, with blocks found
+by their keys' ends. On the CPU both are plain masked attention.
 """
 
 from functools import cache
@@ -20,7 +18,6 @@ from torch import Tensor
 from torch.nn import functional
 
 from polar.train.cutting import Chunk
-from polar.train.flash import joined_attention
 from polar.train.forest import Forest
 
 BLOCK = 128
@@ -36,6 +33,7 @@ class Sight(Struct):
     plain: bool
     ends: Tensor  # int32, of each key
     depths: Tensor  # int32, of each key
+    deepest: int  # of them
     masks: dict[int | None, Any] = field(default_factory=dict)  # by window, as the attention wants them
 
     @classmethod
@@ -49,18 +47,20 @@ class Sight(Struct):
             plain=chunk.plain,
             ends=torch.from_numpy(np.minimum(ends - chunk.start, len(chunk))).to(device),
             depths=torch.from_numpy(depths).to(device),
+            deepest=int(depths.max()),
         )
+
+    def narrow(self, window: int | None) -> int | None:
+        """The window, where anybody is so far from the beginning that it hides something."""
+        return window if window is not None and window <= self.deepest else None
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
         """Tensors of [1, heads, tokens, width]; `window` is how many tokens back a query sees, itself included."""
-        if window is not None and int(self.depths[-self.queries :].max()) < window:
-            window = None  # nobody is that far from the beginning
+        window = self.narrow(window)
         if query.device.type != "cuda":
             return functional.scaled_dot_product_attention(
                 query, key, value, attn_mask=self._mask(window), scale=scale, enable_gqa=True
             )
-        if self.plain and window is None:
-            return joined_attention(query, key, value, self.context, scale)
         return _flex()(query, key, value, block_mask=self._blocks(window), scale=scale, enable_gqa=True)
 
     def _mask(self, window: int | None) -> Tensor:

@@ -1,35 +1,61 @@
-"""Flash attention of a path to what came before it, on CUDA.
+"""Flash attention of one path to all that came before it, on CUDA.
 
-Queries see all of the context, and themselves causally. Those are two calls of an attention kernel, joined by their
-normalisers; going backwards, each kernel is given the joint output and normaliser, and so gives exactly its part of the
-gradient. Kernels that know such a mask themselves are slower than the two.
+Queries see the pieces of their context whole, and themselves causally. Each is a call of an attention kernel, and they
+are joined by their normalisers. Going backwards, each call is given the joint output and normaliser, and so gives
+exactly its part of the gradient. So no piece is ever copied, and what comes back to one goes straight to whose it is.
+
+cuDNN's kernel is the fastest on Hopper, by far, but needs a plan of its own for every pair of lengths (0.14 s on an
+H200). So lengths are made round: queries are filled up, and what is left of a piece goes to the other kernel.
 """
 
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
+from msgspec import Struct
 from torch import Tensor
+from torch.nn import functional
 
 _aten = torch.ops.aten
 
+QUERIES, KEYS = 512, 2048
+"""What cuDNN's lengths are multiples of."""
 
-def joined_attention(query: Tensor, key: Tensor, value: Tensor, context: int, scale: float) -> Tensor:
-    """The last keys are those of the queries themselves; the first `context` are seen by all of them."""
-    result: Tensor = _Joined.apply(query, key, value, context, scale)
-    return result
+
+def takes(query: Tensor) -> bool:
+    """Whether there is a kernel for such tensors."""
+    return query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and query.shape[-1] in (64, 96, 128)
+
+
+class Piece(Struct):
+    """Keys and values of [1, heads, tokens, width] that somebody else computed, and who is told the gradients of some
+    of them (from which to which, of the keys, of the values)."""
+
+    key: Tensor
+    value: Tensor
+    give_back: Callable[[int, int, Tensor, Tensor], None]
+
+
+def joined_attention(query: Tensor, key: Tensor, value: Tensor, context: Sequence[Piece], scale: float) -> Tensor:
+    """`key` and `value` are those of the queries themselves."""
+    count = query.shape[2]
+    fill = (0, 0, 0, -count % QUERIES)  # behind all others, where none of them looks
+    filled = [functional.pad(tensor, fill) for tensor in (query, key, value)] if fill[-1] else (query, key, value)
+    result: Tensor = _Joined.apply(*filled, context, scale)
+    return result[:, :, :count]
 
 
 class _Joined(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, context: int, scale: float) -> Tensor:
-        out, normaliser, seeds = _forward(query, key[:, :, context:], value[:, :, context:], True, scale)
-        states = [seeds]
-        if context:
-            whole, other, seeds = _forward(query, key[:, :, :context], value[:, :, :context], False, scale)
-            states.append(seeds)
-            both = torch.logaddexp(normaliser, other)
-            out = _weighted(out, normaliser - both, whole, other - both)
-            normaliser = both
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, context: Sequence[Piece], scale: float) -> Tensor:
+        out, normaliser, state = _forward(query, key, value, True, scale)
+        states = [state]
+        for start, stop, piece in _round(context):
+            more, other, state = _forward(
+                query, piece.key[:, :, start:stop], piece.value[:, :, start:stop], False, scale
+            )
+            states.append(state)
+            out, normaliser = _joined(out, normaliser, more, other)
         ctx.save_for_backward(query, key, value, out, normaliser)
         ctx.context, ctx.scale, ctx.states = context, scale, states
         return out
@@ -37,30 +63,50 @@ class _Joined(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         query, key, value, out, normaliser = ctx.saved_tensors
-        context, grad = ctx.context, grad.contiguous()
-        dq, own_k, own_v = _backward(
-            grad, query, key[:, :, context:], value[:, :, context:], out, normaliser, ctx.states[0], True, ctx.scale
-        )
-        if not context:
-            return dq, own_k, own_v, None, None
-        more, dk, dv = _backward(
-            grad, query, key[:, :, :context], value[:, :, :context], out, normaliser, ctx.states[1], False, ctx.scale
-        )
-        return dq + more, torch.cat([dk, own_k], 2), torch.cat([dv, own_v], 2), None, None
+        grad = grad.contiguous()
+
+        def back(key: Tensor, value: Tensor, state: Any, causal: bool) -> tuple[Tensor, Tensor, Tensor]:
+            return _backward(grad, query, key, value, out, normaliser, state, causal, ctx.scale)
+
+        dq, dk, dv = back(key, value, ctx.states[0], True)
+        for (start, stop, piece), state in zip(_round(ctx.context), ctx.states[1:], strict=True):
+            more, *theirs = back(piece.key[:, :, start:stop], piece.value[:, :, start:stop], state, False)
+            dq = dq + more
+            piece.give_back(start, stop, *theirs)
+        return dq, dk, dv, None, None
 
 
-@torch.compile(dynamic=True)
-def _weighted(one: Tensor, log_one: Tensor, other: Tensor, log_other: Tensor) -> Tensor:
-    joint = one.float() * log_one.exp() + other.float() * log_other.exp()
-    return joint.to(one.dtype)
+def _round(context: Iterable[Piece]) -> Iterable[tuple[int, int, Piece]]:
+    """The pieces in parts of a round length, and what is left of each."""
+    for piece in context:
+        length = piece.key.shape[2]
+        edge = length - length % KEYS
+        if edge:
+            yield 0, edge, piece
+        if edge < length:
+            yield edge, length, piece
+
+
+def _joined(one: Tensor, log_one: Tensor, other: Tensor, log_other: Tensor) -> tuple[Tensor, Tensor]:
+    both = torch.logaddexp(log_one, log_other)
+    out = torch.lerp(one.float(), other.float(), torch.exp(log_other - both).float())
+    return out.to(one.dtype), both
+
+
+# The kernels. Normalisers are [1, heads, queries, 1], in fp32.
 
 
 def _forward(query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor, Any]:
-    """Output, normaliser [1, heads, queries, 1], and what the backward pass is to be given besides."""
-    out, normaliser, lengths_q, lengths_k, most_q, most_k, seed, offset, _ = _aten._scaled_dot_product_cudnn_attention(
+    """Output, normaliser, and what the backward pass is to be given besides."""
+    if key.shape[2] % KEYS and not causal:
+        out, normaliser, *state = _aten._scaled_dot_product_flash_attention(
+            query, key, value, 0.0, causal, False, scale=scale
+        )
+        return out, normaliser[..., None], state[:6]
+    out, normaliser, *state = _aten._scaled_dot_product_cudnn_attention(
         query, key, value, None, True, 0.0, causal, False, scale=scale
     )
-    return out, normaliser, (lengths_q, lengths_k, most_q, most_k, seed, offset)
+    return out, normaliser, state[:6]
 
 
 def _backward(
@@ -75,8 +121,14 @@ def _backward(
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     lengths_q, lengths_k, most_q, most_k, seed, offset = state
-    dq, dk, dv = _aten._scaled_dot_product_cudnn_attention_backward(
-        grad, query, key, value, out, normaliser, seed, offset, None,
-        lengths_q, lengths_k, most_q, most_k, 0.0, causal, scale=scale,
-    )  # fmt: skip
-    return dq, dk, dv
+    lengths = lengths_q, lengths_k, most_q, most_k
+    back: tuple[Tensor, Tensor, Tensor]
+    if key.shape[2] % KEYS and not causal:
+        back = _aten._scaled_dot_product_flash_attention_backward(
+            grad, query, key, value, out, normaliser[..., 0], *lengths, 0.0, causal, seed, offset, scale=scale
+        )
+    else:
+        back = _aten._scaled_dot_product_cudnn_attention_backward(
+            grad, query, key, value, out, normaliser, seed, offset, None, *lengths, 0.0, causal, scale=scale
+        )
+    return back

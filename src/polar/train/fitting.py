@@ -1,0 +1,51 @@
+"""How many tokens a machine holds on their way through a model, and what makes them take less."""
+
+from typing import Any
+
+import torch
+
+CHUNK = {"cuda": 16384, "cpu": 2048}
+"""Tokens that go through at once: enough to keep the device busy."""
+_SHARE = {"cuda": 0.6, "cpu": 0.3}
+"""Of the memory that is free now: gradients and an optimizer may still come."""
+
+
+def sizes(model: Any, chunk_tokens: int | None, kept_tokens: int | None) -> tuple[int, int]:
+    """How many tokens go through at once, and of how many activations are kept, where nobody says."""
+    device = next(model.parameters()).device
+    room = max(256, int(_SHARE.get(device.type, 0.3) * _free(device) / _bytes(model)))
+    chunk = chunk_tokens or min(CHUNK.get(device.type, CHUNK["cuda"]), room)
+    return chunk, kept_tokens if kept_tokens is not None else room
+
+
+def fuse(model: Any) -> None:
+    """Norms and feed-forward parts are chains of small steps, each of which reads and writes all activations: compiled
+    they are one, and keep a third less for the backward pass. On CUDA only: on a CPU compiling takes longer than it
+    saves."""
+    if next(model.parameters()).device.type != "cuda":
+        return
+    for module in model.modules():
+        if type(module).__name__.endswith(("RMSNorm", "MLP")):
+            module.compile(dynamic=True)
+
+
+def _bytes(model: Any) -> float:
+    """Of a token's activations, about: what each layer's steps read. Somewhat more than was seen."""
+    config = model.config.get_text_config()
+    heads = config.num_attention_heads
+    width = getattr(config, "head_dim", None) or config.hidden_size // heads
+    numbers = 10 * config.hidden_size + 4 * getattr(config, "intermediate_size", 4 * config.hidden_size)
+    numbers += 6 * heads * width
+    return float(config.num_hidden_layers * numbers * next(model.parameters()).element_size())
+
+
+def _free(device: torch.device) -> int:
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return int(free)
+    try:
+        with open("/proc/meminfo", encoding="ascii") as lines:
+            fields = dict(line.split(":") for line in lines)
+        return 1024 * int(fields["MemAvailable"].split()[0])
+    except (OSError, KeyError):
+        return 4 * 2**30  # not Linux: what most machines have
