@@ -478,7 +478,7 @@ async def test_a_partial_turn_may_be_the_last_thing_said(tmp_path: Path, wire: W
 async def test_a_cut_turn_with_a_whole_call_is_acted_on(tmp_path: Path, wire: Wire, grace: float) -> None:
     """The call came whole, the rest of the turn didn't: its tool is run, as codex does. What goes on from a turn is no
     retry of it, and doesn't wait for its end."""
-    first = Turn(text=SAID, calls=[CALL, CALL], token_delay=SLOW)
+    first = Turn(text=SAID, calls=[CALL, CALL], token_delay=3 * SLOW)
     async with running(tmp_path, wire, first, grace=grace) as harness:
         cut = await harness.ask(until=lambda heard: heard.call is not None)
         assert cut.call is not None

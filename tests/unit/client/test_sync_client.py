@@ -170,4 +170,5 @@ def test_a_program_that_leaves_it_open_ends_quietly(serving: Serving, plane: Pla
     done = subprocess.run(
         [sys.executable, "-X", "dev", "-c", program], capture_output=True, text=True, timeout=60, check=True
     )
-    assert (done.stdout, done.stderr) == ("a\n", "")
+    said = [line for line in done.stderr.splitlines() if "took" not in line]  # asyncio, of a machine that is busy
+    assert (done.stdout, said) == ("a\n", [])
