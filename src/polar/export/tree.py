@@ -4,7 +4,7 @@ Sessions of one task share a tree, so their common prompt stands in it once. A s
 
 Who divides: nobody; each term has the weight of its tokens in its session.
 
-What is lost: roles, agents and temperatures, which are the traces' matter.
+What is lost: roles and agents, which are the traces' matter.
 """
 
 from typing import Any, ClassVar

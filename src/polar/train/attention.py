@@ -2,7 +2,7 @@
 
 The queries are a chunk's tokens; the keys are its context (the path to its first token) and the chunk itself. Query `q`
 sees the context and key `k` of the chunk iff `k <= q < ends[k]`; a context's token ends where its subtree does. That is
-all there is to the mask: one number a key. It is never written down, but on the CPU, a chunk at a time.
+all there is to the mask: one number a key. It is written down on the CPU alone, and where a chunk is small.
 
 A chunk that is one path needs no mask at all on CUDA: see flash.py. Others have FlexAttention there, with blocks found
 by their keys' ends. On the CPU both are plain masked attention.
@@ -21,7 +21,11 @@ from polar.train.cutting import Chunk
 from polar.train.forest import Forest
 
 BLOCK = 128
-"""Tokens of a side of FlexAttention's blocks."""
+"""Tokens of a side of FlexAttention's blocks. It takes no fewer queries."""
+_NARROWEST = 16
+"""Heads that FlexAttention takes."""
+_OPTIONS = {"BACKEND": "TRITON"}
+"""Else it may choose a kernel for single queries, which it can't compile for lengths that vary."""
 
 
 class Sight(Struct):
@@ -57,11 +61,15 @@ class Sight(Struct):
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
         """Tensors of [1, heads, tokens, width]; `window` is how many tokens back a query sees, itself included."""
         window = self.narrow(window)
-        if query.device.type != "cuda":
+        if not (query.is_cuda and self.queries >= BLOCK and query.shape[-1] >= _NARROWEST):
             return functional.scaled_dot_product_attention(
                 query, key, value, attn_mask=self._mask(window), scale=scale, enable_gqa=True
             )
-        return _flex()(query, key, value, block_mask=self._blocks(window), scale=scale, enable_gqa=True)
+        blocks = self._blocks(window)
+        flex: Tensor = _flex()(
+            query, key, value, block_mask=blocks, scale=scale, enable_gqa=True, kernel_options=_OPTIONS
+        )
+        return flex
 
     def _mask(self, window: int | None) -> Tensor:
         if window not in self.masks:
@@ -71,7 +79,8 @@ class Sight(Struct):
             if window is not None:
                 mask &= self.depths[self.context :, None] - self.depths < window
             self.masks[window] = mask
-        return self.masks[window]
+        found: Tensor = self.masks[window]
+        return found
 
     def _blocks(self, window: int | None) -> Any:
         """FlexAttention's mask: which blocks are seen whole, which in part. The blocks' own smallest and largest ends
@@ -111,8 +120,10 @@ def _block_mask(sight: Sight, window: int | None) -> Any:
     def visible(_batch: Tensor, _head: Tensor, q: Tensor, k: Tensor) -> Tensor:
         return (k <= q + offset) & (q < ends[k])
 
+    far = window or 0
+
     def near(_batch: Tensor, _head: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        return visible(_batch, _head, q, k) & (depths[q + offset] - depths[k] < window)
+        return visible(_batch, _head, q, k) & (depths[q + offset] - depths[k] < far)
 
     return BlockMask.from_kv_blocks(
         *_listed(some & ~whole),

@@ -36,7 +36,16 @@ def _bytes(model: Any) -> float:
     width = getattr(config, "head_dim", None) or config.hidden_size // heads
     numbers = 10 * config.hidden_size + 4 * getattr(config, "intermediate_size", 4 * config.hidden_size)
     numbers += 6 * heads * width
-    return float(config.num_hidden_layers * numbers * next(model.parameters()).element_size())
+    size = next(model.parameters()).element_size()
+    layers = config.num_hidden_layers
+    recurrent = (getattr(config, "layer_types", None) or []).count("linear_attention")
+    more = (
+        recurrent
+        * getattr(config, "linear_num_value_heads", 0)
+        * 4
+        * (20 * getattr(config, "linear_value_head_dim", 0) + 384)
+    )
+    return float(layers * numbers * size + more)
 
 
 def _free(device: torch.device) -> int:

@@ -41,7 +41,8 @@ def joined_attention(query: Tensor, key: Tensor, value: Tensor, context: Sequenc
     count = query.shape[2]
     fill = (0, 0, 0, -count % QUERIES)  # behind all others, where none of them looks
     filled = [functional.pad(tensor, fill) for tensor in (query, key, value)] if fill[-1] else (query, key, value)
-    result: Tensor = _Joined.apply(*filled, context, scale)
+    apply: Any = _Joined.apply
+    result: Tensor = apply(*filled, context, scale)
     return result[:, :, :count]
 
 
@@ -61,7 +62,7 @@ class _Joined(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, out, normaliser = ctx.saved_tensors
         grad = grad.contiguous()
 

@@ -6,6 +6,7 @@ no mask is ever written down.
 """
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import numpy as np
 from msgspec import Struct
@@ -160,5 +161,5 @@ def _with(packed: list[Forest], numbers: NDArray[np.int64]) -> Iterable[tuple[Fo
     return zip(packed, numbers[:-1], strict=True)
 
 
-def _joined(arrays: list[NDArray[np.generic]], kind: type[np.generic]) -> NDArray[np.generic]:
+def _joined(arrays: list[NDArray[Any]], kind: type[np.generic]) -> NDArray[Any]:
     return np.concatenate(arrays).astype(kind) if arrays else np.empty(0, kind)

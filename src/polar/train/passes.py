@@ -16,9 +16,12 @@ from msgspec import Struct, field
 from torch import Tensor
 
 from polar.errors import ConfigError
+from polar.train import flash
 from polar.train.attention import Sight
 from polar.train.cutting import Chunk, cut
+from polar.train.fitting import fuse, sizes
 from polar.train.forest import Forest
+from polar.train.recurrent import Recurrence, follow_trees
 
 LOGITS = 1024
 """Positions whose logits exist at the same time: a vocabulary is wide."""
@@ -35,62 +38,86 @@ class _Pass(Struct):
     chunk: Chunk
     sight: Sight
     context: list[tuple["_Pass", int, int]]  # where its context lies: tokens `start` to `stop` of earlier chunks
+    recurrence: Recurrence | None = None  # where the model has recurrent layers
     hidden: Tensor | None = None  # at the positions that predict something
     keys: dict[int, Tensor] = field(default_factory=dict)  # by layer, of its own tokens
     values: dict[int, Tensor] = field(default_factory=dict)
     seen: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)  # by layer, its context's, as inputs
-    grads: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)  # by layer, what came back to its own
+    key_grads: dict[int, Tensor] = field(default_factory=dict)  # by layer, what came back to its own
+    value_grads: dict[int, Tensor] = field(default_factory=dict)
 
-    def extend(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """A layer's keys and values with the context's in front."""
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
         self.keys[layer], self.values[layer] = key, value
+        if flash.takes(query) and self.sight.plain and self.sight.narrow(window) is None:
+            return flash.joined_attention(query, key, value, self._pieces(layer), scale)
+        return self.sight.attend(query, *self._extended(layer, key, value), scale, window)
+
+    def _pieces(self, layer: int) -> list[flash.Piece]:
+        """The context's keys and values where they are."""
+
+        def piece(one: "_Pass", start: int, stop: int) -> flash.Piece:
+            def give_back(low: int, high: int, key: Tensor, value: Tensor) -> None:
+                one.give(layer, start + low, start + high, key, value)
+
+            key, value = one.keys[layer].detach(), one.values[layer].detach()
+            return flash.Piece(key[:, :, start:stop], value[:, :, start:stop], give_back)
+
+        return [piece(*where) for where in self.context]
+
+    def _extended(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """A layer's keys and values with the context's in front, as if those were inputs."""
         if not self.context:
             return key, value
-        context = tuple(
-            torch.cat([getattr(one, kind)[layer].detach()[:, :, start:stop] for one, start, stop in self.context], 2)
-            for kind in ("keys", "values")
-        )
-        if torch.is_grad_enabled():
-            for tensor in context:
-                tensor.requires_grad_()
-            self.seen[layer] = context[0], context[1]
-        return torch.cat([context[0], key], 2), torch.cat([context[1], value], 2)
+        pieces = self._pieces(layer)
+        keys, values = torch.cat([one.key for one in pieces], 2), torch.cat([one.value for one in pieces], 2)
+        # What does not depend on anything that trains needs no gradient here, nor where it is from.
+        self.seen[layer] = keys.requires_grad_(key.requires_grad), values.requires_grad_(value.requires_grad)
+        return torch.cat([keys, key], 2), torch.cat([values, value], 2)
 
     def give_back(self) -> None:
-        """Adds what came back to the context's keys and values to the chunks that they are from."""
-        for layer, tensors in self.seen.items():
+        """What came back to copies of the context's keys and values goes to the chunks that they are from."""
+        for layer, (keys, values) in self.seen.items():
             at = 0
             for one, start, stop in self.context:
-                for mine, theirs in zip(tensors, one.grad(layer), strict=True):
-                    if mine.grad is not None:
-                        theirs[:, :, start:stop] += mine.grad[:, :, at : at + stop - start]
+                here = slice(at, at + stop - start)
+                key, value = (None if copy.grad is None else copy.grad[:, :, here] for copy in (keys, values))
+                one.give(layer, start, stop, key, value)
                 at += stop - start
         self.seen.clear()
 
-    def grad(self, layer: int) -> tuple[Tensor, Tensor]:
-        if layer not in self.grads:
-            self.grads[layer] = torch.zeros_like(self.keys[layer]), torch.zeros_like(self.values[layer])
-        return self.grads[layer]
+    def give(self, layer: int, start: int, stop: int, key: Tensor | None, value: Tensor | None) -> None:
+        """Adds to the gradients of its own keys and values. In fp32: many branches may come back to one trunk."""
+        _add(self.key_grads, layer, self.keys[layer], start, stop, key)
+        _add(self.value_grads, layer, self.values[layer], start, stop, value)
+
+
+def _add(grads: dict[int, Tensor], layer: int, tensor: Tensor, start: int, stop: int, grad: Tensor | None) -> None:
+    if grad is not None:
+        if layer not in grads:
+            grads[layer] = torch.zeros_like(tensor, dtype=torch.float32)
+        grads[layer][:, :, start:stop] += grad
 
 
 class TreeModel:
     """A Hugging Face causal language model, over forests. It runs in the model's own type and on its device."""
 
-    def __init__(self, model: Any, *, chunk_tokens: int = 8192, kept_tokens: int = 32768) -> None:
+    def __init__(self, model: Any, *, chunk_tokens: int | None = None, kept_tokens: int | None = None) -> None:
         """At most `chunk_tokens` go through at once; of at most `kept_tokens` are activations kept for the backward
-        pass, while the rest goes through twice."""
+        pass, while the rest goes through twice. Default: as the machine's memory allows."""
         self._model = model.get_base_model() if hasattr(model, "get_base_model") else model
         self._device = next(self._model.parameters()).device
         self._decoder, self._head = _parts(self._model)
-        self._chunk_tokens, self._kept_tokens = chunk_tokens, kept_tokens
+        self._recurrent = follow_trees(self._decoder)
         _use_tree_attention(self._model)
+        self.chunk_tokens, self.kept_tokens = sizes(self._model, chunk_tokens, kept_tokens)
+        fuse(self._model)
 
     @torch.no_grad()
     def logprobs(self, forest: Forest) -> Tensor:
         """Of each term, in the order in which they were given."""
         found = torch.zeros(len(forest.terms), device=self._device)
         waiting: list[_Pass] = []
-        for chunk in cut(forest, self._chunk_tokens, 0):
+        for chunk in cut(forest, self.chunk_tokens, 0):
             one = self._begin(forest, chunk, waiting)
             self._forward(forest, one)
             for index, logits, targets in self._logits(forest, one):
@@ -103,7 +130,7 @@ class TreeModel:
         """Adds the loss's gradient to the parameters'. Returns the log-probabilities, as `logprobs` does."""
         found = torch.zeros(len(forest.terms), device=self._device)
         waiting: list[_Pass] = []
-        for chunk in cut(forest, self._chunk_tokens, self._kept_tokens):
+        for chunk in cut(forest, self.chunk_tokens, self.kept_tokens):
             one = self._begin(forest, chunk, waiting)
             with torch.set_grad_enabled(chunk.kept):
                 self._forward(forest, one)
@@ -120,7 +147,11 @@ class TreeModel:
                 low, high = max(start, one.chunk.start), min(stop, one.chunk.stop)
                 if low < high:
                     context.append((one, low - one.chunk.start, high - one.chunk.start))
-        return _Pass(chunk, Sight.of(forest, chunk, self._device), context)
+        recurrence = None
+        if self._recurrent:
+            earlier = (one.recurrence for one in waiting if one.recurrence is not None)
+            recurrence = Recurrence.of(forest, chunk, earlier, self._device)
+        return _Pass(chunk, Sight.of(forest, chunk, self._device), context, recurrence)
 
     def _forward(self, forest: Forest, one: _Pass) -> None:
         chunk = one.chunk
@@ -135,23 +166,25 @@ class TreeModel:
             one.keys, one.values = {}, {}
             self._forward(forest, one)
         assert one.hidden is not None
-        tensors: list[Tensor] = []
-        grads: list[Tensor] = []
+        back: list[tuple[Tensor, Tensor]] = []  # what this chunk left, and its gradient
         if len(one.hidden):
             hidden, one.hidden = one.hidden, one.hidden.detach().requires_grad_()
             for index, logits, targets in self._logits(forest, one):
                 logprobs = _chosen(logits, targets)
                 found[index] = logprobs.detach()
-                loss(index, logprobs).backward()
-            tensors.append(hidden)
-            grads.append(one.hidden.grad if one.hidden.grad is not None else torch.zeros_like(hidden))
-        for layer, (key, value) in one.grads.items():
-            tensors += [one.keys[layer], one.values[layer]]
-            grads += [key, value]
-        wanted = [(tensor, grad) for tensor, grad in zip(tensors, grads, strict=True) if tensor.requires_grad]
-        if wanted:
-            torch.autograd.backward([tensor for tensor, _ in wanted], [grad for _, grad in wanted])
+                torch.autograd.backward(loss(index, logprobs))
+            if one.hidden.grad is not None:
+                back.append((hidden, one.hidden.grad))
+        back += [(one.keys[layer], grad) for layer, grad in one.key_grads.items()]
+        back += [(one.values[layer], grad) for layer, grad in one.value_grads.items()]
+        if one.recurrence is not None:
+            back += one.recurrence.came_back()
+        back = [(tensor, grad.to(tensor.dtype)) for tensor, grad in back if tensor.requires_grad]
+        if back:
+            torch.autograd.backward([tensor for tensor, _ in back], [grad for _, grad in back])
         one.give_back()
+        if one.recurrence is not None:
+            one.recurrence.give_back()
 
     def _logits(self, forest: Forest, one: _Pass) -> Any:
         """Some terms at a time: their numbers, their logits, after the temperature, and their ids."""
@@ -207,8 +240,8 @@ def _parts(model: Any) -> tuple[Any, Callable[[Tensor], Tensor]]:
 def _use_tree_attention(model: Any) -> None:
     from transformers import AttentionInterface
 
-    kinds = {*(getattr(model.config, "layer_types", None) or []), "full_attention"}
-    if unknown := kinds - {"full_attention", "sliding_attention"}:
+    kinds = {*(getattr(model.get_decoder().config, "layer_types", None) or []), "full_attention"}
+    if unknown := kinds - {"full_attention", "sliding_attention", "linear_attention"}:
         raise ConfigError(
             f"This model has layers of the kind {', '.join(sorted(unknown))}, which can't run over trees: "
             'set [rollout] builder = "prefix_merging".'
@@ -222,7 +255,7 @@ def _tree_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor | None,
+    _mask: Tensor | None,
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
@@ -231,9 +264,11 @@ def _tree_attention(
 ) -> tuple[Tensor, None]:
     """As transformers calls attention."""
     if tree is None:
-        raise ConfigError(f"{type(module).__name__} does not hand on what its model is called with: it can't run trees.")
+        raise ConfigError(
+            f"{type(module).__name__} does not hand on what its model is called with: it can't run trees."
+        )
     if dropout:
         raise ConfigError("The model has dropout in its attention, which makes log-probabilities random: set it to 0.")
-    keys, values = tree.extend(module.layer_idx, key, value)
     scale = module.head_dim**-0.5 if scaling is None else scaling
-    return tree.sight.attend(query, keys, values, scale, sliding_window).transpose(1, 2).contiguous(), None
+    out = tree.attend(module.layer_idx, query, key, value, scale, sliding_window)
+    return out.transpose(1, 2).contiguous(), None

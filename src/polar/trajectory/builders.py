@@ -82,6 +82,7 @@ def prefix_tree(sessions: Sequence[Sampled]) -> TreeTrajectory:
                 logprobs=None if path.logprobs is None else path.logprobs[stretch.offset : stop],
                 policy_versions=versions[stretch.offset : stop],
                 weight=(stop - stretch.offset) / totals[path.session_id],
+                scale=path.scale,
             )
             terms.append(term)
     pieces = [tree.ids(number) for number in range(len(tree.nodes))]
@@ -240,4 +241,5 @@ def _trace(session: Sampled, run: Sequence[Path], total: int) -> Trace:
         reward=session.reward,
         reason=session.reason,
         turn_rewards=_turn_rewards(run),
+        scales={path.exchange_id: path.scale for path in run if path.scale is not None},
     )

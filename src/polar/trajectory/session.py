@@ -16,6 +16,7 @@ from polar.plugins import load as load_plugin
 from polar.store.base import Exchange, Session, Store
 from polar.trajectory import wire
 from polar.trajectory.roles import Call, Labelled, Overrides, assign, call_of
+from polar.trajectory.teacher import conditions
 from polar.trajectory.types import NO_VERSION, Excluded, Ids, Image, Path, Sampled, Trajectory
 from polar.types import Media, Message, Request, ToolResult
 
@@ -123,6 +124,7 @@ def _path(
         agent_id=label.agent_id,
         branch_reason=exchange.branch_reason,
         temperature=exchange.sampling.temperature,
+        scale=_scale(exchange, images) if trainable else None,
         finish_reason=exchange.finish_reason,
         reward=rewards.get(exchange.exchange_id),
         images=images,
@@ -142,6 +144,14 @@ def _trainable(exchange: Exchange, sampled: int, label: Labelled, overrides: Ove
         late = "undelivered" if exchange.untrainable is None else exchange.untrainable
         excluded.append(Excluded(exchange.exchange_id, exchange.delivered, sampled, late))
     return kept, excluded
+
+
+def _scale(exchange: Exchange, images: list[Image]) -> float | None:
+    """Where the engine gave no log-probabilities, the trainer's own are those that were sampled with."""
+    found = conditions(exchange, images=bool(images))
+    if found.skip == "no_logprobs":
+        return exchange.sampling.temperature or 1.0
+    return found.temperature if found.skip is None else None
 
 
 def _versions(spans: list[VersionSpan], sampled: int) -> Ids:

@@ -52,6 +52,7 @@ class Path(Struct):
     agent_id: str | None = None
     branch_reason: str | None = None
     temperature: float | None = None
+    scale: float | None = None  # what divides the logits whose log-probabilities these are; None where nobody can say
     finish_reason: str | None = None
     reward: float | None = None  # of this turn alone, where an evaluator gave one
     images: list[Image] = field(default_factory=list)
@@ -111,6 +112,7 @@ class Trace(Struct):
     reward: float | None = None
     reason: str | None = None  # why there is no reward
     turn_rewards: dict[str, float] = field(default_factory=dict)  # by exchange id
+    scales: dict[str, float] = field(default_factory=dict)  # likewise: Path.scale, where it is known
 
 
 class TokenCounts(Struct, frozen=True):
@@ -143,6 +145,7 @@ class Term(Struct):
     logprobs: Logprobs | None
     policy_versions: Ids
     weight: float  # tokens / the session's trainable tokens
+    scale: float | None = None  # what divides the logits whose log-probabilities these are; None where nobody can say
 
 
 class TreeSession(Struct):

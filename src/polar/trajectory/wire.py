@@ -46,6 +46,7 @@ def trace(trace: Trace, messages: Messages = NO_MESSAGES) -> dict[str, Any]:
             "session_id": trace.session_id,
             "spans": msgspec.to_builtins(trace.spans),
             "turn_rewards": trace.turn_rewards,
+            "scales": trace.scales,
         },
     }
 
@@ -106,6 +107,7 @@ def _term(term: Term) -> dict[str, Any]:
         "logprobs": None if term.logprobs is None else term.logprobs.tolist(),
         "policy_versions": term.policy_versions.tolist(),
         "weight": term.weight,
+        "scale": term.scale,
     }
 
 

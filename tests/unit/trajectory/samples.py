@@ -28,6 +28,7 @@ def path(
     logprobs: bool = True,
     reward: float | None = None,
     images: Sequence[Image] = (),
+    scale: float | None = None,
 ) -> Path:
     """Every sampled token has a log-probability of its own, so that it is known wherever it turns up."""
     name = exchange_id or f"{session_id}-x{seq}"
@@ -48,6 +49,7 @@ def path(
         agent_id=agent_id,
         branch_reason=f"reason {seq}",
         temperature=seq / 10,
+        scale=scale,
         finish_reason=f"finish {seq}",
         reward=reward,
         images=list(images),

@@ -7,7 +7,7 @@ from polar.trajectory.builders import per_request, prefix_merging, prefix_tree
 
 from .samples import path, session
 
-SESSION = session(path(0, [1, 2], [3, 4], trainable=1), path(1, [1, 2, 3, 5], [6], reward=0.5, agent_id="a"))
+SESSION = session(path(0, [1, 2], [3, 4], trainable=1), path(1, [1, 2, 3, 5], [6], reward=0.5, agent_id="a", scale=0.7))
 
 
 def test_a_trace_has_the_fields_that_trainers_read() -> None:
@@ -37,6 +37,7 @@ def test_a_trace_has_the_fields_that_trainers_read() -> None:
                 {"exchange_id": "s-x1", "start": 2, "stop": 3, "offset": 0},
             ],
             "turn_rewards": {"s-x1": 0.5},
+            "scales": {"s-x1": 0.7},
         },
     }
 
@@ -64,7 +65,7 @@ def test_messages_are_those_of_each_trace() -> None:
 
 
 def test_a_tree() -> None:
-    fork = session(path(0, [1, 2], [3]), path(1, [1, 2], [4], logprobs=False))
+    fork = session(path(0, [1, 2], [3]), path(1, [1, 2], [4], logprobs=False, scale=0.7))
     made = msgspec.json.decode(msgspec.json.encode(wire.tree(prefix_tree([fork]))))
     assert made["nodes"] == [
         {"node": 0, "parent": None, "depth": 0, "ids": [1, 2]},
@@ -81,6 +82,7 @@ def test_a_tree() -> None:
         "logprobs": None,
         "policy_versions": [1],
         "weight": 0.5,
+        "scale": 0.7,
     }
     assert made["sessions"] == [{"session_id": "s", "reward": 1.0, "reason": None, "turn_rewards": {}}]
     assert (made["excluded"], made["tokens"]) == ([], {"computed": 4, "unique": 4, "trainable": 2})

@@ -1,0 +1,132 @@
+"""What `polar train` shows while it runs: what it does right now, the last steps, and the curve of rewards."""
+
+import contextlib
+import time
+from collections.abc import Iterator, Sequence
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from polar.train.metrics import StepMetrics
+
+_ROWS = 8  # steps that are shown
+_HEIGHT, _WIDTH = 8, 60  # of the curve
+_EIGHTHS = " ▁▂▃▄▅▆▇█"
+
+
+class Progress:
+    """A trainer.Watcher. Without a terminal it prints a line for each step; `silent`, nothing."""
+
+    def __init__(self, console: Console, *, silent: bool) -> None:
+        self._console = console
+        self._silent = silent
+        self._history: list[StepMetrics] = []
+        self._steps = 0
+        self._doing = "starting"
+        self._began = time.monotonic()
+        self._live: Live | None = None
+
+    def __rich__(self) -> Group:
+        minutes, seconds = divmod(int(time.monotonic() - self._began), 60)
+        step = self._history[-1].step if self._history else 0
+        head = Text(f"step {step} of {self._steps}   {self._doing}   {minutes}:{seconds:02}")
+        return Group(head, _table(self._history[-_ROWS:]), curve(self._history))
+
+    def show(self) -> Live | None:
+        if self._silent or not self._console.is_terminal:
+            return None
+        self._live = Live(self, console=self._console, refresh_per_second=2)
+        return self._live
+
+    def began(self, history: Sequence[StepMetrics], steps: int) -> None:
+        self._history, self._steps = list(history), steps
+        if history:
+            self.says(f"Going on behind step {history[-1].step}.")
+
+    def waits(self, ready: int, wanted: int) -> None:
+        self._doing = f"sampling: {ready} of {wanted} groups"
+
+    def learns(self, step: int, sessions: int) -> None:
+        self._doing = f"step {step}: learning from {sessions} sessions"
+
+    def evaluates(self, step: int) -> None:
+        self._doing = f"evaluating on held-out tasks after step {step}"
+
+    def says(self, text: str) -> None:
+        if not self._silent:
+            self._console.print(text, highlight=False, soft_wrap=True)
+
+    def ended(self, metrics: StepMetrics) -> None:
+        self._history.append(metrics)
+        if self._live is None:
+            self.says(_line(metrics, self._steps))
+
+
+@contextlib.contextmanager
+def progress(console: Console, *, silent: bool) -> Iterator[Progress]:
+    shown = Progress(console, silent=silent)
+    live = shown.show()
+    with live or contextlib.nullcontext():
+        yield shown
+
+
+def _number(value: float | None, form: str = ".3f") -> str:
+    return "" if value is None else format(value, form)
+
+
+def _line(metrics: StepMetrics, steps: int) -> str:
+    parts = [f"step {metrics.step}/{steps}"]
+    for name, value, form in (
+        ("reward", metrics.reward, ".3f"),
+        ("held out", metrics.held_out, ".3f"),
+        ("loss", metrics.loss, ".4f"),
+        ("gradient", metrics.grad_norm, ".3g"),
+        ("ratio", metrics.ratio_mean, ".4f"),
+        ("lag", metrics.lag_mean, ".2f"),
+    ):
+        if value is not None:
+            parts.append(f"{name} {value:{form}}")
+    if metrics.groups_filtered:
+        parts.append("filtered " + ", ".join(f"{count} {why}" for why, count in metrics.groups_filtered.items()))
+    if metrics.seconds:
+        parts.append(" ".join(f"{phase} {seconds:.1f}s" for phase, seconds in metrics.seconds.items()))
+    return "   ".join(parts)
+
+
+def _table(rows: Sequence[StepMetrics]) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for name in ("step", "reward", "held out", "loss", "gradient", "ratio", "lag", "filtered", "wait", "learn", "sync"):
+        table.add_column(name, justify="right")
+    for row in rows:
+        table.add_row(
+            str(row.step),
+            _number(row.reward),
+            _number(row.held_out),
+            _number(row.loss, ".4f"),
+            _number(row.grad_norm, ".3g"),
+            _number(row.ratio_mean, ".4f"),
+            _number(row.lag_mean, ".2f"),
+            str(sum(row.groups_filtered.values()) or ""),
+            *(_number(row.seconds.get(phase), ".1f") for phase in ("wait", "compute", "sync")),
+        )
+    return table
+
+
+def curve(history: Sequence[StepMetrics]) -> Text:
+    """The training tasks' reward as columns, in eighths of a line; held-out rewards as numbers below."""
+    rewards = [row.reward for row in history if row.reward is not None][-_WIDTH:]
+    text = Text()
+    if not rewards:
+        return text
+    low, high = min(0.0, *rewards), max(1.0, *rewards)
+    filled = [round((reward - low) / (high - low) * 8 * _HEIGHT) for reward in rewards]
+    for line in range(_HEIGHT - 1, -1, -1):
+        label = f"{high:5.2f} " if line == _HEIGHT - 1 else f"{low:5.2f} " if line == 0 else " " * 6
+        text.append(label, "dim")
+        text.append("".join(_EIGHTHS[min(8, max(0, one - 8 * line))] for one in filled) + "\n", "cyan")
+    held_out = [f"{row.held_out:.2f}" for row in history if row.held_out is not None]
+    if held_out:
+        text.append("held out " + " → ".join(held_out), "bold")
+    return text

@@ -1,0 +1,120 @@
+"""Where training can be taken up again: weights, optimiser, randomness, and how far the rollouts got.
+
+    OUTPUT/run.json                    who this is at the service: the same in every start
+    OUTPUT/checkpoints/step-000012/    weights.safetensors, learner.pt, progress.json
+    OUTPUT/journal.jsonl               the sessions of each step, up to the last checkpoint
+
+A checkpoint is there whole or not at all. What the journal says beyond it was lost with the process, and is cut off:
+so each session stands in it once.
+"""
+
+import secrets
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+import msgspec
+from msgspec import Struct, field
+
+from polar.errors import ConfigError
+from polar.train import files
+from polar.train.rollouts import Settled
+
+if TYPE_CHECKING:
+    from polar.train.learner import Learner
+
+_WEIGHTS, _LEARNER, _PROGRESS = "weights.safetensors", "learner.pt", "progress.json"
+
+
+class Progress(Struct):
+    step: int = 0
+    version: int = 0
+    cursor: int = 0  # of the last group that was looked at
+    settled: Settled = field(default_factory=Settled)
+    steps_of: dict[int, int] = field(default_factory=lambda: {0: 0})  # by version: whose weights it has
+
+
+class Entry(Struct):
+    """A step, in the journal."""
+
+    step: int
+    sessions: list[str]
+
+
+class Checkpoints:
+    def __init__(self, output: Path, keep: int) -> None:
+        self._output = output
+        self._folder = output / "checkpoints"
+        self._keep = keep
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(
+                f"Can't keep anything in {output}: {error.strerror}. Name another output folder."
+            ) from error
+
+    def identity(self, name: str) -> str:
+        """Of this run, at the service: another output folder is another run."""
+        path = self._output / "run.json"
+        if not path.exists():
+            files.write(path, msgspec.json.encode({"id": f"{name}-{secrets.token_hex(4)}"}))
+        found: str = msgspec.json.decode(path.read_bytes())["id"]
+        return found
+
+    def latest(self) -> Path | None:
+        return max(self._folder.glob("step-*"), default=None)
+
+    def load(self, learner: "Learner") -> Progress:
+        """The latest one; the beginning where there is none."""
+        import torch
+        from safetensors.torch import load_file
+
+        folder = self.latest()
+        if folder is None:
+            return Progress()
+        weights = load_file(folder / _WEIGHTS)
+        state = torch.load(folder / _LEARNER, weights_only=True, map_location="cpu")
+        learner.restore(weights, state)
+        return msgspec.json.decode((folder / _PROGRESS).read_bytes(), type=Progress)
+
+    def save(self, progress: Progress, learner: "Learner", entries: Iterable[Entry]) -> None:
+        """`entries` are those of the steps since the last one."""
+        import torch
+        from safetensors.torch import save_file
+
+        with (self._output / "journal.jsonl").open("ab") as journal:
+            for entry in entries:
+                journal.write(msgspec.json.encode(entry) + b"\n")
+        files.sync(self._output / "journal.jsonl")
+        with files.new_folder(self._folder / f"step-{progress.step:06}") as folder:
+            weights = {name: tensor.cpu().contiguous() for name, tensor in learner.weights().items()}
+            save_file(weights, folder / _WEIGHTS)
+            torch.save(learner.state(), folder / _LEARNER)
+            (folder / _PROGRESS).write_bytes(msgspec.json.encode(progress))
+        for old in sorted(self._folder.glob("step-*"))[: -self._keep]:
+            shutil.rmtree(old)
+
+    def journal(self, step: int) -> list[Entry]:
+        """Up to a step; what came later is removed."""
+        return keep_up_to(self._output / "journal.jsonl", step, Entry)
+
+
+T = TypeVar("T", bound=Struct)
+
+
+class _HasStep(Struct):
+    step: int
+
+
+def keep_up_to(path: Path, step: int, kind: type[T]) -> list[T]:
+    """The lines of a file that are of the first steps, as which it is written anew. A line that was cut off was the
+    last one."""
+    kept, found = [], []
+    for line in path.read_bytes().splitlines(keepends=True) if path.exists() else []:
+        if line.endswith(b"\n") and msgspec.json.decode(line, type=_HasStep).step <= step:
+            kept.append(line)
+            found.append(msgspec.json.decode(line, type=kind))
+    if path.exists():
+        files.write(path, b"".join(kept))
+    return found

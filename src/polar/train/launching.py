@@ -1,0 +1,161 @@
+"""The rollout service as a child of the trainer: started, started again when it dies, and ended with the trainer."""
+
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import signal
+import socket
+import sys
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from polar import backoff, config
+from polar.config import Settings
+from polar.errors import ConfigError, PolarError
+from polar.runtimes.linux import die_with_parent
+from polar.train.settings import TrainSettings
+
+log = logging.getLogger(__name__)
+
+_SOON, _LATER = 0.5, 30.0  # seconds before it is started again
+_TRIES = 8  # starts in a row that fail, before it is given up
+_STOP_SECONDS = 60.0
+_SHOWN = 5  # last lines of its log
+_PROGRAM = "from polar.cli.main import main; main()"
+
+
+def service_settings(settings: TrainSettings, model: Path) -> tuple[Settings, dict[str, str]]:
+    """What the service will make of its settings, and the variables that say so. Where they name no engine, it is the
+    embedded one with the model that is trained; started again, it begins with the weights that it had last."""
+    sections: dict[str, dict[str, Any]] = {name: dict(values) for name, values in settings.polar.items()}
+    if settings.rollout.config is None:
+        engine = sections.setdefault("engine", {})
+        engine.setdefault("kind", "embedded")
+        if engine["kind"] == "embedded" and not engine.get("urls"):
+            engine.setdefault("model", str(model))
+            engine["options"] = {"state": str(settings.output_folder / "engine.json")} | engine.get("options", {})
+    variables = {
+        f"{config.PREFIX}{section}__{key}".upper(): value if isinstance(value, str) else json.dumps(value)
+        for section, values in sections.items()
+        for key, value in values.items()
+    }
+    return config.load(_file(settings), os.environ | variables), variables
+
+
+def _file(settings: TrainSettings) -> Path:
+    """Without one of its own, whatever lies about is no settings of it."""
+    return Path(os.devnull) if settings.rollout.config is None else settings.path(settings.rollout.config)
+
+
+class ServiceProcess:
+    """`polar up` on free ports, with its data in the output folder. Use as an async context manager."""
+
+    def __init__(self, settings: TrainSettings, variables: dict[str, str], output: Path) -> None:
+        self.restarted = asyncio.Event()  # set when it has been started again; whoever has seen to that clears it
+        self.url = f"http://127.0.0.1:{_free_port()}"
+        self._data = output / "service"
+        self._log = output / "service.log"
+        self._has_served = (output / "metrics.jsonl").exists()
+        self._variables = variables
+        self._folder = settings.folder
+        self._config = _file(settings)
+        self._process: asyncio.subprocess.Process | None = None
+        self._watching: asyncio.Task[None]
+        self._closing = False
+
+    async def __aenter__(self) -> "ServiceProcess":
+        """Returns when it serves."""
+        try:
+            await self._bring_up(again=self._has_served)
+        except BaseException:
+            await self._stop()
+            raise
+        self._watching = asyncio.create_task(self._watch())
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._closing = True
+        self._watching.cancel()
+        with contextlib.suppress(asyncio.CancelledError, PolarError):
+            await self._watching
+        await self._stop()
+
+    @property
+    def pid(self) -> int | None:
+        return None if self._process is None else self._process.pid
+
+    async def over(self) -> None:
+        """Until it can't be brought up again: raises PolarError."""
+        await asyncio.shield(self._watching)
+
+    async def _watch(self) -> None:
+        while True:
+            assert self._process is not None
+            status = await self._process.wait()
+            log.warning("The rollout service ended with %s, and is started again: see %s", status, self._log)
+            await self._bring_up(again=True)
+            self.restarted.set()
+
+    async def _bring_up(self, *, again: bool) -> None:
+        """What ends by itself at the first start of all is not configured right; what is killed is tried again, and so
+        is what has served before."""
+        for tried, delay in enumerate(backoff.delays(_SOON, _LATER), 1):
+            status = await self._start()
+            if status is None:
+                return
+            if tried == _TRIES or (status >= 0 and not again):
+                lines = self._log.read_text(errors="replace").strip().splitlines()[-_SHOWN:]
+                said = " / ".join(lines) or "it said nothing"
+                raise ConfigError(f"The rollout service did not start (exit status {status}): {said}")
+            await asyncio.sleep(delay)
+
+    async def _start(self) -> int | None:
+        """None once it serves; its exit status where it ends before."""
+        self._data.mkdir(parents=True, exist_ok=True)
+        port = self.url.rpartition(":")[2]
+        words = ["-P", "-c", _PROGRAM, "up", "--json", "--config", str(self._config), "--data", str(self._data)]
+        words += ["--port", "0", "--control-port", port]
+        parent = os.getpid()
+        with self._log.open("ab") as file:
+            self._process = await asyncio.create_subprocess_exec(
+                *(sys.executable, *words),
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=file,
+                env=os.environ | self._variables,
+                cwd=self._folder,
+                start_new_session=True,  # an interrupt is for the trainer, which then ends it
+                preexec_fn=lambda: _follow(parent),
+            )
+        assert self._process.stdout is not None
+        return None if await self._process.stdout.readline() else await self._process.wait()
+
+    async def _stop(self) -> None:
+        process = self._process
+        if process is None or process.returncode is not None:
+            return
+        process.terminate()
+        try:
+            await asyncio.wait_for(process.wait(), _STOP_SECONDS)
+        except TimeoutError:
+            process.kill()
+            await process.wait()
+
+
+def _follow(parent: int) -> None:
+    """In the child: it ends when the trainer does, however that ends."""
+    die_with_parent(signal.SIGTERM)
+    if os.getppid() != parent:  # it has ended already
+        os._exit(1)
+
+
+def _free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port: int = listener.getsockname()[1]
+        return port

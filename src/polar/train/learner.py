@@ -1,0 +1,268 @@
+"""The optimiser's side of training: a batch goes in, and the weights have changed."""
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from msgspec import Struct, field
+from torch import Tensor
+
+from polar.errors import ConfigError, PolarError
+from polar.train import grpo
+from polar.train.batch import Batch, Trained
+from polar.train.forest import Forest, forest, path_tree
+from polar.train.groups import Columns
+from polar.train.model import frozen_copy, load_model, trainable
+from polar.train.passes import Loss, TreeModel
+from polar.train.plain import PlainModel
+from polar.train.settings import GrpoSettings, TrainSettings
+
+
+class Passes(Protocol):
+    """passes.TreeModel, or what stands in for it."""
+
+    def logprobs(self, forest: Forest) -> Tensor: ...
+
+    def backward(self, forest: Forest, loss: Loss) -> Tensor: ...
+
+
+class Learned(Struct):
+    """What is told of a step. Ratios are those of the trainer's own probability, before its first update, to the
+    engine's: away from 1 by updates that came in between, and by what engine and trainer compute differently."""
+
+    loss: float
+    grad_norm: float  # before it is shortened; of several updates, the mean
+    learning_rate: float
+    updates: int
+    computed_tokens: int  # that went through the model, forwards and backwards
+    trained_tokens: int
+    kl_behaviour: float  # of what sampled from the trainer's own
+    ratio_mean: float
+    ratio_max: float
+    truncated: float  # share of tokens whose importance weight was cut
+    clipped: float  # share of tokens whose ratio was, over all updates
+    kl_initial: float | None = None
+    logprobs: Any = field(default=None)  # of each entry of the batch, before the first update
+    seconds: dict[str, float] = field(default_factory=dict)
+
+
+class Learner:
+    """Not to be used by two threads at a time."""
+
+    def __init__(self, folder: Path, settings: TrainSettings) -> None:
+        if settings.model.threads is not None:
+            torch.set_num_threads(settings.model.threads)
+        torch.manual_seed(settings.seed)
+        self._settings = settings
+        self.model = load_model(folder, settings.model)
+        self.not_over_trees: str | None = None  # why the model can't run over trees, where it can't
+        self._passes = self._passes_of(self.model)
+        self._initial: Passes | None = None
+        if settings.grpo.kl and settings.model.lora is None:
+            self._initial = self._passes_of(frozen_copy(folder, settings.model))
+        self.vocabulary: int = self.model.get_input_embeddings().num_embeddings
+        self._parameters = trainable(self.model)
+        optimizer = settings.optimizer
+        self._optimizer = torch.optim.AdamW(
+            self._parameters.values(),
+            lr=optimizer.lr,
+            betas=optimizer.betas,
+            eps=optimizer.eps,
+            weight_decay=optimizer.weight_decay,
+        )
+        self._updates = 0
+
+    def _passes_of(self, model: Any) -> Passes:
+        """Models that can't run over trees read one sequence at a time."""
+        optimizer = self._settings.optimizer
+        try:
+            return TreeModel(model, chunk_tokens=optimizer.chunk_tokens, kept_tokens=optimizer.kept_tokens)
+        except ConfigError as error:
+            self.not_over_trees = str(error)
+            return PlainModel(model)
+
+    # A step
+
+    def step(self, groups: Sequence[Trained], number: int) -> Learned:
+        """Epochs over the groups, in minibatches of them: `number` is the step's, for the order."""
+        settings = self._settings
+        whole = Batch.of(groups, settings.grpo.normalise)
+        parts = [self._minibatches(groups, number, epoch) for epoch in range(settings.optimizer.epochs)]
+        updates = [some for epoch in parts for some in epoch]
+        once = len(updates) == 1
+        began = time.perf_counter()
+        old = None if once else self._passes.logprobs(whole.forest)
+        initial = self._initial_logprobs(whole) if settings.grpo.kl else None
+        scored = time.perf_counter()
+        told = Learned(0.0, 0.0, 0.0, 0, 0 if once else len(whole.forest), len(whole), 0.0, 1.0, 1.0, 0.0, 0.0)
+        places = np.cumsum([0, *(len(group) for group in groups)])
+        norms, clipped = [], []
+        for some in updates:
+            entries = np.concatenate([np.arange(places[one], places[one + 1]) for one in some])
+            index = torch.from_numpy(entries).to(self.model.device)
+            batch = whole if once else Batch.of([groups[one] for one in some], settings.grpo.normalise)
+            update = Update(
+                batch,
+                settings.grpo,
+                self.model.device,
+                None if old is None else old[index],
+                None if initial is None else initial[index],
+            )
+            logprobs = self._passes.backward(batch.forest, update.loss)
+            norms.append(self._updated(number))
+            told.loss += update.total / len(updates)
+            told.computed_tokens += len(batch.forest)
+            clipped.append(update.clipped / max(1, len(batch)))
+            if old is None:
+                old = logprobs
+        assert old is not None
+        told.updates, told.learning_rate = len(norms), self._rate()
+        told.grad_norm, told.clipped = float(np.mean(norms)), float(np.mean(clipped))
+        told.logprobs = old.double().cpu().numpy()
+        if initial is not None:
+            told.kl_initial = float((grpo.divergence(old, initial)).mean())
+        _compare(told, whole.columns, settings.grpo.tis_cap)
+        told.seconds = {"score": scored - began, "learn": time.perf_counter() - scored}
+        return told
+
+    def _minibatches(self, groups: Sequence[Trained], number: int, epoch: int) -> list[list[int]]:
+        """Which groups go into each update."""
+        settings = self._settings.optimizer
+        if settings.update_tokens is None and settings.minibatches == 1:
+            return [list(range(len(groups)))]
+        order = np.random.default_rng([self._settings.seed, number, epoch]).permutation(len(groups))
+        if settings.update_tokens is None:
+            return [sorted(some.tolist()) for some in np.array_split(order, settings.minibatches) if len(some)]
+        found: list[list[int]] = []
+        left = 0
+        for one in order.tolist():
+            tokens = sum(len(tree.ids) for tree in groups[one].trees)
+            if tokens > left:
+                found.append([])
+                left = settings.update_tokens
+            found[-1].append(one)
+            left -= tokens
+        return [sorted(some) for some in found]
+
+    def _updated(self, number: int) -> float:
+        """Changes the weights; the gradient's length."""
+        settings = self._settings.optimizer
+        norm = float(torch.nn.utils.clip_grad_norm_(self._parameters.values(), settings.max_norm))
+        if not np.isfinite(norm):
+            raise PolarError(f"The gradient of step {number} is not finite: try a lower optimizer.lr, or float32.")
+        for parameters in self._optimizer.param_groups:
+            parameters["lr"] = self._rate()
+        self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
+        self._updates += 1
+        return norm
+
+    def _rate(self) -> float:
+        settings = self._settings.optimizer
+        return settings.lr * min(1.0, (self._updates + 1) / settings.warmup) if settings.warmup else settings.lr
+
+    def _initial_logprobs(self, batch: Batch) -> Tensor:
+        if self._initial is not None:
+            return self._initial.logprobs(batch.forest)
+        with self.model.disable_adapter():
+            return self._passes.logprobs(batch.forest)
+
+    # What others need of the model
+
+    def score(self, prompt: Sequence[int], sampled: Sequence[int]) -> list[float]:
+        """Log-probabilities of sampled tokens behind a prompt, at temperature 1."""
+        ids = np.array([*prompt, *sampled], np.int32)
+        places = np.arange(len(prompt), len(ids), dtype=np.int64)
+        one = forest([path_tree(ids, places, np.ones(len(places), np.float32))])
+        scored: list[float] = self.logprobs(one).tolist()
+        return scored
+
+    def logprobs(self, forest: Forest) -> Tensor:
+        return self._passes.logprobs(forest)
+
+    # What a checkpoint holds
+
+    def weights(self) -> dict[str, Tensor]:
+        """What is trained."""
+        return {name: parameter.detach() for name, parameter in self._parameters.items()}
+
+    def state(self) -> dict[str, Any]:
+        """What else decides about the next step."""
+        return {
+            "optimizer": self._optimizer.state_dict(),
+            "updates": self._updates,
+            "random": torch.get_rng_state(),
+            "random_cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+        }
+
+    def restore(self, weights: dict[str, Tensor], state: dict[str, Any]) -> None:
+        if weights.keys() != self._parameters.keys():
+            raise ConfigError(
+                "The checkpoint is of another model, or of other trained layers: name another output folder."
+            )
+        with torch.no_grad():
+            for name, parameter in self._parameters.items():
+                parameter.copy_(weights[name])
+        self._optimizer.load_state_dict(state["optimizer"])
+        self._updates = state["updates"]
+        torch.set_rng_state(state["random"])
+        if state["random_cuda"] and torch.cuda.is_available():
+            torch.cuda.set_rng_state_all(state["random_cuda"])
+
+
+class Update:
+    """The loss of one update, some tokens at a time."""
+
+    def __init__(
+        self, batch: Batch, settings: GrpoSettings, device: torch.device, old: Tensor | None, initial: Tensor | None
+    ) -> None:
+        """Without `old` the update is the batch's only one, and what it is before the update is `old`."""
+        self._settings = settings
+        self._old, self._initial = old, initial
+        self._behaviour = torch.from_numpy(batch.columns.behaviour).to(device)
+        self._weight = torch.from_numpy(batch.weight).to(device)
+        self._coefficient = torch.from_numpy(batch.advantage * batch.weight).to(device)
+        self.total = 0.0
+        self.clipped = 0
+
+    def loss(self, index: Tensor, logprobs: Tensor) -> Tensor:
+        settings = self._settings
+        old = logprobs.detach() if self._old is None else self._old[index]
+        behaviour = self._behaviour[index]
+        behaviour = torch.where(behaviour.isnan(), old, behaviour)
+        loss = grpo.policy_loss(
+            logprobs,
+            old,
+            grpo.importance(old, behaviour, settings.tis_cap),
+            self._coefficient[index],
+            clip_low=settings.clip_low,
+            clip_high=settings.clip_high,
+        )
+        if self._initial is not None:
+            loss = loss + settings.kl * (self._weight[index] * grpo.divergence(logprobs, self._initial[index])).sum()
+        ratio = torch.exp(logprobs.detach() - old)
+        self.clipped += int(((ratio < 1 - settings.clip_low) | (ratio > 1 + settings.clip_high)).sum())
+        self.total += float(loss.detach())
+        return loss
+
+
+def _compare(told: Learned, columns: Columns, cap: float) -> None:
+    known = ~np.isnan(columns.behaviour)
+    if not known.any():
+        return
+    difference = told.logprobs[known] - columns.behaviour[known]
+    ratio = np.exp(difference)
+    told.kl_behaviour = float(-difference.mean())
+    told.ratio_mean, told.ratio_max = float(ratio.mean()), float(ratio.max())
+    told.truncated = float((ratio > cap).mean())
+
+
+def ratio_of(columns: Columns, logprobs: Any, of: Any) -> float | None:
+    """The mean ratio of some tokens; None where there are none."""
+    chosen = of & ~np.isnan(columns.behaviour)
+    if not chosen.any():
+        return None
+    return float(np.exp(logprobs[chosen] - columns.behaviour[chosen]).mean())

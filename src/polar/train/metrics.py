@@ -1,0 +1,167 @@
+"""What is told of each step: a line of JSON always, TensorBoard and W&B where they are wanted."""
+
+import asyncio
+import contextlib
+import shutil
+from importlib import import_module
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import msgspec
+from msgspec import Struct, field
+
+from polar.errors import ConfigError
+from polar.train.checkpoint import keep_up_to
+from polar.train.settings import MetricsSettings, TrainSettings
+
+
+class StepMetrics(Struct):
+    """Numbers that a step has none of are null: one in which no group had a signal has no loss, say."""
+
+    step: int
+    version: int  # of the weights that it ended with
+    reward: float | None = None  # mean over the sessions that came in, filtered ones too
+    held_out: float | None = None
+    loss: float | None = None
+    grad_norm: float | None = None
+    learning_rate: float | None = None
+    updates: int = 0
+    kl_behaviour: float | None = None
+    kl_initial: float | None = None
+    ratio_mean: float | None = None
+    ratio_max: float | None = None
+    ratio_on_policy: float | None = None  # mean over tokens of the newest weights
+    truncated: float | None = None
+    clipped: float | None = None
+    lag_mean: float | None = None  # over tokens
+    lag_max: int | None = None
+    tokens_computed: int = 0
+    tokens_unique: int = 0
+    tokens_trained: int = 0
+    groups: int = 0  # that were trained on
+    groups_filtered: dict[str, int] = field(default_factory=dict)
+    groups_on_their_way: int = 0
+    sessions: int = 0  # that were trained on
+    sessions_excluded: dict[str, int] = field(default_factory=dict)
+    tokens_excluded: dict[str, int] = field(default_factory=dict)
+    held_out_excluded: dict[str, int] = field(default_factory=dict)
+    probe_largest: float | None = None  # engine against trainer, after the update
+    stood_still: float | None = None  # seconds without generation
+    seconds: dict[str, float] = field(default_factory=dict)  # by phase
+    gpu_busy: float | None = None
+
+    def flat(self) -> dict[str, float]:
+        """Numbers alone, by name."""
+        found: dict[str, float] = {}
+        for name, value in msgspec.to_builtins(self).items():
+            for inner, number in value.items() if isinstance(value, dict) else [(None, value)]:
+                if number is not None:
+                    found[name if inner is None else f"{name}/{inner}"] = number
+        return found
+
+
+class Metrics:
+    """Use as a context manager."""
+
+    def __init__(self, output: Path, settings: TrainSettings, step: int, run: str) -> None:
+        """Goes on behind `step`: lines of later steps, which were lost with their weights, are removed."""
+        self.history = keep_up_to(output / "metrics.jsonl", step, StepMetrics)
+        self._file = (output / "metrics.jsonl").open("ab")
+        self._writers = _writers(output, settings.metrics, settings, run)
+
+    def __enter__(self) -> "Metrics":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._file.close()
+        for writer in self._writers:
+            writer.close()
+
+    def write(self, metrics: StepMetrics) -> None:
+        self.history.append(metrics)
+        self._file.write(msgspec.json.encode(metrics) + b"\n")
+        self._file.flush()
+        for writer in self._writers:
+            writer.write(metrics)
+
+
+class _TensorBoard:
+    def __init__(self, output: Path) -> None:
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError as error:
+            raise ConfigError("metrics.tensorboard takes the package tensorboard: pip install tensorboard.") from error
+        self._writer = SummaryWriter(str(output / "tensorboard"))
+
+    def write(self, metrics: StepMetrics) -> None:
+        for name, value in metrics.flat().items():
+            self._writer.add_scalar(name, value, metrics.step)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class _Wandb:
+    def __init__(self, output: Path, project: str, run: str, settings: TrainSettings) -> None:
+        try:
+            wandb = import_module("wandb")
+        except ImportError as error:
+            raise ConfigError("metrics.wandb takes the package wandb: pip install wandb.") from error
+        told = settings.model_dump(mode="json", exclude={"rollout": {"token"}, "sync": {"api_key"}, "polar": True})
+        self._run = wandb.init(project=project, id=run, name=run, dir=str(output), resume="allow", config=told)
+
+    def write(self, metrics: StepMetrics) -> None:
+        self._run.log(metrics.flat(), step=metrics.step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+def _writers(output: Path, wanted: MetricsSettings, settings: TrainSettings, run: str) -> list[Any]:
+    writers: list[Any] = [_TensorBoard(output)] if wanted.tensorboard else []
+    if wanted.wandb is not None:
+        writers.append(_Wandb(output, wanted.wandb, run, settings))
+    return writers
+
+
+class GpuWatch:
+    """How busy the GPUs of this machine are, whoever uses them. Use as an async context manager; without nvidia-smi it
+    has nothing to say."""
+
+    def __init__(self, *, wanted: bool) -> None:
+        self._program = shutil.which("nvidia-smi") if wanted else None
+        self.seen: list[float] = []
+        self._process: asyncio.subprocess.Process | None = None
+        self._reading: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> "GpuWatch":
+        if self._program is not None:
+            options = ("--query-gpu=utilization.gpu", "--format=csv,noheader,nounits", "--loop-ms=500")
+            pipe, nothing = asyncio.subprocess.PIPE, asyncio.subprocess.DEVNULL
+            self._process = await asyncio.create_subprocess_exec(self._program, *options, stdout=pipe, stderr=nothing)
+            self._reading = asyncio.create_task(self._read(self._process))
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._process is not None and self._process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile
+                self._process.kill()
+            await self._process.wait()
+        if self._reading is not None:
+            await self._reading
+
+    async def _read(self, process: asyncio.subprocess.Process) -> None:
+        assert process.stdout is not None
+        async for line in process.stdout:
+            with contextlib.suppress(ValueError):  # a GPU that doesn't say
+                self.seen.append(float(line) / 100)
+
+    def busy(self) -> float | None:
+        """The mean share since this was asked last."""
+        seen, self.seen = self.seen, []
+        return sum(seen) / len(seen) if seen else None

@@ -1,0 +1,94 @@
+"""The model that is trained: loaded from a folder, with adapters or without, on whatever device there is."""
+
+import shutil
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from polar.errors import ConfigError
+from polar.train import files
+from polar.train.settings import LoraSettings, ModelSettings
+
+
+def device_of(settings: ModelSettings) -> torch.device:
+    if settings.device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        return torch.device(settings.device)
+    except RuntimeError as error:
+        raise ConfigError(f"model.device: there is no device {settings.device!r}: name cpu, or cuda.") from error
+
+
+def load_model(folder: Path, settings: ModelSettings) -> Any:
+    """From local files alone. What isn't trained has no gradient. Raises ConfigError."""
+    transformers = import_module("transformers")
+    if not (folder / "config.json").exists():
+        raise ConfigError(f"There is no model in {folder}: it would have a config.json. Set model.folder.")
+    transformers.utils.logging.disable_progress_bar()
+    try:
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            folder, dtype=getattr(torch, settings.dtype), local_files_only=True
+        )
+    except (OSError, ValueError, RuntimeError, KeyError) as error:
+        raise ConfigError(f"The model in {folder} can't be loaded: {error}.") from error
+    model.to(device_of(settings)).eval()  # without dropout: log-probabilities are to be those of the policy
+    if settings.lora is not None:
+        return _with_adapters(model, settings.lora)
+    if settings.trainable_layers is not None:
+        _freeze_below(model, settings.trainable_layers)
+    return model
+
+
+def frozen_copy(folder: Path, settings: ModelSettings) -> Any:
+    """The model as it was at first, to be compared with."""
+    model = load_model(folder, settings.model_copy(update={"lora": None, "trainable_layers": None}))
+    return model.requires_grad_(False)
+
+
+def trainable(model: Any) -> dict[str, torch.nn.Parameter]:
+    return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+def _with_adapters(model: Any, settings: LoraSettings) -> Any:
+    peft = import_module("peft")
+    config = peft.LoraConfig(
+        r=settings.rank,
+        lora_alpha=settings.alpha,
+        target_modules=settings.targets,
+        lora_dropout=0.0,
+        bias="none",
+        task_type="CAUSAL_LM",
+    )
+    try:
+        return peft.get_peft_model(model, config).eval()
+    except ValueError as error:
+        raise ConfigError(f"model.lora.targets: {error}") from error
+
+
+def _freeze_below(model: Any, layers: int) -> None:
+    """Only the last layers, and the norm behind them, are trained."""
+    decoder = model.get_decoder()
+    if layers > len(decoder.layers):
+        raise ConfigError(f"model.trainable_layers: the model has {len(decoder.layers)} layers, and not {layers}.")
+    model.requires_grad_(False)
+    for layer in decoder.layers[-layers:]:
+        layer.requires_grad_(True)
+    decoder.norm.requires_grad_(True)
+
+
+def export(model: Any, base: Path, folder: Path) -> None:
+    """A folder that any engine can serve: the weights with adapters merged in, and the tokenizer as it was."""
+    from safetensors.torch import save_file
+
+    from polar.train.syncing.weights import weights_of
+
+    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
+    tied = set(getattr(inner, "all_tied_weights_keys", None) or getattr(inner, "_tied_weights_keys", None) or ())
+    with files.new_folder(folder) as made:
+        for file in base.iterdir():
+            if file.is_file() and not file.name.startswith(("model", "pytorch_model")):
+                shutil.copyfile(file, made / file.name)
+        weights = {name: tensor.cpu().contiguous() for name, tensor in weights_of(model).items() if name not in tied}
+        save_file(weights, made / "model.safetensors", metadata={"format": "pt"})

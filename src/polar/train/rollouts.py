@@ -1,0 +1,193 @@
+"""Groups to train on, from the rollout service: submitted ahead of time, and read in the order in which they end.
+
+Which task is the next one follows from the seed alone, and so does its name at the service. So whoever starts anew
+submits the same again, and what has run, or runs, is not run twice. A group is settled once nothing more is wanted of
+it: it was trained on, or left out. So many groups are on their way, unsettled, that a step's worth of them can be
+trained on while those of the next `max_lag` steps are sampled.
+"""
+
+import asyncio
+import contextlib
+import random
+from collections.abc import Iterable, Sequence
+from types import TracebackType
+
+from msgspec import Struct
+
+from polar.client.async_client import AsyncClient
+from polar.rollout.models import TaskRequest
+from polar.train import groups
+from polar.train.groups import Group
+from polar.train.settings import RolloutSettings
+from polar.trajectory.session import TREE
+
+_PAGE = 8  # groups that are read at once
+
+
+class Settled(Struct):
+    """Which groups are: all below `floor`, and some others."""
+
+    floor: int = 0
+    others: list[int] = []
+
+    def add(self, indices: Iterable[int]) -> None:
+        known = {*self.others, *(index for index in indices if index >= self.floor)}
+        while self.floor in known:
+            known.remove(self.floor)
+            self.floor += 1
+        self.others = sorted(known)
+
+    def __contains__(self, index: object) -> bool:
+        return isinstance(index, int) and (index < self.floor or index in self.others)
+
+    def __len__(self) -> int:
+        return self.floor + len(self.others)
+
+
+class Order:
+    """Which task each group is of: each epoch has all tasks, in an order of its own."""
+
+    def __init__(self, names: Sequence[str], seed: int) -> None:
+        self._names = names
+        self._seed = seed
+        self._epochs: dict[int, list[str]] = {}
+
+    def group(self, index: int) -> tuple[int, str]:
+        """Its epoch and task."""
+        epoch, place = divmod(index, len(self._names))
+        return epoch, self._of(epoch)[place]
+
+    def index(self, epoch: int, name: str) -> int:
+        return epoch * len(self._names) + self._of(epoch).index(name)
+
+    def _of(self, epoch: int) -> list[str]:
+        if epoch not in self._epochs:
+            shuffled = self._epochs[epoch] = list(self._names)
+            random.Random(f"{self._seed}/{epoch}").shuffle(shuffled)
+        return self._epochs[epoch]
+
+
+class Rollouts:
+    """Use as an async context manager."""
+
+    def __init__(
+        self,
+        client: AsyncClient,
+        tasks: Sequence[TaskRequest],
+        settings: RolloutSettings,
+        *,
+        name: str,
+        seed: int,
+        cursor: int,
+        settled: Settled,
+        limit: int,
+    ) -> None:
+        """`name` begins those of all tasks. `cursor` and `settled` are how far an earlier process got. `limit` is how
+        many groups there will be, those included."""
+        self.settled = settled
+        self.limit = limit
+        self._client = client
+        self._tasks = {task.task_id: task for task in tasks}
+        self._settings = settings
+        self._name = name
+        self._order = Order(list(self._tasks), seed)
+        self._next = settled.floor  # all groups before it are settled, or on their way
+        self._cursor = cursor
+        self._indices: dict[str, int] = {}  # of groups on their way, by task id
+        self._ready: asyncio.Queue[Group] = asyncio.Queue()
+        self._reading: asyncio.Task[None] | None = None
+        self._submitting = asyncio.Lock()
+
+    async def __aenter__(self) -> "Rollouts":
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._reading is not None:
+            self._reading.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._reading
+
+    @property
+    def on_their_way(self) -> int:
+        return len(self._indices)
+
+    async def submit(self) -> None:
+        """As many as may be on their way."""
+        settings = self._settings
+        if self._reading is None:
+            self._reading = asyncio.create_task(self._read())
+        async with self._submitting:
+            tasks = []
+            most = settings.groups_per_step * (settings.max_lag + 1)
+            while self.on_their_way < min(most, self.limit - len(self.settled)):
+                index, self._next = self._next, self._next + 1
+                epoch, name = self._order.group(index)
+                task = self._task(epoch, self._tasks[name])
+                if index not in self.settled and task.task_id not in self._indices:
+                    self._indices[task.task_id] = index
+                    tasks.append(task)
+            if tasks:
+                await self._client.submit(tasks)
+
+    def _task(self, epoch: int, task: TaskRequest) -> TaskRequest:
+        """Sessions that get too old while they run are ended by the service: training would only leave them out."""
+        settings = self._settings
+        return task.model_copy(
+            update={
+                "task_id": f"{self._name}/{epoch}/{task.task_id}",
+                "run": settings.run,
+                "num_samples": settings.group_size,
+                "sampling": sampled_with(task, settings),
+                "max_lag": settings.max_lag,
+                "on_stale": "cancel",
+            }
+        )
+
+    async def take(self) -> Group:
+        """The next one that has ended. Raises ClientError where the service can't be reached."""
+        assert self._reading is not None  # something was submitted
+        taking = asyncio.ensure_future(self._ready.get())
+        try:
+            await asyncio.wait({taking, self._reading}, return_when=asyncio.FIRST_COMPLETED)
+            if not taking.done():
+                await self._reading  # it failed
+            return await taking
+        finally:
+            taking.cancel()
+
+    def settle(self, taken: Iterable[Group]) -> None:
+        taken = list(taken)
+        self.settled.add(group.index for group in taken)
+        for group in taken:
+            del self._indices[group.task_id]
+
+    async def _read(self) -> None:
+        settings = self._settings
+        feed = self._client.results(self._cursor, unit="group", raw=True, builder=settings.builder, limit=_PAGE)
+        async with feed:
+            async for result in feed:
+                index = self._index(result.task_id)
+                if index is None or index in self.settled:
+                    continue
+                # A process before this one may have submitted groups that this one has not come to yet.
+                self._indices[result.task_id] = index
+                if settings.builder == TREE:
+                    tree = await self._client.trajectory(result.task_id)
+                    group = await asyncio.to_thread(groups.of_tree, result.data, tree, index)
+                else:
+                    group = await asyncio.to_thread(groups.of_traces, result.data, index)
+                await self._ready.put(group)
+
+    def _index(self, task_id: str) -> int | None:
+        """None of somebody else's: an evaluation's, say."""
+        epoch, _, name = task_id.removeprefix(f"{self._name}/").partition("/")
+        ours = task_id.startswith(f"{self._name}/") and epoch.isdecimal() and name in self._tasks
+        return self._order.index(int(epoch), name) if ours else None
+
+
+def sampled_with(task: TaskRequest, settings: RolloutSettings, **others: object) -> object:
+    """The trainer decides, then the task."""
+    wanted = settings.sampling.model_dump(exclude_none=True) | others
+    return task.sampling.model_copy(update=wanted)

@@ -1,0 +1,127 @@
+"""The proof that an engine has the trainer's weights: it samples a little, and the trainer's own model says how likely
+these tokens are. Both must say the same, as far as their arithmetic allows."""
+
+import asyncio
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from msgspec import Struct
+from numpy.typing import NDArray
+
+from polar.engines.base import Engine, TokenPrompt
+from polar.errors import EngineError
+from polar.types import Request, Sampling
+
+Scorer = Callable[[list[int], list[int]], Sequence[float]]
+"""The log-probabilities of sampled ids behind a prompt's, at temperature 1."""
+
+_PROMPTS, _PROMPT, _SAMPLED = 4, 16, 8
+"""How many prompts, the tokens of each, and how many are sampled at most."""
+
+
+class Tolerance(Struct, frozen=True):
+    """How far two computations of the same log-probability may be apart."""
+
+    largest: float
+    mean: float
+
+
+_TOLERANCES = {
+    # In fp32 only the order of additions differs: 5e-5 was seen between vLLM and transformers.
+    "float32": Tolerance(1e-3, 1e-4),
+    # A logit of about 16 has steps of 1/64 in fp16 and of 1/8 in bf16, and each layer adds its own. The same bf16
+    # weights through two kinds of attention were 0.29 apart at most and 0.05 in the mean: the mean is what tells.
+    "float16": Tolerance(0.2, 0.02),
+    "bfloat16": Tolerance(1.0, 0.15),
+}
+
+
+def tolerance_of(*dtypes: str) -> Tolerance:
+    """Of the coarsest of these dtypes, by torch's names: the engine's and the trainer's. What is not known is taken for
+    bfloat16: a wrong alarm would end a run."""
+    tolerances = [_TOLERANCES.get(dtype, _TOLERANCES["bfloat16"]) for dtype in dtypes]
+    return max(tolerances, key=lambda tolerance: tolerance.largest)
+
+
+class Sample(Struct, frozen=True):
+    prompt: list[int]
+    ids: list[int]
+    logprobs: list[float]
+
+
+class Difference(Struct, frozen=True):
+    """Between what an engine and the trainer say of the same tokens."""
+
+    tokens: int
+    largest: float
+    mean: float
+
+    @classmethod
+    def of_all(cls, parts: "Sequence[Difference]") -> "Difference":
+        tokens = sum(part.tokens for part in parts)
+        mean = sum(part.mean * part.tokens for part in parts) / tokens
+        return cls(tokens, max(part.largest for part in parts), mean)
+
+    def within(self, tolerance: Tolerance) -> bool:
+        return self.largest <= tolerance.largest and self.mean <= tolerance.mean
+
+
+class Probe:
+    def __init__(self, score: Scorer, vocabulary: int, tolerance: Tolerance) -> None:
+        """Prompts are ids spread over the `vocabulary`, the same ones always: what they say is of no importance."""
+        self._score = score
+        self.tolerance = tolerance
+        random = np.random.default_rng(0)
+        self._prompts: list[list[int]] = random.integers(0, vocabulary, (_PROMPTS, _PROMPT)).tolist()
+
+    async def sample(self, engine: Engine) -> list[Sample]:
+        """With the weights that the engine has now."""
+        return list(await asyncio.gather(*(_sample(engine, prompt) for prompt in self._prompts)))
+
+    async def difference(self, samples: Sequence[Sample]) -> Difference:
+        """Against the trainer's model as it is now. The model runs in a thread; whoever calls leaves it alone."""
+        return await asyncio.to_thread(self._difference, samples)
+
+    def _difference(self, samples: Sequence[Sample]) -> Difference:
+        apart = [
+            np.abs(np.asarray(sample.logprobs, np.float64) - np.asarray(self._score(sample.prompt, sample.ids)))
+            for sample in samples
+        ]
+        found: NDArray[np.float64] = np.concatenate(apart)
+        found[np.isnan(found)] = math.inf
+        return Difference(len(found), float(found.max()), float(found.mean()))
+
+
+async def _sample(engine: Engine, prompt: list[int]) -> Sample:
+    sampling = Sampling(temperature=1.0, top_p=1.0, max_tokens=_SAMPLED)
+    request = Request(model="", messages=[], sampling=sampling)
+    ids: list[int] = []
+    logprobs: list[float | None] = []
+    text = ",".join(map(str, prompt)).encode()
+    async for chunk in engine.generate(request, stream=False, prompt=TokenPrompt(np.array(prompt, np.int32), text)):
+        ids += chunk.ids
+        logprobs += chunk.logprobs or []
+    if not ids or len(ids) != len(logprobs):
+        raise EngineError(f"{engine.url} gave {len(logprobs)} log-probabilities for {len(ids)} tokens.")
+    return Sample(prompt, ids, [math.nan if value is None else value for value in logprobs])
+
+
+def scorer(model: Any) -> Scorer:
+    """A plain forward pass of a Hugging Face model."""
+    import torch
+
+    @torch.inference_mode()
+    def score(prompt: list[int], sampled: list[int]) -> list[float]:
+        training = model.training
+        model.eval()  # dropout would blur it
+        try:
+            ids = torch.tensor([prompt + sampled], device=model.device)
+            logits = model(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 : -1].float()
+        finally:
+            model.train(training)
+        found: list[float] = torch.log_softmax(logits, -1).gather(1, ids[0, len(prompt) :, None])[:, 0].tolist()
+        return found
+
+    return score

@@ -1,0 +1,52 @@
+"""A model's weights as engines take them: every tensor under its Hugging Face name, adapters merged in."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from polar.errors import ConfigError
+
+_BASE = "base_layer."
+
+
+@torch.no_grad()
+def weights_of(model: Any) -> dict[str, Tensor]:
+    """Tensors of the model itself where nothing is to be merged, so they hold until its next step. The model is left as
+    it is: merging an adapter into it and out again would leave rounding errors behind with every update.
+
+    Tied tensors appear under each of their names. Engines that pack their output layer for speed (vLLM on CPUs) would
+    otherwise go on with the old one."""
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    adapted = {name: module for name, module in base.named_modules() if hasattr(module, "get_delta_weight")}
+    weights: dict[str, Tensor] = {}
+    for name, tensor in base.state_dict().items():
+        if ".modules_to_save." in name or ".original_module." in name:
+            raise ConfigError(f"{name} is trained as a whole beside an adapter, which can't be sent to an engine.")
+        owner = _owner(name, adapted)
+        if owner is None:
+            weights[name] = tensor
+            continue
+        own = name.removeprefix(f"{owner}.")
+        if own.startswith(_BASE):
+            merged = _merged(tensor, adapted[owner]) if own == f"{_BASE}weight" else tensor
+            weights[f"{owner}.{own.removeprefix(_BASE)}"] = merged
+    return weights
+
+
+def _owner(name: str, adapted: dict[str, Any]) -> str | None:
+    """The adapted layer that a tensor belongs to."""
+    while "." in name:
+        name = name.rpartition(".")[0]
+        if name in adapted:
+            return name
+    return None
+
+
+def _merged(weight: Tensor, layer: Any) -> Tensor:
+    if layer.merged:
+        return weight
+    merged = weight.float()
+    for adapter in layer.active_adapters:
+        merged = merged + layer.get_delta_weight(adapter).float()
+    return merged.to(weight.dtype)

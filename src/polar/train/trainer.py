@@ -1,0 +1,335 @@
+"""Training: rollouts in, better weights out, and back into the engines that sample the next ones.
+
+    groups ─► advantages ─► Learner ─► checkpoint ─► engines (new version) ─► groups of the next steps
+
+Sampling goes on while a step is computed. Whatever is killed, another process with the same output folder goes on from
+the last checkpoint: what was sampled meanwhile is still at the service, and is used.
+"""
+
+import asyncio
+import logging
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Protocol
+
+import numpy as np
+from msgspec import Struct, field
+from numpy.typing import NDArray
+
+from polar.train.batch import Trained, trained, without_stale
+from polar.train.checkpoint import Checkpoints, Entry, Progress
+from polar.train.evaluation import Evaluation
+from polar.train.groups import Columns, Group
+from polar.train.learner import Learned, Learner, ratio_of
+from polar.train.metrics import GpuWatch, Metrics, StepMetrics
+from polar.train.rollouts import Rollouts
+from polar.train.settings import TrainSettings
+from polar.train.sync import ProbeFailed, SyncError
+
+log = logging.getLogger(__name__)
+
+_TRIES = 3  # of an update of the engines
+
+
+class Engines(Protocol):
+    """Where the weights go; see `weights.EngineWeights`."""
+
+    async def versions(self) -> "Versions": ...
+
+    async def same(self, version: int) -> bool:
+        """Whether all of them sample with the trainer's weights."""
+        ...
+
+    async def update(self, version: int) -> "Updated":
+        """They get them. Raises SyncError."""
+        ...
+
+
+class Versions(Struct):
+    """Of the engines' weights: as the service labels what they sample, and as they say themselves."""
+
+    labelled: set[int]
+    held: set[int] = field(default_factory=set)
+
+
+class Updated(Struct):
+    largest: float  # difference of log-probabilities, engine against trainer
+    stood_still: float  # seconds
+
+
+class Watcher(Protocol):
+    """Somebody who looks on."""
+
+    def began(self, history: list[StepMetrics], steps: int) -> None: ...
+
+    def waits(self, ready: int, wanted: int) -> None:
+        """For groups."""
+        ...
+
+    def learns(self, step: int, sessions: int) -> None: ...
+
+    def evaluates(self, step: int) -> None: ...
+
+    def says(self, text: str) -> None:
+        """Something that people should know."""
+        ...
+
+    def ended(self, metrics: StepMetrics) -> None:
+        """A step."""
+        ...
+
+
+class Nobody:
+    def began(self, history: list[StepMetrics], steps: int) -> None: ...
+
+    def waits(self, ready: int, wanted: int) -> None: ...
+
+    def learns(self, step: int, sessions: int) -> None: ...
+
+    def evaluates(self, step: int) -> None: ...
+
+    def says(self, text: str) -> None: ...
+
+    def ended(self, metrics: StepMetrics) -> None: ...
+
+
+class _Collected(Struct):
+    """What came in for one step."""
+
+    groups: list[Group] = field(default_factory=list)  # all of them
+    trained: list[Trained] = field(default_factory=list)
+    filtered: Counter[str] = field(default_factory=Counter)
+
+
+class Trainer:
+    def __init__(
+        self,
+        settings: TrainSettings,
+        *,
+        learner: Learner,
+        rollouts: Rollouts,
+        engines: Engines | None,
+        evaluation: Evaluation,
+        checkpoints: Checkpoints,
+        metrics: Metrics,
+        progress: Progress,
+        watcher: Watcher,
+        disturbed: asyncio.Event,
+        gpu: GpuWatch,
+    ) -> None:
+        """Without `engines` weights go nowhere (an engine without a model). `disturbed` is set when engines may have
+        lost their weights."""
+        self._settings = settings
+        self._learner = learner
+        self._rollouts = rollouts
+        self._engines = engines
+        self._evaluation = evaluation
+        self._checkpoints = checkpoints
+        self._metrics = metrics
+        self._progress = progress
+        self._watcher = watcher
+        self._disturbed = disturbed
+        self._gpu = gpu
+        self._trained = {name for entry in checkpoints.journal(progress.step) for name in entry.sessions}
+        self._entries: list[Entry] = []  # of steps since the last checkpoint
+        self._seconds: dict[str, float] = {}
+
+    async def run(self) -> list[StepMetrics]:
+        progress, last = self._progress, self._settings.steps
+        self._watcher.began(self._metrics.history, last)
+        await self._align()
+        await self._rollouts.submit()
+        if not any(told.step == progress.step for told in self._metrics.history):
+            metrics = StepMetrics(progress.step, progress.version)
+            await self._evaluate(metrics)
+            self._tell(metrics)
+        while progress.step < last:
+            await self._step()
+        return self._metrics.history
+
+    # One step
+
+    async def _step(self) -> None:
+        progress = self._progress
+        self._seconds = {}
+        with self._timed("wait"):
+            collected = await self._collect()
+        metrics = self._of_groups(collected)
+        metrics.step = progress.step + 1
+        if collected.trained:
+            self._watcher.learns(metrics.step, metrics.sessions)
+            with self._timed("compute"):
+                learned = await asyncio.to_thread(self._learner.step, collected.trained, metrics.step)
+            self._of_learning(metrics, collected.trained, learned)
+        progress.step += 1
+        progress.version += bool(collected.trained)
+        progress.steps_of[progress.version] = progress.step
+        progress.cursor = collected.groups[-1].cursor
+        self._rollouts.settle(group for group in collected.groups if group.index not in self._rollouts.settled)
+        self._entries.append(Entry(progress.step, [name for group in collected.trained for name in group.sessions]))
+        self._trained.update(self._entries[-1].sessions)
+        if progress.step % self._settings.checkpoint.every == 0 or progress.step == self._settings.steps:
+            with self._timed("checkpoint"):
+                await asyncio.to_thread(self._checkpoints.save, progress, self._learner, self._entries)
+            self._entries = []
+        if collected.trained:
+            with self._timed("sync"):
+                updated = await self._update()
+            if updated is not None:
+                metrics.probe_largest, metrics.stood_still = updated.largest, updated.stood_still
+        metrics.version = progress.version
+        await self._rollouts.submit()
+        with self._timed("evaluate"):
+            await self._evaluate(metrics)
+        metrics.seconds, metrics.gpu_busy = self._seconds, self._gpu.busy()
+        metrics.groups_on_their_way = self._rollouts.on_their_way
+        self._tell(metrics)
+
+    async def _collect(self) -> _Collected:
+        """A step's worth of groups. In place of those without a signal, `grpo.refill` further ones may be taken."""
+        settings = self._settings
+        found = _Collected()
+        wanted, refill = settings.rollout.groups_per_step, settings.grpo.refill
+        while len(found.groups) < wanted or (refill and len(found.trained) < wanted):
+            self._watcher.waits(len(found.groups), wanted)
+            group = await self._take()
+            self._exclude(group)
+            outcome = trained(group, settings.grpo)
+            found.groups.append(group)
+            if isinstance(outcome, Trained):
+                found.trained.append(outcome)
+                continue
+            found.filtered[outcome] += 1
+            if refill:
+                refill -= 1
+                self._rollouts.limit += 1
+                self._rollouts.settle([group])
+                await self._rollouts.submit()
+        found.trained.sort(key=lambda group: group.index)  # the same, in whatever order they ended
+        return found
+
+    async def _take(self) -> Group:
+        taking = asyncio.ensure_future(self._rollouts.take())
+        try:
+            while not taking.done():
+                disturbed = asyncio.ensure_future(self._disturbed.wait())
+                await asyncio.wait({taking, disturbed}, return_when=asyncio.FIRST_COMPLETED)
+                disturbed.cancel()
+                if self._disturbed.is_set():
+                    self._disturbed.clear()
+                    await self._align()
+            return taking.result()
+        finally:
+            taking.cancel()
+
+    def _exclude(self, group: Group) -> None:
+        """Sessions that must not be trained on: those of weights that are too old, and any that have been."""
+        without_stale(group, self._lag, self._settings.rollout.max_lag)
+        if any(member.reason == "stale" for member in group.members):
+            self._disturbed.set()  # engines that lost their weights sample with old ones
+        for member in group.members:
+            if member.session_id in self._trained:
+                member.reason = "trained_before"
+
+    def _lag(self, version: int) -> int:
+        """Steps that the weights are ahead of those that sampled a token. A version that isn't known was lost with the
+        process that made it: so many updates after the checkpoint that was gone on from."""
+        known = [one for one in self._progress.steps_of if one <= version]
+        if not known:
+            return 1 + self._progress.step + self._settings.rollout.max_lag  # nobody knows: too old
+        nearest = max(known)
+        return max(0, self._progress.step - self._progress.steps_of[nearest] - (version - nearest))
+
+    # Engines
+
+    async def _align(self) -> None:
+        """Makes sure that the engines have these weights, under their version. One that somebody has seen already may
+        stand for weights that were lost with a process before this one: then these get a larger one."""
+        if self._engines is None:
+            return
+        own, known = self._progress.version, await self._engines.versions()
+        if known.labelled == {own} and await self._engines.same(own):
+            return
+        newest = max(known.labelled | known.held, default=0)
+        if newest > own or own in known.labelled:
+            self._progress.version = max(newest, own) + 1
+            self._progress.steps_of[self._progress.version] = self._progress.step
+        await self._update()
+
+    async def _update(self) -> Updated | None:
+        if self._engines is None:
+            return None
+        for tried in range(1, _TRIES + 1):
+            try:
+                return await self._engines.update(self._progress.version)
+            except SyncError as error:
+                if tried == _TRIES:
+                    raise
+                log.warning("The engines are told again: %s", error)
+                if isinstance(error, ProbeFailed):
+                    self._progress.version += 1
+                    self._progress.steps_of[self._progress.version] = self._progress.step
+        raise AssertionError  # the last try returns or raises
+
+    # Held-out tasks
+
+    async def _evaluate(self, metrics: StepMetrics) -> None:
+        """Where it is due. The weights stay as they are meanwhile, and training tasks go on being sampled."""
+        if self._evaluation.is_due(metrics.step, self._settings.steps):
+            self._watcher.evaluates(metrics.step)
+            found = await self._evaluation.run(metrics.step)
+            metrics.held_out, metrics.held_out_excluded = found.reward, found.reasons
+
+    # What is told
+
+    def _of_groups(self, collected: _Collected) -> StepMetrics:
+        members = [member for group in collected.groups for member in group.members]
+        rewards = [member.reward for member in members if member.reward is not None]
+        excluded: Counter[str] = Counter(member.reason for member in members if member.reason is not None)
+        tokens: Counter[str] = Counter()
+        for group in collected.groups:
+            tokens.update(group.excluded)
+        metrics = StepMetrics(
+            step=0,
+            version=self._progress.version,
+            reward=float(np.mean(rewards)) if rewards else None,
+            tokens_unique=sum(group.unique for group in collected.groups),
+            groups=len(collected.trained),
+            groups_filtered=dict(collected.filtered),
+            sessions=sum(len(group.sessions) for group in collected.trained),
+            sessions_excluded=dict(excluded),
+            tokens_excluded=dict(tokens),
+        )
+        if collected.trained:
+            lags = self._lags(_columns(collected.trained))
+            metrics.lag_mean, metrics.lag_max = float(lags.mean()), int(lags.max())
+        return metrics
+
+    def _of_learning(self, metrics: StepMetrics, groups: Sequence[Trained], learned: Learned) -> None:
+        for name in ("loss", "grad_norm", "learning_rate", "updates", "kl_behaviour", "kl_initial", "ratio_mean"):
+            setattr(metrics, name, getattr(learned, name))
+        metrics.ratio_max, metrics.truncated, metrics.clipped = learned.ratio_max, learned.truncated, learned.clipped
+        metrics.tokens_computed, metrics.tokens_trained = learned.computed_tokens, learned.trained_tokens
+        columns = _columns(groups)
+        metrics.ratio_on_policy = ratio_of(columns, learned.logprobs, self._lags(columns) == 0)
+        self._seconds |= learned.seconds
+
+    def _lags(self, columns: Columns) -> NDArray[np.int64]:
+        versions, places = np.unique(columns.version, return_inverse=True)
+        return np.array([self._lag(int(version)) for version in versions])[places]
+
+    def _tell(self, metrics: StepMetrics) -> None:
+        self._metrics.write(metrics)
+        self._watcher.ended(metrics)
+
+    @contextmanager
+    def _timed(self, phase: str) -> Iterator[None]:
+        began = time.monotonic()
+        yield
+        self._seconds[phase] = time.monotonic() - began
+
+
+def _columns(groups: Sequence[Trained]) -> Columns:
+    return Columns.joined([group.columns for group in groups])

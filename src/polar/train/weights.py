@@ -1,0 +1,74 @@
+"""The trainer's weights in the engines of its run."""
+
+import asyncio
+from pathlib import Path
+
+from polar.client.async_client import AsyncClient
+from polar.config import EngineSettings
+from polar.engines.base import server_root
+from polar.engines.http import EngineHttp
+from polar.errors import EngineError
+from polar.train.learner import Learner
+from polar.train.settings import SyncSettings
+from polar.train.sync import SyncError, WeightSync
+from polar.train.syncing.kinds import sync_of
+from polar.train.syncing.probe import Probe, Tolerance, tolerance_of
+from polar.train.syncing.staging import staging_folder
+from polar.train.syncing.weights import weights_of
+from polar.train.trainer import Updated, Versions
+
+
+class EngineWeights:
+    """The learner must stand still while it is at work: engines are compared with its model."""
+
+    def __init__(
+        self, client: AsyncClient, engine: EngineSettings, settings: SyncSettings, learner: Learner, output: Path
+    ) -> None:
+        self._client = client
+        self._engine = engine
+        self._learner = learner
+        self._files = sync_of(engine.kind, staging_folder(output))
+        probe = Probe(learner.score, learner.vocabulary, _tolerance(engine, settings, learner))
+        self._sync = WeightSync(client, self._files, engine, probe, patience=settings.patience)
+
+    async def versions(self) -> Versions:
+        replicas = (await self._client.policy())["replicas"]
+        held = await asyncio.gather(*(self._held(str(replica["url"])) for replica in replicas))
+        return Versions({int(replica["version"]) for replica in replicas}, {one for one in held if one is not None})
+
+    async def same(self, version: int) -> bool:
+        try:
+            await self._sync.check(version)
+        except SyncError:
+            return False
+        return True
+
+    async def update(self, version: int) -> Updated:
+        report = await self._sync.update(weights_of(self._learner.model), version)
+        return Updated(report.difference.largest, report.stood_still)
+
+    async def close(self, *, clear: bool) -> None:
+        """`clear`: nobody goes on from here, so an engine that is started again needs no weights."""
+        await self._sync.close()
+        if clear:
+            self._files.clear()
+
+    async def _held(self, url: str) -> int | None:
+        """None where it is away: it is waited for when it gets its weights."""
+        http = EngineHttp(server_root(url), self._engine.api_key, self._engine.timeout)
+        try:
+            return await self._files.held(http)
+        except EngineError:
+            return None
+        finally:
+            await http.close()
+
+
+def _tolerance(engine: EngineSettings, settings: SyncSettings, learner: Learner) -> Tolerance:
+    """Of the coarser of both. An engine that doesn't say how it computes does so in half precision, on a GPU."""
+    if settings.tolerance is not None:
+        return Tolerance(settings.tolerance, settings.tolerance)
+    theirs = engine.options.get("dtype", "auto")
+    if theirs == "auto":
+        theirs = "float32" if learner.model.device.type == "cpu" else "bfloat16"
+    return tolerance_of(str(theirs), str(learner.model.dtype).removeprefix("torch."))

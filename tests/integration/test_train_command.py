@@ -1,0 +1,54 @@
+"""`polar train` as people start it: with a service and an engine of its own, which end with it."""
+
+import json
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from polar.train.metrics import StepMetrics
+from tests.fault.train.processes import Training
+from tests.integration.training import write_tasks
+from tests.unit.train import tiny
+
+CONFIG = """
+output = "out"
+steps = 2
+tasks = { train = ["train.jsonl"], held_out = ["held_out.jsonl"] }
+model = { folder = "model", threads = 1, device = "cpu" }
+rollout = { group_size = 2, groups_per_step = 2, max_lag = 0 }
+grpo = { filter = false }
+polar.engine.options = { threads = 1, device = "cpu", memory_gib = 0.02 }
+"""
+
+
+async def test_from_settings_to_a_model(tmp_path: Path) -> None:
+    tiny.folder(tmp_path / "model")
+    write_tasks(tmp_path)
+    (tmp_path / "train.toml").write_text(CONFIG)
+    log = tmp_path / "log"
+    async with Training(tmp_path / "train.toml", log) as training:
+        assert await training.ended(300) == 0, log.read_text()
+    told = json.loads(log.read_text().splitlines()[-1])
+    assert told["steps"] == 2
+    assert told["held_out_before"] is not None
+    history = [
+        msgspec.json.decode(line, type=StepMetrics)
+        for line in (tmp_path / "out" / "metrics.jsonl").read_bytes().splitlines()
+    ]
+    assert [one.version for one in history] == [0, 1, 2]
+    assert [one.lag_max for one in history] == [None, 0, 0]
+    assert all(one.ratio_mean == pytest.approx(1, abs=0.01) for one in history[1:])
+    assert (told["picture"], told["model"]) == (str(tmp_path / "out" / "reward.png"), str(tmp_path / "out" / "model"))
+    assert (tmp_path / "out" / "reward.png").read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "out" / "model" / "model.safetensors").exists()
+
+
+async def test_a_service_that_cannot_start_says_why(tmp_path: Path) -> None:
+    tiny.folder(tmp_path / "model")
+    write_tasks(tmp_path)
+    (tmp_path / "train.toml").write_text(CONFIG.replace("memory_gib", "memory_tib"))
+    async with Training(tmp_path / "train.toml", tmp_path / "log") as training:
+        assert await training.ended(120) == 1
+    assert "The rollout service did not start" in (tmp_path / "log").read_text()
+    assert "memory_tib" in (tmp_path / "log").read_text()

@@ -1,0 +1,39 @@
+"""Groups as the rollout service tells them."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from polar.train import groups
+from polar.train.groups import Group
+from polar.trajectory import wire
+from polar.trajectory.builders import per_request, prefix_merging, prefix_tree
+from polar.trajectory.types import Sampled
+
+_TRACES = {"per_request": per_request, "prefix_merging": prefix_merging}
+BUILDERS = ("prefix_tree", *_TRACES)
+
+
+def feed(sessions: Sequence[Sampled], builder: str, task_id: str = "t", cursor: int = 1) -> bytes:
+    """An entry of the feed of groups."""
+    results = [
+        {
+            "session_id": session.session_id,
+            "reward": session.reward,
+            "reason": session.reason,
+            "trajectory": wire.trajectory(_TRACES.get(builder, prefix_merging)(session)),
+        }
+        for session in sessions
+    ]
+    return msgspec.json.encode({"task_id": task_id, "cursor": cursor, "results": results})
+
+
+def tree(sessions: Sequence[Sampled]) -> dict[str, Any]:
+    document: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(wire.tree(prefix_tree(sessions))))
+    return document
+
+
+def group(sessions: Sequence[Sampled], builder: str = "prefix_tree", index: int = 0) -> Group:
+    data = feed(sessions, builder)
+    return groups.of_tree(data, tree(sessions), index) if builder == "prefix_tree" else groups.of_traces(data, index)

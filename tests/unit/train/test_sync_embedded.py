@@ -1,0 +1,85 @@
+"""The embedded engine and a trainer's model, for real: updates under a call that runs through the gateway."""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM
+
+from polar.client.async_client import AsyncClient
+from polar.config import EngineSettings
+from polar.engines.embedded.server import EmbeddedServer
+from polar.service import Service
+from polar.store.base import Exchange
+from polar.train.sync import WeightSync
+from polar.train.syncing.kinds import sync_of
+from polar.train.syncing.probe import Probe, scorer, tolerance_of
+from polar.train.syncing.weights import weights_of
+from tests.integration.stack import settings
+from tests.integration.test_engines_by_run import comes_true
+from tests.unit.engines.embedded import tiny
+from tests.unit.train.test_sync import harness
+
+UPDATES = 2
+
+
+def loaded(folder: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+@torch.no_grad()
+def perturb(model: Any, version: int) -> None:
+    random = torch.Generator().manual_seed(version)
+    for parameter in model.parameters():
+        parameter.add_(0.05 * torch.randn(parameter.shape, generator=random))
+
+
+async def until_more(service: Service) -> None:
+    """The running call has sampled some more tokens, so that the next update falls between."""
+    (call,) = service.pool.replicas[0].running
+    assert hasattr(call, "sampled")
+    wanted = len(call.sampled) + 3
+    await comes_true(lambda: len(call.sampled) >= wanted)
+
+
+def check(exchange: Exchange, folder: Path) -> None:
+    assert exchange.untrainable is None
+    assert exchange.prompt_ids is not None
+    assert exchange.sampled_ids is not None
+    assert exchange.logprobs is not None
+    assert [span.version for span in exchange.versions] == list(range(UPDATES + 1))
+    model = loaded(folder)
+    for span in exchange.versions:
+        if span.version:
+            perturb(model, span.version)
+        expected = scorer(model)(exchange.prompt_ids.tolist(), exchange.sampled_ids.tolist())
+        found = exchange.logprobs[span.start : span.stop]
+        np.testing.assert_allclose(found, expected[span.start : span.stop], atol=1e-4)
+
+
+async def test_weights_arrive_and_the_old_ones_would_not_pass(tmp_path: Path) -> None:
+    folder = await asyncio.to_thread(tiny.make, tmp_path / "model")
+    model = loaded(folder)
+    probe = Probe(scorer(model), model.config.vocab_size, tolerance_of("float32"))
+    async with (
+        EmbeddedServer(folder, tiny.OPTIONS.model_copy(update={"memory_gib": 0.02})) as engine,
+        Service(settings([engine.url], engine={"kind": "embedded"}), tmp_path / "service") as service,
+        AsyncClient(service.control_url) as client,
+    ):
+        files = sync_of("embedded", tmp_path / "weights")
+        sync = WeightSync(client, files, EngineSettings(kind="embedded"), probe)
+        assert (await sync.check(0)).difference.within(probe.tolerance)
+        async with harness(service) as (call, _):
+            for version in range(1, UPDATES + 1):
+                await until_more(service)
+                perturb(model, version)
+                report = await sync.update(weights_of(model), version)
+                assert report.told_apart
+                assert report.before is not None
+                assert report.before.mean > 100 * report.difference.mean
+            check(await call, folder)
+        await sync.close()
+        files.clear()
+        assert not (tmp_path / "weights").exists()
