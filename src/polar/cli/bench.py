@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import click
+import msgspec
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
@@ -28,14 +29,17 @@ from polar.bench.peers import litellm
 from polar.bench.pipeline_picture import picture as pipeline_picture
 from polar.cli.common import json_option, run
 from polar.data_plane import settle_process
+from polar.errors import ConfigError
 
 _ENVIRONMENT = Path(".cache/bench-litellm")
-_HARNESSES = (
+HARNESSES = (
     Path(".cache/node/node_modules/.bin"),
     Path(".cache/harnesses/node_modules/.bin"),
     Path(".cache/harnesses-venv/bin"),
 )
 """Where `make` installs harnesses."""
+_RECORDED = Path("tests/fixtures/trees")
+"""Groups of real harnesses' sessions, see tools/record_trees.py."""
 
 
 _tokenizer_option = click.option(
@@ -106,7 +110,7 @@ def fidelity(harnesses: tuple[str, ...], turns: int, tokenizer: Path | None, as_
 
     Harnesses are looked for on PATH and where `make` puts them; a small agent, `built-in`, is always there.
     """
-    agents = fidelity_sessions.installed(harnesses, _HARNESSES)
+    agents = fidelity_sessions.installed(harnesses, HARNESSES)
     with _bar() as progress:
         measured = run(fidelity_bench.run(agents, turns=turns, tokenizer=_folder(tokenizer), progress=progress))
     if as_json:
@@ -210,6 +214,151 @@ def service(quick: bool, postgres: str | None, peer_pythons: tuple[Path, ...], a
         service_report.show(measured, _wide())
 
 
-def _wide() -> Console:
+@command.command("tree")
+@click.option(
+    "--shape",
+    default=None,
+    help="tiny, qwen3-4b, or a model's folder; weights are random [default: qwen3-4b on a GPU, else tiny]",
+)
+@click.option("--device", help="where to compute, as PyTorch calls it [default: a GPU if there is one]")
+@click.option(
+    "--recorded",
+    type=click.Path(path_type=Path, exists=True, file_okay=False),
+    help=f"a folder of recorded groups [default: {_RECORDED}, if it is there]",
+)
+@click.option("--group", "groups", multiple=True, help="only those whose name begins so; may be given twice")
+@click.option("--builder", "builders", multiple=True, help="only this one; may be given twice")
+@click.option("--quick", is_flag=True, help="small synthetic groups only: for a look, on a CPU")
+@click.option("--limit", default=120.0, show_default=True, help="seconds of a step; what takes longer is sampled")
+@click.option("--sample", default=15.0, show_default=True, help="seconds' worth of sequences that a sample has")
+@click.option("--seconds", type=float, help="of the whole run: what would take it beyond is left out, and says so")
+@click.option("--rounds", default=1, show_default=True, help="steps of each kind; the quickest counts")
+@click.option("--chunk-tokens", type=int, help="that go through the model at once")
+@click.option("--kept-tokens", type=int, help="whose activations are kept")
+@click.option("--count", "rate", type=float, metavar="TFLOPS", help="only count, and tell the time at such a rate")
+@click.option(
+    "--output", type=click.Path(path_type=Path, dir_okay=False), help="a JSON file, rewritten with every figure"
+)
+@click.option("--picture", type=click.Path(path_type=Path, dir_okay=False), help="an SVG file, likewise")
+@click.option(
+    "--show",
+    "kept",
+    type=click.Path(path_type=Path, exists=True, dir_okay=False),
+    multiple=True,
+    help="such a JSON file: measure nothing, show it; may be given twice",
+)
+@json_option
+def tree(
+    shape: str | None,
+    device: str | None,
+    recorded: Path | None,
+    groups: tuple[str, ...],
+    builders: tuple[str, ...],
+    quick: bool,
+    limit: float,
+    sample: float,
+    seconds: float | None,
+    rounds: int,
+    chunk_tokens: int | None,
+    kept_tokens: int | None,
+    rate: float | None,
+    output: Path | None,
+    picture: Path | None,
+    kept: tuple[Path, ...],
+    as_json: bool,
+) -> None:
+    """A training step with a trace per call, with merged traces, and with a group's tree: time, FLOPs, memory."""
+    try:
+        from polar.bench import tree_model
+    except ImportError as error:
+        raise ConfigError(f"polar bench tree needs the extra `train`: pip install 'polar[train]' ({error}).") from error
+    from polar.bench import tree as tree_bench
+    from polar.bench import tree_report
+    from polar.bench.tree_flops import Sizes
+    from polar.bench.tree_picture import picture as draw
+
+    if unknown := set(builders) - set(tree_bench.ALL):
+        raise ConfigError(f"There is no builder {', '.join(unknown)}, but {', '.join(tree_bench.ALL)}.")
+    where = tree_model.device(device)
+    plan = tree_bench.Plan(
+        shape=shape or ("qwen3-4b" if where.type == "cuda" else "tiny"),
+        device=str(where),
+        chunk_tokens=chunk_tokens,
+        kept_tokens=kept_tokens,
+        builders=builders or tree_bench.ALL,
+        limit=limit,
+        sample=sample,
+        seconds=seconds,
+        rounds=rounds,
+    )
+    chosen = tree_bench.groups(recorded or (_RECORDED if _RECORDED.is_dir() else None), groups, quick=quick)
+    if rate is not None:
+        sizes = Sizes.of(tree_model.config(plan.shape))
+        counted = [it for group in chosen for it in tree_bench.count(group, sizes, plan.builders)]
+        tree_report.show_counts(counted, rate * 1e12, _wide(150))
+        return
+
+    def keep(report: tree_bench.Report) -> None:
+        if output is not None:
+            output.write_bytes(tree_report.as_json(report))
+        if picture is not None:
+            picture.write_text(draw(report), encoding="utf-8")
+
+    if kept:
+        measured = tree_report.read(kept)
+        keep(measured)
+    else:
+        measured = tree_bench.run(plan, chosen, _progress(Console(stderr=True)), keep)
+    if as_json:
+        click.echo(tree_report.as_json(measured))
+    else:
+        tree_report.show(measured, _wide(170))
+
+
+@command.command("tax")
+@click.option(
+    "--model",
+    type=click.Path(path_type=Path, exists=True, file_okay=False),
+    help="the embedded engine's [default: SmolLM2-135M-Instruct]",
+)
+@click.option("--device", help="of the embedded engine [default: a GPU where there is one]")
+@click.option("--threads", type=int, help="of the embedded engine's CPU [default: torch's own choice]")
+@click.option("--vllm", metavar="URL", help="measure this one, too; it runs on this machine")
+@click.option("--no-embedded", is_flag=True, help="measure vLLM alone")
+@click.option("--conversations", type=click.IntRange(min=1), help="at the same time [default: 16]")
+@click.option("--turns", type=click.IntRange(min=2), help="of each [default: 3]")
+@click.option("--words", type=click.IntRange(min=1), help="that each begins with [default: 60]")
+@click.option("--tokens", type=click.IntRange(min=1), help="sampled in a turn, at most [default: 32]")
+@click.option("--rounds", type=click.IntRange(min=1), help="of each way [default: 3]")
+@click.option("--quick", is_flag=True, help="fewer and shorter conversations")
+@json_option
+def tax(
+    model: Path | None,
+    device: str | None,
+    threads: int | None,
+    vllm: str | None,
+    no_embedded: bool,
+    quick: bool,
+    as_json: bool,
+    **sizes: int | None,
+) -> None:
+    """Tokens a second of an engine whose calls are captured, against those of the engine alone."""
+    from polar.bench import tax as tax_bench
+    from polar.bench import tax_load, tax_report
+    from polar.config import EngineSettings
+
+    given = {name: size for name, size in sizes.items() if size is not None}
+    plan = msgspec.structs.replace(tax_load.QUICK if quick else tax_load.Plan(), **given)
+    options = {name: value for name, value in {"device": device, "threads": threads}.items() if value is not None}
+    folder = None if model is None else str(model)
+    embedded = None if no_embedded else EngineSettings(kind="embedded", model=folder, options=options)
+    measured = run(tax_bench.run(plan, embedded, vllm, _progress(Console(stderr=True))))
+    if as_json:
+        click.echo(tax_report.as_json(measured))
+    else:
+        tax_report.show(measured, _wide())
+
+
+def _wide(least: int = 130) -> Console:
     """Tables of figures: rather wrapped by the terminal than cut."""
-    return Console(width=max(Console().width, 130))
+    return Console(width=max(Console().width, least))

@@ -1,41 +1,182 @@
-"""polar demo: a real agent, a real tool loop, and what was captured of it."""
+"""polar demo: a small model learns to use a tool, out of nothing but what its agent earns, on this machine."""
 
-import shutil
-import tempfile
+import asyncio
+import itertools
+import json
+import time
+from importlib.util import find_spec
 from pathlib import Path
 
 import click
+from msgspec import Struct
 from rich.console import Console
 
-from polar.cli.capture import capture
-from polar.cli.common import config_option, data_option, json_option, load_settings, run
-from polar.cli.show import show
-from polar.cli.verify import report, verify
+from polar.cli.common import json_option, log_options, run, start_log
+from polar.cli.interrupts import Interrupts
+from polar.cli.show import open_captured
+from polar.cli.train_progress import progress
+from polar.cli.verify import TOLERANCE, Findings, verify
+from polar.config import Settings
+from polar.demo import preparing
 from polar.errors import ConfigError
-from polar.harnesses import load_harness
+from polar.models import default_model, shown
+from polar.telemetry.logs import Format, Level
+from polar.train.settings import TrainSettings
 
-INSTRUCTION = "Create a file polar.txt that says hello, then read it back."
+_SAMPLE = 8
+"""Sessions whose log-probabilities are recomputed: the newest, which are of the last weights."""
 
 
 @click.command("demo")
-@config_option
-@data_option
-@click.option("--harness", default="pi", show_default=True, help="the agent to run")
+@click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="of the questions, and of training")
+@click.option("--steps", type=click.IntRange(1), default=12, show_default=True)
+@click.option("--harness", help="who answers the questions [default: the agent of examples/lookup]")
+@click.option(
+    "--model",
+    type=click.Path(path_type=Path, file_okay=False, exists=True),
+    help="that learns [default: SmolLM2-135M-Instruct, which is fetched once]",
+)
+@click.option(
+    "--output",
+    type=click.Path(path_type=Path),
+    help="folder of everything; one with a demo in it is taken up [default: runs/demo-N]",
+)
+@log_options
 @json_option
-def command(config_path: Path | None, data: Path, harness: str, as_json: bool) -> int:
-    """Capture a real agent run, show its tree and verify it. Without an engine configured, a scripted one answers."""
-    preset = load_harness(harness)
-    argv = preset.command(INSTRUCTION, {"json": False})
-    if shutil.which(argv[0]) is None:
-        raise ConfigError(f"{argv[0]!r} is not on PATH: run `make demo`, which installs pi, or name another --harness.")
-    settings = load_settings(config_path, gateway={"port": 0, "host": "127.0.0.1"})
+def command(
+    seed: int,
+    steps: int,
+    harness: str | None,
+    model: Path | None,
+    output: Path | None,
+    log_format: Format | None,
+    log_level: Level | None,
+    as_json: bool,
+) -> int:
+    """A model learns to answer questions with a tool: live, in minutes, on two cores."""
+    start_log(Settings(), log_format, log_level)
+    _check_installed(harness)
+    began = time.monotonic()
+    if model is None:
+        with shown() as bar:
+            model = default_model(bar)
+    folder = output or _unused()
+    wanted = preparing.Wanted(model, _half_of(model), seed, steps, harness=harness)
+    settings = preparing.prepare(folder, wanted)
     console = Console(stderr=True)
-    console.print(f"[bold]{' '.join(argv[:-1])}[/] {INSTRUCTION!r}, unmodified, against Polar's gateway:")
-    with tempfile.TemporaryDirectory() as workspace:
-        status = run(
-            capture(settings, data, argv, harness=harness, model=None, as_json=as_json, folder=Path(workspace))
+    if not as_json:
+        console.print(
+            f"{model.name} learns to look things up. Each answer stands in a file that only the agent's tool reads.\n"
+            f"Questions, settings and all that is kept are in {folder}.",
+            highlight=False,
+            soft_wrap=True,
         )
+    ended = run(demo(settings, console, silent=as_json))
+    if isinstance(ended, int):
+        return ended
+    return report(ended, time.monotonic() - began, as_json=as_json)
+
+
+class Ended(Struct):
+    before: float | None
+    after: float | None
+    picture: Path
+    output: Path
+    verified: Findings  # every session
+    recomputed: Findings  # some, with the model
+
+
+async def demo(settings: TrainSettings, console: Console, *, silent: bool) -> Ended | int:
+    """Or an exit status, where it was interrupted."""
+    from polar.train.running import train
+
+    def interrupted() -> None:
+        click.echo(f"polar: Interrupted. To go on: polar demo --output {settings.output_folder}", err=True)
+
+    with progress(console, silent=silent) as watcher, Interrupts(interrupted, lambda: None) as interrupts:
+        try:
+            outcome = await train(settings, watcher)
+        except asyncio.CancelledError:
+            if interrupts.status is None:
+                raise
+            return interrupts.status
+    data = outcome.output / "service"
+    verified = await verify(Settings(), data, ())
+    recomputed = await _recompute(data, outcome.model, outcome.history[-1].version)
+    held_out = outcome.held_out
+    before, after = (held_out[0], held_out[-1]) if held_out else (None, None)
+    return Ended(before, after, outcome.picture, outcome.output, verified, recomputed)
+
+
+async def _recompute(data: Path, model: Path, version: int) -> Findings:
+    """The newest sessions' log-probabilities, with the weights that sampled them."""
+    from polar.trajectory.teacher import Teacher
+
+    store = open_captured(Settings(), data)
+    try:
+        newest = [session.session_id for session in (await store.sessions())[:_SAMPLE]]
+    finally:
+        await store.close()
+    teacher = await asyncio.to_thread(Teacher.load, model)
+    return await verify(Settings(), data, newest, teacher, version)
+
+
+def report(ended: Ended, seconds: float, *, as_json: bool) -> int:
+    """Prints what came of it; the exit status."""
+    complaint = ended.verified.complaint(TOLERANCE) or ended.recomputed.complaint(TOLERANCE)
+    sessions, sound = ended.verified.sessions, ended.verified.sessions - ended.verified.faulty
+    compared = ended.recomputed.comparison
     if as_json:
-        return status
-    run(show(settings, data, None))
-    return status or report(run(verify(settings, data, ())))
+        told = {
+            "held_out_before": ended.before,
+            "held_out_after": ended.after,
+            "seconds": round(seconds, 1),
+            "sessions": sessions,
+            "verified": sound,
+            "largest_difference": None if compared is None else compared.largest,
+            "picture": str(ended.picture),
+        }
+        click.echo(json.dumps(told))
+    else:
+        console = Console()
+        rows = [
+            ("held-out questions", f"{_share(ended.before)} right before, {_share(ended.after)} after"),
+            ("trajectories", f"{sound} of {sessions} sessions verified, token by token"),
+            ("reward curve", str(ended.picture)),
+            ("a session", f"polar show --data {ended.output / 'service'}"),
+            ("time", f"{seconds / 60:.1f} minutes"),
+        ]
+        if compared is not None:
+            difference = f"{compared.tokens} recomputed with the model differ by at most {compared.largest:.1e}"
+            rows.insert(2, ("log-probabilities", difference))
+        for name, value in rows:
+            console.print(f"{name:<19} {value}", highlight=False, soft_wrap=True)
+    if complaint is not None:
+        click.echo(f"polar: {complaint}", err=True)
+        return 1
+    return 0
+
+
+def _share(reward: float | None) -> str:
+    return "unknown" if reward is None else f"{reward:.0%}"
+
+
+def _check_installed(harness: str | None) -> None:
+    needed = ["torch", "transformers", "safetensors", "matplotlib", "fastapi"]
+    if harness is None:
+        needed.append("openai")
+    if missing := [name for name in needed if find_spec(name) is None]:
+        raise ConfigError(f"polar demo takes {', '.join(missing)}: pip install 'polar[train]' openai.")
+
+
+def _half_of(model: Path) -> int:
+    """Layers. Half of them learn as well as all, in less time."""
+    try:
+        layers = json.loads((model / "config.json").read_text())["num_hidden_layers"]
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(f"{model} is no model: its config.json does not say how many layers it has.") from error
+    return max(1, int(layers) // 2)
+
+
+def _unused() -> Path:
+    return next(path for number in itertools.count(1) if not (path := Path(f"runs/demo-{number}")).exists())

@@ -17,6 +17,8 @@ _COMMANDS = {
     "cancel": "end tasks at a server",
     "up": "run the rollout server, with a gateway node in the same process",
     "node": "a gateway node for a rollout server elsewhere",
+    "engine": "the embedded engine by itself: a model with vLLM's API, for training",
+    "train": "reinforcement learning: tasks in, a better model out",
     "session": "a session for a harness that is run by hand",
     "show": "a session as a readable tree",
     "verify": "check that every trainable token is exactly what was sampled",

@@ -2,7 +2,7 @@
 
 The queries are a chunk's tokens; the keys are its context (the path to its first token) and the chunk itself. Query `q`
 sees the context and key `k` of the chunk iff `k <= q < ends[k]`; a context's token ends where its subtree does. That is
-all there is to the mask: one number a key. It is written down on the CPU alone, and where a chunk is small.
+all there is to the mask: one number a key. It is written down on the CPU alone, and for what is small.
 
 A chunk that is one path needs no mask at all on CUDA: see flash.py. Others have FlexAttention there, with blocks found
 by their keys' ends. On the CPU both are plain masked attention.
@@ -38,10 +38,11 @@ class Sight(Struct):
     ends: Tensor  # int32, of each key
     depths: Tensor  # int32, of each key
     deepest: int  # of them
+    compiled: bool  # FlexAttention may be used
     masks: dict[int | None, Any] = field(default_factory=dict)  # by window, as the attention wants them
 
     @classmethod
-    def of(cls, forest: Forest, chunk: Chunk, device: torch.device) -> "Sight":
+    def of(cls, forest: Forest, chunk: Chunk, device: torch.device, *, compiled: bool) -> "Sight":
         intervals = [*chunk.context, (chunk.start, chunk.stop)]
         ends = np.concatenate([forest.ends[start:stop] for start, stop in intervals])
         depths = np.concatenate([forest.depths[start:stop] for start, stop in intervals])
@@ -52,6 +53,7 @@ class Sight(Struct):
             ends=torch.from_numpy(np.minimum(ends - chunk.start, len(chunk))).to(device),
             depths=torch.from_numpy(depths).to(device),
             deepest=int(depths.max()),
+            compiled=compiled,
         )
 
     def narrow(self, window: int | None) -> int | None:
@@ -61,7 +63,7 @@ class Sight(Struct):
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
         """Tensors of [1, heads, tokens, width]; `window` is how many tokens back a query sees, itself included."""
         window = self.narrow(window)
-        if not (query.is_cuda and self.queries >= BLOCK and query.shape[-1] >= _NARROWEST):
+        if not (self.compiled and self.queries >= BLOCK and query.shape[-1] >= _NARROWEST):
             return functional.scaled_dot_product_attention(
                 query, key, value, attn_mask=self._mask(window), scale=scale, enable_gqa=True
             )

@@ -79,7 +79,12 @@ class Learner:
         """Models that can't run over trees read one sequence at a time."""
         optimizer = self._settings.optimizer
         try:
-            return TreeModel(model, chunk_tokens=optimizer.chunk_tokens, kept_tokens=optimizer.kept_tokens)
+            return TreeModel(
+                model,
+                chunk_tokens=optimizer.chunk_tokens,
+                kept_tokens=optimizer.kept_tokens,
+                compiled=self._settings.model.compiled,
+            )
         except ConfigError as error:
             self.not_over_trees = str(error)
             return PlainModel(model)

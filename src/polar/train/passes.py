@@ -101,16 +101,26 @@ def _add(grads: dict[int, Tensor], layer: int, tensor: Tensor, start: int, stop:
 class TreeModel:
     """A Hugging Face causal language model, over forests. It runs in the model's own type and on its device."""
 
-    def __init__(self, model: Any, *, chunk_tokens: int | None = None, kept_tokens: int | None = None) -> None:
+    def __init__(
+        self,
+        model: Any,
+        *,
+        chunk_tokens: int | None = None,
+        kept_tokens: int | None = None,
+        compiled: bool = True,
+    ) -> None:
         """At most `chunk_tokens` go through at once; of at most `kept_tokens` are activations kept for the backward
-        pass, while the rest goes through twice. Default: as the machine's memory allows."""
+        pass, while the rest goes through twice. Default: as the machine's memory allows. `compiled` is for CUDA alone:
+        without it small models start sooner, and large ones are slow."""
         self._model = model.get_base_model() if hasattr(model, "get_base_model") else model
         self._device = next(self._model.parameters()).device
         self._decoder, self._head = _parts(self._model)
+        self._compiled = compiled and self._device.type == "cuda"
         self._recurrent = follow_trees(self._decoder)
         _use_tree_attention(self._model)
-        self.chunk_tokens, self.kept_tokens = sizes(self._model, chunk_tokens, kept_tokens)
-        fuse(self._model)
+        self.chunk_tokens, self.kept_tokens = sizes(self._model, chunk_tokens, kept_tokens, fused=self._compiled)
+        if self._compiled:
+            fuse(self._model)
 
     @torch.no_grad()
     def logprobs(self, forest: Forest) -> Tensor:
@@ -151,7 +161,7 @@ class TreeModel:
         if self._recurrent:
             earlier = (one.recurrence for one in waiting if one.recurrence is not None)
             recurrence = Recurrence.of(forest, chunk, earlier, self._device)
-        return _Pass(chunk, Sight.of(forest, chunk, self._device), context, recurrence)
+        return _Pass(chunk, Sight.of(forest, chunk, self._device, compiled=self._compiled), context, recurrence)
 
     def _forward(self, forest: Forest, one: _Pass) -> None:
         chunk = one.chunk

@@ -33,6 +33,7 @@ class ModelSettings(Section):
     dtype: Literal["float32", "bfloat16"] = "float32"
     device: str = Field("auto", description="cpu, cuda, cuda:1, ... [default: a GPU if there is one]")
     threads: int | None = Field(None, gt=0, description="of PyTorch on the CPU")
+    compiled: bool = Field(True, description="on a GPU: takes a minute at the start, and pays with larger models")
     lora: LoraSettings | None = Field(None, description="adapters alone are trained [default: the weights themselves]")
     trainable_layers: int | None = Field(None, gt=0, description="only so many of the last layers [default: all]")
 

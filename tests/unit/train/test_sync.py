@@ -24,8 +24,14 @@ from tests.integration.stack import settings
 from tests.integration.test_engines_by_run import comes_true
 from tests.unit.train.engine_with_weights import EngineWithWeights, engine_with_weights
 
-WORDS = " ".join(f"word{number}" for number in range(50))
-SLOW = Play([Turn(text=WORDS, token_delay=0.01)])
+
+def said(words: int) -> Play:
+    """So slowly that calls run when updates come."""
+    return Play([Turn(text=" ".join(f"word{number}" for number in range(words)), token_delay=0.01)])
+
+
+SHORT, LONG = said(50), said(150)
+"""For calls that run when an update begins, and for those that still run some time later."""
 WEIGHTS = {"weight": torch.zeros(4)}
 EXACT = Tolerance(1e-6, 1e-6)
 
@@ -60,9 +66,9 @@ def _ids(ids: list[int]) -> "np.ndarray[Any, np.dtype[np.int32]]":
 
 
 @asynccontextmanager
-async def trainer(data: Path, client: type[AsyncClient] = AsyncClient) -> AsyncIterator[Trainer]:
+async def trainer(data: Path, client: type[AsyncClient] = AsyncClient, play: Play = SHORT) -> AsyncIterator[Trainer]:
     async with (
-        engine_with_weights(SLOW) as engine,
+        engine_with_weights(play) as engine,
         Service(settings([engine.url]), data / "service") as service,
         client(service.control_url, patience=1) as control,
     ):
@@ -111,7 +117,7 @@ def check_labels(exchange: Exchange) -> list[int]:
 
 
 async def test_a_call_goes_on_under_new_weights_and_its_tokens_are_labelled(tmp_path: Path) -> None:
-    async with trainer(tmp_path) as it, harness(it.service) as (call, _):
+    async with trainer(tmp_path, play=LONG) as it, harness(it.service) as (call, _):
         first = await it.step(1)
         second = await it.step(2)
         assert (first.version, first.replicas, first.told_apart) == (1, 1, False)
@@ -169,7 +175,7 @@ async def test_what_fails_while_weights_change_stops_generation_until_an_update_
 
 @pytest.mark.parametrize("path", [*LOADING, "/pause", "/inference/v1/generate"])
 async def test_an_engine_that_is_away_for_a_moment_is_waited_for(tmp_path: Path, path: str) -> None:
-    async with trainer(tmp_path) as it, harness(it.service) as (call, _):
+    async with trainer(tmp_path, play=LONG if path == "/pause" else SHORT) as it, harness(it.service) as (call, _):
         it.engine.failing[path] = ("breaks", 2)
         await it.step(1)
         assert await it.policy() == (False, 1)

@@ -1,0 +1,286 @@
+"""`polar bench tree`: what a training step costs with each builder.
+
+    group x builder -> trees -> packed -> one step (forward, backward, optimizer) -> seconds, memory, FLOPs
+
+The same recorded and synthetic groups go through the same model, as a trace per call (`per_request`), as merged traces
+(`prefix_merging`) and as one tree (`prefix_tree`); and through TRL's tree packing, where it is installed. What would
+take longer than a limit is timed on some of its sequences, of all lengths, and scaled by FLOPs.
+
+A report is handed on after every cell, so that a run that is cut off leaves what it had.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+from msgspec import Struct, field
+
+from polar.bench.client import BenchError
+from polar.bench.tree_flops import Flops, Sizes, added, flops
+from polar.bench.tree_groups import BUILDERS, Batch, Group, read, recorded, synthetic
+from polar.train.forest import Floats, Indices, forest
+
+if TYPE_CHECKING:
+    from polar.bench.tree_model import Stepped, Stepper
+
+Progress = Callable[[str], None]
+"""Told what is done now, and what came of it."""
+
+TRL = "TRL"
+ALL = (*BUILDERS, TRL)
+
+
+class Plan(Struct, frozen=True):
+    shape: str = "qwen3-4b"
+    device: str | None = None  # None: a GPU if there is one
+    chunk_tokens: int | None = None  # None: as a trainer would
+    kept_tokens: int | None = None
+    builders: tuple[str, ...] = ALL
+    limit: float = 120.0  # seconds that a step may take; what takes longer is sampled
+    sample: float = 15.0  # seconds' worth of a sample
+    seconds: float | None = None  # of the whole run: no cell is begun that would take it beyond
+    rounds: int = 1  # of each cell; the quickest counts
+
+
+class Counted(Struct):
+    """What a builder makes of a group."""
+
+    group: str
+    builder: str
+    sequences: int
+    longest: int  # tokens of its longest path
+    computed: int  # tokens
+    unique: int  # of the group
+    trained: int
+    flops: Flops
+
+
+class Cell(Struct):
+    """A step, as it was timed."""
+
+    counted: Counted
+    rounds: list[float]  # seconds of each
+    share: float  # of its FLOPs that were timed; below 1 where it was sampled
+    memory: int | None  # most bytes of the device in use
+    difference: float | None  # mean, of log-probabilities to those of the group's first cell
+
+    @property
+    def sampled(self) -> bool:
+        return self.share < 1
+
+    @property
+    def seconds(self) -> float:
+        """Of the whole step."""
+        return min(self.rounds) / self.share
+
+    @property
+    def rate(self) -> float:
+        """FLOPs a second."""
+        return self.counted.flops.total / self.seconds
+
+
+class Report(Struct):
+    plan: Plan
+    device: str
+    dtype: str
+    versions: dict[str, str]
+    peak: float | None  # FLOPs a second of large matrix products here
+    nominal: float | None  # the vendor's figure
+    groups: dict[str, str] = field(default_factory=dict)  # what they are
+    gradients: dict[str, float] = field(default_factory=dict)  # by builder, in fp32: relative difference
+    cells: list[Cell] = field(default_factory=list)
+    absent: dict[str, str] = field(default_factory=dict)  # what was not measured, and why
+
+
+# Groups
+
+
+def groups(folder: Path | None, wanted: Sequence[str] = (), *, quick: bool = False) -> list[Group]:
+    """The synthetic ones and those recorded in a folder, 16 sessions each and the first 8 of them; those whose name
+    begins with one of `wanted`, in its order (default: all). A quick run has the synthetic ones alone, at a tenth of
+    the lengths."""
+    scale = 10 if quick else 1
+    found = [
+        synthetic(
+            f"synthetic, n = {sessions}",
+            sessions=sessions,
+            system=system // scale,
+            turns=turns,
+            sampled=150 // scale,
+            observed=350 // scale,
+        )
+        for sessions, system, turns in ((8, 12_000, 30), (16, 20_000, 15))
+    ]
+    for file in sorted(folder.glob("*.json")) if folder is not None and not quick else ():
+        group = recorded(read(file))
+        found += [group.first(count, f"{group.name}, n = {count}") for count in (8, 16) if count <= len(group.sessions)]
+    chosen = [group for name in wanted or [""] for group in found if group.name.startswith(name)]
+    if not chosen:
+        raise BenchError(f"No group is called {', '.join(wanted)}. There are: {', '.join(it.name for it in found)}.")
+    return chosen
+
+
+def small_group() -> Group:
+    """Forks everywhere, and little else: for the gradients' check."""
+    return synthetic("small", sessions=3, system=300, turns=4, sampled=40, observed=60)
+
+
+def count(group: Group, sizes: Sizes, names: Sequence[str] = ALL) -> list[Counted]:
+    unique = BUILDERS["prefix_tree"](group).tokens
+    return [_counted(group.name, name, BUILDERS[name](group), unique, sizes)[0] for name in names if name in BUILDERS]
+
+
+def _counted(group: str, builder: str, batch: Batch, unique: int, sizes: Sizes) -> tuple[Counted, list[float]]:
+    """And the FLOPs of each sequence."""
+    packed = [forest([tree]) for tree in batch.trees]
+    each = [flops(sizes, one) for one in packed]
+    counted = Counted(
+        group=group,
+        builder=builder,
+        sequences=len(packed),
+        longest=max(int(one.depths.max()) + 1 for one in packed),
+        computed=batch.tokens,
+        unique=unique,
+        trained=sum(len(one.terms) for one in packed),
+        flops=added(each),
+    )
+    return counted, [it.total for it in each]
+
+
+# The run
+
+
+def run(plan: Plan, chosen: Sequence[Group], progress: Progress, keep: Callable[[Report], None]) -> Report:
+    """`keep` is given the report as far as it is, after every cell."""
+    import torch
+    import transformers
+
+    from polar.bench import tree_model
+
+    until = None if plan.seconds is None else time.monotonic() + plan.seconds
+    where = tree_model.device(plan.device)
+    progress(f"{plan.shape} on {tree_model.told(where)}")
+    peak, nominal = tree_model.measured_peak(where), tree_model.nominal_peak(where)
+    versions = {"torch": str(torch.__version__), "transformers": transformers.__version__}
+    about = {group.name: group.about for group in chosen}
+    dtype = str(tree_model.dtype(where)).removeprefix("torch.")
+    report = Report(plan, tree_model.told(where), dtype, versions, peak, nominal, about)
+
+    def attempt(what: str, measure: Callable[[], str]) -> None:
+        try:
+            progress(f"{what}: {measure()}")
+        except (BenchError, RuntimeError) as error:  # a device's memory, a kernel that doesn't compile
+            report.absent[what] = " ".join(str(error).split())[:300]
+            progress(f"{what}: not measured: {report.absent[what]}")
+        keep(report)
+
+    def gradients() -> str:
+        report.gradients = tree_model.gradient_differences(small_group(), where)
+        return f"at most {max(report.gradients.values()):.1e} apart"
+
+    attempt("gradients, in fp32", gradients)
+    stepper = tree_model.Stepper(plan.shape, where, chunk_tokens=plan.chunk_tokens, kept_tokens=plan.kept_tokens)
+    stepper.step(BUILDERS["prefix_tree"](small_group()))  # makes the optimizer's state
+    sizes = Sizes.of(tree_model.config(plan.shape))
+    for group in chosen:
+        steps = _Group(group, stepper, sizes, plan, until)
+        for name in plan.builders:
+
+            def cell(steps: _Group = steps, name: str = name) -> str:
+                report.cells.append(steps.peer(report) if name == TRL else steps.cell(name, report.cells))
+                return _told(report.cells[-1])
+
+            attempt(f"{group.name}, {name}", cell)
+    return report
+
+
+def _told(cell: Cell) -> str:
+    scaled = f" (scaled: {cell.share:.1%} was timed)" if cell.sampled else ""
+    memory = "" if cell.memory is None else f", {cell.memory / 1e9:.1f} GB"
+    return f"{cell.seconds:.2f} s{scaled}, {cell.rate / 1e12:.3g} TFLOP/s{memory}"
+
+
+class _Group:
+    """One group's cells."""
+
+    def __init__(self, group: Group, stepper: "Stepper", sizes: Sizes, plan: Plan, until: float | None) -> None:
+        self._group = group
+        self._stepper = stepper
+        self._sizes = sizes
+        self._plan = plan
+        self._until = until
+        self._unique = BUILDERS["prefix_tree"](group).tokens
+        self._logprobs: Floats | None = None  # of the first cell that was timed whole, by the tokens' numbers
+
+    def cell(self, name: str, before: Sequence[Cell]) -> Cell:
+        """How long it will take is told by the last cell; the first one is timed whole, whatever it takes."""
+        batch = BUILDERS[name](self._group)
+        counted, each = _counted(self._group.name, name, batch, self._unique, self._sizes)
+        rate = before[-1].rate if before else None
+        chosen = list(range(len(each)))
+        if rate is not None and counted.flops.total > self._plan.limit * rate:
+            chosen = spread(each, self._plan.sample * rate)
+        timed = sum(each[it] for it in chosen)
+        self._check_time(timed, rate)
+        some = batch.some(chosen)
+        self._stepper.warm_up(some)
+        share = 1.0 if len(chosen) == len(each) else timed / counted.flops.total
+        return self._cell(counted, lambda: self._stepper.step(some), some, share)
+
+    def peer(self, report: Report) -> Cell:
+        """TRL, on merged traces."""
+        from polar.bench import tree_trl
+
+        trl = tree_trl.Trl(self._stepper.model)
+        report.versions[TRL] = f"{tree_trl.version()} with {trl.kernel}"
+        merged = BUILDERS["prefix_merging"](self._group)
+        rows = trl.rows(merged)
+        counted = Counted(
+            group=self._group.name,
+            builder=TRL,
+            sequences=len(rows),
+            longest=max(int(row.packed["position_ids"].max()) + 1 for row in rows),
+            computed=sum(row.tokens for row in rows),
+            unique=self._unique,
+            trained=sum(len(row.places) for row in rows),
+            flops=added([row.flops(self._sizes) for row in rows]),
+        )
+        self._check_time(counted.flops.total, report.cells[-1].rate if report.cells else None)
+        short = trl.rows(BUILDERS["prefix_merging"](small_group()))
+        self._stepper.timed(lambda: trl.backward(short))
+        return self._cell(counted, lambda: self._stepper.timed(lambda: trl.backward(rows)), merged, 1.0)
+
+    def _check_time(self, work: float, rate: float | None) -> None:
+        """Of so many FLOPs: is there time left for them?"""
+        if rate is not None and self._until is not None and time.monotonic() + work / rate > self._until:
+            raise BenchError(f"there was no time left: it takes about {work / rate:.0f} s")
+
+    def _cell(self, counted: Counted, step: Callable[[], "Stepped"], batch: Batch, share: float) -> Cell:
+        steps = [step() for _ in range(self._plan.rounds)]
+        return Cell(
+            counted=counted,
+            rounds=[it.seconds for it in steps],
+            share=share,
+            memory=steps[0].memory,
+            difference=self._difference(np.concatenate(batch.numbers), steps[0].logprobs, counted.trained),
+        )
+
+    def _difference(self, numbers: Indices, logprobs: Floats, trained: int) -> float | None:
+        if self._logprobs is not None:
+            return float(np.abs(self._logprobs[numbers] - logprobs).mean())
+        if len(numbers) == trained:
+            self._logprobs = np.empty(trained, np.float32)
+            self._logprobs[numbers] = logprobs
+        return None
+
+
+def spread(each: Sequence[float], budget: float) -> list[int]:
+    """Sequences worth `budget` FLOPs together, or a little less, one at least: of all lengths alike."""
+    order = np.argsort(each, kind="stable")
+    for wanted in range(len(order), 1, -1):
+        chosen = order[((np.arange(wanted) + 0.5) * len(order) / wanted).astype(np.int64)]
+        if sum(each[it] for it in chosen) <= budget:
+            return sorted(int(it) for it in chosen)
+    return [int(order[len(order) // 2])]

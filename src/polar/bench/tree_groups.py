@@ -1,0 +1,220 @@
+"""Groups of sessions for `polar bench tree`, and what each builder makes of them.
+
+A recorded group is an outline: how long the nodes of its token tree are and who stands on whom, and which way each call
+goes through it. Which tokens they were doesn't matter to a model with random weights, so the ids are drawn anew; two
+tokens are the same wherever they were the same token of the same prefix, and nowhere else that would matter.
+"""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import msgspec
+import numpy as np
+from msgspec import Struct
+
+from polar.bench.client import BenchError
+from polar.train.forest import Floats, Indices, Ints, Tree, path_tree
+from polar.trajectory import builders
+from polar.trajectory.tree import ROOT, token_tree
+from polar.trajectory.types import Path as TokenPath
+from polar.trajectory.types import Sampled, Trajectory
+
+_SEED = 6
+_IDS = 1024  # ids are below this one: every model's vocabulary has them
+
+
+class Walk(Struct, frozen=True, array_like=True):
+    """A call that trains: its prompt and what was sampled behind it, as a way from a root to node `end`."""
+
+    session: int
+    end: int
+    prompt: int  # tokens
+    sampled: int
+
+
+class Outline(Struct):
+    """A group's token tree without its tokens. A parent stands before its children."""
+
+    name: str
+    about: str  # where it comes from
+    lengths: list[int]  # of each node
+    parents: list[int]
+    walks: list[Walk]
+
+
+class Group(Struct):
+    name: str
+    about: str
+    sessions: list[Sampled]
+
+    def first(self, count: int, name: str) -> "Group":
+        """The same task sampled fewer times."""
+        return Group(name, self.about, self.sessions[:count])
+
+
+class Batch(Struct):
+    """What one builder makes of a group, ready to be packed. A step's loss is the sum of -weight * log-probability over
+    the entries of all trees."""
+
+    trees: list[Tree]
+    weights: list[Floats]  # of each tree's entries
+    numbers: list[Indices]  # of each tree's entries: which of the group's sampled tokens it is
+
+    @property
+    def tokens(self) -> int:
+        return sum(len(tree.ids) for tree in self.trees)
+
+    def some(self, chosen: Sequence[int]) -> "Batch":
+        return Batch(
+            [self.trees[it] for it in chosen],
+            [self.weights[it] for it in chosen],
+            [self.numbers[it] for it in chosen],
+        )
+
+
+# Groups
+
+
+def synthetic(name: str, *, sessions: int, system: int, turns: int, sampled: int, observed: int) -> Group:
+    """Sessions that share a system prompt and nothing else. A turn is so many observed tokens, then the sampled."""
+    drawn = np.random.default_rng(_SEED)
+    prefix = _draw(drawn, system)
+    group = []
+    for number in range(sessions):
+        rest = _draw(drawn, turns * (observed + sampled))
+        rest[0] = number  # so that they part there
+        whole = np.concatenate([prefix, rest])
+        ends = [system + turn * (observed + sampled) for turn in range(1, turns + 1)]
+        paths = [_path(number, turn, whole[:end], sampled) for turn, end in enumerate(ends)]
+        group.append(Sampled(str(number), paths))
+    about = f"{sessions} sessions, system prompt {system:,}, {turns} turns of {sampled} sampled + {observed} observed"
+    return Group(name, about, group)
+
+
+def outline(name: str, about: str, sessions: Sequence[Sampled]) -> Outline:
+    """What of a group is kept: only calls that train."""
+    paths = [
+        (number, msgspec.structs.replace(path, sampled=path.sampled[: path.trainable]))
+        for number, session in enumerate(sessions)
+        for path in sorted(session.paths, key=lambda it: it.seq)
+        if path.trainable
+    ]
+    tree = token_tree([path for _, path in paths])
+    return Outline(
+        name=name,
+        about=about,
+        lengths=[node.stop - node.start for node in tree.nodes],
+        parents=[node.parent for node in tree.nodes],
+        walks=[
+            Walk(number, end, len(path.prompt), len(path.sampled))
+            for (number, path), end in zip(paths, tree.ends, strict=True)
+        ],
+    )
+
+
+def recorded(drawing: Outline) -> Group:
+    """The group of an outline, with ids of our own: siblings begin with different ones, all else is random."""
+    drawn = np.random.default_rng(_SEED)
+    siblings: dict[int, int] = {}
+    whole: list[Ints] = []  # of each node, from the root to its end
+    for length, parent in zip(drawing.lengths, drawing.parents, strict=True):
+        ids = _draw(drawn, length)
+        ids[0] = siblings[parent] = siblings.get(parent, -1) + 1
+        whole.append(ids if parent == ROOT else np.concatenate([whole[parent], ids]))
+    sessions: dict[int, Sampled] = {}
+    for walk in drawing.walks:
+        session = sessions.setdefault(walk.session, Sampled(str(walk.session), []))
+        ids = whole[walk.end][: walk.prompt + walk.sampled]
+        session.paths.append(_path(walk.session, len(session.paths), ids, walk.sampled))
+    return Group(drawing.name, drawing.about, list(sessions.values()))
+
+
+def read(file: Path) -> Outline:
+    try:
+        return msgspec.json.decode(file.read_bytes(), type=Outline)
+    except (OSError, msgspec.MsgspecError) as error:
+        raise BenchError(f"{file} is no recorded group: {error}") from error
+
+
+def _path(session: int, seq: int, ids: Ints, sampled: int) -> TokenPath:
+    context = len(ids) - sampled
+    return TokenPath(
+        session_id=str(session),
+        exchange_id=f"{session}/{seq}",
+        seq=seq,
+        prompt=ids[:context],
+        sampled=ids[context:],
+        logprobs=None,
+        versions=None,
+        trainable=sampled,
+    )
+
+
+def _draw(drawn: np.random.Generator, count: int) -> Ints:
+    return drawn.integers(0, _IDS, count, dtype=np.int32)
+
+
+# What builders make of them
+
+
+def per_request(group: Group) -> Batch:
+    return _of_traces(group, builders.per_request)
+
+
+def prefix_merging(group: Group) -> Batch:
+    return _of_traces(group, builders.prefix_merging)
+
+
+def prefix_tree(group: Group) -> Batch:
+    built = builders.prefix_tree(group.sessions)
+    advantages, first = _advantages(group), _first_numbers(group)
+    tokens, weights, numbers = [], [], []
+    for term in built.terms:
+        count = term.stop - term.start
+        tokens.append(built.starts[term.node] + np.arange(term.start, term.stop))
+        weights.append(np.full(count, advantages[term.session_id] * term.weight / count, np.float32))
+        numbers.append(first[term.exchange_id] + term.offset + np.arange(count))
+    tree = Tree(
+        ids=built.ids,
+        starts=built.starts,
+        parents=built.parents,
+        tokens=np.concatenate(tokens),
+        temperature=np.ones(built.tokens.trainable, np.float32),
+    )
+    return Batch([tree], [np.concatenate(weights)], [np.concatenate(numbers)])
+
+
+BUILDERS: dict[str, Callable[[Group], Batch]] = {
+    "prefix_tree": prefix_tree,
+    "prefix_merging": prefix_merging,
+    "per_request": per_request,
+}
+
+
+def _of_traces(group: Group, build: Callable[[Sampled], Trajectory]) -> Batch:
+    advantages, first = _advantages(group), _first_numbers(group)
+    batch = Batch([], [], [])
+    for session in group.sessions:
+        for trace in build(session).traces:
+            tokens = len(trace.prompt_ids) + np.flatnonzero(trace.loss_mask)
+            count = len(tokens)
+            ids = np.concatenate([trace.prompt_ids, trace.response_ids])
+            batch.trees.append(path_tree(ids, tokens, np.ones(count, np.float32)))
+            batch.weights.append(np.full(count, advantages[session.session_id] * trace.weight / count, np.float32))
+            spans = [first[span.exchange_id] + span.offset + np.arange(span.stop - span.start) for span in trace.spans]
+            batch.numbers.append(np.concatenate(spans))
+    return batch
+
+
+def _advantages(group: Group) -> dict[str, float]:
+    """Some that differ, divided by the number of sessions."""
+    count = len(group.sessions)
+    spread = np.linspace(-1.0, 2.0, count)
+    return {session.session_id: float(it) / count for session, it in zip(group.sessions, spread, strict=True)}
+
+
+def _first_numbers(group: Group) -> dict[str, int]:
+    """The number of each call's first sampled token."""
+    paths = [path for session in group.sessions for path in session.paths]
+    numbers = np.cumsum([0, *(path.trainable for path in paths)])
+    return {path.exchange_id: int(number) for path, number in zip(paths, numbers[:-1], strict=True)}

@@ -1,0 +1,91 @@
+"""polar engine: the embedded engine by itself."""
+
+import asyncio
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import click
+from pydantic import ValidationError
+
+from polar.cli.common import log_options, run
+from polar.cli.up import stopping
+from polar.errors import ConfigError
+from polar.telemetry import logs
+
+
+@click.command("engine")
+@click.option("--model", type=click.Path(path_type=Path), help="the model's folder [default: SmolLM2-135M-Instruct]")
+@click.option("--name", help="of the model, as clients call it [default: the folder's]")
+@click.option("--host", default="127.0.0.1", show_default=True)
+@click.option("--port", type=int, default=8000, show_default=True, help="0 takes a free one")
+@click.option("--device", help="cpu, cuda, cuda:1, ... [default: a GPU where there is one]")
+@click.option("--dtype", help="of weights and cache [default: float32 on a CPU, bfloat16 on a GPU]")
+@click.option("--threads", type=int, help="of the CPU [default: torch's own choice]")
+@click.option("--context-length", type=int, help="of prompt and reply together [default: 2048]")
+@click.option("--memory-gib", type=float, help="of keys and values [default: 2 on a CPU, 8 on a GPU]")
+@click.option("--max-requests", type=int, help="that are sampled at the same time [default: 256]")
+@click.option("--max-batch-tokens", type=int, help="in one pass of the model [default: 1024]")
+@click.option("--state", help="file that remembers the last update of the weights, for a restart")
+@click.option("--options", "document", help="all of these as JSON, instead", hidden=True)
+@click.option("--parent", type=int, help="the process with which this one ends", hidden=True)
+@log_options
+def command(
+    model: Path | None,
+    name: str | None,
+    document: str | None,
+    parent: int | None,
+    log_format: logs.Format | None,
+    log_level: logs.Level | None,
+    **given: Any,
+) -> None:
+    """Serve a Hugging Face model with vLLM's API, for training: token ids in and out, log-probabilities, and weights
+    that are replaced in place."""
+    from polar.engines.embedded.options import Options
+
+    if parent is not None:
+        _end_with(parent)
+    logs.start(log_format or "text", log_level or "warning", [])
+    values = json.loads(document) if document else {key: value for key, value in given.items() if value is not None}
+    try:
+        options = Options.model_validate(values)
+    except ValidationError as error:
+        problem = error.errors()[0]
+        raise ConfigError(f"{'.'.join(map(str, problem['loc']))}: {problem['msg']}.") from error
+    if options.threads is not None:
+        os.environ["OMP_NUM_THREADS"] = str(options.threads)  # read when torch is imported
+    run(_serve(model, name, options))
+
+
+def _end_with(parent: int) -> None:
+    """Whatever becomes of the one that started us, nothing of this process is left behind."""
+    from polar.runtimes.linux import die_with_parent
+
+    die_with_parent(signal.SIGKILL)
+    if os.getppid() != parent:  # it was gone before we asked
+        raise SystemExit(1)
+
+
+async def _serve(model: Path | None, name: str | None, options: Any) -> None:
+    try:
+        from polar.engines.embedded.server import EmbeddedServer
+    except ImportError as error:
+        raise ConfigError(
+            f"The embedded engine needs the extra `train`: pip install 'polar[train]' ({error})."
+        ) from error
+    from polar.models import default_model, shown
+
+    stop = stopping()
+    if model is None:
+        with shown() as progress:
+            model = await asyncio.to_thread(default_model, progress)
+    async with EmbeddedServer(model, options, name=name) as server:
+        click.echo(f"listening on {server.url}")
+        waits = [asyncio.create_task(event.wait()) for event in (stop, server.core.broken)]
+        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        for wait in waits:
+            wait.cancel()
+        if server.core.broken.is_set():
+            os._exit(1)  # its thread may never end; whoever started this starts it anew

@@ -1,0 +1,89 @@
+"""Questions as tasks: the book is in the workspace, the agent writes its answer there, and the right one earns 1.
+
+    python -m polar.demo.tasks FOLDER [--hops N] [--digits N] [--train N] [--held-out N] [--seed N]
+
+writes FOLDER/train.jsonl and FOLDER/held-out.jsonl.
+"""
+
+import argparse
+import json
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from polar.demo.questions import Question, Questions, questions
+from polar.errors import ConfigError
+
+_TIMEOUT = 300.0  # seconds of a session: generous, since many of them share a laptop's cores
+
+_FOR_HARNESSES = """\
+The file book.txt has a line for each name. {question} If its line says to see another name, go on with that one's. \
+Write the number, and nothing else, to the file answer.txt.\
+"""
+
+
+def agent_file() -> Path:
+    """examples/lookup/agent.py: of a checkout, or as an installed package holds it."""
+    here = Path(__file__)
+    for path in (here.with_name("agent.py"), here.parents[3] / "examples" / "lookup" / "agent.py"):
+        if path.exists():
+            return path
+    raise ConfigError(
+        "The demo's agent, examples/lookup/agent.py, is not there: install Polar again, or name --harness."
+    )
+
+
+def task(question: Question, lookups: int, harness: str | None = None, options: str = "") -> dict[str, Any]:
+    """For the agent of the demo, perhaps with options of its own, or for another harness."""
+    book = {"type": "upload_file", "content": question.book_text, "target": "book.txt"}
+    written: dict[str, Any] = {
+        "task_id": question.name.lower(),
+        "timeout_seconds": _TIMEOUT,
+        "evaluator": {
+            "strategy": "answer",
+            "config": {"expected": question.answer, "match": "exact", "file": "answer.txt"},
+        },
+    }
+    if harness is not None:
+        instruction = _FOR_HARNESSES.format(question=question.text)
+        return written | {
+            "instruction": instruction,
+            "runtime": {"backend": "local", "prepare": [book]},
+            "agent": {"harness": harness},
+        }
+    command = f"{shlex.quote(sys.executable)} -P agent.py --lookups {lookups} {options} {{{{INSTRUCTION}}}}"
+    agent = {"type": "upload_file", "source": str(agent_file()), "target": "agent.py"}
+    return written | {
+        "instruction": question.text,
+        "runtime": {"backend": "local", "prepare": [agent, book]},
+        "agent": {"custom_shell": {"command": command}},
+    }
+
+
+def write(folder: Path, asked: Questions, hops: int, harness: str | None = None, options: str = "") -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, some in (("train", asked.train), ("held-out", asked.held_out)):
+        lines = [json.dumps(task(question, hops, harness, options)) + "\n" for question in some]
+        (folder / f"{name}.jsonl").write_text("".join(lines))
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m polar.demo.tasks", description="Writes the demo's tasks.")
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--hops", type=int, default=1, help="look-ups that a question takes [1]")
+    parser.add_argument("--digits", type=int, default=2, help="of the numbers [2]")
+    parser.add_argument("--train", type=int, default=96, help="questions [96]")
+    parser.add_argument("--held-out", type=int, default=32, help="questions [32]")
+    parser.add_argument("--seed", type=int, default=0, help="[0]")
+    parser.add_argument("--harness", help="that answers [the agent of examples/lookup]")
+    wanted = parser.parse_args(arguments)
+    asked = questions(
+        train=wanted.train, held_out=wanted.held_out, seed=wanted.seed, hops=wanted.hops, digits=wanted.digits
+    )
+    write(wanted.folder, asked, wanted.hops, wanted.harness)
+
+
+if __name__ == "__main__":
+    main()

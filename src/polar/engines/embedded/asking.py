@@ -1,0 +1,250 @@
+"""Understands requests of vLLM's API: from the bytes of a body to what is asked of the model, or to a refusal.
+
+What would change the sampling and is not supported is refused, never left out. Nothing here touches the event loop.
+"""
+
+from http import HTTPStatus
+from typing import Annotated, Any, TypeVar
+
+import msgspec
+import numpy as np
+from msgspec import Meta, Struct
+
+from polar.engines.embedded.generation import Asked, Choosing
+from polar.engines.scripted.wire import ErrorInfo, ErrorReply, StreamOptions, TokenizeRequest
+from polar.rendering.template import TemplateError
+from polar.rendering.tokenizer import Tokenizer
+
+T = TypeVar("T")
+
+TokenId = Annotated[int, Meta(ge=0, lt=1 << 31)]
+_COMPLETION_TOKENS = 16  # the completions API's own default
+_MOST_ALTERNATIVES = 20
+_SEEDS = 2**63
+
+
+class Refusal(Exception):
+    """An error answer in vLLM's shape."""
+
+    def __init__(self, message: str, param: str | None = None, status: HTTPStatus = HTTPStatus.BAD_REQUEST) -> None:
+        super().__init__(message)
+        name = {400: "BadRequestError", 404: "NotFoundError"}.get(status, "InternalServerError")
+        self.status = status
+        self.body = msgspec.json.encode(ErrorReply(ErrorInfo(message, name, param, status.value)))
+
+
+def read(body: bytes, kind: type[T]) -> T:
+    try:
+        return msgspec.json.decode(body, type=kind)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise Refusal(f"The request can't be read: {error}") from error
+
+
+class Sampling(Struct, kw_only=True):
+    """What all three generating routes take. Fields of the second part are there to be refused."""
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    max_tokens: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[TokenId] | None = None
+    include_stop_str_in_output: bool = False
+
+    n: int | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    min_tokens: int | None = None
+    logit_bias: dict[str, float] | None = None
+    ignore_eos: bool = False
+    bad_words: list[str] | None = None
+    allowed_token_ids: list[int] | None = None
+    prompt_logprobs: int | None = None
+    structured_outputs: Any = None
+    guided_json: Any = None
+    guided_regex: Any = None
+    guided_choice: Any = None
+    guided_grammar: Any = None
+
+
+_NEUTRAL: dict[str, tuple[object, ...]] = {
+    "n": (None, 1),
+    "presence_penalty": (None, 0),
+    "frequency_penalty": (None, 0),
+    "repetition_penalty": (None, 1),
+    "min_tokens": (None, 0),
+    "logit_bias": (None, {}),
+    "ignore_eos": (False,),
+    "bad_words": (None, []),
+    "allowed_token_ids": (None,),
+    "prompt_logprobs": (None,),
+    "structured_outputs": (None,),
+    "guided_json": (None,),
+    "guided_regex": (None,),
+    "guided_choice": (None,),
+    "guided_grammar": (None,),
+}
+"""Parameters that are not supported, and the values with which they change nothing."""
+
+
+class GenerateParameters(Sampling, kw_only=True):
+    logprobs: int | None = None
+
+
+class GenerateRequest(Struct):
+    token_ids: list[TokenId]
+    sampling_params: GenerateParameters = msgspec.field(default_factory=GenerateParameters)
+    model: str | None = None
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    return_token_ids: bool = False
+
+
+class CompletionRequest(Sampling, kw_only=True):
+    prompt: str | list[TokenId]
+    model: str | None = None
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    logprobs: int | None = None
+    return_token_ids: bool = False
+    echo: bool = False
+    add_special_tokens: bool = True
+
+
+class ChatRequest(Sampling, kw_only=True):
+    messages: list[dict[str, Any]]  # plain data, because templates read it by key
+    model: str | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    response_format: dict[str, Any] | None = None
+    max_completion_tokens: int | None = None
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    return_token_ids: bool = False
+    add_generation_prompt: bool = True
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class Reader:
+    def __init__(self, tokenizer: Tokenizer, model: str, vocabulary: int, context_length: int) -> None:
+        self._tokenizer = tokenizer
+        self._model = model
+        self._vocabulary = vocabulary
+        self._context_length = context_length
+
+    def generate(self, request: GenerateRequest) -> Asked:
+        self._check_model(request.model)
+        asked = request.sampling_params
+        return self._asked(request.token_ids, asked, asked.max_tokens, asked.logprobs, text=False)
+
+    def completion(self, request: CompletionRequest) -> Asked:
+        self._check_model(request.model)
+        if request.echo:
+            raise Refusal("echo is not supported.", "echo")
+        prompt = request.prompt
+        if isinstance(prompt, str):
+            prompt = self._tokenizer.encode(prompt, add_special_tokens=request.add_special_tokens)
+        limit = _COMPLETION_TOKENS if request.max_tokens is None else request.max_tokens
+        return self._asked(prompt, request, limit, request.logprobs, text=True)
+
+    def chat(self, request: ChatRequest) -> Asked:
+        self._check_model(request.model)
+        if request.response_format is not None and request.response_format.get("type") != "text":
+            raise Refusal("The embedded engine forces no format on a reply.", "response_format")
+        if request.tool_choice not in (None, "auto", "none"):
+            raise Refusal("The embedded engine forces no tool call.", "tool_choice")
+        prompt = self._rendered(request)
+        limit = request.max_completion_tokens if request.max_completion_tokens is not None else request.max_tokens
+        return self._asked(prompt, request, limit, request.top_logprobs, text=True)
+
+    def tokenize(self, request: TokenizeRequest) -> list[int]:
+        self._check_model(request.model)
+        if request.messages:
+            return self._rendered(request)
+        return self._tokenizer.encode(request.prompt or "", add_special_tokens=request.add_special_tokens is not False)
+
+    def _check_model(self, model: str | None) -> None:
+        if model and model != self._model:
+            message = f"The model `{model}` does not exist; this engine has `{self._model}`."
+            raise Refusal(message, "model", HTTPStatus.NOT_FOUND)
+
+    def _rendered(self, request: ChatRequest | TokenizeRequest) -> list[int]:
+        if not request.messages:
+            raise Refusal("messages must not be empty.", "messages")
+        try:
+            text = self._tokenizer.template.render(
+                [_plain(message) for message in request.messages],
+                request.tools or None,
+                request.add_generation_prompt,
+                **(request.chat_template_kwargs or {}),
+            )
+        except TemplateError as error:
+            raise Refusal(str(error), "messages") from error
+        ids: list[int] = self._tokenizer.encode_turns(text).tolist()
+        return ids
+
+    def _asked(
+        self, prompt: list[int], asked: Sampling, limit: int | None, alternatives: int | None, *, text: bool
+    ) -> Asked:
+        if not prompt or int(np.max(prompt)) >= self._vocabulary:
+            raise Refusal("A prompt of token ids has at least one, and all of them are in the vocabulary.", "prompt")
+        for name, neutral in _NEUTRAL.items():
+            if getattr(asked, name) not in neutral:
+                raise Refusal(f"The embedded engine does not support {name}.", name)
+        return Asked(
+            prompt,
+            self._max_tokens(len(prompt), limit),
+            _choosing(asked, alternatives),
+            stop=[stop for stop in ([asked.stop] if isinstance(asked.stop, str) else asked.stop or ()) if stop],
+            stop_ids=asked.stop_token_ids or (),
+            show_stop=asked.include_stop_str_in_output,
+            text=text,
+        )
+
+    def _max_tokens(self, prompt: int, asked: int | None) -> int:
+        if asked is not None and asked < 1:
+            raise Refusal(f"max_tokens must be at least 1, got {asked}.", "max_tokens")
+        room = self._context_length - prompt
+        if room < 1 or (asked is not None and asked > room):
+            raise Refusal(
+                f"This model's maximum context length is {self._context_length} tokens. However, the prompt has "
+                f"{prompt}" + ("." if asked is None else f", and {asked} more were asked for."),
+                "max_tokens",
+            )
+        return room if asked is None else asked
+
+
+def _choosing(asked: Sampling, alternatives: int | None) -> Choosing:
+    choosing = Choosing(
+        temperature=1.0 if asked.temperature is None else asked.temperature,
+        top_p=1.0 if asked.top_p is None else asked.top_p,
+        top_k=max(asked.top_k or 0, 0),  # -1 is vLLM's way to say all
+        min_p=asked.min_p or 0.0,
+        seed=None if asked.seed is None else asked.seed % _SEEDS,
+        alternatives=alternatives or 0,
+    )
+    if not 0 <= choosing.temperature <= 100:
+        raise Refusal(f"temperature must be between 0 and 100, got {choosing.temperature}.", "temperature")
+    if not 0 < choosing.top_p <= 1:
+        raise Refusal(f"top_p must be above 0 and at most 1, got {choosing.top_p}.", "top_p")
+    if not 0 <= choosing.min_p <= 1:
+        raise Refusal(f"min_p must be between 0 and 1, got {choosing.min_p}.", "min_p")
+    if not 0 <= choosing.alternatives <= _MOST_ALTERNATIVES:
+        raise Refusal(f"At most {_MOST_ALTERNATIVES} alternatives are reported for a token.", "logprobs")
+    return choosing
+
+
+def _plain(message: dict[str, Any]) -> dict[str, Any]:
+    """A message as templates take it: content as one text."""
+    parts = message.get("content")
+    if not isinstance(parts, list):
+        return message
+    texts = [part.get("text") if isinstance(part, dict) else None for part in parts]
+    if not all(isinstance(text, str) for text in texts):
+        raise Refusal("The embedded engine reads text alone.", "messages")
+    return message | {"content": "".join(map(str, texts))}

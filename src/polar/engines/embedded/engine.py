@@ -1,0 +1,49 @@
+"""The embedded engine as an engine: vLLM's API, on a process of its own that is launched where none is configured."""
+
+import asyncio
+import importlib.util
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from polar.config import EngineSettings
+from polar.engines.base import Capabilities
+from polar.engines.embedded.launching import EngineProcess
+from polar.engines.embedded.options import Options
+from polar.engines.vllm import VllmEngine
+from polar.errors import ConfigError
+from polar.models import default_model, shown
+
+
+class EmbeddedEngine(VllmEngine):
+    capabilities = Capabilities(logprobs="processed", takes_ids=True)
+
+    def __init__(self, url: str, settings: EngineSettings) -> None:
+        super().__init__(url, settings)
+        self.model = None  # `[engine] model` is a folder here; what it is called, the server says
+
+    @staticmethod
+    async def launch(settings: EngineSettings) -> EngineProcess:
+        """`[engine] model` is a folder, or none for the default model; `[engine.options]` are those of options.py."""
+        if missing := [name for name in ("torch", "transformers", "safetensors") if not importlib.util.find_spec(name)]:
+            raise ConfigError(f"The embedded engine needs {', '.join(missing)}: pip install 'polar[train]'.")
+        try:
+            options = Options.model_validate(settings.options)
+        except ValidationError as error:
+            problem = error.errors()[0]
+            where = ".".join(map(str, problem["loc"]))
+            raise ConfigError(f"[engine.options] {where}: {problem['msg']}; known: {_known()}.") from error
+        process = EngineProcess(await asyncio.to_thread(_folder, settings.model), options)
+        await process.start()
+        return process
+
+
+def _folder(named: str | None) -> Path:
+    if named is not None:
+        return Path(named).expanduser()
+    with shown() as progress:
+        return default_model(progress)
+
+
+def _known() -> str:
+    return ", ".join(Options.model_fields)

@@ -1,0 +1,141 @@
+"""One reply that is being sampled, as the event loop sees it."""
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from typing import Literal
+
+from msgspec import Struct, field
+
+from polar.engines.base import VersionSpan
+from polar.errors import EngineError
+from polar.rendering.tokenizer import Tokenizer
+
+Finish = Literal["stop", "length", "abort"]
+
+
+class Choosing(Struct, frozen=True):
+    """How a request wants its tokens drawn."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0  # 0: all
+    min_p: float = 0.0
+    seed: int | None = None
+    alternatives: int = 0  # how many of the likeliest tokens are reported beside each
+
+    @property
+    def narrows(self) -> bool:
+        """Whether some tokens can't be drawn at all."""
+        return bool(self.temperature) and bool(self.top_k or self.top_p < 1 or self.min_p > 0)
+
+
+class Token(Struct):
+    id: int
+    logprob: float
+    version: int
+    alternatives: list[tuple[int, float]] = field(default_factory=list)
+    text: str = ""  # what it adds to the output, where somebody asks for text
+
+
+class Asked(Struct):
+    """A request, understood."""
+
+    prompt: list[int]
+    max_tokens: int
+    choosing: Choosing = field(default_factory=Choosing)
+    stop: Sequence[str] = ()
+    stop_ids: Sequence[int] = ()  # besides the model's own ends
+    show_stop: bool = False
+    text: bool = False  # whether the reply has text, beside the ids
+
+
+class Generation:
+    """Tokens come in through `take`, and go out through `steps`. Used on the event loop alone."""
+
+    def __init__(self, asked: Asked, ends: frozenset[int], tokenizer: Tokenizer) -> None:
+        """`ends`: the tokens with which the model itself ends its turn."""
+        self.asked = asked
+        self.tokens: list[Token] = []
+        self.finish_reason: Finish | None = None
+        self.stop_reason: int | str | None = None
+        self.error: str | None = None
+        self._ends = ends
+        self._text = tokenizer.detokenizer() if asked.text or asked.stop else None
+        self._said = ""
+        self._news = asyncio.Event()
+
+    @property
+    def done(self) -> bool:
+        return self.finish_reason is not None or self.error is not None
+
+    @property
+    def context(self) -> list[int]:
+        """All that the next token is conditioned on."""
+        return self.asked.prompt + [token.id for token in self.tokens]
+
+    @property
+    def left(self) -> int:
+        """How many more tokens it may have."""
+        return self.asked.max_tokens - len(self.tokens)
+
+    @property
+    def spans(self) -> list[VersionSpan]:
+        """Which weights sampled which tokens."""
+        spans: list[VersionSpan] = []
+        for place, token in enumerate(self.tokens):
+            if spans and spans[-1].version == token.version:
+                spans[-1] = VersionSpan(token.version, spans[-1].start, place + 1)
+            else:
+                spans.append(VersionSpan(token.version, place, place + 1))
+        return spans
+
+    def take(self, token: Token) -> None:
+        """Says by `done` whether that was the last one; what comes after that is not part of it."""
+        if self.done:
+            return
+        self.tokens.append(token)
+        if token.id in self._ends or token.id in self.asked.stop_ids:
+            # The token is reported, its text is not.
+            self.finish_reason, self.stop_reason = "stop", None if token.id in self._ends else token.id
+            token.text = self._text.flush() if self._text is not None else ""
+        else:
+            if self._text is not None:
+                token.text = self._text.add(token.id)
+                self._stop_at_text(token)
+            if self.finish_reason is None and self.left <= 0:
+                self.finish_reason = "length"
+                token.text += self._text.flush() if self._text is not None else ""
+        self._news.set()
+
+    def _stop_at_text(self, token: Token) -> None:
+        """The token that completes a stop string is the last one; the string itself isn't shown."""
+        before, self._said = len(self._said), self._said + token.text
+        found = [(at + len(stop), at, stop) for stop in self.asked.stop if (at := self._said.find(stop)) >= 0]
+        if found:
+            whole, at, stop = min(found)
+            token.text = self._said[before : max(before, whole if self.asked.show_stop else at)]
+            self.finish_reason, self.stop_reason = "stop", stop
+
+    def fail(self, error: str) -> None:
+        if not self.done:
+            self.error = error
+            self._news.set()
+
+    def abort(self) -> None:
+        if not self.done:
+            self.finish_reason = "abort"
+            self._news.set()
+
+    async def steps(self) -> AsyncGenerator[list[Token]]:
+        """What was sampled since the last step, as soon as there is something. Only the last one may be empty.
+        Raises EngineError where the model broke."""
+        seen = 0
+        while True:
+            await self._news.wait()
+            self._news.clear()
+            if self.error is not None:
+                raise EngineError(self.error)
+            new, seen, done = self.tokens[seen:], len(self.tokens), self.done
+            yield new
+            if done:
+                return

@@ -1,0 +1,245 @@
+"""The embedded engine's HTTP server: vLLM's API over a Core, and `POST /update_weights`."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from contextlib import aclosing
+from functools import partial
+from http import HTTPStatus
+from pathlib import Path
+from time import time
+from types import TracebackType
+from typing import Protocol
+
+import msgspec
+from aiohttp import web
+
+from polar.dialects import sse
+from polar.engines.embedded import asking
+from polar.engines.embedded.asking import Reader, Refusal, read
+from polar.engines.embedded.core import Core
+from polar.engines.embedded.generation import Asked, Generation
+from polar.engines.embedded.options import Options
+from polar.engines.embedded.replies import DONE, ChatWriter, CompletionWriter, GenerateWriter, Writer
+from polar.engines.embedded.weights import Update, load_model
+from polar.engines.scripted import wire
+from polar.errors import ConfigError, EngineError
+from polar.rendering.tokenizer import Tokenizer
+
+_BODY_LIMIT = 256 * 1024 * 1024
+_JSON = "application/json"
+
+_encode = msgspec.json.Encoder().encode
+
+
+class _Streamable(Protocol):
+    stream: bool
+    stream_options: wire.StreamOptions | None
+
+
+class EmbeddedServer:
+    """Serves the model of a folder. Use it as an async context manager, or call `start` and `stop`."""
+
+    def __init__(self, folder: Path, options: Options | None = None, *, name: str | None = None) -> None:
+        """`name`: of the model, as clients call it [default: the folder's]."""
+        self.folder = folder.resolve()
+        self.model = name or self.folder.name
+        self.options = options or Options()
+        self.url = ""
+        self.core: Core
+        self._reader: Reader
+        self._created = int(time())
+        self._runner: web.AppRunner | None = None
+
+    async def start(self) -> str:
+        tokenizer = Tokenizer.load(self.folder)
+        model = await asyncio.to_thread(load_model, self.folder, self.options)
+        self.core = Core(model, tokenizer, self.options)
+        await self.core.restore()
+        vocabulary = model.get_input_embeddings().num_embeddings
+        self._reader = Reader(tokenizer, self.model, vocabulary, self.core.context_length)
+        # A client that goes away cancels its handler: that is what aborts a generation.
+        self._runner = web.AppRunner(self._app(), handler_cancellation=True, access_log=None, shutdown_timeout=0.1)
+        await self._runner.setup()
+        await web.TCPSite(self._runner, self.options.host, self.options.port, backlog=4096).start()
+        host, port = self._runner.addresses[0][:2]
+        self.url = f"http://{host}:{port}"
+        return self.url
+
+    async def stop(self) -> None:
+        if self._runner is not None:
+            await self._runner.cleanup()
+            await self.core.stop()
+
+    async def __aenter__(self) -> "EmbeddedServer":
+        await self.start()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.stop()
+
+    def _app(self) -> web.Application:
+        app = web.Application(client_max_size=_BODY_LIMIT, middlewares=[_answer_refusals])
+        app.add_routes(
+            [
+                web.post("/inference/v1/generate", self._generate),
+                web.post("/v1/completions", self._completions),
+                web.post("/v1/chat/completions", self._chat),
+                web.post("/tokenize", self._tokenize),
+                web.get("/v1/models", self._models),
+                web.get("/health", self._health),
+                web.get("/metrics", self._metrics),
+                web.post("/pause", self._pause),
+                web.post("/resume", self._resume),
+                web.get("/is_paused", self._is_paused),
+                web.post("/update_weights", self._update_weights),
+                web.get("/weight_version", self._weight_version),
+            ]
+        )
+        return app
+
+    # Generating routes: each reads its own request and chooses how the reply is written; `_respond` does the rest.
+
+    async def _generate(self, request: web.Request) -> web.StreamResponse:
+        asked = read(await request.read(), asking.GenerateRequest)
+        return await self._respond(
+            request, asked, partial(self._reader.generate, asked), lambda it: GenerateWriter(it, self.model, asked)
+        )
+
+    async def _completions(self, request: web.Request) -> web.StreamResponse:
+        asked = read(await request.read(), asking.CompletionRequest)
+        return await self._respond(
+            request,
+            asked,
+            partial(self._reader.completion, asked),
+            lambda it: CompletionWriter(it, self.model, asked, self.core.tokenizer),
+        )
+
+    async def _chat(self, request: web.Request) -> web.StreamResponse:
+        asked = read(await request.read(), asking.ChatRequest)
+        return await self._respond(
+            request,
+            asked,
+            partial(self._reader.chat, asked),
+            lambda it: ChatWriter(it, self.model, asked, self.core.tokenizer),
+        )
+
+    async def _respond(
+        self,
+        request: web.Request,
+        asked: _Streamable,
+        understand: Callable[[], Asked],
+        make_writer: Callable[[Generation], Writer],
+    ) -> web.StreamResponse:
+        generation = self.core.begin(await asyncio.to_thread(understand))
+        try:
+            writer = make_writer(generation)
+            if asked.stream:
+                usage = asked.stream_options is not None and bool(asked.stream_options.include_usage)
+                return await self._stream(request, generation, writer, usage)
+            async with aclosing(generation.steps()) as steps:
+                async for _ in steps:
+                    pass
+            return _json(writer.whole())
+        finally:
+            self.core.end(generation)
+
+    async def _stream(
+        self, request: web.Request, generation: Generation, writer: Writer, usage: bool
+    ) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
+        first = True
+        try:
+            async with aclosing(generation.steps()) as steps:
+                async for tokens in steps:
+                    if first:  # what fails before the first token still gets a status of its own
+                        await response.prepare(request)
+                        await response.write(writer.begin())
+                    await response.write(writer.step(tokens, first=first, last=generation.done))
+                    first = False
+            await response.write((writer.usage() if usage else b"") + DONE)
+        except EngineError as error:
+            if first:
+                raise
+            await response.write(sse.event(_broke(error).body) + DONE)
+        await response.write_eof()
+        return response
+
+    # Routes that generate nothing
+
+    async def _tokenize(self, request: web.Request) -> web.Response:
+        asked = read(await request.read(), wire.TokenizeRequest)
+        ids = await asyncio.to_thread(self._reader.tokenize, asked)
+        return _json(_encode(wire.TokenizeReply(len(ids), self.core.context_length, ids)))
+
+    async def _models(self, _: web.Request) -> web.Response:
+        card = wire.ModelCard(self.model, self._created, str(self.folder), self.core.context_length, owned_by="polar")
+        return _json(_encode(wire.ModelList([card])))
+
+    async def _health(self, _: web.Request) -> web.Response:
+        return web.Response(status=500 if self.core.broken.is_set() else 200)
+
+    async def _metrics(self, _: web.Request) -> web.Response:
+        """By vLLM's name, where it has one."""
+        counts = {
+            "vllm:num_requests_running": ("gauge", self.core.running),
+            "polar:computed_tokens_total": ("counter", self.core.computed),
+        }
+        return web.Response(text="".join(f"# TYPE {name} {kind}\n{name} {n}\n" for name, (kind, n) in counts.items()))
+
+    # Policy
+
+    async def _pause(self, request: web.Request) -> web.Response:
+        mode = request.query.get("mode", "keep")
+        if mode not in ("keep", "abort"):
+            raise Refusal(f"There is no pause mode {mode!r}; known: keep, abort.", "mode")
+        await self.core.pause()
+        if mode == "abort":
+            self.core.abort_all()
+        return _json(b'{"status":"paused"}')
+
+    async def _resume(self, _: web.Request) -> web.Response:
+        await self.core.resume()
+        return _json(b'{"status":"resumed"}')
+
+    async def _is_paused(self, _: web.Request) -> web.Response:
+        return _json(_encode({"is_paused": self.core.paused}))
+
+    async def _update_weights(self, request: web.Request) -> web.Response:
+        update = read(await request.read(), Update)
+        try:
+            # To its end, also where the client goes away: half an update would be no weights at all.
+            await asyncio.shield(self.core.update(update))
+        except ConfigError as error:
+            raise Refusal(str(error), "path") from error
+        return await self._weight_version(request)
+
+    async def _weight_version(self, _: web.Request) -> web.Response:
+        return _json(_encode({"version": self.core.version}))
+
+
+@web.middleware
+async def _answer_refusals(
+    request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+) -> web.StreamResponse:
+    try:
+        return await handler(request)
+    except Refusal as refusal:
+        return _refused(refusal)
+    except EngineError as error:
+        return _refused(_broke(error))
+    except ConnectionError:
+        return web.Response()  # the client went away while we wrote: nothing to say, and nobody to say it to
+
+
+def _refused(refusal: Refusal) -> web.Response:
+    return web.Response(body=refusal.body, status=refusal.status, content_type=_JSON)
+
+
+def _broke(error: EngineError) -> Refusal:
+    return Refusal(str(error), status=HTTPStatus.INTERNAL_SERVER_ERROR)
+
+
+def _json(body: bytes) -> web.Response:
+    return web.Response(body=body, content_type=_JSON)

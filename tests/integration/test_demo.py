@@ -1,0 +1,67 @@
+"""The demo's tasks and agent as a black box, against a real gateway: with written turns, and with a small model."""
+
+import json
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+import polar as package
+from polar.cli import demo
+from polar.config import Settings
+from polar.demo import preparing, tasks
+from polar.demo.questions import questions
+from tests.unit.train import tiny
+
+EXAMPLE = [{"text": "lookup(Anna)"}, {"text": "answer(35)"}]
+"""The scripted engine counts the model's turns, and the agent's example has two."""
+
+
+def earned(folder: Path, *said: str) -> list[float | None]:
+    """What each question earns where the model says this."""
+    (folder / "play.json").write_text(json.dumps({"turns": [*EXAMPLE, *({"text": text} for text in said)]}))
+    settings = Settings.model_validate({"engine": {"kind": "scripted", "options": {"play": str(folder / "play.json")}}})
+    results = package.run(folder / "train.jsonl", data=folder / ".polar", settings=settings)
+    return [result.reward for result in results]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    tasks.write(tmp_path, questions(train=2, held_out=1, seed=0), hops=1)
+    return tmp_path
+
+
+def test_only_the_right_answer_earns_anything(folder: Path) -> None:
+    asked = questions(train=2, held_out=1, seed=0).train
+    assert asked[0].answer != asked[1].answer
+    assert earned(folder, f"lookup({asked[0].name})", f"answer({asked[0].answer})") == [1.0, 0.0]
+
+
+def test_who_never_answers_earns_nothing(folder: Path) -> None:
+    assert earned(folder, "I would rather not.") == [0.0, 0.0]
+
+
+async def test_a_demo_from_its_questions_to_its_picture(tmp_path: Path) -> None:
+    """With a model that knows nothing: it earns nothing, and what it said is verified all the same."""
+    wanted = preparing.Wanted(tiny.folder(tmp_path / "model"), layers=1, steps=1, groups=1, sessions=4, held_out=1)
+    settings = preparing.prepare(tmp_path / "demo", wanted)
+    small = {"engine": {"options": {"device": "cpu", "threads": 1, "memory_gib": 0.02}}}
+    settings = settings.model_copy(update={"polar": settings.polar | small})
+    ended = await demo.demo(settings, Console(stderr=True), silent=True)
+    assert isinstance(ended, demo.Ended)
+    assert (ended.before, ended.after) == (0.0, 0.0)
+    assert ended.verified.sessions == 1 + 4 + 1
+    assert ended.verified.complaint(1e-4) is None
+    assert ended.recomputed.comparison is not None
+    assert ended.recomputed.comparison.tokens > 0
+    assert ended.recomputed.comparison.largest <= 1e-4
+    assert ended.picture.stat().st_size > 0
+
+
+def test_a_folder_with_a_demo_in_it_stays_as_it_is(tmp_path: Path) -> None:
+    wanted = preparing.Wanted(tmp_path, layers=1, steps=2, groups=2, held_out=2)
+    first = preparing.prepare(tmp_path / "demo", wanted)
+    written = (tmp_path / "demo" / "train.jsonl").read_text()
+    again = preparing.prepare(tmp_path / "demo", preparing.Wanted(tmp_path, layers=3, seed=7, steps=9))
+    assert again == first
+    assert (tmp_path / "demo" / "train.jsonl").read_text() == written

@@ -1,0 +1,107 @@
+"""The embedded engine behind a real gateway: launched, called with the official client, killed, and given new weights
+in mid-call. Every token is checked against plain forward passes."""
+
+import asyncio
+import contextlib
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+from openai import AsyncOpenAI
+
+from polar.config import EngineSettings
+from polar.data_plane import DataPlane
+from polar.engines.embedded.engine import EmbeddedEngine
+from polar.engines.embedded.launching import EngineProcess
+from polar.engines.embedded.options import Options
+from polar.errors import ConfigError
+from polar.trajectory import session as sessions
+from polar.trajectory.builders import prefix_merging
+from polar.trajectory.teacher import Comparison, Teacher, conditions
+from tests.integration.stack import settings
+from tests.unit.engines.embedded import tiny
+
+OPTIONS: dict[str, Any] = {"device": "cpu", "threads": 1, "memory_gib": 0.01, "context_length": 1024}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.make(tmp_path_factory.mktemp("model") / "tiny")
+
+
+async def test_a_session_through_the_gateway_is_what_the_model_says(folder: Path, tmp_path: Path) -> None:
+    engine = {"kind": "embedded", "urls": [], "model": str(folder), "options": OPTIONS}
+    async with DataPlane(settings([], engine=engine), tmp_path) as plane:
+        session, key = await plane.sessions.create({})
+        update = tiny.perturbed(folder, tmp_path / "weights", 1)
+        async with AsyncOpenAI(api_key=key, base_url=f"{plane.gateway_url}/v1") as client:
+            history: list[Any] = [{"role": "user", "content": "hi"}]
+            for temperature in (1.0, 0.7):
+                reply = await client.chat.completions.create(
+                    model="any", messages=history, max_tokens=24, temperature=temperature
+                )
+                history += [reply.choices[0].message.model_dump(include={"role", "content"})]
+                history += [{"role": "user", "content": "go on"}]
+            stream = await client.chat.completions.create(model="any", messages=history, max_tokens=200, stream=True)
+            told = False
+            async for _ in stream:
+                if not told:
+                    told = True
+                    async with (
+                        aiohttp.ClientSession() as http,
+                        http.post(
+                            f"{plane.pool.launched}/update_weights", json={"path": str(update), "version": 1}
+                        ) as answer,
+                    ):
+                        assert answer.status == 200
+        exchanges = [exchange async for exchange in plane.store.exchanges(session.session_id)]
+        recorded = await plane.store.session(session.session_id)
+    assert recorded is not None
+    assert [exchange.untrainable for exchange in exchanges] == [None] * 3
+    assert {exchange.logprob_kind for exchange in exchanges} == {"processed"}
+    assert [span.version for span in exchanges[-1].versions] == [0, 1]
+    traces = prefix_merging(sessions.sampled(recorded, exchanges)).traces
+    how = {exchange.exchange_id: conditions(exchange) for exchange in exchanges}
+    models = [folder, tiny.updated(folder, update, tmp_path / "updated")]
+    for version, model in enumerate(models):
+        right, wrong = Comparison(), Comparison()
+        Teacher.load(model).compare(traces, how, right, version=version)
+        Teacher.load(models[1 - version]).compare(traces, how, wrong, version=version)
+        assert right.tokens > 0
+        assert right.largest < 1e-4
+        assert wrong.largest > 0.05
+
+
+async def test_a_killed_engine_comes_back_at_its_address_with_its_weights(folder: Path, tmp_path: Path) -> None:
+    update = tiny.perturbed(folder, tmp_path / "weights", 1)
+    process = await EmbeddedEngine.launch(EngineSettings(kind="embedded", model=str(folder), options=OPTIONS))
+    try:
+        async with aiohttp.ClientSession() as http:
+            async with http.post(f"{process.url}/update_weights", json={"path": str(update), "version": 7}) as answer:
+                assert answer.status == 200
+            first = process.pid
+            assert first is not None
+            os.kill(first, signal.SIGKILL)
+            async with asyncio.timeout(120):
+                while True:
+                    with contextlib.suppress(aiohttp.ClientError):
+                        async with http.get(f"{process.url}/weight_version") as answer:
+                            if process.pid != first:
+                                assert await answer.json() == {"version": 7}
+                                break
+                    await asyncio.sleep(0.1)
+    finally:
+        await process.stop()
+    assert process.pid is not None
+    with pytest.raises(ProcessLookupError):
+        os.kill(process.pid, 0)
+
+
+async def test_an_engine_that_cannot_start_says_why(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"There is no readable tokenizer\.json"):
+        await EngineProcess(tmp_path, Options(**OPTIONS)).start()
+    with pytest.raises(ConfigError, match=r"\[engine.options\] speed: .* known: device, dtype"):
+        await EmbeddedEngine.launch(EngineSettings(kind="embedded", model=str(tmp_path), options={"speed": 3}))

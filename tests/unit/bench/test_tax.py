@@ -1,0 +1,77 @@
+"""What the engine tax is made of: the same load on both ways, and figures of whole captures alone."""
+
+import json
+
+import pytest
+from rich.console import Console
+
+from polar.bench import tax, tax_report
+from polar.bench.client import BenchError
+from polar.bench.tax_load import Captured, Direct, Done, Exchange, Plan, measure
+from polar.client.async_client import AsyncClient
+from polar.engines.scripted import Play, ScriptedServer, Turn
+from polar.engines.scripted.server import TOKENIZER
+
+PLAN = Plan(conversations=2, turns=2, words=5, tokens=8, rounds=2)
+PLAY = Play([Turn(text="one two three four five six seven eight nine ten")])
+
+
+async def test_every_way_samples_and_takes_turns(capsys: pytest.CaptureFixture[str]) -> None:
+    said: list[str] = []
+    async with ScriptedServer(PLAY, model=str(TOKENIZER)) as engine:  # it says where its tokenizer is, as vLLM does
+        measured = await tax.run(PLAN, None, engine.url, said.append)
+    ways = measured.engines["vllm"]
+    # Two rounds of two conversations of two turns, each cut at eight tokens.
+    assert {name: (done.tokens, len(done.rates)) for name, done in ways.items()} == {
+        tax.OFF: (64, 2),
+        tax.LOGPROBS: (64, 2),
+        tax.ON: (64, 2),
+    }
+    order = [line.removeprefix("vllm: ").partition(",")[0] for line in said[1:]]
+    assert order == [tax.OFF, tax.LOGPROBS, tax.ON, tax.ON, tax.LOGPROBS, tax.OFF]
+    told = json.loads(tax_report.as_json(measured))
+    assert set(told["ratios"]["vllm"]) == {tax.OFF, tax.LOGPROBS, tax.ON}
+    assert told["promises"] == []
+    tax_report.show(measured, Console())
+    assert "captured" in capsys.readouterr().out
+
+
+async def test_both_ways_send_the_same_prompts() -> None:
+    async with (
+        ScriptedServer(PLAY, model=str(TOKENIZER)) as engine,
+        tax._gateway(engine.url) as (_, addresses),
+        AsyncClient(addresses.control) as client,
+        tax._connections() as http,
+    ):
+        captured = Captured(addresses.gateway, client, http)
+        await measure(captured, PLAN, 0, Done())
+        sessions = await captured.stored(addresses.control)
+        direct = Direct(engine.url, tax._between(sessions), logprobs=False)
+        await measure(direct, PLAN, 0, Done())
+        await direct.close()
+    assert [first.prompt_ids for first, _ in sessions] == direct.prompts
+    for first, second in sessions:
+        assert first.prompt_ids is not None
+        assert first.sampled_ids is not None
+        assert second.prompt_ids == [*first.prompt_ids, *first.sampled_ids, *tax._between(sessions)]
+
+
+def test_a_ratio_is_of_tokens_a_second() -> None:
+    report = tax.Report(PLAN, {"embedded": {tax.OFF: Done(), tax.LOGPROBS: Done(), tax.ON: Done()}})
+    for way, seconds in ((tax.OFF, 1.0), (tax.LOGPROBS, 1.0), (tax.ON, 1.25)):
+        report.engines["embedded"][way].add(100, seconds)
+        report.engines["embedded"][way].add(300, 3 * seconds)
+    assert tax_report.ratio(report, "embedded") == pytest.approx(0.8)
+    (promise,) = tax_report.promises(report)
+    assert not promise.reached
+
+
+def test_figures_of_a_gateway_that_kept_less_are_none() -> None:
+    whole = Exchange([1, 2], [3], [-0.5], None, "rendered")
+    gone_on = Exchange([1, 2, 3, 4], [5], [-0.5], None, "recorded")
+    tax._check([[whole, gone_on]], PLAN)
+    assert tax._between([[whole, gone_on]]) == [4]
+    short = Exchange([1, 2, 3, 4], [5], None, None, "recorded")
+    for broken in ([whole], [whole, whole], [whole, short]):
+        with pytest.raises(BenchError):
+            tax._check([broken], PLAN)

@@ -1,0 +1,282 @@
+"""`polar bench tree`: what is counted and what is compared, on groups of a few hundred tokens."""
+
+import io
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+from click.testing import CliRunner
+from rich.console import Console
+
+from polar.bench import tree, tree_model, tree_report
+from polar.bench.client import BenchError
+from polar.bench.tree import Cell, Counted, Plan, Report
+from polar.bench.tree_flops import Flops, Sizes, flops
+from polar.bench.tree_groups import BUILDERS, Group, Outline, Walk, outline, read, recorded, synthetic
+from polar.bench.tree_picture import picture
+from polar.cli.bench import command
+from polar.errors import ConfigError
+from polar.train.forest import forest
+from polar.trajectory.tree import token_tree
+from polar.trajectory.types import Path as TokenPath
+from polar.trajectory.types import Sampled
+
+SIZES = Sizes(layers=2, hidden=8, intermediate=16, heads=4, kv_heads=2, head_dim=4, vocabulary=32)
+FIXTURES = Path(__file__).parent.parent.parent / "fixtures" / "trees"
+
+
+def small(turns: int = 4) -> Group:
+    return synthetic("small", sessions=3, system=50, turns=turns, sampled=5, observed=15)
+
+
+def path(session: str, seq: int, prompt: list[int], sampled: list[int]) -> TokenPath:
+    return TokenPath(
+        session_id=session,
+        exchange_id=f"{session}{seq}",
+        seq=seq,
+        prompt=np.array(prompt, np.int32),
+        sampled=np.array(sampled, np.int32),
+        logprobs=None,
+        versions=None,
+        trainable=len(sampled),
+    )
+
+
+def stripped() -> Group:
+    """Two sessions whose second prompt lacks a token of what was sampled first."""
+    first = [path("a", 0, [1, 2, 3], [4, 5, 6]), path("a", 1, [1, 2, 3, 5, 6, 7], [8, 9])]
+    second = [path("b", 0, [1, 2, 3], [4, 4]), path("b", 1, [1, 2, 3, 4, 7], [8])]
+    return Group("stripped", "", [Sampled("a", first), Sampled("b", second)])
+
+
+# Groups
+
+
+def test_a_synthetic_group_shares_its_system_prompt_and_nothing_else() -> None:
+    group = small()
+    tokens = {name: build(group).tokens for name, build in BUILDERS.items()}
+    assert tokens == {
+        "prefix_tree": 50 + 3 * 80,
+        "prefix_merging": 3 * 130,
+        "per_request": 3 * (70 + 90 + 110 + 130),
+    }
+
+
+def test_an_outline_has_the_group_s_tree_without_its_tokens() -> None:
+    group = stripped()
+    again = recorded(msgspec.json.decode(msgspec.json.encode(outline("x", "y", group.sessions)), type=Outline))
+    for ours, theirs in zip(group.sessions, again.sessions, strict=True):
+        assert [(len(it.prompt), len(it.sampled)) for it in ours.paths] == [
+            (len(it.prompt), len(it.sampled)) for it in theirs.paths
+        ]
+    shapes = []
+    for one in (group, again):
+        made = token_tree([it for session in one.sessions for it in session.paths])
+        shapes.append(([(node.parent, node.start, node.stop) for node in made.nodes], made.ends))
+    assert shapes[0] == shapes[1]
+
+
+def test_an_outline_leaves_out_what_trains_nothing() -> None:
+    idle = msgspec.structs.replace(path("a", 0, [7, 7], [7]), trainable=0)
+    half = msgspec.structs.replace(path("a", 1, [1, 2], [3, 4, 5]), trainable=1)
+    drawn = outline("x", "", [Sampled("a", [half, idle])])
+    assert drawn.lengths == [3]
+    assert drawn.walks == [Walk(0, 0, 2, 1)]
+
+
+def test_builders_give_each_sampled_token_the_same_weight() -> None:
+    for group in (small(), stripped()):
+        found = []
+        for build in BUILDERS.values():
+            batch = build(group)
+            numbers, weights = np.concatenate(batch.numbers), np.concatenate(batch.weights)
+            order = np.argsort(numbers)
+            assert numbers[order].tolist() == list(range(len(order)))
+            found.append(weights[order])
+        for weights in found[1:]:
+            np.testing.assert_allclose(weights, found[0], rtol=1e-6)
+
+
+def test_a_file_that_is_no_group_is_told(tmp_path: Path) -> None:
+    (tmp_path / "x.json").write_text('{"name": 1}')
+    with pytest.raises(BenchError, match=r"x\.json is no recorded group"):
+        read(tmp_path / "x.json")
+
+
+def test_groups_are_chosen_by_how_their_names_begin() -> None:
+    assert [group.name for group in tree.groups(None, ["synthetic, n = 1"], quick=True)] == ["synthetic, n = 16"]
+    with pytest.raises(BenchError, match=r"No group is called nothing\. There are: synthetic, n = 8, synth"):
+        tree.groups(None, ["nothing"], quick=True)
+
+
+@pytest.mark.parametrize("file", sorted(FIXTURES.glob("*.json")), ids=lambda file: file.stem)
+def test_recorded_groups_share_what_they_should(file: Path) -> None:
+    """Sixteen sessions of one task, and the tree has their common prompt once."""
+    group = recorded(read(file))
+    assert len(group.sessions) == 16
+    tokens = {name: build(group).tokens for name, build in BUILDERS.items()}
+    assert tokens["prefix_tree"] < tokens["prefix_merging"] <= tokens["per_request"]
+    if file.stem.startswith(tree_report.STRIPPED):
+        assert tokens["prefix_merging"] > 10 * tokens["prefix_tree"]
+
+
+# FLOPs
+
+
+def test_flops_of_one_path_are_those_that_one_counts_by_hand() -> None:
+    group = synthetic("one", sessions=1, system=3, turns=1, sampled=2, observed=5)
+    found = flops(SIZES, forest(BUILDERS["prefix_merging"](group).trees))
+    matrices = 2 * (8 * 16 + 2 * 8 * 8 + 16 * 8 + 3 * 8 * 16)  # q, k and v, o, feed-forward
+    assert found.matrices == 6 * matrices * 10
+    assert found.output == 6 * 8 * 32 * 2
+    assert found.attention == 3 * 4 * 2 * 4 * 4 * sum(range(1, 11))
+
+
+def test_attention_of_a_tree_is_that_of_its_paths_with_what_they_share_once() -> None:
+    group = small()
+    tree_flops = flops(SIZES, forest(BUILDERS["prefix_tree"](group).trees))
+    merged = flops(SIZES, forest(BUILDERS["prefix_merging"](group).trees))
+    shared = flops(
+        SIZES,
+        forest(BUILDERS["prefix_merging"](synthetic("s", sessions=1, system=0, turns=1, sampled=5, observed=45)).trees),
+    )
+    assert merged.attention - tree_flops.attention == 2 * shared.attention
+    assert merged.output == tree_flops.output
+
+
+def test_an_output_that_two_samplings_share_is_counted_once() -> None:
+    made = forest(BUILDERS["prefix_tree"](stripped()).trees)
+    alone = forest(BUILDERS["per_request"](stripped()).trees)
+    assert flops(SIZES, made).output == 6 * 8 * 32 * 6
+    assert flops(SIZES, alone).output == 6 * 8 * 32 * 8
+
+
+# A run
+
+
+def test_a_sample_has_sequences_of_all_lengths() -> None:
+    each = [float(it) for it in range(1, 101)]
+    chosen = tree.spread(each, 0.1 * sum(each))
+    assert 9 <= len(chosen) <= 10
+    assert min(chosen) < 10
+    assert max(chosen) > 90
+    assert tree.spread(each, 0.5) == [50]
+
+
+def test_a_whole_run_on_the_cpu() -> None:
+    kept: list[int] = []
+    plan = Plan(shape="tiny", device="cpu", chunk_tokens=64, limit=0.0, sample=1e-9)
+    report = tree.run(plan, [small()], lambda *_: None, lambda it: kept.append(len(it.cells)))
+    assert kept == [0, 1, 2, 3, 3]  # the gradients come first
+    assert [cell.counted.builder for cell in report.cells] == ["prefix_tree", "prefix_merging", "per_request"]
+    assert max(report.gradients.values()) < tree_report.EXACT
+    whole, *sampled = report.cells
+    assert whole.share == 1  # the first has nothing to be judged by
+    for cell in sampled:
+        assert 0 < cell.share < 1
+        assert cell.difference is not None
+        assert cell.difference < 1e-5
+    assert list(report.absent) == ["small, TRL"]
+
+
+def test_no_cell_is_begun_without_time_for_it() -> None:
+    plan = Plan(shape="tiny", device="cpu", builders=("prefix_tree", "prefix_merging"), seconds=0.0)
+    report = tree.run(plan, [small(turns=2)], lambda *_: None, lambda _: None)
+    assert [cell.counted.builder for cell in report.cells] == ["prefix_tree"]
+    assert "there was no time left" in report.absent["small, prefix_merging"]
+
+
+def test_an_unknown_shape_is_told() -> None:
+    with pytest.raises(BenchError, match="gpt-9 is none of tiny, qwen3-4b, and no model's folder"):
+        tree_model.config("gpt-9")
+
+
+# What is promised
+
+
+def cell(group: str, builder: str, seconds: float, total: float, *, share: float = 1.0) -> Cell:
+    counted = Counted(group, builder, 1, 100, 1000, 1000, 10, Flops(total, 0.0, 0.0))
+    return Cell(counted, [seconds * share], share, 10**9, None)
+
+
+def report(cells: list[Cell]) -> Report:
+    return Report(Plan(), "NVIDIA H200", "bfloat16", {"torch": "2"}, 790e12, 989e12, gradients={"x": 1e-6}, cells=cells)
+
+
+def reached(found: Report) -> dict[str, bool]:
+    return {promise.what: promise.reached for promise in tree_report.promises(found)}
+
+
+def test_times_are_judged_by_flops() -> None:
+    group = "synthetic, n = 8"
+    good = report(
+        [
+            cell(group, "prefix_tree", 20, 7e15),
+            cell(group, "prefix_merging", 27, 9.8e15),
+            cell(group, "per_request", 501, 19e16),
+        ]
+    )
+    assert all(reached(good).values())
+    slow = report(
+        [
+            cell(group, "prefix_tree", 25, 7e15),
+            cell(group, "prefix_merging", 27, 9.8e15),
+            cell(group, "per_request", 501, 19e16),
+        ]
+    )
+    assert [what for what, fine in reached(slow).items() if not fine] == [
+        f"{group}: over prefix_merging",
+        f"{group}: over per_request",
+        f"{group}: FLOPs a second over the trial's",
+    ]
+
+
+def test_stripped_groups_promise_ten_times() -> None:
+    cells = [
+        cell("think-stripped, n = 8", "prefix_tree", 10, 1e15),
+        cell("think-stripped, n = 8", "prefix_merging", 99, 9e15),
+    ]
+    assert reached(report(cells))["think-stripped, n = 8: over prefix_merging"] is False
+
+
+def test_a_sampled_cell_is_scaled_and_says_so() -> None:
+    found = report(
+        [cell("pi, n = 8", "prefix_tree", 10, 1e15), cell("pi, n = 8", "per_request", 200, 20e15, share=0.1)]
+    )
+    console = Console(file=io.StringIO(), width=200)
+    tree_report.show(found, console)
+    shown = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "200.00" in shown
+    assert "10.0%" in shown
+    assert "scaled: 10.0% was timed" in picture(found)
+    written = tree_report.as_json(found)
+    document = msgspec.json.decode(written)
+    assert document["cells"][1]["seconds"] == 200
+    assert document["cells"][1]["flops_per_second"] == 1e14
+
+
+def test_reports_that_were_kept_are_shown_as_one(tmp_path: Path) -> None:
+    first, second = report([cell("a", "prefix_tree", 10, 1e15)]), report([cell("b", "prefix_tree", 20, 1e15)])
+    second.gradients = {"x": 2e-5}
+    files = [tmp_path / "1.json", tmp_path / "2.json"]
+    for file, one in zip(files, (first, second), strict=True):
+        file.write_bytes(tree_report.as_json(one))
+    both = tree_report.read(files)
+    assert [it.counted.group for it in both.cells] == ["a", "b"]
+    assert reached(both)["gradients in fp32, the largest difference"] is False
+    (tmp_path / "3.json").write_text("{}")
+    with pytest.raises(BenchError, match="no report"):
+        tree_report.read([tmp_path / "3.json"])
+
+
+def test_the_command_counts_without_computing() -> None:
+    told = CliRunner().invoke(command, ["tree", "--quick", "--shape", "tiny", "--count", "1"], catch_exceptions=False)
+    assert told.exit_code == 0
+    assert "13,200" in told.output  # tokens of a tenth of the first group
+    assert "474,000" in told.output
+
+
+def test_the_command_knows_its_builders() -> None:
+    with pytest.raises(ConfigError, match="There is no builder nobody, but prefix_tree, prefix_merging, per_request"):
+        CliRunner().invoke(command, ["tree", "--quick", "--builder", "nobody"], catch_exceptions=False)

@@ -1,0 +1,57 @@
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from polar.cli.demo import Ended, report
+from polar.cli.verify import Findings
+from polar.trajectory.teacher import Comparison
+from polar.trajectory.verify import Problem
+
+
+def ended(**changes: Any) -> Ended:
+    known = {
+        "before": 0.25,
+        "after": 0.875,
+        "picture": Path("demo/reward.png"),
+        "output": Path("demo"),
+        "verified": Findings(sessions=384),
+        "recomputed": Findings(sessions=8, comparison=Comparison(tokens=100, largest=1e-5)),
+    }
+    return Ended(**known | changes)
+
+
+def test_one_line_of_json_says_it_all(capsys: pytest.CaptureFixture[str]) -> None:
+    assert report(ended(), 321.04, as_json=True) == 0
+    assert json.loads(capsys.readouterr().out) == {
+        "held_out_before": 0.25,
+        "held_out_after": 0.875,
+        "seconds": 321.0,
+        "sessions": 384,
+        "verified": 384,
+        "largest_difference": 1e-5,
+        "picture": "demo/reward.png",
+    }
+
+
+def test_people_are_told_the_same(capsys: pytest.CaptureFixture[str]) -> None:
+    assert report(ended(), 321, as_json=False) == 0
+    said = capsys.readouterr().out
+    assert "25% right before, 88% after" in said
+    assert "384 of 384 sessions verified" in said
+
+
+def test_a_trajectory_that_is_wrong_fails_the_demo(capsys: pytest.CaptureFixture[str]) -> None:
+    found = Findings(sessions=384)
+    found.add([Problem("s1", None, "context", "It was never sampled there.")])
+    assert report(ended(verified=found), 1, as_json=True) == 1
+    captured = capsys.readouterr()
+    assert json.loads(captured.out)["verified"] == 383
+    assert "never sampled there" in captured.err
+
+
+def test_log_probabilities_that_are_wrong_fail_it_too(capsys: pytest.CaptureFixture[str]) -> None:
+    found = Findings(sessions=8, comparison=Comparison(tokens=100, largest=0.3))
+    assert report(ended(recomputed=found), 1, as_json=True) == 1
+    assert "differ" in capsys.readouterr().err

@@ -1,0 +1,125 @@
+"""A model of two layers with random weights, and what plain forward passes say of sampled tokens."""
+
+import json
+import shutil
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from polar.engines.embedded.core import Core
+from polar.engines.embedded.generation import Asked, Choosing, Generation, Token
+from polar.engines.embedded.options import Options
+from polar.engines.embedded.weights import load_model
+from polar.engines.scripted import TOKENIZER
+from polar.rendering.tokenizer import Tokenizer
+
+OPTIONS = Options(device="cpu", memory_gib=0.004, context_length=512, threads=1)
+
+
+def make(folder: Path, kind: str = "llama", **changes: Any) -> Path:
+    """Its distributions are far from even. It never ends its turn by itself, so that a generation lasts."""
+    torch.manual_seed(0)
+    tokenizer = Tokenizer.load(TOKENIZER)
+    config = AutoConfig.for_model(
+        kind,
+        vocab_size=tokenizer.vocabulary_size,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=1024,
+        initializer_range=0.3,
+        tie_word_embeddings=True,
+        eos_token_id=None,
+        bos_token_id=None,
+        **changes,
+    )
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    for file in TOKENIZER.iterdir():
+        shutil.copy(file, folder)
+    config_file = folder / "tokenizer_config.json"
+    told = json.loads(config_file.read_text())
+    del told["eos_token"]
+    config_file.write_text(json.dumps(told))
+    return folder
+
+
+def perturbed(folder: Path, path: Path, seed: int, by: float = 0.1) -> Path:
+    """The weights of a folder, moved at random, as a file of weights."""
+    model = _plain(folder)
+    generator = torch.Generator().manual_seed(seed)
+    weights = {
+        name: weight + by * torch.randn(weight.shape, generator=generator)
+        for name, weight in model.state_dict().items()
+        if name != "lm_head.weight"  # tied
+    }
+    save_file(weights, path)
+    return path
+
+
+def updated(folder: Path, path: Path, target: Path) -> Path:
+    """A folder as the model would be saved after such an update."""
+    shutil.copytree(folder, target)
+    save_file(load_file(path), target / "model.safetensors", metadata={"format": "pt"})
+    return target
+
+
+def _plain(folder: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+class Teacher:
+    """Plain forward passes, by the version of the weights."""
+
+    def __init__(self, folder: Path, updates: Mapping[int, Path] | None = None) -> None:
+        self._models = {0: _plain(folder)}
+        for version, path in (updates or {}).items():
+            model = _plain(folder)
+            model.load_state_dict(load_file(path), strict=False)
+            self._models[version] = model
+
+    @torch.inference_mode()
+    def logprobs(
+        self, prompt: Sequence[int], ids: Sequence[int], version: int = 0, temperature: float = 1.0
+    ) -> torch.Tensor:
+        logits = self._models[version](torch.tensor([[*prompt, *ids]])).logits[0, len(prompt) - 1 : -1]
+        every = torch.log_softmax(logits.float() / temperature, -1)
+        return every.gather(1, torch.tensor(ids)[:, None])[:, 0]
+
+    def worst(self, generation: Generation, temperature: float = 1.0) -> float:
+        """The largest difference between what was reported and what the weights of each token's version say."""
+        tokens = generation.tokens
+        ids = [token.id for token in tokens]
+        said = {
+            version: self.logprobs(generation.asked.prompt, ids, version, temperature)
+            for version in {token.version for token in tokens}
+        }
+        return max(abs(float(said[token.version][at]) - token.logprob) for at, token in enumerate(tokens))
+
+
+@asynccontextmanager
+async def core_of(folder: Path, **options: Any) -> AsyncIterator[Core]:
+    changed = OPTIONS.model_copy(update=options)
+    core = Core(load_model(folder, changed), Tokenizer.load(folder), changed)
+    try:
+        yield core
+    finally:
+        await core.stop()
+
+
+async def whole(core: Core, prompt: Sequence[int], max_tokens: int = 16, **choosing: Any) -> Generation:
+    """A generation, to its end."""
+    generation = core.begin(Asked(list(prompt), max_tokens, Choosing(**choosing)))
+    async for _ in generation.steps():
+        pass
+    return generation
+
+
+def ids(tokens: Sequence[Token]) -> list[int]:
+    return [token.id for token in tokens]
