@@ -23,8 +23,9 @@ $(NODE)/.ready: tests/node/package.json tests/node/package-lock.json
 	cd $(NODE) && npm install --no-audit --no-fund --silent
 	touch $@
 
-demo: setup $(NODE)/.ready
-	PATH="$(abspath $(NODE))/node_modules/.bin:$$PATH" $(BIN)/polar demo
+# A small model learns to use a tool, on two cores, in minutes: docs/demo.md. DEMO="--seed 1" passes options on.
+demo: setup
+	$(BIN)/polar demo $(DEMO)
 
 test: setup $(NODE)/.ready
 	$(BIN)/python -m pytest -n 3 --dist worksteal -m "not (harnesses or engines or trainers or runtimes or faults or containers or cluster)" --durations=10

@@ -208,6 +208,7 @@ def load(
         for key, value in values.items():
             _set(tables, (section, key), value)
             sources[section, key] = "the command line"
+    _set_default_engine(tables)
     try:
         return Settings.model_validate(tables)
     except ValidationError as error:
@@ -217,6 +218,13 @@ def load(
         message = _MESSAGES.get(problem["type"], problem["msg"].removeprefix("Value error, "))
         source = found[0] if found else path or "the settings"  # what is wrong may be a default, beside something else
         raise ConfigError(f"{source}: {'.'.join(where)}: {message}.") from error
+
+
+def _set_default_engine(tables: dict[str, Any]) -> None:
+    """Where no engine is named it is the one that brings a model along."""
+    engine = tables.setdefault("engine", {})
+    if isinstance(engine, dict) and not engine.get("urls"):
+        engine.setdefault("kind", "embedded")
 
 
 _MESSAGES = {"extra_forbidden": "there is no such setting", "model_type": "this is a table of settings"}

@@ -165,7 +165,7 @@ def task(cheat: Cheat, world: World) -> TaskRequest:
 
 
 async def run_all(data: Path, tasks: list[TaskRequest]) -> dict[str, Finished]:
-    async with LocalRollout(load(None, {}, {"gateway": {"port": 0}}), data) as rollout:
+    async with LocalRollout(load(None, {"POLAR_ENGINE__KIND": "scripted"}, {"gateway": {"port": 0}}), data) as rollout:
         plans = await rollout.plan(tasks)
         return {finished.task_id: finished async for finished in rollout.run(plans)}
 

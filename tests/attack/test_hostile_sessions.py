@@ -88,7 +88,9 @@ def task(script: str, evaluator: dict[str, Any] | None = None, **runtime: Any) -
 @asynccontextmanager
 async def node(tmp_path: Path, **sections: dict[str, Any]) -> AsyncIterator[LocalRollout]:
     data = tmp_path / "data"
-    async with LocalRollout(load(None, {}, {"gateway": {"port": 0}, **sections}), data) as opened:
+    async with LocalRollout(
+        load(None, {"POLAR_ENGINE__KIND": "scripted"}, {"gateway": {"port": 0}, **sections}), data
+    ) as opened:
         yield opened
     assert [*(data / "runtimes").glob("*/*"), *(data / "node").glob("*")] == []
 

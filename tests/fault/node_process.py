@@ -14,7 +14,7 @@ from polar.rollout.models import TaskRequest
 
 
 async def main(data: str, task: str, sessions: str, node: str) -> None:
-    settings = load(None, {}, {"gateway": {"port": 0}, "node": json.loads(node)})
+    settings = load(None, {"POLAR_ENGINE__KIND": "scripted"}, {"gateway": {"port": 0}, "node": json.loads(node)})
     async with LocalRollout(settings, Path(data)) as rollout:
         plans = await rollout.plan([TaskRequest.model_validate_json(task)])
         running = [await rollout.node.submit(plans[0], sample) for sample in range(int(sessions))]

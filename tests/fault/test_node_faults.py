@@ -94,7 +94,9 @@ async def test_two_hundred_sessions_at_once(tmp_path: Path) -> None:
     node = {"init_workers": 4, "ready_buffer": 8, "run_workers": 200, "postrun_workers": 4}
     ids, descriptors = Ids(data), left.descriptors()
     finished: list[Finished] = []
-    async with LocalRollout(load(None, {}, {"gateway": {"port": 0}, "node": node}), data) as rollout:
+    async with LocalRollout(
+        load(None, {"POLAR_ENGINE__KIND": "scripted"}, {"gateway": {"port": 0}, "node": node}), data
+    ) as rollout:
         await rollout.plane.pool.pause()  # until every session waits for its first reply: so all are there at once
         plans = await rollout.plan(tasks)
         running = [await rollout.node.submit(plan, n) for plan in plans for n in range(plan.task.num_samples)]
@@ -151,7 +153,9 @@ async def test_a_node_is_killed_and_started_again(tmp_path: Path, stage: str) ->
         process.kill()
     await process.wait()
 
-    async with LocalRollout(load(None, {}, {"gateway": {"port": 0}, "node": NODE}), data):
+    async with LocalRollout(
+        load(None, {"POLAR_ENGINE__KIND": "scripted"}, {"gateway": {"port": 0}, "node": NODE}), data
+    ):
         pass  # it has swept
     nothing_left(data, ids, mark)
     store = open_store(f"sqlite:{data / 'polar.db'}")

@@ -477,7 +477,7 @@ async def test_a_session_goes_on_at_another_gateway_when_its_own_is_killed(
 
 async def test_tasks_run_to_their_end(server: Server, tmp_path: Path) -> None:
     url = server.new_database()
-    settings = load(None, {}, {"gateway": {"port": 0}, "store": {"url": url}})
+    settings = load(None, {"POLAR_ENGINE__KIND": "scripted"}, {"gateway": {"port": 0}, "store": {"url": url}})
     wanted = task("print(ask()); print(ask())", num_samples=3, evaluator={"strategy": "session_completed"})
     async with LocalRollout(settings, tmp_path) as opened:
         plans = await opened.plan([wanted])

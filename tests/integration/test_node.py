@@ -26,7 +26,9 @@ GRADED = {"strategy": "session_completed"}
 @asynccontextmanager
 async def rollout(tmp_path: Path, **sections: dict[str, Any]) -> AsyncIterator[LocalRollout]:
     data = tmp_path / "data"
-    async with LocalRollout(load(None, {}, {"gateway": {"port": 0}, **sections}), data) as opened:
+    async with LocalRollout(
+        load(None, {"POLAR_ENGINE__KIND": "scripted"}, {"gateway": {"port": 0}, **sections}), data
+    ) as opened:
         yield opened
     assert left_of(data) == []
 

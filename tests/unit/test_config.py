@@ -81,3 +81,9 @@ def test_a_file_that_can_not_be_read_is_named(tmp_path: Path) -> None:
     (tmp_path / "odd.toml").write_text("[engine]\nkidn = 1")
     with pytest.raises(ConfigError, match=r"odd\.toml: engine\.kidn"):
         config.load(tmp_path / "odd.toml", {})
+
+
+def test_without_a_name_the_engine_is_the_one_that_brings_a_model_along() -> None:
+    assert config.load(None, {}).engine.kind == "embedded"
+    assert config.load(None, {"POLAR_ENGINE__KIND": "scripted"}).engine.kind == "scripted"
+    assert config.load(None, {"POLAR_ENGINE__OPTIONS": '{"device": "cpu"}'}).engine.kind == "embedded"

@@ -29,7 +29,7 @@ _SAMPLE = 8
 
 @click.command("demo")
 @click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="of the questions, and of training")
-@click.option("--steps", type=click.IntRange(1), default=12, show_default=True)
+@click.option("--steps", type=click.IntRange(1), default=14, show_default=True)
 @click.option("--harness", help="who answers the questions [default: the agent of examples/lookup]")
 @click.option(
     "--model",
@@ -132,7 +132,7 @@ def report(ended: Ended, seconds: float, *, as_json: bool) -> int:
             "held_out_after": ended.after,
             "seconds": round(seconds, 1),
             "sessions": sessions,
-            "verified": sound,
+            "verified": sound == sessions,
             "largest_difference": None if compared is None else compared.largest,
             "picture": str(ended.picture),
         }

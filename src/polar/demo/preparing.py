@@ -63,10 +63,10 @@ class Wanted(Struct, frozen=True):
     model: Path
     layers: int  # that are trained
     seed: int = 0
-    steps: int = 12
+    steps: int = 14
     groups: int = 4  # in a step
     sessions: int = 8  # in a group
-    held_out: int = 32
+    held_out: int = 64
     harness: str | None = None
 
 

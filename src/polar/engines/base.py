@@ -61,6 +61,7 @@ class Capabilities(Struct):
 
     logprobs: LogprobKind = "none"
     takes_ids: bool = False  # prompts of token ids, and ids back
+    knows_weights: bool = False  # whatever it says of versions is true of its weights, whoever told it otherwise
     context_length: int | None = None
     models: list[str] = field(default_factory=list)
 

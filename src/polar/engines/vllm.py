@@ -36,6 +36,8 @@ class _Standing(Struct):
 _count = msgspec.json.Decoder(_Count)
 _standing = msgspec.json.Decoder(_Standing)
 _GENERATE = "/inference/v1/generate"
+_RUNNING = re.compile(r"^vllm:num_requests_running(?:\{.*\})? ([0-9.]+)$", re.MULTILINE)
+_AWAKE = re.compile(r'^vllm:engine_sleep_state\{.*sleep_state="awake".*\} 1(?:\.0)?$', re.MULTILINE)
 
 MOVING = 300.0
 """Seconds that an engine may take to move its weights out of the accelerator's memory, or back."""
@@ -227,18 +229,22 @@ class VllmEngine(ChatEngine):
             return False
 
     async def running(self) -> int | None:
-        try:
-            metrics = (await self._http.request("GET", "/metrics", timeout=5)).decode()
-        except EngineError:
-            return None
-        counts = re.findall(r"^vllm:num_requests_running(?:\{.*\})? ([0-9.]+)$", metrics, re.MULTILINE)
+        counts = _RUNNING.findall(await self._metrics())
         return sum(int(float(count)) for count in counts) if counts else None
 
+    async def _metrics(self) -> str:
+        """Empty where it has none."""
+        try:
+            return (await self._http.request("GET", "/metrics", timeout=5)).decode()
+        except EngineError:
+            return ""
+
     async def standing(self) -> Standing | None:
-        """A server without these routes can neither be frozen nor sent to sleep."""
-        if (await self._said("/is_sleeping")).is_sleeping:
-            return "asleep"
-        return "frozen" if (await self._said("/is_paused")).is_paused else "running"
+        """A server without these routes can neither be frozen nor sent to sleep. vLLM 0.32 says that it sleeps when it
+        is merely paused, and the other way round: its metrics tell."""
+        if not (await self._said("/is_sleeping")).is_sleeping:
+            return "frozen" if (await self._said("/is_paused")).is_paused else "running"
+        return "frozen" if _AWAKE.search(await self._metrics()) else "asleep"
 
     async def _said(self, path: str) -> _Standing:
         body = await self._http.ask(path)

@@ -101,7 +101,7 @@ class Capture:
     def chosen(self, replica: Replica) -> None:
         """The call goes to this replica (and to another, if it gets no answer there)."""
         self._replica = self.call.session.replica = replica
-        self._versions = _Versions(replica.version)
+        self._versions = _Versions(replica.version, believed=replica.engine.capabilities.knows_weights)
         if not self.call.request.stream:
             self.begun()  # its first chunk will be its last
 
@@ -279,11 +279,13 @@ class _Versions:
     """Which policy sampled which tokens: as the engine reports it, or as far as we can know.
 
     An engine's labels count only where somebody keeps them up to date: labels that are all older than the version that
-    the replica is known to have may be leftovers.
+    the replica is known to have may be leftovers. Unless it is one that keeps them itself (`believed`): such an engine
+    has come back with the weights that it says.
     """
 
-    def __init__(self, version: int = 0) -> None:
+    def __init__(self, version: int = 0, *, believed: bool = False) -> None:
         self.reported: list[VersionSpan] | None = None
+        self._believed = believed
         self._spans: list[VersionSpan] = []
         self._version = version
         self._start = 0
@@ -296,7 +298,7 @@ class _Versions:
 
     def spans(self, sampled: int) -> list[VersionSpan]:
         """None (an empty list) where unknown."""
-        if self.reported and max(span.version for span in self.reported) >= self._version:
+        if self.reported and (self._believed or max(span.version for span in self.reported) >= self._version):
             return self.reported
         if not self._known:
             return []

@@ -6,7 +6,7 @@ import torch
 
 CHUNK = {"cuda": 16384, "cpu": 2048}
 """Tokens that go through at once: enough to keep the device busy."""
-_SHARE = {"cuda": 0.6, "cpu": 0.3}
+_SHARE = {"cuda": 0.5, "cpu": 0.3}
 """Of the memory that is free now: gradients and an optimizer may still come."""
 
 

@@ -29,7 +29,7 @@ def test_one_line_of_json_says_it_all(capsys: pytest.CaptureFixture[str]) -> Non
         "held_out_after": 0.875,
         "seconds": 321.0,
         "sessions": 384,
-        "verified": 384,
+        "verified": True,
         "largest_difference": 1e-5,
         "picture": "demo/reward.png",
     }
@@ -47,7 +47,7 @@ def test_a_trajectory_that_is_wrong_fails_the_demo(capsys: pytest.CaptureFixture
     found.add([Problem("s1", None, "context", "It was never sampled there.")])
     assert report(ended(verified=found), 1, as_json=True) == 1
     captured = capsys.readouterr()
-    assert json.loads(captured.out)["verified"] == 383
+    assert json.loads(captured.out)["verified"] is False
     assert "never sampled there" in captured.err
 
 

@@ -16,7 +16,7 @@ from polar.models import default_model, shown
 
 
 class EmbeddedEngine(VllmEngine):
-    capabilities = Capabilities(logprobs="processed", takes_ids=True)
+    capabilities = Capabilities(logprobs="processed", takes_ids=True, knows_weights=True)
 
     def __init__(self, url: str, settings: EngineSettings) -> None:
         super().__init__(url, settings)
