@@ -46,6 +46,8 @@ builder = "{builder}"
 [optimizer]
 lr = {rate}
 betas = [0.9, 0.95]
+chunk_tokens = 2048    # several runs share a device
+kept_tokens = 4096
 
 [evaluation]
 every = {every}

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 from rich.console import Console
 
 import polar as package
@@ -11,6 +12,7 @@ from polar.cli import demo
 from polar.config import Settings
 from polar.demo import preparing, tasks
 from polar.demo.questions import questions
+from polar.errors import ConfigError
 from tests.unit.train import tiny
 
 EXAMPLE = [{"text": "lookup(Anna)"}, {"text": "answer(35)"}]
@@ -58,10 +60,11 @@ async def test_a_demo_from_its_questions_to_its_picture(tmp_path: Path) -> None:
     assert ended.picture.stat().st_size > 0
 
 
-def test_a_folder_with_a_demo_in_it_stays_as_it_is(tmp_path: Path) -> None:
+def test_a_demo_that_was_begun_goes_on_with_its_own_settings(tmp_path: Path) -> None:
+    folder = tmp_path / "demo"
+    assert preparing.begun(folder) is None
     wanted = preparing.Wanted(tmp_path, layers=1, steps=2, groups=2, held_out=2)
-    first = preparing.prepare(tmp_path / "demo", wanted)
-    written = (tmp_path / "demo" / "train.jsonl").read_text()
-    again = preparing.prepare(tmp_path / "demo", preparing.Wanted(tmp_path, layers=3, seed=7, steps=9))
-    assert again == first
-    assert (tmp_path / "demo" / "train.jsonl").read_text() == written
+    assert preparing.prepare(folder, wanted) == preparing.begun(folder)
+    done = CliRunner().invoke(demo.command, ["--output", str(folder), "--steps", "9"])
+    assert isinstance(done.exception, ConfigError)
+    assert "leave out --steps" in str(done.exception)

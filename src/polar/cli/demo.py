@@ -8,6 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import click
+from click.core import ParameterSource
 from msgspec import Struct
 from rich.console import Console
 
@@ -57,16 +58,20 @@ def command(
     start_log(Settings(), log_format, log_level)
     _check_installed(harness)
     began = time.monotonic()
-    if model is None:
-        with shown() as bar:
-            model = default_model(bar)
     folder = output or _unused()
-    wanted = preparing.Wanted(model, _half_of(model), seed, steps, harness=harness)
-    settings = preparing.prepare(folder, wanted)
+    if (settings := preparing.begun(folder)) is not None:
+        _check_nothing_else_is_wanted(folder)
+    else:
+        if model is None:
+            with shown() as bar:
+                model = default_model(bar)
+        wanted = preparing.Wanted(model, _half_of(model), seed, steps, harness=harness)
+        settings = preparing.prepare(folder, wanted)
+    name = Path(settings.model.folder or "").name
     console = Console(stderr=True)
     if not as_json:
         console.print(
-            f"{model.name} learns to look things up. Each answer stands in a file that only the agent's tool reads.\n"
+            f"{name} learns to look things up. Each answer stands in a file that only the agent's tool reads.\n"
             f"Questions, settings and all that is kept are in {folder}.",
             highlight=False,
             soft_wrap=True,
@@ -75,6 +80,15 @@ def command(
     if isinstance(ended, int):
         return ended
     return report(ended, time.monotonic() - began, as_json=as_json)
+
+
+def _check_nothing_else_is_wanted(folder: Path) -> None:
+    context = click.get_current_context()
+    for name in ("seed", "steps", "harness", "model"):
+        if context.get_parameter_source(name) is ParameterSource.COMMANDLINE:
+            raise ConfigError(
+                f"{folder} has a demo with settings of its own: leave out --{name}, or name another folder."
+            )
 
 
 class Ended(Struct):

@@ -26,7 +26,7 @@ _COMMANDS = {
     "harness": "install harnesses, for any runtime",
     "doctor": "what works here, and what an engine can do",
     "bench": "the benchmarks, each against its peers in the same run",
-    "demo": "capture a real agent run and show it",
+    "demo": "a small model learns to use a tool, on this machine",
 }
 
 

@@ -19,6 +19,7 @@ from polar.train.settings import TrainSettings, load
 _CONTEXT = 512  # tokens: a session has some 150
 _CONTEXT_OF_HARNESSES = 32768
 
+_FILE = "train.toml"
 _SETTINGS = Template("""\
 # What `polar demo` trains: the last half of the layers, on groups of sessions with the same question.
 name = "demo"
@@ -70,21 +71,26 @@ class Wanted(Struct, frozen=True):
     harness: str | None = None
 
 
+def begun(folder: Path) -> TrainSettings | None:
+    """The settings of the demo that was begun in a folder, if one was: it goes on. Raises ConfigError."""
+    settings = folder / _FILE
+    return load(settings) if settings.exists() else None
+
+
 def prepare(folder: Path, wanted: Wanted) -> TrainSettings:
-    """Raises ConfigError. A folder that a demo was begun in stays as it is: the demo goes on."""
-    settings = folder / "train.toml"
-    if not settings.exists():
-        asked = questions(train=wanted.steps * wanted.groups, held_out=wanted.held_out, seed=wanted.seed)
-        tasks.write(folder, asked, 1, wanted.harness)
-        written = _SETTINGS.substitute(
-            seed=wanted.seed,
-            steps=wanted.steps,
-            groups=wanted.groups,
-            sessions=wanted.sessions,
-            layers=wanted.layers,
-            model=json.dumps(str(wanted.model.absolute())),
-            context=_CONTEXT if wanted.harness is None else _CONTEXT_OF_HARNESSES,
-            memory=1 if wanted.harness is None else 8,
-        )
-        settings.write_text(written)
+    """Raises ConfigError."""
+    settings = folder / _FILE
+    asked = questions(train=wanted.steps * wanted.groups, held_out=wanted.held_out, seed=wanted.seed)
+    tasks.write(folder, asked, 1, wanted.harness)
+    written = _SETTINGS.substitute(
+        seed=wanted.seed,
+        steps=wanted.steps,
+        groups=wanted.groups,
+        sessions=wanted.sessions,
+        layers=wanted.layers,
+        model=json.dumps(str(wanted.model.absolute())),
+        context=_CONTEXT if wanted.harness is None else _CONTEXT_OF_HARNESSES,
+        memory=1 if wanted.harness is None else 8,
+    )
+    settings.write_text(written)
     return load(settings)

@@ -229,22 +229,20 @@ class VllmEngine(ChatEngine):
             return False
 
     async def running(self) -> int | None:
-        counts = _RUNNING.findall(await self._metrics())
-        return sum(int(float(count)) for count in counts) if counts else None
-
-    async def _metrics(self) -> str:
-        """Empty where it has none."""
         try:
-            return (await self._http.request("GET", "/metrics", timeout=5)).decode()
+            metrics = (await self._http.request("GET", "/metrics", timeout=5)).decode()
         except EngineError:
-            return ""
+            return None
+        counts = _RUNNING.findall(metrics)
+        return sum(int(float(count)) for count in counts) if counts else None
 
     async def standing(self) -> Standing | None:
         """A server without these routes can neither be frozen nor sent to sleep. vLLM 0.32 says that it sleeps when it
         is merely paused, and the other way round: its metrics tell."""
         if not (await self._said("/is_sleeping")).is_sleeping:
             return "frozen" if (await self._said("/is_paused")).is_paused else "running"
-        return "frozen" if _AWAKE.search(await self._metrics()) else "asleep"
+        metrics = (await self._http.ask("/metrics") or b"").decode()
+        return "frozen" if _AWAKE.search(metrics) else "asleep"
 
     async def _said(self, path: str) -> _Standing:
         body = await self._http.ask(path)
