@@ -93,9 +93,9 @@ class DataPlane:
         self.gateway_url = await gateway.start()
 
     async def versions(self) -> dict[str, int]:
-        """What the engines hold, as far as it is known. One that was launched just now holds nothing from before."""
-        known = await self.store.policies()
-        return {url: version for url, version in known.items() if url != self.pool.launched}
+        """What the engines hold, as far as it is known. One that was launched just now holds what it began with,
+        whatever was at its address before."""
+        return await self.store.policies() | self.pool.launched
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

@@ -63,6 +63,15 @@ async def test_odd_version_labels(tmp_path: Path, versions: list[tuple[int, int,
         await store.close()
 
 
+async def test_an_engine_that_knows_its_weights_and_says_nothing_of_them(tmp_path: Path) -> None:
+    """It may have come back with other ones than it was given: nobody else's word counts."""
+    async with bench(tmp_path, engine={"kind": "embedded", "tokenizer": str(TOKENIZER)}) as it:
+        it.engine.replay(stream(sample([11, 12]), sample([2], finish_reason="stop"), DONE))
+        assert (await it.ask(stream=True)).status == 200
+        (exchange,) = await it.recorded(1)
+    assert (exchange.versions, exchange.untrainable) == ([], "version_unknown")
+
+
 def path(seq: int, prompt: list[int], sampled: list[int], temperature: float) -> TokenPath:
     ids = [np.array(it, np.int32) for it in (prompt, sampled)]
     zeros = np.zeros(len(sampled))

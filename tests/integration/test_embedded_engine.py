@@ -14,9 +14,12 @@ from openai import AsyncOpenAI
 
 from polar.config import EngineSettings
 from polar.data_plane import DataPlane
+from polar.engines.base import VersionSpan
 from polar.engines.embedded.engine import EmbeddedEngine
 from polar.engines.embedded.launching import EngineProcess
 from polar.engines.embedded.options import Options
+from polar.engines.embedded.server import EmbeddedServer
+from polar.engines.embedded.weights import Update, remember
 from polar.errors import ConfigError
 from polar.trajectory import session as sessions
 from polar.trajectory.builders import prefix_merging
@@ -33,10 +36,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 async def test_a_session_through_the_gateway_is_what_the_model_says(folder: Path, tmp_path: Path) -> None:
-    engine = {"kind": "embedded", "urls": [], "model": str(folder), "options": OPTIONS}
+    """Of an engine that begins with the weights of an update, and gets others in mid-call."""
+    began, update = (tiny.perturbed(folder, tmp_path / f"weights{seed}", seed) for seed in (1, 2))
+    state = tmp_path / "state.json"
+    remember(state, Update(str(began), 5))
+    engine = {"kind": "embedded", "urls": [], "model": str(folder), "options": OPTIONS | {"state": str(state)}}
     async with DataPlane(settings([], engine=engine), tmp_path) as plane:
+        (url,) = plane.pool.launched
+        assert await plane.versions() == {url: 5}
+        assert [replica.version for replica in plane.pool.replicas] == [5]
         session, key = await plane.sessions.create({})
-        update = tiny.perturbed(folder, tmp_path / "weights", 1)
         async with AsyncOpenAI(api_key=key, base_url=f"{plane.gateway_url}/v1") as client:
             history: list[Any] = [{"role": "user", "content": "hi"}]
             for temperature in (1.0, 0.7):
@@ -52,9 +61,7 @@ async def test_a_session_through_the_gateway_is_what_the_model_says(folder: Path
                     told = True
                     async with (
                         aiohttp.ClientSession() as http,
-                        http.post(
-                            f"{plane.pool.launched}/update_weights", json={"path": str(update), "version": 1}
-                        ) as answer,
+                        http.post(f"{url}/update_weights", json={"path": str(update), "version": 6}) as answer,
                     ):
                         assert answer.status == 200
         exchanges = [exchange async for exchange in plane.store.exchanges(session.session_id)]
@@ -62,17 +69,40 @@ async def test_a_session_through_the_gateway_is_what_the_model_says(folder: Path
     assert recorded is not None
     assert [exchange.untrainable for exchange in exchanges] == [None] * 3
     assert {exchange.logprob_kind for exchange in exchanges} == {"processed"}
-    assert [span.version for span in exchanges[-1].versions] == [0, 1]
+    assert [span.version for span in exchanges[-1].versions] == [5, 6]
     traces = prefix_merging(sessions.sampled(recorded, exchanges)).traces
     how = {exchange.exchange_id: conditions(exchange) for exchange in exchanges}
-    models = [folder, tiny.updated(folder, update, tmp_path / "updated")]
-    for version, model in enumerate(models):
+    models = {5: tiny.updated(folder, began, tmp_path / "began"), 6: tiny.updated(folder, update, tmp_path / "updated")}
+    for version, other in ((5, 6), (6, 5)):
         right, wrong = Comparison(), Comparison()
-        Teacher.load(model).compare(traces, how, right, version=version)
-        Teacher.load(models[1 - version]).compare(traces, how, wrong, version=version)
+        Teacher.load(models[version]).compare(traces, how, right, version=version)
+        Teacher.load(models[other]).compare(traces, how, wrong, version=version)
         assert right.tokens > 0
         assert right.largest < 1e-4
         assert wrong.largest > 0.05
+
+
+async def test_a_reply_that_is_given_up_has_the_version_that_sampled_it(folder: Path, tmp_path: Path) -> None:
+    """Whatever anybody else says of the engine's weights."""
+    update = tiny.perturbed(folder, tmp_path / "weights", 1)
+    async with EmbeddedServer(folder, Options(**OPTIONS)) as server:
+        await server.core.update(Update(str(update), 7))
+        engine = {"kind": "embedded", "urls": [server.url]}
+        async with DataPlane(settings([], engine=engine, gateway={"grace": 0}), tmp_path) as plane:
+            session, key = await plane.sessions.create({})
+            async with AsyncOpenAI(api_key=key, base_url=f"{plane.gateway_url}/v1") as client:
+                ask = [{"role": "user", "content": "hi"}]
+                stream = await client.chat.completions.create(model="any", messages=ask, max_tokens=900, stream=True)
+                async for _ in stream:
+                    break
+                await stream.close()
+            async with asyncio.timeout(30):
+                while not (exchanges := [it async for it in plane.store.exchanges(session.session_id)]):  # noqa: ASYNC110
+                    await asyncio.sleep(0.01)
+    (exchange,) = exchanges
+    assert (exchange.status, exchange.untrainable) == ("partial", None)
+    assert exchange.sampled_ids is not None
+    assert exchange.versions == [VersionSpan(7, 0, len(exchange.sampled_ids))]
 
 
 async def test_a_killed_engine_comes_back_at_its_address_with_its_weights(folder: Path, tmp_path: Path) -> None:
@@ -105,3 +135,10 @@ async def test_an_engine_that_cannot_start_says_why(tmp_path: Path) -> None:
         await EngineProcess(tmp_path, Options(**OPTIONS)).start()
     with pytest.raises(ConfigError, match=r"\[engine.options\] speed: .* known: device, dtype"):
         await EmbeddedEngine.launch(EngineSettings(kind="embedded", model=str(tmp_path), options={"speed": 3}))
+
+
+async def test_an_engine_is_not_taken_for_another_at_its_address(folder: Path) -> None:
+    async with EmbeddedServer(folder, Options(**OPTIONS)) as other:
+        port = int(other.url.rpartition(":")[2])
+        with pytest.raises(ConfigError, match=rf"Can't listen on 127.0.0.1:{port}: .*in use"):
+            await EngineProcess(folder, Options(**OPTIONS | {"port": port})).start()

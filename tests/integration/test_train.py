@@ -20,6 +20,7 @@ from polar.train.learner import Learner
 from polar.train.metrics import StepMetrics
 from polar.train.running import read_tasks, train_at
 from polar.train.settings import SyncSettings, TrainSettings
+from polar.train.syncing.staging import clear
 from polar.train.trainer import Nobody, Updated
 from polar.train.weights import EngineWeights
 from tests.integration.stack import settings as service_settings
@@ -72,7 +73,8 @@ async def test_updates_in_the_middle_of_sessions(tmp_path: Path) -> None:
             weights.kept = {}
             weights.remember(0)
             history = await train_at(client, wanted, learner, weights, read_tasks(wanted), Nobody(), asyncio.Event())
-            await weights.close(clear=True)
+            await weights.close()
+            clear(wanted.output_folder)
             entries = read(wanted.output_folder / "journal.jsonl", Entry)
             found = [group async for group in trained_groups(client)]
     check_labels(learner, weights.kept, found)

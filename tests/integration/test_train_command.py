@@ -1,12 +1,16 @@
 """`polar train` as people start it: with a service and an engine of its own, which end with it."""
 
+import asyncio
 import json
+import os
+import signal
 from pathlib import Path
 
 import msgspec
 import pytest
 
 from polar.train.metrics import StepMetrics
+from polar.train.syncing.staging import staging_folder
 from tests.fault.train.processes import Training
 from tests.integration.training import write_tasks
 from tests.unit.train import tiny
@@ -42,6 +46,28 @@ async def test_from_settings_to_a_model(tmp_path: Path) -> None:
     assert (told["picture"], told["model"]) == (str(tmp_path / "out" / "reward.png"), str(tmp_path / "out" / "model"))
     assert (tmp_path / "out" / "reward.png").read_bytes().startswith(b"\x89PNG")
     assert (tmp_path / "out" / "model" / "model.safetensors").exists()
+
+
+async def test_an_interrupted_run_keeps_its_weights_in_its_own_folder(tmp_path: Path) -> None:
+    tiny.folder(tmp_path / "model")
+    write_tasks(tmp_path)
+    (tmp_path / "train.toml").write_text(CONFIG.replace("steps = 2", "steps = 1000"))
+    output, log = tmp_path / "out", tmp_path / "log"
+    in_memory = staging_folder(output, 1)
+    async with Training(tmp_path / "train.toml", log) as training:
+        for _ in range(1000):
+            if (output / "engine.json").exists():
+                break
+            await asyncio.sleep(0.3)
+        pid = training.pid("trainer")
+        assert pid is not None
+        os.kill(pid, signal.SIGINT)
+        assert await training.ended(120) == 130, log.read_text()
+    state = json.loads((output / "engine.json").read_bytes())
+    kept = output / "weights" / str(state["version"]) / "model.safetensors"
+    assert state["path"] == str(kept)
+    assert kept.exists()
+    assert not in_memory.exists()
 
 
 async def test_a_service_that_cannot_start_says_why(tmp_path: Path) -> None:

@@ -130,5 +130,6 @@ class Launched(Protocol):
     `async def launch(settings) -> Launched`."""
 
     url: str
+    version: int  # of the weights that it began with
 
     async def stop(self) -> None: ...

@@ -49,9 +49,9 @@ class Pool:
         return cls([kind(launched.url, settings)], settings.max_inflight, launched)
 
     @property
-    def launched(self) -> str | None:
-        """The address of the engine that came with this process, where one did."""
-        return None if self._launched is None else server_root(self._launched.url)
+    def launched(self) -> dict[str, int]:
+        """The engine that came with this process, where one did: its address, and the version that it began with."""
+        return {} if self._launched is None else {server_root(self._launched.url): self._launched.version}
 
     async def start(self, *, samples: bool = True) -> None:
         """Finds out what each replica can do; without `samples`, only what it can tell while it stands still."""

@@ -97,7 +97,7 @@ def _parameters(call: Request) -> dict[str, Any]:
     named: dict[str, Any] = {
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
-        "top_k": sampling.top_k,
+        "top_k": -1 if sampling.top_k == 0 else sampling.top_k,  # all of them
         "min_p": sampling.min_p,
         "presence_penalty": sampling.presence_penalty,
         "frequency_penalty": sampling.frequency_penalty,

@@ -280,7 +280,7 @@ class _Versions:
 
     An engine's labels count only where somebody keeps them up to date: labels that are all older than the version that
     the replica is known to have may be leftovers. Unless it is one that keeps them itself (`believed`): such an engine
-    has come back with the weights that it says.
+    may have come back with other weights than it was given, so that only what it says counts.
     """
 
     def __init__(self, version: int = 0, *, believed: bool = False) -> None:
@@ -298,7 +298,9 @@ class _Versions:
 
     def spans(self, sampled: int) -> list[VersionSpan]:
         """None (an empty list) where unknown."""
-        if self.reported and (self._believed or max(span.version for span in self.reported) >= self._version):
+        if self._believed:
+            return self.reported or []
+        if self.reported and max(span.version for span in self.reported) >= self._version:
             return self.reported
         if not self._known:
             return []

@@ -8,6 +8,7 @@ A checkpoint is there whole or not at all. What the journal says beyond it was l
 so each session stands in it once.
 """
 
+import hashlib
 import secrets
 import shutil
 from collections.abc import Iterable
@@ -42,6 +43,11 @@ class Entry(Struct):
     sessions: list[str]
 
 
+class _Run(Struct):
+    id: str
+    order: str  # stands for the seed and the tasks
+
+
 class Checkpoints:
     def __init__(self, output: Path, keep: int) -> None:
         self._output = output
@@ -54,13 +60,19 @@ class Checkpoints:
                 f"Can't keep anything in {output}: {error.strerror}. Name another output folder."
             ) from error
 
-    def identity(self, name: str) -> str:
-        """Of this run, at the service: another output folder is another run."""
+    def identity(self, name: str, seed: int, tasks: Iterable[str]) -> str:
+        """Of this run, at the service: another output folder is another run. How far it got is counted in the order of
+        its tasks, so they must stay the same. Raises ConfigError."""
         path = self._output / "run.json"
+        order = hashlib.sha256(msgspec.json.encode([seed, *tasks])).hexdigest()
         if not path.exists():
-            files.write(path, msgspec.json.encode({"id": f"{name}-{secrets.token_hex(4)}"}))
-        found: str = msgspec.json.decode(path.read_bytes())["id"]
-        return found
+            files.write(path, msgspec.json.encode(_Run(f"{name}-{secrets.token_hex(4)}", order)))
+        found = msgspec.json.decode(path.read_bytes(), type=_Run)
+        if found.order != order:
+            raise ConfigError(
+                f"The run in {self._output} has another seed, or other tasks: name another output folder."
+            )
+        return found.id
 
     def latest(self) -> Path | None:
         return max(self._folder.glob("step-*"), default=None)

@@ -57,6 +57,8 @@ class Evaluation:
                     "num_samples": self._settings.samples,
                     "sampling": sampled_with(task, self._rollout, **changes),
                     "dispatch_priority": task.dispatch_priority + 1,
+                    "max_lag": 0,  # an engine that came back with other weights is not what is measured
+                    "on_stale": "cancel",
                 }
             )
             for name, task in names.items()

@@ -1,5 +1,6 @@
 """How many tokens a machine holds on their way through a model, and what makes them take less."""
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -53,6 +54,16 @@ def _free(device: torch.device) -> int:
     try:
         with open("/proc/meminfo", encoding="ascii") as lines:
             fields = dict(line.split(":") for line in lines)
-        return 1024 * int(fields["MemAvailable"].split()[0])
+        return min(1024 * int(fields["MemAvailable"].split()[0]), _free_of_container())
     except (OSError, KeyError):
         return 4 * 2**30  # not Linux: what most machines have
+
+
+def _free_of_container() -> int:
+    """A container sees the machine's memory, and may have less of it."""
+    folder = Path("/sys/fs/cgroup")
+    try:
+        limit = (folder / "memory.max").read_text().strip()
+        return 2**62 if limit == "max" else int(limit) - int((folder / "memory.current").read_text())
+    except (OSError, ValueError):
+        return 2**62

@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import Any
 
 from polar import backoff, config
-from polar.config import Settings
+from polar.config import EngineSettings, Settings
 from polar.errors import ConfigError, PolarError
 from polar.runtimes.linux import die_with_parent
 from polar.train.settings import TrainSettings
@@ -29,20 +29,38 @@ _PROGRAM = "from polar.cli.main import main; main()"
 
 def service_settings(settings: TrainSettings, model: Path) -> tuple[Settings, dict[str, str]]:
     """What the service will make of its settings, and the variables that say so. Where they name no engine, it is the
-    embedded one with the model that is trained; started again, it begins with the weights that it had last."""
+    embedded one with the model that is trained. An embedded one that the service launches begins, when it is started
+    again, with the weights that it had last."""
     sections: dict[str, dict[str, Any]] = {name: dict(values) for name, values in settings.polar.items()}
+    engine = sections.setdefault("engine", {})
     if settings.rollout.config is None:
-        engine = sections.setdefault("engine", {})
         engine.setdefault("kind", "embedded")
-        if engine["kind"] == "embedded" and not engine.get("urls"):
-            engine.setdefault("model", str(model))
-            engine["options"] = {"state": str(settings.output_folder / "engine.json")} | engine.get("options", {})
-    variables = {
+    found = _load(settings, sections)
+    if _is_launched(found.engine):
+        engine["model"] = found.engine.model or str(model)
+        engine["options"] = {"state": str(settings.output_folder / "engine.json")} | found.engine.options
+    return _load(settings, sections), _variables(sections)
+
+
+def state_file(settings: TrainSettings, engine: EngineSettings) -> Path | None:
+    """Where the engine of these settings of the service remembers its weights, if it is one that does."""
+    return settings.path(str(engine.options["state"])) if _is_launched(engine) else None
+
+
+def _is_launched(engine: EngineSettings) -> bool:
+    return engine.kind == "embedded" and not engine.urls
+
+
+def _load(settings: TrainSettings, sections: dict[str, dict[str, Any]]) -> Settings:
+    return config.load(_file(settings), os.environ | _variables(sections))
+
+
+def _variables(sections: dict[str, dict[str, Any]]) -> dict[str, str]:
+    return {
         f"{config.PREFIX}{section}__{key}".upper(): value if isinstance(value, str) else json.dumps(value)
         for section, values in sections.items()
         for key, value in values.items()
     }
-    return config.load(_file(settings), os.environ | variables), variables
 
 
 def _file(settings: TrainSettings) -> Path:

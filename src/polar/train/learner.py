@@ -124,7 +124,7 @@ class Learner:
             if old is None:
                 old = logprobs
         assert old is not None
-        told.updates, told.learning_rate = len(norms), self._rate()
+        told.updates, told.learning_rate = len(norms), self._optimizer.param_groups[0]["lr"]
         told.grad_norm, told.clipped = float(np.mean(norms)), float(np.mean(clipped))
         told.logprobs = old.double().cpu().numpy()
         if initial is not None:

@@ -85,7 +85,7 @@ def export(model: Any, base: Path, folder: Path) -> None:
     from polar.train.syncing.weights import weights_of
 
     inner = model.get_base_model() if hasattr(model, "get_base_model") else model
-    tied = set(getattr(inner, "all_tied_weights_keys", None) or getattr(inner, "_tied_weights_keys", None) or ())
+    tied = set(inner.all_tied_weights_keys)  # none where its config ties nothing
     with files.new_folder(folder) as made:
         for file in base.iterdir():
             if file.is_file() and not file.name.startswith(("model", "pytorch_model")):

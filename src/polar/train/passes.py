@@ -16,7 +16,7 @@ from msgspec import Struct, field
 from torch import Tensor
 
 from polar.errors import ConfigError
-from polar.train import flash
+from polar.train import checking, flash
 from polar.train.attention import Sight
 from polar.train.cutting import Chunk, cut
 from polar.train.fitting import fuse, sizes
@@ -24,7 +24,7 @@ from polar.train.forest import Forest
 from polar.train.recurrent import Recurrence, follow_trees
 
 LOGITS = 1024
-"""Positions whose logits exist at the same time: a vocabulary is wide."""
+"""Terms whose logits exist at the same time: a vocabulary is wide."""
 
 _ATTENTION = "polar_tree"
 
@@ -70,8 +70,9 @@ class _Pass(Struct):
             return key, value
         pieces = self._pieces(layer)
         keys, values = torch.cat([one.key for one in pieces], 2), torch.cat([one.value for one in pieces], 2)
-        # What does not depend on anything that trains needs no gradient here, nor where it is from.
-        self.seen[layer] = keys.requires_grad_(key.requires_grad), values.requires_grad_(value.requires_grad)
+        if torch.is_grad_enabled():
+            # What does not depend on anything that trains needs no gradient here, nor where it is from.
+            self.seen[layer] = keys.requires_grad_(key.requires_grad), values.requires_grad_(value.requires_grad)
         return torch.cat([keys, key], 2), torch.cat([values, value], 2)
 
     def give_back(self) -> None:
@@ -99,7 +100,9 @@ def _add(grads: dict[int, Tensor], layer: int, tensor: Tensor, start: int, stop:
 
 
 class TreeModel:
-    """A Hugging Face causal language model, over forests. It runs in the model's own type and on its device."""
+    """A Hugging Face causal language model, over forests. It runs in the model's own type and on its device.
+
+    Raises ConfigError where the model does not say the same over trees as by itself; it is left as it was then."""
 
     def __init__(
         self,
@@ -117,8 +120,16 @@ class TreeModel:
         self._decoder, self._head = _parts(self._model)
         self._compiled = compiled and self._device.type == "cuda"
         self._recurrent = follow_trees(self._decoder)
-        _use_tree_attention(self._model)
         self.chunk_tokens, self.kept_tokens = sizes(self._model, chunk_tokens, kept_tokens, fused=self._compiled)
+        own = self._model.config._attn_implementation
+        expected = checking.by_itself(self._model) if own != _ATTENTION else None
+        _use_tree_attention(self._model)
+        if expected is not None:
+            try:
+                checking.check(self._model, self.logprobs(checking.fork(self._model)), expected)
+            except BaseException:
+                self._model.set_attn_implementation(own)
+                raise
         if self._compiled:
             fuse(self._model)
 
@@ -201,10 +212,11 @@ class TreeModel:
         assert one.hidden is not None
         terms = forest.terms
         here = _terms(forest, one.chunk)
-        positions, row = np.unique(terms.at[here], return_inverse=True)
-        for start in range(0, len(positions), LOGITS):
-            low, high = np.searchsorted(row, [start, start + LOGITS])
-            logits = self._head(one.hidden[start : start + LOGITS])
+        _, row = np.unique(terms.at[here], return_inverse=True)
+        for low in range(0, len(row), LOGITS):
+            high = min(low + LOGITS, len(row))
+            start = int(row[low])
+            logits = self._head(one.hidden[start : row[high - 1] + 1])
             rows = torch.from_numpy(row[low:high] - start).to(self._device)
             some = slice(here.start + low, here.start + high)
             temperature = torch.from_numpy(terms.temperature[some]).to(self._device)
@@ -270,6 +282,8 @@ def _tree_attention(
     dropout: float = 0.0,
     sliding_window: int | None = None,
     tree: _Pass | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
     """As transformers calls attention."""
@@ -277,6 +291,8 @@ def _tree_attention(
         raise ConfigError(
             f"{type(module).__name__} does not hand on what its model is called with: it can't run trees."
         )
+    if softcap is not None or s_aux is not None:
+        raise ConfigError(f"{type(module).__name__} caps its scores, or has sinks: it can't run over trees.")
     if dropout:
         raise ConfigError("The model has dropout in its attention, which makes log-probabilities random: set it to 0.")
     scale = module.head_dim**-0.5 if scaling is None else scaling

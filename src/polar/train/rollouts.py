@@ -15,6 +15,7 @@ from types import TracebackType
 from msgspec import Struct
 
 from polar.client.async_client import AsyncClient
+from polar.config import SamplingOverrides
 from polar.rollout.models import TaskRequest
 from polar.train import groups
 from polar.train.groups import Group
@@ -187,7 +188,13 @@ class Rollouts:
         return self._order.index(int(epoch), name) if ours else None
 
 
+_UNCHANGED = SamplingOverrides(
+    top_p=1.0, top_k=0, min_p=0.0, presence_penalty=0.0, frequency_penalty=0.0, repetition_penalty=1.0
+)
+"""Whatever a harness asks for, it is sampled from the policy itself: else nobody could say how probable a token was."""
+
+
 def sampled_with(task: TaskRequest, settings: RolloutSettings, **others: object) -> object:
     """The trainer decides, then the task."""
-    wanted = settings.sampling.model_dump(exclude_none=True) | others
+    wanted = _UNCHANGED.model_dump(exclude_none=True) | settings.sampling.model_dump(exclude_none=True) | others
     return task.sampling.model_copy(update=wanted)

@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -17,12 +17,13 @@ from polar.rollout.overrides import Overrides
 from polar.train import picture
 from polar.train.checkpoint import Checkpoints
 from polar.train.evaluation import Evaluation
-from polar.train.launching import ServiceProcess, service_settings
+from polar.train.launching import ServiceProcess, service_settings, state_file
 from polar.train.learner import Learner
 from polar.train.metrics import GpuWatch, Metrics, StepMetrics
 from polar.train.model import export
 from polar.train.rollouts import Rollouts
 from polar.train.settings import TrainSettings
+from polar.train.syncing.staging import clear, put_away
 from polar.train.trainer import Engines, Nobody, Trainer, Watcher
 from polar.train.weights import EngineWeights
 from polar.trajectory.session import MERGED, TREE
@@ -62,6 +63,7 @@ async def train(settings: TrainSettings, watcher: Watcher | None = None) -> Outc
         if url is None:
             known, variables = service_settings(settings, folder)
             engine, token = known.engine, known.server.token
+            stack.enter_context(_tidy(output, state_file(settings, engine)))  # once the service has ended
             service = await stack.enter_async_context(ServiceProcess(settings, variables, output))
             url = service.url
         learner = await asyncio.to_thread(Learner, folder, settings)
@@ -71,13 +73,11 @@ async def train(settings: TrainSettings, watcher: Watcher | None = None) -> Outc
             engines = EngineWeights(client, engine, settings.sync, learner, output)
         disturbed = asyncio.Event() if service is None else service.restarted
         training = train_at(client, settings, learner, engines, tasks, watcher or Nobody(), disturbed)
-        ended = False
         try:
             history = await (training if service is None else _unless_over(training, service))
-            ended = True
         finally:
             if engines is not None:
-                await engines.close(clear=ended and service is not None)
+                await engines.close()
         outcome = Outcome(history, output, output / "model", output / "reward.png")
         await asyncio.to_thread(export, learner.model, folder, outcome.model)
         await asyncio.to_thread(picture.draw, history, outcome.picture, settings.name)
@@ -97,7 +97,7 @@ async def train_at(
     weights."""
     output, rollout = settings.output_folder, settings.rollout
     checkpoints = Checkpoints(output, settings.checkpoint.keep)
-    name = checkpoints.identity(settings.name)
+    name = checkpoints.identity(settings.name, settings.seed, [task.task_id for task in tasks.train])
     progress = await asyncio.to_thread(checkpoints.load, learner)
     if learner.not_over_trees is not None and rollout.builder == TREE:
         rollout = rollout.model_copy(update={"builder": MERGED})
@@ -156,6 +156,18 @@ def model_folder(settings: TrainSettings) -> Path:
     from polar.models import default_model
 
     return default_model()
+
+
+@contextlib.contextmanager
+def _tidy(output: Path, state: Path | None) -> Iterator[None]:
+    """Of the weights that engines were given, a run that is interrupted, or fails, leaves those that its engine will
+    begin with, in its own folder; one that has got to its end leaves none."""
+    try:
+        yield
+    except BaseException:
+        put_away(output, state)
+        raise
+    clear(output)
 
 
 async def _unless_over(running: Coroutine[Any, Any, T], service: ServiceProcess) -> T:

@@ -8,6 +8,7 @@ restarts, and the next update sets it going. An engine that is away is waited fo
 """
 
 import asyncio
+import logging
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -30,16 +31,21 @@ from polar.train.syncing.probe import Difference, Probe, Sample
 if TYPE_CHECKING:
     from torch import Tensor
 
+log = logging.getLogger(__name__)
+
 T = TypeVar("T")
 _FIRST, _LONGEST = 0.2, 5.0  # seconds between two tries at an engine that is away
 _LATE = (502, 504)  # the service's word for engines and nodes that do not do what they are told, or not yet
 
 
 class SyncError(PolarError):
-    """Engines did not get their weights. `paused`: generation stands still, until an update succeeds."""
+    """Engines did not get their weights. `paused`: generation stands still, until an update succeeds. `unstopped`: why
+    it could not be brought to that, though nobody knows the weights."""
 
-    def __init__(self, message: str, *, paused: bool) -> None:
+    def __init__(self, message: str, *, paused: bool, unstopped: str | None = None) -> None:
         rest = "Generation stands still until an update succeeds." if paused else "Generation goes on as before."
+        if unstopped is not None:
+            rest = f"Generation can't be stopped, and goes on with weights that nobody knows: {unstopped}"
         super().__init__(f"{message} {rest}")
         self.paused = paused
 
@@ -47,8 +53,8 @@ class SyncError(PolarError):
 class ProbeFailed(SyncError):
     """An engine samples with other weights than the trainer's, under their version: never use that version again."""
 
-    def __init__(self, message: str, version: int, *, paused: bool) -> None:
-        super().__init__(message, paused=paused)
+    def __init__(self, message: str, version: int, *, paused: bool, unstopped: str | None = None) -> None:
+        super().__init__(message, paused=paused, unstopped=unstopped)
         self.version = version
 
 
@@ -66,6 +72,7 @@ class SyncReport(Struct):
     told_apart: bool = False  # the weights from before would not have passed
     seconds: dict[str, float] = field(default_factory=dict)  # by step
     stood_still: float = 0.0  # seconds without generation
+    lost: list[str] = field(default_factory=list)  # replicas that had other weights by then than they were given last
 
 
 class WeightSync:
@@ -97,6 +104,7 @@ class WeightSync:
         """Raises SyncError. It may be called again then: with the same version, or after ProbeFailed a larger one."""
         seconds: dict[str, float] = {}
         replicas = await self._known()
+        lost = await self._lost(replicas)
         with _timed(seconds, "prepare"):
             await asyncio.to_thread(self._sync.prepare, weights, version)
         began = time.monotonic()
@@ -113,7 +121,7 @@ class WeightSync:
         stood_still = time.monotonic() - began
         self._sync.arrived(version)
         report = await self._probed(replicas, version, seconds, stop=True)
-        report.stood_still = stood_still
+        report.stood_still, report.lost = stood_still, lost
         return report
 
     # Steps
@@ -129,6 +137,27 @@ class WeightSync:
         if not urls:
             raise SyncError(f"The run {self._client.run} has no engines: POST /engines gives it some.", paused=False)
         return [self._replicas[url] for url in urls]
+
+    async def _lost(self, replicas: list["_Replica"]) -> list[str]:
+        """Those that say that they have something else than they were given last: started again meanwhile, most likely.
+        One that can't be asked is left to the steps that need it."""
+        given = [replica for replica in replicas if replica.given is not None]
+        answers = await asyncio.gather(*(self._sync.held(replica.http) for replica in given), return_exceptions=True)
+        lost = []
+        for replica, held in zip(given, answers, strict=True):
+            if isinstance(held, BaseException):
+                if not isinstance(held, EngineError):
+                    raise held
+            elif held != replica.given:
+                lost.append(replica.url)
+                log.warning(
+                    "%s was given version %s and says that it has %s: it has lost its weights, and what it has sampled "
+                    "since then may be labelled wrongly",
+                    replica.url,
+                    replica.given,
+                    "none of ours" if held is None else f"version {held}",
+                )
+        return lost
 
     async def _freeze(self, replicas: list["_Replica"]) -> None:
         """Calls that run stand still; where an engine can't do that, they are waited for."""
@@ -161,6 +190,7 @@ class WeightSync:
         held = await self._sync.held(replica.http)
         if held != version:
             raise EngineError(f"It says that it has version {held}.")
+        replica.given = version
 
     async def _tell(self, step: Callable[[], Awaitable[object]], failed: str) -> None:
         try:
@@ -178,10 +208,12 @@ class WeightSync:
             try:
                 found = await self._looked_at(replicas, version)
             except (EngineError, _Differs) as error:
-                paused = stop and await self._stopped()
+                unstopped = await self._unstopped() if stop else None
+                paused = stop and unstopped is None
                 if isinstance(error, _Differs):
-                    raise ProbeFailed(str(error), version, paused=paused) from error
-                raise SyncError(f"Nobody knows which weights the engines have: {error}", paused=paused) from error
+                    raise ProbeFailed(str(error), version, paused=paused, unstopped=unstopped) from error
+                message = f"Nobody knows which weights the engines have: {error}"
+                raise SyncError(message, paused=paused, unstopped=unstopped) from error
         apart = before is not None and not before.within(self._probe.tolerance)
         return SyncReport(version, len(replicas), found, before, apart, seconds)
 
@@ -204,12 +236,13 @@ class WeightSync:
                 )
         return Difference.of_all(found)
 
-    async def _stopped(self) -> bool:
+    async def _unstopped(self) -> str | None:
+        """Stops generation. Where that fails: why."""
         try:
             await self._client.pause()
-        except ClientError:
-            return False
-        return True
+        except ClientError as error:
+            return str(error)
+        return None
 
     async def _patiently(self, step: Callable[[], Awaitable[T]]) -> T:
         """Again and again while an engine is away: it may be on its way up."""
@@ -236,6 +269,7 @@ class _Replica:
         self.engine: Engine = load("engines", settings.kind)(url, settings)
         self.http = EngineHttp(self.engine.url, settings.api_key, settings.timeout)
         self.samples: list[Sample] = []  # of the last probe
+        self.given: int | None = None  # the version of the weights that it took last
 
     async def stands_still(self) -> bool:
         """One that is away has no calls that could run on. vLLM says of one that is frozen that it sleeps."""

@@ -164,13 +164,15 @@ class Trainer:
                 learned = await asyncio.to_thread(self._learner.step, collected.trained, metrics.step)
             self._of_learning(metrics, collected.trained, learned)
         progress.step += 1
-        progress.version += bool(collected.trained)
+        if collected.trained and self._engines is not None:  # else the version that there is has these weights
+            progress.version += 1
         progress.steps_of[progress.version] = progress.step
         progress.cursor = collected.groups[-1].cursor
         self._rollouts.settle(group for group in collected.groups if group.index not in self._rollouts.settled)
         self._entries.append(Entry(progress.step, [name for group in collected.trained for name in group.sessions]))
         self._trained.update(self._entries[-1].sessions)
-        if progress.step % self._settings.checkpoint.every == 0 or progress.step == self._settings.steps:
+        measured = self._evaluation.is_due(progress.step, self._settings.steps)  # what is measured must not be lost
+        if measured or progress.step % self._settings.checkpoint.every == 0 or progress.step == self._settings.steps:
             with self._timed("checkpoint"):
                 await asyncio.to_thread(self._checkpoints.save, progress, self._learner, self._entries)
             self._entries = []
@@ -215,8 +217,10 @@ class Trainer:
         try:
             while not taking.done():
                 disturbed = asyncio.ensure_future(self._disturbed.wait())
-                await asyncio.wait({taking, disturbed}, return_when=asyncio.FIRST_COMPLETED)
-                disturbed.cancel()
+                try:
+                    await asyncio.wait({taking, disturbed}, return_when=asyncio.FIRST_COMPLETED)
+                finally:
+                    disturbed.cancel()
                 if self._disturbed.is_set():
                     self._disturbed.clear()
                     await self._align()
@@ -250,7 +254,7 @@ class Trainer:
         if self._engines is None:
             return
         own, known = self._progress.version, await self._engines.versions()
-        if known.labelled == {own} and await self._engines.same(own):
+        if known.labelled == {own} and known.held <= {own} and await self._engines.same(own):
             return
         newest = max(known.labelled | known.held, default=0)
         if newest > own or own in known.labelled:
@@ -313,7 +317,8 @@ class Trainer:
         metrics.ratio_max, metrics.truncated, metrics.clipped = learned.ratio_max, learned.truncated, learned.clipped
         metrics.tokens_computed, metrics.tokens_trained = learned.computed_tokens, learned.trained_tokens
         columns = _columns(groups)
-        metrics.ratio_on_policy = ratio_of(columns, learned.logprobs, self._lags(columns) == 0)
+        newest = columns.version == self._progress.version
+        metrics.ratio_on_policy = ratio_of(columns, learned.logprobs, newest)
         self._seconds |= learned.seconds
 
     def _lags(self, columns: Columns) -> NDArray[np.int64]:

@@ -13,7 +13,7 @@ from polar.train.settings import SyncSettings
 from polar.train.sync import SyncError, WeightSync
 from polar.train.syncing.kinds import sync_of
 from polar.train.syncing.probe import Probe, Tolerance, tolerance_of
-from polar.train.syncing.staging import staging_folder
+from polar.train.syncing.staging import clear_others, size_of, staging_folder
 from polar.train.syncing.weights import weights_of
 from polar.train.trainer import Updated, Versions
 
@@ -27,7 +27,9 @@ class EngineWeights:
         self._client = client
         self._engine = engine
         self._learner = learner
-        self._files = sync_of(engine.kind, staging_folder(output))
+        self._output = output
+        self._folder = staging_folder(output, size_of(learner.model.state_dict()))
+        self._files = sync_of(engine.kind, self._folder)
         probe = Probe(learner.score, learner.vocabulary, _tolerance(engine, settings, learner))
         self._sync = WeightSync(client, self._files, engine, probe, patience=settings.patience)
 
@@ -45,19 +47,17 @@ class EngineWeights:
 
     async def update(self, version: int) -> Updated:
         report = await self._sync.update(weights_of(self._learner.model), version)
+        clear_others(self._output, self._folder)
         return Updated(report.difference.largest, report.stood_still)
 
-    async def close(self, *, clear: bool) -> None:
-        """`clear`: nobody goes on from here, so an engine that is started again needs no weights."""
+    async def close(self) -> None:
         await self._sync.close()
-        if clear:
-            self._files.clear()
 
     async def _held(self, url: str) -> int | None:
         """None where it is away: it is waited for when it gets its weights."""
         http = EngineHttp(server_root(url), self._engine.api_key, self._engine.timeout)
         try:
-            return await self._files.held(http)
+            return await self._files.held(http) or 0  # none of ours: the model that it began with
         except EngineError:
             return None
         finally:

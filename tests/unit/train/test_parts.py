@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from polar.cli.train_progress import Progress, curve
+from polar.errors import ConfigError
 from polar.train import files, picture
 from polar.train.checkpoint import Checkpoints, Entry, keep_up_to
 from polar.train.metrics import GpuWatch, Metrics, StepMetrics
@@ -78,10 +79,13 @@ def test_lines_of_lost_steps_are_removed(tmp_path: Path) -> None:
 
 
 def test_a_run_has_one_name(tmp_path: Path) -> None:
-    name = Checkpoints(tmp_path, 1).identity("x")
+    name = Checkpoints(tmp_path, 1).identity("x", 0, ["a", "b"])
     assert name.startswith("x-")
-    assert Checkpoints(tmp_path, 1).identity("x") == name
-    assert Checkpoints(tmp_path / "other", 1).identity("x") != name
+    assert Checkpoints(tmp_path, 1).identity("y", 0, ["a", "b"]) == name
+    for seed, tasks in ((1, ["a", "b"]), (0, ["a"]), (0, ["b", "a"])):
+        with pytest.raises(ConfigError, match="name another output folder"):
+            Checkpoints(tmp_path, 1).identity("x", seed, tasks)
+
 
 
 def test_metrics_go_on_where_they_were(tmp_path: Path) -> None:

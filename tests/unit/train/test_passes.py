@@ -3,12 +3,14 @@
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers
 from torch import Tensor
 
 from polar.errors import ConfigError
+from polar.train import passes
 from polar.train.forest import forest
 from polar.train.passes import TreeModel
 from polar.trajectory.types import Sampled
@@ -118,6 +120,48 @@ def test_lora_trains_the_same() -> None:
 
 def test_dropout_is_refused() -> None:
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SHAPE, attention_dropout=0.1)).train()
-    tree, _ = group_tree(group("linear"))
     with pytest.raises(ConfigError, match="dropout"):
-        TreeModel(model).logprobs(forest([tree]))
+        TreeModel(model)
+
+
+def gemma2() -> Any:
+    """Caps its scores."""
+    return transformers.Gemma2ForCausalLM(transformers.Gemma2Config(**SHAPE))
+
+
+def granite() -> Any:
+    """Scales its logits."""
+    return transformers.GraniteForCausalLM(transformers.GraniteConfig(**SHAPE | {"logits_scaling": 8.0}))
+
+
+def falcon() -> Any:
+    """Has an attention of its own, whatever it is told."""
+    shape = {name: SHAPE[name] for name in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")}
+    return transformers.FalconForCausalLM(transformers.FalconConfig(**shape))
+
+
+@pytest.mark.parametrize("make", [gemma2, granite, falcon])
+def test_a_model_that_does_more_than_trees_know_of_is_refused_and_left_as_it_was(make: Callable[[], Any]) -> None:
+    torch.manual_seed(1)
+    model = make().eval()
+    ids = torch.arange(1, 20)[None]
+    before = model(ids).logits
+    with pytest.raises(ConfigError):
+        TreeModel(model)
+    assert torch.equal(model(ids).logits, before)
+
+
+def test_few_logits_exist_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However often the same tokens were sampled."""
+    monkeypatch.setattr(passes, "LOGITS", 8)
+    model = llama()
+    tree, _ = group_tree(group("linear"))
+    tree.tokens, tree.temperature = np.repeat(tree.tokens, 5), np.repeat(tree.temperature, 5)
+    over_trees = TreeModel(model)
+    whole = over_trees.logprobs(forest([tree]))
+    rows = []
+    head = over_trees._head
+    over_trees._head = lambda hidden: rows.append(len(hidden)) or head(hidden)
+    assert torch.allclose(over_trees.logprobs(forest([tree])), whole)
+    assert max(rows) <= 8
+    assert torch.equal(whole, whole.view(-1, 5)[:, :1].expand(-1, 5).flatten())

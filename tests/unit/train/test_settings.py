@@ -1,10 +1,11 @@
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from polar.errors import ConfigError
-from polar.train.launching import service_settings
+from polar.train.launching import service_settings, state_file
 from polar.train.running import read_tasks
 from polar.train.settings import TrainSettings, load
 
@@ -77,6 +78,30 @@ def test_a_file_of_the_services_own(tmp_path: Path) -> None:
     polar = {"node": {"run_workers": 2}}
     settings, _ = service_settings(of(tmp_path, rollout={"config": "polar.toml"}, polar=polar), tmp_path / "model")
     assert (settings.engine.kind, settings.node.run_workers) == ("scripted", 2)
+
+
+def test_an_engine_of_the_services_own_file_finds_its_weights_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The service launches it, and both may be killed."""
+    monkeypatch.delenv("POLAR_ENGINE__KIND", raising=False)
+    text = '[engine]\nmodel = "other"\noptions = { threads = 2 }\n'
+    (tmp_path / "polar.toml").write_text(text)
+    wanted = of(tmp_path, rollout={"config": "polar.toml"})
+    settings, variables = service_settings(wanted, tmp_path / "model")
+    state = tmp_path / "runs" / "train" / "engine.json"
+    assert (settings.engine.kind, settings.engine.model) == ("embedded", "other")
+    assert settings.engine.options == json.loads(variables["POLAR_ENGINE__OPTIONS"])
+    assert settings.engine.options == {"state": str(state), "threads": 2}
+    assert state_file(wanted, settings.engine) == state
+    (tmp_path / "polar.toml").write_text('[engine]\noptions = { state = "mine.json" }\n')
+    settings, _ = service_settings(wanted, tmp_path / "model")
+    assert settings.engine.model == str(tmp_path / "model")
+    assert state_file(wanted, settings.engine) == tmp_path / "mine.json"
+    (tmp_path / "polar.toml").write_text('[engine]\nkind = "embedded"\nurls = ["http://127.0.0.1:1"]\n')
+    settings, _ = service_settings(wanted, tmp_path / "model")
+    assert (settings.engine.model, settings.engine.options) == (None, {})  # somebody else's
+    assert state_file(wanted, settings.engine) is None
 
 
 TASK = 'instruction = "x"\n[evaluator]\nstrategy = "session_completed"\n'

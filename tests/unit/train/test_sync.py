@@ -15,6 +15,7 @@ from polar.client.async_client import AsyncClient, ClientError
 from polar.config import EngineSettings
 from polar.engines.scripted import Play, Turn
 from polar.engines.scripted.sampler import expected_logprobs
+from polar.rollout.models import PauseMode
 from polar.service import Service
 from polar.store.base import Exchange
 from polar.train.sync import ProbeFailed, SyncError, WeightSync
@@ -210,10 +211,40 @@ async def test_an_engine_that_keeps_its_old_weights_is_found_out(tmp_path: Path)
         assert await it.policy() == (False, 3)
 
 
+async def test_an_engine_that_cannot_be_stopped_after_a_failed_probe_is_told_of(tmp_path: Path) -> None:
+    async with trainer(tmp_path, _Unheard) as it:
+        assert isinstance(it.client, _Unheard)
+        it.engine.failing["/collective_rpc"] = ("lies", 1)
+        it.client.deaf = "second pause"
+        with pytest.raises(ProbeFailed, match="goes on with weights that nobody knows: no server") as failed:
+            await it.step(1)
+        assert not failed.value.paused
+        assert "as before" not in str(failed.value)
+
+
+async def test_an_engine_that_was_started_again_meanwhile_is_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with trainer(tmp_path) as it:
+        assert [(await it.step(version)).lost for version in (1, 2)] == [[], []]
+        it.engine.label = "default"
+        assert (await it.step(3)).lost == [it.engine.url]
+        assert f"{it.engine.url} was given version 2 and says that it has none of ours" in caplog.text
+        it.engine.failing["/weight_info"] = ("breaks", 1)  # one that is away is waited for, and not suspected
+        assert (await it.step(4)).lost == []
+
+
 class _Unheard(AsyncClient):
-    """A service that does not hear of new versions, or of the end of a pause."""
+    """A service that does not hear of new versions, or of the end of a pause, or of one more pause."""
 
     deaf = ""
+    pauses = 0
+
+    async def pause(self, mode: PauseMode = "freeze", *, timeout: float = 600) -> dict[str, Any]:
+        self.pauses += 1
+        if self.deaf == "second pause" and self.pauses == 2:
+            raise ClientError("no server")
+        return await super().pause(mode, timeout=timeout)
 
     async def set_policy(self, version: int, replica: str | None = None) -> dict[str, Any]:
         if self.deaf == "policy":

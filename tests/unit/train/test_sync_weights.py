@@ -8,14 +8,17 @@ import numpy as np
 import pytest
 import torch
 from aiohttp import web
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from polar.engines.embedded.weights import Update, remember, remembered
 from polar.engines.http import EngineHttp
 from polar.errors import ConfigError
+from polar.train.syncing import staging
 from polar.train.syncing.kinds import EmbeddedSync, sync_of
 from polar.train.syncing.probe import Difference, Probe, Sample, Tolerance, scorer, tolerance_of
-from polar.train.syncing.staging import Staging, staging_folder
+from polar.train.syncing.staging import Staging, clear, clear_others, put_away, staging_folder
 from polar.train.syncing.weights import weights_of
 
 
@@ -52,9 +55,9 @@ PROMPT, SAMPLED = [1, 2, 3, 4], [5, 6, 7]
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_model_with_the_sent_weights_is_the_same(tmp_path: Path, tied: bool) -> None:
     model = tiny(tied=tied)
-    staging = Staging(tmp_path)
-    staging.write(weights_of(model), 3)
-    sent = load_file(staging.file(3))
+    staged = Staging(tmp_path)
+    staged.write(weights_of(model), 3)
+    sent = load_file(staged.file(3))
     assert "lm_head.weight" in sent  # also where it is the embedding
     other = tiny(tied=tied, seed=9)
     other.load_state_dict(sent)
@@ -87,30 +90,102 @@ def test_layers_that_are_trained_whole_beside_an_adapter_are_refused() -> None:
 
 
 def test_only_the_latest_weights_stay(tmp_path: Path) -> None:
-    staging = Staging(tmp_path / "weights")
+    staged = Staging(tmp_path / "weights")
     for version in (1, 2, 2):
-        staging.write({"a": torch.full((3,), float(version))}, version)
-    (staging.folder / "3.unfinished").mkdir()
-    staging.keep_only(2)
-    assert [path.name for path in staging.folder.iterdir()] == ["2"]
-    assert load_file(staging.file(2))["a"].tolist() == [2.0, 2.0, 2.0]
-    staging.clear()
-    assert not staging.folder.exists()
+        staged.write({"a": torch.full((3,), float(version))}, version)
+    (staged.folder / "3.unfinished").mkdir()
+    staged.keep_only(2)
+    assert [path.name for path in staged.folder.iterdir()] == ["2"]
+    assert load_file(staged.file(2))["a"].tolist() == [2.0, 2.0, 2.0]
+
+
+class Usage(NamedTuple):
+    free: int
 
 
 def test_weights_without_room_are_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Usage(NamedTuple):
-        free: int
-
     monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage(free=100))
     with pytest.raises(ConfigError, match="no room"):
         Staging(tmp_path).write({"a": torch.zeros(1000)}, 1)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_run_finds_its_weights_again(tmp_path: Path) -> None:
-    assert staging_folder(tmp_path / "a") == staging_folder(tmp_path / "b" / ".." / "a")
-    assert staging_folder(tmp_path / "a") != staging_folder(tmp_path / "b")
+@pytest.mark.parametrize("error", [SafetensorError("I/O error: No space left"), OSError(28, "No space left")])
+def test_a_disk_that_fills_up_meanwhile_is_an_error_in_one_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr(staging, "save_file", full)
+    with pytest.raises(ConfigError, match=r"can't be written to .*: .*No space left"):
+        Staging(tmp_path).write({"a": torch.zeros(1000)}, 1)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.fixture
+def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    folder = tmp_path / "shm"
+    folder.mkdir()
+    monkeypatch.setattr(staging, "_MEMORY", folder)
+    return folder
+
+
+def test_a_run_finds_its_weights_again(tmp_path: Path, memory: Path) -> None:
+    assert staging_folder(tmp_path / "a", 1).parent == memory
+    assert staging_folder(tmp_path / "a", 1) == staging_folder(tmp_path / "b" / ".." / "a", 1)
+    assert staging_folder(tmp_path / "a", 1) != staging_folder(tmp_path / "b", 1)
+
+
+def test_weights_go_to_the_runs_folder_where_memory_has_no_room_for_two(
+    tmp_path: Path, memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = tmp_path / "run"
+    in_memory, on_disk = staging_folder(run, 1), run / "weights"
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage(free=10_000))
+    assert staging_folder(run, 5_000) == on_disk
+    assert staging_folder(run, 4_999) == in_memory
+    Staging(in_memory).write({"a": torch.zeros(1000)}, 1)  # its own weights are no reason to move
+    assert staging_folder(run, 7_000) == in_memory
+    clear_others(run, on_disk)
+    assert not in_memory.exists()
+    memory.rmdir()
+    assert staging_folder(run, 1) == on_disk
+
+
+def test_an_interrupted_run_leaves_nothing_in_memory_and_its_engine_finds_its_weights(
+    tmp_path: Path, memory: Path
+) -> None:
+    run, state = tmp_path / "run", tmp_path / "run" / "engine.json"
+    staged = Staging(staging_folder(run, 1))
+    for version in (7, 8):
+        staged.write({"a": torch.full((3,), float(version))}, version)
+    run.mkdir()
+    remember(state, Update(str(staged.file(7)), 7))  # 8 has been prepared, and no more
+    put_away(run, state)
+    put_away(run, state)  # of a process that gave its engine nothing
+    assert list(memory.iterdir()) == []
+    last = remembered(state)
+    assert last == Update(str(run / "weights" / "7" / "model.safetensors"), 7)
+    assert last is not None
+    assert load_file(last.path)["a"].tolist() == [7.0, 7.0, 7.0]
+    clear(run)
+    assert [path.name for path in run.iterdir()] == ["engine.json"]
+
+
+def test_weights_that_cannot_be_moved_stay_where_the_engine_finds_them(
+    tmp_path: Path, memory: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run, state = tmp_path / "run", tmp_path / "engine.json"
+    staged = Staging(staging_folder(run, 1))
+    staged.write({"a": torch.ones(3)}, 7)
+    remember(state, Update(str(staged.file(7)), 7))
+    run.write_text("no folder")
+    put_away(run, state)
+    assert staged.file(7).exists()
+    assert f"stay in {staged.folder}" in caplog.text
+    put_away(run, None)  # of an engine that remembers nothing
+    assert list(memory.iterdir()) == []
 
 
 async def test_the_embedded_engine_is_told_file_and_version(tmp_path: Path) -> None:

@@ -17,6 +17,9 @@ from polar.rendering.tokenizer import Tokenizer
 
 T = TypeVar("T")
 
+Neutral = dict[str, tuple[object, ...]]
+"""Parameters that are not supported, and the values with which they change nothing."""
+
 TokenId = Annotated[int, Meta(ge=0, lt=1 << 31)]
 _COMPLETION_TOKENS = 16  # the completions API's own default
 _MOST_ALTERNATIVES = 20
@@ -41,7 +44,7 @@ def read(body: bytes, kind: type[T]) -> T:
 
 
 class Sampling(Struct, kw_only=True):
-    """What all three generating routes take. Fields of the second part are there to be refused."""
+    """What all three generating routes take. Fields of the second part, here as below, are there to be refused."""
 
     temperature: float | None = None
     top_p: float | None = None
@@ -68,9 +71,14 @@ class Sampling(Struct, kw_only=True):
     guided_regex: Any = None
     guided_choice: Any = None
     guided_grammar: Any = None
+    response_format: Any = None
+    use_beam_search: Any = None
+    best_of: Any = None
+    logits_processors: Any = None
+    truncate_prompt_tokens: Any = None
 
 
-_NEUTRAL: dict[str, tuple[object, ...]] = {
+_NEUTRAL: Neutral = {
     "n": (None, 1),
     "presence_penalty": (None, 0),
     "frequency_penalty": (None, 0),
@@ -86,8 +94,12 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
     "guided_regex": (None,),
     "guided_choice": (None,),
     "guided_grammar": (None,),
+    "response_format": (None, {"type": "text"}),
+    "use_beam_search": (None, False),
+    "best_of": (None, 1),
+    "logits_processors": (None, []),
+    "truncate_prompt_tokens": (None,),
 }
-"""Parameters that are not supported, and the values with which they change nothing."""
 
 
 class GenerateParameters(Sampling, kw_only=True):
@@ -110,8 +122,14 @@ class CompletionRequest(Sampling, kw_only=True):
     stream_options: StreamOptions | None = None
     logprobs: int | None = None
     return_token_ids: bool = False
-    echo: bool = False
     add_special_tokens: bool = True
+
+    echo: Any = None
+    suffix: Any = None
+    prompt_embeds: Any = None
+
+
+_NEUTRAL_COMPLETION: Neutral = {"echo": (None, False), "suffix": (None, ""), "prompt_embeds": (None,)}
 
 
 class ChatRequest(Sampling, kw_only=True):
@@ -119,7 +137,6 @@ class ChatRequest(Sampling, kw_only=True):
     model: str | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
-    response_format: dict[str, Any] | None = None
     max_completion_tokens: int | None = None
     stream: bool = False
     stream_options: StreamOptions | None = None
@@ -128,6 +145,19 @@ class ChatRequest(Sampling, kw_only=True):
     return_token_ids: bool = False
     add_generation_prompt: bool = True
     chat_template_kwargs: dict[str, Any] | None = None
+
+    chat_template: Any = None
+    continue_final_message: Any = None
+    documents: Any = None
+    add_special_tokens: Any = None
+
+
+_NEUTRAL_CHAT: Neutral = {
+    "chat_template": (None,),
+    "continue_final_message": (None, False),
+    "documents": (None, []),
+    "add_special_tokens": (None, False),
+}
 
 
 class Reader:
@@ -144,8 +174,7 @@ class Reader:
 
     def completion(self, request: CompletionRequest) -> Asked:
         self._check_model(request.model)
-        if request.echo:
-            raise Refusal("echo is not supported.", "echo")
+        _refuse(request, _NEUTRAL_COMPLETION)
         prompt = request.prompt
         if isinstance(prompt, str):
             prompt = self._tokenizer.encode(prompt, add_special_tokens=request.add_special_tokens)
@@ -154,8 +183,7 @@ class Reader:
 
     def chat(self, request: ChatRequest) -> Asked:
         self._check_model(request.model)
-        if request.response_format is not None and request.response_format.get("type") != "text":
-            raise Refusal("The embedded engine forces no format on a reply.", "response_format")
+        _refuse(request, _NEUTRAL_CHAT)
         if request.tool_choice not in (None, "auto", "none"):
             raise Refusal("The embedded engine forces no tool call.", "tool_choice")
         prompt = self._rendered(request)
@@ -193,9 +221,7 @@ class Reader:
     ) -> Asked:
         if not prompt or int(np.max(prompt)) >= self._vocabulary:
             raise Refusal("A prompt of token ids has at least one, and all of them are in the vocabulary.", "prompt")
-        for name, neutral in _NEUTRAL.items():
-            if getattr(asked, name) not in neutral:
-                raise Refusal(f"The embedded engine does not support {name}.", name)
+        _refuse(asked, _NEUTRAL)
         return Asked(
             prompt,
             self._max_tokens(len(prompt), limit),
@@ -217,6 +243,12 @@ class Reader:
                 "max_tokens",
             )
         return room if asked is None else asked
+
+
+def _refuse(asked: Sampling, unsupported: Neutral) -> None:
+    for name, neutral in unsupported.items():
+        if getattr(asked, name) not in neutral:
+            raise Refusal(f"The embedded engine does not support {name}.", name)
 
 
 def _choosing(asked: Sampling, alternatives: int | None) -> Choosing:

@@ -56,6 +56,7 @@ class Generation:
         """`ends`: the tokens with which the model itself ends its turn."""
         self.asked = asked
         self.tokens: list[Token] = []
+        self.spans: list[VersionSpan] = []  # which weights sampled which tokens
         self.finish_reason: Finish | None = None
         self.stop_reason: int | str | None = None
         self.error: str | None = None
@@ -78,22 +79,12 @@ class Generation:
         """How many more tokens it may have."""
         return self.asked.max_tokens - len(self.tokens)
 
-    @property
-    def spans(self) -> list[VersionSpan]:
-        """Which weights sampled which tokens."""
-        spans: list[VersionSpan] = []
-        for place, token in enumerate(self.tokens):
-            if spans and spans[-1].version == token.version:
-                spans[-1] = VersionSpan(token.version, spans[-1].start, place + 1)
-            else:
-                spans.append(VersionSpan(token.version, place, place + 1))
-        return spans
-
     def take(self, token: Token) -> None:
         """Says by `done` whether that was the last one; what comes after that is not part of it."""
         if self.done:
             return
         self.tokens.append(token)
+        self._label(token.version)
         if token.id in self._ends or token.id in self.asked.stop_ids:
             # The token is reported, its text is not.
             self.finish_reason, self.stop_reason = "stop", None if token.id in self._ends else token.id
@@ -106,6 +97,14 @@ class Generation:
                 self.finish_reason = "length"
                 token.text += self._text.flush() if self._text is not None else ""
         self._news.set()
+
+    def _label(self, version: int) -> None:
+        """The newest token."""
+        count = len(self.tokens)
+        if self.spans and self.spans[-1].version == version:
+            self.spans[-1] = VersionSpan(version, self.spans[-1].start, count)
+        else:
+            self.spans.append(VersionSpan(version, count - 1, count))
 
     def _stop_at_text(self, token: Token) -> None:
         """The token that completes a stop string is the last one; the string itself isn't shown."""

@@ -8,13 +8,14 @@ import asyncio
 import contextlib
 import logging
 import os
-import socket
 import sys
 import tempfile
 import time
 from pathlib import Path
 
 import aiohttp
+import msgspec
+from msgspec import Struct
 
 from polar.backoff import delays
 from polar.engines.embedded.options import Options
@@ -23,11 +24,17 @@ from polar.errors import ConfigError
 log = logging.getLogger(__name__)
 
 _START_LIMIT = 300.0  # seconds: large models take their time to load
+_ANSWER_LIMIT = 30.0
 _LOOK = 0.2
 _SAY = 10.0  # seconds between two words on what is waited for
 _STOP_LIMIT = 5.0
 _LAST_LINES = 15
 _STEADY = 60.0  # who has run for so long is not starting in vain
+_LISTENS = "listening on "
+
+
+class _Weights(Struct):
+    version: int
 
 
 class EngineProcess:
@@ -36,14 +43,13 @@ class EngineProcess:
     def __init__(self, folder: Path, options: Options) -> None:
         self._folder = folder
         self._scratch = tempfile.TemporaryDirectory(prefix="polar-engine-")
+        self._output = Path(self._scratch.name) / "stdout"
         self._errors = Path(self._scratch.name) / "stderr"
         self._options = options.model_copy(
-            update={
-                "port": options.port or _free_port(options.host),
-                "state": options.state or str(Path(self._scratch.name) / "weights.json"),
-            }
+            update={"state": options.state or str(Path(self._scratch.name) / "weights.json")}
         )
-        self.url = f"http://{self._options.host}:{self._options.port}"
+        self.url = ""  # until it has started
+        self.version = 0
         self._process: asyncio.subprocess.Process | None = None
         self._watching: asyncio.Task[None] | None = None
 
@@ -76,40 +82,58 @@ class EngineProcess:
         self._scratch.cleanup()
 
     async def _spawn(self) -> None:
-        with open(self._errors, "wb") as errors:  # noqa: ASYNC230  # a moment
+        with open(self._output, "wb") as output, open(self._errors, "wb") as errors:  # noqa: ASYNC230  # a moment
             self._process = await asyncio.create_subprocess_exec(
                 *(sys.executable, "-P", "-m", "polar.engines.embedded"),
                 *("--model", str(self._folder.resolve()), "--options", self._options.model_dump_json()),
                 *("--parent", str(os.getpid())),
                 stdin=asyncio.subprocess.DEVNULL,
-                stdout=asyncio.subprocess.DEVNULL,
+                stdout=output,
                 stderr=errors,
                 env=_environment(self._options),
                 start_new_session=True,  # an interrupt is for us alone, and we end it
             )
 
     async def _ready(self) -> None:
+        """Waits for its own word that it listens: at its address another process might answer."""
         assert self._process is not None
         begun = said = time.monotonic()
-        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=5)) as http:
-            while self._process.returncode is None:
-                with contextlib.suppress(aiohttp.ClientError, TimeoutError):
-                    async with http.get(f"{self.url}/health") as answer:
-                        if answer.status == 200:
-                            log.info(
-                                "The embedded engine is ready after %.0f s: %s", time.monotonic() - begun, self.url
-                            )
-                            return
-                now = time.monotonic()
-                if now - begun > _START_LIMIT:
-                    raise ConfigError(f"The embedded engine did not start in {_START_LIMIT:g} s. {self._last_words()}")
-                if now - said > _SAY:
-                    said = now
-                    log.info("The embedded engine loads %s (%.0f s)", self._folder, now - begun)
-                await asyncio.sleep(_LOOK)
-        raise ConfigError(
-            f"The embedded engine ended with exit status {self._process.returncode}. {self._last_words()}"
-        )
+        while (url := self._listens()) is None:
+            if self._process.returncode is not None:
+                raise ConfigError(
+                    f"The embedded engine ended with exit status {self._process.returncode}. {self._last_words()}"
+                )
+            now = time.monotonic()
+            if now - begun > _START_LIMIT:
+                raise ConfigError(f"The embedded engine did not start in {_START_LIMIT:g} s. {self._last_words()}")
+            if now - said > _SAY:
+                said = now
+                log.info("The embedded engine loads %s (%.0f s)", self._folder, now - begun)
+            await asyncio.sleep(_LOOK)
+        self.url = url
+        port = int(url.rpartition(":")[2])
+        self._options = self._options.model_copy(update={"port": port})  # it comes back there
+        self.version = await self._weight_version()
+        took = time.monotonic() - begun
+        log.info("The embedded engine is ready after %.0f s: %s, version %d", took, url, self.version)
+
+    def _listens(self) -> str | None:
+        """Where, as it has said itself (`polar engine`)."""
+        lines = self._output.read_text(errors="replace").splitlines(keepends=True)
+        said = (line for line in lines if line.startswith(_LISTENS) and line.endswith("\n"))
+        return next((line.removeprefix(_LISTENS).strip() for line in said), None)
+
+    async def _weight_version(self) -> int:
+        try:
+            async with (
+                aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=_ANSWER_LIMIT)) as http,
+                http.get(f"{self.url}/weight_version", raise_for_status=True) as answer,
+            ):
+                return msgspec.json.decode(await answer.read(), type=_Weights).version
+        except (aiohttp.ClientError, TimeoutError, msgspec.DecodeError) as error:
+            raise ConfigError(
+                f"The embedded engine at {self.url} does not say which weights it has: {error!r}. {self._last_words()}"
+            ) from error
 
     async def _watch(self) -> None:
         waits = delays(0.5, 30)
@@ -145,10 +169,3 @@ def _environment(options: Options) -> dict[str, str]:
     if options.threads is not None:
         environment["OMP_NUM_THREADS"] = str(options.threads)
     return environment
-
-
-def _free_port(host: str) -> int:
-    with socket.socket() as probe:
-        probe.bind((host, 0))
-        port: int = probe.getsockname()[1]
-        return port

@@ -18,7 +18,8 @@ _encode = msgspec.json.Encoder().encode
 
 
 class Writer(Protocol):
-    """Writes one reply. A stream is `begin`, `step` for each step, `usage` if asked for, and DONE."""
+    """Writes one reply. A stream is `begin`, `step` for each step, `usage` if asked for, and DONE. A step is written
+    before anything more is sampled: it says how the generation stands."""
 
     def begin(self) -> bytes: ...
 
@@ -32,6 +33,11 @@ class Writer(Protocol):
 def _usage(generation: Generation) -> wire.UsageInfo:
     prompt, completion = len(generation.asked.prompt), len(generation.tokens)
     return wire.UsageInfo(prompt, prompt + completion, completion, wire.PromptDetails(0))
+
+
+def _versions(generation: Generation) -> list[wire.VersionSpan]:
+    """With every chunk, of all tokens so far: a stream may break off behind any of them."""
+    return [wire.VersionSpan(str(span.version), span.start, span.stop) for span in generation.spans]
 
 
 class GenerateWriter:
@@ -64,12 +70,10 @@ class GenerateWriter:
     def _choice(self, tokens: Sequence[Token], last: bool) -> wire.GenerateChoice:
         ids = [token.id for token in tokens]
         logprobs = wire.IdLogprobs([_id_logprob(token) for token in tokens]) if self._wants_logprobs else None
-        choice = wire.GenerateChoice(0, None, None, ids, logprobs, None)
+        choice = wire.GenerateChoice(0, None, None, ids, logprobs, _versions(self._generation))
         if last:
             choice.finish_reason = self._generation.finish_reason
             choice.stop_reason = self._generation.stop_reason
-            spans = self._generation.spans
-            choice.weight_versions = [wire.VersionSpan(str(span.version), span.start, span.stop) for span in spans]
         return choice
 
 
@@ -118,6 +122,7 @@ class CompletionWriter:
             generation.stop_reason if last else None,
             token_ids=[token.id for token in tokens] if self._wants_ids else None,
             prompt_token_ids=generation.asked.prompt if self._wants_ids and first else None,
+            weight_versions=_versions(generation),
         )
 
     def _logprobs(self, tokens: Sequence[Token]) -> wire.CompletionLogprobs:
@@ -158,6 +163,7 @@ class ChatWriter:
             wire.Delta(content="".join(token.text for token in tokens)),
             self._logprobs(tokens),
             token_ids=[token.id for token in tokens] if self._wants_ids else None,
+            weight_versions=_versions(self._generation),
         )
         if last:
             choice.finish_reason, choice.stop_reason = self._generation.finish_reason, self._generation.stop_reason
@@ -177,6 +183,7 @@ class ChatWriter:
             generation.finish_reason or "abort",
             generation.stop_reason,
             [token.id for token in generation.tokens] if self._wants_ids else None,
+            weight_versions=_versions(generation),
         )
         reply = wire.ChatReply(self._id, self._created, self._model, [choice], _usage(generation))
         reply.prompt_token_ids = generation.asked.prompt if self._wants_ids else None

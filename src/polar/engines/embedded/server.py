@@ -1,8 +1,9 @@
 """The embedded engine's HTTP server: vLLM's API over a Core, and `POST /update_weights`."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
-from contextlib import aclosing
+import socket
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import aclosing, contextmanager
 from functools import partial
 from http import HTTPStatus
 from pathlib import Path
@@ -51,19 +52,30 @@ class EmbeddedServer:
         self._runner: web.AppRunner | None = None
 
     async def start(self) -> str:
+        """Raises ConfigError where it can't listen, or can't serve the model."""
+        listener = _bound(self.options.host, self.options.port)  # first: large models take their time to load
+        try:
+            await self._load()
+            # A client that goes away cancels its handler: that is what aborts a generation.
+            self._runner = web.AppRunner(self._app(), handler_cancellation=True, access_log=None, shutdown_timeout=0.1)
+            await self._runner.setup()
+            with _listening(self.options.host, self.options.port):
+                await web.SockSite(self._runner, listener, backlog=4096).start()
+        except BaseException:
+            listener.close()
+            await self.stop()
+            raise
+        host, port = self._runner.addresses[0][:2]
+        self.url = f"http://{host}:{port}"
+        return self.url
+
+    async def _load(self) -> None:
         tokenizer = Tokenizer.load(self.folder)
         model = await asyncio.to_thread(load_model, self.folder, self.options)
         self.core = Core(model, tokenizer, self.options)
         await self.core.restore()
         vocabulary = model.get_input_embeddings().num_embeddings
         self._reader = Reader(tokenizer, self.model, vocabulary, self.core.context_length)
-        # A client that goes away cancels its handler: that is what aborts a generation.
-        self._runner = web.AppRunner(self._app(), handler_cancellation=True, access_log=None, shutdown_timeout=0.1)
-        await self._runner.setup()
-        await web.TCPSite(self._runner, self.options.host, self.options.port, backlog=4096).start()
-        host, port = self._runner.addresses[0][:2]
-        self.url = f"http://{host}:{port}"
-        return self.url
 
     async def stop(self) -> None:
         if self._runner is not None:
@@ -153,11 +165,12 @@ class EmbeddedServer:
         try:
             async with aclosing(generation.steps()) as steps:
                 async for tokens in steps:
+                    said = writer.step(tokens, first=first, last=generation.done)
                     if first:  # what fails before the first token still gets a status of its own
                         await response.prepare(request)
-                        await response.write(writer.begin())
-                    await response.write(writer.step(tokens, first=first, last=generation.done))
-                    first = False
+                        said = writer.begin() + said
+                        first = False
+                    await response.write(said)
             await response.write((writer.usage() if usage else b"") + DONE)
         except EngineError as error:
             if first:
@@ -217,6 +230,28 @@ class EmbeddedServer:
 
     async def _weight_version(self, _: web.Request) -> web.Response:
         return _json(_encode({"version": self.core.version}))
+
+
+def _bound(host: str, port: int) -> socket.socket:
+    """Nobody is answered before it listens."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)  # the protocol: else Nagle may wait
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        with _listening(host, port):
+            listener.bind((host, port))
+    except ConfigError:
+        listener.close()
+        raise
+    return listener
+
+
+@contextmanager
+def _listening(host: str, port: int) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(f"Can't listen on {host}:{port}: {error.strerror}. Name another port.") from error
 
 
 @web.middleware

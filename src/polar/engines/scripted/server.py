@@ -71,6 +71,7 @@ class ScriptedServer:
         self.max_model_len = max_model_len
         self.tokenizer = Tokenizer.load(tokenizer)
         self.url = ""
+        self.version = version  # that it began with
         plays = play if isinstance(play, Plays) else Plays(play)
         self._interval = 1 / rate if rate else 0.0
         self._tokens_per_chunk = tokens_per_chunk

@@ -182,6 +182,14 @@ class Delta(Struct):
     tool_calls: list[ToolCall] | UnsetType = UNSET
 
 
+class VersionSpan(Struct):
+    """Output tokens `start` to `end` (exclusive) were sampled by weights labelled `version`."""
+
+    version: str
+    start: int
+    end: int
+
+
 class ChatChoice(Struct):
     index: int
     message: Message
@@ -190,6 +198,7 @@ class ChatChoice(Struct):
     stop_reason: int | str | None
     token_ids: list[int] | None
     routed_experts: None = None
+    weight_versions: list[VersionSpan] | UnsetType = UNSET  # only the embedded engine has them here
 
 
 class ChatReply(Struct):
@@ -213,6 +222,7 @@ class ChatChunkChoice(Struct):
     finish_reason: str | None = None
     stop_reason: int | str | UnsetType | None = UNSET
     token_ids: list[int] | UnsetType | None = UNSET
+    weight_versions: list[VersionSpan] | UnsetType = UNSET
 
 
 class ChatChunk(Struct):
@@ -233,6 +243,7 @@ class CompletionChoice(Struct):
     stop_reason: int | str | None
     token_ids: list[int] | None
     prompt_token_ids: list[int] | None
+    weight_versions: list[VersionSpan] | UnsetType = UNSET
 
 
 class CompletionReply(Struct):
@@ -244,21 +255,13 @@ class CompletionReply(Struct):
     object: str = "text_completion"
 
 
-class VersionSpan(Struct):
-    """Output tokens `start` to `end` (exclusive) were sampled by weights labelled `version`."""
-
-    version: str
-    start: int
-    end: int
-
-
 class GenerateChoice(Struct):
     index: int
     finish_reason: str | None
     stop_reason: int | str | None
     token_ids: list[int]
     logprobs: IdLogprobs | None
-    weight_versions: list[VersionSpan] | None  # in a stream: with the last chunk, and of the whole output
+    weight_versions: list[VersionSpan] | None  # in a stream of vLLM: with the last chunk, and of the whole output
     routed_experts: None = None
     sampling_mask: None = None
 

@@ -39,10 +39,6 @@ class Sync(Protocol):
         """All replicas have it: what was prepared earlier may go."""
         ...
 
-    def clear(self) -> None:
-        """The run is over: no engine will be started again with these weights."""
-        ...
-
 
 class _FileSync:
     def __init__(self, folder: Path) -> None:
@@ -53,9 +49,6 @@ class _FileSync:
 
     def arrived(self, version: int) -> None:
         self.staging.keep_only(version)
-
-    def clear(self) -> None:
-        self.staging.clear()
 
 
 class _Held(Struct):

@@ -13,6 +13,7 @@ from polar.config import EngineSettings
 from polar.engines.embedded.engine import EmbeddedEngine
 from polar.engines.embedded.server import EmbeddedServer
 from polar.engines.probe import probe
+from polar.errors import ConfigError
 from tests.unit.engines.embedded import tiny
 
 GENERATE = "/inference/v1/generate"
@@ -67,6 +68,26 @@ async def test_a_stream_says_the_same_as_a_whole_reply(http: Http) -> None:
     assert choices[-1]["weight_versions"] == choice["weight_versions"]
 
 
+async def test_every_chunk_says_which_weights_sampled_what_came_so_far(http: Http) -> None:
+    chat = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 6, "return_token_ids": True}
+    prompt = {"prompt": [5, 6, 7], "max_tokens": 6, "return_token_ids": True}
+    bodies: dict[str, dict[str, Any]] = {
+        GENERATE: {"token_ids": [5, 6, 7], "sampling_params": {"max_tokens": 6}},
+        "/v1/chat/completions": chat,
+        "/v1/completions": prompt,
+    }
+    for path, body in bodies.items():
+        choices = [event["choices"][0] for event in await http.events(path, body)]
+        steps = [choice for choice in choices if choice.get("token_ids")]
+        assert len(steps) > 1, path
+        came = 0
+        for step in steps:
+            came += len(step["token_ids"])
+            assert step["weight_versions"] == [{"version": "0", "start": 0, "end": came}], path
+        _, whole = await http.post(path, body)
+        assert whole["choices"][0]["weight_versions"] == [{"version": "0", "start": 0, "end": 6}], path
+
+
 async def test_what_cannot_be_honoured_is_refused(http: Http) -> None:
     refused: list[tuple[dict[str, Any], str]] = [
         ({"repetition_penalty": 1.2}, "repetition_penalty"),
@@ -83,6 +104,21 @@ async def test_what_cannot_be_honoured_is_refused(http: Http) -> None:
         status, reply = await http.post(GENERATE, {"token_ids": [5], "sampling_params": parameters})
         assert status == 400, parameters
         assert named in reply["error"]["message"]
+    chat = {"messages": [{"role": "user", "content": "hi"}]}
+    elsewhere: list[tuple[str, dict[str, Any]]] = [
+        (GENERATE, {"token_ids": [5], "sampling_params": {"use_beam_search": True}}),
+        (GENERATE, {"token_ids": [5], "sampling_params": {"truncate_prompt_tokens": 4}}),
+        ("/v1/completions", {"prompt": [5], "response_format": {"type": "json_object"}}),
+        ("/v1/completions", {"prompt": [5], "echo": True}),
+        ("/v1/chat/completions", chat | {"chat_template": "{{ messages }}"}),
+        ("/v1/chat/completions", chat | {"continue_final_message": True}),
+        ("/v1/chat/completions", chat | {"add_special_tokens": True}),
+        ("/v1/chat/completions", chat | {"response_format": {"type": "json_object"}}),
+    ]
+    for path, body in elsewhere:
+        status, reply = await http.post(path, body)
+        assert status == 400, body
+        assert "does not support" in reply["error"]["message"]
     prompts: list[list[int]] = [[], [10**6], [-1], list(range(600))]
     for prompt in prompts:
         assert (await http.post(GENERATE, {"token_ids": prompt}))[0] == 400, prompt
@@ -95,6 +131,8 @@ async def test_what_changes_nothing_is_taken(http: Http) -> None:
         "repetition_penalty": 1.0,
         "presence_penalty": 0,
         "skip_special_tokens": False,
+        "use_beam_search": False,
+        "response_format": {"type": "text"},
     }
     status, _ = await http.post(GENERATE, {"token_ids": [5], "sampling_params": {"max_tokens": 1} | neutral})
     assert status == 200
@@ -118,6 +156,12 @@ async def test_new_weights_over_http(http: Http, folder: Path, tmp_path: Path) -
     status, reply = await http.post("/update_weights", {"path": str(tmp_path / "none"), "version": 6})
     assert (status, await http.get("/weight_version")) == (400, {"version": 5})
     assert "can't be read" in reply["error"]["message"]
+
+
+async def test_a_port_that_is_taken_is_found_before_the_model_is_loaded(http: Http, tmp_path: Path) -> None:
+    port = int(http.server.url.rpartition(":")[2])
+    with pytest.raises(ConfigError, match=rf"Can't listen on 127.0.0.1:{port}: .*in use"):
+        await EmbeddedServer(tmp_path, tiny.OPTIONS.model_copy(update={"port": port})).start()
 
 
 async def test_pausing_over_http(http: Http) -> None:
