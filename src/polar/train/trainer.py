@@ -10,9 +10,10 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Protocol
+from functools import partial
+from typing import Protocol, TypeVar
 
 import numpy as np
 from msgspec import Struct, field
@@ -29,6 +30,8 @@ from polar.train.settings import TrainSettings
 from polar.train.sync import ProbeFailed, SyncError
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 _TRIES = 3  # of an update of the engines
 
@@ -196,7 +199,7 @@ class Trainer:
         wanted, refill = settings.rollout.groups_per_step, settings.grpo.refill
         while len(found.groups) < wanted or (refill and len(found.trained) < wanted):
             self._watcher.waits(len(found.groups), wanted)
-            group = await self._take()
+            group = await self._attended(self._rollouts.take)
             self._exclude(group)
             outcome = trained(group, settings.grpo)
             found.groups.append(group)
@@ -211,22 +214,6 @@ class Trainer:
                 await self._rollouts.submit()
         found.trained.sort(key=lambda group: group.index)  # the same, in whatever order they ended
         return found
-
-    async def _take(self) -> Group:
-        taking = asyncio.ensure_future(self._rollouts.take())
-        try:
-            while not taking.done():
-                disturbed = asyncio.ensure_future(self._disturbed.wait())
-                try:
-                    await asyncio.wait({taking, disturbed}, return_when=asyncio.FIRST_COMPLETED)
-                finally:
-                    disturbed.cancel()
-                if self._disturbed.is_set():
-                    self._disturbed.clear()
-                    await self._align()
-            return taking.result()
-        finally:
-            taking.cancel()
 
     def _exclude(self, group: Group) -> None:
         """Sessions that must not be trained on: those of weights that are too old, and any that have been."""
@@ -247,6 +234,28 @@ class Trainer:
         return max(0, self._progress.step - self._progress.steps_of[nearest] - (version - nearest))
 
     # Engines
+
+    async def _attended(self, what: Callable[[], Awaitable[T]]) -> T:
+        """Something that is sampled for. Engines that may have lost their weights get them again: before, and
+        meanwhile."""
+        await self._settle()
+        waiting = asyncio.ensure_future(what())
+        try:
+            while not waiting.done():
+                disturbed = asyncio.ensure_future(self._disturbed.wait())
+                try:
+                    await asyncio.wait({waiting, disturbed}, return_when=asyncio.FIRST_COMPLETED)
+                finally:
+                    disturbed.cancel()
+                await self._settle()
+            return waiting.result()
+        finally:
+            waiting.cancel()
+
+    async def _settle(self) -> None:
+        if self._disturbed.is_set():
+            self._disturbed.clear()
+            await self._align()
 
     async def _align(self) -> None:
         """Makes sure that the engines have these weights, under their version. One that somebody has seen already may
@@ -283,7 +292,8 @@ class Trainer:
         """Where it is due. The weights stay as they are meanwhile, and training tasks go on being sampled."""
         if self._evaluation.is_due(metrics.step, self._settings.steps):
             self._watcher.evaluates(metrics.step)
-            found = await self._evaluation.run(metrics.step)
+            found = await self._attended(partial(self._evaluation.run, metrics.step))
+            metrics.version = self._progress.version
             metrics.held_out, metrics.held_out_excluded = found.reward, found.reasons
 
     # What is told

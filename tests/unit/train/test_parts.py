@@ -87,7 +87,6 @@ def test_a_run_has_one_name(tmp_path: Path) -> None:
             Checkpoints(tmp_path, 1).identity("x", seed, tasks)
 
 
-
 def test_metrics_go_on_where_they_were(tmp_path: Path) -> None:
     for steps in ([0, 1, 2], [2, 3]):
         with Metrics(tmp_path, SETTINGS, steps[0] - 1, "x") as metrics:

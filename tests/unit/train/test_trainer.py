@@ -240,6 +240,34 @@ async def test_an_engine_that_lost_its_weights_gets_them_again(tmp_path: Path, f
     assert service.version == service.label > 3
 
 
+async def test_engines_get_their_weights_again_before_held_out_tasks_are_sampled(tmp_path: Path, folder: Path) -> None:
+    """The service was started again, and the engine with it, when nobody waited for groups."""
+    service = service_of(folder)
+    submit, disturbed = service.submit, asyncio.Event()
+    sampled: list[bool] = []
+
+    class Disturbing(Crashing):
+        def evaluates(self, step: int) -> None:
+            if step == 2:
+                service.model.load_state_dict(service.base.state_dict())
+                service.version = service.label = 0
+                disturbed.set()
+
+    async def submit_and_look(tasks: Iterable[TaskRequest]) -> None:
+        tasks = list(tasks)
+        if any("/held-out/2/" in task.task_id for task in tasks):
+            sampled.append(await engines.same(service.version))
+        await submit(tasks)
+
+    service.submit = submit_and_look  # type: ignore[method-assign]
+    wanted, watcher = settings(tmp_path, steps=3), Disturbing()
+    learner = Learner(folder, wanted)
+    engines = CrashingEngines(service, learner, watcher)
+    await train_at(service, wanted, learner, engines, Tasks(TRAIN, HELD_OUT), watcher, disturbed)  # type: ignore[arg-type]
+    assert sampled == [True]
+    assert service.version == service.label > 0
+
+
 async def test_another_model_is_another_run(tmp_path: Path, folder: Path) -> None:
     await run(service_of(folder), folder, settings(tmp_path, steps=1))
     learner = Learner(folder, settings(tmp_path, model={"trainable_layers": 1}))
