@@ -4,3 +4,6 @@ import os
 
 # Where no engine is named it would be the embedded one, whose model takes a while to fetch and to load.
 os.environ.setdefault("POLAR_ENGINE__KIND", "scripted")
+
+# Several tests run at the same time, each with a process or two: more threads would only get in each other's way.
+os.environ.setdefault("OMP_NUM_THREADS", "1")

@@ -119,7 +119,7 @@ def open_files() -> int:
 def left_over() -> int:
     """Generations that are still in memory."""
     gc.collect()
-    return sum(isinstance(thing, Generation) for thing in gc.get_objects())
+    return sum(type(thing) is Generation for thing in gc.get_objects())
 
 
 async def quiet(service: Service, engine: Parrot) -> None:

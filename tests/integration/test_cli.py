@@ -64,7 +64,7 @@ def test_the_commands_own_exit_status_is_kept(tmp_path: Path) -> None:
         (("session", "new", "--server", "http://127.0.0.1:1"), "polar up"),
         (("session", "end"), "Which session"),
         (("up", "--port", "99999"), "gateway.port"),
-        (("doctor", "--kind", "nothing"), "known: openai"),
+        (("doctor", "--kind", "nothing"), "known: embedded, openai"),
         (("nonsense",), "No such command"),
     ],
 )

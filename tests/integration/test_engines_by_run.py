@@ -215,7 +215,7 @@ async def test_versions_of_engines_that_were_added_outlive_a_restart(tmp_path: P
     again = settings([], engine={"options": {"port": int(launched.rsplit(":", 1)[1])}})
     async with DataPlane(again, tmp_path) as plane:
         assert [(replica.url, replica.version) for replica in plane.pool.replicas] == [(launched, 0)]
-        assert await plane.versions() == {"http://added": 4}
+        assert await plane.versions() == {launched: 0, "http://added": 4}
 
 
 async def test_a_part_of_the_scripted_engine_can_be_woken_first() -> None:

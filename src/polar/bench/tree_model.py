@@ -156,7 +156,7 @@ def backward(model: TreeModel, packed: Forest, weights: Tensor) -> Tensor:
     return model.backward(packed, lambda index, logprobs: -(weights[index] * logprobs).sum())
 
 
-def gradient_differences(group: Group, where: torch.device) -> dict[str, float]:
+def gradient_differences(group: Group, where: torch.device, chunk_tokens: int) -> dict[str, float]:
     """By builder: how far its gradient is from that of the calls one at a time through the model as it is, in fp32,
     relative (L2). The model is tiny."""
     before = torch.get_float32_matmul_precision()
@@ -164,8 +164,8 @@ def gradient_differences(group: Group, where: torch.device) -> dict[str, float]:
     try:
         model = random_model(config("tiny"), where, torch.float32)
         reference = _gradient(model, lambda: _one_by_one(model, BUILDERS["per_request"](group), where))
-        # Small chunks: so that trees are cut, and some of them are computed twice; but not too small for any kernel.
-        tree = TreeModel(model, chunk_tokens=400, kept_tokens=800)
+        # Small chunks: so that trees are cut, and some of them are computed twice.
+        tree = TreeModel(model, chunk_tokens=chunk_tokens, kept_tokens=2 * chunk_tokens)
         return {name: _difference(model, tree, build(group), reference, where) for name, build in BUILDERS.items()}
     finally:
         torch.set_float32_matmul_precision(before)
