@@ -1,9 +1,11 @@
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from polar.demo import tasks
 from polar.errors import ConfigError
 from polar.train.launching import service_settings, state_file
 from polar.train.running import read_tasks
@@ -119,6 +121,12 @@ def test_tasks_are_checked_before_anything_starts(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", sorted(Path("examples/train").glob("*.toml")), ids=lambda path: path.name)
-def test_the_examples_can_be_read(path: Path) -> None:
-    assert load(path).steps > 0
-    assert read_tasks(load(path)).train
+def test_the_examples_can_be_read(path: Path, tmp_path: Path) -> None:
+    """With the tasks that one of them has written first."""
+    shutil.copytree("examples/tasks", tmp_path / "tasks")
+    copy = tmp_path / "train" / path.name
+    copy.parent.mkdir()
+    shutil.copyfile(path, copy)
+    tasks.main([str(tmp_path / "train" / "lookup"), "--train", "2", "--held-out", "1"])
+    assert load(copy).steps > 0
+    assert read_tasks(load(copy)).train
