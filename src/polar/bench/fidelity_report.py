@@ -9,7 +9,7 @@ from rich.table import Table
 from polar.bench.fidelity import BASELINE, Measured, Report
 from polar.bench.fidelity_counts import Counts
 from polar.bench.fidelity_sessions import BUILT_IN, DRIFT
-from polar.bench.report import Promise, machine
+from polar.bench.report import Promise, machine, promise_table
 
 ECHO_WHOLE = frozenset({BUILT_IN, "pi", "codex", "claude_code", "qwen_code"})
 """Harnesses that send the model's turns back with all that they said, thinking included."""
@@ -49,13 +49,7 @@ def show(report: Report, console: Console) -> None:
     console.print(_table(report, dropped=True))
     for what, why in report.failed.items():
         console.print(f"{what} was not counted: {why}.", highlight=False)
-    table = Table(title="Promises", title_justify="left")
-    for name in ("", "promised", "measured", ""):
-        table.add_column(name)
-    for row in promises(report):
-        reached = "[green]reached[/]" if row.reached else "[red]not reached[/]"
-        table.add_row(row.what, row.promised, row.measured, reached)
-    console.print(table)
+    console.print(promise_table(promises(report)))
 
 
 def _table(report: Report, *, dropped: bool) -> Table:

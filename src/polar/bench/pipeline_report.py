@@ -5,7 +5,7 @@ from rich.console import Console
 from rich.table import Table
 
 from polar.bench.pipeline import Report, Side
-from polar.bench.report import Promise, machine
+from polar.bench.report import Promise, machine, promise_table
 
 _PROMISED = 0.95
 
@@ -25,7 +25,7 @@ def as_json(report: Report) -> bytes:
 
 
 def show(report: Report, console: Console) -> None:
-    for table in (_sides(report), _node(report), _kept(report)):
+    for table in (_sides(report), _node(report), promise_table(promises(report))):
         console.print(table)
 
 
@@ -75,14 +75,4 @@ def _node(report: Report) -> Table:
         "from the end of a run to the next session's first call, p50 / p99 (ms)", f"{refill.p50:.1f} / {refill.p99:.1f}"
     )
     table.add_row("evaluations whose runtime had been made before they began", f"{report.prewarmed:.1%}")
-    return table
-
-
-def _kept(report: Report) -> Table:
-    table = Table(title="Promises", title_justify="left")
-    for column in ("", "promised", "measured", " "):
-        table.add_column(column)
-    for row in promises(report):
-        reached = "[green]reached[/]" if row.reached else "[red]not reached[/]"
-        table.add_row(row.what, row.promised, row.measured, reached)
     return table

@@ -2,7 +2,7 @@
 
 import os
 import platform
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import msgspec
@@ -60,6 +60,16 @@ class Promise(Struct):
     promised: str
     measured: str
     reached: bool
+
+
+def promise_table(promises: Iterable[Promise]) -> Table:
+    table = Table(title="Promises", title_justify="left")
+    for column in ("", "promised", "measured", " "):
+        table.add_column(column)
+    for row in promises:
+        reached = "[green]reached[/]" if row.reached else "[red]not reached[/]"
+        table.add_row(row.what, row.promised, row.measured, reached)
+    return table
 
 
 class Report(Struct):
@@ -130,7 +140,14 @@ def _cost(cost: Cost) -> dict[str, float]:
 
 
 def show(report: Report, console: Console) -> None:
-    for table in (_costs(report), _dialects(report), _added(report), _streams(report), _memory(report), _kept(report)):
+    for table in (
+        _costs(report),
+        _dialects(report),
+        _added(report),
+        _streams(report),
+        _memory(report),
+        promise_table(promises(report)),
+    ):
         if table.row_count:
             console.print(table)
 
@@ -196,15 +213,6 @@ def _memory(report: Report) -> Table:
         f"{found.connected / MB:.0f}",
     )
     table.add_row("the same, connections closed", f"{found.idle / MB:.0f}")
-    return table
-
-
-def _kept(report: Report) -> Table:
-    table = _table("Promises", "", "promised", "measured", "")
-    for row in promises(report):
-        table.add_row(
-            row.what, row.promised, row.measured, "[green]reached[/]" if row.reached else "[red]not reached[/]"
-        )
     return table
 
 

@@ -6,7 +6,7 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from polar.bench.report import Promise, machine
+from polar.bench.report import Promise, machine, promise_table
 from polar.bench.sandbox import Report, Times
 
 
@@ -41,13 +41,7 @@ def show(report: Report, console: Console) -> None:
     console.print(table)
     for name, why in report.absent.items():
         console.print(f"{name} was not measured: {why}", highlight=False, markup=False)
-    kept = Table(title="Promises", title_justify="left")
-    for column in ("", "promised", "measured", " "):
-        kept.add_column(column)
-    for row in promises(report):
-        reached = "[green]reached[/]" if row.reached else "[red]not reached[/]"
-        kept.add_row(row.what, row.promised, row.measured, reached)
-    console.print(kept)
+    console.print(promise_table(promises(report)))
 
 
 def _rows(report: Report) -> Iterator[tuple[str, Times]]:

@@ -6,7 +6,7 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from polar.bench.report import MB, Promise, machine
+from polar.bench.report import MB, Promise, machine, promise_table
 from polar.bench.service import Report
 from polar.bench.service_queue import LEASE, SIZE, SUBMIT
 from polar.bench.service_reading import POLAR
@@ -50,7 +50,7 @@ def as_json(report: Report) -> bytes:
 
 
 def show(report: Report, console: Console) -> None:
-    for table in (_through(report), _read(report), _queued(report), _kept(report)):
+    for table in (_through(report), _read(report), _queued(report), promise_table(promises(report))):
         if table.row_count:
             console.print(table)
     for name, why in report.absent.items():
@@ -91,14 +91,6 @@ def _queued(report: Report) -> Table:
         resident = f"{one.before / MB:.0f} MB", f"{one.resident / MB:.0f} MB, at most {one.peak / MB:.0f}"
         table.add_row("resident, without and with the long one", one.database, *resident, "")
         table.add_row("taken in, sessions a second", one.database, "", f"{one.per_second:,.0f}", "")
-    return table
-
-
-def _kept(report: Report) -> Table:
-    table = _table("Promises", "", "promised", "measured", " ", right=False)
-    for row in promises(report):
-        reached = "[green]reached[/]" if row.reached else "[red]not reached[/]"
-        table.add_row(row.what, row.promised, row.measured, reached)
     return table
 
 

@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from polar.bench.rendering import OWN, Rendered
-from polar.bench.report import MB, Promise, machine
+from polar.bench.report import MB, Promise, machine, promise_table
 from polar.bench.trajectory import POLAR, POLAR_WHOLE, Report, Stored
 
 TOKENS_PER_SECOND = 200e6
@@ -87,7 +87,7 @@ def show(report: Report, console: Console) -> None:
     console.print(_stored(report))
     if report.rendered is not None:
         console.print(_rendered(report.rendered))
-    console.print(_kept(report))
+    console.print(promise_table(promises(report)))
 
 
 def _rates(report: Report) -> Table:
@@ -131,14 +131,4 @@ def _rendered(found: Rendered) -> Table:
         table.add_column(name, justify="right")
     figures = (f"{it:.1f}" for it in (found.incremental, found.whole, found.added_first, found.added))
     table.add_row(found.tokenizer, f"{found.context:,}", str(found.messages), *figures)
-    return table
-
-
-def _kept(report: Report) -> Table:
-    table = Table(title="Promises", title_justify="left")
-    for name in ("", "promised", "measured", ""):
-        table.add_column(name)
-    for row in promises(report):
-        reached = "[green]reached[/]" if row.reached else "[red]not reached[/]"
-        table.add_row(row.what, row.promised, row.measured, reached)
     return table

@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from polar.bench.client import BenchError
-from polar.bench.report import Promise
+from polar.bench.report import Promise, promise_table
 from polar.bench.tree import Cell, Counted, Report
 
 EXACT = 1e-5  # relative, of gradients in fp32
@@ -90,7 +90,7 @@ def read(files: Sequence[Path]) -> Report:
 def show(report: Report, console: Console) -> None:
     console.print(_cells(report))
     console.print(_LEGEND, style="dim", highlight=False)
-    console.print(_kept(report))
+    console.print(promise_table(promises(report)))
     for name, difference in report.gradients.items():
         console.print(f"gradient of {name} in fp32, against one sequence at a time: {difference:.1e}", highlight=False)
     for what, why in report.absent.items():
@@ -158,16 +158,6 @@ def _row(report: Report, cell: Cell, tree: Cell | None) -> Iterator[str]:
         yield "" if peak is None else f"{cell.rate / peak:.1%}"
     yield "" if cell.memory is None else f"{cell.memory / 1e9:.1f}"
     yield "" if cell.difference is None else f"{cell.difference:.1e}"
-
-
-def _kept(report: Report) -> Table:
-    table = Table(title="Promises", title_justify="left")
-    for column in ("", "promised", "measured", " "):
-        table.add_column(column)
-    for row in promises(report):
-        reached = "[green]reached[/]" if row.reached else "[red]not reached[/]"
-        table.add_row(row.what, row.promised, row.measured, reached)
-    return table
 
 
 def show_counts(counted: Sequence[Counted], rate: float, console: Console) -> None:
