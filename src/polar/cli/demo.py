@@ -13,9 +13,8 @@ from msgspec import Struct
 from rich.console import Console
 
 from polar.cli.common import json_option, log_options, run, start_log
-from polar.cli.interrupts import Interrupts
 from polar.cli.show import open_captured
-from polar.cli.train_progress import progress
+from polar.cli.train_progress import watched
 from polar.cli.verify import TOLERANCE, Findings, verify
 from polar.config import Settings
 from polar.demo import preparing
@@ -102,24 +101,17 @@ class Ended(Struct):
 
 async def demo(settings: TrainSettings, console: Console, *, silent: bool) -> Ended | int:
     """Or an exit status, where it was interrupted."""
-    from polar.train.running import train
 
     def interrupted() -> None:
         click.echo(f"polar: Interrupted. To go on: polar demo --output {settings.output_folder}", err=True)
 
-    with progress(console, silent=silent) as watcher, Interrupts(interrupted, lambda: None) as interrupts:
-        try:
-            outcome = await train(settings, watcher)
-        except asyncio.CancelledError:
-            if interrupts.status is None:
-                raise
-            return interrupts.status
+    outcome = await watched(settings, console, interrupted, silent=silent)
+    if isinstance(outcome, int):
+        return outcome
     data = outcome.output / "service"
     verified = await verify(Settings(), data, ())
     recomputed = await _recompute(data, outcome.model, outcome.history[-1].version)
-    held_out = outcome.held_out
-    before, after = (held_out[0], held_out[-1]) if held_out else (None, None)
-    return Ended(before, after, outcome.picture, outcome.output, verified, recomputed)
+    return Ended(outcome.before, outcome.after, outcome.picture, outcome.output, verified, recomputed)
 
 
 async def _recompute(data: Path, model: Path, version: int) -> Findings:

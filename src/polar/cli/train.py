@@ -9,8 +9,7 @@ import click
 from rich.console import Console
 
 from polar.cli.common import json_option, log_options, run, start_log
-from polar.cli.interrupts import Interrupts
-from polar.cli.train_progress import progress
+from polar.cli.train_progress import watched
 from polar.config import Settings
 from polar.errors import ConfigError
 from polar.telemetry.logs import Format, Level
@@ -40,7 +39,6 @@ def command(
 async def _train(config: Path, output: str | None, steps: int | None, seed: int | None, as_json: bool) -> int:
     try:
         from polar.models import default_model, shown
-        from polar.train.running import train
         from polar.train.settings import load
     except ImportError as error:
         raise ConfigError(f"polar train needs the extra `train`: pip install 'polar[train]' ({error}).") from error
@@ -48,22 +46,14 @@ async def _train(config: Path, output: str | None, steps: int | None, seed: int 
     if settings.model.folder is None:
         with shown() as bar:
             await asyncio.to_thread(default_model, bar)
-    with (
-        progress(Console(stderr=True), silent=as_json) as watcher,
-        Interrupts(_interrupted, lambda: None) as interrupts,
-    ):
-        try:
-            outcome = await train(settings, watcher)
-        except asyncio.CancelledError:
-            if interrupts.status is None:
-                raise
-            return interrupts.status
-    held_out = outcome.held_out
+    outcome = await watched(settings, Console(stderr=True), _interrupted, silent=as_json)
+    if isinstance(outcome, int):
+        return outcome
     if as_json:
         told = {
             "steps": outcome.history[-1].step,
-            "held_out_before": held_out[0] if held_out else None,
-            "held_out_after": held_out[-1] if held_out else None,
+            "held_out_before": outcome.before,
+            "held_out_after": outcome.after,
             "output": str(outcome.output),
             "model": str(outcome.model),
             "picture": str(outcome.picture),
@@ -71,8 +61,8 @@ async def _train(config: Path, output: str | None, steps: int | None, seed: int 
         click.echo(json.dumps(told))
         return 0
     console = Console()
-    if held_out:
-        console.print(f"held-out tasks  {held_out[0]:.3f} before, {held_out[-1]:.3f} after", highlight=False)
+    if outcome.before is not None and outcome.after is not None:
+        console.print(f"held-out tasks  {outcome.before:.3f} before, {outcome.after:.3f} after", highlight=False)
     for name, path in (("model", outcome.model), ("reward curve", outcome.picture), ("everything", outcome.output)):
         console.print(f"{name:<15} {path}", highlight=False, soft_wrap=True)
     return 0

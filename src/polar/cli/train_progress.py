@@ -1,15 +1,22 @@
 """What `polar train` shows while it runs: what it does right now, the last steps, and the curve of rewards."""
 
+import asyncio
 import contextlib
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING
 
 from rich.console import Console, Group
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from polar.cli.interrupts import Interrupts
 from polar.train.metrics import StepMetrics
+from polar.train.settings import TrainSettings
+
+if TYPE_CHECKING:
+    from polar.train.running import Outcome
 
 _ROWS = 8  # steps that are shown
 _HEIGHT, _WIDTH = 8, 60  # of the curve
@@ -62,6 +69,21 @@ class Progress:
         self._history.append(metrics)
         if self._live is None:
             self.says(_line(metrics, self._steps))
+
+
+async def watched(
+    settings: TrainSettings, console: Console, interrupted: Callable[[], None], *, silent: bool
+) -> "Outcome | int":
+    """Trains before people's eyes. An exit status, where they interrupted it."""
+    from polar.train.running import train
+
+    with progress(console, silent=silent) as watcher, Interrupts(interrupted, lambda: None) as interrupts:
+        try:
+            return await train(settings, watcher)
+        except asyncio.CancelledError:
+            if interrupts.status is None:
+                raise
+            return interrupts.status
 
 
 @contextlib.contextmanager

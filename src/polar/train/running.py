@@ -46,9 +46,14 @@ class Outcome(Struct):
     picture: Path
 
     @property
-    def held_out(self) -> list[float]:
-        """What the held-out tasks earned, from before the first step to after the last one."""
-        return [told.held_out for told in self.history if told.held_out is not None]
+    def before(self) -> float | None:
+        """What the held-out tasks earned before the first step."""
+        return next((told.held_out for told in self.history if told.step == 0), None)
+
+    @property
+    def after(self) -> float | None:
+        """What they earned after the last one; none of an earlier one's, where that evaluation failed."""
+        return self.history[-1].held_out
 
 
 async def train(settings: TrainSettings, watcher: Watcher | None = None) -> Outcome:
