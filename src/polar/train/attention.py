@@ -4,8 +4,8 @@ The queries are a chunk's tokens; the keys are its context (the path to its firs
 sees the context and key `k` of the chunk iff `k <= q < ends[k]`; a context's token ends where its subtree does. That is
 all there is to the mask: one number a key. It is written down on the CPU alone, and for what is small.
 
-A chunk that is one path needs no mask at all on CUDA: see flash.py. Others have FlexAttention there, with blocks found
-by their keys' ends. On the CPU both are plain masked attention.
+On CUDA, what all of a chunk sees of its context needs no mask, nor does a chunk that is one path: see flash.py. What is
+left has FlexAttention there, with blocks found by the keys' ends. On the CPU all of it is plain masked attention.
 """
 
 from functools import cache
@@ -24,7 +24,7 @@ BLOCK = 128
 """Tokens of a side of FlexAttention's blocks. It takes no fewer queries."""
 _NARROWEST = 16
 """Heads that FlexAttention takes."""
-_OPTIONS = {"BACKEND": "TRITON"}
+_OPTIONS: Any = {"BACKEND": "TRITON"}
 """Else it may choose a kernel for single queries, which it can't compile for lengths that vary."""
 
 
@@ -34,7 +34,6 @@ class Sight(Struct):
 
     queries: int
     context: int
-    plain: bool
     ends: Tensor  # int32, of each key
     depths: Tensor  # int32, of each key
     deepest: int  # of them
@@ -42,14 +41,14 @@ class Sight(Struct):
     masks: dict[int | None, Any] = field(default_factory=dict)  # by window, as the attention wants them
 
     @classmethod
-    def of(cls, forest: Forest, chunk: Chunk, device: torch.device, *, compiled: bool) -> "Sight":
-        intervals = [*chunk.context, (chunk.start, chunk.stop)]
+    def of(cls, forest: Forest, chunk: Chunk, device: torch.device, *, compiled: bool, skip: int = 0) -> "Sight":
+        """Without the first `skip` tokens of its context."""
+        intervals = [*_beyond(chunk.context, skip), (chunk.start, chunk.stop)]
         ends = np.concatenate([forest.ends[start:stop] for start, stop in intervals])
         depths = np.concatenate([forest.depths[start:stop] for start, stop in intervals])
         return cls(
             queries=len(chunk),
-            context=chunk.depth,
-            plain=chunk.plain,
+            context=chunk.depth - skip,
             ends=torch.from_numpy(np.minimum(ends - chunk.start, len(chunk))).to(device),
             depths=torch.from_numpy(depths).to(device),
             deepest=int(depths.max()),
@@ -63,15 +62,22 @@ class Sight(Struct):
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
         """Tensors of [1, heads, tokens, width]; `window` is how many tokens back a query sees, itself included."""
         window = self.narrow(window)
-        if not (self.compiled and self.queries >= BLOCK and query.shape[-1] >= _NARROWEST):
+        if not self.flexible(query):
             return functional.scaled_dot_product_attention(
                 query, key, value, attn_mask=self._mask(window), scale=scale, enable_gqa=True
             )
-        blocks = self._blocks(window)
-        flex: Tensor = _flex()(
-            query, key, value, block_mask=blocks, scale=scale, enable_gqa=True, kernel_options=_OPTIONS
-        )
-        return flex
+        return self.attend_normalised(query, key, value, scale, window)[0]
+
+    def flexible(self, query: Tensor) -> bool:
+        """Whether FlexAttention takes it."""
+        return self.compiled and self.queries >= BLOCK and query.shape[-1] >= _NARROWEST
+
+    def attend_normalised(
+        self, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """By FlexAttention; and the normaliser of each head and query."""
+        out, normaliser = _flex()(query, key, value, self._blocks(window), scale)
+        return out, normaliser
 
     def _mask(self, window: int | None) -> Tensor:
         if window not in self.masks:
@@ -94,9 +100,34 @@ class Sight(Struct):
 
 @cache
 def _flex() -> Any:
-    from torch.nn.attention.flex_attention import flex_attention
+    from torch.nn.attention.flex_attention import AuxRequest, flex_attention
 
-    return torch.compile(flex_attention, dynamic=True)
+    def flex(query: Tensor, key: Tensor, value: Tensor, blocks: Any, scale: float) -> tuple[Tensor, Tensor]:
+        out, more = flex_attention(
+            query,
+            key,
+            value,
+            block_mask=blocks,
+            scale=scale,
+            enable_gqa=True,
+            kernel_options=_OPTIONS,
+            return_aux=AuxRequest(lse=True),
+        )
+        assert more.lse is not None  # it was asked for
+        return out, more.lse
+
+    return torch.compile(flex, dynamic=True)
+
+
+def _beyond(intervals: list[tuple[int, int]], skip: int) -> list[tuple[int, int]]:
+    """Without the first `skip` of their tokens."""
+    left = []
+    for start, stop in intervals:
+        taken = min(skip, stop - start)
+        skip -= taken
+        if start + taken < stop:
+            left.append((start + taken, stop))
+    return left
 
 
 def _block_mask(sight: Sight, window: int | None) -> Any:

@@ -25,7 +25,8 @@ class Chunk(Struct):
     stop: int
     context: list[tuple[int, int]]  # the path to its first token, as intervals of packed tokens
     needed: int  # up to this packed token others see it
-    plain: bool  # it is one path, and all of it sees all of its context
+    whole: int  # tokens of its context, from its beginning on, that all of it sees
+    one_path: bool
     kept: bool = True  # its activations are, until its backward pass
 
     def __len__(self) -> int:
@@ -36,10 +37,14 @@ class Chunk(Struct):
         """Tokens of its context."""
         return sum(stop - start for start, stop in self.context)
 
+    @property
+    def plain(self) -> bool:
+        """It is one path, and all of it sees all of its context."""
+        return self.one_path and self.whole == self.depth
+
 
 def cut(forest: Forest, chunk_tokens: int, kept_tokens: int) -> list[Chunk]:
-    """Chunks of `chunk_tokens` at most. Long stretches of one path are cut evenly, by themselves; short ones go
-    together."""
+    """Chunks of `chunk_tokens` at most. Long stretches of one path are cut by themselves; short ones go together."""
     if not len(forest):
         return []
     stretches = _stretches(forest)
@@ -61,8 +66,7 @@ def _intervals(forest: Forest, stretches: list[int], most: int) -> list[tuple[in
     edges = [0]
     for start, stop in pairwise([*stretches, len(forest)]):
         if 4 * (stop - start) >= most:
-            pieces = -(-(stop - start) // most)
-            edges.extend(start + (stop - start) * piece // pieces for piece in range(pieces + 1))
+            edges += [start, *_cuts(start, stop, most), stop]
         elif stop - edges[-1] > most:
             edges.append(start)
     joined: list[tuple[int, int]] = []
@@ -74,12 +78,22 @@ def _intervals(forest: Forest, stretches: list[int], most: int) -> list[tuple[in
     return joined
 
 
+def _cuts(start: int, stop: int, most: int) -> list[int]:
+    """Pieces as long as they may be, and some half as long, so that none is short, and lengths are few: attention's
+    kernels want that (see flash.py)."""
+    cuts = []
+    while stop - start > most:
+        start += most if 2 * (stop - start) >= 3 * most else max(1, most // 2)
+        cuts.append(start)
+    return cuts
+
+
 def _chunk(forest: Forest, stretches: Indices, start: int, stop: int) -> Chunk:
     context = _path(forest, stretches, int(forest.before[start]))
     one_path = bool((forest.before[start + 1 : stop] == np.arange(start, stop - 1)).all())
-    seen = all(bool((forest.ends[low:high] >= stop).all()) for low, high in context)
+    whole = sum(int((forest.ends[low:high] >= stop).sum()) for low, high in context)  # a path's ends never grow
     needed = int(forest.ends[start:stop].max())
-    return Chunk(start=start, stop=stop, context=context, needed=max(needed, stop), plain=one_path and seen)
+    return Chunk(start=start, stop=stop, context=context, needed=max(needed, stop), whole=whole, one_path=one_path)
 
 
 def _path(forest: Forest, stretches: Indices, token: int) -> list[tuple[int, int]]:

@@ -4,11 +4,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch._dynamo
 
-CHUNK = {"cuda": 16384, "cpu": 2048}
-"""Tokens that go through at once: enough to keep the device busy."""
-_SHARE = {"cuda": 0.5, "cpu": 0.3}
+CHUNK = {"cuda": 4096, "cpu": 2048}
+"""Tokens that go through at once: enough to keep the device busy. More would not be quicker: what does not fit into
+memory goes through twice, and the smaller the chunks, the less that is."""
+_SHARE = {"cuda": 0.55, "cpu": 0.3}
 """Of the memory that is free now: gradients and an optimizer may still come."""
+_VARIANTS = 64
+"""Of a compiled function."""
 
 
 def sizes(model: Any, chunk_tokens: int | None, kept_tokens: int | None, *, fused: bool) -> tuple[int, int]:
@@ -22,6 +26,9 @@ def sizes(model: Any, chunk_tokens: int | None, kept_tokens: int | None, *, fuse
 def fuse(model: Any) -> None:
     """Norms and feed-forward parts are chains of small steps, each of which reads and writes all activations: compiled
     they are one, and keep a third less for the backward pass."""
+    # All modules of a class share one function: each width, rank, type and gradient mode of theirs compiles it once
+    # more. Beyond a limit (8, as PyTorch has it) a function silently runs uncompiled again, and takes twice the memory.
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _VARIANTS)
     for module in model.modules():
         if type(module).__name__.endswith(("RMSNorm", "MLP")):
             module.compile(dynamic=True)

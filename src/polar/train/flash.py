@@ -1,8 +1,9 @@
-"""Flash attention of one path to all that came before it, on CUDA.
+"""Flash attention of a chunk to all that came before it, on CUDA.
 
-Queries see the pieces of their context whole, and themselves causally. Each is a call of an attention kernel, and they
-are joined by their normalisers. Going backwards, each call is given the joint output and normaliser, and so gives
-exactly its part of the gradient. So no piece is ever copied, and what comes back to one goes straight to whose it is.
+Queries see the pieces of their context whole, and themselves causally where they are one path. Each is a call of an
+attention kernel, and they are joined by their normalisers. Going backwards, each call is given the joint output and
+normaliser, and so gives exactly its part of the gradient. So no piece is ever copied, and what comes back to one goes
+straight to whose it is.
 
 cuDNN's kernel is the fastest on Hopper, by far, but needs a plan of its own for every pair of lengths (0.14 s on an
 H200). So lengths are made round: queries are filled up, and what is left of a piece goes to the other kernel.
@@ -46,35 +47,78 @@ def joined_attention(query: Tensor, key: Tensor, value: Tensor, context: Sequenc
     return result[:, :, :count]
 
 
+def extended_attention(
+    query: Tensor, out: Tensor, normaliser: Tensor, context: Sequence[Piece], scale: float
+) -> Tensor:
+    """`out` and `normaliser` ([1, heads, queries]) are what somebody else's attention says of other keys."""
+    count = query.shape[2]
+    fill = (0, 0, 0, -count % QUERIES)
+    given = (query, out, normaliser[..., None])
+    apply: Any = _Extended.apply
+    result: Tensor = apply(*(functional.pad(tensor, fill) if fill[-1] else tensor for tensor in given), context, scale)
+    return result[:, :, :count]
+
+
 class _Joined(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, context: Sequence[Piece], scale: float) -> Tensor:
-        out, normaliser, state = _forward(query, key, value, True, scale)
-        states = [state]
-        for start, stop, piece in _round(context):
-            more, other, state = _forward(
-                query, piece.key[:, :, start:stop], piece.value[:, :, start:stop], False, scale
-            )
-            states.append(state)
-            out, normaliser = _joined(out, normaliser, more, other)
+        out, normaliser, own = _forward(query, key, value, True, scale)
+        out, normaliser, states = _with_context(query, out, normaliser, context, scale)
         ctx.save_for_backward(query, key, value, out, normaliser)
-        ctx.context, ctx.scale, ctx.states = context, scale, states
+        ctx.context, ctx.scale, ctx.own, ctx.states = context, scale, own, states
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, out, normaliser = ctx.saved_tensors
         grad = grad.contiguous()
-
-        def back(key: Tensor, value: Tensor, state: Any, causal: bool) -> tuple[Tensor, Tensor, Tensor]:
-            return _backward(grad, query, key, value, out, normaliser, state, causal, ctx.scale)
-
-        dq, dk, dv = back(key, value, ctx.states[0], True)
-        for (start, stop, piece), state in zip(_round(ctx.context), ctx.states[1:], strict=True):
-            more, *theirs = back(piece.key[:, :, start:stop], piece.value[:, :, start:stop], state, False)
+        dq, dk, dv = _backward(grad, query, key, value, out, normaliser, ctx.own, True, ctx.scale)
+        for more in _back_to_context(grad, query, out, normaliser, ctx):
             dq = dq + more
-            piece.give_back(start, stop, *theirs)
         return dq, dk, dv, None, None
+
+
+class _Extended(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, own: Tensor, own_normaliser: Tensor, context: Sequence[Piece], scale: float
+    ) -> Tensor:
+        out, normaliser, states = _with_context(query, own, own_normaliser, context, scale)
+        ctx.save_for_backward(query, own, own_normaliser, out, normaliser)
+        ctx.context, ctx.scale, ctx.states = context, scale, states
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """The joint output is a mean of the parts, weighed by their normalisers' shares."""
+        query, own, own_normaliser, out, normaliser = ctx.saved_tensors
+        grad = grad.contiguous()
+        dq = torch.zeros_like(query)
+        for more in _back_to_context(grad, query, out, normaliser, ctx):
+            dq = dq + more
+        share = torch.exp(own_normaliser - normaliser)
+        further = ((own.float() - out.float()) * grad.float()).sum(-1, keepdim=True)
+        return dq, (grad * share).to(own.dtype), (share * further).to(own_normaliser.dtype), None, None
+
+
+def _with_context(
+    query: Tensor, out: Tensor, normaliser: Tensor, context: Sequence[Piece], scale: float
+) -> tuple[Tensor, Tensor, list[Any]]:
+    states = []
+    for start, stop, piece in _round(context):
+        more, other, state = _forward(query, piece.key[:, :, start:stop], piece.value[:, :, start:stop], False, scale)
+        states.append(state)
+        out, normaliser = _joined(out, normaliser, more, other)
+    return out, normaliser, states
+
+
+def _back_to_context(grad: Tensor, query: Tensor, out: Tensor, normaliser: Tensor, ctx: Any) -> Iterable[Tensor]:
+    """Gradients of the queries, piece by piece; those of keys and values go where they belong."""
+    for (start, stop, piece), state in zip(_round(ctx.context), ctx.states, strict=True):
+        key, value = piece.key[:, :, start:stop], piece.value[:, :, start:stop]
+        more, *theirs = _backward(grad, query, key, value, out, normaliser, state, False, ctx.scale)
+        piece.give_back(start, stop, *theirs)
+        yield more
 
 
 def _round(context: Iterable[Piece]) -> Iterable[tuple[int, int, Piece]]:

@@ -37,23 +37,30 @@ class _Pass(Struct):
 
     chunk: Chunk
     sight: Sight
-    context: list[tuple["_Pass", int, int]]  # where its context lies: tokens `start` to `stop` of earlier chunks
+    context: list["_Where"]
+    within: Sight | None = None  # without what all of the chunk sees of its context, where that is not everything
     recurrence: Recurrence | None = None  # where the model has recurrent layers
     hidden: Tensor | None = None  # at the positions that predict something
     keys: dict[int, Tensor] = field(default_factory=dict)  # by layer, of its own tokens
     values: dict[int, Tensor] = field(default_factory=dict)
-    seen: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)  # by layer, its context's, as inputs
+    seen: dict[int, tuple[Tensor, Tensor, list["_Where"]]] = field(default_factory=dict)
+    """By layer, copies of its context's, as inputs, and where they are from."""
     key_grads: dict[int, Tensor] = field(default_factory=dict)  # by layer, what came back to its own
     value_grads: dict[int, Tensor] = field(default_factory=dict)
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
         self.keys[layer], self.values[layer] = key, value
-        if flash.takes(query) and self.sight.plain and self.sight.narrow(window) is None:
-            return flash.joined_attention(query, key, value, self._pieces(layer), scale)
-        return self.sight.attend(query, *self._extended(layer, key, value), scale, window)
+        if flash.takes(query) and self.sight.narrow(window) is None:
+            if self.chunk.plain:
+                return flash.joined_attention(query, key, value, self._pieces(layer, self.context), scale)
+            if self.within is not None and self.within.flexible(query):
+                whole, rest = _split(self.context, self.chunk.whole)
+                own = self.within.attend_normalised(query, *self._extended(layer, key, value, rest), scale)
+                return flash.extended_attention(query, *own, self._pieces(layer, whole), scale)
+        return self.sight.attend(query, *self._extended(layer, key, value, self.context), scale, window)
 
-    def _pieces(self, layer: int) -> list[flash.Piece]:
-        """The context's keys and values where they are."""
+    def _pieces(self, layer: int, context: list["_Where"]) -> list[flash.Piece]:
+        """Keys and values where they are."""
 
         def piece(one: "_Pass", start: int, stop: int) -> flash.Piece:
             def give_back(low: int, high: int, key: Tensor, value: Tensor) -> None:
@@ -62,24 +69,28 @@ class _Pass(Struct):
             key, value = one.keys[layer].detach(), one.values[layer].detach()
             return flash.Piece(key[:, :, start:stop], value[:, :, start:stop], give_back)
 
-        return [piece(*where) for where in self.context]
+        return [piece(*where) for where in context]
 
-    def _extended(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    def _extended(self, layer: int, key: Tensor, value: Tensor, context: list["_Where"]) -> tuple[Tensor, Tensor]:
         """A layer's keys and values with the context's in front, as if those were inputs."""
-        if not self.context:
+        if not context:
             return key, value
-        pieces = self._pieces(layer)
+        pieces = self._pieces(layer, context)
         keys, values = torch.cat([one.key for one in pieces], 2), torch.cat([one.value for one in pieces], 2)
         if torch.is_grad_enabled():
             # What does not depend on anything that trains needs no gradient here, nor where it is from.
-            self.seen[layer] = keys.requires_grad_(key.requires_grad), values.requires_grad_(value.requires_grad)
+            self.seen[layer] = (
+                keys.requires_grad_(key.requires_grad),
+                values.requires_grad_(value.requires_grad),
+                context,
+            )
         return torch.cat([keys, key], 2), torch.cat([values, value], 2)
 
     def give_back(self) -> None:
         """What came back to copies of the context's keys and values goes to the chunks that they are from."""
-        for layer, (keys, values) in self.seen.items():
+        for layer, (keys, values, context) in self.seen.items():
             at = 0
-            for one, start, stop in self.context:
+            for one, start, stop in context:
                 here = slice(at, at + stop - start)
                 key, value = (None if copy.grad is None else copy.grad[:, :, here] for copy in (keys, values))
                 one.give(layer, start, stop, key, value)
@@ -90,6 +101,24 @@ class _Pass(Struct):
         """Adds to the gradients of its own keys and values. In fp32: many branches may come back to one trunk."""
         _add(self.key_grads, layer, self.keys[layer], start, stop, key)
         _add(self.value_grads, layer, self.values[layer], start, stop, value)
+
+
+_Where = tuple[_Pass, int, int]
+"""Where some of a context lies: tokens `start` to `stop` of an earlier chunk."""
+
+
+def _split(context: list[_Where], whole: int) -> tuple[list[_Where], list[_Where]]:
+    """Its first `whole` tokens, and the rest."""
+    first: list[_Where] = []
+    rest: list[_Where] = []
+    for one, start, stop in context:
+        edge = start + min(whole, stop - start)
+        whole -= edge - start
+        if start < edge:
+            first.append((one, start, edge))
+        if edge < stop:
+            rest.append((one, edge, stop))
+    return first, rest
 
 
 def _add(grads: dict[int, Tensor], layer: int, tensor: Tensor, start: int, stop: int, grad: Tensor | None) -> None:
@@ -172,7 +201,12 @@ class TreeModel:
         if self._recurrent:
             earlier = (one.recurrence for one in waiting if one.recurrence is not None)
             recurrence = Recurrence.of(forest, chunk, earlier, self._device)
-        return _Pass(chunk, Sight.of(forest, chunk, self._device, compiled=self._compiled), context, recurrence)
+
+        def sight(skip: int) -> Sight:
+            return Sight.of(forest, chunk, self._device, compiled=self._compiled, skip=skip)
+
+        within = sight(chunk.whole) if chunk.whole and self._compiled else None
+        return _Pass(chunk, sight(0), context, within, recurrence)
 
     def _forward(self, forest: Forest, one: _Pass) -> None:
         chunk = one.chunk

@@ -76,3 +76,48 @@ def test_the_parts_are_the_whole(monkeypatch: pytest.MonkeyPatch, lengths: list[
     for mine, right in zip(found, torch.autograd.grad(expected, inputs, grad), strict=True):
         assert mine is not None
         assert torch.allclose(mine, right, atol=1e-5)
+
+
+@pytest.mark.parametrize("lengths", [[16], [5], [7, 40, 3]])
+@pytest.mark.parametrize("count", [24, 8, 13])
+def test_somebody_elses_attention_is_a_part_like_others(
+    monkeypatch: pytest.MonkeyPatch, lengths: list[int], count: int
+) -> None:
+    """Of queries that do not all see the same of each other: here, every other one is hidden."""
+    for name, value in {"QUERIES": 8, "KEYS": 16, "_forward": _forward, "_backward": _backward}.items():
+        monkeypatch.setattr(flash, name, value)
+    torch.manual_seed(len(lengths) + count)
+
+    def some(heads: int, tokens: int) -> Tensor:
+        return torch.randn(1, heads, tokens, WIDTH, dtype=torch.float64, requires_grad=True)
+
+    query, key, value = some(HEADS, count), some(SHARED, count), some(SHARED, count)
+    theirs = [(some(SHARED, length), some(SHARED, length)) for length in lengths]
+    back = [(torch.zeros_like(one), torch.zeros_like(other)) for one, other in theirs]
+
+    def piece(number: int) -> flash.Piece:
+        def give_back(start: int, stop: int, key: Tensor, value: Tensor) -> None:
+            back[number][0][:, :, start:stop] += key
+            back[number][1][:, :, start:stop] += value
+
+        return flash.Piece(theirs[number][0].detach(), theirs[number][1].detach(), give_back)
+
+    places = torch.arange(count)
+    seen = (places[:, None] >= places) & ((places % 2 == 0) | (places[:, None] == places))
+    scores = _scores(query, key, False, 0.3).masked_fill(~seen, -torch.inf)
+    own = scores.softmax(-1) @ value.repeat_interleave(HEADS // SHARED, 1)
+    pieces = [piece(number) for number in range(len(lengths))]
+    out = flash.extended_attention(query, own, scores.logsumexp(-1), pieces, 0.3)
+    grad = torch.randn_like(out)
+    out.backward(grad)
+    found = [query.grad, key.grad, value.grad, *(tensor for pair in back for tensor in pair)]
+
+    inputs = [query, key, value, *(tensor for pair in theirs for tensor in pair)]
+    keys = torch.cat([*(one for one, _ in theirs), key], 2).repeat_interleave(HEADS // SHARED, 1)
+    values = torch.cat([*(other for _, other in theirs), value], 2).repeat_interleave(HEADS // SHARED, 1)
+    everything = torch.cat([torch.ones(count, sum(lengths)) == 1, seen], 1)
+    expected = (query @ keys.transpose(-1, -2) * 0.3).masked_fill(~everything, -torch.inf).softmax(-1) @ values
+    assert torch.allclose(out.float(), expected.float(), atol=1e-6)
+    for mine, right in zip(found, torch.autograd.grad(expected, inputs, grad), strict=True):
+        assert mine is not None
+        assert torch.allclose(mine, right, atol=1e-5)

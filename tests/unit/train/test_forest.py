@@ -50,6 +50,8 @@ def test_chunks_hold_all_tokens_once_and_know_their_context(given: list[Tree], m
             for key in [*context, *range(chunk.start, chunk.stop)]
         )
         assert chunk.plain == whole
+        assert chunk.whole == sum(packed.ends[key] >= chunk.stop for key in context)
+        assert all(packed.ends[key] >= chunk.stop for key in context[: chunk.whole])
         waiting.append(chunk)
         kept = 0
         for one in reversed(waiting):
