@@ -2,11 +2,11 @@
 
 Queries see the pieces of their context whole, and themselves causally where they are one path. Each is a call of an
 attention kernel, and they are joined by their normalisers. Going backwards, each call is given the joint output and
-normaliser, and so gives exactly its part of the gradient. So no piece is ever copied, and what comes back to one goes
-straight to whose it is.
+normaliser, and so gives exactly its part of the gradient. What comes back to a piece goes straight to whose it is, and
+no copy of it is kept.
 
 cuDNN's kernel is the fastest on Hopper, by far, but needs a plan of its own for every pair of lengths (0.14 s on an
-H200). So lengths are made round: queries are filled up, and what is left of a piece goes to the other kernel.
+H200). So lengths are made round: queries are filled up, and what is left of the context goes to the other kernel.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -104,32 +104,50 @@ class _Extended(torch.autograd.Function):
 def _with_context(
     query: Tensor, out: Tensor, normaliser: Tensor, context: Sequence[Piece], scale: float
 ) -> tuple[Tensor, Tensor, list[Any]]:
+    """And what the backward pass needs of each part."""
     states = []
-    for start, stop, piece in _round(context):
-        more, other, state = _forward(query, piece.key[:, :, start:stop], piece.value[:, :, start:stop], False, scale)
+    key, value = _gathered(context, query)
+    for start, stop in _parts(key.shape[2]):
+        more, other, state = _forward(query, key[:, :, start:stop], value[:, :, start:stop], False, scale)
         states.append(state)
         out, normaliser = _joined(out, normaliser, more, other)
     return out, normaliser, states
 
 
 def _back_to_context(grad: Tensor, query: Tensor, out: Tensor, normaliser: Tensor, ctx: Any) -> Iterable[Tensor]:
-    """Gradients of the queries, piece by piece; those of keys and values go where they belong."""
-    for (start, stop, piece), state in zip(_round(ctx.context), ctx.states, strict=True):
-        key, value = piece.key[:, :, start:stop], piece.value[:, :, start:stop]
-        more, *theirs = _backward(grad, query, key, value, out, normaliser, state, False, ctx.scale)
-        piece.give_back(start, stop, *theirs)
+    """Gradients of the queries, part by part; those of keys and values go where they belong."""
+    key, value = _gathered(ctx.context, query)
+    for (start, stop), state in zip(_parts(key.shape[2]), ctx.states, strict=True):
+        more, dk, dv = _backward(
+            grad, query, key[:, :, start:stop], value[:, :, start:stop], out, normaliser, state, False, ctx.scale
+        )
+        at = 0
+        for piece in ctx.context:
+            low, high = max(start, at), min(stop, at + piece.key.shape[2])
+            if low < high:
+                here = slice(low - start, high - start)
+                piece.give_back(low - at, high - at, dk[:, :, here], dv[:, :, here])
+            at += piece.key.shape[2]
         yield more
 
 
-def _round(context: Iterable[Piece]) -> Iterable[tuple[int, int, Piece]]:
-    """The pieces in parts of a round length, and what is left of each."""
-    for piece in context:
-        length = piece.key.shape[2]
-        edge = length - length % KEYS
-        if edge:
-            yield 0, edge, piece
-        if edge < length:
-            yield edge, length, piece
+def _gathered(context: Sequence[Piece], query: Tensor) -> tuple[Tensor, Tensor]:
+    """Its keys and values in a row: many small pieces would be many small calls. The backward pass gathers them again,
+    since memory is scarcer than time."""
+    if not context:
+        return query[:, :, :0], query[:, :, :0]
+    if len(context) == 1:
+        return context[0].key, context[0].value
+    return torch.cat([piece.key for piece in context], 2), torch.cat([piece.value for piece in context], 2)
+
+
+def _parts(length: int) -> Iterable[tuple[int, int]]:
+    """One of a round length, and what is left."""
+    edge = length - length % KEYS
+    if edge:
+        yield 0, edge
+    if edge < length:
+        yield edge, length
 
 
 def _joined(one: Tensor, log_one: Tensor, other: Tensor, log_other: Tensor) -> tuple[Tensor, Tensor]:
