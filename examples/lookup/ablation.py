@@ -1,63 +1,86 @@
 """What builders cost end to end: the same training with `per_request`, `prefix_merging` and `prefix_tree`.
 
-    python examples/lookup/ablation.py FOLDER [--hops 8] [--steps 8] [--update-tokens 16384]
+    python examples/lookup/ablation.py FOLDER [--turns 16] [--steps 8] [--update-tokens 32768]
 
 Sampling and training run asynchronously, as always. An update of the weights computes about as many tokens whatever the
 builder, so one that hands out every context again and again takes more updates for the same sessions. Told are the
-updates, the minutes, and the share of the time in which the GPU was busy. FOLDER/ablation.json has everything.
+updates, the minutes, and the share of the time in which the GPU was busy, all without the first step, in which kernels
+are compiled. FOLDER/ablation.json has everything.
 """
 
 import argparse
 import asyncio
 import json
-import time
+import sys
 from pathlib import Path
 
-from polar.demo import tasks
-from polar.demo.questions import questions
+from polar.train.metrics import StepMetrics
 from polar.train.running import train
 from polar.train.settings import TrainSettings
 
 BUILDERS = "per_request", "prefix_merging", "prefix_tree"
+AGENT = Path(__file__).with_name("talker.py")
+
+
+def write_tasks(folder: Path, wanted: argparse.Namespace) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    tasks = [
+        {
+            "task_id": f"talk-{number}",
+            "instruction": "Talk.",
+            "runtime": {"backend": "local"},
+            "agent": {"custom_shell": {"command": f"{sys.executable} -S -E {AGENT.absolute()} {wanted.turns}"}},
+            # Half of the sessions earn something: what doesn't matter here.
+            "evaluator": {
+                "strategy": "answer",
+                "config": {"expected": "[a-m][^a-z]*$", "match": "regex", "pattern": "(?s)(.+)"},
+            },
+        }
+        for number in range(wanted.steps * wanted.groups)
+    ]
+    (folder / "train.jsonl").write_text("\n".join(json.dumps(task) for task in tasks))
 
 
 def settings(folder: Path, builder: str, wanted: argparse.Namespace) -> TrainSettings:
-    asked = questions(train=wanted.steps * wanted.groups, held_out=1, seed=0, hops=wanted.hops, digits=4)
-    tasks.write(folder, asked, wanted.hops, options="--http")
+    write_tasks(folder, wanted)
     return TrainSettings.model_validate(
         {
             "name": builder,
             "folder": folder,
             "output": ".",
             "steps": wanted.steps,
-            "model": {"folder": str(wanted.model.absolute()) if wanted.model else None},
+            "model": {"folder": str(wanted.model.absolute()) if wanted.model else None, "dtype": wanted.dtype},
             "tasks": {"train": ["train.jsonl"]},
             "rollout": {"group_size": 8, "groups_per_step": wanted.groups, "max_lag": 1, "builder": builder},
-            "grpo": {"filter": False},  # this is about cost: sessions of a model that fails cost as much
+            "grpo": {"filter": False},  # this is about cost: groups without a signal cost as much
             "optimizer": {"lr": 1e-6, "update_tokens": wanted.update_tokens},
             "checkpoint": {"every": 1000},
             "polar": {
-                "engine": {"options": {"context_length": 1024, "memory_gib": 8, "dtype": "float32"}},
+                "engine": {"options": {"context_length": 8192, "memory_gib": wanted.memory, "dtype": wanted.dtype}},
                 "node": {"run_workers": 64, "init_workers": 8, "postrun_workers": 8},
             },
         }
     )
 
 
+def seconds(steps: list[StepMetrics], *names: str) -> float:
+    return sum(step.seconds.get(name, 0.0) for step in steps for name in names)
+
+
 def run(folder: Path, builder: str, wanted: argparse.Namespace) -> dict:
-    began = time.monotonic()
     history = asyncio.run(train(settings(folder, builder, wanted))).history
-    steps = [step for step in history if step.step > 0]
+    steps = [step for step in history if step.step > 1]
     busy = [step.gpu_busy for step in steps if step.gpu_busy is not None]
     return {
         "builder": builder,
+        "steps": len(steps),
         "sessions": sum(step.sessions for step in steps),
         "updates": sum(step.updates for step in steps),
         "computed": sum(step.tokens_computed for step in steps),
         "trained": sum(step.tokens_trained for step in steps),
-        "seconds": time.monotonic() - began,
-        "learning": sum(step.seconds.get("compute", 0.0) for step in steps),
-        "waiting": sum(step.seconds.get("wait", 0.0) for step in steps),
+        "seconds": seconds(steps, "wait", "compute", "checkpoint", "sync", "evaluate"),
+        "learning": seconds(steps, "compute"),
+        "waiting": seconds(steps, "wait"),
         "gpu_busy": sum(busy) / len(busy) if busy else None,
     }
 
@@ -67,10 +90,12 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--builder", action="append", choices=BUILDERS, help="only this one")
     parser.add_argument("--model", type=Path, help="a model's folder [the demo's]")
-    parser.add_argument("--hops", type=int, default=8, help="look-ups of a question: the turns of a session")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--memory", type=float, default=16, help="GiB of the engine's keys and values")
+    parser.add_argument("--turns", type=int, default=16, help="of a session")
     parser.add_argument("--steps", type=int, default=8)
-    parser.add_argument("--groups", type=int, default=16, help="of 8 sessions, in a step")
-    parser.add_argument("--update-tokens", type=int, default=16384)
+    parser.add_argument("--groups", type=int, default=8, help="of 8 sessions, in a step")
+    parser.add_argument("--update-tokens", type=int, default=32768)
     wanted = parser.parse_args()
     told = []
     for builder in wanted.builder or BUILDERS:

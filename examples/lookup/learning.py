@@ -46,6 +46,7 @@ builder = "{builder}"
 [optimizer]
 lr = {rate}
 betas = [0.9, 0.95]
+warmup = 5             # Adam's first steps are as large as any, whatever the gradient
 chunk_tokens = 2048    # several runs share a device
 kept_tokens = 4096
 
