@@ -1,0 +1,78 @@
+"""The trainer's engines, as Polar has to know them: where they are, which weights they have, when they stand still.
+
+Whoever owns an engine loads its weights. So Polar is told before and after:
+
+    async with engines.updating(version):   # generation stands still, calls that run wait
+        trainer_loads_weights()
+    await engines.probe(score, ...)         # what the engines sample is what the trainer computes
+"""
+
+from collections.abc import AsyncIterator, Iterable
+from contextlib import asynccontextmanager
+
+from polar.client.async_client import AsyncClient
+from polar.config import EngineSettings
+from polar.engines.base import Engine
+from polar.errors import PolarError
+from polar.plugins import load
+from polar.rollout.models import PauseMode
+from polar.train.syncing.probe import Difference, Probe, Scorer, tolerance_of
+
+
+class EnginesDiffer(PolarError):
+    """An engine samples with other weights than the trainer's."""
+
+
+class Engines:
+    def __init__(self, client: AsyncClient) -> None:
+        self._client = client
+
+    async def attach(self, urls: Iterable[str], version: int) -> None:
+        """These are the run's engines from now on, and no others; all have the weights of `version`."""
+        wanted = list(dict.fromkeys(urls))
+        known = [str(replica["url"]) for replica in (await self._client.engines())["replicas"]]
+        for url in wanted:
+            if url not in known:
+                await self._client.add_engine(url, version)
+        for url in known:
+            if url not in wanted:
+                await self._client.remove_engine(url)
+        await self._client.set_policy(version)
+
+    @asynccontextmanager
+    async def updating(self, version: int, mode: PauseMode = "freeze") -> AsyncIterator[None]:
+        """Generation stands still within. Where it fails, generation stays as it is: nobody knows the weights then. The
+        next update sets it going."""
+        await self.stop(mode)
+        yield
+        await self.go_on(version)
+
+    async def stop(self, mode: PauseMode = "freeze") -> None:
+        """The first half of `updating`, for trainers that load weights between two calls of ours."""
+        await self._client.pause(mode)
+
+    async def go_on(self, version: int) -> None:
+        """The second half: all engines have the weights of `version`."""
+        await self._client.set_policy(version)
+        await self._client.resume()
+
+    async def probe(self, score: Scorer, vocabulary: int, engine: EngineSettings, *dtypes: str) -> Difference:
+        """Samples a little at each engine and compares with `score`. Raises EnginesDiffer. `engine` has their kind and
+        model; `dtypes` are those that the engine and the trainer compute in."""
+        probe = Probe(score, vocabulary, tolerance_of(*dtypes))
+        found = []
+        for replica in (await self._client.engines())["replicas"]:
+            url = str(replica["url"])
+            one: Engine = load("engines", engine.kind)(url, engine)
+            try:
+                difference = await probe.difference(await probe.sample(one))
+            finally:
+                await one.close()
+            if not difference.within(probe.tolerance):
+                raise EnginesDiffer(
+                    f"{url} does not have the trainer's weights: log-probabilities differ by {difference.largest:.3g} "
+                    f"at most and {difference.mean:.3g} in the mean; {probe.tolerance.largest:g} and "
+                    f"{probe.tolerance.mean:g} are allowed."
+                )
+            found.append(difference)
+        return Difference.of_all(found)

@@ -1,0 +1,62 @@
+"""Sessions as they come over the wire, as what exporters take: so a trainer gets the same from a live run as from an
+export."""
+
+from typing import Any
+
+import numpy as np
+
+from polar.export.base import Item
+from polar.rollout.models import SessionResult, TraceResult
+from polar.store.base import Session
+from polar.trajectory.types import Excluded, Sampled, Span, TokenCounts, Trace, Trajectory
+
+
+def item(result: SessionResult) -> Item:
+    """A session that has traces. Its calls' messages are not with it, but in the result."""
+    assert result.trajectory is not None
+    told = result.trajectory.metadata
+    created = result.timing.get("created_at", 0.0)
+    session = Session(
+        result.session_id,
+        key_hash=b"",
+        created_at=float(created or 0.0),
+        metadata={**result.metadata, "task_id": result.task_id},
+        status="ended",
+        reward=result.reward,
+        reason=result.reason,
+    )
+    trajectory = Trajectory(
+        session_id=result.session_id,
+        builder=str(told.get("builder", "")),
+        traces=[_trace(result, one) for one in result.trajectory.traces],
+        excluded=[Excluded(**one) for one in told.get("excluded", [])],
+        tokens=TokenCounts(**told.get("tokens", {"computed": 0, "unique": 0, "trainable": 0})),
+        reward=result.reward,
+        reason=result.reason,
+    )
+    return Item(session, Sampled(result.session_id, [], result.reward, result.reason), trajectory)
+
+
+def _trace(result: SessionResult, found: TraceResult) -> Trace:
+    more: dict[str, Any] = found.model_extra or {}
+    recorded = found.response_logprobs
+    return Trace(
+        session_id=result.session_id,
+        prompt_ids=np.array(found.prompt_ids, np.int32),
+        response_ids=np.array(found.response_ids, np.int32),
+        loss_mask=np.array(found.loss_mask, np.uint8),
+        logprobs=None if recorded is None else np.array(recorded, np.float32),
+        policy_versions=np.array(more["policy_versions"], np.int32),
+        weight=more["weight"],
+        exchange_ids=more["exchange_ids"],
+        spans=[Span(**span) for span in found.metadata["spans"]],
+        role=more["role"],
+        agent_id=more["agent_id"],
+        branch_reason=more["branch_reason"],
+        temperature=more["temperature"],
+        finish_reason=found.finish_reason,
+        reward=found.reward,
+        reason=more.get("reason"),
+        turn_rewards=found.metadata.get("turn_rewards", {}),
+        scales=found.metadata.get("scales", {}),
+    )

@@ -1,0 +1,128 @@
+"""Groups for a trainer: tasks go out, sessions come back as traces.
+
+A group is all sessions of one task at one step. Its name at the service follows from the trainer's run, the step and
+the task, so whoever asks again (after a crash, say) gets what has run already, and nothing runs twice.
+"""
+
+import asyncio
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from types import TracebackType
+
+from msgspec import Struct, field
+
+from polar.bridges.reading import item
+from polar.bridges.settings import BridgeSettings
+from polar.client.async_client import AsyncClient
+from polar.client.given import tasks_of
+from polar.config import SamplingOverrides
+from polar.errors import ConfigError
+from polar.export.base import Item
+from polar.rollout.models import SessionResult, TaskRequest
+
+
+class Group(Struct):
+    """Of one task, all sessions that can be trained on; `left_out` counts the others, by reason."""
+
+    task: str  # as the task files name it
+    name: str  # as the service does
+    asked: int
+    items: list[Item]
+    results: list[SessionResult]  # of the same sessions, with their messages
+    left_out: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def rewards(self) -> list[float]:
+        return [one.session.reward for one in self.items if one.session.reward is not None]
+
+
+class Rollouts:
+    """Use as an async context manager, or close it. Many groups may be asked for at the same time."""
+
+    def __init__(self, settings: BridgeSettings) -> None:
+        """Raises ConfigError where the tasks can't be read."""
+        self.settings = settings
+        self.tasks: Mapping[str, TaskRequest] = {
+            task.task_id: task for task in tasks_of(settings.tasks, run=settings.run)
+        }
+        self.client = AsyncClient(settings.server, settings.token, settings.run, patience=settings.patience)
+
+    async def __aenter__(self) -> "Rollouts":
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        await self.client.close()
+
+    async def group(
+        self, task: str, key: str, *, samples: int | None = None, sampling: SamplingOverrides | None = None
+    ) -> Group:
+        """Runs a task, or finds what ran already under this `key` (a step, say); `sampling` goes over the task's own.
+        Raises ConfigError for a task that the files don't have, and ClientError."""
+        asked = self._request(task, key, samples or self.settings.samples, sampling)
+        await self.client.submit(asked)
+        async for ended in self.client.ended([asked.task_id]):
+            return self._group(task, asked, ended.results)
+        raise AssertionError  # it ends, or raises
+
+    async def groups(self, wanted: Iterable[str], key: str, *, samples: int | None = None) -> list[Group]:
+        """One for each task, in their order; a task that is named twice has two groups."""
+        seen: Counter[str] = Counter()
+        asked = []
+        for task in wanted:
+            again = f"{key}.{seen[task]}" if seen[task] else key
+            seen[task] += 1
+            asked.append(self.group(task, again, samples=samples))
+        return list(await asyncio.gather(*asked))
+
+    async def cancel(self, task: str, key: str) -> None:
+        await self.client.cancel(self._name(task, key))
+
+    def _name(self, task: str, key: str) -> str:
+        return f"{self.settings.name}/{key}/{task}"
+
+    def _request(self, task: str, key: str, samples: int, sampling: SamplingOverrides | None) -> TaskRequest:
+        try:
+            written = self.tasks[task]
+        except KeyError:
+            some = ", ".join(sorted(self.tasks)[:3])
+            raise ConfigError(
+                f"There is no task {task!r} in {', '.join(self.settings.tasks)}: a row of the trainer's data names a "
+                f"task by its task_id, as {some}."
+            ) from None
+        over = {} if sampling is None else sampling.model_dump(exclude_none=True)
+        return written.model_copy(
+            update={
+                "task_id": self._name(task, key),
+                "num_samples": samples,
+                "builder": written.builder.model_copy(update={"strategy": self.settings.builder}),
+                "max_lag": self.settings.max_lag if self.settings.max_lag is not None else written.max_lag,
+                "sampling": written.sampling.model_copy(update=over),
+                "metadata": {**written.metadata, "task": task, "key": key},
+            }
+        )
+
+    def _group(self, task: str, asked: TaskRequest, results: list[SessionResult]) -> Group:
+        left_out: Counter[str] = Counter()
+        kept = []
+        for result in results:
+            if (reason := _unusable(result)) is None:
+                kept.append(result)
+            else:
+                left_out[reason] += 1
+        return Group(task, asked.task_id, asked.num_samples, [item(result) for result in kept], kept, left_out)
+
+
+def _unusable(result: SessionResult) -> str | None:
+    """Why a session can't be trained on."""
+    if result.reward is None:
+        return result.reason or "no_reward"
+    if result.metadata.get("stale"):
+        return "stale"
+    if result.trajectory is None or not result.trajectory.traces:
+        return "nothing_to_train"
+    return None

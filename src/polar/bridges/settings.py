@@ -1,0 +1,63 @@
+"""What a bridge needs to know: a table of the trainer's own settings, a TOML file, or one that a variable names."""
+
+import os
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from polar import problems
+from polar.config import DEFAULT_RUN
+from polar.errors import ConfigError
+from polar.trajectory.session import MERGED
+
+FILE = "POLAR_BRIDGE"
+"""The variable that names a TOML file, where a trainer's configuration has no place for one."""
+
+
+class BridgeSettings(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    server: str = Field("http://127.0.0.1:8080", description="the rollout service's control plane")
+    token: str | None = Field(None, description="its admin token [default: the variable POLAR_SERVER__TOKEN]")
+    run: str = Field(DEFAULT_RUN, description="whose engines, policy and quotas these rollouts have")
+    tasks: list[str] = Field(description="files or folders of tasks, as `polar run` reads them")
+    name: str = Field("train", min_length=1, description="begins the names of all groups: one for each training run")
+    samples: int = Field(8, ge=1, description="sessions of a group, where the trainer does not say")
+    builder: str = Field(MERGED, description="how sessions become traces")
+    max_lag: int | None = Field(
+        None, ge=0, description="versions that a session may be old when it ends; older: dropped"
+    )
+    patience: float = Field(300, gt=0, description="seconds that a call waits for a server that is away")
+
+
+def settings(source: BridgeSettings | Mapping[str, Any] | str | Path | None = None) -> BridgeSettings:
+    """A table, a TOML file, or the file that the environment names. Paths in a file are relative to it. Raises
+    ConfigError."""
+    if isinstance(source, BridgeSettings):
+        return source
+    place, table = "The bridge's settings", source
+    if not isinstance(table, Mapping):
+        path = Path(table or os.environ.get(FILE, ""))
+        if not path.name:
+            raise ConfigError(f"No settings: pass a table, or a TOML file, or name one in the variable {FILE}.")
+        place, table = str(path), _read(path)
+    fields = {"token": os.environ.get("POLAR_SERVER__TOKEN"), **table}
+    if isinstance(fields.get("tasks"), str):
+        fields["tasks"] = [fields["tasks"]]
+    try:
+        return BridgeSettings.model_validate(fields)
+    except ValidationError as error:
+        raise ConfigError(f"{place}: {problems.listed(error)}.") from error
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        table = tomllib.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} can't be read: {error}.") from error
+    tasks = table.get("tasks", [])
+    named = [tasks] if isinstance(tasks, str) else tasks
+    return table | {"tasks": [str(path.parent / one) for one in named]}
