@@ -73,15 +73,22 @@ test-engines: setup $(ENGINES)/.ready
 # What trainers make of our exports, in an environment of their own. The second list is installed without what it asks
 # for, which is not needed to read a file.
 TRAINERS := .cache/trainers
-$(TRAINERS)/.ready: tests/trainers/requirements.txt tests/trainers/requirements-alone.txt
+$(TRAINERS)/.ready: tests/trainers/requirements.txt tests/trainers/requirements-alone.txt tests/trainers/requirements-apart.txt
 	$(PYTHON) -m venv $(TRAINERS)/venv
 	$(TRAINERS)/venv/bin/python -m pip install -q --upgrade pip
 	$(TRAINERS)/venv/bin/python -m pip install -q torch==2.13.0
 	$(TRAINERS)/venv/bin/python -m pip install -q -r tests/trainers/requirements.txt
 	$(TRAINERS)/venv/bin/python -m pip install -q --no-deps -r tests/trainers/requirements-alone.txt
+	$(TRAINERS)/venv/bin/python -m pip install -q --no-deps --upgrade --target $(TRAINERS)/apart -r tests/trainers/requirements-apart.txt
+	$(TRAINERS)/venv/bin/python -m pip install -q --no-deps -e .  # for its plug-ins, which are found by the package's name
 	touch $@
 
-test-trainers: setup $(TRAINERS)/.ready
+# NeMo Gym and Harbor take Python 3.12 or later: the machine's, or that of a Debian trixie root, which takes root.
+$(TRAINERS)/newer/.ready: tests/trainers/newer.sh tests/trainers/requirements-newer.txt tests/trainers/requirements-newer-alone.txt
+	tests/trainers/newer.sh $(TRAINERS)/newer
+	touch $@
+
+test-trainers: setup $(TRAINERS)/.ready $(TRAINERS)/newer/.ready
 	$(BIN)/python -m pytest -n 2 -m trainers tests/trainers
 
 # Sandboxes: bubblewrap (Debian: apt-get install bubblewrap) and root; engines of Docker and podman that are running.

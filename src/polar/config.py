@@ -48,6 +48,14 @@ class SamplingOverrides(Section):
                 setattr(sampling, name, value)
 
 
+class PriceSettings(Section):
+    """Of a million tokens, in any currency."""
+
+    prompt: float = Field(ge=0)
+    sampled: float = Field(ge=0)
+    cached: float | None = Field(None, ge=0, description="tokens of prompts that the engine had [default: as others]")
+
+
 class EngineSettings(Section):
     kind: str = "scripted"
     urls: list[Annotated[str, AfterValidator(_http_url)]] = []
@@ -63,6 +71,7 @@ class EngineSettings(Section):
     sampling: SamplingOverrides = SamplingOverrides()
     timeout: float = Field(600, gt=0, description="seconds without a byte from the engine before a call is given up")
     options: dict[str, Any] = Field({}, description="settings of the engine's own kind")
+    price: PriceSettings | None = Field(None, description="what its tokens cost: for a collection's budget")
     max_inflight: int = Field(512, gt=0, description="calls at one replica before sessions move to another")
 
     @field_validator("urls", mode="before")

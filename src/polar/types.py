@@ -161,6 +161,29 @@ class Usage(Struct, gc=False):
     reasoning: int = 0
 
 
+class Used(Struct):
+    """What calls used, by the engine's own count. `prompt` includes `cached`."""
+
+    prompt: int = 0
+    cached: int = 0
+    sampled: int = 0
+    uncounted: int = 0  # calls that were answered, and whose tokens the engine did not tell
+
+    def add(self, usage: Usage, *, answered: bool) -> None:
+        self.prompt += usage.prompt
+        self.cached += usage.cached
+        self.sampled += usage.completion
+        self.uncounted += answered and not usage.prompt  # no prompt is empty
+
+    def __add__(self, other: "Used") -> "Used":
+        return Used(
+            self.prompt + other.prompt,
+            self.cached + other.cached,
+            self.sampled + other.sampled,
+            self.uncounted + other.uncounted,
+        )
+
+
 class TokenLogprob(Struct, gc=False):
     """One sampled token as a harness that asked for log-probabilities sees it."""
 
@@ -240,4 +263,5 @@ __all__ = [
     "ToolResult",
     "UnsetType",
     "Usage",
+    "Used",
 ]

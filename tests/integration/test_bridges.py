@@ -80,6 +80,9 @@ async def test_engines_of_the_trainer(tmp_path: Path) -> None:
                 await asyncio.sleep(0.3)
                 assert not waiting.done()
             assert versions(await waiting) == {4}
+            await engines.stop()  # and the trainer dies
+            await engines.attach([second.url], 4)
+            assert not (await rollouts.client.policy())["paused"]
 
 
 def versions(group: Group) -> set[int]:
@@ -115,6 +118,9 @@ def test_settings_of_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert found.tasks == [str(tmp_path / "tasks")]
     file.write_text('tasks = "tasks"\nsample = 3\n')
     with pytest.raises(ConfigError, match=r"bridge.toml: sample"):
+        settings()
+    file.write_text("samples = 3\n")
+    with pytest.raises(ConfigError, match=r"bridge.toml: tasks"):
         settings()
     monkeypatch.delenv("POLAR_BRIDGE")
     with pytest.raises(ConfigError, match="POLAR_BRIDGE"):

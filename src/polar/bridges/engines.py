@@ -28,7 +28,8 @@ class Engines:
         self._client = client
 
     async def attach(self, urls: Iterable[str], version: int) -> None:
-        """These are the run's engines from now on, and no others; all have the weights of `version`."""
+        """These are the run's engines from now on, and no others; all have the weights of `version`. Generation goes
+        on, also where an update that a trainer did not live to end had stopped it."""
         wanted = list(dict.fromkeys(urls))
         known = [str(replica["url"]) for replica in (await self._client.engines())["replicas"]]
         for url in wanted:
@@ -38,6 +39,8 @@ class Engines:
             if url not in wanted:
                 await self._client.remove_engine(url)
         await self._client.set_policy(version)
+        if (await self._client.policy())["paused"]:
+            await self._client.resume()
 
     @asynccontextmanager
     async def updating(self, version: int, mode: PauseMode = "freeze") -> AsyncIterator[None]:

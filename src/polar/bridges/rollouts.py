@@ -70,14 +70,15 @@ class Rollouts:
         raise AssertionError  # it ends, or raises
 
     async def groups(self, wanted: Iterable[str], key: str, *, samples: int | None = None) -> list[Group]:
-        """One for each task, in their order; a task that is named twice has two groups."""
+        """One for each task, in their order; a task that is named twice has two groups. Raises ConfigError before any
+        is run."""
         seen: Counter[str] = Counter()
         asked = []
         for task in wanted:
-            again = f"{key}.{seen[task]}" if seen[task] else key
+            self._written(task)
+            asked.append((task, f"{key}.{seen[task]}" if seen[task] else key))
             seen[task] += 1
-            asked.append(self.group(task, again, samples=samples))
-        return list(await asyncio.gather(*asked))
+        return list(await asyncio.gather(*(self.group(task, again, samples=samples) for task, again in asked)))
 
     async def cancel(self, task: str, key: str) -> None:
         await self.client.cancel(self._name(task, key))
@@ -85,15 +86,17 @@ class Rollouts:
     def _name(self, task: str, key: str) -> str:
         return f"{self.settings.name}/{key}/{task}"
 
+    def _written(self, task: str) -> TaskRequest:
+        if task in self.tasks:
+            return self.tasks[task]
+        some = ", ".join(sorted(self.tasks)[:3])
+        raise ConfigError(
+            f"There is no task {task!r} in {', '.join(self.settings.tasks)}: a row of the trainer's data names a task "
+            f"by its task_id, as {some}."
+        )
+
     def _request(self, task: str, key: str, samples: int, sampling: SamplingOverrides | None) -> TaskRequest:
-        try:
-            written = self.tasks[task]
-        except KeyError:
-            some = ", ".join(sorted(self.tasks)[:3])
-            raise ConfigError(
-                f"There is no task {task!r} in {', '.join(self.settings.tasks)}: a row of the trainer's data names a "
-                f"task by its task_id, as {some}."
-            ) from None
+        written = self._written(task)
         over = {} if sampling is None else sampling.model_dump(exclude_none=True)
         return written.model_copy(
             update={

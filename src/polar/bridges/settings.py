@@ -48,9 +48,14 @@ def settings(source: BridgeSettings | Mapping[str, Any] | str | Path | None = No
     if isinstance(fields.get("tasks"), str):
         fields["tasks"] = [fields["tasks"]]
     try:
-        return BridgeSettings.model_validate(fields)
+        found = BridgeSettings.model_validate(fields)
     except ValidationError as error:
         raise ConfigError(f"{place}: {problems.listed(error)}.") from error
+    if not found.tasks:
+        raise ConfigError(
+            f"{place}: tasks: name the files or folders of tasks that rows of the trainer's data stand for."
+        )
+    return found
 
 
 def _read(path: Path) -> dict[str, Any]:

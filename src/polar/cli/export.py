@@ -3,13 +3,14 @@
 import asyncio
 import os
 import re
+import shutil
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
-from typing import Any, BinaryIO, get_args
+from typing import Any, BinaryIO, cast, get_args
 
 import click
 import msgspec
@@ -19,7 +20,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from polar.cli.common import json_option, load_settings, run, settings_options
 from polar.config import Settings
 from polar.errors import ConfigError
-from polar.export.base import Exporter
+from polar.export.base import Exporter, InFolder
 from polar.export.pipeline import Builder, Selection, Tally, export, items
 from polar.plugins import load, names
 from polar.store import open_store
@@ -33,13 +34,16 @@ _QUIET_S = 2.0
 
 @click.command("export")
 @settings_options
-@click.option("--format", "format_name", required=True, metavar="F", help="polar, slime, verl, parquet, ...")
+@click.option("--format", "format_name", required=True, metavar="F", help="polar, slime, verl, sft, preference, ...")
 @click.option("--builder", metavar="B", help=f"per_request or prefix_merging [default: {_BUILDER}]")
 @click.option("--session", "sessions", multiple=True, metavar="ID", help="only this one (may be repeated)")
 @click.option("--min-reward", type=float, metavar="R", help="only sessions of this reward or more")
+@click.option("--best", type=click.IntRange(1), metavar="N", help="only the N sessions of a task that earned most")
+@click.option("--unique", is_flag=True, help="of sessions that say the same, one")
+@click.option("--tokenizer", metavar="DIR", help="of the model that is to learn (sft-tokens): rendered in its template")
 @click.option("--role", "roles", multiple=True, type=click.Choice(get_args(ExchangeRole)), help="train only these")
 @click.option("--since", metavar="TIME", help="only sessions begun since: 2026-01-31, 2026-01-31T12:00, 90m, 12h, 7d")
-@click.option("-o", "--output", type=click.Path(path_type=Path, dir_okay=False), help="a file [default: stdout]")
+@click.option("-o", "--output", type=click.Path(path_type=Path), help="a file, or a folder [default: stdout]")
 @json_option
 def command(
     config_path: Path | None,
@@ -48,6 +52,9 @@ def command(
     builder: str | None,
     sessions: tuple[str, ...],
     min_reward: float | None,
+    best: int | None,
+    unique: bool,
+    tokenizer: str | None,
     roles: tuple[ExchangeRole, ...],
     since: str | None,
     output: Path | None,
@@ -58,16 +65,29 @@ def command(
     With --role, tokens of other roles do not train (they are context at most), and weights are shares of what is left.
     What can't be exported is counted on stderr, with the reason.
     """
-    selection = Selection(sessions, None if since is None else moment(since, time.time()), min_reward, frozenset(roles))
-    exporter: Exporter = load("exporters", format_name)()
+    begun = None if since is None else moment(since, time.time())
+    selection = Selection(sessions, begun, min_reward, frozenset(roles), best, unique)
+    exporter = _exporter(format_name, tokenizer)
+    if isinstance(exporter, InFolder) and (output is None or output.exists()):
+        raise ConfigError(f"{format_name} is a folder: name one with -o that is not there yet.")
     build = _builder(builder, exporter)
     if exporter.binary and output is None and sys.stdout.isatty():
         raise ConfigError(f"{format_name} is binary: name a file with -o.")
     tally = run(_export(load_settings(config_path), data, exporter, build, selection, output))
     _report(exporter, tally, output, as_json=as_json)
     if not exporter.rows:
-        why = "all that was found had to be left out" if tally.left_out else "no session fits what was asked for"
+        found = tally.left_out or exporter.left_out
+        why = "all that was found had to be left out" if found else "no session fits what was asked for"
         raise ConfigError(f"Nothing was exported from {data}: {why}.")
+
+
+def _exporter(name: str, tokenizer: str | None) -> Exporter:
+    kind = load("exporters", name)
+    if tokenizer is None:
+        return cast(Exporter, kind())
+    if "tokenizer" not in getattr(kind, "takes", ()):
+        raise ConfigError(f"The format {name} takes no --tokenizer: sft-tokens does.")
+    return cast(Exporter, kind(tokenizer=tokenizer))
 
 
 def _builder(name: str | None, exporter: Exporter) -> Builder:
@@ -132,7 +152,7 @@ class _Counted:
 
 @contextmanager
 def _written(output: Path | None, exporter: Exporter) -> Iterator[_Counted]:
-    """A file appears under its name when it is whole, and only if there is something in it."""
+    """A file (or a folder) appears under its name when it is whole, and only if there is something in it."""
     if output is None:
         try:
             yield _Counted(sys.stdout.buffer)
@@ -155,7 +175,12 @@ def _written(output: Path | None, exporter: Exporter) -> Iterator[_Counted]:
         return
     partial = output.with_name(f".{output.name}.{os.getpid()}.partial")
     try:
-        with partial.open("wb") as file:
+        target = partial / exporter.file if isinstance(exporter, InFolder) else partial
+        if isinstance(exporter, InFolder):
+            for name, text in {exporter.file: "", **exporter.beside}.items():
+                (partial / name).parent.mkdir(parents=True, exist_ok=True)
+                (partial / name).write_text(text, encoding="utf-8")
+        with target.open("wb") as file:
             yield _Counted(file)
             file.flush()
             os.fsync(file.fileno())
@@ -164,6 +189,8 @@ def _written(output: Path | None, exporter: Exporter) -> Iterator[_Counted]:
     except OSError as error:
         raise ConfigError(f"Can't write {output}: {error.strerror}.") from error
     finally:
+        if partial.is_dir():
+            shutil.rmtree(partial)
         partial.unlink(missing_ok=True)
 
 
@@ -179,12 +206,13 @@ async def _progress(tally: Tally, file: _Counted, total: int | None) -> None:
 
 
 def _report(exporter: Exporter, tally: Tally, output: Path | None, *, as_json: bool) -> None:
+    tokens: int = getattr(exporter, "tokens", tally.tokens)  # its own count, where it makes them anew
     if as_json:
         summary: dict[str, Any] = {
             "format": exporter.name,
             "sessions": tally.sessions,
             "rows": exporter.rows,
-            "tokens": tally.tokens,
+            "tokens": tokens,
             "left_out": tally.left_out,
             "without_pictures": tally.pictures,
             "other_roles": tally.other_roles,
@@ -205,8 +233,10 @@ def _report(exporter: Exporter, tally: Tally, output: Path | None, *, as_json: b
     if not exporter.rows:
         return
     where = "" if output is None else f" to {output}"
-    counted = f"{_count(tally.sessions, 'session')}, {_count(exporter.rows, 'row')}"
-    click.echo(f"Exported {counted}, {_count(tally.tokens, 'trainable token')}{where}.", err=True)
+    counted = [_count(tally.sessions, "session"), _count(exporter.rows, "row")]
+    if tokens:  # where an engine told none, there is only text
+        counted.append(_count(tokens, "trainable token"))
+    click.echo(f"Exported {', '.join(counted)}{where}.", err=True)
 
 
 def _count(number: int, noun: str) -> str:

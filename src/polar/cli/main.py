@@ -11,6 +11,8 @@ from polar.errors import PolarError
 _COMMANDS = {
     "capture": "run any agent command against a private gateway and keep every model call",
     "run": "run tasks in sandboxes, evaluate them and keep their trajectories",
+    "tasks": "tasks made of data sets, such as SWE-bench's",
+    "matrix": "models over harnesses: a table of pass@1",
     "submit": "send tasks to a server",
     "status": "what goes on at a server: runs, queues, nodes; or one task",
     "results": "what came of tasks at a server, in the order in which they ended",

@@ -26,6 +26,7 @@ _BAR = 40
 
 class Progress(Protocol):
     every: float  # seconds between two looks
+    total: int  # sessions that there will be, as far as is known
 
     def ended(self, finished: Finished, tally: Tally) -> None: ...
 
@@ -88,16 +89,16 @@ class Lines:
 
     def __init__(self, console: Console, total: int, *, silent: bool) -> None:
         self._console = console
-        self._total = total
+        self.total = total
         self._silent = silent
         self._speed = Speed()
 
     def ended(self, finished: Finished, tally: Tally) -> None:
-        self._print(f"{tally.sessions}/{self._total}  {in_words(finished)} ({finished.session_id})")
+        self._print(f"{tally.sessions}/{self.total}  {in_words(finished)} ({finished.session_id})")
 
     def look(self, load: Load, tally: Tally) -> None:
         speed = self._speed.at(load.tokens, time.monotonic())
-        words = [stages(load, tally, self._total), earned(tally), engine(load, speed)]
+        words = [stages(load, tally, self.total), earned(tally), engine(load, speed)]
         self._print("; ".join(filter(None, words)))
 
     def say(self, sentence: str) -> None:
@@ -118,7 +119,7 @@ class Picture:
 
     def __init__(self, console: Console, total: int) -> None:
         self._console = console
-        self._total = total
+        self.total = total
         self._began = time.monotonic()
         self._speed = Speed()
         self._last: deque[Finished] = deque(maxlen=_LAST)
@@ -150,12 +151,12 @@ class Picture:
     def drawn(self, load: Load, tally: Tally, now: float) -> Group:
         bar = Table.grid(padding=(0, 2))
         minutes, seconds = divmod(int(now - self._began), 60)
-        done = f"{tally.sessions}/{self._total}"
-        bar.add_row(ProgressBar(self._total, tally.sessions, width=_BAR), done, f"{minutes}:{seconds:02}")
+        done = f"{tally.sessions}/{self.total}"
+        bar.add_row(ProgressBar(self.total, tally.sessions, width=_BAR), done, f"{minutes}:{seconds:02}")
         rows = Table.grid(padding=(0, 2))
         rows.add_column(style="bold", min_width=8)
         rows.add_column(overflow="ellipsis", no_wrap=True)
-        rows.add_row("sessions", Text(stages(load, tally, self._total)))
+        rows.add_row("sessions", Text(stages(load, tally, self.total)))
         rows.add_row("reward", Text(earned(tally) or "none yet"))
         rows.add_row("engine", Text(engine(load, self._speed.at(load.tokens, now))))
         for number, finished in enumerate(self._last):

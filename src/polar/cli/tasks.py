@@ -1,16 +1,28 @@
-"""Tasks as the command line names them."""
+"""Tasks as the command line names them; polar tasks: tasks made of data sets."""
 
 import functools
+import json
+import shlex
 from collections.abc import Callable
+from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar
 
 import click
+import msgspec
 
+from polar.cli.common import json_option
+from polar.cli.run_tally import count
+from polar.errors import ConfigError
+from polar.rollout.models import TaskRequest
 from polar.rollout.overrides import Overrides
-from polar.tasks import read
+from polar.tasks import read_sources, swe
+from polar.tasks.documents import text_of
 
 T = TypeVar("T")
+_NAMED = 5  # rows that are left out
+SOURCES = "polar.sources"
+"""In click's context: each task's source, by its id."""
 
 
 def task_options(function: Callable[..., T]) -> Callable[..., T]:
@@ -37,6 +49,102 @@ def task_options(function: Callable[..., T]) -> Callable[..., T]:
         **others: Any,
     ) -> T:
         overrides = Overrides(harness, samples, model, timeout, image)
-        return function(tasks=[overrides.apply(task) for task in read(paths, backend=backend)], **others)
+        found = read_sources(paths, backend=backend)
+        click.get_current_context().meta[SOURCES] = {task.task_id: source for source, task in found}
+        return function(tasks=[overrides.apply(task) for _, task in found], **others)
 
     return reading
+
+
+@click.group("tasks")
+def command() -> None:
+    """Tasks made of data sets."""
+
+
+@command.command("swe")
+@click.argument("rows", nargs=-1, required=True, type=click.Path(path_type=Path))
+@click.option("-o", "--output", type=click.Path(path_type=Path), required=True, help="the tasks, one a line (.jsonl)")
+@click.option(
+    "--set",
+    "images",
+    type=click.Choice(list(swe.IMAGES)),
+    default="swe-bench",
+    show_default=True,
+    help="whose images",
+)
+@click.option("--image", metavar="TEMPLATE", help="images by another name: {owner}, {name}, or any field of a row")
+@click.option("--repositories", type=click.Path(path_type=Path), help="clones, OWNER__NAME each, instead of images")
+@click.option("--backend", help="the runtime [default: docker; bubblewrap with --repositories]")
+@click.option("--harness", "harnesses", multiple=True, metavar="NAME[@VERSION]", help="a task for each, of every row")
+@click.option("--samples", type=click.IntRange(1), default=1, show_default=True, help="sessions of each task")
+@click.option("--timeout", type=click.FloatRange(0, min_open=True), default=1800, show_default=True, help="seconds")
+@click.option("--turns", type=click.IntRange(1), help="calls of the model that a session may make [default: any]")
+@click.option("--instruction", type=click.Path(path_type=Path), help="a text with {problem_statement} in it")
+@click.option("--python", help="that runs the tests [default: the images' own; python3 with --repositories]")
+@click.option("--pytest", "pytest_folder", type=click.Path(path_type=Path), help="pip install --target FOLDER pytest")
+@click.option("--test-command", "commands", multiple=True, metavar="REPO=COMMAND", help="with {python} and {files}")
+@json_option
+def swe_command(
+    rows: tuple[Path, ...],
+    output: Path,
+    images: str,
+    image: str | None,
+    repositories: Path | None,
+    backend: str | None,
+    harnesses: tuple[str, ...],
+    samples: int,
+    timeout: float,
+    turns: int | None,
+    instruction: Path | None,
+    python: str | None,
+    pytest_folder: Path | None,
+    commands: tuple[str, ...],
+    as_json: bool,
+) -> None:
+    """Tasks of ROWS with SWE-bench's fields (.parquet, .jsonl, .json): SWE-bench, its Verified part, SWE-Gym."""
+    options = swe.Options(
+        image=image or swe.IMAGES[images],
+        repositories=repositories,
+        backend=backend or ("docker" if repositories is None else "bubblewrap"),
+        harnesses=harnesses,
+        samples=samples,
+        timeout=timeout,
+        turns=turns,
+        instruction=swe.INSTRUCTION if instruction is None else _template(instruction),
+        python=python,
+        pytest=pytest_folder,
+        commands=dict(_named(one) for one in commands),
+    )
+    made = swe.make(chain.from_iterable(map(swe.read, rows)), options)
+    _write(made.tasks, output)
+    if as_json:
+        click.echo(json.dumps({"tasks": len(made.tasks), "left_out": made.left_out, "output": str(output)}))
+        return
+    instances = {task.metadata["instance_id"] for task in made.tasks}
+    click.echo(f"{count(len(made.tasks), 'task')} of {count(len(instances), 'row')} in {output}")
+    for why, names in made.left_out.items():
+        named = ", ".join(names[:_NAMED]) + (", ..." if len(names) > _NAMED else "")
+        click.echo(f"{count(len(names), 'row')} left out, with {why}: {named}", err=True)
+
+
+def _template(path: Path) -> str:
+    text = text_of(path)
+    if "{problem_statement}" not in text:
+        raise ConfigError(f"{path}: it has no {{problem_statement}}, where the row's is put in.")
+    return text
+
+
+def _named(command: str) -> tuple[str, str]:
+    repo, given, words = command.partition("=")
+    if not given or not words.strip():
+        raise ConfigError(f"--test-command {shlex.quote(command)}: write OWNER/NAME=COMMAND.")
+    return repo, words
+
+
+def _write(tasks: list[TaskRequest], output: Path) -> None:
+    lines = [msgspec.json.encode(task.model_dump(exclude_unset=True, mode="json")) for task in tasks]
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        output.write_bytes(b"\n".join([*lines, b""]))
+    except OSError as error:
+        raise ConfigError(f"{output}: it can't be written: {error.strerror}.") from error

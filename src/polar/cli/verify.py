@@ -2,13 +2,16 @@
 
 Sessions are read one by one, so memory is that of the largest. Each is checked as its rows are, then built with all
 builders and checked again; with a model at hand, its log-probabilities are recomputed as well.
+
+With --from, files of rollouts that others made are audited instead: see `verify_files`.
 """
 
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import click
 import msgspec
@@ -18,6 +21,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
+from polar.audit.audit import audit
+from polar.audit.formats import FORMATS
+from polar.cli import verify_files
 from polar.cli.common import config_option, data_option, json_option, load_settings, run
 from polar.cli.show import open_captured
 from polar.cli.show_tokens import visible
@@ -31,6 +37,8 @@ from polar.trajectory.roles import Overrides
 from polar.trajectory.teacher import Comparison, Teacher, Worst, conditions
 from polar.trajectory.types import Sampled
 from polar.trajectory.verify import Problem, Recorded, check_records, check_trajectory, check_tree
+
+T = TypeVar("T")
 
 TOLERANCE = 1e-4
 """What fp32 allows: an engine's log-probabilities differ from a forward pass by some 1e-5."""
@@ -54,24 +62,55 @@ _PATIENCE = 2.0
     type=click.FloatRange(0),
     default=TOLERANCE,
     show_default=True,
-    help="with --model: the largest difference that passes; the default is for engines in fp32, bf16 needs about 0.1",
+    help="with --model: the largest difference that passes (with --from: the mean one of first turns); the default is "
+    "for engines in fp32, bf16 needs about 0.1",
 )
 @click.option("--policy-version", type=int, help="with --model: compare only what this version sampled")
+@click.option(
+    "--from",
+    "trainer",
+    type=click.Choice(list(FORMATS)),
+    help="audit files of this trainer's rollouts, whoever made them, instead of stored sessions",
+)
+@click.option(
+    "--temperature",
+    type=click.FloatRange(0, min_open=True),
+    default=1.0,
+    show_default=True,
+    help="with --from: what divided the logits whose log-probabilities are recorded",
+)
 @json_option
-@click.argument("session_ids", nargs=-1, metavar="[SESSION]...")
+@click.argument("names", nargs=-1, metavar="[SESSION|FILE]...")
 def command(
-    session_ids: tuple[str, ...],
+    names: tuple[str, ...],
     config_path: Path | None,
     data: Path,
     folder: Path | None,
     tolerance: float,
     policy_version: int | None,
+    trainer: str | None,
+    temperature: float,
     as_json: bool,
 ) -> int:
-    """Check sessions (default: all) token by token: what is stored, and what every builder makes of it."""
+    """Check sessions (default: all) token by token: what is stored, and what every builder makes of it.
+
+    With --from TRAINER, check FILEs of rollouts that others made: are tokens trained in the context they were sampled
+    in?
+    """
+    rows = None if trainer is None else verify_files.read(trainer, names)  # before a model is loaded
     teacher = None if folder is None else Teacher.load(folder)
-    found = run(verify(load_settings(config_path), data, session_ids, teacher, policy_version))
     tokenizer = None if folder is None or not (folder / "tokenizer.json").exists() else Tokenizer.load(folder)
+    if rows is not None:
+        audited = audit(
+            rows,
+            teacher,
+            tolerance=tolerance,
+            temperature=temperature,
+            version=policy_version,
+            track=partial(tracked, "rows"),
+        )
+        return verify_files.report(audited, rows, tokenizer, as_json=as_json)
+    found = run(verify(load_settings(config_path), data, names, teacher, policy_version))
     return report(found, tolerance, tokenizer, as_json=as_json)
 
 
@@ -147,10 +186,8 @@ async def verify(
     findings = Findings(comparison=None if teacher is None else Comparison())
     try:
         wanted = session_ids or [session.session_id async for session in _all(store)]
-        with _Bar(len(wanted)) as bar:
-            for session_id in wanted:
-                await _verify(store, session_id, findings, teacher, policy_version)
-                bar.advance()
+        for session_id in tracked("sessions", wanted):
+            await _verify(store, session_id, findings, teacher, policy_version)
     finally:
         await store.close()
     if not findings.sessions:
@@ -226,26 +263,21 @@ def _check_built(
     return problems
 
 
-class _Bar:
-    """Progress over sessions: on a terminal, once it has taken a while."""
-
-    def __init__(self, total: int) -> None:
-        console = Console(stderr=True)
-        columns = TextColumn("sessions"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
-        self._progress = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
-        self._task = self._progress.add_task("", total=total)
-        self._due = time.monotonic() + _PATIENCE
-
-    def __enter__(self) -> "_Bar":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._progress.stop()
-
-    def advance(self) -> None:
-        self._progress.advance(self._task)
-        if time.monotonic() > self._due:
-            self._progress.start()
+def tracked(what: str, wanted: Sequence[T]) -> Iterator[T]:
+    """Gives them on, with a progress bar: on a terminal, once it has taken a while."""
+    console = Console(stderr=True)
+    columns = TextColumn(what), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
+    progress = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+    task = progress.add_task("", total=len(wanted))
+    due = time.monotonic() + _PATIENCE
+    try:
+        for one in wanted:
+            yield one
+            progress.advance(task)
+            if time.monotonic() > due:
+                progress.start()
+    finally:
+        progress.stop()
 
 
 # What is printed

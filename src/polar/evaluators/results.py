@@ -68,10 +68,10 @@ def judge(results: list[Result], named: list[str]) -> Judged:
 
 
 def spellings(name: str) -> list[str]:
-    """A node id of pytest's also goes by its last part, as some datasets have it: `a/test_b.py::C::test_d` is
-    `test_d`."""
+    """A node id of pytest's also goes by its last part, as some datasets have it (`a/test_b.py::C::test_d` is
+    `test_d`), and by what stands before its first space, where SWE-bench cuts names off (`a/test_b.py::test_d[x`)."""
     _, separator, test = name.rpartition("::")
-    return [name, test, dotted(name)] if separator else [name]
+    return [name, test, dotted(name), name.split()[0]] if separator else [name]
 
 
 def dotted(name: str) -> str:

@@ -1,7 +1,8 @@
 """AReaL: a line holds the tensors of one trace as lists, [1, L] and [1]. `to_tensors` makes tensors of them.
 
 Who divides: the trainer; its loss is a mean over all tokens that train, so tokens count and not rows. Group and weight
-of a row are under `polar`, beside the tensors; AReaL normalises rewards over the rows that one workflow call returns.
+of a row are under `polar`, beside the tensors. AReaL normalises rewards over rows, by position: with several traces a
+session, pass the advantage to `to_tensors`, as `polar.bridges.areal` does.
 
 What is lost: nothing that trains. `versions` is -1 for context, and for a token whose version nobody knows.
 """
@@ -29,8 +30,9 @@ class AReaL(TraceLines):
         }
 
 
-def to_tensors(row: dict[str, Any]) -> dict[str, Any]:
-    """What a workflow's `arun_episode` returns for one trajectory; several go through `concat_padded_tensors`."""
+def to_tensors(row: dict[str, Any], reward: float | None = None) -> dict[str, Any]:
+    """What a workflow's `arun_episode` returns for one trajectory; several go through `concat_padded_tensors`. `reward`
+    goes in place of the session's own: an advantage, say."""
     import torch
 
     types = {
@@ -41,4 +43,5 @@ def to_tensors(row: dict[str, Any]) -> dict[str, Any]:
         "attention_mask": torch.bool,
         "rewards": torch.float32,
     }
-    return {name: torch.tensor(row[name], dtype=kind) for name, kind in types.items()}
+    values = row if reward is None else row | {"rewards": [reward]}
+    return {name: torch.tensor(values[name], dtype=kind) for name, kind in types.items()}

@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterable
 from itertools import groupby
-from typing import Any, ClassVar, Literal, Protocol
+from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
 
 import msgspec
 import numpy as np
@@ -26,7 +26,8 @@ from polar.trajectory.types import NO_VERSION, TRAINABLE_ROLES, ExchangeRole, Id
 Need = Literal[
     "traces",  # at least one: a session with nothing to train is left out
     "messages",  # the session's exchanges come with it
-    "tree",  # sessions of one group come one after another
+    "tree",  # sessions of one group come one after another: traces, as one tree
+    "group",  # likewise, each by itself
     "reward",  # a session without one is left out
     "accepted",  # so is one whose reward is too small to learn from by imitation
     "logprobs",  # and one where a trace has none
@@ -55,7 +56,8 @@ def group_of(session: Session) -> str:
 
 
 class Exporter(Protocol):
-    """A class without arguments; an instance writes one file."""
+    """An instance writes one file. Its class takes no arguments, but for options of the command line (`tokenizer`) that
+    it names in `takes`."""
 
     name: ClassVar[str]
     needs: ClassVar[frozenset[Need]]
@@ -70,6 +72,14 @@ class Exporter(Protocol):
     def finish(self) -> bytes:
         """The rest, after the last session."""
         ...
+
+
+@runtime_checkable
+class InFolder(Protocol):
+    """An exporter whose file stands in a folder, with others beside it."""
+
+    file: ClassVar[str]  # where in the folder
+    beside: ClassVar[dict[str, str]]  # the others: what they say, by where they stand
 
 
 class JsonLines(ABC):

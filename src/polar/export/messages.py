@@ -4,6 +4,7 @@ Messages are the harness's own words and the model's replies as they were parsed
 by imitation; the invariant is about tokens, and nothing here takes part in it.
 """
 
+import hashlib
 import re
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -18,7 +19,7 @@ from polar.trajectory.conversations import Call, find
 from polar.trajectory.session import parts_of
 from polar.trajectory.types import ExchangeRole, Trace
 from polar.trajectory.wire import NO_MESSAGES, Messages
-from polar.types import Message, Part, Request, Tool, ToolCall, ToolResult
+from polar.types import Message, Part, Reasoning, Request, Tool, ToolCall, ToolResult
 
 _CHAT = OpenAIChat()
 _OWN_CALL = re.compile(r"x[0-9a-z]{24}_\d+")
@@ -99,6 +100,38 @@ def conversations(item: Item) -> list[Conversation]:
     return made
 
 
+def said_in(item: Item) -> bytes:
+    """A digest of all that a session's calls said and were told, tools included: equal for sessions that say the same,
+    whatever the names that calls were given."""
+    digest = hashlib.blake2b(digest_size=16)
+    for conversation in conversations(item):
+        last = conversation.calls[-1]
+        messages = unnamed(last.whole)
+        digest.update(msgspec.json.encode([last.role, last.call.request.prompt, messages, last.tools]))
+    return digest.digest()
+
+
+def unnamed(messages: Sequence[Message]) -> list[Message]:
+    """Messages in which calls are numbered, and nothing is sealed."""
+    numbers: dict[str, str] = {}
+
+    def number(call_id: str) -> str:
+        return numbers.setdefault(call_id, str(len(numbers)))
+
+    def plain(part: Part) -> Part:
+        match part:
+            case ToolCall():
+                return msgspec.structs.replace(part, id=number(part.id), seal=None, written=None)
+            case ToolResult():
+                return msgspec.structs.replace(part, call_id=number(part.call_id))
+            case Reasoning():
+                return msgspec.structs.replace(part, seal=None)
+            case _:
+                return part
+
+    return [msgspec.structs.replace(one, parts=[plain(part) for part in one.parts]) for one in messages]
+
+
 def of_trace(trace: Trace, said: dict[str, Said]) -> Messages:
     """What a trace's tokens say: the messages that it begins with, and those from its first reply on. Where the harness
     rewrote its history in between, all but the last reply is the prompt."""
@@ -109,6 +142,11 @@ def of_trace(trace: Trace, said: dict[str, Said]) -> Messages:
     whole = chat_messages(last.whole)
     split = len(opening) if whole[: len(opening)] == opening else len(whole) - 1
     return Messages(whole[:split], whole[split:], chat_tools(last.tools))
+
+
+def addressed(messages: Sequence[Message]) -> list[Message]:
+    """As chat templates know them: what developers say, the system does."""
+    return [msgspec.structs.replace(one, role="system") if one.role == "developer" else one for one in messages]
 
 
 def chat_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:

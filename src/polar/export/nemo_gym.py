@@ -4,18 +4,23 @@ carry `prompt_token_ids`, `generation_token_ids` and `generation_log_probs`, and
 Each prompt holds everything before it, the trace's earlier turns included, so it extends what was seen before it.
 
 Who divides: the trainer. Rewards are normalised over the rows of one prompt, so a session of several traces counts
-several times there: see `polar.weight`.
+several times there: see `polar.weight`, and `polar.bridges.nemo_rl`, which goes by session.
 
 What is lost: policy versions, which are under `polar` only. What tools answered stands in the prompts' tokens; there
 are no items for it. A model call has the items that it was parsed into, and the last one carries the tokens that train.
 """
 
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from polar.export.base import Item, Need, SessionLines, facts, needed, tokens
-from polar.export.messages import Said, said_of
+from polar.export.messages import said_of
 from polar.trajectory.types import Trace
 from polar.types import Part, Reasoning, Text, ToolCall
+
+Replies = Mapping[str, Sequence[Part]]
+"""What the model said in each call, by exchange id. A call that is missing has an empty message: tokens are what
+counts."""
 
 
 class NemoGym(SessionLines):
@@ -23,42 +28,53 @@ class NemoGym(SessionLines):
     needs: ClassVar[frozenset[Need]] = frozenset(("traces", "messages", "reward", "logprobs"))
 
     def lines(self, item: Item) -> list[dict[str, Any]]:
-        said = said_of(item)
-        return [self._response(item, index, trace, said) for index, trace in enumerate(item.trajectory.traces)]
+        return verify_responses(item, {name: one.reply.parts for name, one in said_of(item).items()})
 
-    def _response(self, item: Item, index: int, trace: Trace, said: dict[str, Said]) -> dict[str, Any]:
-        ids, recorded, begin = tokens(trace), needed(trace.logprobs), len(trace.prompt_ids)
-        output = []
-        for span in trace.spans:
-            items = _items(span.exchange_id, said.get(span.exchange_id))
-            items[-1] |= {
-                "prompt_token_ids": ids[: begin + span.start].tolist(),
-                "generation_token_ids": trace.response_ids[span.start : span.stop].tolist(),
-                "generation_log_probs": recorded[span.start : span.stop].tolist(),
-            }
-            output += items
-        model = str(item.session.metadata.get("model", "polar"))
-        response = {
-            "id": f"resp_{item.session.session_id}_{index}",
-            "object": "response",
-            "created_at": item.session.created_at,
-            "model": model,
-            "status": "incomplete" if trace.finish_reason == "length" else "completed",
-            "output": output,
-            "parallel_tool_calls": True,
-            "tool_choice": "auto",
-            "tools": [],
+
+def verify_responses(item: Item, replies: Replies) -> list[dict[str, Any]]:
+    """One for each trace."""
+    return [_verify_response(item, index, trace, replies) for index, trace in enumerate(item.trajectory.traces)]
+
+
+def _verify_response(item: Item, index: int, trace: Trace, replies: Replies) -> dict[str, Any]:
+    ids, recorded, begin = tokens(trace), needed(trace.logprobs), len(trace.prompt_ids)
+    output = []
+    for span in trace.spans:
+        items = _items(span.exchange_id, replies.get(span.exchange_id, ()))
+        items[-1] |= {
+            "prompt_token_ids": ids[: begin + span.start].tolist(),
+            "generation_token_ids": trace.response_ids[span.start : span.stop].tolist(),
+            "generation_log_probs": recorded[span.start : span.stop].tolist(),
         }
-        return {
-            "responses_create_params": {"input": [], "model": model},
-            "response": response,
-            "reward": trace.reward,
-            "polar": facts(item, index, trace),
-        }
+        output += items
+    model = str(item.session.metadata.get("model", "polar"))
+    name = f"resp_{item.session.session_id}_{index}"
+    return {
+        "responses_create_params": {"input": [], "model": model},
+        "response": response(name, item.session.created_at, model, output, complete=trace.finish_reason != "length"),
+        "reward": trace.reward,
+        "polar": facts(item, index, trace),
+    }
 
 
-def _items(exchange_id: str, one: Said | None) -> list[dict[str, Any]]:
-    parts: list[Part] = [] if one is None else list(one.reply.parts)
+def response(
+    name: str, created_at: float, model: str, output: list[dict[str, Any]], *, complete: bool
+) -> dict[str, Any]:
+    """A Responses object."""
+    return {
+        "id": name,
+        "object": "response",
+        "created_at": created_at,
+        "model": model,
+        "status": "completed" if complete else "incomplete",
+        "output": output,
+        "parallel_tool_calls": True,
+        "tool_choice": "auto",
+        "tools": [],
+    }
+
+
+def _items(exchange_id: str, parts: Sequence[Part]) -> list[dict[str, Any]]:
     items = [_item(exchange_id, index, part) for index, part in enumerate(parts)]
     if not items or items[-1]["type"] == "reasoning":  # the tokens go on a message or a call
         items.append(_item(exchange_id, len(items), Text("")))

@@ -9,6 +9,7 @@ Who divides: whoever reads it; each trace has its `weight`.
 What is lost: messages. The polar and sft formats have them.
 """
 
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -30,9 +31,11 @@ _PER_TOKEN = 4 + 1 + 4 + 4  # id, mask, log-probability, version
 _PER_ROW = 1024
 
 
-class Parquet:
-    name: ClassVar[str] = "parquet"
-    needs: ClassVar[frozenset[Need]] = frozenset()
+class ParquetRows(ABC):
+    """An exporter that writes rows of a table, some megabytes at a time."""
+
+    name: ClassVar[str]
+    needs: ClassVar[frozenset[Need]]
     binary: ClassVar[bool] = True
 
     def __init__(self) -> None:
@@ -40,15 +43,28 @@ class Parquet:
         self.rows = 0
         self.left_out: Counter[str] = Counter()
         self._sink = _Sink()
-        self._schema = schema()
+        self._schema = self.schema()
         self._writer = pq.ParquetWriter(self._sink, self._schema, compression="zstd")
         self._held: list[dict[str, Any]] = []
         self._size = 0
 
+    @abstractmethod
+    def schema(self) -> "pa.Schema": ...
+
+    @abstractmethod
+    def made(self, item: Item) -> Iterator[dict[str, Any]]:
+        """The rows of a session."""
+        ...
+
+    @abstractmethod
+    def size(self, item: Item, rows: list[dict[str, Any]]) -> int:
+        """Bytes that they take, roughly."""
+        ...
+
     def feed(self, item: Item) -> bytes:
-        found = list(rows(item))
+        found = list(self.made(item))
         self._held += found
-        self._size += _PER_TOKEN * item.trajectory.tokens.computed + _PER_ROW * len(found)
+        self._size += self.size(item, found)
         if self._size >= _ROW_GROUP:
             self._flush()
         return self._sink.take()
@@ -67,6 +83,20 @@ class Parquet:
         self.rows += len(self._held)
         self._held.clear()
         self._size = 0
+
+
+class Parquet(ParquetRows):
+    name: ClassVar[str] = "parquet"
+    needs: ClassVar[frozenset[Need]] = frozenset()
+
+    def schema(self) -> "pa.Schema":
+        return schema()
+
+    def made(self, item: Item) -> Iterator[dict[str, Any]]:
+        return rows(item)
+
+    def size(self, item: Item, rows: list[dict[str, Any]]) -> int:
+        return _PER_TOKEN * item.trajectory.tokens.computed + _PER_ROW * len(rows)
 
 
 class _Sink:

@@ -1,19 +1,23 @@
 """From the store to an exporter: which sessions go out, one at a time, and a count of all that do not.
 
 Sessions come newest first, as the store lists them; of a list of ids, in its order. An exporter that wants groups gets
-the sessions of a task together: for that, all ids are read first, and the largest group is what memory has to hold.
+the sessions of a task together: for that, all ids are read first, and the largest group is what memory has to hold. So
+it is where only the best of a task are asked for; those come best first.
 
 Every session that the selection names is counted once: as exported, or as left out with the reason.
 """
 
 from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Callable
+from typing import NamedTuple
 
 import msgspec
 from msgspec import Struct, field
 
+from polar.data.samples import Sample, outcome_of, sample_of
 from polar.errors import ConfigError
 from polar.export.base import Exporter, Item, Need, group_of
+from polar.export.messages import said_in
 from polar.store.base import Session, Store
 from polar.trajectory.roles import Overrides
 from polar.trajectory.session import sampled as sampled_of
@@ -31,6 +35,8 @@ class Selection(Struct, frozen=True):
     since: float | None = None  # unix seconds: sessions that began then or later
     min_reward: float | None = None
     roles: frozenset[ExchangeRole] = frozenset()
+    best: int | None = None  # sessions of a task, those with the highest rewards
+    unique: bool = False  # of sessions that say the same, one
 
 
 class Tally(Struct):
@@ -77,14 +83,18 @@ async def items(
     store: Store, selection: Selection, needs: frozenset[Need], build: Builder, tally: Tally
 ) -> AsyncIterator[Item]:
     """The selected sessions that the exporter can take, as it needs them."""
-    sessions = _grouped(store, selection) if "tree" in needs else _sessions(store, selection)
+    grouped = selection.best is not None or not needs.isdisjoint(("tree", "group"))
+    sessions = _grouped(store, selection, tally) if grouped else _sessions(store, selection)
+    settled: set[Sample] = set()
+    said: set[bytes] = set()
     async for session in sessions:
         if session.status == "open" and not selection.sessions:
             tally.leave("still open", "named with --session they are exported as they are")
             continue
-        if not _rewarded(session, selection, needs, tally):
+        replaced = not selection.sessions and _stood_in_for(session, settled)
+        if not replaced and not _rewarded(session, selection, needs, tally):
             continue
-        if await _superseded(store, session):
+        if replaced or await _superseded(store, session):
             tally.leave("whose sample another session stands for", "superseded")
             continue
         exchanges = [exchange async for exchange in store.exchanges(session.session_id)]
@@ -100,6 +110,11 @@ async def items(
             item.exchanges = exchanges
         if not trainable(item, needs, tally):
             continue
+        if selection.unique:
+            if (digest := said_in(Item(session, sampled, item.trajectory, exchanges, item.roles))) in said:
+                tally.leave("that say the same as another", "duplicate")
+                continue
+            said.add(digest)
         tally.sessions += 1
         tally.pictures += _in_tokens(needs) and any(path.images for path in sampled.paths if path.trainable)
         tally.tokens += item.trajectory.tokens.trainable
@@ -132,6 +147,18 @@ def of_roles(sampled: Sampled, roles: frozenset[ExchangeRole], tally: Tally) -> 
     return msgspec.structs.replace(sampled, paths=paths)
 
 
+def _stood_in_for(session: Session, settled: set[Sample]) -> bool:
+    """One that settles nothing, where a later session has settled the same sample: `polar run --resume` ran it again.
+    Sessions come newest first."""
+    sample = sample_of(session)
+    if sample is None:
+        return False
+    if outcome_of(session) is not None:
+        settled.add(sample)
+        return False
+    return sample in settled
+
+
 async def _superseded(store: Store, session: Session) -> bool:
     """A node may die between a session's verdict and its answer to the server: then another node runs it again."""
     task_id, work_id = session.metadata.get("task_id"), session.metadata.get("work_id")
@@ -144,7 +171,7 @@ async def _superseded(store: Store, session: Session) -> bool:
 def _rewarded(session: Session, selection: Selection, needs: frozenset[Need], tally: Tally) -> bool:
     least = selection.min_reward
     if session.reward is None:
-        if least is not None or not needs.isdisjoint(("reward", "accepted")):
+        if least is not None or selection.best is not None or not needs.isdisjoint(("reward", "accepted")):
             unsaid = "not_ended" if session.status == "open" else "not_evaluated"
             tally.leave("without a reward", session.reason or unsaid)
             return False
@@ -192,11 +219,32 @@ async def _sessions(store: Store, selection: Selection) -> AsyncIterator[Session
         last = page[-1].session_id
 
 
-async def _grouped(store: Store, selection: Selection) -> AsyncIterator[Session]:
+async def _grouped(store: Store, selection: Selection, tally: Tally) -> AsyncIterator[Session]:
     """In order of each group's first session. Only ids are held."""
-    groups: defaultdict[str, list[str]] = defaultdict(list)
+    groups: defaultdict[str, list[_Ranked]] = defaultdict(list)
     async for session in _sessions(store, selection):
-        groups[group_of(session)].append(session.session_id)
+        groups[group_of(session)].append(_Ranked.of(session))
     for members in groups.values():
-        async for session in _sessions(store, Selection(tuple(members))):
+        if selection.best is not None:
+            # Of equal ones the first sample, whenever it was run: so a run that was stopped on the way gives the same.
+            ranked = sorted((one for one in members if one.reward is not None), key=_Ranked.rank)
+            for _ in ranked[selection.best :]:
+                tally.leave("that others of their task outdo", f"not among the best {selection.best}")
+            members = ranked[: selection.best] + [one for one in members if one.reward is None]
+        async for session in _sessions(store, Selection(tuple(one.session_id for one in members))):
             yield session
+
+
+class _Ranked(NamedTuple):
+    session_id: str
+    reward: float | None
+    sample: int
+    created_at: float
+
+    @classmethod
+    def of(cls, session: Session) -> "_Ranked":
+        sample = session.metadata.get("sample")
+        return cls(session.session_id, session.reward, sample if isinstance(sample, int) else 0, session.created_at)
+
+    def rank(self) -> tuple[float, int, float]:
+        return -(self.reward or 0.0), self.sample, self.created_at

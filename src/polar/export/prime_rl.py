@@ -50,6 +50,6 @@ def _temperatures(item: Item, trace: Trace) -> list[float]:
     used = {path.exchange_id: path.temperature for path in item.sampled.paths}
     temperatures = [_TEMPERATURE] * len(trace.response_ids)
     for span in trace.spans:
-        named = used[span.exchange_id]
+        named = used.get(span.exchange_id, trace.temperature)  # a live session has no paths
         temperatures[span.start : span.stop] = [_TEMPERATURE if named is None else named] * (span.stop - span.start)
     return [_TEMPERATURE] * len(trace.prompt_ids) + temperatures

@@ -5,6 +5,8 @@ that go on from one another, with its reply; a fork or a sub-agent is one of its
 
 Who divides: the trainer.
 
+Messages of role `developer`, which few templates know, are system messages.
+
 What is lost: tokens and log-probabilities, since text is tokenised anew; and thinking that the harness did not send
 back. A conversation that forks repeats the turns before the fork, so they are learnt once more. Calls of the
 completions API have no messages and are left out.
@@ -14,7 +16,7 @@ from collections.abc import Iterable
 from typing import Any, ClassVar
 
 from polar.export.base import Item, Need, SessionLines
-from polar.export.messages import chat_messages, chat_tools, conversations
+from polar.export.messages import addressed, chat_messages, chat_tools, conversations
 
 
 class Sft(SessionLines):
@@ -31,7 +33,7 @@ class Sft(SessionLines):
                 self.left_out["call of the completions API"] += 1
                 continue
             yield {
-                "messages": chat_messages(last.whole),
+                "messages": chat_messages(addressed(last.whole)),
                 "tools": chat_tools(last.tools),
                 "metadata": {
                     "session_id": item.session.session_id,

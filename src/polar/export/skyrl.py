@@ -5,7 +5,7 @@ Who divides: the trainer, as its loss reduction says. Rows of one session stand 
 its last row, and given to all of its rows. `weight` is in `env_metrics`, which no loss reads.
 
 What is lost: nothing that trains. `to_generator_output` puts lines together; SkyRL wants log-probabilities for all rows
-or for none.
+or for none, so where one session has none, none has.
 """
 
 from collections.abc import Sequence
@@ -19,22 +19,26 @@ class SkyRl(SessionLines):
     needs: ClassVar[frozenset[Need]] = frozenset(("traces", "reward"))
 
     def lines(self, item: Item) -> list[dict[str, Any]]:
-        traces = item.trajectory.traces
-        recorded = [logprobs(trace) for trace in traces]
-        identity = {"instance_id": item.group, "repetition_id": number(item.session.session_id)}
-        output = {
-            "prompt_token_ids": [trace.prompt_ids.tolist() for trace in traces],
-            "response_ids": [trace.response_ids.tolist() for trace in traces],
-            "rewards": [trace.reward for trace in traces],
-            "loss_masks": [trace.loss_mask.tolist() for trace in traces],
-            "rollout_logprobs": None if None in recorded else recorded,
-            "stop_reasons": [trace.finish_reason or "stop" for trace in traces],
-            "trajectory_ids": [identity for _ in traces],
-            "is_last_step": [False] * (len(traces) - 1) + [True],
-            "rollout_metrics": None,
-            "env_metrics": [facts(item, index, trace) for index, trace in enumerate(traces)],
-        }
-        return [output]
+        return [session_output(item, item.group, number(item.session.session_id))]
+
+
+def session_output(item: Item, instance: str, repetition: int) -> dict[str, Any]:
+    """A session as a `GeneratorOutput` of JSON's types; SkyRL compares sessions of the same `instance`."""
+    traces = item.trajectory.traces
+    recorded = [logprobs(trace) for trace in traces]
+    identity = {"instance_id": instance, "repetition_id": repetition}
+    return {
+        "prompt_token_ids": [trace.prompt_ids.tolist() for trace in traces],
+        "response_ids": [trace.response_ids.tolist() for trace in traces],
+        "rewards": [trace.reward for trace in traces],
+        "loss_masks": [trace.loss_mask.tolist() for trace in traces],
+        "rollout_logprobs": None if None in recorded else recorded,
+        "stop_reasons": [trace.finish_reason or "stop" for trace in traces],
+        "trajectory_ids": [identity for _ in traces],
+        "is_last_step": [False] * (len(traces) - 1) + [True],
+        "rollout_metrics": None,
+        "env_metrics": [facts(item, index, trace) for index, trace in enumerate(traces)],
+    }
 
 
 def to_generator_output(lines: Sequence[dict[str, Any]]) -> Any:
@@ -42,5 +46,11 @@ def to_generator_output(lines: Sequence[dict[str, Any]]) -> Any:
     from skyrl.train.generators.base import TrajectoryID
     from skyrl.train.generators.utils import concatenate_generator_outputs
 
-    outputs = [line | {"trajectory_ids": [TrajectoryID(**name) for name in line["trajectory_ids"]]} for line in lines]
+    whole = all(line["rollout_logprobs"] is not None for line in lines)
+    outputs = [
+        line
+        | {"trajectory_ids": [TrajectoryID(**name) for name in line["trajectory_ids"]]}
+        | ({} if whole else {"rollout_logprobs": None})
+        for line in lines
+    ]
     return concatenate_generator_outputs(outputs, step_wise=True)

@@ -6,10 +6,15 @@ every further key as an argument: `reward_func(completions, reward, **kwargs)` r
 
 What is lost: nothing that trains. A completion counts as cut off unless its last token is the tokenizer's end token, so
 leave `mask_truncated_completions` off. All rows have log-probabilities or none has: TRL takes them for all.
+
+Its asynchronous trainer takes a `RolloutSample` a trace, which `to_sample` makes of a line.
 """
 
+import time
 from collections.abc import Sequence
 from typing import Any, ClassVar
+
+import numpy as np
 
 from polar.export.base import Item, Need, TraceLines, facts, logprobs
 from polar.trajectory.types import Trace
@@ -35,3 +40,30 @@ def rollout(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     if any(values is None for values in columns["logprobs"]):
         columns["logprobs"] = None
     return columns
+
+
+def filler(like: dict[str, Any], pad: int, reason: str) -> dict[str, Any]:
+    """A row that trains nothing and has no reward, for a place that must not be empty."""
+    own = {"prompt_ids": [pad], "completion_ids": [pad], "logprobs": [0.0], "env_mask": [0], "reason": reason}
+    return dict.fromkeys(like) | {"reward": None} | own
+
+
+def to_sample(row: dict[str, Any], *, advantage: float, model_version: int, group: int) -> Any:
+    """A `RolloutSample` of trl.experimental.async_grpo. Raises ValueError for a row without log-probabilities."""
+    from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
+
+    if row["logprobs"] is None:
+        raise ValueError("a trace without log-probabilities reached a trainer that needs them")
+    context = [0] * len(row["prompt_ids"])
+    return RolloutSample(
+        prompt=[],
+        completion=[],
+        input_ids=np.array(row["prompt_ids"] + row["completion_ids"], np.int64),
+        completion_mask=np.array(context + row["env_mask"], np.int64),
+        old_log_probs=np.array(context + row["logprobs"], np.float32),
+        advantage=advantage,
+        model_version=model_version,
+        group_id=group,
+        metrics={"reward": row["reward"]},
+        enqueued_at=time.time(),
+    )

@@ -2,10 +2,11 @@
 
 Who divides: the trainer, as `loss_agg_mode` says. It has no weights for rows (yet), so a session of several traces
 weighs more than one of a single trace, unless the loss is a mean over tokens; `weight` is in `extra_fields`. Advantages
-are the trainer's too, over rows of one `uid`: `extra_fields.task_id`.
+are the trainer's too, over sessions of one `uid` (`extra_fields.task_id`): its GRPO goes by keys, which `keys` gives.
 
 What is lost: nothing that trains. A reward of null asks the trainer to compute one. verl puts a reward on the last
-token of the response, whoever sampled it; rewards of single turns are in `extra_fields`.
+token of the response, whoever sampled it; rewards of single turns are in `extra_fields`, as are the first and the last
+policy version of the trace, by verl's names for them.
 """
 
 from collections.abc import Sequence
@@ -14,7 +15,7 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from polar.export.base import Item, Need, TraceLines, facts, logprobs
+from polar.export.base import Item, Need, TraceLines, facts, logprobs, versions
 from polar.trajectory.types import Trace
 
 
@@ -31,7 +32,7 @@ class Verl(TraceLines):
             "reward_score": trace.reward,
             "num_turns": _turns(trace),
             "metrics": {},
-            "extra_fields": facts(item, index, trace),
+            "extra_fields": {**facts(item, index, trace), **_steps(trace), "reward_extra_info": {}},
         }
 
 
@@ -39,6 +40,24 @@ def _turns(trace: Trace) -> int:
     """The prompt, each turn of the model, and each stretch of context between two of them."""
     gaps = sum(after.start > before.stop for before, after in zip(trace.spans, trace.spans[1:], strict=False))
     return 1 + len(trace.spans) + gaps
+
+
+def _steps(trace: Trace) -> dict[str, int | None]:
+    """verl's versions are steps; it asks for the first and the last of a row."""
+    known = versions(trace)
+    return {"min_global_steps": min(known, default=None), "max_global_steps": max(known, default=None)}
+
+
+def keys(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """Rows by verl's own names, `uid_session_index`, which its `compute_advantage_for_multi_trajectories` takes: one
+    advantage for each session, whatever the number of its traces. Sessions are counted as they come."""
+    sessions: dict[str, int] = {}
+    named = []
+    for row in rows:
+        told = row["extra_fields"]
+        number = sessions.setdefault(told["session_id"], len(sessions))
+        named.append(f"{told['task_id']}_{number}_{told['trace']}")
+    return named
 
 
 def to_data_proto(rows: Sequence[dict[str, Any]], *, pad_token_id: int) -> Any:

@@ -233,6 +233,7 @@ class Generation:
         self._context.prompting.learn(self.call.session, exchange, self._rendered)
         self._context.metrics.captured(exchange)
         used = exchange.usage
+        self.call.session.meter.used.add(used, answered=status == "complete")
         log.debug("exchange %s is %s: %d + %d tokens", exchange.exchange_id, status, used.prompt, used.completion)
         replica = self.call.session.replica
         tracing.current().call(

@@ -12,6 +12,7 @@ from collections.abc import Hashable
 from typing import Literal
 
 from polar.errors import ApiError, ApiErrorKind
+from polar.types import Used
 
 Limit = Literal["timeout", "length"]
 _SHORTEST = 0.02  # seconds between two looks at a clock that may stand still
@@ -70,6 +71,7 @@ class Meter:
         self.clock = Clock()
         self.turns = 0
         self.tokens = 0
+        self.used = Used()  # by calls that are recorded
         self._failures: dict[str, tuple[ApiErrorKind, str]] = {}  # by exchange; an exception would hold on to its call
         self.unrecorded: str | None = None  # the last reply could not be recorded, and so not delivered
         self._most_turns = turns

@@ -176,14 +176,11 @@ class Prompting:
     async def _extended(self, session: OpenSession, base: Base, new: Ids) -> TokenPrompt:
         known = base.known
         held = await self._ids(session, known)
+        ids = base.extended(held.ids, new)
         if base.sampled is None:
-            kept, text = held.ids[: known.prompt - base.drop], _without(held.prompt_json, base.drop)
+            text, unwritten = _without(held.prompt_json, base.drop), new
         else:
-            kept, text = held.ids[: known.prompt + base.sampled], held.prompt_json
-            if len(new) and kept[-1] == new[0]:
-                new = new[1:]  # the turn's end token, or the opening that took its place, is there already
-        ids = np.concatenate([kept, new])
-        unwritten = ids[known.prompt :] if base.sampled is not None else new
+            text, unwritten = held.prompt_json, ids[known.prompt :]
         return TokenPrompt(ids, b",".join(filter(None, (text, _json(unwritten)))))
 
 

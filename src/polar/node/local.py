@@ -1,17 +1,16 @@
 """Tasks run to their end in this process, without a server: a private gateway, a node, and nothing that listens to
 anybody else.
 
-    tasks -> sessions, the urgent ones first -> node -> Finished, as they come
+    tasks -> Wanted -> sessions, one after the other -> node -> Finished, as they come
 """
 
 import asyncio
 import contextlib
-from collections import deque
 from collections.abc import AsyncIterator, Iterable
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
@@ -26,6 +25,43 @@ from polar.node.working import node_of
 from polar.rollout.models import TaskRequest
 from polar.rollout.results import session_result
 from polar.trajectory.session import sampled, traced
+from polar.types import Used
+
+_LOOK_S = 1.0  # between two looks at what is wanted, where that may be a matter of time
+
+
+class Wanted(Protocol):
+    """Which sessions are to be run. What comes next may depend on what came of others."""
+
+    def next(self) -> tuple[Plan, int] | None:
+        """The next one, a sample of a task; None where there is none now."""
+        ...
+
+    def ended(self, finished: Finished) -> bool:
+        """Whether that is its last word. Else it is tried again, and nobody needs to hear of it."""
+        ...
+
+    @property
+    def left(self) -> int:
+        """That may still come, as far as is known, besides those that `next` gave."""
+        ...
+
+
+class AllOf:
+    """Every sample of every task, the urgent ones first."""
+
+    def __init__(self, plans: Iterable[Plan]) -> None:
+        ordered = sorted(plans, key=lambda plan: -plan.task.dispatch_priority)
+        self._samples = iter([(plan, sample) for plan in ordered for sample in range(plan.task.num_samples)])
+        self.left = sum(plan.task.num_samples for plan in ordered)
+
+    def next(self) -> tuple[Plan, int] | None:
+        found = next(self._samples, None)
+        self.left -= found is not None
+        return found
+
+    def ended(self, finished: Finished) -> bool:  # noqa: ARG002
+        return True
 
 
 class LocalRollout:
@@ -35,9 +71,10 @@ class LocalRollout:
         self._settings = settings
         self._data = data
         self._stack = contextlib.AsyncExitStack()
-        self._wanted: deque[tuple[Plan, int]] = deque()  # not taken in yet
         self._running: set[Running] = set()
         self._ended: asyncio.Queue[asyncio.Task[Finished] | None] = asyncio.Queue()  # None: look again
+        self._changed = asyncio.Event()  # something ended, or was cancelled
+        self._cancelled = False
         self.plane: DataPlane
         self.node: Node
 
@@ -60,14 +97,14 @@ class LocalRollout:
         """Raises ConfigError for the first one that can't be run here, before any is."""
         return [await self.node.plan(task) for task in tasks]
 
-    async def run(self, plans: list[Plan]) -> AsyncIterator[Finished]:
-        """Every sample of every task, each as soon as it has ended. Those that run when nobody reads on any more are
-        cancelled."""
-        ordered = sorted(plans, key=lambda plan: -plan.task.dispatch_priority)
-        self._wanted.extend((plan, sample) for plan in ordered for sample in range(plan.task.num_samples))
-        feeding = asyncio.get_running_loop().create_task(self._feed())
+    async def run(self, wanted: Iterable[Plan] | Wanted) -> AsyncIterator[Finished]:
+        """Every sample of every task (or whatever is wanted), each as soon as it has ended. Those that run when nobody
+        reads on any more are cancelled."""
+        chosen = AllOf(wanted) if isinstance(wanted, Iterable) else wanted
+        self._cancelled = False
+        feeding = asyncio.get_running_loop().create_task(self._feed(chosen))
         try:
-            while self._wanted or self._running or not self._ended.empty():
+            while not feeding.done() or self._running or not self._ended.empty():
                 finished = await self._ended.get()
                 if finished is not None:
                     yield finished.result()
@@ -77,34 +114,48 @@ class LocalRollout:
             feeding.cancel()
             await asyncio.wait({feeding, *(running.finished for running in self._running)})
 
-    async def _feed(self) -> None:
+    async def _feed(self, wanted: Wanted) -> None:
         try:
-            while self._wanted:
+            while not self._cancelled and (wanted.left or self._running):
                 await self.node.room()
-                if self._wanted:
-                    running = await self.node.submit(*self._wanted[0])
+                self._changed.clear()
+                found = None if self._cancelled else wanted.next()
+                if found is not None:
+                    running = await self.node.submit(*found)
                     self._running.add(running)
-                    running.finished.add_done_callback(partial(self._over, running))
-                    if self._wanted:  # unless all was cancelled meanwhile
-                        self._wanted.popleft()
-                    else:
+                    running.finished.add_done_callback(partial(self._over, running, wanted))
+                    if self._cancelled:  # meanwhile
                         running.cancel()
-        except BaseException:
-            self._wanted.clear()
-            raise
+                else:
+                    with contextlib.suppress(TimeoutError):
+                        async with asyncio.timeout(_LOOK_S):
+                            await self._changed.wait()
         finally:
             self._ended.put_nowait(None)
 
-    def _over(self, running: Running, _: object) -> None:
+    def _over(self, running: Running, wanted: Wanted, task: asyncio.Task[Finished]) -> None:
         self._running.discard(running)
-        self._ended.put_nowait(running.finished)
+        broken = task.cancelled() or task.exception() is not None  # who reads it hears why
+        if broken or wanted.ended(task.result()) or self._cancelled:
+            self._ended.put_nowait(task)
+        self._changed.set()
+        self._ended.put_nowait(None)
 
     def cancel(self) -> None:
         """Those that run end as cancelled, and those that have not begun never do."""
-        self._wanted.clear()
+        self._cancelled = True
         for running in self._running:
             running.cancel()
+        self._changed.set()
         self._ended.put_nowait(None)
+
+    @property
+    def running(self) -> int:
+        return len(self._running)
+
+    def used(self) -> Used:
+        """What all sessions used so far."""
+        return self.node.used()
 
     def load(self) -> Load:
         return self.node.load()

@@ -30,6 +30,7 @@ from polar.rollout.models import TaskRequest
 from polar.runtimes.base import SandboxError
 from polar.runtimes.state import State
 from polar.store.base import Store, Verdict
+from polar.types import Used
 
 log = logging.getLogger(__name__)
 
@@ -52,6 +53,10 @@ class Running:
     @property
     def tokens(self) -> int:
         return self._life.meter.tokens
+
+    @property
+    def used(self) -> Used:
+        return self._life.meter.used
 
     def cancel(self) -> bool:
         """Ends it, in whatever stage it is: it gets the reason `cancelled`, and is torn down. False where that was
@@ -112,6 +117,7 @@ class Node:
         self._running: dict[str, Running] = {}
         self._untold = False  # there is a session whose verdict the store did not take
         self._tokens = 0  # of sessions that have ended
+        self._used = Used()  # likewise
         self.replaced: list[str] = []  # ids of nodes that are no more, and left something here
 
     @property
@@ -193,6 +199,7 @@ class Node:
 
     def _ended(self, life: Life) -> None:
         self._tokens += life.meter.tokens
+        self._used += life.meter.used
         self._untold |= not life.told
         del self._running[life.session_id]
 
@@ -210,6 +217,10 @@ class Node:
             paused=all(pool.gate.paused for pool in pools),
             tokens=self._tokens + sum(running.tokens for running in self._running.values()),
         )
+
+    def used(self) -> Used:
+        """What all of its sessions used so far."""
+        return sum((running.used for running in self._running.values()), self._used)
 
     async def close(self) -> None:
         """Cancels what runs, and leaves nothing behind."""

@@ -22,6 +22,7 @@ from collections.abc import Callable, Sequence
 from hashlib import blake2b
 from typing import Literal, NamedTuple
 
+import numpy as np
 from msgspec import Struct, field
 
 from polar import ids
@@ -32,6 +33,7 @@ from polar.rendering.saying import NOTHING, Saying, chained, saying
 from polar.rendering.seams import Seams
 from polar.rendering.skeleton import Place, Renderer, Skeleton
 from polar.rendering.template import TemplateError
+from polar.rendering.tokenizer import Ids
 from polar.types import Part, Reasoning, ToolCall
 
 Mode = Literal["auto", "sampled", "off"]
@@ -115,6 +117,16 @@ class Base(NamedTuple):
     known: Known
     sampled: int | None
     drop: int = 0
+
+    def extended(self, context: Ids, new: Ids) -> Ids:
+        """The prompt's ids, given those of the exchange (its prompt and what was sampled) and those of the text behind
+        it."""
+        if self.sampled is None:
+            return np.concatenate([context[: self.known.prompt - self.drop], new])
+        kept = context[: self.known.prompt + self.sampled]
+        if len(new) and kept[-1] == new[0]:
+            new = new[1:]  # the turn's end token, or the opening that took its place, is there already
+        return np.concatenate([kept, new])
 
 
 class Plan(NamedTuple):

@@ -13,11 +13,11 @@ from polar.parts import Parts
 from polar.rendering.continuation import Cut, History, Known, Mode, Plan, Planner, named
 from polar.rendering.encoder import PromptEncoder
 from polar.rendering.families import Parser, SpelledOut, family_for
-from polar.rendering.messages import conversation
+from polar.rendering.messages import Conversation, conversation
 from polar.rendering.saying import Saying, saying
 from polar.rendering.seams import Seams
 from polar.rendering.skeleton import Renderer
-from polar.rendering.tokenizer import Tokenizer
+from polar.rendering.tokenizer import Ids, Tokenizer
 from polar.rendering.traits import find_traits
 from polar.types import (
     Media,
@@ -39,8 +39,9 @@ class Model:
         self.traits = find_traits(tokenizer.template, call_id)
         # A template without tools has them spelled out (messages.py) in the most common markup.
         self.family = family if self.traits.tools else SpelledOut(tokenizer)
-        renderer = Renderer(tokenizer.template, self.traits)
-        self._planner = Planner(renderer, Seams(renderer, self.encoder, call_id), self.encoder, mode)
+        self._renderer = Renderer(tokenizer.template, self.traits)
+        seams = Seams(self._renderer, self.encoder, call_id)
+        self._planner = Planner(self._renderer, seams, self.encoder, mode)
         self._call_id = call_id
         self._kwargs = template_kwargs or {}
 
@@ -50,13 +51,29 @@ class Model:
 
     def plan(self, request: Request, history: History, cut: Cut) -> Plan:
         """How the prompt of a request (of plain function tools) comes about. Raises TemplateError."""
+        return self._planner.plan(self._conversation(request, request.messages, history), history, cut)
+
+    def turn(self, request: Request, parts: Sequence[Part], history: History) -> Ids | None:
+        """What this model would have sampled to say these parts in answer to a request, its end token included: what
+        the template writes behind the prompt for it. None where it does not write a turn as its prompt begins one.
+        Raises TemplateError."""
+        answered = [*request.messages, Message("assistant", list(parts))]
+        prompt = self._renderer.whole(self._conversation(request, request.messages, history))
+        whole = self._renderer.whole(self._conversation(request, answered, history), generation_prompt=False)
+        if not whole.startswith(prompt):
+            return None
+        ends = [found.end() for found in self.encoder.controls(whole, len(prompt))]
+        end = ends[-1] if ends and not whole[ends[-1] :].strip() else len(whole)
+        return self.encoder.encode(whole[len(prompt) : end], first=False)
+
+    def _conversation(self, request: Request, messages: Sequence[Message], history: History) -> Conversation:
         kwargs: dict[str, Any] = {}
         if request.thinking.enabled is not None:
             kwargs["enable_thinking"] = request.thinking.enabled
         if request.thinking.effort:
             kwargs["reasoning_effort"] = self.encoder.guard(request.thinking.effort)
-        talk = conversation(
-            request.messages,
+        return conversation(
+            messages,
             request.tools,
             kwargs | self._kwargs,
             traits=self.traits,
@@ -65,7 +82,6 @@ class Model:
             written=history.written,
             together=_together,
         )
-        return self._planner.plan(talk, history, cut)
 
     def parser(self, request: Request, prompt_end: str) -> Parser:
         """Tools that the harness forbids for one call are still shown, so that the context stays the same; what looks

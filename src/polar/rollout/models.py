@@ -197,8 +197,8 @@ class TraceResult(BaseModel):
     response_ids: list[int]
     loss_mask: list[int]
     response_logprobs: list[float] | None = None
-    prompt_messages: list[dict[str, Any]] = []
-    response_messages: list[dict[str, Any]] = []
+    prompt_messages: list[dict[str, Any]] | None = Field([], description="null where a bare prompt was sampled from")
+    response_messages: list[dict[str, Any]] | None = []
     tools: list[Any] | None = None
     finish_reason: str | None = None
     reward: float | None = None

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from polar.dialects.base import Wire
 from polar.engines.base import Ids, LogprobKind, VersionSpan
 from polar.rendering.mark import ContextMark
-from polar.types import FinishReason, Reply, Sampling, Usage
+from polar.types import FinishReason, Reply, Sampling, Usage, Used
 
 Logprobs = NDArray[np.float32]
 ExchangeStatus = Literal["complete", "partial", "failed"]
@@ -158,6 +158,10 @@ class Store(Protocol):
 
     async def context(self, session_id: str, seq: int) -> Ids:
         """An exchange's prompt and sampled ids, one after the other."""
+        ...
+
+    async def used(self, session_id: str) -> Used:
+        """What its calls used, of which nothing else is read."""
         ...
 
     async def next_seq(self, session_id: str) -> int:

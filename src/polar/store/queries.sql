@@ -94,6 +94,9 @@ WHERE session_id = :session_id AND seq > :after
 ORDER BY seq
 LIMIT :limit;
 
+-- name: details
+SELECT status, detail FROM exchanges WHERE session_id = :session_id;
+
 -- name: next_seq
 SELECT COALESCE(MAX(seq) + 1, 0) FROM exchanges WHERE session_id = :session_id;
 

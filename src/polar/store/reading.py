@@ -19,8 +19,9 @@ from polar.store.arrays import bytes_to_ids
 from polar.store.base import Exchange, Recorded, Session
 from polar.store.difference import DIGEST_SIZE
 from polar.store.links import ALL, Damaged, Link, context_link, cut, damaged, follow, load_context, token_link
-from polar.store.rows import ExchangeRow, FieldEntry, may_be_id, to_exchange, to_session
+from polar.store.rows import ExchangeRow, FieldEntry, may_be_id, to_exchange, to_session, usage_in
 from polar.store.sql import Connection, Queries
+from polar.types import Used
 
 T = TypeVar("T")
 
@@ -60,6 +61,12 @@ class Reader:
 
     def policies(self) -> dict[str, int]:
         return dict(self._db.execute(self._q.policies, {}).fetchall())
+
+    def used(self, session_id: str) -> Used:
+        used = Used()
+        for status, detail in self._db.execute(self._q.details, {"session_id": session_id}).fetchall():
+            used.add(usage_in(detail), answered=status == "complete")
+        return used
 
     def next_seq(self, session_id: str) -> int:
         found: int = self._db.execute(self._q.next_seq, {"session_id": session_id}).fetchone()[0]

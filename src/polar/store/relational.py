@@ -17,6 +17,7 @@ from polar.store.links import damaged
 from polar.store.reading import Reader
 from polar.store.recorder import Recorder
 from polar.store.sql import Connection, Style, WritingConnection
+from polar.types import Used
 
 T = TypeVar("T")
 
@@ -161,6 +162,9 @@ class RelationalStore:
 
     async def context(self, session_id: str, seq: int) -> Ids:
         return await self._read(lambda: self._reader.context(session_id, seq))
+
+    async def used(self, session_id: str) -> Used:
+        return await self._read(lambda: self._reader.used(session_id))
 
     async def next_seq(self, session_id: str) -> int:
         return await self._read(lambda: self._reader.next_seq(session_id))

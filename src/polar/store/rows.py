@@ -192,6 +192,10 @@ def exchange_parameters(exchange: Exchange, difference: Difference) -> dict[str,
     }
 
 
+def usage_in(detail: str) -> Usage:
+    return _detail.decode(detail).usage
+
+
 def to_exchange(it: ExchangeRow, wire: Wire, prompt_ids: Ids | None) -> Exchange:
     detail = _detail.decode(it.detail)
     reply = None if it.reply is None else _reply.decode(it.reply)

@@ -63,6 +63,7 @@ class Queries:
     stored_exchange: str
     amend_exchange: str
     next_exchanges: str
+    details: str
     next_seq: str
     request_links: str
     request_link: str

@@ -1,5 +1,5 @@
 """Tasks as they are written: files of several formats, and Harbor's folders."""
 
-from polar.tasks.reading import read
+from polar.tasks.reading import read, read_sources
 
-__all__ = ["read"]
+__all__ = ["read", "read_sources"]

@@ -24,22 +24,30 @@ from polar.tasks.documents import SUFFIXES, Written, text_of, written
 def read(paths: Iterable[Path], *, backend: str | None = None) -> list[TaskRequest]:
     """The tasks of files and folders, in their order; `backend` is where all of them run, whatever they say. Raises
     ConfigError."""
-    tasks: dict[str, TaskRequest] = {}
+    return [task for _, task in read_sources(paths, backend=backend)]
+
+
+def read_sources(paths: Iterable[Path], *, backend: str | None = None) -> list[tuple[str, TaskRequest]]:
+    """The same, each with its source, which data is counted by: the one that its metadata names, else the file that
+    holds it and others, else the folder that it stands in."""
+    tasks: dict[str, tuple[str, TaskRequest]] = {}
     places: dict[str, str] = {}
     for path in paths:
-        for place, task in _read(Path(path), backend):
+        for place, source, task in _read(Path(path), backend):
             if task.task_id in tasks:
                 raise ConfigError(
                     f"{place}: task_id: {task.task_id!r} is already the task of {places[task.task_id]}: "
                     "every task needs a name of its own."
                 )
-            tasks[task.task_id], places[task.task_id] = task, place
+            tasks[task.task_id] = str(task.metadata.get("source", source)), task
+            places[task.task_id] = place
     return list(tasks.values())
 
 
-def _read(path: Path, backend: str | None) -> Iterator[tuple[str, TaskRequest]]:
+def _read(path: Path, backend: str | None) -> Iterator[tuple[str, str, TaskRequest]]:
+    """Where each stands, in words; the name of its source; and the task."""
     if harbor.is_task(path):
-        yield str(path), _harbor(path, backend)
+        yield str(path), path.absolute().parent.name, _harbor(path, backend)
     elif path.is_dir():
         found = [one for one in sorted(path.iterdir()) if _is_task(one)]
         if not found:
@@ -50,14 +58,16 @@ def _read(path: Path, backend: str | None) -> Iterator[tuple[str, TaskRequest]]:
         for one in found:
             yield from _read(one, backend)
     elif path.name == harbor.FILE and harbor.is_task(path.parent):
-        yield str(path.parent), _harbor(path.parent, backend)
+        yield from _read(path.parent, backend)
     elif not path.exists():
         raise ConfigError(f"{path}: there is no such file or folder.")
     elif path.suffix not in SUFFIXES:
         raise ConfigError(f"{path}: a task file ends in {', '.join(SUFFIXES)}.")
     else:
-        for task in written(path):
-            yield task.place, _task(task, backend)
+        tasks = written(path)
+        alone = len(tasks) == 1 and path.suffix != ".jsonl"
+        for task in tasks:
+            yield task.place, path.absolute().parent.name if alone else path.name, _task(task, backend)
 
 
 def _is_task(path: Path) -> bool:

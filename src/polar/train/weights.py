@@ -1,14 +1,15 @@
 """The trainer's weights in the engines of its run."""
 
 import asyncio
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any, Protocol
 
 from polar.client.async_client import AsyncClient
 from polar.config import EngineSettings
 from polar.engines.base import server_root
 from polar.engines.http import EngineHttp
 from polar.errors import EngineError
-from polar.train.learner import Learner
 from polar.train.settings import SyncSettings
 from polar.train.sync import SyncError, WeightSync
 from polar.train.syncing.kinds import sync_of
@@ -18,11 +19,22 @@ from polar.train.syncing.weights import weights_of
 from polar.train.trainer import Updated, Versions
 
 
+class Learning(Protocol):
+    """Whoever trains: a Learner, or a bridge to another trainer."""
+
+    model: Any  # of Hugging Face
+    vocabulary: int
+
+    def score(self, prompt: list[int], sampled: list[int]) -> Sequence[float]:
+        """Log-probabilities of sampled tokens behind a prompt, at temperature 1."""
+        ...
+
+
 class EngineWeights:
     """The learner must stand still while it is at work: engines are compared with its model."""
 
     def __init__(
-        self, client: AsyncClient, engine: EngineSettings, settings: SyncSettings, learner: Learner, output: Path
+        self, client: AsyncClient, engine: EngineSettings, settings: SyncSettings, learner: Learning, output: Path
     ) -> None:
         self._client = client
         self._engine = engine
@@ -64,7 +76,7 @@ class EngineWeights:
             await http.close()
 
 
-def _tolerance(engine: EngineSettings, settings: SyncSettings, learner: Learner) -> Tolerance:
+def _tolerance(engine: EngineSettings, settings: SyncSettings, learner: Learning) -> Tolerance:
     """Of the coarser of both. An engine that doesn't say how it computes does so in half precision, on a GPU."""
     if settings.tolerance is not None:
         return Tolerance(settings.tolerance, settings.tolerance)

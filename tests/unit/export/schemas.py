@@ -53,6 +53,14 @@ class SlimeSample(Struct, forbid_unknown_fields=True):
     metadata: Facts
 
 
+class VerlFacts(Facts, forbid_unknown_fields=True):
+    """With what verl reads of `extra_fields`: verl/trainer/ppo/v1/agent_loop_tq.py."""
+
+    min_global_steps: int | None
+    max_global_steps: int | None
+    reward_extra_info: dict[str, float]
+
+
 class AgentLoopOutput(Struct, forbid_unknown_fields=True):
     """verl/experimental/agent_loop/agent_loop.py."""
 
@@ -63,7 +71,7 @@ class AgentLoopOutput(Struct, forbid_unknown_fields=True):
     reward_score: float | None
     num_turns: Annotated[int, Meta(ge=2)]
     metrics: dict[str, float]
-    extra_fields: Facts
+    extra_fields: VerlFacts
 
 
 class TrlRow(Facts, forbid_unknown_fields=True, kw_only=True):

@@ -75,6 +75,9 @@ def test_everything_runs_on_postgresql(server: Server) -> None:
         assert recorder.append(forks[1]) == forks[1].parent  # it is there already
         assert reader.next_seq("s") == 32
         assert reader.next_seq("t") == 0
+        answered = [turn for turn in turns + forks if turn.status == "complete"]
+        assert reader.used("s").sampled == sum(turn.usage.completion for turn in turns + forks)
+        assert reader.used("s").uncounted == sum(not turn.usage.prompt for turn in answered)
         for version in (1, 2):
             recorder.set_policy({"http://a": version, "http://b": 7})
         assert reader.policies() == {"http://a": 2, "http://b": 7}

@@ -9,7 +9,7 @@ import yaml
 
 from polar.errors import ConfigError
 from polar.rollout.models import Exec, TaskRequest, UploadDir, UploadFile
-from polar.tasks import read
+from polar.tasks import read, read_sources
 
 TASK: dict[str, Any] = {"instruction": "Do it.", "evaluator": {"strategy": "command", "config": {"command": "true"}}}
 TOML = 'instruction = "Do it."\n[evaluator]\nstrategy = "command"\nconfig.command = "true"\n'
@@ -263,3 +263,13 @@ def test_dates_are_text(tmp_path: Path) -> None:
     assert one(written(tmp_path, "b.yaml", "instruction: x\nmetadata: {day: 2025-03-01}")).metadata == {
         "day": "2025-03-01"
     }
+
+
+def test_a_tasks_source_is_its_own_or_where_it_stands(tmp_path: Path) -> None:
+    folder = tmp_path / "mine"
+    folder.mkdir()
+    (folder / "alone.json").write_text(json.dumps(TASK))
+    (folder / "many.jsonl").write_text("\n".join(json.dumps(TASK | {"task_id": name}) for name in "ab"))
+    (folder / "said.json").write_text(json.dumps(TASK | {"metadata": {"source": "elsewhere"}}))
+    found = {task.task_id: source for source, task in read_sources([folder])}
+    assert found == {"alone": "mine", "a": "many.jsonl", "b": "many.jsonl", "said": "elsewhere"}

@@ -1,0 +1,21 @@
+"""The rows of SkyRL's data: a task each.
+
+    python examples/trainers/skyrl/rows.py TASKS... > rows.jsonl
+
+Tasks are files or folders, as `polar run` reads them.
+"""
+
+import json
+import sys
+
+from polar.client.given import tasks_of
+
+
+def main() -> None:
+    for task in tasks_of(sys.argv[1:]):
+        row = {"prompt": [{"role": "user", "content": task.instruction}], "task_id": task.task_id}
+        print(json.dumps(row))
+
+
+if __name__ == "__main__":
+    main()

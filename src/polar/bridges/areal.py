@@ -1,0 +1,154 @@
+"""AReaL: a workflow whose episode is a group of sessions, and an engine that Polar follows.
+
+    from polar.bridges.areal import PolarWorkflow, follow
+
+    with PPOTrainer(config, train_dataset=rows, valid_dataset=held_out) as trainer:   # each row has a task_id
+        follow(trainer, "polar.toml")
+        trainer.train(workflow=PolarWorkflow("polar.toml"), eval_workflow=PolarWorkflow("polar.toml", samples=1))
+
+    gconfig: {n_samples: 1}                                   # an episode is a group, of the bridge's `samples`
+    actor: {reward_norm: null, adv_norm: null, kl_ctl: 0.0}   # advantages come from the bridge
+
+Who divides: AReaL's loss is a mean over all tokens that train, so tokens count and not rows, and splitting a session
+changes nothing within an update; `weight` is not applied. (`ppo_n_minibatches` cuts a batch by rows: with more than
+one, which rows go together depends on how many there are.) `rewards` are advantages over the sessions of a group; AReaL
+would take them over rows, so `follow` refuses `reward_norm`, `adv_norm` by group, and whatever else goes by rows.
+
+Versions are AReaL's own, and each token has its own in `versions`. While AReaL updates weights it pauses its rollouts:
+`follow` has Polar's generation stand still for that long. A group without a session to train on is rejected (None), as
+AReaL has it.
+
+What is left out: rewards of single turns.
+"""
+
+import asyncio
+import sys
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from polar.bridges.advantages import over_sessions
+from polar.bridges.bridge import Bridge
+from polar.bridges.rollouts import Rollouts
+from polar.bridges.settings import BridgeSettings, settings
+from polar.errors import ConfigError
+from polar.export.areal import AReaL, to_tensors
+
+_BY_ROWS = {"discount": 1.0, "gae_lambda": 1.0, "kl_ctl": 0.0, "overlong_reward_penalty": False}
+"""What these must be: otherwise a token's advantage depends on the row that it is in."""
+
+Source = BridgeSettings | Mapping[str, Any] | str | Path | None
+
+
+class PolarWorkflow:
+    """An `areal.api.RolloutWorkflow`: AReaL takes an instance of it, or its name and `workflow_kwargs`."""
+
+    def __init__(self, source: Source = None, *, samples: int | None = None, normalise: bool = True) -> None:
+        """`samples` are sessions of a group, if not as the settings say. Without `normalise`, `rewards` are those of
+        the sessions as they are."""
+        _register()
+        self._settings = settings(source)
+        self._samples = samples
+        self._normalise = normalise
+        self._open: WeakKeyDictionary[asyncio.AbstractEventLoop, Rollouts] = WeakKeyDictionary()
+        self._asked: Counter[str] = Counter()
+
+    async def arun_episode(self, engine: Any, data: dict[str, Any]) -> dict[str, Any] | None:
+        """All traces of a group's sessions, padded to one length."""
+        from areal.infra import workflow_context
+        from areal.utils import stats_tracker
+        from areal.utils.data import concat_padded_tensors
+
+        try:
+            task = str(data["task_id"])
+        except KeyError:
+            raise ConfigError(f"A row of AReaL's data has no task_id, but only {', '.join(data)}.") from None
+        evaluates = workflow_context.get().is_eval
+        key = self._key(task, engine.get_version(), evaluates=evaluates)
+        group = await self._rollouts().group(task, key, samples=self._samples)
+        told = stats_tracker.get(workflow_context.stat_scope())
+        for reward in group.rewards:
+            told.scalar(reward=reward)
+        if not group.items:
+            return None
+        credits = over_sessions(group.rewards) if self._normalise and not evaluates else group.rewards
+        rows = [
+            to_tensors(row, credit)
+            for item, credit in zip(group.items, credits, strict=True)
+            for row in AReaL().lines(item)
+        ]
+        return dict(concat_padded_tensors(rows))
+
+    async def close(self) -> None:
+        for rollouts in list(self._open.values()):
+            await rollouts.close()
+
+    def _key(self, task: str, version: int, *, evaluates: bool) -> str:
+        """A task is asked for once at each version; where data is so short that it comes again, again."""
+        key = f"{'eval-' if evaluates else ''}v{version}"
+        again = self._asked[f"{key}/{task}"]
+        self._asked[f"{key}/{task}"] += 1
+        return f"{key}.{again}" if again else key
+
+    def _rollouts(self) -> Rollouts:
+        """AReaL has a loop for each of its engines."""
+        loop = asyncio.get_running_loop()
+        if loop not in self._open:
+            self._open[loop] = Rollouts(self._settings)
+        return self._open[loop]
+
+
+def follow(trainer: Any, source: Source = None) -> Bridge:
+    """From now on the trainer's engines are Polar's, and stand still while they get new weights. Raises ConfigError for
+    a configuration that goes by rows where it should go by sessions."""
+    config = trainer.config
+    if config.gconfig.n_samples != 1:
+        raise ConfigError("gconfig.n_samples must be 1: an episode is a whole group, of the bridge's `samples`.")
+    norm = config.actor.adv_norm
+    if config.actor.reward_norm is not None or (norm is not None and "group" in (norm.mean_level, norm.std_level)):
+        raise ConfigError("actor.reward_norm and adv_norm by group go by rows, not sessions: set them to null.")
+    for name, must in _BY_ROWS.items():
+        if getattr(config.actor, name) != must:
+            raise ConfigError(f"actor.{name} must be {must}: it goes by rows, and a session may have several.")
+    if getattr(trainer, "critic", None) is not None:
+        raise ConfigError("A critic values rows, and a session may have several: train without one.")
+    bridge = Bridge(source)
+    engine = trainer.rollout
+    pause, resume = engine.pause, engine.resume
+
+    def attached() -> None:
+        bridge.run(bridge.engines.attach(_addresses(engine), engine.get_version()))
+
+    def stopped() -> Any:
+        done = pause()  # no further episodes
+        bridge.run(bridge.engines.stop("drain"))
+        return done
+
+    def goes_on() -> Any:
+        attached()
+        bridge.run(bridge.engines.go_on(engine.get_version()))
+        return resume()
+
+    attached()
+    engine.pause, engine.resume = stopped, goes_on
+    return bridge
+
+
+def _addresses(engine: Any) -> list[str]:
+    """Of its inference servers: a controller knows those that it started, an engine those that it speaks to."""
+    if getattr(engine, "server_infos", None):
+        return [f"http://{one.host}:{one.port}" for one in engine.server_infos]
+    return [f"http://{address}" for address in getattr(engine, "_engine", engine).addresses]
+
+
+def _register() -> None:
+    """AReaL asks whether a workflow is one of its own class."""
+    from areal.api import RolloutWorkflow
+
+    RolloutWorkflow.register(PolarWorkflow)
+
+
+if "areal" in sys.modules:  # which finds this one by its name, and asks before it makes one
+    _register()

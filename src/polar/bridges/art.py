@@ -1,0 +1,126 @@
+"""ART: groups of sessions as `TrajectoryGroup`s, with the tokens that were recorded.
+
+    from polar.bridges.art import Art
+
+    async with Art("polar.toml") as polar:
+        for step in range(await model.get_step(), 100):
+            await polar.attach(model)                       # its engine is Polar's, with the weights of this step
+            groups = await polar.groups(tasks, step)        # names of tasks
+            await backend.train(model, groups, learning_rate=1e-5)
+
+Who divides: ART. Advantages are over the trajectories of a group, which are sessions; a session's traces are histories
+of its trajectory, each token with the weight 1 / tokens of the whole trajectory. So a session counts once however many
+traces it has, and `weight` is not applied again.
+
+ART up to 0.5.18 has no place for token ids: it renders messages anew, and looks up sampled tokens in the replies. What
+it would train on then need not be what the engine was given. So histories are of a kind of their own here, and ART's
+`tokenize_trajectory` is told what their tokens are; all others it makes as ever. That is so where ART tokenizes in this
+process (LocalBackend); a ServerlessBackend sends messages elsewhere, and must not be used.
+
+What is left out: texts (a trajectory has no messages; `polar show` has them), and rewards of single turns.
+"""
+
+from collections.abc import Iterable, Mapping
+from functools import cache
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from polar.bridges.engines import Engines
+from polar.bridges.rollouts import Group, Rollouts
+from polar.bridges.settings import BridgeSettings, settings
+from polar.errors import ConfigError
+from polar.export.art import SAMPLED
+from polar.export.art import Art as Exporter
+from polar.export.base import versions
+
+
+class Art:
+    """Use as an async context manager, or close it."""
+
+    def __init__(self, source: BridgeSettings | Mapping[str, Any] | str | Path | None = None) -> None:
+        self.rollouts = Rollouts(settings(source))
+        self.engines = Engines(self.rollouts.client)
+
+    async def __aenter__(self) -> "Art":
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        await self.rollouts.close()
+
+    async def groups(self, tasks: Iterable[str], step: int, *, samples: int | None = None) -> list[Any]:
+        """`TrajectoryGroup`s of these tasks at this step; asked again, the same sessions. Raises ConfigError,
+        ClientError."""
+        return [group_of(one) for one in await self.rollouts.groups(tasks, f"step-{step}", samples=samples)]
+
+    async def attach(self, model: Any) -> None:
+        """The model's engine, which has its newest weights when ART's `train` has returned."""
+        if model.inference_base_url is None:
+            raise ConfigError("The model has no engine yet: register it with a backend first.")
+        await self.engines.attach([model.inference_base_url.removesuffix("/v1")], await model.get_step())
+
+
+def group_of(group: Group) -> Any:
+    """A `TrajectoryGroup`. What was left out of the group is told in its metadata."""
+    from art import Trajectory, TrajectoryGroup
+
+    history = _history()
+    trajectories = []
+    for item in group.items:
+        known = [version for trace in item.trajectory.traces for version in versions(trace)]
+        rows = list(Exporter().lines(item))
+        trajectories.append(
+            Trajectory(
+                additional_histories=[history(messages_and_choices=[], row=row) for row in rows],
+                reward=item.session.reward or 0.0,
+                initial_policy_version=min(known, default=None),
+                final_policy_version=max(known, default=None),
+                metrics={"traces": len(rows)},
+                metadata={"session_id": item.session.session_id, "task_id": group.task},
+            )
+        )
+    left_out = {f"left_out/{reason}": number for reason, number in group.left_out.items()}
+    return TrajectoryGroup(trajectories, metadata={"task_id": group.task, **left_out})
+
+
+@cache
+def _history() -> type[Any]:
+    """A `History` that knows its tokens, and an ART that asks it for them."""
+    from art.preprocessing import tokenize
+    from art.trajectories import History
+    from pydantic import Field
+
+    class TraceHistory(History):
+        row: dict[str, Any] = Field(exclude=True)
+
+    rendered = tokenize.tokenize_trajectory
+
+    def tokenize_trajectory(
+        tokenizer: Any, image_processor: Any, history: Any, advantage: float, *more: Any, **options: Any
+    ) -> Any:
+        if not isinstance(history, TraceHistory):
+            return rendered(tokenizer, image_processor, history, advantage, *more, **options)
+        row = history.row
+        begins = [start for start, _ in row["history"]["sampled_spans"]]
+        return tokenize.TokenizedResult(
+            advantage=advantage,
+            chat="",
+            token_ids=row["tokens"],
+            input_pos=list(range(len(row["tokens"]))),
+            assistant_mask=[int(bool(flags & SAMPLED)) for flags in row["flags"]],
+            logprobs=[float(value) for value in row["logprobs"]],
+            pixel_values=None,
+            image_grid_thw=None,
+            trajectory=options["trajectory"] if "trajectory" in options else more[1],
+            choice_offsets=begins,
+            extra_logprobs={},
+            _tokenizer=tokenizer,
+        )
+
+    tokenize.tokenize_trajectory = tokenize_trajectory
+    return TraceHistory

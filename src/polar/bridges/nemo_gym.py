@@ -1,0 +1,225 @@
+"""NeMo Gym: an agent server whose every `/run` is a session of Polar, for the Gym's own collection and for NeMo RL.
+
+It takes a folder beside the Gym's own agents, `responses_api_agents/polar_agent`, with a `requirements.txt` that names
+polar and an `app.py`:
+
+    from polar.bridges.nemo_gym import agent_class
+
+    PolarAgent = agent_class()
+    if __name__ == "__main__":
+        PolarAgent.run_webserver()
+
+and an entry in the Gym's configuration:
+
+    polar_agent:
+      responses_api_agents:
+        polar_agent:
+          entrypoint: app.py
+          polar: {server: "http://127.0.0.1:8080", tasks: [tasks.jsonl], name: first}
+
+A row of data is `{"task_id": "...", "responses_create_params": {"input": []}, "agent_ref": {"name": "polar_agent"}}`.
+What the model sees is the harness's matter; of the parameters, `temperature`, `top_p` and `max_output_tokens` count.
+
+A run has one response, and NeMo RL takes one row from it: so `response` is one trace, that of the main agent (of
+several, the one that trains most). The others come with it under `polar_others`, each a verify response of its own:
+NeMo RL's own loop leaves them out, `polar.bridges.nemo_rl` takes them. `polar_traces` says how many there are, and
+`polar_share` how much of the session's trainable tokens `response` has, so the trainer's metrics show what is lost.
+
+Who divides: see `polar.bridges.nemo_rl`. What is lost: as in `polar.export.nemo_gym`.
+
+A session without a reward has no tokens to train either, here: its output is empty and `_ng_failure_class` is the
+reason. The Gym's collection puts it aside and tries again when it is resumed; NeMo RL refuses it.
+"""
+
+import uuid
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any
+
+from polar.bridges.engines import Engines
+from polar.bridges.rollouts import Group, Rollouts
+from polar.bridges.settings import BridgeSettings, settings
+from polar.config import SamplingOverrides
+from polar.errors import ConfigError
+from polar.export.base import Item
+from polar.export.nemo_gym import response, verify_responses
+from polar.rollout.models import SessionResult
+from polar.trajectory.types import Trace
+from polar.types import Part, Reasoning, Text, ToolCall
+
+if TYPE_CHECKING:
+    from nemo_gym.base_responses_api_agent import SimpleResponsesAPIAgent
+
+Row = Mapping[str, Any]
+
+
+class Runs:
+    """What the agent server does, without the server: a row goes in, a verify response comes out."""
+
+    def __init__(self, source: BridgeSettings, *, resume: bool = False) -> None:
+        """`resume`: rows that say which rollout of which task they are find the session that ran for them before. For
+        a collection with a `name` of its own; a trainer's rows say the same in every step. Raises ConfigError."""
+        self.rollouts = Rollouts(source)
+        self._resume = resume
+
+    async def close(self) -> None:
+        await self.rollouts.close()
+
+    async def attach(self, urls: Sequence[str], version: int) -> None:
+        """The trainer's engines are Polar's from now on."""
+        await Engines(self.rollouts.client).attach(attachable(urls), version)
+
+    async def run(self, row: Row) -> dict[str, Any]:
+        """Raises ConfigError for a row that names no task, and ClientError."""
+        task = task_of(row)
+        group = await self.rollouts.group(
+            task, self._key(row), samples=1, sampling=sampling_of(row["responses_create_params"])
+        )
+        asked = dict(row["responses_create_params"])
+        if not group.items:
+            return {"responses_create_params": asked, **_failed(group)}
+        return {**one_run(group.items[0], group.results[0]), "responses_create_params": asked}
+
+    def _key(self, row: Row) -> str:
+        """Of a session: the trainer's own name for the rollout, where it has one."""
+        if "_ng_rollout_id" in row:
+            return str(row["_ng_rollout_id"])
+        if not self._resume:
+            return uuid.uuid4().hex
+        try:
+            return f"{row['_ng_task_index']}.{row['_ng_rollout_index']}"
+        except KeyError as missing:
+            raise ConfigError(f"A row without {missing} can't be resumed: set `resume: false`.") from None
+
+
+def one_run(item: Item, result: SessionResult) -> dict[str, Any]:
+    """A session as the verify response of one run."""
+    rows = verify_responses(item, replies(item, result))
+    task = item.session.metadata.get("task", item.group)
+    for row in rows:
+        row["polar"]["task"] = task
+    chosen = max(range(len(rows)), key=lambda index: _rank(item.trajectory.traces[index]))
+    return {
+        **rows[chosen],
+        "polar_others": rows[:chosen] + rows[chosen + 1 :],
+        "polar_traces": len(rows),
+        "polar_share": item.trajectory.traces[chosen].weight,
+    }
+
+
+def traces_of(run: Row) -> list[dict[str, Any]]:
+    """All traces of a session again, in its order, from the verify response of its run."""
+    alone = {name: value for name, value in run.items() if not name.startswith("polar_")}
+    return sorted([alone, *run["polar_others"]], key=lambda row: int(row["polar"]["trace"]))
+
+
+def replies(item: Item, result: SessionResult) -> dict[str, list[Part]]:
+    """What the model said in each call, as far as the messages of the result can be told apart."""
+    assert result.trajectory is not None
+    found: dict[str, list[Part]] = {}
+    for trace, told in zip(item.trajectory.traces, result.trajectory.traces, strict=True):
+        spoken = [message for message in told.response_messages or [] if message.get("role") == "assistant"]
+        if len(spoken) == len(trace.spans):  # not so where a harness rewrote its history on the way
+            found |= {span.exchange_id: _parts(one) for span, one in zip(trace.spans, spoken, strict=True)}
+    return found
+
+
+def agent_class() -> "type[SimpleResponsesAPIAgent]":
+    """The agent server's class, for an `app.py`."""
+    from fastapi import FastAPI
+    from nemo_gym.base_resources_server import BaseRunRequest, BaseVerifyResponse
+    from nemo_gym.base_responses_api_agent import BaseResponsesAPIAgentConfig, SimpleResponsesAPIAgent
+    from nemo_gym.openai_utils import NeMoGymResponse, NeMoGymResponseCreateParamsNonStreaming
+    from pydantic import ConfigDict, PrivateAttr
+
+    class PolarAgentConfig(BaseResponsesAPIAgentConfig):
+        polar: dict[str, Any] | str | None = None  # as `polar.bridges.settings` takes it
+        resume: bool = False  # as `Runs` has it
+        engines: list[str] | str | None = None  # `${policy_base_url}`: NeMo RL's own engines are Polar's
+        version: int = 0  # of the engines' weights at the start
+
+    class RunRequest(BaseRunRequest):
+        model_config = ConfigDict(extra="allow")
+
+    class VerifyResponse(BaseVerifyResponse):
+        model_config = ConfigDict(extra="allow")
+
+    class PolarAgent(SimpleResponsesAPIAgent):
+        config: PolarAgentConfig
+        _runs: Runs = PrivateAttr()
+
+        def setup_webserver(self) -> FastAPI:
+            self._runs = Runs(settings(self.config.polar), resume=self.config.resume)
+            app = super().setup_webserver()
+            inner = app.router.lifespan_context
+
+            @asynccontextmanager
+            async def lifespan(app: FastAPI) -> AsyncIterator[Any]:
+                engines = self.config.engines
+                if engines:
+                    await self._runs.attach([engines] if isinstance(engines, str) else engines, self.config.version)
+                async with inner(app) as state:
+                    yield state
+                await self._runs.close()
+
+            app.router.lifespan_context = lifespan
+            return app
+
+        async def run(self, body: RunRequest) -> VerifyResponse:
+            row = body.model_dump(exclude_unset=True)
+            return VerifyResponse.model_validate(await self._runs.run(row))
+
+        async def responses(self, body: NeMoGymResponseCreateParamsNonStreaming) -> NeMoGymResponse:
+            """The same, where nobody asks for the reward: the task is named in `metadata`."""
+            asked = body.model_dump(exclude_unset=True)
+            row = {**(asked.get("metadata") or {}), "responses_create_params": asked}
+            return NeMoGymResponse.model_validate((await self._runs.run(row))["response"])
+
+    return PolarAgent
+
+
+def task_of(row: Row) -> str:
+    named = row.get("task_id")
+    if not isinstance(named, str):
+        raise ConfigError(f"A row of data names its task as `task_id`, a string: this one has {sorted(row)}.")
+    return named
+
+
+def sampling_of(asked: Row) -> SamplingOverrides:
+    """What the parameters of a response say of it."""
+    return SamplingOverrides(
+        temperature=asked.get("temperature"), top_p=asked.get("top_p"), max_tokens=asked.get("max_output_tokens")
+    )
+
+
+def attachable(urls: Sequence[str]) -> list[str]:
+    """Engines as NeMo RL lists them, with the `/v1` of OpenAI's API, as Polar does."""
+    return [url.removesuffix("/").removesuffix("/v1") for url in urls]
+
+
+def _failed(group: Group) -> dict[str, Any]:
+    (reason,) = group.left_out
+    return {
+        "response": response(f"resp_{group.name}", 0.0, "polar", [], complete=False),
+        "reward": 0.0,
+        "polar": {"task": group.task, "task_id": group.name, "reason": reason},
+        "_ng_failure_class": reason,
+    }
+
+
+def _rank(trace: Trace) -> tuple[bool, float]:
+    return trace.role == "main", trace.weight
+
+
+def _parts(message: Row) -> list[Part]:
+    """Of a message as OpenAI's chat API spells it."""
+    parts: list[Part] = []
+    if thought := message.get("reasoning_content"):
+        parts.append(Reasoning(thought))
+    if isinstance(text := message.get("content"), str) and text:
+        parts.append(Text(text))
+    for call in message.get("tool_calls") or []:
+        function = call.get("function") or call.get("custom") or {}
+        arguments = function.get("arguments", function.get("input", ""))
+        parts.append(ToolCall(call["id"], function["name"], arguments))
+    return parts

@@ -1,0 +1,259 @@
+"""NeMo RL: sessions of Polar as its batches, all traces of each; by the contract of its sources, which no package has.
+
+Two ways. Without this module, NeMo RL's own loop asks the agent server of `polar.bridges.nemo_gym`, and takes one
+trace of each session. With it, a launch script has these lines before NeMo RL's own, and every trace trains:
+
+    from nemo_rl.algorithms import grpo
+    from polar.bridges.bridge import Bridge
+    from polar.bridges.nemo_rl import NemoRl
+
+    polar = NemoRl.of(Bridge("polar.toml"), master_config, step=grpo_state["total_steps"])
+    grpo.run_nemo_gym_rollout_sync = polar.rollout  # run_async_nemo_gym_rollout, where that is not a generator yet
+    grpo.refit_policy_generation = polar.refitting(grpo.refit_policy_generation)
+    grpo.GRPOAdvantageEstimator = polar.by_session(grpo.GRPOAdvantageEstimator)
+
+A row's `extra_env_info` is that of NeMo Gym, with a `task_id`. All rows of one task are one group.
+
+Who divides: NeMo RL. With `loss_fn.token_level_loss: true` tokens count, not rows, and splitting a session changes
+nothing: every row has `loss_multiplier` 1. Without it rows count, each with its mean over tokens: then a row's
+`loss_multiplier` is its `weight`, and a session is one row's worth however it was split. `NemoRl.of` reads which, and
+refuses what goes by rows in other ways: ratios over sequences, dynamic sampling, advantages other than GRPO's.
+
+NeMo RL makes one optimizer step of `train_global_batch_size` rows: so there are always that many, the last of them
+empty and without loss. Set it to more than sessions give traces.
+
+What is left out: policy versions, which NeMo RL has no field for. Sessions without a reward are missing in their group,
+and counted in the metrics.
+"""
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
+
+from msgspec import Struct
+
+from polar.bridges.bridge import Bridge
+from polar.bridges.nemo_gym import Row, attachable, one_run, sampling_of, task_of, traces_of
+from polar.bridges.rollouts import Group
+from polar.errors import ConfigError, PolarError
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+SESSION, GROUP = "polar_session", "polar_group"
+"""Of each row, what it is a trace of, and what that is a sample of. An empty row has -1."""
+
+
+_ALLOWED = {
+    "grpo.adv_estimator.name": "grpo",
+    "grpo.use_dynamic_sampling": False,
+    "loss_fn.sequence_level_importance_ratios": False,
+}
+
+
+class NothingToTrain(PolarError):
+    """No session of a step can be trained on."""
+
+
+class RolloutResult(Struct):
+    """What NeMo RL reads of a rollout."""
+
+    input_ids: Any
+    final_batch: Any
+    rollout_metrics: dict[str, Any]
+
+
+class NemoRl:
+    """One for each training run."""
+
+    def __init__(self, bridge: Bridge, *, rows: int, step: int = 0, token_level: bool = True) -> None:
+        """`rows` is `train_global_batch_size`, `step` where training goes on: who goes on from a checkpoint gets the
+        sessions that had run when it broke off."""
+        self.version = step
+        self._bridge = bridge
+        self._rows = rows
+        self._token_level = token_level
+        self._asked = 0  # since the weights changed
+
+    @classmethod
+    def of(cls, bridge: Bridge, config: Any, *, step: int = 0) -> "NemoRl":
+        """By NeMo RL's own configuration. Raises ConfigError for what would depend on how sessions are split."""
+        for path, allowed in _ALLOWED.items():
+            found = _setting(config, path)
+            if found not in (None, allowed):
+                raise ConfigError(
+                    f"{path} is {found!r}, which goes by rows and not by sessions: set it to {allowed!r}."
+                )
+        rows = _setting(config, "policy.train_global_batch_size")
+        return cls(bridge, rows=rows, step=step, token_level=bool(_setting(config, "loss_fn.token_level_loss")))
+
+    def attach(self, policy_generation: Any) -> None:
+        """Its engines are Polar's from now on."""
+        urls = attachable(policy_generation.dp_openai_server_base_urls)
+        self._bridge.run(self._bridge.engines.attach(urls, self.version))
+
+    def refitting(self, refit: Callable[P, T]) -> Callable[P, T]:
+        """Generation stands still while the weights change, and Polar learns that they did."""
+
+        @wraps(refit)
+        def refitted(*args: P.args, **kwargs: P.kwargs) -> T:
+            self._bridge.run(self._bridge.engines.stop())
+            done = refit(*args, **kwargs)
+            self.version += 1
+            self._asked = 0
+            self._bridge.run(self._bridge.engines.go_on(self.version))
+            return done
+
+        return refitted
+
+    def rollout(
+        self, *, input_batch: Mapping[str, Any], tokenizer: Any, generation_config: Mapping[str, Any], **_: Any
+    ) -> RolloutResult:
+        """In place of NeMo RL's rollouts with the Gym. Raises NothingToTrain, ConfigError and ClientError."""
+        from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+
+        groups = self.groups(input_batch["extra_env_info"], generation_config)
+        fields = self.batch(groups)
+        prompts = [log[0]["token_ids"] for log in fields["message_log"]]
+        return RolloutResult(padded(prompts, tokenizer.pad_token_id), BatchedDataDict(fields), metrics(groups))
+
+    def groups(self, rows: Sequence[Row], generation: Mapping[str, Any]) -> list[Group]:
+        """One for each task that the rows name, of as many sessions as there are rows of it."""
+        names = {
+            "temperature": generation.get("temperature"),
+            "top_p": generation.get("top_p"),
+            "max_output_tokens": generation.get("max_new_tokens"),
+        }
+        sampling = sampling_of(names)
+        wanted = Counter(task_of(row) for row in rows)
+        key = f"{self.version}.{self._asked}"
+        self._asked += 1
+
+        async def ask() -> list[Group]:
+            rollouts = self._bridge.rollouts
+            asked = (rollouts.group(task, key, samples=count, sampling=sampling) for task, count in wanted.items())
+            return list(await asyncio.gather(*asked))
+
+        return self._bridge.run(ask())
+
+    def batch(self, groups: Sequence[Group]) -> dict[str, Any]:
+        """As `batch`, of `rows` rows."""
+        runs = [one_run(*pair) for group in groups for pair in zip(group.items, group.results, strict=True)]
+        if not runs:
+            why = sum((group.left_out for group in groups), Counter[str]())
+            raise NothingToTrain(f"None of {why.total()} sessions can be trained on: {dict(why)}. See `polar status`.")
+        return batch(runs, rows=self._rows, token_level=self._token_level)
+
+    def by_session(self, estimator: Callable[P, Any]) -> Callable[P, "BySession"]:
+        """NeMo RL's class of GRPO's advantages, over sessions instead of rows."""
+
+        @wraps(estimator)
+        def made(*args: P.args, **kwargs: P.kwargs) -> BySession:
+            return BySession(estimator(*args, **kwargs))
+
+        return made
+
+
+class BySession:
+    """GRPO's advantages, once for each session, and the same for all its rows. NeMo RL would compare rows by their
+    prompts, which differ between the traces of one session."""
+
+    def __init__(self, estimator: Any) -> None:
+        self._estimator = estimator
+
+    def compute_advantage(
+        self, prompt_ids: Any, rewards: Any, mask: Any, repeated_batch: Mapping[str, Any], **_: Any
+    ) -> Any:
+        """Raises ConfigError where the loop does not hand on what `batch` made."""
+        import torch
+
+        if SESSION not in repeated_batch:
+            raise ConfigError(f"This loop hands its advantages no {SESSION}: use NeMo RL's `grpo_train`.")
+        sessions, groups = repeated_batch[SESSION].tolist(), repeated_batch[GROUP]
+        first = {session: row for row, session in reversed(list(enumerate(sessions))) if session >= 0}
+        order = {session: place for place, session in enumerate(first)}
+        chosen = torch.tensor(list(first.values()))
+        names = groups[chosen].reshape(-1, *[1] * (prompt_ids.dim() - 1))
+        alone = self._estimator.compute_advantage(prompt_ids=names, rewards=rewards[chosen], mask=mask[chosen, :1])
+        each = torch.cat([alone[:, 0], alone.new_zeros(1)])  # the last is of empty rows
+        return each[torch.tensor([order.get(session, -1) for session in sessions])].unsqueeze(-1).expand(mask.shape)
+
+
+def batch(runs: Sequence[Row], *, rows: int, token_level: bool = True) -> dict[str, Any]:
+    """NeMo RL's fields of a rollout batch, with a row for each trace, from verify responses of sessions. Raises
+    ConfigError where there are more traces than rows."""
+    import torch
+
+    traces = [(index, row) for index, run in enumerate(runs) for row in traces_of(run)]
+    if len(traces) > rows:
+        raise ConfigError(
+            f"{len(runs)} sessions have {len(traces)} traces, which don't fit into policy.train_global_batch_size "
+            f"({rows}): raise it, so that they are one optimizer step."
+        )
+    tasks = list(dict.fromkeys(row["polar"]["task"] for _, row in traces))
+    empty = rows - len(traces)
+    logs = [message_log(row) for _, row in traces] + [_empty() for _ in range(empty)]
+    weights = [1.0 if token_level else row["polar"]["weight"] for _, row in traces]
+    return {
+        "message_log": logs,
+        "length": torch.tensor([len(log[0]["token_ids"]) for log in logs]),
+        "loss_multiplier": torch.tensor(weights + [0.0] * empty),
+        "total_reward": torch.tensor([float(row["reward"]) for _, row in traces] + [0.0] * empty),
+        "truncated": torch.tensor([row["response"]["status"] == "incomplete" for _, row in traces] + [False] * empty),
+        SESSION: torch.tensor([index for index, _ in traces] + [-1] * empty),
+        GROUP: torch.tensor([tasks.index(row["polar"]["task"]) for _, row in traces] + [-1] * empty),
+    }
+
+
+def message_log(row: Row) -> list[dict[str, Any]]:
+    """Of one verify response: what is new in each prompt, and what was sampled behind it."""
+    import torch
+
+    log: list[dict[str, Any]] = []
+    seen = 0
+    for item in row["response"]["output"]:
+        if not item.get("generation_token_ids"):
+            continue
+        prompt, sampled = item["prompt_token_ids"], item["generation_token_ids"]
+        logprobs = torch.tensor(item["generation_log_probs"], dtype=torch.float32)
+        log.append({"role": "user", "content": "", "token_ids": torch.tensor(prompt[seen:])})
+        spoken = {"role": "assistant", "content": "", "token_ids": torch.tensor(sampled)}
+        log.append(spoken | {"generation_logprobs": logprobs})
+        seen = len(prompt) + len(sampled)
+    return log
+
+
+def metrics(groups: Sequence[Group]) -> dict[str, Any]:
+    items = [item for group in groups for item in group.items]
+    sampled = sum(item.trajectory.tokens.trainable for item in items)
+    left_out = sum((group.left_out for group in groups), Counter[str]())
+    return {
+        "mean_gen_tokens_per_sample": sampled / max(len(items), 1),
+        "polar/sessions": len(items),
+        "polar/traces": sum(len(item.trajectory.traces) for item in items),
+        **{f"polar/left_out/{reason}": count for reason, count in left_out.items()},
+    }
+
+
+def padded(rows: Sequence[Any], value: int) -> Any:
+    """Of different lengths, as one tensor."""
+    import torch
+
+    return torch.nn.utils.rnn.pad_sequence(list(rows), batch_first=True, padding_value=value)
+
+
+def _setting(config: Any, path: str) -> Any:
+    """Of tables or objects, whichever NeMo RL's version has."""
+    for name in path.split("."):
+        config = config.get(name) if isinstance(config, Mapping) else getattr(config, name, None)
+    return config
+
+
+def _empty() -> list[dict[str, Any]]:
+    import torch
+
+    token = torch.tensor([0])
+    sampled = {"role": "assistant", "content": "", "token_ids": token, "generation_logprobs": torch.tensor([0.0])}
+    return [{"role": "user", "content": "", "token_ids": token}, sampled]

@@ -1,0 +1,347 @@
+"""slime and Miles: their rollout function, and rewards that are normalised by session.
+
+    --rollout-function-path polar.bridges.slime.generate_rollout
+    --custom-reward-post-process-path polar.bridges.slime.normalise
+    --custom-config-path polar.yaml       # polar: {server: "http://...", tasks: [tasks/], name: run-7, max_lag: 1}
+    --prompt-data tasks.jsonl --input-key task_id
+    --rollout-batch-size 32 --n-samples-per-prompt 8 --global-batch-size 256
+    --use-tis                             # where max_lag is not 0: corrects for the policy that sampled
+
+A row of the data names a task, in `metadata["task_id"]`, its label or its prompt. A group is a prompt, a session one of
+its samples, and a trace a `Sample`; traces of a session share a `rollout_id`.
+
+Who divides: the trainer, by the mask sum of the whole rollout, so a session counts once however many traces it has;
+`weight` is not applied again. Miles up to 0.0.2 knows no `rollout_id`, and takes the mean over samples. There
+`normalise` puts a trace's share of its session, and the number of rows, into its advantage, which comes to the same
+(for the policy's loss: terms of KL and entropy stay means over samples). It has to see all rows in one step for that,
+so --use-dynamic-global-batch-size must be set; without it sessions of several traces are refused.
+
+Asynchronous: up to `max_lag` rollouts' worth of groups are on their way while one is returned. A session whose oldest
+token is older than `max_lag` rollouts is left out, as is one that has no reward or nothing to train. Where all sessions
+of a group are, the group is taken anew, twice at most. What is missing of a group is stood in for by samples that train
+nothing (`remove_sample`): these trainers count rollouts.
+
+Versions are rollouts: the engines' weights when `generate_rollout(rollout_id)` is called are version `rollout_id`.
+Generation stands still from its return until the next call, since that is when these trainers load weights. Groups on
+their way are kept in the data source's metadata, and so in its checkpoint: whoever goes on from there gets the same.
+
+What is left out: rewards of single turns (advantages are one number a sample here); and token texts, which don't train.
+"""
+
+import asyncio
+import atexit
+import sys
+import threading
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from importlib import import_module
+from typing import Any
+
+import aiohttp
+from msgspec import Struct
+
+from polar.bridges.advantages import over_sessions
+from polar.bridges.bridge import Bridge
+from polar.bridges.rollouts import Group
+from polar.bridges.slime_samples import padded, samples_of, session_of, shares
+from polar.config import SamplingOverrides
+from polar.errors import ConfigError, PolarError
+from polar.export.base import Item, versions
+
+_TRIES = 3  # times that a group is asked for, before another takes its place
+_RELATIVE = frozenset(("grpo", "gspo", "cispo", "reinforce_plus_plus_baseline"))  # to the group's mean
+_SCALED = _RELATIVE - {"reinforce_plus_plus_baseline"}
+_OURS = "polar_on_their_way"  # among the data source's metadata
+_REFUSED = {
+    "custom_generate_function_path": "the harness generates",
+    "custom_rm_path": "sessions are graded by their task's evaluator",
+    "group_rm": "sessions are graded by their task's evaluator",
+    "partial_rollout": "set max_lag in the bridge's settings instead",
+    "rollout_sample_filter_path": "use --dynamic-sampling-filter-path",
+    "rollout_all_samples_process_path": "there is no call for it",
+}
+
+
+class NothingToTrain(PolarError):
+    """Group after group came back without a session that can be trained on."""
+
+
+def generate_rollout(args: Any, rollout_id: int, data_source: Any, evaluation: bool = False) -> Any:
+    """What `--rollout-function-path` names; also for evaluation. Raises ConfigError, ClientError, NothingToTrain."""
+    run = _run(args)
+    types = import_module(f"{_trainer()}.rollout.base_types")
+    if evaluation:
+        data, metrics = run.bridge.run(run.evaluated(rollout_id))
+        return types.RolloutFnEvalOutput(data=data, metrics=metrics)
+    samples, metrics = run.bridge.run(run.rollout(rollout_id, data_source))
+    return types.RolloutFnTrainOutput(samples=samples, metrics=metrics)
+
+
+def normalise(args: Any, samples: list[Any]) -> tuple[list[float], list[float]]:
+    """What `--custom-reward-post-process-path` names: raw rewards, and those that become advantages. A group's mean and
+    deviation are over its sessions, however many samples each has."""
+    raw = [float(sample.get_reward_value(args)) for sample in samples]
+    rewards = [0.0 if sample.remove_sample else reward for sample, reward in zip(samples, raw, strict=True)]
+    if args.advantage_estimator in _RELATIVE and args.rewards_normalization:
+        scale = args.advantage_estimator in _SCALED and args.grpo_std_normalization
+        groups: dict[Any, dict[str, float]] = {}
+        for sample, reward in zip(samples, raw, strict=True):
+            if not sample.remove_sample:
+                groups.setdefault(sample.group_index, {})[session_of(sample)] = reward
+        of = {
+            session: advantage
+            for group in groups.values()
+            for session, advantage in zip(group, over_sessions(list(group.values()), scale=scale), strict=True)
+        }
+        rewards = [0.0 if sample.remove_sample else of[session_of(sample)] for sample in samples]
+    factors = shares(args, samples)
+    return raw, [reward * factor for reward, factor in zip(rewards, factors, strict=True)]
+
+
+def close() -> None:
+    """Ends this process's bridge. Groups on their way run on, and are found by whoever asks for them again."""
+    global _current
+    with _lock:
+        run, _current = _current, None
+    if run is not None:
+        run.bridge.close()
+
+
+class _Flight(Struct):
+    """A group on its way."""
+
+    task: str
+    given: list[Any]  # the trainer's samples, one for each session
+    tries: int
+    group: asyncio.Future[Group]
+
+
+class _Run:
+    """What one training run has on its way. All of it happens in the bridge's loop."""
+
+    def __init__(self, args: Any) -> None:
+        for name, why in _REFUSED.items():
+            if getattr(args, name, None):
+                raise ConfigError(f"--{name.replace('_', '-')} can't be used with Polar's rollouts: {why}.")
+        relative = args.advantage_estimator in _RELATIVE and args.rewards_normalization
+        if relative and not args.custom_reward_post_process_path:
+            raise ConfigError(
+                "Rewards would be normalised by position: set --custom-reward-post-process-path "
+                "polar.bridges.slime.normalise."
+            )
+        self.args = args
+        self.bridge = Bridge(getattr(args, "polar", None))
+        self.lag = self.bridge.rollouts.settings.max_lag
+        self.flights: list[_Flight] = []
+        self.newest: int | None = None  # the rollout that was asked for last
+
+    async def rollout(self, rollout_id: int, source: Any) -> tuple[list[list[list[Any]]], dict[str, float]]:
+        """Samples by group and session."""
+        wanted = int(self.args.rollout_batch_size)
+        await self._engines_at(rollout_id)
+        if self.newest is None:
+            self._find_again(source)
+        self.newest = rollout_id
+        kept: list[tuple[_Flight, list[list[Any]]]] = []
+        counts: Counter[str] = Counter()
+        while len(kept) < wanted:
+            self._send(source, wanted * (1 + (self.lag or 0)) - len(kept))
+            for flight in await self._landed(wanted - len(kept)):
+                items, left_out = self._usable(flight.group.result(), rollout_id)
+                counts.update({f"polar/left_out/{reason}": number for reason, number in left_out.items()})
+                if not items:
+                    self._again(flight, counts)
+                elif self._interesting(made := samples_of(self.args, flight.given, items)):
+                    kept.append((flight, made))
+                    counts["polar/sessions"] += len(items)
+                else:
+                    counts["polar/groups_filtered"] += 1
+        self._remember(source)
+        await self.bridge.engines.stop("drain")
+        kept.sort(key=lambda one: int(one[0].given[0].index))
+        samples = [made for _, made in kept]
+        return padded(self.args, samples), {name: float(number) for name, number in counts.items()}
+
+    async def evaluated(self, rollout_id: int) -> tuple[dict[str, dict[str, list[Any]]], dict[str, float]]:
+        """Each session of the sets of `--eval-prompt-data` once, as its last sample. Sessions without a reward are left
+        out, and counted."""
+        await self._engines_at(rollout_id if self.newest is None else self.newest + 1)
+        data: dict[str, dict[str, list[Any]]] = {}
+        counts: Counter[str] = Counter()
+        for named in self.args.eval_datasets or []:
+            given = list(_rows(named))
+            sampling = _sampling(named.temperature, named.top_p, named.top_k)
+            groups = await asyncio.gather(
+                *(
+                    self.bridge.rollouts.group(
+                        self._task(sample),
+                        f"eval-{rollout_id}/{named.name}.{place}",
+                        samples=named.n_samples_per_eval_prompt,
+                        sampling=sampling,
+                    )
+                    for place, sample in enumerate(given)
+                )
+            )
+            last = []
+            for sample, group in zip(given, groups, strict=True):
+                places = [sample] * len(group.items)
+                last += [made[-1] for made in (samples_of(self.args, places, group.items) if places else [])]
+                counts.update({f"eval/{named.name}/left_out/{why}": number for why, number in group.left_out.items()})
+            if not last:
+                raise NothingToTrain(f"No session of the set {named.name!r} has a reward: {dict(counts)}.")
+            truncated = [sample.status.value == "truncated" for sample in last]
+            rewards = [sample.metadata["reward"] for sample in last]
+            data[named.name] = {"rewards": rewards, "truncated": truncated, "samples": last}
+        return data, {name: float(number) for name, number in counts.items()}
+
+    async def _engines_at(self, version: int) -> None:
+        """The trainer's engines are Polar's, and go on with the weights that they have now."""
+        if getattr(self.args, "sglang_router_ip", None):
+            await self.bridge.engines.attach(await _workers(self.args), version)
+        await self.bridge.engines.go_on(version)
+
+    def _send(self, source: Any, number: int) -> None:
+        """So many groups are on their way."""
+        while len(self.flights) < number:
+            (given,) = source.get_samples(1)
+            if any(sample.group_index is None or sample.index is None for sample in given):
+                raise ConfigError(
+                    "The data source numbers neither groups nor samples: sessions are found by these numbers."
+                )
+            self._launch(self._task(given[0]), given)
+
+    def _launch(self, task: str, given: list[Any], tries: int = 0) -> None:
+        key = str(given[0].group_index) + (f".{tries}" if tries else "")
+        args = self.args
+        sampling = _sampling(args.rollout_temperature, args.rollout_top_p, args.rollout_top_k)
+        work = self.bridge.rollouts.group(task, key, samples=len(given), sampling=sampling)
+        self.flights.append(_Flight(task, given, tries, asyncio.ensure_future(work)))
+
+    async def _landed(self, most: int) -> list[_Flight]:
+        """At least one that has come back."""
+        await asyncio.wait([flight.group for flight in self.flights], return_when=asyncio.FIRST_COMPLETED)
+        found = [flight for flight in self.flights if flight.group.done()][:most]
+        for flight in found:
+            self.flights.remove(flight)
+        return found
+
+    def _usable(self, group: Group, rollout_id: int) -> tuple[list[Item], Counter[str]]:
+        """Of a group that may have waited for its turn."""
+        left_out = Counter(group.left_out)
+        items = []
+        for item in group.items:
+            first = min((version for trace in item.trajectory.traces for version in versions(trace)), default=None)
+            if self.lag is not None and first is not None and rollout_id - first > self.lag:
+                left_out["stale"] += 1
+            else:
+                items.append(item)
+        return items, left_out
+
+    def _again(self, flight: _Flight, counts: Counter[str]) -> None:
+        if flight.tries + 1 < _TRIES:
+            counts["polar/groups_again"] += 1
+            self._launch(flight.task, flight.given, flight.tries + 1)
+            return
+        counts["polar/groups_given_up"] += 1
+        if counts["polar/groups_given_up"] >= max(2, self.args.rollout_batch_size):
+            reasons = {name.rpartition("/")[2]: number for name, number in counts.items() if "left_out" in name}
+            raise NothingToTrain(
+                f"{counts['polar/groups_given_up']} groups of this rollout had no session to train on, though each was "
+                f"asked for {_TRIES} times ({reasons}): look at their sessions (`polar show`)."
+            )
+
+    def _interesting(self, sessions: list[list[Any]]) -> bool:
+        """As --dynamic-sampling-filter-path says."""
+        path = getattr(self.args, "dynamic_sampling_filter_path", None)
+        if path is None:
+            return True
+        module, _, name = path.rpartition(".")
+        found = getattr(import_module(module), name)(self.args, [sample for session in sessions for sample in session])
+        return bool(getattr(found, "keep", found))
+
+    def _task(self, sample: Any) -> str:
+        return task_of(sample, self.bridge.rollouts.tasks)
+
+    def _remember(self, source: Any) -> None:
+        if hasattr(source, "update_metadata"):
+            flights = [[flight.tries, [sample.to_dict() for sample in flight.given]] for flight in self.flights]
+            source.update_metadata({_OURS: flights})
+
+    def _find_again(self, source: Any) -> None:
+        """Groups that an earlier process had taken from the data, and had on their way when it was saved."""
+        if hasattr(source, "get_metadata"):
+            kind = import_module(f"{_trainer()}.utils.types").Sample
+            for tries, fields in source.get_metadata().get(_OURS, []):
+                given = [kind.from_dict(one) for one in fields]
+                self._launch(self._task(given[0]), given, tries)
+
+
+def task_of(sample: Any, tasks: Mapping[str, Any]) -> str:
+    """The task that a sample of the trainer's data names. Raises ConfigError."""
+    told = [(sample.metadata or {}).get("task_id"), sample.label, sample.prompt]
+    for name in told:
+        if isinstance(name, str) and name in tasks:
+            return name
+    some = ", ".join(sorted(tasks)[:3])
+    raise ConfigError(
+        f"A row of the trainer's data names no task: neither metadata['task_id'], nor its label, nor its prompt is one "
+        f"({told}); tasks are {some}, for example."
+    )
+
+
+def _rows(named: Any) -> Iterator[Any]:
+    """Samples of a set to evaluate on."""
+    name = _trainer()
+    read = import_module(f"{name}.utils.data").read_file
+    kind = import_module(f"{name}.utils.types").Sample
+    for index, row in enumerate(read(named.path)):
+        label = row.get(named.label_key) if named.label_key else None
+        metadata = row.get(named.metadata_key) if named.metadata_key else None
+        yield kind(index=index, prompt=row.get(named.input_key, ""), label=label, metadata=metadata or {})
+
+
+def _sampling(temperature: float | None, top_p: float | None, top_k: int | None) -> SamplingOverrides:
+    """Their top_k of -1 is our 0: all tokens."""
+    return SamplingOverrides(temperature=temperature, top_p=top_p, top_k=None if top_k is None else max(top_k, 0))
+
+
+async def _workers(args: Any) -> list[str]:
+    """The engines behind the trainer's router: Polar keeps a session at one engine by itself. Engines that share the
+    work of one call (prefill and decode) are reached through the router alone."""
+    router = f"http://{args.sglang_router_ip}:{args.sglang_router_port}"
+    async with aiohttp.ClientSession() as http:
+        try:
+            async with http.get(f"{router}/workers") as answer:
+                if answer.status != 404:
+                    answer.raise_for_status()
+                    workers = (await answer.json())["workers"]
+                    whole = all(worker.get("worker_type", "regular") == "regular" for worker in workers)
+                    return [worker["url"] for worker in workers] if whole else [router]
+            async with http.get(f"{router}/list_workers") as answer:  # routers up to 0.2.1
+                answer.raise_for_status()
+                return list((await answer.json())["urls"])
+        except aiohttp.ClientError as error:
+            raise ConfigError(f"The trainer's router at {router} does not tell its engines: {error}.") from error
+
+
+def _trainer() -> str:
+    """Whose process this is."""
+    for name in ("slime", "miles"):
+        if f"{name}.utils.types" in sys.modules:
+            return name
+    raise ConfigError("Neither slime nor Miles has called: this is their --rollout-function-path.")
+
+
+def _run(args: Any) -> _Run:
+    global _current
+    with _lock:
+        if _current is None:
+            _current = _Run(args)
+        return _current
+
+
+_lock = threading.Lock()
+_current: _Run | None = None
+"""One for a process: a trainer's rollout function is called by name, and keeps nothing between calls."""
+
+atexit.register(close)

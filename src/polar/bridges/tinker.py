@@ -1,0 +1,96 @@
+"""Tinker: groups of sessions as `Datum`s for `forward_backward`.
+
+    from polar.bridges.tinker import Tinker
+
+    with Tinker("polar.toml") as polar:
+        for step in range(100):
+            batch = polar.batch(tasks, step)                                      # names of tasks
+            training_client.forward_backward(batch.datums, loss_fn="importance_sampling").result()
+            training_client.optim_step(types.AdamParams(learning_rate=1e-5)).result()
+            with polar.updating(step + 1):
+                ...                                                               # your engine loads the new weights
+
+Who divides: nobody at Tinker, whose losses are sums over tokens. So the bridge does: an advantage is the session's,
+over its group, divided by the session's trainable tokens and by the batch's sessions. That is `weight` applied, once:
+the loss is the mean over sessions of the mean over their tokens, however many traces a session has. With `per_token` it
+is divided by all trainable tokens of the batch instead.
+
+Tinker's models have no address that Polar could attach. What samples is an engine of your own, with the weights of each
+step: load them within `polar.updating(version)`.
+
+What is left out: rewards of single turns; and a trace without a prompt, which has no input for its first token.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from msgspec import Struct, field
+
+from polar.bridges.advantages import over_sessions
+from polar.bridges.bridge import Bridge
+from polar.bridges.rollouts import Group
+from polar.bridges.settings import BridgeSettings
+from polar.export.tinker import Tinker as Exporter
+from polar.export.tinker import to_datum
+
+
+class Batch(Struct):
+    """What a step trains on."""
+
+    datums: list[Any]
+    rewards: list[float]  # of all sessions
+    left_out: Counter[str] = field(default_factory=Counter)
+
+
+class Tinker:
+    """Use as a context manager, or close it."""
+
+    def __init__(self, source: BridgeSettings | Mapping[str, Any] | str | Path | None = None) -> None:
+        self.bridge = Bridge(source)
+
+    def __enter__(self) -> "Tinker":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self.bridge.close()
+
+    def batch(self, tasks: Iterable[str], step: int, *, samples: int | None = None, per_token: bool = False) -> Batch:
+        """Groups of these tasks at this step; asked again, the same sessions. Raises ConfigError, ClientError."""
+        return batch_of(self.bridge.groups(tasks, f"step-{step}", samples=samples), per_token=per_token)
+
+    @contextmanager
+    def updating(self, version: int) -> Iterator[None]:
+        """Generation stands still within, while an engine of your own gets the weights of `version`."""
+        self.bridge.run(self.bridge.engines.stop())
+        yield
+        self.bridge.run(self.bridge.engines.go_on(version))
+
+
+def batch_of(groups: Sequence[Group], *, per_token: bool = False) -> Batch:
+    """Of groups that are there already."""
+    left_out: Counter[str] = Counter()
+    for group in groups:
+        left_out.update(group.left_out)
+    sessions = sum(len(group.items) for group in groups)
+    trained = sum(_trainable(item) for group in groups for item in group.items)
+    datums = []
+    for group in groups:
+        for item, advantage in zip(group.items, over_sessions(group.rewards), strict=True):
+            divisor = trained if per_token else sessions * _trainable(item)
+            exporter = Exporter()
+            datums += [to_datum(row, advantage / divisor) for row in exporter.lines(item)]
+            left_out.update(exporter.left_out)
+    return Batch(datums, [reward for group in groups for reward in group.rewards], left_out)
+
+
+def _trainable(item: Any) -> int:
+    return sum(int(trace.loss_mask.sum()) for trace in item.trajectory.traces)

@@ -1,0 +1,174 @@
+"""TRL: Polar's sessions as the rollouts of GRPOTrainer, and of its asynchronous one.
+
+    from trl import GRPOConfig
+    from polar.bridges.trl import grpo_trainer
+
+    trainer = grpo_trainer(
+        {"server": "http://127.0.0.1:8080", "tasks": ["tasks.jsonl"]},  # or a TOML file
+        engine={"kind": "embedded"},  # gets the new weights after each step, and is probed
+        model="models/small",
+        args=GRPOConfig(output_dir="out", num_generations=8, per_device_train_batch_size=32),
+    )
+    trainer.train()
+
+`grpo_trainer` gives a GRPOTrainer whose rows name tasks by their task_id. It takes what GRPOTrainer takes.
+
+A session of several traces has several rows. TRL wants one completion a prompt, so a session's first trace stands where
+TRL expects the session, and the others behind them all. Rewards and advantages are TRL's own, by session; each row of a
+session then has the session's advantage.
+
+Who divides: TRL, by all tokens that train (`loss_type` "dapo", its default, or "cispo"), wherever they stand. So
+`weight` is not applied, and a session may be split as it likes. Losses that count rows, and ratios or masks of whole
+rows, are refused. The ratio is taken against the recorded log-probabilities; where a session has none, TRL computes its
+own.
+
+A session without a reward leaves its place to a row that trains nothing, and is left out of its group's mean.
+
+What TRL can't take: rewards of single turns, experts that were routed to, pictures. They are left out.
+"""
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from polar.bridges.bridge import Bridge
+from polar.bridges.rollouts import Group
+from polar.bridges.settings import BridgeSettings
+from polar.config import EngineSettings, SamplingOverrides
+from polar.errors import ConfigError
+from polar.export.base import Item
+from polar.export.trl import Trl, filler, rollout
+
+log = logging.getLogger(__name__)
+
+Source = BridgeSettings | Mapping[str, Any] | str | Path | None
+OWNER = "owner"
+"""Of each row, the place of its session among the prompts: what goes to PolarGRPOTrainer beside TRL's own keys."""
+
+
+def grpo_trainer(source: Source = None, *, engine: Mapping[str, Any] | None = None, **given: Any) -> Any:
+    """A GRPOTrainer over Polar's sessions; `source` are the bridge's settings, and the rest is GRPOTrainer's. `engine`
+    is the [engine] section of the service: the run's engines get the weights of each step. Without it, somebody else
+    gives them. Raises ConfigError."""
+    from polar.bridges.trl_trainers import PolarGRPOTrainer
+
+    return PolarGRPOTrainer(RolloutFunc(source), engine_settings(engine), **given)
+
+
+def async_grpo_trainer(source: Source = None, *, engine: Mapping[str, Any], **given: Any) -> Any:
+    """An AsyncGRPOTrainer over Polar's sessions, likewise: they run while it trains. Traces of a group share their
+    beginnings in its rows."""
+    from polar.bridges.trl_trainers import polar_async_grpo_trainer
+
+    settings = engine_settings(engine)
+    assert settings is not None
+    return polar_async_grpo_trainer(Bridge(source), settings, **given)
+
+
+def recorded_reward(completions: Sequence[Any], reward: Sequence[float | None], **_: Any) -> list[float | None]:
+    """What the sessions earned, for `reward_funcs`."""
+    assert len(completions) == len(reward)
+    return list(reward)
+
+
+class RolloutFunc:
+    """A `rollout_func`. In a GRPOTrainer that is not Polar's own, every session must be one trace."""
+
+    def __init__(self, source: Source = None) -> None:
+        """As `polar.bridges.settings` takes it. Raises ConfigError."""
+        self.bridge = Bridge(source)
+        self._calls: Counter[str] = Counter()
+
+    def rows(self) -> list[dict[str, str]]:
+        """A data set of all tasks."""
+        return [{"prompt": task} for task in self.bridge.rollouts.tasks]
+
+    def __call__(self, prompts: Sequence[Any], trainer: Any) -> dict[str, Any]:
+        """A group's sessions may be wanted by several processes: each asks for the group by its place in the whole
+        batch, and takes those that its own prompts stand for."""
+        mode = "train" if trainer.model.training else "eval"
+        size = trainer.num_generations if mode == "train" else trainer.num_generations_eval
+        first = trainer.accelerator.process_index * len(prompts)
+        places = [divmod(first + index, size) for index in range(len(prompts))]
+        wanted = {place: task_of(prompt) for (place, _), prompt in zip(places, prompts, strict=True)}
+        key = self._key(mode, trainer.state.global_step)
+        groups = self.bridge.run(self._groups(wanted, key, size, trainer.temperature))
+        sessions = [groups[place][sample] for place, sample in places]
+        return self._rollout(sessions, trainer)
+
+    def _key(self, mode: str, step: int) -> str:
+        """Of a call: the same when a trainer that has crashed goes on from this step."""
+        key = f"{mode}-{step}"
+        self._calls[key] += 1
+        return f"{key}.{self._calls[key]}"
+
+    async def _groups(
+        self, wanted: Mapping[int, str], key: str, size: int, temperature: float
+    ) -> dict[int, list[Item | None]]:
+        sampling = SamplingOverrides(temperature=temperature)
+        asked = (
+            self.bridge.rollouts.group(task, f"{key}.{place}", samples=size, sampling=sampling)
+            for place, task in wanted.items()
+        )
+        groups = dict(zip(wanted, await asyncio.gather(*asked), strict=True))
+        for group in groups.values():
+            check_temperature(group, temperature)
+        left_out = sum((group.left_out for group in groups.values()), Counter[str]())
+        if left_out:
+            log.warning("%s: %d sessions can't be trained on: %s", key, left_out.total(), dict(left_out))
+        return {place: [*group.items, *[None] * (size - len(group.items))] for place, group in groups.items()}
+
+    def _rollout(self, sessions: Sequence[Item | None], trainer: Any) -> dict[str, Any]:
+        lines = [[] if session is None else rows_of(session) for session in sessions]
+        like = next((row for rows in lines for row in rows), {})
+        empty = filler(like, trainer.processing_class.pad_token_id, "left_out")
+        made = [rows[0] if rows else empty for rows in lines]
+        owners = list(range(len(made)))
+        for place, rows in enumerate(lines):
+            made += rows[1:]
+            owners += [place] * len(rows[1:])
+        if not hasattr(trainer, "even_rows"):
+            if len(made) > len(sessions):
+                raise ConfigError(
+                    "A session has several traces, and TRL's GRPOTrainer takes one completion a prompt: make the "
+                    "trainer with polar.bridges.trl.grpo_trainer."
+                )
+            return rollout(made)
+        missing = trainer.even_rows(len(made)) - len(made)
+        return rollout([*made, *[empty] * missing]) | {OWNER: [*owners, *[0] * missing]}
+
+
+def engine_settings(table: Mapping[str, Any] | None) -> EngineSettings | None:
+    return None if table is None else EngineSettings.model_validate(table)
+
+
+def task_of(prompt: Any) -> str:
+    """A prompt is a task_id, or a conversation whose last message is one."""
+    return str(prompt if isinstance(prompt, str) else prompt[-1]["content"])
+
+
+def rows_of(session: Item) -> list[dict[str, Any]]:
+    return list(Trl().lines(session))
+
+
+def check_temperature(group: Group, temperature: float) -> None:
+    """Recorded log-probabilities are of logits that were divided by something, which must be the trainer's temperature.
+    Raises ConfigError."""
+    for trace in (trace for item in group.items for trace in item.trajectory.traces):
+        if trace.logprobs is not None and {trace.scales.get(name) for name in trace.exchange_ids} != {temperature}:
+            told = ", ".join(str(trace.scales.get(name)) for name in trace.exchange_ids)
+            raise ConfigError(
+                f"The trainer computes at temperature {temperature:g}, and the log-probabilities of {trace.session_id} "
+                f"are of temperature {told}: choose a temperature that engine and trainer share, such as 1."
+            )
+
+
+def advantages(rewards: Iterable[float]) -> list[float]:
+    """Of the sessions of a group, as TRL's asynchronous worker has them."""
+    earned = list(rewards)
+    mean = sum(earned) / len(earned)
+    deviation = (sum((one - mean) ** 2 for one in earned) / len(earned)) ** 0.5
+    return [(one - mean) / (deviation + 1e-8) for one in earned]

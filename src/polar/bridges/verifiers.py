@@ -1,0 +1,202 @@
+"""verifiers (0.4, its `v1` API) and prime-rl, which trains on it: an environment whose rollouts are sessions of Polar.
+
+A module of your own on the path, `polar_tasks.py`, has the plug-in's three classes, and its name is the taskset's id:
+
+    from polar.bridges.verifiers import plugin
+
+    PolarTaskset, PolarEnv, PolarHarness = plugin({"server": "http://127.0.0.1:8080", "tasks": ["tasks.jsonl"]})
+    __all__ = ["PolarTaskset", "PolarEnv", "PolarHarness"]
+
+    $ vf-eval polar-tasks -r 8                       # prime-rl: [[orchestrator.train.env]] taskset.id = "polar-tasks"
+
+A task of the taskset is one of Polar's. An episode is a session, and its one trace has a branch for each of Polar's:
+all of them train. Polar has the harness, the sandbox and the calls to the engine, so verifiers' own interception sees
+none of them; of its sampling, `temperature`, `top_p` and `max_tokens` count, and its client is not asked.
+
+Who divides: prime-rl, by the batch's tokens that train: splitting a session changes nothing, and `weight` is not
+applied. Advantages go by episode, which is a session: prime-rl's own algorithms are right as they are.
+
+What is left out: policy versions, which a node has no field for; they are in `trace.info["polar"]`. All tokens stand on
+sampled nodes, those of their context before them, as a call has them: who weighs observations by message (prime-rl's
+`echo`) finds no tokens there. A session without a reward is a failed rollout, with the reason. Retries are new
+sessions: an episode's id is its key.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from polar.bridges.rollouts import Rollouts
+from polar.bridges.settings import BridgeSettings, settings
+from polar.client.given import tasks_of
+from polar.config import SamplingOverrides
+from polar.export.base import Item, facts, needed, tokens
+from polar.rollout.models import SessionResult, TraceResult
+from polar.trajectory.types import Trace
+
+ChatMessage = Mapping[str, Any]
+"""As OpenAI's chat API spells it."""
+
+
+class Plugin(NamedTuple):
+    """verifiers' classes, in the order of what they are found by."""
+
+    taskset: type
+    env: type
+    harness: type
+
+
+def plugin(source: BridgeSettings | Mapping[str, Any] | str | Path | None = None) -> Plugin:
+    """`source` as `polar.bridges.settings` takes it. Raises ConfigError."""
+    import verifiers.v1 as vf
+    from verifiers.v1.graph import MessageNode
+    from verifiers.v1.trace import ModelCall
+
+    known = settings(source)
+    open_now: list[Rollouts] = []  # while the environment is served
+
+    class PolarTask(vf.Task[vf.TaskData, vf.State, vf.TaskConfig]):
+        @property
+        def key(self) -> str:
+            return str(self.data.id)
+
+        @vf.reward  # type: ignore[untyped-decorator]
+        async def earned(self, trace: vf.Trace) -> float:
+            return float(trace.info["polar"]["reward"])
+
+    class PolarTaskset(vf.Taskset[PolarTask, vf.TasksetConfig]):
+        def load(self) -> Iterator[PolarTask]:
+            for task in tasks_of(known.tasks, run=known.run):
+                yield PolarTask(vf.TaskData(id=task.task_id, prompt=task.instruction), self.config.task)
+
+    class PolarEnvConfig(vf.EnvConfig):
+        agent: vf.AgentConfig = vf.AgentConfig(runtime=vf.SubprocessConfig())  # nothing runs in it
+
+    class PolarEnv(vf.Env[PolarEnvConfig]):
+        async def run(self, task: Any, agents: Any) -> None:
+            await agents.agent.run(task)
+
+        async def start(self) -> None:
+            open_now.append(Rollouts(known))
+
+        async def stop(self) -> None:
+            while open_now:
+                await open_now.pop().close()
+
+    class PolarHarness(vf.Harness[vf.HarnessConfig]):
+        APPENDS_SYSTEM_PROMPT = True
+        EXECUTES_CODE = False  # not here: Polar's runtimes have the agent
+        NEEDS_CONTAINER = False
+
+        async def launch(
+            self, ctx: Any, trace: Any, runtime: Any, endpoint: str, secret: str, mcp_urls: Any, data: Any
+        ) -> Any:
+            del runtime, endpoint, secret, mcp_urls  # Polar has its own
+            sampling = _sampling(ctx.sampling)
+            group = await open_now[0].group(data.id, trace.id, samples=1, sampling=sampling)
+            if not group.items:
+                (reason,) = group.left_out
+                raise vf.HarnessError(f"Polar's session {group.name} can't be trained on: {reason}.")
+            (item,), (result,) = group.items, group.results
+            for place, node in enumerate(nodes(item, result)):
+                trace.nodes.append(MessageNode.model_validate(node))
+                if call := node.get("call"):
+                    trace.calls.append(ModelCall(node=place, model=ctx.model, **call))
+            trace.info["polar"] = info(item)
+            return vf.ProgramResult(exit_code=0, stdout="", stderr="")
+
+    return Plugin(PolarTaskset, PolarEnv, PolarHarness)
+
+
+def nodes(item: Item, result: SessionResult) -> list[dict[str, Any]]:
+    """A session as the fields of verifiers' message nodes: a chain from a root of its own for each trace. Those that
+    were sampled have a `call` besides, as the fields of its model calls."""
+    assert result.trajectory is not None
+    made: list[dict[str, Any]] = []
+    for trace, told in zip(item.trajectory.traces, result.trajectory.traces, strict=True):
+        made += _chain(trace, told, first=len(made))
+    return made
+
+
+def info(item: Item) -> dict[str, Any]:
+    """What nodes have no field for."""
+    return {
+        "session_id": item.session.session_id,
+        "reward": item.session.reward,
+        "traces": [facts(item, index, trace) for index, trace in enumerate(item.trajectory.traces)],
+    }
+
+
+def _chain(trace: Trace, told: TraceResult, *, first: int) -> list[dict[str, Any]]:
+    ids, recorded, begin = tokens(trace), needed(trace.logprobs), len(trace.prompt_ids)
+    chain: list[dict[str, Any]] = []
+
+    def add(message: dict[str, Any], **fields: Any) -> None:
+        parent = first + len(chain) - 1 if chain else None
+        chain.append({"parent": parent, "message": message, "sampled": False, **fields})
+
+    seen = 0
+    for span, (before, reply) in zip(trace.spans, _turns(told, len(trace.spans)), strict=True):
+        for one in before:
+            add(_message(one))
+        context, sampled = ids[seen : begin + span.start], ids[begin + span.start : begin + span.stop]
+        add(
+            _message(reply),
+            sampled=True,
+            token_ids=[*context.tolist(), *sampled.tolist()],
+            mask=[False] * len(context) + [True] * len(sampled),
+            logprobs=recorded[span.start : span.stop].tolist(),
+            call={"usage": {"prompt_tokens": begin + span.start, "completion_tokens": len(sampled)}},
+        )
+        seen = begin + span.stop
+    if trace.finish_reason in ("stop", "length", "tool_calls"):  # of the last call
+        chain[-1]["call"]["finish_reason"] = trace.finish_reason
+    return chain
+
+
+def _turns(told: TraceResult, calls: int) -> list[tuple[list[ChatMessage], ChatMessage]]:
+    """Of each call, what came before it and what it said; as far as that is known."""
+    turns: list[tuple[list[ChatMessage], ChatMessage]] = []
+    before: list[ChatMessage] = list(told.prompt_messages or [])
+    for message in told.response_messages or []:
+        if message["role"] == "assistant":
+            turns.append((before, message))
+            before = []
+        else:
+            before.append(message)
+    if len(turns) != calls:  # a harness rewrote its history on the way
+        return [([], {"role": "assistant", "content": ""})] * calls
+    return turns
+
+
+def _message(chat: ChatMessage) -> dict[str, Any]:
+    """As verifiers has it."""
+    content = chat.get("content")
+    match chat["role"]:
+        case "assistant":
+            calls = [_call(call) for call in chat.get("tool_calls") or []]
+            thought = chat.get("reasoning_content")
+            return {"role": "assistant", "content": content, "reasoning_content": thought, "tool_calls": calls or None}
+        case "tool":
+            return {"role": "tool", "tool_call_id": chat.get("tool_call_id", ""), "content": _content(content)}
+        case "user":
+            return {"role": "user", "content": _content(content)}
+        case _:
+            return {"role": "system", "content": _content(content)}
+
+
+def _call(call: Mapping[str, Any]) -> dict[str, Any]:
+    kind = call.get("type", "function")
+    said = call[kind]
+    return {"id": call["id"], "type": kind, "name": said["name"], "arguments": said.get("arguments", said.get("input"))}
+
+
+def _content(content: str | Sequence[Mapping[str, Any]] | None) -> Any:
+    """Text and pictures: verifiers has no other parts."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    return [part for part in content if part.get("type") in ("text", "image_url")]
+
+
+def _sampling(asked: Any) -> SamplingOverrides:
+    return SamplingOverrides(temperature=asked.temperature, top_p=asked.top_p, max_tokens=asked.max_tokens)

@@ -1,0 +1,161 @@
+"""verl: Polar's sessions in verl's own training loop (`verl.trainer.main_ppo`, its V1 trainer, which is the default).
+
+    VERL_USE_EXTERNAL_MODULES=polar.bridges.verl_trainer python -m verl.trainer.main_ppo \\
+        trainer.v1.trainer_mode=polar_sync \\
+        actor_rollout_ref.rollout.agent.agent_loop_config_path=polar.yaml \\
+        data.train_files=tasks.parquet data.val_files=tasks.parquet \\
+        algorithm.adv_estimator=grpo actor_rollout_ref.actor.loss_agg_mode=token-mean ...
+
+    # polar.yaml
+    - name: polar
+      _target_: polar.bridges.verl.AgentLoop
+      settings: {server: "http://127.0.0.1:8080", tasks: [tasks/], name: run-1}
+
+A row of the data (`rows` makes them of tasks) names a task; verl asks its agent loop `polar` for each of the prompt's
+`rollout.n` sessions, and gets a list of outputs: one for each trace. They go the way that verl has for sessions of
+several outputs: rows of its queue under `uid_session_index`.
+
+Why an agent loop and not a manager of our own: verl's worker has all sessions of a prompt in one process, so they can
+be one Polar group, and everything behind (queue, replay buffer, staleness, checkpoints) stays verl's own code.
+
+Who divides: verl. Its GRPO computes one advantage a session, from its last row, and gives it to all of them. Rows have
+no weights, so only a mean (or sum) over tokens is indifferent to how a session was split; `polar_*` trainer modes
+(`polar.bridges.verl_trainer`) refuse the others. `weight` is not applied by anybody; it is in `extra_fields`.
+
+What is left out: sessions without a reward, stale ones, and those with nothing to train. The group is smaller then;
+where nothing is left of it, it is a failed one, which verl replaces as its settings say. Pictures, which verl would
+need beside the tokens, and the routing of experts don't come with a trace.
+"""
+
+import asyncio
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from msgspec import Struct
+
+from polar.bridges.rollouts import Group, Rollouts
+from polar.bridges.settings import BridgeSettings, settings
+from polar.config import SamplingOverrides
+from polar.errors import ConfigError, PolarError
+from polar.export.base import Item
+from polar.export.verl import Verl
+from polar.rollout.models import TaskRequest
+
+NAME = "polar"
+"""Of the agent loop: the `name` in verl's list of them."""
+KEY, SAMPLES = "polar_key", "polar_samples"
+"""What the trainer mode adds to a row: the group's key, and how many sessions verl will ask for."""
+
+
+def rows(tasks: Iterable[TaskRequest]) -> list[dict[str, Any]]:
+    """verl's data: one row a task, as its RLHFDataset reads them. Write them with pyarrow or pandas."""
+    return [
+        {
+            "task_id": task.task_id,
+            "agent_name": NAME,
+            "data_source": NAME,
+            "prompt": [{"role": "user", "content": task.instruction}],  # only to be looked at
+            "reward_model": {"style": "rule", "ground_truth": ""},
+            "extra_info": {"index": index},
+        }
+        for index, task in enumerate(tasks)
+    ]
+
+
+class AgentLoop:
+    """What verl makes for each session, by its `_target_`."""
+
+    def __init__(self, settings: str | Mapping[str, Any], trainer_config: Any, **_: Any) -> None:
+        """`settings` as `polar.bridges.settings` reads them; the others are what verl gives to every agent loop."""
+        self._groups = _groups(table(settings))
+        self._logprobs = bool(trainer_config.config.actor_rollout_ref.rollout.calculate_log_probs)
+
+    async def run(self, sampling_params: dict[str, Any], **row: Any) -> list[Any]:
+        """One session of the row's task, as `AgentLoopOutput`s. None at all where this one was left out."""
+        if KEY not in row or "session_id" not in row:
+            raise ConfigError(
+                "Polar's agent loop takes verl's V1 trainer in one of its own modes: set trainer.v1.trainer_mode to "
+                "polar_sync, say, and VERL_USE_EXTERNAL_MODULES to polar.bridges.verl_trainer."
+            )
+        from verl.experimental.agent_loop.agent_loop import AgentLoopOutput
+
+        asked = sampling(sampling_params)
+        group = await self._groups.taken(str(row["task_id"]), str(row[KEY]), int(row[SAMPLES]), asked)
+        number = int(row["session_id"])
+        if number >= len(group.items):
+            return []
+        return [AgentLoopOutput(**one) for one in outputs(group.items[number], logprobs=self._logprobs)]
+
+
+def outputs(item: Item, *, logprobs: bool = True) -> list[dict[str, Any]]:
+    """A session as fields of `AgentLoopOutput`s, with or without the recorded log-probabilities."""
+    made: list[dict[str, Any]] = [*Verl().lines(item)]
+    if not logprobs:
+        return [one | {"response_logprobs": None} for one in made]
+    if any(one["response_logprobs"] is None for one in made):
+        raise ConfigError(
+            f"Session {item.session.session_id} has no log-probabilities, and verl's rollout.calculate_log_probs asks "
+            "for them: use an engine that gives them, or set that to False."
+        )
+    return made
+
+
+def sampling(params: Mapping[str, Any]) -> SamplingOverrides:
+    """verl's sampling parameters. Its top_k of -1 is our 0: all tokens, whatever the harness asks for."""
+    top_k = params.get("top_k")
+    return SamplingOverrides(
+        temperature=params.get("temperature"),
+        top_p=params.get("top_p"),
+        top_k=None if top_k is None else max(top_k, 0),
+        repetition_penalty=params.get("repetition_penalty"),
+    )
+
+
+def table(given: str | Mapping[str, Any]) -> BridgeSettings:
+    """Settings as they stand in verl's list of agent loops."""
+    if isinstance(given, str):
+        return settings(given)
+    from omegaconf import OmegaConf
+
+    plain: Any = OmegaConf.to_container(given, resolve=True) if OmegaConf.is_config(given) else given
+    return settings(plain)
+
+
+class _Asked(Struct):
+    group: asyncio.Future[Group]
+    left: int  # sessions that have not come for it
+
+
+class _Groups:
+    """Groups on their way, in one process: the first session of a prompt asks for all of them."""
+
+    def __init__(self, wanted: BridgeSettings) -> None:
+        self._rollouts = Rollouts(wanted)
+        self._asked: dict[tuple[str, str], _Asked] = {}
+
+    async def taken(self, task: str, key: str, samples: int, over: SamplingOverrides) -> Group:
+        """For one session of the group. Raises ConfigError and ClientError, and PolarError where nothing of the group
+        can be trained on."""
+        asked = self._asked.get((task, key))
+        if asked is None:
+            coming = asyncio.ensure_future(self._rollouts.group(task, key, samples=samples, sampling=over))
+            asked = self._asked[task, key] = _Asked(coming, samples)
+        asked.left -= 1
+        if not asked.left:
+            del self._asked[task, key]
+        group = await asyncio.shield(asked.group)
+        if not group.items:
+            reasons = ", ".join(f"{reason} x {count}" for reason, count in group.left_out.most_common())
+            raise PolarError(f"Nothing of {group.name} can be trained on: {reasons}.")
+        return group
+
+
+_KNOWN: dict[str, _Groups] = {}
+
+
+def _groups(wanted: BridgeSettings) -> _Groups:
+    """verl makes an agent loop for each session: those of a process share a client."""
+    name = wanted.model_dump_json()
+    if name not in _KNOWN:
+        _KNOWN[name] = _Groups(wanted)
+    return _KNOWN[name]

@@ -1,0 +1,2 @@
+"""Data without a trainer: sessions that are collected until there are enough good ones, within a budget, and whatever
+stops the run."""

@@ -1,0 +1,113 @@
+"""What became of sessions, as a model's store has it; and the table's cells, counted from that."""
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any
+
+import msgspec
+from msgspec import Struct, field
+
+from polar.data.samples import Sample, outcome_of, sample_of
+from polar.store import open_store
+
+_PAGE = 1000
+
+
+class Outcome(Struct, frozen=True):
+    reward: float
+    tokens: int  # sampled
+
+    @property
+    def solved(self) -> bool:
+        return self.reward >= 1
+
+
+class Seen(Struct):
+    """All sessions of a model so far."""
+
+    graded: dict[Sample, Outcome] = field(default_factory=dict)
+    failed: dict[Sample, list[str]] = field(default_factory=dict)  # reasons of tries that came to nothing
+
+    @classmethod
+    async def of(cls, data: Path) -> "Seen":
+        seen = cls()
+        if not (data / "polar.db").exists():
+            return seen
+        store = open_store(f"sqlite:{data / 'polar.db'}")
+        try:
+            last: str | None = None
+            while page := await store.sessions(limit=_PAGE, before=last):
+                last = page[-1].session_id
+                for session in page:
+                    if (sample := sample_of(session)) is None:
+                        continue
+                    verdict = outcome_of(session)
+                    if verdict is not None and verdict.reward is not None:
+                        used = await store.used(session.session_id)
+                        seen.graded[sample] = Outcome(verdict.reward, used.sampled)
+                    elif session.reason is not None:
+                        seen.failed.setdefault(sample, []).append(session.reason)
+        finally:
+            await store.close()
+        return seen
+
+
+class Cell(Struct, frozen=True):
+    """A model in a harness."""
+
+    model: str
+    harness: str
+    asked: int  # sessions
+    graded: int
+    solved: int
+    tasks: int  # that have graded sessions
+    pass_at_1: float | None  # the mean over tasks of the share of their sessions that are solved
+    stderr: float | None  # of that mean, over tasks
+    reasons: dict[str, int]  # of tries without a reward, where none had one
+    tokens: float | None  # sampled, in the mean of graded sessions
+
+
+class Matrix(Struct, frozen=True):
+    models: list[str]
+    harnesses: list[str]
+    tasks: int
+    samples: int
+    cells: list[Cell]
+
+    @property
+    def complete(self) -> bool:
+        return all(cell.graded == cell.asked for cell in self.cells)
+
+    def told(self) -> dict[str, Any]:
+        """As JSON."""
+        fields: dict[str, Any] = msgspec.to_builtins(self)
+        return fields | {"complete": self.complete}
+
+
+def cell(seen: Seen, model: str, harness: str, keys: Mapping[str, str], samples: int) -> Cell:
+    """`keys`: of the tasks as this harness runs them."""
+    wanted = {task: [(key, sample) for sample in range(samples)] for task, key in keys.items()}
+    by_task = {task: [seen.graded[one] for one in ones if one in seen.graded] for task, ones in wanted.items()}
+    graded = [outcome for outcomes in by_task.values() for outcome in outcomes]
+    shares = [fmean(outcome.solved for outcome in outcomes) for outcomes in by_task.values() if outcomes]
+    missing = [one for ones in wanted.values() for one in ones if one not in seen.graded]
+    return Cell(
+        model,
+        harness,
+        asked=len(keys) * samples,
+        graded=len(graded),
+        solved=sum(outcome.solved for outcome in graded),
+        tasks=len(shares),
+        pass_at_1=_mean(shares),
+        stderr=stdev(shares) / math.sqrt(len(shares)) if len(shares) > 1 else None,
+        reasons=dict(Counter(reason for one in missing for reason in seen.failed.get(one, []))),
+        tokens=_mean(outcome.tokens for outcome in graded),
+    )
+
+
+def _mean(values: Iterable[float]) -> float | None:
+    listed = list(values)
+    return fmean(listed) if listed else None

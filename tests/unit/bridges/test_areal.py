@@ -1,0 +1,93 @@
+"""AReaL's engine, followed; the service is played by hand. The workflow itself is in tests/trainers/test_areal.py."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from polar.bridges import areal
+from polar.errors import ConfigError
+
+
+class Bridge:
+    def __init__(self, _: Any) -> None:
+        self.told: list[Any] = []
+        self.engines = self
+
+    def attach(self, urls: list[str], version: int) -> Any:
+        return (urls, version)
+
+    def stop(self, mode: str) -> Any:
+        return mode
+
+    def go_on(self, version: int) -> Any:
+        return version
+
+    def run(self, what: Any) -> None:
+        self.told.append(what)
+
+
+@pytest.fixture(autouse=True)
+def _bridge(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(areal, "Bridge", Bridge)
+
+
+def trainer(**changes: Any) -> Any:
+    actor: dict[str, Any] = {"reward_norm": None, "adv_norm": None, "discount": 1.0, "gae_lambda": 1.0}
+    actor |= {"kl_ctl": 0.0, "overlong_reward_penalty": False} | changes
+    config = SimpleNamespace(gconfig=SimpleNamespace(n_samples=actor.pop("n_samples", 1)))
+    critic = actor.pop("critic", None)
+    config.actor = SimpleNamespace(**actor)
+    done: list[str] = []
+    engine = SimpleNamespace(
+        addresses=["10.0.0.1:80", "10.0.0.2:80"],
+        version=3,
+        pause=lambda: done.append("pause"),
+        resume=lambda: done.append("resume"),
+    )
+    engine.get_version = lambda: engine.version
+    return SimpleNamespace(config=config, rollout=engine, critic=critic, done=done)
+
+
+def test_generation_stands_still_while_weights_change() -> None:
+    one = trainer()
+    bridge: Any = areal.follow(one)
+    urls = ["http://10.0.0.1:80", "http://10.0.0.2:80"]
+    assert bridge.told == [(urls, 3)]
+    one.rollout.pause()
+    assert (one.done, bridge.told[1:]) == (["pause"], ["drain"])
+    one.rollout.version = 4
+    one.rollout.resume()
+    assert (one.done, bridge.told[2:]) == (["pause", "resume"], [(urls, 4), 4])
+
+
+def test_servers_of_a_controller() -> None:
+    one = trainer()
+    one.rollout.server_infos = [SimpleNamespace(host="there", port=81)]
+    bridge: Any = areal.follow(one)
+    assert bridge.told == [(["http://there:81"], 3)]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"n_samples": 4}, r"gconfig\.n_samples must be 1"),
+        ({"reward_norm": "any"}, "set them to null"),
+        ({"adv_norm": SimpleNamespace(mean_level="group", std_level="batch")}, "set them to null"),
+        ({"kl_ctl": 0.1}, r"actor\.kl_ctl must be 0\.0"),
+        ({"critic": "one"}, "train without one"),
+    ],
+)
+def test_what_goes_by_rows_is_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        areal.follow(trainer(**changes))
+
+
+def test_a_task_that_comes_again_at_the_same_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Is another group; one that is asked for after a crash is the same."""
+    monkeypatch.setattr(areal, "_register", lambda: None)
+    for _ in range(2):
+        workflow = areal.PolarWorkflow({"tasks": ["anywhere"]})
+        asked = [("a", 0, False), ("b", 0, False), ("a", 0, False), ("a", 1, False), ("a", 1, True)]
+        keys = [workflow._key(task, version, evaluates=evaluates) for task, version, evaluates in asked]
+        assert keys == ["v0", "v0", "v0.1", "v1", "eval-v1"]

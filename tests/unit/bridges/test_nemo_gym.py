@@ -1,0 +1,240 @@
+"""NeMo Gym's runs and NeMo RL's batches, without either."""
+
+import asyncio
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import Mock
+
+import numpy as np
+import pytest
+import torch
+
+from polar.bridges.bridge import Bridge
+from polar.bridges.nemo_gym import Runs, attachable, one_run, replies, traces_of
+from polar.bridges.nemo_rl import BySession, NemoRl, batch, message_log
+from polar.bridges.settings import settings
+from polar.errors import ConfigError
+from polar.export.base import Item
+from polar.trajectory.builders import per_request, prefix_merging
+from polar.trajectory.types import Sampled, Trace
+from polar.types import Text
+from tests.bridging import served, serving, task
+from tests.unit.bridges import nemo_contract as nemo_rl
+from tests.unit.bridges.telling import result
+from tests.unit.export.samples import Talk, item, said
+from tests.unit.train import tiny
+from tests.unit.trajectory.samples import path
+
+
+def run(one: Item) -> dict[str, Any]:
+    return one_run(one, result(one))
+
+
+def session(name: str, reward: float, build: Any, *, task_id: str = "t", shift: int = 0) -> Item:
+    """Three turns, each of which goes on from the one before."""
+    first = path(0, [11, 12 + shift], [13, 14], session_id=name)
+    second = path(1, [11, 12 + shift, 13, 14, 15], [16, 17, 18], session_id=name)
+    third = path(2, [11, 12 + shift, 13, 14, 15, 16, 17, 18, 19], [20], session_id=name)
+    return item(Sampled(name, [first, second, third], reward), build, task_id=task_id)
+
+
+def read(log: list[dict[str, Any]]) -> tuple[list[int], list[int], list[float]]:
+    """A message log's tokens, mask and log-probabilities."""
+    data = nemo_rl.flat({"message_log": [log]})
+    return data["input_ids"][0].tolist(), data["token_mask"][0].int().tolist(), data["generation_logprobs"][0].tolist()
+
+
+def expected(trace: Trace) -> tuple[list[int], list[int], list[float]]:
+    assert trace.logprobs is not None
+    before = [0] * len(trace.prompt_ids)
+    ids = [*trace.prompt_ids.tolist(), *trace.response_ids.tolist()]
+    return ids, before + trace.loss_mask.tolist(), before + trace.logprobs.tolist()
+
+
+# Runs
+
+
+def test_a_run_is_the_main_agents_trace_and_carries_the_others() -> None:
+    paths = [
+        path(0, [1], [2], role="main"),
+        path(1, [5, 6], [7, 8, 9], role="subagent"),
+        path(2, [3], [4, 4], role="main"),
+    ]
+    one = item(Sampled("s", paths, 0.5), task_id="t")
+    made = run(one)
+    assert made["polar"]["exchange_ids"] == [paths[2].exchange_id]  # the subagent said more, but is no main agent
+    assert (made["polar_traces"], made["polar_share"]) == (3, pytest.approx(2 / 6))
+    assert [row["polar"]["trace"] for row in made["polar_others"]] == [0, 1]
+    assert made["reward"] == 0.5
+    again = traces_of(json.loads(json.dumps(made)))
+    assert [read(message_log(row)) for row in again] == [expected(trace) for trace in one.trajectory.traces]
+
+
+def test_items_say_what_was_said_as_far_as_it_is_known() -> None:
+    talk = Talk()
+    name = talk.call([{"role": "user", "content": "Hello?"}], said("Hello."))
+    one = talk.item()
+    assert replies(one, result(one)) == {name: [Text("Hello.")]}
+    (message,) = run(one)["response"]["output"]
+    assert message["content"][0]["text"] == "Hello."
+    told = result(one)
+    assert told.trajectory is not None
+    told.trajectory.traces[0].response_messages = []  # a history that does not fit the calls
+    (message,) = one_run(one, told)["response"]["output"]
+    assert (message["content"][0]["text"], len(message["generation_token_ids"])) == ("", 3)
+
+
+def test_engines_are_named_without_their_path() -> None:
+    assert attachable(["http://a:1/v1", "http://b:2/v1/", "http://c:3"]) == ["http://a:1", "http://b:2", "http://c:3"]
+
+
+async def test_runs_of_a_service(tmp_path: Path) -> None:
+    async with serving(tmp_path) as it:
+        silent = task("silent", "plain") | {"agent": {"custom_shell": {"command": f"{sys.executable} -c ''"}}}
+        more = tmp_path / "more.jsonl"
+        more.write_text(json.dumps(silent))
+        source = settings(it.settings(tasks=[str(it.tasks), str(more)]))
+        runs, resumed = Runs(source), Runs(source, resume=True)
+        try:
+            asked = {"input": [], "temperature": 0.5, "max_output_tokens": 3}
+            row = {"task_id": "split-0", "responses_create_params": {"input": []}}
+            named = row | {"_ng_rollout_id": "step-3/7"}
+            counted = row | {"_ng_task_index": 0, "_ng_rollout_index": 1}
+            plain, failed, *split = await asyncio.gather(
+                runs.run({"task_id": "plain-0", "responses_create_params": asked}),
+                runs.run({"task_id": "silent", "responses_create_params": {"input": []}}),
+                *(runs.run(one) for one in (row, named)),
+                *(resumed.run(one) for one in (named, counted, counted)),
+            )
+            assert plain["polar"]["temperature"] == 0.5
+            assert [len(one["generation_token_ids"]) for one in plain["response"]["output"]] == [3, 3]
+            assert plain["responses_create_params"] == asked
+
+            sessions = [one["polar"]["session_id"] for one in split]
+            assert len(set(sessions)) == 3
+            assert (sessions[1], sessions[3]) == (sessions[2], sessions[4])  # who asks again gets the same
+            assert {one["polar"]["task"] for one in split} == {"split-0"}
+            with pytest.raises(ConfigError, match="_ng_task_index"):
+                await resumed.run(row)
+
+            assert failed["_ng_failure_class"] == failed["polar"]["reason"] == "nothing_to_train"
+            assert failed["response"]["output"] == []
+            with pytest.raises(ConfigError, match="task_id"):
+                await runs.run({"responses_create_params": {"input": []}})
+        finally:
+            await runs.close()
+            await resumed.close()
+
+
+# Batches
+
+
+def test_a_batch_has_all_traces_and_empty_rows() -> None:
+    whole, split = session("a", 1.0, prefix_merging), session("b", 0.0, per_request, task_id="u")
+    fields = batch([run(whole), run(split)], rows=6)
+    assert fields["polar_session"].tolist() == [0, 1, 1, 1, -1, -1]
+    assert fields["polar_group"].tolist() == [0, 1, 1, 1, -1, -1]
+    assert fields["loss_multiplier"].tolist() == [1, 1, 1, 1, 0, 0]
+    assert fields["total_reward"].tolist() == [1, 0, 0, 0, 0, 0]
+    assert fields["length"].tolist() == [2, 2, 5, 9, 1, 1]
+    traces = [*whole.trajectory.traces, *split.trajectory.traces]
+    assert [read(log) for log in fields["message_log"][:4]] == [expected(trace) for trace in traces]
+    weights = batch([run(split)], rows=3, token_level=False)["loss_multiplier"]
+    assert weights.tolist() == pytest.approx([2 / 6, 3 / 6, 1 / 6])
+    with pytest.raises(ConfigError, match=r"2 sessions have 4 traces.*train_global_batch_size \(3\)"):
+        batch([run(whole), run(split)], rows=3)
+
+
+def gradient(items: list[Item], *, token_level: bool) -> torch.Tensor:
+    model = tiny.model()
+    fields = batch([run(one) for one in items], rows=16, token_level=token_level)
+    advantages = nemo_rl.advantages(BySession(nemo_rl.GRPOAdvantageEstimator()), fields)
+    nemo_rl.loss(model, fields, advantages, token_level=token_level).backward()
+    return torch.cat([weight.grad.flatten() for weight in model.parameters()])
+
+
+@pytest.mark.parametrize("token_level", [True, False])
+def test_splitting_a_session_leaves_the_gradient_as_it_was(token_level: bool) -> None:
+    def group(build: Callable[[Sampled], Any]) -> list[Item]:
+        """Of four sessions, the second of which is built in this way."""
+        rewards = {"a": 1.0, "b": 0.0, "c": 1.0, "d": 0.25}
+        return [
+            session(name, reward, build if name == "b" else prefix_merging, shift=place)
+            for place, (name, reward) in enumerate(rewards.items())
+        ]
+
+    whole, split = (gradient(group(build), token_level=token_level) for build in (prefix_merging, per_request))
+    assert whole.abs().max() > 1e-3
+    assert torch.allclose(whole, split, rtol=1e-4, atol=1e-6)
+
+
+def test_advantages_are_over_sessions() -> None:
+    """Whatever their prompts are, and however many traces they have."""
+    items = [session("a", 1.0, per_request), session("b", 0.0, prefix_merging, shift=5), session("c", 0.5, per_request)]
+    fields = batch([run(one) for one in items], rows=8)
+    by_row = nemo_rl.advantages(BySession(nemo_rl.GRPOAdvantageEstimator()), fields)[:, 0]
+    a, b, c = by_row[0], by_row[3], by_row[4]
+    assert by_row.tolist() == [a, a, a, b, c, c, c, 0]
+    spread = np.std([0.0, 0.5], ddof=1) + 1e-6
+    assert a.item() == pytest.approx((1.0 - 0.25) / spread, rel=1e-5)
+    del fields["polar_session"]
+    with pytest.raises(ConfigError, match="polar_session"):
+        nemo_rl.advantages(BySession(nemo_rl.GRPOAdvantageEstimator()), fields)
+
+
+def config(**loss: Any) -> dict[str, Any]:
+    """NeMo RL's, part of it as tables and part as objects."""
+    grpo = SimpleNamespace(adv_estimator=SimpleNamespace(name="grpo"), use_dynamic_sampling=False)
+    return {"grpo": grpo, "policy": {"train_global_batch_size": 24}, "loss_fn": {"token_level_loss": True, **loss}}
+
+
+def test_settings_that_go_by_rows_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"loss_fn.sequence_level_importance_ratios is True.*set it to False"):
+        NemoRl.of(Mock(), config(sequence_level_importance_ratios=True))
+    other = config()
+    other["grpo"].adv_estimator.name = "gdpo"
+    with pytest.raises(ConfigError, match=r"grpo.adv_estimator.name is 'gdpo'"):
+        NemoRl.of(Mock(), other)
+
+
+def test_a_step_from_real_rollouts(tmp_path: Path) -> None:
+    """By NeMo RL's contract: groups, a batch, advantages, loss, an optimizer step; Polar hears of the refit."""
+    with served(tmp_path) as it, Bridge(it.settings()) as bridge:
+        loop = NemoRl.of(bridge, config(), step=6)
+        rows = [{"task_id": name} for name in ("plain-0", "split-0") for _ in range(4)]
+        refitted: list[bool] = []
+
+        def refit() -> None:
+            refitted.append(bridge.run(bridge.rollouts.client.policy())["paused"])
+
+        loop.refitting(refit)()
+        assert refitted == [True]
+        policy = bridge.run(bridge.rollouts.client.policy())
+        assert (policy["paused"], policy["replicas"][0]["version"]) == (False, 7)
+        groups = loop.groups(rows, {"temperature": 1.0, "top_p": 1.0, "max_new_tokens": 4})
+        assert [group.name for group in groups] == ["train/7.0/plain-0", "train/7.0/split-0"]
+        traces = [trace for group in groups for one in group.items for trace in one.trajectory.traces]
+        fields = loop.batch(groups)
+        assert len(traces) == 4 + 12
+        assert [read(log) for log in fields["message_log"][: len(traces)]] == [expected(trace) for trace in traces]
+
+        model = tiny.model()  # the engine's weights: so its log-probabilities are the recorded ones
+        data = nemo_rl.flat(fields)
+        with torch.no_grad():
+            scored = model(data["input_ids"]).logits[:, :-1].log_softmax(-1)
+        current = scored.gather(-1, data["input_ids"][:, 1:].unsqueeze(-1)).squeeze(-1)
+        trains = data["token_mask"][: len(traces), 1:].bool()
+        recorded = data["generation_logprobs"][: len(traces), 1:][trains]
+        assert torch.allclose(current[: len(traces)][trains], recorded, atol=1e-4)
+
+        fields["total_reward"][:4] = torch.tensor([1.0, 0.0, 0.0, 1.0])  # random weights rarely earn anything
+        before = model.lm_head.weight.detach().clone()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        advantages = nemo_rl.advantages(BySession(nemo_rl.GRPOAdvantageEstimator()), fields)
+        nemo_rl.loss(model, fields, advantages, token_level=True).backward()
+        optimizer.step()
+        assert not torch.equal(before, model.lm_head.weight)

@@ -1,0 +1,105 @@
+"""What of SkyRL's bridge needs no SkyRL; tests/trainers/test_skyrl.py has its own loop."""
+
+from collections import Counter
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from polar.bridges.rollouts import Group
+from polar.bridges.skyrl import by_session, check, lines_of
+from polar.errors import ConfigError
+from polar.trajectory.types import Sampled
+from tests.unit.export.samples import item
+from tests.unit.trajectory.samples import path
+
+
+def group(asked: int, *rewards: float) -> Group:
+    """Sessions of two traces."""
+    calls = [path(0, [1, 2], [3, 4]), path(1, [5], [6])]
+    items = [item(Sampled(f"s{number}", calls, reward), task_id="t") for number, reward in enumerate(rewards)]
+    return Group("t", "train/1/t", asked, items, [], Counter(timeout=asked - len(rewards)))
+
+
+def test_rows_of_a_group() -> None:
+    """Sessions are told apart by their number, and their traces belong together."""
+    first, second = lines_of("7", group(2, 1.0, 0.0))
+    assert first["response_ids"] == [[3, 4], [6]]
+    assert first["is_last_step"] == [False, True]
+    assert first["trajectory_ids"] == [{"instance_id": "7", "repetition_id": 0}] * 2
+    assert second["trajectory_ids"] == [{"instance_id": "7", "repetition_id": 1}] * 2
+
+
+def test_what_there_is_no_baseline_for_does_not_train() -> None:
+    (alone,) = lines_of("7", group(2, 1.0))
+    assert alone["loss_masks"] == [[0, 0], [0]]
+    (only,) = lines_of("7", group(1, 1.0))
+    assert only["loss_masks"] == [[1, 1], [1]]
+    (nothing,) = lines_of("7", group(2))
+    assert nothing["loss_masks"] == [[0]]
+    assert nothing["trajectory_ids"] == [{"instance_id": "7", "repetition_id": 0}]
+
+
+class Batch(dict[str, Any]):
+    metadata: dict[str, Any]
+
+
+@pytest.mark.parametrize(
+    ("reduction", "expected"),
+    [
+        ("token_mean", [1.0, 1.0, 1.0, 1.0]),
+        ("sequence_mean", [0.75 * 1.5, 0.25 * 1.5, 1.5, 1.0]),
+        ("seq_mean_token_sum_norm", [1.5, 1.5, 1.5, 1.0]),
+    ],
+)
+def test_reductions_that_count_rows_count_sessions(reduction: str, expected: list[float]) -> None:
+    """Three rows of two sessions in the first mini-batch, one in the second."""
+    mask = torch.tensor([[1, 1, 1], [0, 0, 1], [0, 1, 1], [1, 1, 1]], dtype=torch.float)
+    batch = Batch(advantages=torch.ones(4, 3), loss_mask=mask)
+    batch.metadata = {"is_last_step": [False, True, True, True], "policy_mini_batch_boundaries": [(0, 3), (3, 4)]}
+    assert by_session(batch, reduction)["advantages"][:, 0].tolist() == pytest.approx(expected)
+
+
+def configuration(**changes: Any) -> Any:
+    correction = {"tis_ratio_type": "token", "sequence_mask_metric": None}
+    algorithm = {
+        "use_kl_loss": False,
+        "kl_loss_coef": 0.001,
+        "use_kl_in_reward": False,
+        "use_entropy_loss": False,
+        "advantage_batch_normalize": False,
+        "policy_loss_type": "regular",
+    }
+    generator = {
+        "step_wise_trajectories": True,
+        "apply_overlong_filtering": False,
+        "zero_reward_on_non_stop": False,
+    }
+    for table in (correction, algorithm, generator):
+        table.update({name: value for name, value in changes.items() if name in table})
+    trainer = SimpleNamespace(
+        algorithm=SimpleNamespace(**algorithm, off_policy_correction=SimpleNamespace(**correction))
+    )
+    return SimpleNamespace(trainer=trainer, generator=SimpleNamespace(**generator))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("step_wise_trajectories", False),
+        ("use_kl_loss", True),
+        ("use_kl_in_reward", True),
+        ("use_entropy_loss", True),
+        ("advantage_batch_normalize", True),
+        ("policy_loss_type", "gspo"),
+        ("tis_ratio_type", "sequence"),
+        ("sequence_mask_metric", "product"),
+        ("apply_overlong_filtering", True),
+        ("zero_reward_on_non_stop", True),
+    ],
+)
+def test_settings_that_sessions_of_several_traces_do_not_stand(name: str, value: Any) -> None:
+    check(configuration())
+    with pytest.raises(ConfigError, match=rf"^Set [a-z_.]+{name}="):
+        check(configuration(**{name: value}))

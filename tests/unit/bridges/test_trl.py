@@ -1,0 +1,140 @@
+"""What the bridge to TRL does without TRL: which sessions stand where, and as what. tests/trainers has its loops."""
+
+import json
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from polar.bridges.rollouts import Group
+from polar.bridges.trl import RolloutFunc, advantages, recorded_reward, task_of
+from polar.config import SamplingOverrides
+from polar.errors import ConfigError
+from polar.export.base import Item
+from polar.export.trl import filler
+from polar.trajectory.types import Sampled
+from tests.unit.export.samples import item
+from tests.unit.trajectory.samples import path
+
+PAD = 99
+
+
+def session(name: str, traces: int = 1, *, scale: float | None = 1.0) -> Item:
+    """Each trace is a call of its own, since none goes on from another."""
+    paths = [path(index, [10 + index], [20 + index, 21], session_id=name, scale=scale) for index in range(traces)]
+    return item(Sampled(name, paths, 0.5), task_id="t")
+
+
+class Service:
+    """In place of the rollouts of a bridge: the groups that it has, and what was asked for."""
+
+    def __init__(self, **groups: list[Item]) -> None:
+        self._groups = groups
+        self.asked: list[tuple[str, str, int, float | None]] = []
+
+    async def group(self, task: str, key: str, *, samples: int, sampling: SamplingOverrides) -> Group:
+        self.asked.append((task, key, samples, sampling.temperature))
+        items = self._groups[task]
+        return Group(task, task, samples, items, [], Counter(timeout=samples - len(items)))
+
+
+def trainer(*, training: bool = True, process: int = 0, rows: int | None = None) -> Any:
+    """What the bridge looks at. With `rows` it is one that takes several a session."""
+    made = SimpleNamespace(
+        model=SimpleNamespace(training=training),
+        num_generations=2,
+        num_generations_eval=1,
+        temperature=1.0,
+        accelerator=SimpleNamespace(process_index=process),
+        state=SimpleNamespace(global_step=3),
+        processing_class=SimpleNamespace(pad_token_id=PAD),
+    )
+    if rows is not None:
+        made.even_rows = lambda count: max(count, rows)
+    return made
+
+
+@pytest.fixture
+def rollouts(tmp_path: Path) -> Iterator[RolloutFunc]:
+    file = tmp_path / "tasks.jsonl"
+    made = [
+        {"task_id": name, "instruction": "Go.", "agent": {"custom_shell": {"command": "true"}}} for name in ("a", "b")
+    ]
+    file.write_text("\n".join(json.dumps(one) for one in made))
+    made_of = RolloutFunc({"tasks": [str(file)]})
+    yield made_of
+    made_of.bridge.close()
+
+
+def over(rollouts: RolloutFunc, **groups: list[Item]) -> Service:
+    service = Service(**groups)
+    rollouts.bridge.rollouts.group = service.group  # type: ignore[method-assign,assignment]
+    return service
+
+
+def test_tasks_are_the_data(rollouts: RolloutFunc) -> None:
+    assert rollouts.rows() == [{"prompt": "a"}, {"prompt": "b"}]
+    assert task_of("a") == task_of([{"role": "user", "content": "a"}]) == "a"
+
+
+def test_a_group_is_asked_for_once(rollouts: RolloutFunc) -> None:
+    """Its sessions stand in the order of the prompts; a second call at the same step is of other sessions."""
+    service = over(rollouts, a=[session("a0"), session("a1")], b=[session("b0"), session("b1")])
+    made = rollouts(["a", "a", "b", "b"], trainer())
+    assert made["session_id"] == ["a0", "a1", "b0", "b1"]
+    assert made["reward"] == [0.5] * 4
+    assert service.asked == [("a", "train-3.1.0", 2, 1.0), ("b", "train-3.1.1", 2, 1.0)]
+    rollouts(["a", "a"], trainer())
+    rollouts(["b"], trainer(training=False))
+    assert service.asked[2:] == [("a", "train-3.2.0", 2, 1.0), ("b", "eval-3.1.0", 1, 1.0)]
+
+
+def test_processes_share_a_group(rollouts: RolloutFunc) -> None:
+    """Three prompts each: the second process begins in the middle of the second group."""
+    service = over(rollouts, a=[session("a0"), session("a1")], b=[session("b0"), session("b1")])
+    made = rollouts(["b", "a", "a"], trainer(process=1))
+    assert made["session_id"] == ["b1", "a0", "a1"]
+    assert [key for _, key, *_ in service.asked] == ["train-3.1.1", "train-3.1.2"]
+
+
+def test_further_traces_follow_all_sessions(rollouts: RolloutFunc) -> None:
+    """Each says whose it is, and what is missing for even batches trains nothing."""
+    over(rollouts, a=[session("a0", 3), session("a1", 2)])
+    made = rollouts(["a", "a"], trainer(rows=8))
+    assert made["session_id"][:5] == ["a0", "a1", "a0", "a0", "a1"]
+    assert made["owner"][:5] == [0, 1, 0, 0, 1]
+    assert made["prompt_ids"][:5] == [[10], [10], [11], [12], [11]]
+    assert made["env_mask"] == [[1, 1]] * 5 + [[0]] * 3
+    assert len(made["owner"]) == len(made["completion_ids"]) == 8
+
+
+def test_a_trainer_that_takes_one_row_a_session(rollouts: RolloutFunc) -> None:
+    over(rollouts, a=[session("a0"), session("a1", 2)])
+    with pytest.raises(ConfigError, match=r"several traces.*grpo_trainer"):
+        rollouts(["a", "a"], trainer())
+
+
+def test_a_session_that_cannot_be_trained_on(rollouts: RolloutFunc) -> None:
+    over(rollouts, a=[session("a0")], b=[])
+    made = rollouts(["a", "a"], trainer())
+    assert made["reward"] == [0.5, None]
+    assert (made["prompt_ids"][1], made["env_mask"][1]) == ([PAD], [0])
+    made = rollouts(["b", "b"], trainer())
+    assert made["reward"] == [None, None]
+
+
+@pytest.mark.parametrize("scale", [0.7, None])
+def test_log_probabilities_of_another_temperature(rollouts: RolloutFunc, scale: float | None) -> None:
+    over(rollouts, a=[session("a0"), session("a1", scale=scale)])
+    with pytest.raises(ConfigError, match="temperature 1, and the log-probabilities of a1"):
+        rollouts(["a", "a"], trainer())
+
+
+def test_rewards_and_advantages() -> None:
+    assert recorded_reward(["x", "y"], [1.0, None], more=1) == [1.0, None]
+    assert advantages([1.0, 0.0]) == pytest.approx([1.0, -1.0])
+    assert advantages([1.0, 1.0]) == [0.0, 0.0]
+    assert filler({"weight": 1.0}, PAD, "timeout")["reason"] == "timeout"

@@ -1,0 +1,175 @@
+"""verl's bridge, as far as it needs no verl (tests/trainers/test_verl.py runs verl's own trainer)."""
+
+import asyncio
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import pytest
+
+from polar.bridges import verl
+from polar.bridges.engines import EnginesDiffer
+from polar.bridges.rollouts import Group, Rollouts
+from polar.bridges.settings import BridgeSettings
+from polar.bridges.verl_trainer import check, check_same_weights
+from polar.config import SamplingOverrides
+from polar.errors import ConfigError, PolarError
+from polar.export.base import Item
+from polar.export.verl import keys
+from polar.rollout.models import TaskRequest
+from polar.trajectory.builders import per_request
+from tests.unit.export.samples import item
+from tests.unit.trajectory.samples import path, session
+
+
+def split(name: str) -> Item:
+    """Two calls that don't extend one another."""
+    calls = [path(0, [1, 2], [3, 4, 5], session_id=name), path(1, [1, 7], [8], session_id=name)]
+    return item(session(*calls, reward=0.5), task_id="run/step-1/t")
+
+
+def test_a_session_is_one_output_a_trace() -> None:
+    first, second = verl.outputs(split("s"))
+    assert (first["prompt_ids"], first["response_ids"], first["response_mask"]) == ([1, 2], [3, 4, 5], [1, 1, 1])
+    assert (second["prompt_ids"], second["response_ids"]) == ([1, 7], [8])
+    assert first["response_logprobs"] == [-1 / 64, -2 / 64, -3 / 64]
+    assert {one["reward_score"] for one in (first, second)} == {0.5}
+    # verl reads these three of sessions with several outputs: versions for staleness, and its reward's details
+    told = first["extra_fields"]
+    assert (told["min_global_steps"], told["max_global_steps"], told["reward_extra_info"]) == (0, 1, {})
+    assert told["weight"] == 0.75
+
+
+def test_without_recorded_logprobs() -> None:
+    made = item(session(path(0, [1], [2], logprobs=False)), task_id="t")
+    with pytest.raises(ConfigError, match="calculate_log_probs"):
+        verl.outputs(made)
+    assert [one["response_logprobs"] for one in verl.outputs(made, logprobs=False)] == [None]
+    assert [one["response_logprobs"] for one in verl.outputs(split("s"), logprobs=False)] == [None, None]
+
+
+def test_keys_go_by_session() -> None:
+    rows = [row for name in ("a", "b") for row in verl.outputs(split(name))]
+    group = "run/step-1/t"
+    assert keys(rows) == [f"{group}_0_0", f"{group}_0_1", f"{group}_1_0", f"{group}_1_1"]
+    one = item(session(path(0, [1], [2]), path(1, [1, 2, 3], [4])), per_request, task_id=group)
+    assert keys(verl.outputs(one)) == [f"{group}_0_0", f"{group}_0_1"]
+
+
+def test_sampling_is_the_trainers() -> None:
+    params = {"temperature": 0.7, "top_p": 0.9, "top_k": -1, "repetition_penalty": 1.0, "logprobs": True}
+    assert verl.sampling(params) == SamplingOverrides(temperature=0.7, top_p=0.9, top_k=0, repetition_penalty=1.0)
+    assert verl.sampling({"temperature": 0, "top_k": 20}) == SamplingOverrides(temperature=0, top_k=20)
+
+
+def test_rows_name_tasks() -> None:
+    (row,) = verl.rows([TaskRequest(task_id="t", instruction="Go.")])
+    assert (row["task_id"], row["agent_name"], row["extra_info"]) == ("t", "polar", {"index": 0})
+
+
+class Asked(Rollouts):
+    """Without a server."""
+
+    def __init__(self, given: list[Item]) -> None:
+        self.given, self.calls = given, 0
+
+    async def group(self, task: str, key: str, **more: Any) -> Group:
+        self.calls += 1
+        await asyncio.sleep(0)
+        left_out = Counter({"timeout": more["samples"] - len(self.given)})
+        return Group(task, f"run/{key}/{task}", more["samples"], self.given, [], left_out)
+
+
+@pytest.fixture
+def groups() -> verl._Groups:
+    return verl._Groups(BridgeSettings(tasks=[]))
+
+
+async def test_sessions_of_a_prompt_share_a_group(groups: verl._Groups) -> None:
+    """Asked for once, and forgotten when the last one has come for it."""
+    groups._rollouts = asked = Asked([split("a"), split("b")])
+    over = SamplingOverrides()
+    one, two = await asyncio.gather(groups.taken("t", "step-1", 2, over), groups.taken("t", "step-1", 2, over))
+    assert one is two
+    assert asked.calls == 1
+    assert not groups._asked
+    await groups.taken("t", "step-2", 1, over)
+    assert asked.calls == 2
+
+
+async def test_one_that_is_cancelled_leaves_the_group_to_the_others(groups: verl._Groups) -> None:
+    groups._rollouts = Asked([split("a")])
+    first = asyncio.ensure_future(groups.taken("t", "k", 2, SamplingOverrides()))
+    await asyncio.sleep(0)
+    first.cancel()
+    group = await groups.taken("t", "k", 2, SamplingOverrides())
+    assert len(group.items) == 1
+
+
+async def test_a_group_of_which_nothing_is_left_has_failed(groups: verl._Groups) -> None:
+    groups._rollouts = Asked([])
+    with pytest.raises(PolarError, match=r"Nothing of run/k/t can be trained on: timeout x 2\."):
+        await groups.taken("t", "k", 2, SamplingOverrides())
+
+
+async def test_another_trainer_mode_is_told_what_to_set() -> None:
+    loop = verl.AgentLoop.__new__(verl.AgentLoop)
+    with pytest.raises(ConfigError, match=r"trainer\.v1\.trainer_mode"):
+        await loop.run({}, task_id="t", session_id=0)
+
+
+class Table(dict[str, Any]):
+    """A configuration as verl's: by attribute, and by name."""
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self[name]
+        except KeyError:
+            raise AttributeError(name) from None
+
+
+def config(mode: str = "token-mean", estimator: str = "grpo", **correction: Any) -> Table:
+    algorithm = Table(adv_estimator=estimator, use_kl_in_reward=False, rollout_correction=Table(correction))
+    return Table(actor_rollout_ref=Table(actor=Table(loss_agg_mode=mode), rollout=Table()), algorithm=algorithm)
+
+
+def test_what_goes_by_token_is_taken() -> None:
+    check(config())
+    check(config("token-sum", rollout_is="token", rollout_rs=None))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "what"),
+    [
+        (config("seq-mean-token-mean"), "loss_agg_mode=seq-mean-token-mean weighs rows"),
+        (config("seq-mean-token-sum-norm"), "set it to token-mean or token-sum"),
+        (config(estimator="rloo"), "adv_estimator=rloo goes by row"),
+        (config(rollout_is="sequence"), "rollout_is=sequence goes by row"),
+        (config(rollout_rs="seq_mean_k3"), "rollout_rs=seq_mean_k3 goes by row"),
+    ],
+)
+def test_what_goes_by_row_is_refused(wrong: Table, what: str) -> None:
+    with pytest.raises(ConfigError, match=what):
+        check(wrong)
+
+
+def test_kl_in_the_reward_is_refused() -> None:
+    wrong = config()
+    wrong.algorithm["use_kl_in_reward"] = True
+    with pytest.raises(ConfigError, match="use_kl_loss"):
+        check(wrong)
+
+
+def test_routing_of_experts_is_refused() -> None:
+    wrong = config()
+    wrong.actor_rollout_ref.rollout["enable_rollout_routing_replay"] = True
+    with pytest.raises(ConfigError, match="don't come with a trace"):
+        check(wrong)
+
+
+def test_weights_are_proved() -> None:
+    said, mask = np.array([-1.0, -2.0, -3.0]), np.array([1, 1, 0])
+    check_same_weights(said, said + np.array([1e-5, -1e-5, 9]), mask, "float32")  # what doesn't train is not looked at
+    check_same_weights(said, said + 0.1, mask, "float32", "bfloat16")
+    with pytest.raises(EnginesDiffer, match=r"differ by 0.1 in the mean; 0\.0001 is allowed"):
+        check_same_weights(said, said + 0.1, mask, "float32")
