@@ -17,7 +17,8 @@ ray job submit --address http://127.0.0.1:8265 --runtime-env-json "$env" -- pyth
     "${MODEL_ARGS[@]}" \
     --actor-num-nodes 1 --actor-num-gpus-per-node 4 \
     --rollout-num-gpus 4 --rollout-num-gpus-per-engine 1 --sglang-mem-fraction-static 0.85 \
-    --hf-checkpoint "$MODEL" --ref-load "${MODEL}_torch_dist" --save runs/swe-slime --load runs/swe-slime --save-interval 20 \
+    --hf-checkpoint "$MODEL" --ref-load "${MODEL}_torch_dist" \
+    --save runs/swe-slime --load runs/swe-slime --save-interval 20 \
     --rollout-function-path polar.bridges.slime.generate_rollout \
     --custom-reward-post-process-path polar.bridges.slime.normalise \
     --custom-config-path "$here/slime.yaml" \

@@ -1,7 +1,7 @@
 """Exports, read by the trainers' own code (`make test-trainers` installs them under .cache/trainers).
 
-slime, Miles, prime-rl, NeMo Gym and ART are not to be had as packages, or not with the class in question:
-tests/unit/export checks those against their fields.
+slime and prime-rl are not to be had as packages, and ART's lacks the class in question: tests/unit/export checks those
+against their fields. Miles and NeMo Gym are tested with their bridges.
 """
 
 import json
