@@ -26,9 +26,9 @@ def main(arguments: list[str]) -> None:
     with PPOTrainer(config, train_dataset=tasks, valid_dataset=tasks) as trainer, follow(trainer, POLAR):
         trainer.train(
             workflow="polar.bridges.areal.PolarWorkflow",
-            workflow_kwargs={"source": POLAR},
+            workflow_kwargs={"source": POLAR, "gconfig": config.gconfig},
             eval_workflow="polar.bridges.areal.PolarWorkflow",
-            eval_workflow_kwargs={"source": POLAR, "samples": 1},
+            eval_workflow_kwargs={"source": POLAR, "samples": 1, "gconfig": config.eval_gconfig},
         )
 
 

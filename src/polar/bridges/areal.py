@@ -4,7 +4,8 @@
 
     with PPOTrainer(config, train_dataset=rows, valid_dataset=held_out) as trainer:   # each row has a task_id
         follow(trainer, "polar.toml")
-        trainer.train(workflow=PolarWorkflow("polar.toml"), eval_workflow=PolarWorkflow("polar.toml", samples=1))
+        polar = PolarWorkflow("polar.toml", gconfig=config.gconfig)
+        trainer.train(workflow=polar, eval_workflow=PolarWorkflow("polar.toml", samples=1, gconfig=config.eval_gconfig))
 
     gconfig: {n_samples: 1}                                   # an episode is a group, of the bridge's `samples`
     actor: {reward_norm: null, adv_norm: null, kl_ctl: 0.0}   # advantages come from the bridge
@@ -33,11 +34,15 @@ from polar.bridges.advantages import over_sessions
 from polar.bridges.bridge import Bridge
 from polar.bridges.rollouts import Rollouts
 from polar.bridges.settings import BridgeSettings, settings
+from polar.config import SamplingOverrides
 from polar.errors import ConfigError
 from polar.export.areal import AReaL, to_tensors
 
 _BY_ROWS = {"discount": 1.0, "gae_lambda": 1.0, "kl_ctl": 0.0, "overlong_reward_penalty": False}
 """What these must be: otherwise a token's advantage depends on the row that it is in."""
+
+_ALL = 10**8
+"""What AReaL has for `top_k` where nobody says anything."""
 
 Source = BridgeSettings | Mapping[str, Any] | str | Path | None
 
@@ -45,12 +50,16 @@ Source = BridgeSettings | Mapping[str, Any] | str | Path | None
 class PolarWorkflow:
     """An `areal.api.RolloutWorkflow`: AReaL takes an instance of it, or its name and `workflow_kwargs`."""
 
-    def __init__(self, source: Source = None, *, samples: int | None = None, normalise: bool = True) -> None:
-        """`samples` are sessions of a group, if not as the settings say. Without `normalise`, `rewards` are those of
-        the sessions as they are."""
+    def __init__(
+        self, source: Source = None, *, samples: int | None = None, gconfig: Any = None, normalise: bool = True
+    ) -> None:
+        """`samples` are sessions of a group, if not as the settings say. `gconfig` is AReaL's: its temperature and the
+        like go over the harness's; without it, those of the service's [engine.sampling] and the tasks do. Without
+        `normalise`, `rewards` are those of the sessions as they are."""
         _register()
         self._settings = settings(source)
         self._samples = samples
+        self._sampling = None if gconfig is None else _sampling(gconfig)
         self._normalise = normalise
         self._open: WeakKeyDictionary[asyncio.AbstractEventLoop, Rollouts] = WeakKeyDictionary()
         self._asked: Counter[str] = Counter()
@@ -67,7 +76,7 @@ class PolarWorkflow:
             raise ConfigError(f"A row of AReaL's data has no task_id, but only {', '.join(data)}.") from None
         evaluates = workflow_context.get().is_eval
         key = self._key(task, engine.get_version(), evaluates=evaluates)
-        group = await self._rollouts().group(task, key, samples=self._samples)
+        group = await self._rollouts().group(task, key, samples=self._samples, sampling=self._sampling)
         told = stats_tracker.get(workflow_context.stat_scope())
         for reward in group.rewards:
             told.scalar(reward=reward)
@@ -134,6 +143,14 @@ def follow(trainer: Any, source: Source = None) -> Bridge:
     attached()
     engine.pause, engine.resume = stopped, goes_on
     return bridge
+
+
+def _sampling(gconfig: Any) -> SamplingOverrides:
+    """AReaL's top_k of a hundred million, and vLLM's -1, are our 0: all tokens."""
+    top_k = gconfig.top_k if 0 < gconfig.top_k < _ALL else 0
+    return SamplingOverrides(
+        temperature=0.0 if gconfig.greedy else gconfig.temperature, top_p=gconfig.top_p, top_k=top_k
+    )
 
 
 def _addresses(engine: Any) -> list[str]:

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from polar.bridges import areal
+from polar.config import SamplingOverrides
 from polar.errors import ConfigError
 
 
@@ -91,3 +92,11 @@ def test_a_task_that_comes_again_at_the_same_version(monkeypatch: pytest.MonkeyP
         asked = [("a", 0, False), ("b", 0, False), ("a", 0, False), ("a", 1, False), ("a", 1, True)]
         keys = [workflow._key(task, version, evaluates=evaluates) for task, version, evaluates in asked]
         assert keys == ["v0", "v0", "v0.1", "v1", "eval-v1"]
+
+
+@pytest.mark.parametrize(("top_k", "ours"), [(10**8, 0), (-1, 0), (20, 20)])
+def test_sampling_is_the_trainers(top_k: int, ours: int) -> None:
+    given = SimpleNamespace(temperature=0.7, top_p=0.9, top_k=top_k, greedy=False)
+    assert areal._sampling(given) == SamplingOverrides(temperature=0.7, top_p=0.9, top_k=ours)
+    given.greedy = True
+    assert areal._sampling(given).temperature == 0
