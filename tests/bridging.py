@@ -35,7 +35,7 @@ class Served(Struct):
 
     def settings(self, **more: Any) -> dict[str, Any]:
         """Of a bridge."""
-        return {"server": self.url, "token": TOKEN, "tasks": [str(self.tasks)], "samples": 4, **more}
+        return {"server": self.url, "token": TOKEN, "tasks": [str(self.tasks)], "name": "test", "samples": 4, **more}
 
 
 def task(name: str, kind: str) -> dict[str, Any]:

@@ -65,7 +65,13 @@ async def test_engines_of_the_trainer(tmp_path: Path) -> None:
             Service(wanted, tmp_path / "data", node=True) as service,
             Rollouts(
                 settings(
-                    {"server": service.control_url, "token": TOKEN, "tasks": str(write_tasks(tmp_path)), "samples": 1}
+                    {
+                        "server": service.control_url,
+                        "token": TOKEN,
+                        "tasks": str(write_tasks(tmp_path)),
+                        "name": "test",
+                        "samples": 1,
+                    }
                 )
             ) as rollouts,
         ):
@@ -110,16 +116,16 @@ def test_without_a_loop(tmp_path: Path) -> None:
 
 def test_settings_of_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "bridge.toml"
-    file.write_text('server = "http://there:1"\ntasks = "tasks"\nsamples = 3\n')
+    file.write_text('server = "http://there:1"\nname = "test"\ntasks = "tasks"\nsamples = 3\n')
     monkeypatch.setenv("POLAR_BRIDGE", str(file))
     monkeypatch.setenv("POLAR_SERVER__TOKEN", "secret")
     found = settings()
     assert (found.server, found.samples, found.token) == ("http://there:1", 3, "secret")
     assert found.tasks == [str(tmp_path / "tasks")]
-    file.write_text('tasks = "tasks"\nsample = 3\n')
+    file.write_text('name = "test"\ntasks = "tasks"\nsample = 3\n')
     with pytest.raises(ConfigError, match=r"bridge.toml: sample"):
         settings()
-    file.write_text("samples = 3\n")
+    file.write_text('name = "test"\n')
     with pytest.raises(ConfigError, match=r"bridge.toml: tasks"):
         settings()
     monkeypatch.delenv("POLAR_BRIDGE")

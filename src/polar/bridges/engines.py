@@ -12,8 +12,8 @@ from contextlib import asynccontextmanager
 
 from polar.client.async_client import AsyncClient
 from polar.config import EngineSettings
-from polar.engines.base import Engine
-from polar.errors import PolarError
+from polar.engines.base import Engine, server_root
+from polar.errors import ConfigError, PolarError
 from polar.plugins import load
 from polar.rollout.models import PauseMode
 from polar.train.syncing.probe import Difference, Probe, Scorer, tolerance_of
@@ -29,23 +29,27 @@ class Engines:
 
     async def attach(self, urls: Iterable[str], version: int) -> None:
         """These are the run's engines from now on, and no others; all have the weights of `version`. Generation goes
-        on, also where an update that a trainer did not live to end had stopped it."""
-        wanted = list(dict.fromkeys(urls))
-        known = [str(replica["url"]) for replica in (await self._client.engines())["replicas"]]
-        for url in wanted:
-            if url not in known:
-                await self._client.add_engine(url, version)
-        for url in known:
-            if url not in wanted:
-                await self._client.remove_engine(url)
+        on, as `begin` has it."""
+        wanted = {server_root(url): url for url in urls}
+        if not wanted:
+            raise ConfigError("The trainer has no engines to attach: start them first, or name their addresses.")
+        for url in wanted.values():  # with its first one the run has engines of its own
+            await self._client.add_engine(url, version)
+        for replica in (await self._client.engines())["replicas"]:
+            if server_root(replica["url"]) not in wanted:
+                await self._client.remove_engine(replica["url"])
         await self._client.set_policy(version)
+        await self.begin()
+
+    async def begin(self) -> None:
+        """For a trainer that starts: where an earlier one did not live to end an update, generation stands still."""
         if (await self._client.policy())["paused"]:
             await self._client.resume()
 
     @asynccontextmanager
     async def updating(self, version: int, mode: PauseMode = "freeze") -> AsyncIterator[None]:
         """Generation stands still within. Where it fails, generation stays as it is: nobody knows the weights then. The
-        next update sets it going."""
+        next update sets it going, or `begin`."""
         await self.stop(mode)
         yield
         await self.go_on(version)

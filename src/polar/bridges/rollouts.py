@@ -78,7 +78,13 @@ class Rollouts:
             self._written(task)
             asked.append((task, f"{key}.{seen[task]}" if seen[task] else key))
             seen[task] += 1
-        return list(await asyncio.gather(*(self.group(task, again, samples=samples) for task, again in asked)))
+        running = [asyncio.ensure_future(self.group(task, again, samples=samples)) for task, again in asked]
+        try:
+            return list(await asyncio.gather(*running))
+        except BaseException:
+            for one in running:  # nobody waits for the others any more
+                one.cancel()
+            raise
 
     async def cancel(self, task: str, key: str) -> None:
         await self.client.cancel(self._name(task, key))

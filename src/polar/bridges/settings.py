@@ -24,7 +24,10 @@ class BridgeSettings(BaseModel):
     token: str | None = Field(None, description="its admin token [default: the variable POLAR_SERVER__TOKEN]")
     run: str = Field(DEFAULT_RUN, description="whose engines, policy and quotas these rollouts have")
     tasks: list[str] = Field(description="files or folders of tasks, as `polar run` reads them")
-    name: str = Field("train", min_length=1, description="begins the names of all groups: one for each training run")
+    name: str = Field(
+        min_length=1,
+        description="of this training; all groups' names begin with it: who asks again under it gets the same sessions",
+    )
     samples: int = Field(8, ge=1, description="sessions of a group, where the trainer does not say")
     builder: str = Field(MERGED, description="how sessions become traces")
     max_lag: int | None = Field(
