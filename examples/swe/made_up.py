@@ -149,6 +149,8 @@ def write_rows(folder: Path) -> list[Patches]:
     rows: dict[str, list[dict[str, Any]]] = {"verified": [], "gym": []}
     for repo, files in REPOSITORIES.items():
         work = folder / "repositories" / repo.replace("/", "__")
+        if work.exists():
+            raise SystemExit(f"{folder} has been made already: remove it first.")
         work.mkdir(parents=True)
         git(work, "init", "-q", "-b", "main")
         commit(work, files, "The beginning")

@@ -11,7 +11,7 @@ from polar.bridges.bridge import Bridge
 from polar.bridges.engines import Engines, EnginesDiffer
 from polar.bridges.rollouts import Group, Rollouts
 from polar.bridges.settings import settings
-from polar.client.async_client import AsyncClient
+from polar.client.async_client import AsyncClient, ClientError
 from polar.config import EngineSettings
 from polar.engines.scripted import Play, ScriptedServer, Turn
 from polar.errors import ConfigError
@@ -106,6 +106,14 @@ async def test_engines_with_other_weights_are_found(tmp_path: Path) -> None:
         model.lm_head.weight.data.mul_(1.5)
         with pytest.raises(EnginesDiffer, match="does not have the trainer's weights"):
             await engines.probe(scorer(model), 32, same, "float32")
+
+
+async def test_a_service_that_is_not_there(tmp_path: Path) -> None:
+    """Is told at once, and not after the patience that one has which goes away."""
+    nobody = {"server": "http://127.0.0.1:9", "tasks": str(write_tasks(tmp_path)), "name": "test", "patience": 3600}
+    async with Rollouts(settings(nobody)) as rollouts, asyncio.timeout(60):
+        with pytest.raises(ClientError, match="polar up"):
+            await rollouts.group("plain-0", "1")
 
 
 def test_without_a_loop(tmp_path: Path) -> None:

@@ -83,7 +83,9 @@ def _spelled(message: dict[str, Any]) -> dict[str, Any]:
 def read(file: Path, renderer: Renderer) -> Dataset:
     rows = [row for line in file.read_text().splitlines() for row in renderer.rows(json.loads(line))]
     if not rows:
-        raise SystemExit(f"{file} has no conversation that fits.")
+        raise SystemExit(
+            f"{file} has no conversation to learn from: it is empty, or all of its rows are longer than --longest."
+        )
     return Dataset.from_list(rows)
 
 

@@ -46,6 +46,7 @@ class Rollouts:
             task.task_id: task for task in tasks_of(settings.tasks, run=settings.run)
         }
         self.client = AsyncClient(settings.server, settings.token, settings.run, patience=settings.patience)
+        self._met = False  # the service has answered
 
     async def __aenter__(self) -> "Rollouts":
         return self
@@ -64,6 +65,9 @@ class Rollouts:
         """Runs a task, or finds what ran already under this `key` (a step, say); `sampling` goes over the task's own.
         Raises ConfigError for a task that the files don't have, and ClientError."""
         asked = self._request(task, key, samples or self.settings.samples, sampling)
+        if not self._met:
+            await self.client.health()  # a service that is not there is told at once; one that goes away is waited for
+            self._met = True
         await self.client.submit(asked)
         async for ended in self.client.ended([asked.task_id]):
             return self._group(task, asked, ended.results)

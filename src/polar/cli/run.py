@@ -27,6 +27,7 @@ from polar.cli.run_progress import Progress, followed, progress
 from polar.cli.run_tally import Tally, count
 from polar.cli.tasks import SOURCES, task_options
 from polar.config import PriceSettings, Settings
+from polar.data.alone import alone
 from polar.data.budget import Budget
 from polar.data.collecting import Collection
 from polar.data.samples import keyed
@@ -127,12 +128,15 @@ class _Run:
             return 1
         if self._collection is not None and (what := self._collection.stopped) is not None:
             most = count(self._collection.not_run, "session")
-            click.echo(f"polar: The budget of {what} is used up; {most} at most would be left.{_GO_ON}", err=True)
+            click.echo(f"polar: The budget of {what} is used up; {most} at most would be left.{_SPENT}", err=True)
             return 1
         return 0
 
     async def _run(self, shown: Progress, interrupts: Interrupts) -> None:
-        async with LocalRollout(self._settings, self._data) as rollout:
+        async with contextlib.AsyncExitStack() as stack:
+            if self._wish.resume:  # two would run the same samples
+                stack.enter_context(alone(self._data))
+            rollout = await stack.enter_async_context(LocalRollout(self._settings, self._data))
             plans = {plan.task.task_id: plan for plan in await rollout.plan(self._tasks)}
             wanted = await self._wanted(rollout, list(plans.values()))
             shown.total = self._total = wanted.left
@@ -209,6 +213,7 @@ class _Run:
 
 
 _GO_ON = " The same command with --resume goes on."
+_SPENT = " With --resume, the same command and a larger budget go on: tokens and money of all runs count."
 _IS = ("are", "is")
 _INTERRUPTED = (
     "Interrupted: sessions are cancelled and torn down. Once more leaves at once, and what is left is tidied up by the "

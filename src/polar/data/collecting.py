@@ -129,7 +129,7 @@ class Collection:
                 return False
         if settles(verdict):
             self._settle(task, sample, verdict)
-        else:
+        elif verdict.reason != "cancelled":
             self._rates(task).add(task.id, accepted=False)
         if self._accept is not None and self._ready is not None and verdict.reason != "cancelled":
             for entry in self._to_try(task, sample + 1):

@@ -44,6 +44,7 @@ class Tally(Struct):
 
     sessions: int = 0
     tokens: int = 0  # that train
+    tokenless: int = 0  # sessions that went out without a token
     pictures: int = 0  # sessions that went out without the pictures which they were shown
     other_roles: Counter[str] = field(default_factory=Counter)  # tokens that would train, by role
     excluded: Counter[str] = field(default_factory=Counter)  # tokens that don't train, by reason
@@ -64,6 +65,11 @@ class Tally(Struct):
             said.append(f"{tokens} of other roles {_was(count)} left out: {_counts(self.other_roles)}")
         if self.excluded:
             said.append(f"Sampled tokens that don't train: {_counts(self.excluded)}")
+        if self.tokenless:
+            said.append(
+                f"{self.tokenless} of the sessions have no tokens: their engine told none. `--format sft` has what they "
+                "say, and `--format sft-tokens --tokenizer DIR` another model's tokens for it"
+            )
         if self.pictures:
             said.append(
                 f"{self.pictures} of the sessions show pictures: tokens hold their places, the pictures are not here"
@@ -116,6 +122,7 @@ async def items(
                 continue
             said.add(digest)
         tally.sessions += 1
+        tally.tokenless += _in_tokens(needs) and not item.trajectory.traces and not item.trajectory.excluded
         tally.pictures += _in_tokens(needs) and any(path.images for path in sampled.paths if path.trainable)
         tally.tokens += item.trajectory.tokens.trainable
         for excluded in (each for path in whole.paths for each in path.excluded):

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from polar.config import PriceSettings
+from polar.data.alone import alone
 from polar.data.budget import Budget
 from polar.data.collecting import Collection
 from polar.data.samples import keyed, sample_of
@@ -231,3 +232,19 @@ def test_stops_change_nothing(
             stopped.end(session, Verdict(reason="node_lost"))
     run(stopped.resumed(plans, accept=accept), stopped, told)
     assert settled(stopped) == settled(whole)
+
+
+def test_what_was_cancelled_is_in_no_rate() -> None:
+    collection, data = Collection([plan("a", 2)], Used), Data()
+    run(collection, data, {("a", 0): Verdict(1.0), ("a", 1): Verdict(reason="cancelled")})
+    assert [(rates.sessions, rates.accepted) for rates in collection.rates.values()] == [(1, 1)]
+
+
+def test_one_collection_at_a_time(tmp_path: Path) -> None:
+    with alone(tmp_path / "data"):
+        with pytest.raises(ConfigError, match="Another `polar run --resume` is at work"), alone(tmp_path / "data"):
+            pass
+        with alone(tmp_path / "other"):
+            pass
+    with alone(tmp_path / "data"):
+        pass

@@ -1,0 +1,25 @@
+"""One collection at a time in a data folder: two would run the same samples, and both would be exported."""
+
+import contextlib
+import fcntl
+from collections.abc import Iterator
+from pathlib import Path
+
+from polar.errors import ConfigError
+
+_FILE = "collecting.lock"
+
+
+@contextlib.contextmanager
+def alone(data: Path) -> Iterator[None]:
+    """Raises ConfigError where another process collects there. What is killed holds nothing."""
+    data.mkdir(parents=True, exist_ok=True)
+    with (data / _FILE).open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(
+                f"Another `polar run --resume` is at work in {data}: wait for it, or give this one a folder of its own "
+                "(--data)."
+            ) from None
+        yield
