@@ -196,7 +196,7 @@ from verl.utils import tensordict_utils as tu
 
 given = []
 rollout = Space(n=4, val_kwargs=Space(n=2))
-naming = Naming(Space(generate_sequences=given.append), Space(actor_rollout_ref=Space(rollout=rollout)))
+naming = Naming(Space(generate_sequences=given.append), Space(actor_rollout_ref=Space(rollout=rollout)), {"a", "b"})
 for step, more in ((3, {}), (3, {}), (3, {"validate": True}), (4, {})):
     batch = tu.get_tensordict({"task_id": numpy.array(["a", "b", "a"], dtype=object)})
     tu.assign_non_tensor(batch, global_steps=step, **more)

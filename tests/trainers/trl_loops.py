@@ -361,13 +361,14 @@ def asynchronous(given: Given) -> None:
     )
     before = weights(trainer.model)
     taken: list[Any] = []
-    get = trainer.rollout_worker.rollout_buffer.get
+    worker = trainer.rollout_worker
+    get = worker.rollout_buffer.get
 
     def looked_at(*given: Any, **more: Any) -> Any:
         taken.append(get(*given, **more))
         return taken[-1]
 
-    trainer.rollout_worker.rollout_buffer.get = looked_at
+    worker.rollout_buffer.get = looked_at
     trainer.train()
     assert any(not torch.equal(before[name], after) for name, after in weights(trainer.model).items())
     assert len(taken) >= 18
@@ -377,7 +378,7 @@ def asynchronous(given: Given) -> None:
         groups = {
             number: bridge.run(
                 bridge.rollouts.group(
-                    given["even"][number % len(given["even"])], f"async-{number}", samples=GROUP, sampling=AT_ONE
+                    given["even"][number % len(given["even"])], worker.key(number), samples=GROUP, sampling=AT_ONE
                 )
             )
             for number in {sample.group_id for sample in taken}

@@ -15,17 +15,20 @@ changes nothing within an update; `weight` is not applied. (`ppo_n_minibatches` 
 one, which rows go together depends on how many there are.) `rewards` are advantages over the sessions of a group; AReaL
 would take them over rows, so `follow` refuses `reward_norm`, `adv_norm` by group, and whatever else goes by rows.
 
-Versions are AReaL's own, and each token has its own in `versions`. While AReaL updates weights it pauses its rollouts:
-`follow` has Polar's generation stand still for that long. A group without a session to train on is rejected (None), as
-AReaL has it.
+Versions are AReaL's own, and each token has its own in `versions`. AReaL pauses its rollouts, updates weights, says
+their version, saves, evaluates and only then resumes: `follow` has Polar's generation stand still until the version is
+said, so that an evaluation runs with the new weights. Sessions that train and run already go on with them too. A group
+without a session to train on is rejected (None), as AReaL has it.
 
 What is left out: rewards of single turns.
 """
 
 import asyncio
+import re
 import sys
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -43,6 +46,9 @@ _BY_ROWS = {"discount": 1.0, "gae_lambda": 1.0, "kl_ctl": 0.0, "overlong_reward_
 
 _ALL = 10**8
 """What AReaL has for `top_k` where nobody says anything."""
+
+_asked: WeakKeyDictionary[Any, Counter[str]] = WeakKeyDictionary()
+"""How often each engine of AReaL's asked for a group: a workflow that AReaL has by its name is made anew each time."""
 
 Source = BridgeSettings | Mapping[str, Any] | str | Path | None
 
@@ -62,7 +68,6 @@ class PolarWorkflow:
         self._sampling = None if gconfig is None else _sampling(gconfig)
         self._normalise = normalise
         self._open: WeakKeyDictionary[asyncio.AbstractEventLoop, Rollouts] = WeakKeyDictionary()
-        self._asked: Counter[str] = Counter()
 
     async def arun_episode(self, engine: Any, data: dict[str, Any]) -> dict[str, Any] | None:
         """All traces of a group's sessions, padded to one length."""
@@ -75,7 +80,7 @@ class PolarWorkflow:
         except KeyError:
             raise ConfigError(f"A row of AReaL's data has no task_id, but only {', '.join(data)}.") from None
         evaluates = workflow_context.get().is_eval
-        key = self._key(task, engine.get_version(), evaluates=evaluates)
+        key = self._key(engine, task, evaluates=evaluates)
         group = await self._rollouts().group(task, key, samples=self._samples, sampling=self._sampling)
         told = stats_tracker.get(workflow_context.stat_scope())
         for reward in group.rewards:
@@ -94,11 +99,14 @@ class PolarWorkflow:
         for rollouts in list(self._open.values()):
             await rollouts.close()
 
-    def _key(self, task: str, version: int, *, evaluates: bool) -> str:
-        """A task is asked for once at each version; where data is so short that it comes again, again."""
-        key = f"{'eval-' if evaluates else ''}v{version}"
-        again = self._asked[f"{key}/{task}"]
-        self._asked[f"{key}/{task}"] += 1
+    def _key(self, engine: Any, task: str, *, evaluates: bool) -> str:
+        """A task is asked for once at each version; where data is so short that it comes again, again. What two ranks
+        ask for are two groups."""
+        key = f"{'eval-' if evaluates else ''}v{engine.get_version()}{_rank(engine)}"
+        asked = _asked.setdefault(engine, Counter())
+        name = f"{self._settings.name}/{key}/{task}"
+        again = asked[name]
+        asked[name] += 1
         return f"{key}.{again}" if again else key
 
     def _rollouts(self) -> Rollouts:
@@ -124,25 +132,72 @@ def follow(trainer: Any, source: Source = None) -> Bridge:
     if getattr(trainer, "critic", None) is not None:
         raise ConfigError("A critic values rows, and a session may have several: train without one.")
     bridge = Bridge(source)
-    engine = trainer.rollout
-    pause, resume = engine.pause, engine.resume
+    _Gate(bridge, trainer.rollout).follow(trainer)
+    return bridge
 
-    def attached() -> None:
-        bridge.run(bridge.engines.attach(_addresses(engine), engine.get_version()))
 
-    def stopped() -> Any:
+class _Gate:
+    """Polar's generation, as AReaL's engines are: it stands still while they get weights, or sleep."""
+
+    def __init__(self, bridge: Bridge, engine: Any) -> None:
+        self._bridge = bridge
+        self._engine = engine
+        self._shut = False
+        self._asleep = False
+
+    def follow(self, trainer: Any) -> None:
+        self._attach()
+        engine = self._engine
+        engine.set_version = partial(self._versioned, engine.set_version)
+        engine.pause, engine.resume = partial(self._paused, engine.pause), partial(self._resumed, engine.resume)
+        if not getattr(trainer, "_should_offload_rollout", False):
+            return
+        engine.offload, engine.onload = partial(self._slept, engine.offload), partial(self._woken, engine.onload)
+        if (other := getattr(trainer, "eval_rollout", None)) is not None:  # has the same servers
+            other.pause, other.resume = partial(self._paused, other.pause), partial(self._resumed, other.resume)
+            other.offload, other.onload = partial(self._slept, other.offload), partial(self._woken, other.onload)
+
+    def _attach(self) -> None:
+        self._bridge.run(self._bridge.engines.attach(_addresses(self._engine), self._engine.get_version()))
+
+    def _open(self) -> None:
+        if not self._asleep:  # else AReaL wakes them, and resumes then
+            self._attach()
+            self._bridge.run(self._bridge.engines.go_on(self._engine.get_version()))
+            self._shut = False
+
+    def _paused(self, pause: Callable[[], Any]) -> Any:
         done = pause()  # no further episodes
-        bridge.run(bridge.engines.stop("drain"))
+        self._bridge.run(self._bridge.engines.stop("drain"))
+        self._shut = True
         return done
 
-    def goes_on() -> Any:
-        attached()
-        bridge.run(bridge.engines.go_on(engine.get_version()))
+    def _resumed(self, resume: Callable[[], Any]) -> Any:
+        if self._shut:
+            self._open()
         return resume()
 
-    attached()
-    engine.pause, engine.resume = stopped, goes_on
-    return bridge
+    def _versioned(self, set_version: Callable[[int], Any], version: int) -> Any:
+        """AReaL says it when the weights are in; it evaluates before it resumes."""
+        done = set_version(version)
+        self._open()
+        return done
+
+    def _slept(self, offload: Callable[[], Any]) -> Any:
+        self._asleep = True
+        return offload()
+
+    def _woken(self, onload: Callable[..., Any], tags: list[str] | None = None) -> Any:
+        done = onload() if tags is None else onload(tags=tags)
+        self._asleep = self._asleep and tags is not None  # in part, for their weights
+        return done
+
+
+def _rank(engine: Any) -> str:
+    """Of the worker that it is in. The first has none in its keys, nor has an engine that is alone: AReaL gives that a
+    name by chance."""
+    name = str(getattr(engine, "engine_id", ""))
+    return f"-r{name}" if re.fullmatch("[1-9][0-9]{0,8}", name) else ""
 
 
 def _sampling(gconfig: Any) -> SamplingOverrides:

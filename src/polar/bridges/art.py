@@ -17,6 +17,9 @@ it would train on then need not be what the engine was given. So histories are o
 `tokenize_trajectory` is told what their tokens are; all others it makes as ever. That is so where ART tokenizes in this
 process (LocalBackend); a ServerlessBackend sends messages elsewhere, and must not be used.
 
+Sampling is the service's `[engine.sampling]` and the tasks' `sampling`: nothing of ART's settings goes to it, as its
+users make their own calls. Its loss takes log-probabilities at temperature 1: sample at 1 and leave `top_p` alone.
+
 What is left out: texts (a trajectory has no messages; `polar show` has them), and rewards of single turns.
 """
 

@@ -28,7 +28,10 @@ NeMo RL's own loop leaves them out, `polar.bridges.nemo_rl` takes them. `polar_t
 Who divides: see `polar.bridges.nemo_rl`. What is lost: as in `polar.export.nemo_gym`.
 
 A session without a reward has no tokens to train either, here: its output is empty and `_ng_failure_class` is the
-reason. The Gym's collection puts it aside and tries again when it is resumed; NeMo RL refuses it.
+reason. The Gym's collection puts it aside and asks again when it is resumed, for a new session; NeMo RL refuses it. A
+row that has a name (`resume`, or a `_ng_rollout_id`) would find the same session each time: so its run itself tries
+twice more, under names of their own, and is a failure only if all three are. That one then stays: give the collection
+another `name`.
 """
 
 import uuid
@@ -52,6 +55,9 @@ if TYPE_CHECKING:
 
 Row = Mapping[str, Any]
 
+_TRIES = 3
+"""Sessions of a row that has a name, until one can be trained on."""
+
 
 class Runs:
     """What the agent server does, without the server: a row goes in, a verify response comes out."""
@@ -71,21 +77,26 @@ class Runs:
 
     async def run(self, row: Row) -> dict[str, Any]:
         """Raises ConfigError for a row that names no task, and ClientError."""
-        task = task_of(row)
-        group = await self.rollouts.group(
-            task, self._key(row), samples=1, sampling=sampling_of(row["responses_create_params"])
-        )
-        asked = dict(row["responses_create_params"])
-        if not group.items:
-            return {"responses_create_params": asked, **_failed(group)}
-        return {**one_run(group.items[0], group.results[0]), "responses_create_params": asked}
+        task, asked = task_of(row), dict(row["responses_create_params"])
+        for key in self._keys(row):
+            group = await self.rollouts.group(task, key, samples=1, sampling=sampling_of(asked))
+            if group.items:
+                return {**one_run(group.items[0], group.results[0]), "responses_create_params": asked}
+        return {"responses_create_params": asked, **_failed(group)}
 
-    def _key(self, row: Row) -> str:
-        """Of a session: the trainer's own name for the rollout, where it has one."""
+    def _keys(self, row: Row) -> list[str]:
+        """Of its sessions, one after the other: the trainer's own name for the rollout, where it has one. What has none
+        is a new session whenever it is asked for."""
+        name = self._name(row)
+        if name is None:
+            return [uuid.uuid4().hex]
+        return [name, *(f"{name}.again-{number}" for number in range(1, _TRIES))]
+
+    def _name(self, row: Row) -> str | None:
         if "_ng_rollout_id" in row:
             return str(row["_ng_rollout_id"])
         if not self._resume:
-            return uuid.uuid4().hex
+            return None
         try:
             return f"{row['_ng_task_index']}.{row['_ng_rollout_index']}"
         except KeyError as missing:
@@ -156,11 +167,14 @@ def agent_class() -> "type[SimpleResponsesAPIAgent]":
             @asynccontextmanager
             async def lifespan(app: FastAPI) -> AsyncIterator[Any]:
                 engines = self.config.engines
-                if engines:
-                    await self._runs.attach([engines] if isinstance(engines, str) else engines, self.config.version)
-                async with inner(app) as state:
-                    yield state
-                await self._runs.close()
+                try:
+                    if engines:
+                        urls = [engines] if isinstance(engines, str) else engines
+                        await self._runs.attach(urls, self.config.version)
+                    async with inner(app) as state:
+                        yield state
+                finally:
+                    await self._runs.close()
 
             app.router.lifespan_context = lifespan
             return app
@@ -198,7 +212,7 @@ def attachable(urls: Sequence[str]) -> list[str]:
 
 
 def _failed(group: Group) -> dict[str, Any]:
-    (reason,) = group.left_out
+    reason = next(iter(group.left_out), "no_results")  # a task that was cancelled may have none
     return {
         "response": response(f"resp_{group.name}", 0.0, "polar", [], complete=False),
         "reward": 0.0,

@@ -10,6 +10,7 @@ trace of each session. With it, a launch script has these lines before NeMo RL's
     polar = NemoRl.of(Bridge("polar.toml"), master_config, step=grpo_state["total_steps"])
     grpo.run_nemo_gym_rollout_sync = polar.rollout  # run_async_nemo_gym_rollout, where that is not a generator yet
     grpo.refit_policy_generation = polar.refitting(grpo.refit_policy_generation)
+    grpo.validate = polar.validating(grpo.validate)
     grpo.GRPOAdvantageEstimator = polar.by_session(grpo.GRPOAdvantageEstimator)
 
 A row's `extra_env_info` is that of NeMo Gym, with a `task_id`. All rows of one task are one group.
@@ -27,6 +28,8 @@ and counted in the metrics.
 """
 
 import asyncio
+import hashlib
+import json
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
@@ -75,7 +78,8 @@ class NemoRl:
         self._bridge = bridge
         self._rows = rows
         self._token_level = token_level
-        self._asked = 0  # since the weights changed
+        self._validates = False
+        self._asked: Counter[str] = Counter()  # since the weights changed
 
     @classmethod
     def of(cls, bridge: Bridge, config: Any, *, step: int = 0) -> "NemoRl":
@@ -102,11 +106,25 @@ class NemoRl:
             self._bridge.run(self._bridge.engines.stop())
             done = refit(*args, **kwargs)
             self.version += 1
-            self._asked = 0
+            self._asked.clear()
             self._bridge.run(self._bridge.engines.go_on(self.version))
             return done
 
         return refitted
+
+    def validating(self, validate: Callable[P, T]) -> Callable[P, T]:
+        """What is asked for within has names of its own: training never gets a session of the validation, also where
+        both have the same tasks."""
+
+        @wraps(validate)
+        def validated(*args: P.args, **kwargs: P.kwargs) -> T:
+            self._validates = True
+            try:
+                return validate(*args, **kwargs)
+            finally:
+                self._validates = False
+
+        return validated
 
     def rollout(
         self, *, input_batch: Mapping[str, Any], tokenizer: Any, generation_config: Mapping[str, Any], **_: Any
@@ -128,8 +146,7 @@ class NemoRl:
         }
         sampling = sampling_of(names)
         wanted = Counter(task_of(row) for row in rows)
-        key = f"{self.version}.{self._asked}"
-        self._asked += 1
+        key = self._key(wanted)
 
         async def ask() -> list[Group]:
             rollouts = self._bridge.rollouts
@@ -137,6 +154,14 @@ class NemoRl:
             return list(await asyncio.gather(*asked))
 
         return self._bridge.run(ask())
+
+    def _key(self, wanted: Mapping[str, int]) -> str:
+        """Whoever goes on from a checkpoint may leave out a validation that was asked for first: so these tasks are
+        counted by themselves."""
+        digest = hashlib.sha256(json.dumps(sorted(wanted.items())).encode()).hexdigest()[:8]
+        what = f"validation-{digest}" if self._validates else digest
+        self._asked[what] += 1
+        return f"{self.version}.{what}.{self._asked[what] - 1}"
 
     def batch(self, groups: Sequence[Group]) -> dict[str, Any]:
         """As `batch`, of `rows` rows."""
@@ -218,7 +243,7 @@ def message_log(row: Row) -> list[dict[str, Any]]:
             continue
         prompt, sampled = item["prompt_token_ids"], item["generation_token_ids"]
         logprobs = torch.tensor(item["generation_log_probs"], dtype=torch.float32)
-        log.append({"role": "user", "content": "", "token_ids": torch.tensor(prompt[seen:])})
+        log.append({"role": "user", "content": "", "token_ids": torch.tensor(prompt[seen:], dtype=torch.long)})
         spoken = {"role": "assistant", "content": "", "token_ids": torch.tensor(sampled)}
         log.append(spoken | {"generation_logprobs": logprobs})
         seen = len(prompt) + len(sampled)

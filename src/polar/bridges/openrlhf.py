@@ -16,14 +16,18 @@ rollout is one optimizer step: `--train.batch_size` is how many rows there may b
 Where there are fewer, a short row is given twice with half of its tokens each time, which changes no gradient. `weight`
 is not applied: tokens count.
 
-What is left out: sessions without a reward. In their place the group has its mean, so that nobody's advantage gets
-larger by it. Policy versions are not in OpenRLHF's rows. Not taken: `--train.async_enable` (its actors are made where
-nothing can be put in their place), dynamic batches, critics, and whatever goes by rows (`check`).
+What is left out: sessions without a reward. Advantages are over the others of the group, as if it had been that small;
+a session that is alone has none. In an evaluation, a prompt without any session that has a reward counts for no mean,
+and the log says how many there were. A trace longer than `--data.max_len` is an error, not cut. Policy versions are not
+in OpenRLHF's rows. Not taken: `--train.async_enable` (its actors are made where nothing can be put in their place),
+dynamic batches, critics, and whatever goes by rows (`check`).
 """
 
 import asyncio
+import logging
 import os
 import runpy
+import statistics
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -33,12 +37,15 @@ from typing import Any
 
 from msgspec import Struct
 
+from polar.bridges.advantages import over_sessions
 from polar.bridges.bridge import Bridge
 from polar.bridges.rollouts import Group, Rollouts
 from polar.bridges.settings import BridgeSettings, settings
 from polar.config import SamplingOverrides
 from polar.errors import ConfigError
 from polar.export.openrlhf import OpenRlhf
+
+log = logging.getLogger(__name__)
 
 Source = BridgeSettings | Mapping[str, Any] | str | Path | None
 
@@ -85,7 +92,7 @@ def agent_executor(source: Source = None, *, serves: bool = True) -> type[Any]:
             if serves:
                 if self._front is None:
                     self._front = asyncio.ensure_future(self._serve(llm_engine, max_length, label.version))
-                await self._front
+                await asyncio.shield(self._front)
             group, number = await self._session(label, _sampling(sampling_params))
             return _response(prompt, group, number, logprobs=sampling_params.logprobs is not None)
 
@@ -96,7 +103,8 @@ def agent_executor(source: Source = None, *, serves: bool = True) -> type[Any]:
             await self._rollouts.client.add_engine(url, version)
 
         async def _session(self, label: Label, sampling: SamplingOverrides) -> tuple[Group, int]:
-            """OpenRLHF asks once for each sample of a group; the first to ask runs it."""
+            """OpenRLHF asks once for each sample of a group; the first to ask runs it. Who is cancelled takes nothing
+            from the others."""
             if label not in self._running:
                 asked = self._rollouts.group(label.task, label.key, samples=label.samples, sampling=sampling)
                 self._running[label] = _Running(asyncio.ensure_future(asked))
@@ -105,7 +113,7 @@ def agent_executor(source: Source = None, *, serves: bool = True) -> type[Any]:
             running.taken += 1
             if running.taken == label.samples:
                 del self._running[label]
-            return await running.group, number
+            return await asyncio.shield(running.group), number
 
     return AgentExecutor
 
@@ -125,6 +133,7 @@ def _sampling(asked: Any) -> SamplingOverrides:
 def _response(prompt: str, group: Group, number: int, *, logprobs: bool) -> dict[str, Any]:
     """One session as an executor's result: its last trace, and all of them as `traces`."""
     if number >= len(group.items):  # it was left out
+        # OpenRLHF filters groups by their mean, which this leaves as it is; advantages are without it (`by_session`).
         mean = sum(group.rewards) / len(group.rewards) if group.rewards else 0.0
         return _nothing(prompt, group.task, mean, logprobs=logprobs)
     rows = [row | {"prompt": prompt, "label": group.task} for row in OpenRlhf().lines(group.items[number])]
@@ -169,9 +178,10 @@ def sessions(base: type[Any]) -> type[Any]:
         def generate_eval_samples(self, **asked: Any) -> Any:
             self._phase = "eval"
             try:
-                return super().generate_eval_samples(**asked)
+                found = super().generate_eval_samples(**asked)
             finally:
                 self._phase = "train"
+            return evaluated(found, asked.get("n_samples_per_prompt", self.args.rollout.n_samples_per_prompt))
 
         def _dispatch_prompts_to_vllm(self, prompts: list[str], labels: list[str], **asked: Any) -> Any:
             samples = asked.get("n_samples_per_prompt", self.args.rollout.n_samples_per_prompt)
@@ -187,11 +197,32 @@ def sessions(base: type[Any]) -> type[Any]:
 
         def _process_response_into_experience(self, response: dict[str, Any], **asked: Any) -> Any:
             made = super()._process_response_into_experience
+            longest = max((len(row["observation_tokens"]) for row in response["traces"]), default=0)
+            if self._phase == "train" and longest > (limit := asked.get("max_len", 2048)):
+                raise ConfigError(
+                    f"A trace of task {response['label']} has {longest} tokens, and OpenRLHF would cut it after "
+                    f"{limit}: set --data.max_len to {longest} at least."
+                )
             session = made(response, **asked)
             session.traces = [made(row, **asked) for row in response["traces"]]
             return session
 
     return Sessions
+
+
+def evaluated(found: Sequence[Any], samples: int) -> list[Any]:
+    """Of an evaluation's samples, the prompts that have rewards: what failed by the platform is no reward of 0. Where
+    only some sessions of a prompt have one, the others stand for their mean."""
+    prompts = [found[start : start + samples] for start in range(0, len(found), samples)]
+    kept = [prompt for prompt in prompts if any(one.traces for one in prompt)]
+    if len(kept) < len(prompts):
+        missing = len(prompts) - len(kept)
+        log.warning(
+            "%d of %d prompts of this evaluation have no session with a reward: they count for no mean.",
+            missing,
+            len(prompts),
+        )
+    return [one for prompt in kept for one in prompt]
 
 
 def by_session(base: type[Any]) -> type[Any]:
@@ -216,14 +247,64 @@ def by_session(base: type[Any]) -> type[Any]:
             for row, number in enumerate(self._owners):
                 rows[number].append(places[row])
             episodes = [_episode(number, self._sessions[number], rows[number]) for number in rows]
-            computed = {one.index[0]: one for one in super().compute_advantages_and_returns(episodes)}
+            computed = {one.index[0]: one for one in self._computed(episodes)}
             for experience in experiences:
                 _spread(experience, [computed[self._owners[row]] for row in experience.index])
             for number, own in rows.items():
                 _cut(computed[number], own)
             return experiences
 
+        def _computed(self, episodes: list[Any]) -> list[Any]:
+            """OpenRLHF's own, where all sessions are there. Where some were left out, its estimators would take what
+            stands for them for samples: so rewards are made into credits here, and nothing is left for it to take off
+            but a mean of 0."""
+            told = self.args.algo.advantage
+            there = [bool(one.traces) for one in self._sessions]
+            if all(there):
+                return list(super().compute_advantages_and_returns(episodes))
+            estimator, earned = told.estimator, [one.rewards for one in episodes]
+            rewards = [float(one) for one in earned]
+            given, deviations = over_those(there, rewards, self.args.rollout.n_samples_per_prompt, estimator)
+            for one, credit in zip(episodes, given, strict=True):
+                one.rewards = one.rewards.new_tensor([credit]).float()
+            try:
+                told.estimator = "dr_grpo" if estimator in ("rloo", "group_norm") else estimator
+                computed = list(super().compute_advantages_and_returns(episodes))
+            finally:
+                told.estimator = estimator
+            for one in computed:
+                one.rewards = earned[one.index[0]]
+                if "group_reward_std" in one.info:
+                    one.info["group_reward_std"] = one.rewards.new_tensor([deviations[one.index[0]]]).float()
+            return computed
+
     return BySession
+
+
+def over_those(
+    there: Sequence[bool], rewards: Sequence[float], samples: int, estimator: str
+) -> tuple[list[float], list[float]]:
+    """What to give an estimator of OpenRLHF's for each session, such that those that are not `there` change nothing for
+    the others, and the standard deviation of each one's group. For `rloo` and `group_norm` it is what these make of
+    rewards; for others it is the rewards, with the mean that they take off in the empty places."""
+    given, deviations = list(rewards), [0.0] * len(rewards)
+    every = [reward for reward, real in zip(rewards, there, strict=True) if real]
+    for start in range(0, len(rewards), samples):
+        group = range(start, start + samples)
+        places = [place for place in group if there[place]]
+        own = [rewards[place] for place in places]
+        credits = over_sessions(own, scale=estimator == "group_norm", epsilon=1e-9)
+        if estimator in ("rloo", "group_norm"):
+            larger = len(own) / (len(own) - 1) if estimator == "rloo" and len(own) > 1 else 1.0
+            empty, made = 0.0, [credit * larger for credit in credits]
+        else:
+            empty, made = statistics.fmean(every if estimator == "flash_reinforce" else own or [0.0]), own
+        for place in group:
+            given[place] = empty
+            deviations[place] = statistics.stdev(own) if len(own) > 1 else 0.0
+        for place, credit in zip(places, made, strict=True):
+            given[place] = credit
+    return given, deviations
 
 
 def filled(rows: list[tuple[int, Any]], size: int) -> list[tuple[int, Any]]:
@@ -321,6 +402,7 @@ def following(base: type[Any], source: Source = None, *, serves: bool = True) ->
             self._version = 0
             if serves:
                 self.bridge.run(self._forget())
+            self.bridge.run(self.bridge.engines.begin())
 
         def fit(self, global_step: int = 0) -> None:
             with self.bridge:

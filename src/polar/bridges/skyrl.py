@@ -18,11 +18,13 @@ changes nothing. `sequence_mean` and `seq_mean_token_sum_norm` count rows: `foll
 each trace's `weight`. What goes by rows in other ways is refused (`check`), with the setting to change.
 
 What is left out: sessions without a reward (a reason instead), and groups in which only one of several sessions has
-one, since nothing can be compared there: a row of such a group has no token that trains, and so the step goes on.
+one, since nothing can be compared there: a row of such a group has no token that trains, and so the step goes on. In an
+evaluation, a prompt of which nothing is left has no row: it counts for no mean, and the log says how many there were.
 Policy versions are in `env_metrics` only: no loss of SkyRL's reads them.
 """
 
 import asyncio
+import logging
 import sys
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
@@ -38,6 +40,8 @@ from polar.config import EngineSettings, SamplingOverrides
 from polar.errors import ConfigError
 from polar.export.skyrl import session_output, to_generator_output
 from polar.train.syncing.probe import Scorer
+
+log = logging.getLogger(__name__)
 
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
@@ -66,9 +70,10 @@ class Generator:
                 for _, task, samples in prompts
             )
         )
-        output = to_generator_output(
-            [line for (uid, _, _), group in zip(prompts, groups, strict=True) for line in lines_of(uid, group)]
-        )
+        ran = [(uid, group) for (uid, _, _), group in zip(prompts, groups, strict=True)]
+        if known.training_phase == "eval":
+            ran = evaluated(ran)
+        output = to_generator_output([line for uid, group in ran for line in lines_of(uid, group)])
         output["rollout_metrics"].update(_metrics(groups))
         return output
 
@@ -98,6 +103,22 @@ def _sampling(asked: Mapping[str, Any]) -> SamplingOverrides:
     if "top_k" in told:
         told["top_k"] = max(told["top_k"], 0)  # vLLM's -1 is our 0: all tokens, whatever the harness asks for
     return SamplingOverrides(**told)
+
+
+def evaluated(ran: list[tuple[str, Group]]) -> list[tuple[str, Group]]:
+    """Those that an evaluation has rewards of: what failed by the platform is no reward of 0. SkyRL takes no batch
+    without a row, so the first stays where nothing is left of any."""
+    kept = [(uid, group) for uid, group in ran if group.items]
+    if len(kept) < len(ran):
+        left_out: Counter[str] = sum((group.left_out for _, group in ran if not group.items), Counter())
+        log.warning(
+            "%d of %d prompts of this evaluation have no session with a reward (%s) and %s.",
+            len(ran) - len(kept),
+            len(ran),
+            ", ".join(f"{reason}: {count}" for reason, count in left_out.items()),
+            "count for no mean" if kept else "SkyRL must have one of them, which counts as 0",
+        )
+    return kept or ran[:1]
 
 
 def lines_of(uid: str, group: Group) -> list[dict[str, Any]]:

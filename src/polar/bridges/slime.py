@@ -25,7 +25,11 @@ Versions are rollouts: the engines' weights when `generate_rollout(rollout_id)` 
 Generation stands still from its return until the next call, since that is when these trainers load weights. Groups on
 their way are kept in the data source's metadata, and so in its checkpoint: whoever goes on from there gets the same.
 
-What is left out: rewards of single turns (advantages are one number a sample here); and token texts, which don't train.
+The recorded log-probabilities must be of --rollout-temperature, as the trainer's are; else it says so and ends.
+
+What is left out: rewards of single turns (advantages are one number a sample here); token texts, which don't train; and
+`rollout_routed_experts`, since the experts that tokens were routed to don't come with a trace: flags that replay them
+are refused.
 """
 
 import asyncio
@@ -42,6 +46,7 @@ from msgspec import Struct
 
 from polar.bridges.advantages import over_sessions
 from polar.bridges.bridge import Bridge
+from polar.bridges.checks import check_temperature
 from polar.bridges.rollouts import Group
 from polar.bridges.slime_samples import padded, samples_of, session_of, shares
 from polar.config import SamplingOverrides
@@ -59,6 +64,7 @@ _REFUSED = {
     "partial_rollout": "set max_lag in the bridge's settings instead",
     "rollout_sample_filter_path": "use --dynamic-sampling-filter-path",
     "rollout_all_samples_process_path": "there is no call for it",
+    "use_rollout_routing_replay": "the experts that tokens were routed to don't come with a trace",
 }
 
 
@@ -148,6 +154,7 @@ class _Run:
             self._send(source, wanted * (1 + (self.lag or 0)) - len(kept))
             for flight in await self._landed(wanted - len(kept)):
                 items, left_out = self._usable(flight.group.result(), rollout_id)
+                check_temperature(items, self.args.rollout_temperature)
                 counts.update({f"polar/left_out/{reason}": number for reason, number in left_out.items()})
                 if not items:
                     self._again(flight, counts)
@@ -164,8 +171,10 @@ class _Run:
 
     async def evaluated(self, rollout_id: int) -> tuple[dict[str, dict[str, list[Any]]], dict[str, float]]:
         """Each session of the sets of `--eval-prompt-data` once, as its last sample. Sessions without a reward are left
-        out, and counted."""
-        await self._engines_at(rollout_id if self.newest is None else self.newest + 1)
+        out, and counted. A set is asked for by the version of the weights: a `rollout_id` may come twice, before and
+        after it was trained on."""
+        version = rollout_id if self.newest is None else self.newest + 1
+        await self._engines_at(version)
         data: dict[str, dict[str, list[Any]]] = {}
         counts: Counter[str] = Counter()
         for named in self.args.eval_datasets or []:
@@ -175,7 +184,7 @@ class _Run:
                 *(
                     self.bridge.rollouts.group(
                         self._task(sample),
-                        f"eval-{rollout_id}/{named.name}.{place}",
+                        f"eval-{version}/{named.name}.{place}",
                         samples=named.n_samples_per_eval_prompt,
                         sampling=sampling,
                     )

@@ -16,7 +16,8 @@ the loss is the mean over sessions of the mean over their tokens, however many t
 is divided by all trainable tokens of the batch instead.
 
 Tinker's models have no address that Polar could attach. What samples is an engine of your own, with the weights of each
-step: load them within `polar.updating(version)`.
+step: load them within `polar.updating(version)`. A trainer that starts again loads those of its first step so, before
+it asks for a batch: nobody knows how far the one before it came.
 
 What is left out: rewards of single turns; and a trace without a prompt, which has no input for its first token.
 """
@@ -51,6 +52,7 @@ class Tinker:
 
     def __init__(self, source: BridgeSettings | Mapping[str, Any] | str | Path | None = None) -> None:
         self.bridge = Bridge(source)
+        self._begun = False
 
     def __enter__(self) -> "Tinker":
         return self
@@ -65,6 +67,9 @@ class Tinker:
 
     def batch(self, tasks: Iterable[str], step: int, *, samples: int | None = None, per_token: bool = False) -> Batch:
         """Groups of these tasks at this step; asked again, the same sessions. Raises ConfigError, ClientError."""
+        if not self._begun:
+            self.bridge.run(self.bridge.engines.begin())
+            self._begun = True
         return batch_of(self.bridge.groups(tasks, f"step-{step}", samples=samples), per_token=per_token)
 
     @contextmanager

@@ -4,7 +4,7 @@
     from polar.bridges.trl import grpo_trainer
 
     trainer = grpo_trainer(
-        {"server": "http://127.0.0.1:8080", "tasks": ["tasks.jsonl"]},  # or a TOML file
+        {"name": "run-1", "tasks": ["tasks.jsonl"]},  # or a TOML file
         engine={"kind": "embedded"},  # gets the new weights after each step, and is probed
         model="models/small",
         args=GRPOConfig(output_dir="out", num_generations=8, per_device_train_batch_size=32),
@@ -29,13 +29,14 @@ What TRL can't take: rewards of single turns, experts that were routed to, pictu
 
 import asyncio
 import logging
+import weakref
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from polar.bridges.bridge import Bridge
-from polar.bridges.rollouts import Group
+from polar.bridges.checks import check_temperature
 from polar.bridges.settings import BridgeSettings
 from polar.config import EngineSettings, SamplingOverrides
 from polar.errors import ConfigError
@@ -80,6 +81,7 @@ class RolloutFunc:
     def __init__(self, source: Source = None) -> None:
         """As `polar.bridges.settings` takes it. Raises ConfigError."""
         self.bridge = Bridge(source)
+        weakref.finalize(self, self.bridge.close)  # not when training ends: some evaluate after it
         self._calls: Counter[str] = Counter()
 
     def rows(self) -> list[dict[str, str]]:
@@ -115,7 +117,7 @@ class RolloutFunc:
         )
         groups = dict(zip(wanted, await asyncio.gather(*asked), strict=True))
         for group in groups.values():
-            check_temperature(group, temperature)
+            check_temperature(group.items, temperature)
         left_out = sum((group.left_out for group in groups.values()), Counter[str]())
         if left_out:
             log.warning("%s: %d sessions can't be trained on: %s", key, left_out.total(), dict(left_out))
@@ -152,18 +154,6 @@ def task_of(prompt: Any) -> str:
 
 def rows_of(session: Item) -> list[dict[str, Any]]:
     return list(Trl().lines(session))
-
-
-def check_temperature(group: Group, temperature: float) -> None:
-    """Recorded log-probabilities are of logits that were divided by something, which must be the trainer's temperature.
-    Raises ConfigError."""
-    for trace in (trace for item in group.items for trace in item.trajectory.traces):
-        if trace.logprobs is not None and {trace.scales.get(name) for name in trace.exchange_ids} != {temperature}:
-            told = ", ".join(str(trace.scales.get(name)) for name in trace.exchange_ids)
-            raise ConfigError(
-                f"The trainer computes at temperature {temperature:g}, and the log-probabilities of {trace.session_id} "
-                f"are of temperature {told}: choose a temperature that engine and trainer share, such as 1."
-            )
 
 
 def advantages(rewards: Iterable[float]) -> list[float]:

@@ -16,8 +16,9 @@ from transformers import TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
 from polar.bridges.bridge import Bridge
+from polar.bridges.checks import check_temperature
 from polar.bridges.rollouts import Group
-from polar.bridges.trl import OWNER, RolloutFunc, advantages, check_temperature, recorded_reward, rows_of
+from polar.bridges.trl import OWNER, RolloutFunc, advantages, recorded_reward, rows_of
 from polar.bridges.weights import ModelWeights
 from polar.config import EngineSettings, SamplingOverrides
 from polar.errors import ConfigError
@@ -110,6 +111,8 @@ class PolarSync(TrainerCallback):
             model = self._trainer.accelerator.unwrap_model(self._trainer.model)
             self.weights = ModelWeights(self._bridge, self._engine, model, Path(args.output_dir))
         self.on_step_end()
+        if state.is_world_process_zero:
+            self._bridge.run(self._bridge.engines.begin())  # engines that had these weights got no update
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
         if self.weights is not None:
@@ -155,6 +158,7 @@ class WeightTransfer:
 
     def init_weight_transfer(self) -> None:
         self._weights = ModelWeights(self._bridge, self._engine, self.model, self._output, self._score)
+        self._bridge.run(self._bridge.engines.begin())
 
     def pause(self) -> None: ...
 
@@ -178,9 +182,11 @@ class WeightTransfer:
             base.set_attn_implementation(over_trees)
 
     def destroy(self) -> None:
+        """The last call of a training: the worker has stopped."""
         if self._weights is not None:
             self._weights.close()
             self._weights = None
+        self._bridge.close()
 
 
 class RolloutWorker:
@@ -194,13 +200,20 @@ class RolloutWorker:
         self._bridge = bridge
         self._transfer = transfer
         self._args = args
+        self._first = 0  # the version that it begins with
         self._behind = 0  # the trainer's count of versions, behind the service's
         self._failure: BaseException | None = None
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._main, name="polar-rollouts", daemon=True)
 
     def start(self) -> None:
+        self._first = self._transfer.version
         self._thread.start()
+
+    def key(self, number: int) -> str:
+        """Of a group. Who goes on from a checkpoint begins with other weights, and so with another version: what was
+        trained on already does not come again. With the same weights nothing was, and it does."""
+        return f"async-{self._first}.{number}"
 
     def stop(self) -> None:
         self._stopped.set()
@@ -242,8 +255,8 @@ class RolloutWorker:
         sampling = SamplingOverrides(temperature=self._args.temperature)
         task = self.tasks[number % len(self.tasks)]
         samples = self._args.num_generations
-        group = await self._bridge.rollouts.group(task, f"async-{number}", samples=samples, sampling=sampling)
-        check_temperature(group, self._args.temperature)
+        group = await self._bridge.rollouts.group(task, self.key(number), samples=samples, sampling=sampling)
+        check_temperature(group.items, self._args.temperature)
         return number, group
 
     def _put(self, number: int, group: Group) -> None:

@@ -4,7 +4,7 @@ A module of your own on the path, `polar_tasks.py`, has the plug-in's three clas
 
     from polar.bridges.verifiers import plugin
 
-    PolarTaskset, PolarEnv, PolarHarness = plugin({"server": "http://127.0.0.1:8080", "tasks": ["tasks.jsonl"]})
+    PolarTaskset, PolarEnv, PolarHarness = plugin({"name": "first", "tasks": ["tasks.jsonl"]})
     __all__ = ["PolarTaskset", "PolarEnv", "PolarHarness"]
 
     $ vf-eval polar-tasks -r 8                       # prime-rl: [[orchestrator.train.env]] taskset.id = "polar-tasks"
@@ -23,6 +23,7 @@ sessions: an episode's id is its key.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -53,7 +54,7 @@ def plugin(source: BridgeSettings | Mapping[str, Any] | str | Path | None = None
     from verifiers.v1.trace import ModelCall
 
     known = settings(source)
-    open_now: list[Rollouts] = []  # while the environment is served
+    serving: ContextVar[Rollouts] = ContextVar("serving")  # of the environment that an episode is of
 
     class PolarTask(vf.Task[vf.TaskData, vf.State, vf.TaskConfig]):
         @property
@@ -73,15 +74,20 @@ def plugin(source: BridgeSettings | Mapping[str, Any] | str | Path | None = None
         agent: vf.AgentConfig = vf.AgentConfig(runtime=vf.SubprocessConfig())  # nothing runs in it
 
     class PolarEnv(vf.Env[PolarEnvConfig]):
+        _rollouts: Rollouts | None = None  # while it is served
+
         async def run(self, task: Any, agents: Any) -> None:
+            assert self._rollouts is not None
+            serving.set(self._rollouts)
             await agents.agent.run(task)
 
         async def start(self) -> None:
-            open_now.append(Rollouts(known))
+            self._rollouts = Rollouts(known)
 
         async def stop(self) -> None:
-            while open_now:
-                await open_now.pop().close()
+            rollouts, self._rollouts = self._rollouts, None
+            if rollouts is not None:
+                await rollouts.close()
 
     class PolarHarness(vf.Harness[vf.HarnessConfig]):
         APPENDS_SYSTEM_PROMPT = True
@@ -92,10 +98,12 @@ def plugin(source: BridgeSettings | Mapping[str, Any] | str | Path | None = None
             self, ctx: Any, trace: Any, runtime: Any, endpoint: str, secret: str, mcp_urls: Any, data: Any
         ) -> Any:
             del runtime, endpoint, secret, mcp_urls  # Polar has its own
+            if (rollouts := serving.get(None)) is None:
+                raise vf.HarnessError("Polar's harness runs in Polar's environment only: name no other `env`.")
             sampling = _sampling(ctx.sampling)
-            group = await open_now[0].group(data.id, trace.id, samples=1, sampling=sampling)
+            group = await rollouts.group(data.id, trace.id, samples=1, sampling=sampling)
             if not group.items:
-                (reason,) = group.left_out
+                reason = next(iter(group.left_out), "no_results")  # a task that was cancelled may have none
                 raise vf.HarnessError(f"Polar's session {group.name} can't be trained on: {reason}.")
             (item,), (result,) = group.items, group.results
             for place, node in enumerate(nodes(item, result)):

@@ -23,8 +23,9 @@ no weights, so only a mean (or sum) over tokens is indifferent to how a session 
 (`polar.bridges.verl_trainer`) refuse the others. `weight` is not applied by anybody; it is in `extra_fields`.
 
 What is left out: sessions without a reward, stale ones, and those with nothing to train. The group is smaller then;
-where nothing is left of it, it is a failed one, which verl replaces as its settings say. Pictures, which verl would
-need beside the tokens, and the routing of experts don't come with a trace.
+where nothing is left of it, or a single one of several, whose advantage verl would make of its bare reward, it is a
+failed one, which verl replaces as its settings say. Pictures, which verl would need beside the tokens, and the routing
+of experts don't come with a trace.
 """
 
 import asyncio
@@ -33,6 +34,7 @@ from typing import Any
 
 from msgspec import Struct
 
+from polar.bridges.checks import scales
 from polar.bridges.rollouts import Group, Rollouts
 from polar.bridges.settings import BridgeSettings, settings
 from polar.config import SamplingOverrides
@@ -45,6 +47,10 @@ NAME = "polar"
 """Of the agent loop: the `name` in verl's list of them."""
 KEY, SAMPLES = "polar_key", "polar_samples"
 """What the trainer mode adds to a row: the group's key, and how many sessions verl will ask for."""
+VALIDATION = "val-"
+"""How keys of groups begin that are not trained on."""
+SCALES = "polar_scales"
+"""Among a row's `extra_fields`: of which temperature its log-probabilities are, as `polar.bridges.checks` has it."""
 
 
 def rows(tasks: Iterable[TaskRequest]) -> list[dict[str, Any]]:
@@ -90,6 +96,8 @@ class AgentLoop:
 def outputs(item: Item, *, logprobs: bool = True) -> list[dict[str, Any]]:
     """A session as fields of `AgentLoopOutput`s, with or without the recorded log-probabilities."""
     made: list[dict[str, Any]] = [*Verl().lines(item)]
+    for one, trace in zip(made, item.trajectory.traces, strict=True):
+        one["extra_fields"][SCALES] = scales(trace)
     if not logprobs:
         return [one | {"response_logprobs": None} for one in made]
     if any(one["response_logprobs"] is None for one in made):
@@ -135,7 +143,7 @@ class _Groups:
 
     async def taken(self, task: str, key: str, samples: int, over: SamplingOverrides) -> Group:
         """For one session of the group. Raises ConfigError and ClientError, and PolarError where nothing of the group
-        can be trained on."""
+        can be trained on, or one session that has no other to be compared with."""
         asked = self._asked.get((task, key))
         if asked is None:
             coming = asyncio.ensure_future(self._rollouts.group(task, key, samples=samples, sampling=over))
@@ -144,9 +152,11 @@ class _Groups:
         if not asked.left:
             del self._asked[task, key]
         group = await asyncio.shield(asked.group)
-        if not group.items:
+        needed = 1 if samples == 1 or key.startswith(VALIDATION) else 2
+        if len(group.items) < needed:
             reasons = ", ".join(f"{reason} x {count}" for reason, count in group.left_out.most_common())
-            raise PolarError(f"Nothing of {group.name} can be trained on: {reasons}.")
+            found = "A single session" if group.items else "Nothing"
+            raise PolarError(f"{found} of {group.name} can be trained on: {reasons}.")
         return group
 
 

@@ -3,12 +3,13 @@
 verl imports this module by itself (VERL_USE_EXTERNAL_MODULES=polar.bridges.verl_trainer) and finds them by name. Each
 is the mode of that name, with its settings (`trainer.v1.sync`, ...), and
 
-- names the groups: by step and task, so that a trainer that was killed gets again what has run already;
+- names the groups: by step and task, so that a trainer that was killed gets again what has run already. A row whose
+  task is not in the files ends the training here: in an agent loop verl would take it for a group that failed;
 - tells Polar of verl's engines: their addresses when they are up, their version (verl's step) after each update, and
   that calls must wait in between. Calls that run are waited for, since verl would cut them off;
 - proves at each step that they have verl's weights: what they said of the tokens that they sampled is what verl's actor
   says. Where it isn't, the training ends with EnginesDiffer. (With `rollout_correction.bypass_mode` verl's actor isn't
-  asked, and nothing is proved.)
+  asked, and nothing is proved.) Before that, that they are of verl's temperature;
 - keeps the number of optimizer steps where sessions of several traces make more rows than sessions;
 - refuses what would make the gradient depend on how sessions are split (`check`).
 
@@ -18,13 +19,15 @@ Not run here: `polar_separate_async`, whose update of weights needs GPUs. Only i
 import math
 import sys
 from collections import Counter
+from collections.abc import Container, Iterable
 from contextlib import AsyncExitStack
 from typing import Any
 
 from polar.bridges.bridge import Bridge
+from polar.bridges.checks import check_scales
 from polar.bridges.engines import EnginesDiffer
 from polar.bridges.settings import BridgeSettings
-from polar.bridges.verl import KEY, NAME, SAMPLES, table
+from polar.bridges.verl import KEY, NAME, SAMPLES, SCALES, VALIDATION, table
 from polar.errors import ConfigError
 from polar.train.syncing.probe import tolerance_of
 
@@ -101,19 +104,33 @@ def settings_of(config: Any) -> BridgeSettings:
     )
 
 
+def check_tasks(named: Iterable[Any], known: Container[str]) -> None:
+    """Raises ConfigError."""
+    for task in named:
+        if str(task) not in known:
+            raise ConfigError(
+                f"There is no task {str(task)!r} in the files that the agent loop {NAME!r} has as `tasks`: a row of "
+                "verl's data names one in its column `task_id`."
+            )
+
+
 class Naming:
     """verl's manager of agent loops, with a name for each prompt's group."""
 
-    def __init__(self, manager: Any, config: Any) -> None:
+    def __init__(self, manager: Any, config: Any, tasks: Container[str]) -> None:
+        """`tasks` are those that rows may name."""
         self._manager = manager
+        self._tasks = tasks
         self._rollout = config.actor_rollout_ref.rollout
         self._seen: Counter[tuple[str, str]] = Counter()
 
     def generate_sequences(self, prompts: Any) -> Any:
+        """Raises ConfigError for a row that names no task."""
+        check_tasks(prompts["task_id"], self._tasks)
         from verl.utils.tensordict_utils import assign_non_tensor_stack
 
         validating = "validate" in prompts
-        step = f"{'val' if validating else 'step'}-{prompts['global_steps']}"
+        step = f"{VALIDATION if validating else 'step-'}{prompts['global_steps']}"
         asked = self._rollout.val_kwargs.n if validating else self._rollout.n
         samples = list(prompts["__rollout_n__"]) if "__rollout_n__" in prompts else [asked] * len(prompts)
         keys = [self._key(step, str(task)) for task in prompts["task_id"]]
@@ -148,11 +165,10 @@ def trainer(base: Any, mode: str) -> Any:
             addresses = (separate or self.llm_server_manager).get_addresses()
             urls = [f"http://{address}" for address in addresses]
             self.polar.run(self.polar.engines.attach(urls, self.global_steps))
-            self.polar.run(self.polar.rollouts.client.resume())  # whoever was here before may have ended in an update
 
         def fit(self, agent_loop_manager: Any) -> None:
             try:
-                super().fit(Naming(agent_loop_manager, self.config))
+                super().fit(Naming(agent_loop_manager, self.config, self.polar.rollouts.tasks))
             finally:
                 self.polar.close()
 
@@ -176,9 +192,22 @@ def trainer(base: Any, mode: str) -> Any:
             return self._update
 
         def _compute_old_log_prob(self, batch: Any, metrics: Any) -> Any:
+            self._check_temperature(batch)
             batch = super()._compute_old_log_prob(batch, metrics)
             self._prove(batch)
             return batch
+
+        def _check_temperature(self, batch: Any) -> None:
+            """Here and not in the agent loop, whose errors verl takes for groups that failed."""
+            import transfer_queue
+
+            rollout = self.config.actor_rollout_ref.rollout
+            keys = [key for key, tag in zip(batch.keys, batch.tags, strict=True) if not tag.get("is_padding")]
+            if keys and rollout.calculate_log_probs:
+                fields = ["extra_fields"]
+                data = transfer_queue.kv_batch_get(keys=keys, partition_id=batch.partition_id, select_fields=fields)
+                for told in map(dict, data["extra_fields"]):
+                    check_scales(str(told["session_id"]), told.get(SCALES, []), rollout.temperature)
 
         def _prove(self, batch: Any) -> None:
             """Of what was sampled with the weights that the actor has now."""

@@ -67,8 +67,8 @@ class Tally(Struct):
             said.append(f"Sampled tokens that don't train: {_counts(self.excluded)}")
         if self.tokenless:
             said.append(
-                f"{self.tokenless} of the sessions have no tokens: their engine told none. `--format sft` has what they "
-                "say, and `--format sft-tokens --tokenizer DIR` another model's tokens for it"
+                f"{self.tokenless} of the sessions have no tokens: their engine told none. `--format sft` has what "
+                "they say, and `--format sft-tokens --tokenizer DIR` another model's tokens for it"
             )
         if self.pictures:
             said.append(

@@ -47,6 +47,7 @@ def trainer(**changes: Any) -> Any:
         resume=lambda: done.append("resume"),
     )
     engine.get_version = lambda: engine.version
+    engine.set_version = lambda version: setattr(engine, "version", version)
     return SimpleNamespace(config=config, rollout=engine, critic=critic, done=done)
 
 
@@ -57,9 +58,45 @@ def test_generation_stands_still_while_weights_change() -> None:
     assert bridge.told == [(urls, 3)]
     one.rollout.pause()
     assert (one.done, bridge.told[1:]) == (["pause"], ["drain"])
-    one.rollout.version = 4
+    one.rollout.set_version(4)
+    assert bridge.told[2:] == [(urls, 4), 4]  # AReaL evaluates before it resumes
     one.rollout.resume()
-    assert (one.done, bridge.told[2:]) == (["pause", "resume"], [(urls, 4), 4])
+    assert (one.done, bridge.told[4:]) == (["pause", "resume"], [])
+
+
+def test_weights_without_a_new_version() -> None:
+    """As when AReaL recovers: it says the version behind."""
+    one = trainer()
+    bridge: Any = areal.follow(one)
+    one.rollout.pause()
+    one.rollout.resume()
+    assert bridge.told[1:] == ["drain", (urls := ["http://10.0.0.1:80", "http://10.0.0.2:80"], 3), 3]
+    one.rollout.set_version(5)
+    assert bridge.told[4:] == [(urls, 5), 5]
+
+
+def test_engines_that_sleep_are_not_asked() -> None:
+    """AReaL's order, where trainer and engines share their devices."""
+    one = trainer()
+    engine = one.rollout
+    engine.offload, engine.onload = lambda: one.done.append("offload"), lambda: one.done.append("onload")
+    one._should_offload_rollout, one.eval_rollout = True, SimpleNamespace(**vars(engine))
+    bridge: Any = areal.follow(one)
+    urls = ["http://10.0.0.1:80", "http://10.0.0.2:80"]
+    bridge.told.clear()
+    for call in (engine.pause, engine.offload, engine.pause):
+        call()
+    engine.set_version(4)
+    assert bridge.told == ["drain", "drain"]
+    one.eval_rollout.onload()
+    one.eval_rollout.resume()
+    assert bridge.told[2:] == [(urls, 4), 4]
+    for call in (one.eval_rollout.pause, one.eval_rollout.offload, engine.resume):
+        call()
+    assert bridge.told[4:] == ["drain"]
+    engine.onload()
+    engine.resume()
+    assert bridge.told[5:] == [(urls, 4), 4]
 
 
 def test_servers_of_a_controller() -> None:
@@ -85,13 +122,32 @@ def test_what_goes_by_rows_is_refused(changes: dict[str, Any], message: str) -> 
 
 
 def test_a_task_that_comes_again_at_the_same_version(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Is another group; one that is asked for after a crash is the same."""
+    """Is another group; one that is asked for after a crash is the same. AReaL may make a workflow for each episode."""
     monkeypatch.setattr(areal, "_register", lambda: None)
-    for _ in range(2):
-        workflow = areal.PolarWorkflow({"tasks": ["anywhere"]})
-        asked = [("a", 0, False), ("b", 0, False), ("a", 0, False), ("a", 1, False), ("a", 1, True)]
-        keys = [workflow._key(task, version, evaluates=evaluates) for task, version, evaluates in asked]
+    asked = [("a", 0, False), ("b", 0, False), ("a", 0, False), ("a", 1, False), ("a", 1, True)]
+    for engine in (Engine(), Engine()):
+        keys = []
+        for task, engine.version, evaluates in asked:
+            workflow = areal.PolarWorkflow({"tasks": ["anywhere"], "name": "one"})
+            keys.append(workflow._key(engine, task, evaluates=evaluates))
         assert keys == ["v0", "v0", "v0.1", "v1", "eval-v1"]
+
+
+def test_ranks_have_groups_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(areal, "_register", lambda: None)
+    workflow = areal.PolarWorkflow({"tasks": ["anywhere"], "name": "one"})
+    names = ["0", "1", "12", "0123456789abcdef"]  # the last is one that is alone
+    keys = [workflow._key(Engine(name), "a", evaluates=False) for name in names]
+    assert keys == ["v0", "v0-r1", "v0-r12", "v0"]
+
+
+class Engine:
+    def __init__(self, engine_id: str = "0") -> None:
+        self.engine_id = engine_id
+        self.version = 0
+
+    def get_version(self) -> int:
+        return self.version
 
 
 @pytest.mark.parametrize(("top_k", "ours"), [(10**8, 0), (-1, 0), (20, 20)])

@@ -3,19 +3,23 @@
 import asyncio
 import json
 import sys
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import torch
 
+from polar.bridges import nemo_gym
 from polar.bridges.bridge import Bridge
-from polar.bridges.nemo_gym import Runs, attachable, one_run, replies, traces_of
+from polar.bridges.nemo_gym import Runs, agent_class, attachable, one_run, replies, traces_of
 from polar.bridges.nemo_rl import BySession, NemoRl, batch, message_log
+from polar.bridges.rollouts import Group
 from polar.bridges.settings import settings
 from polar.errors import ConfigError
 from polar.export.base import Item
@@ -92,6 +96,103 @@ def test_engines_are_named_without_their_path() -> None:
     assert attachable(["http://a:1/v1", "http://b:2/v1/", "http://c:3"]) == ["http://a:1", "http://b:2", "http://c:3"]
 
 
+class Rollouts:
+    """Sessions of a service that is played: those under these keys can be trained on, others ended for a reason."""
+
+    def __init__(self, *good: str, left_out: dict[str, int] | None = None) -> None:
+        self.good = good
+        self.left_out = {"harness_error": 1} if left_out is None else left_out
+        self.keys: list[str] = []
+        self.closed = 0
+
+    async def group(self, task: str, key: str, **_: Any) -> Group:
+        self.keys.append(key)
+        name = f"train/{key}/{task}"
+        if key not in self.good:
+            return Group(task, name, 1, [], [], Counter(self.left_out))
+        one = session(key, 1.0, prefix_merging, task_id=name)
+        return Group(task, name, 1, [one], [result(one)])
+
+    async def close(self) -> None:
+        self.closed += 1
+
+
+def playing(monkeypatch: pytest.MonkeyPatch, rollouts: Rollouts, *, resume: bool = False) -> Runs:
+    monkeypatch.setattr(nemo_gym, "Rollouts", lambda _: rollouts)
+    return Runs(Mock(), resume=resume)
+
+
+ROW: dict[str, Any] = {"task_id": "t", "responses_create_params": {"input": []}}
+NAMED = ROW | {"_ng_task_index": 0, "_ng_rollout_index": 1}
+
+
+async def test_a_row_with_a_name_is_tried_again_under_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    played = Rollouts("0.1.again-2")
+    made = await playing(monkeypatch, played, resume=True).run(NAMED)
+    assert played.keys == ["0.1", "0.1.again-1", "0.1.again-2"]
+    assert (made["reward"], made["polar"]["session_id"]) == (1.0, "0.1.again-2")
+    played = Rollouts("x")
+    await playing(monkeypatch, played).run(ROW | {"_ng_rollout_id": "x"})
+    assert played.keys == ["x"]
+
+
+async def test_tries_have_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    played = Rollouts()
+    failed = await playing(monkeypatch, played, resume=True).run(NAMED)
+    assert (len(played.keys), failed["_ng_failure_class"]) == (3, "harness_error")
+    played = Rollouts()
+    await playing(monkeypatch, played).run(NAMED)  # it has no name: who asks again gets a new session anyway
+    assert len(played.keys) == 1
+
+
+async def test_a_task_without_results_is_a_failure_with_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    failed = await playing(monkeypatch, Rollouts(left_out={})).run(ROW)
+    assert failed["_ng_failure_class"] == failed["polar"]["reason"] == "no_results"
+
+
+async def test_an_agent_that_fails_closes_its_client(monkeypatch: pytest.MonkeyPatch) -> None:
+    @asynccontextmanager
+    async def inner(_: Any) -> AsyncIterator[None]:
+        yield
+
+    class Agent:
+        def __init__(self, config: Any) -> None:
+            self.config = config
+
+        def setup_webserver(self) -> Any:
+            return SimpleNamespace(router=SimpleNamespace(lifespan_context=inner))
+
+    gym: Any = SimpleNamespace(
+        FastAPI=object,
+        BaseRunRequest=object,
+        BaseVerifyResponse=object,
+        BaseResponsesAPIAgentConfig=object,
+        SimpleResponsesAPIAgent=Agent,
+        NeMoGymResponse=object,
+        NeMoGymResponseCreateParamsNonStreaming=object,
+    )
+    names = ("", ".base_resources_server", ".base_responses_api_agent", ".openai_utils")
+    for name in ("fastapi", *(f"nemo_gym{name}" for name in names)):
+        monkeypatch.setitem(sys.modules, name, gym)
+    played = Rollouts()
+    monkeypatch.setattr(nemo_gym, "Rollouts", lambda _: played)
+    known = {"name": "first", "tasks": ["tasks.jsonl"]}
+    config = SimpleNamespace(polar=known, resume=False, engines=None, version=0)
+    made: Any = agent_class()
+    app = made(config).setup_webserver()
+    with pytest.raises(RuntimeError, match="the server falls"):
+        async with app.router.lifespan_context(app):
+            raise RuntimeError("the server falls")
+    assert played.closed == 1
+    config.engines = "http://127.0.0.1:1/v1"
+    played.client = SimpleNamespace()  # type: ignore[attr-defined]  # without engines: attaching fails
+    app = made(config).setup_webserver()
+    with pytest.raises(AttributeError):
+        async with app.router.lifespan_context(app):
+            pass
+    assert played.closed == 2
+
+
 async def test_runs_of_a_service(tmp_path: Path) -> None:
     async with serving(tmp_path) as it:
         silent = task("silent", "plain") | {"agent": {"custom_shell": {"command": f"{sys.executable} -c ''"}}}
@@ -149,6 +250,15 @@ def test_a_batch_has_all_traces_and_empty_rows() -> None:
         batch([run(whole), run(split)], rows=3)
 
 
+def test_calls_without_context_between_them_have_ids_all_the_same() -> None:
+    paths = [path(0, [11, 12], [13, 14]), path(1, [11, 12, 13, 14], [15])]
+    one = item(Sampled("s", paths, 0.5), task_id="t")
+    log = message_log(run(one))
+    assert [len(message["token_ids"]) for message in log] == [2, 2, 0, 1]
+    assert {message["token_ids"].dtype for message in log} == {torch.long}
+    assert nemo_rl.flat({"message_log": [log]})["input_ids"].dtype == torch.long
+
+
 def gradient(items: list[Item], *, token_level: bool) -> torch.Tensor:
     model = tiny.model()
     fields = batch([run(one) for one in items], rows=16, token_level=token_level)
@@ -201,6 +311,59 @@ def test_settings_that_go_by_rows_are_refused() -> None:
         NemoRl.of(Mock(), other)
 
 
+class Keys:
+    """A bridge that notes what is asked for."""
+
+    def __init__(self) -> None:
+        self.engines, self.rollouts = Mock(), self
+        self.asked: list[str] = []
+
+    async def group(self, task: str, key: str, **_: Any) -> Group:
+        self.asked.append(f"{key}/{task}")
+        return Group(task, key, 1, [], [])
+
+    def run(self, work: Any) -> Any:
+        return asyncio.run(work) if asyncio.iscoroutine(work) else None
+
+
+def keys(*rounds: str, validates: str = "", step: int = 7) -> list[str]:
+    """Of a trainer that begins at this step: what it asks for, first to validate."""
+    bridge = Keys()
+    loop = NemoRl(cast(Bridge, bridge), rows=8, step=step)
+
+    def ask(tasks: str) -> None:
+        loop.groups([{"task_id": name} for name in tasks], {})
+
+    if validates:
+        loop.validating(ask)(validates)
+    for tasks in rounds:
+        ask(tasks)
+    return bridge.asked
+
+
+@pytest.mark.parametrize("validates", ["aab", "aabc", "c"])
+def test_training_finds_its_own_sessions_whether_validation_runs_or_not(validates: str) -> None:
+    first = keys("aab", "aab", validates=validates)
+    assert len(set(first)) == len(first)
+    again = keys("aab", "aab")
+    assert again == first[-4:]
+    assert not set(again) & set(keys("aab", step=8))
+
+
+def test_validation_that_is_not_told_of_counts_by_itself() -> None:
+    assert keys("abc", "aab")[-2:] == keys("aab")
+    assert keys("aab") == keys("baa")[::-1]
+
+
+def test_validation_ends_where_it_fails() -> None:
+    bridge: Any = Keys()
+    loop = NemoRl(bridge, rows=8, step=7)
+    with pytest.raises(ZeroDivisionError):
+        loop.validating(lambda: 1 / 0)()
+    loop.groups([{"task_id": "a"}], {})
+    assert bridge.asked == keys("a")
+
+
 def test_a_step_from_real_rollouts(tmp_path: Path) -> None:
     """By NeMo RL's contract: groups, a batch, advantages, loss, an optimizer step; Polar hears of the refit."""
     with served(tmp_path) as it, Bridge(it.settings()) as bridge:
@@ -216,7 +379,10 @@ def test_a_step_from_real_rollouts(tmp_path: Path) -> None:
         policy = bridge.run(bridge.rollouts.client.policy())
         assert (policy["paused"], policy["replicas"][0]["version"]) == (False, 7)
         groups = loop.groups(rows, {"temperature": 1.0, "top_p": 1.0, "max_new_tokens": 4})
-        assert [group.name for group in groups] == ["train/7.0/plain-0", "train/7.0/split-0"]
+        names = [group.name.split("/") for group in groups]
+        assert [(name[0], name[1].split(".")[0], name[2]) for name in names] == [
+            (bridge.rollouts.settings.name, "7", task) for task in ("plain-0", "split-0")
+        ]
         traces = [trace for group in groups for one in group.items for trace in one.trajectory.traces]
         fields = loop.batch(groups)
         assert len(traces) == 4 + 12

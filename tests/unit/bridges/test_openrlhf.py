@@ -1,6 +1,8 @@
 """What of OpenRLHF's bridge needs no OpenRLHF; tests/trainers/test_openrlhf.py has its own loop."""
 
+import asyncio
 import sys
+from collections import Counter
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from types import ModuleType, SimpleNamespace
@@ -10,8 +12,10 @@ import numpy as np
 import pytest
 import torch
 
-from polar.bridges.openrlhf import check, filled
+from polar.bridges import openrlhf
+from polar.bridges.openrlhf import by_session, check, evaluated, filled, over_those, sessions
 from polar.bridges.openrlhf_engine import Front
+from polar.bridges.rollouts import Group
 from polar.config import EngineSettings
 from polar.engines.base import TokenPrompt
 from polar.engines.vllm import VllmEngine
@@ -130,3 +134,191 @@ def test_settings_that_sessions_of_several_traces_do_not_stand(name: str, value:
     check(arguments())
     with pytest.raises(ConfigError, match=rf"^Set .*{name.partition('__')[2]}"):
         check(arguments(**{name: value}))
+
+
+def modules(monkeypatch: pytest.MonkeyPatch, **names: dict[str, Any]) -> None:
+    """OpenRLHF's, with these things in them."""
+    for name, things in names.items():
+        dotted = name.replace("__", ".")
+        for depth in range(1, dotted.count(".") + 1):
+            outer = ".".join(dotted.split(".")[:depth])
+            if outer not in sys.modules:
+                monkeypatch.setitem(sys.modules, outer, ModuleType(outer))
+        made = ModuleType(dotted)
+        vars(made).update(things)
+        monkeypatch.setitem(sys.modules, dotted, made)
+
+
+async def test_one_sample_that_is_cancelled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Takes the group from nobody else."""
+    modules(monkeypatch, openrlhf__utils__agent={"AgentExecutorBase": object})
+    done = asyncio.Event()
+
+    async def group(task: str, *_: Any, **__: Any) -> Group:
+        await done.wait()
+        return Group(task, task, 2, [], [], Counter())
+
+    rollouts = SimpleNamespace(group=group)
+    monkeypatch.setattr(openrlhf, "Rollouts", lambda _: rollouts)
+    executor = openrlhf.agent_executor({"tasks": ["anywhere"], "name": "one"}, serves=False)()
+    label = openrlhf.Label("t", "k", 2, 0)
+    params = SimpleNamespace(temperature=1.0, top_p=1.0, logprobs=None)
+    first, second = (asyncio.ensure_future(executor.execute("go", label, params, 64, None, None)) for _ in range(2))
+    await asyncio.sleep(0)
+    first.cancel()
+    await asyncio.wait([first])
+    done.set()
+    assert (await second)["traces"] == []
+    assert first.cancelled()
+
+
+class Samples:
+    """OpenRLHF's SamplesGenerator."""
+
+    args = SimpleNamespace(rollout=SimpleNamespace(n_samples_per_prompt=2))
+    given: tuple[Any, ...] = ()
+
+    def generate_eval_samples(self, **asked: Any) -> Any:
+        return [self._process_response_into_experience(one, **asked) for one in self.given]
+
+    def _process_response_into_experience(self, response: Any, **asked: Any) -> Any:
+        return SimpleNamespace(cut=response["observation_tokens"][: asked.get("max_len", 2048)])
+
+
+def response(*lengths: int) -> dict[str, Any]:
+    """With traces so long."""
+    traces = [{"observation_tokens": [0] * length, "label": "t"} for length in lengths]
+    return {"observation_tokens": [0], "label": "t", "traces": traces}
+
+
+def test_a_trace_that_openrlhf_would_cut() -> None:
+    made = sessions(Samples)()
+    assert len(made._process_response_into_experience(response(8, 9), max_len=9).traces) == 2
+    with pytest.raises(ConfigError, match=r"task t has 10 tokens.*--data\.max_len to 10 at least"):
+        made._process_response_into_experience(response(8, 10), max_len=9)
+    made.given = (response(10), response(10))
+    assert len(made.generate_eval_samples(max_len=9)) == 2  # of which nothing trains
+
+
+def test_an_evaluation_has_no_reward_for_what_the_platform_failed(caplog: pytest.LogCaptureFixture) -> None:
+    made = sessions(Samples)()
+    made.given = (response(3), response(), response(), response())
+    assert [len(one.traces) for one in made.generate_eval_samples()] == [1, 0]
+    assert "1 of 2 prompts of this evaluation have no session with a reward" in caplog.text
+    assert evaluated([], 2) == []
+
+
+class Maker:
+    """OpenRLHF's RemoteExperienceMaker: its estimators, word for word."""
+
+    def __init__(self, estimator: str, samples: int) -> None:
+        advantage = SimpleNamespace(estimator=estimator)
+        self.args = SimpleNamespace(
+            algo=SimpleNamespace(advantage=advantage),
+            rollout=SimpleNamespace(n_samples_per_prompt=samples),
+            train=SimpleNamespace(batch_size=1),
+        )
+
+    def split_rollout_samples(self, rows: list[Any]) -> list[Any]:
+        return rows
+
+    def compute_advantages_and_returns(self, experiences: list[Any]) -> list[Any]:
+        samples, estimator = self.args.rollout.n_samples_per_prompt, self.args.algo.advantage.estimator
+        rewards = torch.cat([one.rewards for one in experiences]).reshape(-1, samples)
+        deviations = rewards.std(-1, keepdim=True).repeat(1, samples).reshape(-1)
+        if estimator == "rloo":
+            rewards = rewards - (rewards.sum(-1, keepdim=True) - rewards) / (samples - 1)
+        elif estimator in ("reinforce_baseline", "dr_grpo"):
+            rewards = rewards - rewards.mean(-1, keepdim=True)
+        elif estimator == "group_norm":
+            rewards = (rewards - rewards.mean(-1, keepdim=True)) / (rewards.std(-1, keepdim=True) + 1e-9)
+        elif estimator == "flash_reinforce":
+            rewards = rewards - rewards.mean()
+        for one, reward, deviation in zip(experiences, rewards.reshape(-1), deviations, strict=True):
+            one.advantages = one.returns = reward * one.action_mask
+            one.info["group_reward_std"] = deviation.reshape(1)
+        return experiences
+
+
+def advantages(monkeypatch: pytest.MonkeyPatch, estimator: str, *groups: list[float | None]) -> Any:
+    """Of sessions with these rewards and one trace each; None was left out and stands at its group's mean. And the
+    standard deviations of their groups."""
+    modules(monkeypatch, openrlhf__trainer__ppo_utils__experience={"Experience": SimpleNamespace})
+    ran = []
+    for group in groups:
+        real = [reward for reward in group if reward is not None]
+        for reward in group:
+            value = torch.tensor([sum(real) / len(real) if reward is None else reward])
+            row = SimpleNamespace(
+                sequences=torch.ones(1, 3), action_mask=torch.tensor([[0.0, 1.0]]), kl=torch.zeros(1, 2), info={}
+            )
+            traces = [] if reward is None else [row]
+            ran.append(SimpleNamespace(traces=traces, rewards=value, response_length=1, truncated=False))
+    maker = by_session(Maker)(estimator, len(groups[0]))
+    maker.args.train.batch_size = sum(len(one.traces) for one in ran)
+    rows = maker.split_rollout_samples(ran)
+    for number, one in enumerate(rows):
+        one.index = [number]
+    found = maker.compute_advantages_and_returns(rows)
+    assert maker.args.algo.advantage.estimator == estimator
+    assert [one.rewards.item() for one in found] == [one.rewards.item() for one in ran if one.traces]
+    return [one.advantages[0, 1].item() for one in found], [one.info["group_reward_std"].item() for one in found]
+
+
+@pytest.mark.parametrize("estimator", ["group_norm", "rloo", "reinforce_baseline", "dr_grpo", "flash_reinforce"])
+def test_sessions_that_were_left_out_are_no_samples(monkeypatch: pytest.MonkeyPatch, estimator: str) -> None:
+    """The others have the advantages of a group that is as large as what is left of it."""
+    left = [advantages(monkeypatch, estimator, [1.0, 0.0, 0.25]), advantages(monkeypatch, estimator, [1.0, 0.0, 0.5])]
+    found, deviations = advantages(monkeypatch, estimator, [1.0, None, 0.0, 0.25, None], [None, 1.0, 0.0, None, 0.5])
+    if estimator == "flash_reinforce":
+        left[0] = advantages(monkeypatch, estimator, [1.0, 0.0, 0.25], [1.0, 0.0, 0.5])
+        assert found == pytest.approx(left[0][0], abs=1e-6)
+        return
+    assert found == pytest.approx(left[0][0] + left[1][0], abs=1e-6)
+    assert deviations == pytest.approx(left[0][1] + left[1][1], abs=1e-6)
+
+
+def test_a_session_that_is_alone_has_no_advantage() -> None:
+    there, rewards = [True, False, True, True], [1.0, 1.0, 0.1, 0.1]
+    for estimator in ("group_norm", "rloo"):
+        assert over_those(there, rewards, 2, estimator) == ([0.0] * 4, [0.0] * 4)
+
+
+def test_generation_that_an_earlier_trainer_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Goes on when the next one starts, after its engines are out of the run."""
+    told: list[str] = []
+
+    class Trainer:
+        def __init__(self, *_: Any) -> None:
+            self.args = SimpleNamespace(
+                rollout=SimpleNamespace(batch_size=1), train=SimpleNamespace(num_episodes=1, max_epochs=1)
+            )
+            self.prompts_dataloader = [1]
+            self.eval_dataloader = self.tokenizer = self.vllm_engines = self.kl_ctl = None
+            self.actor_model_group = self.critic_model_group = None
+            self.reward_model_group = self.reference_model_group = None
+
+    class Part:
+        def __init__(self, *_: Any, **__: Any) -> None: ...
+
+    class Client:
+        async def engines(self) -> Any:
+            return {"replicas": [{"url": "gone"}]}
+
+        async def remove_engine(self, url: str) -> None:
+            told.append(url)
+
+    async def begin() -> None:
+        told.append("begin")
+
+    bridge = SimpleNamespace(
+        engines=SimpleNamespace(begin=begin), rollouts=SimpleNamespace(client=Client()), run=asyncio.run
+    )
+    modules(
+        monkeypatch,
+        openrlhf__trainer__ppo_utils__experience_maker={"RemoteExperienceMaker": Part},
+        openrlhf__trainer__ppo_utils__samples_generator={"SamplesGenerator": Part},
+    )
+    monkeypatch.setattr(openrlhf, "Bridge", lambda _: bridge)
+    openrlhf.following(Trainer)("model", SimpleNamespace(args=arguments()))
+    assert told == ["gone", "begin"]

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from polar.bridges import skyrl
 from polar.bridges.rollouts import Group
 from polar.bridges.skyrl import by_session, check, lines_of
 from polar.errors import ConfigError
@@ -39,6 +40,37 @@ def test_what_there_is_no_baseline_for_does_not_train() -> None:
     (nothing,) = lines_of("7", group(2))
     assert nothing["loss_masks"] == [[0]]
     assert nothing["trajectory_ids"] == [{"instance_id": "7", "repetition_id": 0}]
+
+
+@pytest.mark.parametrize("phase", ["eval", "train"])
+async def test_an_evaluation_has_no_reward_for_what_the_platform_failed(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, phase: str
+) -> None:
+    ran = {"good": group(2, 1.0), "lost": group(2), "alone": group(2, 0.5)}
+
+    async def run(task: str, *_: Any, **__: Any) -> Group:
+        return ran[task]
+
+    monkeypatch.setattr(skyrl, "to_generator_output", lambda lines: {"lines": lines, "rollout_metrics": {}})
+    generator = skyrl.Generator.__new__(skyrl.Generator)
+    generator.rollouts, generator._asked = SimpleNamespace(group=run), Counter()  # type: ignore[assignment]
+
+    async def uids(*tasks: str) -> list[str]:
+        asked = {
+            "batch_metadata": SimpleNamespace(training_phase=phase, global_step=1),
+            "sampling_params": None,
+            "trajectory_ids": [SimpleNamespace(instance_id=task) for task in tasks for _ in range(2)],
+            "env_extras": [{"task_id": task} for task in tasks for _ in range(2)],
+        }
+        found = (await generator.generate(asked))["lines"]
+        return [line["trajectory_ids"][0]["instance_id"] for line in found]
+
+    assert await uids("good", "lost", "alone") == (["good", "alone"] if phase == "eval" else ["good", "lost", "alone"])
+    assert ("1 of 3 prompts of this evaluation have no session with a reward (timeout: 2)" in caplog.text) == (
+        phase == "eval"
+    )
+    assert await uids("lost") == ["lost"]  # SkyRL takes no batch without a row
+    assert ("which counts as 0" in caplog.text) == (phase == "eval")
 
 
 class Batch(dict[str, Any]):

@@ -27,12 +27,12 @@ from tests.unit.trajectory.samples import path
 TASKS = ["fix", "build", "test", "run"]
 
 
-def session(name: str, reward: float, *, traces: int = 1, version: int = 0) -> Item:
+def session(name: str, reward: float, *, traces: int = 1, version: int = 0, scale: float | None = 1.0) -> Item:
     """Of two turns that go on from one another, and further ones that don't."""
     paths = [
-        path(0, [11, 12], [13, 14], session_id=name),
-        path(1, [11, 12, 13, 14, 15], [16], session_id=name),
-        *(path(2 + more, [20 + more], [18, 17, 16], session_id=name) for more in range(traces - 1)),
+        path(0, [11, 12], [13, 14], session_id=name, scale=scale),
+        path(1, [11, 12, 13, 14, 15], [16], session_id=name, scale=scale),
+        *(path(2 + more, [20 + more], [18, 17, 16], session_id=name, scale=scale) for more in range(traces - 1)),
     ]
     for one in paths:
         one.versions = np.full(len(one.sampled), version, np.int32)
@@ -75,7 +75,7 @@ def settings(tmp_path: Path) -> dict[str, Any]:
     agent = {"custom_shell": {"command": "true"}}
     tasks = [{"task_id": name, "instruction": name, "agent": agent} for name in TASKS]
     file.write_text("\n".join(json.dumps(task) for task in tasks))
-    return {"tasks": [str(file)], "max_lag": 1}
+    return {"name": "run-1", "tasks": [str(file)], "max_lag": 1}
 
 
 @pytest.fixture(autouse=True)
@@ -192,7 +192,7 @@ def test_later_groups_are_on_their_way(settings: dict[str, Any]) -> None:
     assert service.sampling == {"{'temperature': 1.0, 'top_p': 1.0, 'top_k': 0}"}
     assert first.metrics == {"polar/sessions": 4.0}
     assert run.bridge.engines.told == [0, "drain"]
-    service.hold = {"build"}
+    service.hold = {"fix", "build"}
     second = slime.generate_rollout(args, 1, source)
     assert [group[0][0].group_index for group in second.samples] == [2, 3]
     assert run.bridge.engines.told == [0, "drain", 1, "drain"]
@@ -289,6 +289,15 @@ def test_evaluation(settings: dict[str, Any], tmp_path: Path) -> None:
     slime.generate_rollout(args, 0, contract.Source(TASKS, 2))
     slime.generate_rollout(args, 0, None, evaluation=True)
     assert run.bridge.engines.told == [0, 0, "drain", 1]
+    assert service.asked[-2:] == [("fix", "eval-1/held.0"), ("build", "eval-1/held.1")]  # of the trained weights
+
+
+@pytest.mark.parametrize("scale", [0.7, None])
+def test_log_probabilities_of_another_temperature(settings: dict[str, Any], scale: float | None) -> None:
+    args = contract.arguments(polar=settings)
+    run_of(args, Service(lambda task, key: [session("a", 1.0), session("b", 0.0, scale=scale)]))
+    with pytest.raises(ConfigError, match="temperature 1, and the log-probabilities of b are of temperature"):
+        slime.generate_rollout(args, 0, contract.Source(TASKS, 2))
 
 
 @pytest.mark.parametrize(
@@ -296,6 +305,7 @@ def test_evaluation(settings: dict[str, Any], tmp_path: Path) -> None:
     [
         ({"custom_rm_path": "mine.reward"}, "--custom-rm-path can't be used"),
         ({"partial_rollout": True}, "set max_lag"),
+        ({"use_rollout_routing_replay": True}, "--use-rollout-routing-replay can't be used"),
         ({"custom_reward_post_process_path": None}, r"set --custom-reward-post-process-path polar\.bridges\.slime"),
         ({}, "names no task"),
     ],

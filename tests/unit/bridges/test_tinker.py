@@ -1,6 +1,7 @@
 """What Tinker's sums are made of; its own types are in tests/trainers/test_tinker.py."""
 
 from collections import Counter
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -52,6 +53,23 @@ def test_what_is_left_out_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     batch = tinker.batch_of([one])
     assert batch.left_out == {"timeout": 1, "trace without a prompt": 1}
     assert batch.rewards == [1.0, 0.0]
+
+
+def test_generation_that_an_earlier_trainer_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Goes on before the first batch."""
+    told: list[Any] = []
+    engines = SimpleNamespace(begin=lambda: "begin")
+
+    def groups(*_: Any, **__: Any) -> list[Group]:
+        told.append("groups")
+        return []
+
+    bridge = SimpleNamespace(engines=engines, run=told.append, groups=groups)
+    monkeypatch.setattr(tinker, "Bridge", lambda _: bridge)
+    polar = tinker.Tinker({})
+    for step in range(2):
+        polar.batch(["t"], step)
+    assert told == ["begin", "groups", "groups"]
 
 
 def test_advantages_of_sessions() -> None:

@@ -1,16 +1,22 @@
 """What the bridge to TRL does without TRL: which sessions stand where, and as what. tests/trainers has its loops."""
 
+import asyncio
+import gc
 import json
+import sys
 from collections import Counter
 from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 
+from polar.bridges.bridge import Bridge
 from polar.bridges.rollouts import Group
 from polar.bridges.trl import RolloutFunc, advantages, recorded_reward, task_of
+from polar.client.calls import ClientError
 from polar.config import SamplingOverrides
 from polar.errors import ConfigError
 from polar.export.base import Item
@@ -64,7 +70,7 @@ def rollouts(tmp_path: Path) -> Iterator[RolloutFunc]:
         {"task_id": name, "instruction": "Go.", "agent": {"custom_shell": {"command": "true"}}} for name in ("a", "b")
     ]
     file.write_text("\n".join(json.dumps(one) for one in made))
-    made_of = RolloutFunc({"tasks": [str(file)]})
+    made_of = RolloutFunc({"name": "run-1", "tasks": [str(file)]})
     yield made_of
     made_of.bridge.close()
 
@@ -138,3 +144,59 @@ def test_rewards_and_advantages() -> None:
     assert advantages([1.0, 0.0]) == pytest.approx([1.0, -1.0])
     assert advantages([1.0, 1.0]) == [0.0, 0.0]
     assert filler({"weight": 1.0}, PAD, "timeout")["reason"] == "timeout"
+
+
+def test_a_bridge_is_closed_with_its_rollouts(rollouts: RolloutFunc) -> None:
+    """By whoever lets go of them, or by the end of the process."""
+    own = RolloutFunc(rollouts.bridge.rollouts.settings)
+    bridge = own.bridge
+    bridge.run(asyncio.sleep(0))
+    del own
+    gc.collect()
+    with pytest.raises(ClientError, match="closed"):
+        bridge.run(asyncio.sleep(0))
+
+
+@pytest.fixture
+def trainers(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """The module over TRL's classes, with nothing in their places."""
+    for module, *names in (
+        ("accelerate", "PartialState"),
+        ("datasets", "Dataset"),
+        ("transformers", "TrainerCallback"),
+        ("trl", "GRPOConfig", "GRPOTrainer"),
+    ):
+        made = ModuleType(module)
+        made.__dict__.update({name: type(name, (), {}) for name in names})
+        monkeypatch.setitem(sys.modules, module, made)
+    monkeypatch.delitem(sys.modules, "polar.bridges.trl_trainers", raising=False)
+    yield import_module("polar.bridges.trl_trainers")
+    sys.modules.pop("polar.bridges.trl_trainers")
+
+
+class Transfer:
+    def __init__(self, version: int) -> None:
+        self.version = version
+
+
+async def test_a_worker_that_begins_with_other_weights_asks_for_other_groups(trainers: Any) -> None:
+    """One that begins with the same has trained on none of them."""
+    service = Service(a=[session("a0"), session("a1")])
+    args = SimpleNamespace(queue_maxsize=1, num_generations=2, temperature=1.0)
+    for version in (0, 0, 3):
+        worker = trainers.RolloutWorker(SimpleNamespace(rollouts=service), Transfer(version), args)
+        worker.tasks = ["a"]
+        worker._main = lambda: None
+        worker._thread = SimpleNamespace(start=lambda: None)
+        worker.start()
+        worker._transfer.version += 1  # a step of it
+        await worker._group(0)
+        await worker._group(1)
+    assert [key for _, key, *_ in service.asked] == ["async-0.0", "async-0.1"] * 2 + ["async-3.0", "async-3.1"]
+
+
+def test_the_asynchronous_bridge_is_closed_after_training(trainers: Any, rollouts: RolloutFunc, tmp_path: Path) -> None:
+    bridge = Bridge(rollouts.bridge.rollouts.settings)
+    trainers.WeightTransfer(bridge, None, tmp_path).destroy()
+    with pytest.raises(ClientError, match="closed"):
+        bridge.run(asyncio.sleep(0))

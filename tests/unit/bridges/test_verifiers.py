@@ -1,8 +1,15 @@
-"""Sessions as verifiers' nodes, without verifiers."""
+"""Sessions as verifiers' nodes, and its environments; without verifiers."""
 
-from typing import Any
+import sys
+from collections import Counter
+from types import SimpleNamespace
+from typing import Any, ClassVar
 
-from polar.bridges.verifiers import info, nodes
+import pytest
+
+from polar.bridges import verifiers
+from polar.bridges.rollouts import Group
+from polar.bridges.verifiers import Plugin, info, nodes, plugin
 from polar.trajectory.types import Sampled
 from polar.types import Text, ToolCall
 from tests.unit.bridges.telling import result
@@ -56,3 +63,97 @@ def test_what_was_said_stands_before_the_tokens_that_said_it() -> None:
     assert said["content"] == "So."
     assert [(call["name"], call["arguments"]) for call in said["tool_calls"]] == [("bash", '{"command": "ls"}')]
     assert sum(chain[-1]["mask"]) == 3
+
+
+# The plug-in, by the contract of verifiers' classes
+
+
+class Of:
+    """A class of verifiers' that takes others in brackets."""
+
+    def __class_getitem__(cls, _: Any) -> Any:
+        return cls
+
+
+class HarnessError(Exception):
+    pass
+
+
+class Rollouts:
+    """Of a service that is played: all sessions are left out for a reason, if there is one."""
+
+    reason: str | None = "harness_error"
+    made: ClassVar[list["Rollouts"]] = []
+
+    def __init__(self, _: Any) -> None:
+        self.made.append(self)
+        self.closed = False
+        self.asked: list[str] = []
+
+    async def group(self, task: str, key: str, **_: Any) -> Group:
+        assert not self.closed
+        self.asked.append(task)
+        left_out = {} if self.reason is None else {self.reason: 1}
+        return Group(task, f"train/{key}/{task}", 1, [], [], Counter(left_out))
+
+    async def close(self) -> None:
+        self.closed = True
+
+
+@pytest.fixture
+def plugged(monkeypatch: pytest.MonkeyPatch) -> Plugin:
+    names = ("Task", "TaskData", "State", "TaskConfig", "Trace", "Taskset", "TasksetConfig", "EnvConfig", "Env")
+    vf: Any = SimpleNamespace(**dict.fromkeys((*names, "Harness", "HarnessConfig", "SubprocessConfig"), Of))
+    vf.AgentConfig = lambda **_: None
+    vf.reward = lambda method: method
+    vf.HarnessError = HarnessError
+    vf.MessageNode = vf.ModelCall = Of
+    monkeypatch.setitem(sys.modules, "verifiers", SimpleNamespace(v1=vf))
+    for name in ("", ".graph", ".trace"):
+        monkeypatch.setitem(sys.modules, f"verifiers.v1{name}", vf)
+    monkeypatch.setattr(verifiers, "Rollouts", Rollouts)
+    monkeypatch.setattr(Rollouts, "made", [])
+    return plugin({"name": "first", "tasks": ["tasks.jsonl"]})
+
+
+class Agents:
+    """Those of an episode: the one runs the harness."""
+
+    def __init__(self, harness: Any) -> None:
+        self.agent = self
+        self.harness = harness
+
+    async def run(self, task: str) -> None:
+        ctx = SimpleNamespace(sampling=SimpleNamespace(temperature=1.0, top_p=None, max_tokens=None))
+        await self.harness.launch(ctx, SimpleNamespace(id="e"), None, "", "", None, SimpleNamespace(id=task))
+
+
+async def test_each_environment_has_a_client_of_its_own(plugged: Plugin) -> None:
+    """One that stops leaves the others theirs."""
+    first, second = plugged.env(), plugged.env()
+    agents: Any = Agents(plugged.harness())
+    await first.start()
+    await second.start()
+    own, other = Rollouts.made
+    with pytest.raises(HarnessError, match="harness_error"):
+        await first.run("a", agents)
+    await first.stop()
+    await first.stop()  # also where it did not start
+    assert (own.closed, other.closed) == (True, False)
+    with pytest.raises(HarnessError, match="harness_error"):
+        await second.run("b", agents)
+    await second.stop()
+    assert (own.asked, other.asked, other.closed) == (["a"], ["b"], True)
+
+
+async def test_a_task_without_results_is_a_failed_rollout(plugged: Plugin, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Rollouts, "reason", None)
+    env = plugged.env()
+    await env.start()
+    with pytest.raises(HarnessError, match="no_results"):
+        await env.run("a", Agents(plugged.harness()))
+
+
+async def test_the_harness_says_that_it_needs_its_environment(plugged: Plugin) -> None:
+    with pytest.raises(HarnessError, match="Polar's environment"):
+        await Agents(plugged.harness()).run("a")

@@ -1,7 +1,9 @@
 """verl's bridge, as far as it needs no verl (tests/trainers/test_verl.py runs verl's own trainer)."""
 
 import asyncio
+import sys
 from collections import Counter
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -11,7 +13,7 @@ from polar.bridges import verl
 from polar.bridges.engines import EnginesDiffer
 from polar.bridges.rollouts import Group, Rollouts
 from polar.bridges.settings import BridgeSettings
-from polar.bridges.verl_trainer import check, check_same_weights
+from polar.bridges.verl_trainer import Naming, check, check_same_weights, trainer
 from polar.config import SamplingOverrides
 from polar.errors import ConfigError, PolarError
 from polar.export.base import Item
@@ -82,7 +84,7 @@ class Asked(Rollouts):
 
 @pytest.fixture
 def groups() -> verl._Groups:
-    return verl._Groups(BridgeSettings(tasks=[]))
+    return verl._Groups(BridgeSettings(name="run", tasks=[]))
 
 
 async def test_sessions_of_a_prompt_share_a_group(groups: verl._Groups) -> None:
@@ -98,18 +100,34 @@ async def test_sessions_of_a_prompt_share_a_group(groups: verl._Groups) -> None:
 
 
 async def test_one_that_is_cancelled_leaves_the_group_to_the_others(groups: verl._Groups) -> None:
-    groups._rollouts = Asked([split("a")])
+    groups._rollouts = Asked([split("a"), split("b")])
     first = asyncio.ensure_future(groups.taken("t", "k", 2, SamplingOverrides()))
     await asyncio.sleep(0)
     first.cancel()
     group = await groups.taken("t", "k", 2, SamplingOverrides())
-    assert len(group.items) == 1
+    assert len(group.items) == 2
 
 
 async def test_a_group_of_which_nothing_is_left_has_failed(groups: verl._Groups) -> None:
     groups._rollouts = Asked([])
     with pytest.raises(PolarError, match=r"Nothing of run/k/t can be trained on: timeout x 2\."):
         await groups.taken("t", "k", 2, SamplingOverrides())
+
+
+async def test_a_single_session_of_several_has_nothing_to_be_compared_with(groups: verl._Groups) -> None:
+    """verl's GRPO would take its reward for its advantage. Validation has none."""
+    groups._rollouts = Asked([split("a")])
+    with pytest.raises(PolarError, match=r"A single session of run/step-1/t can be trained on: timeout x 1\."):
+        await groups.taken("t", "step-1", 2, SamplingOverrides())
+    for key, samples in (("val-1", 2), ("step-1", 1)):
+        assert len((await groups.taken("t", key, samples, SamplingOverrides())).items) == 1
+
+
+def test_a_row_that_names_no_task_ends_the_training() -> None:
+    """Before anything is sampled: in the agent loop it would be one of the groups that fail."""
+    naming = Naming(None, Table(actor_rollout_ref=Table(rollout=Table(n=4))), {"a", "b"})
+    with pytest.raises(ConfigError, match="no task 'c' in the files"):
+        naming.generate_sequences({"task_id": ["a", "c"], "global_steps": 1})
 
 
 async def test_another_trainer_mode_is_told_what_to_set() -> None:
@@ -173,3 +191,24 @@ def test_weights_are_proved() -> None:
     check_same_weights(said, said + 0.1, mask, "float32", "bfloat16")
     with pytest.raises(EnginesDiffer, match=r"differ by 0.1 in the mean; 0\.0001 is allowed"):
         check_same_weights(said, said + 0.1, mask, "float32")
+
+
+def batch_of(monkeypatch: pytest.MonkeyPatch, *scales: float | None) -> Any:
+    """As verl's trainer has one: rows in its queue, and one that fills up."""
+    calls = [path(seq, [1, 2 + seq], [3], scale=scale) for seq, scale in enumerate(scales)]
+    told = [one["extra_fields"] for one in verl.outputs(item(session(*calls), task_id="t"))]
+    queue = ModuleType("transfer_queue")
+    queue.__dict__["kv_batch_get"] = lambda keys, **_: {"extra_fields": [told[int(key)] for key in keys]}
+    monkeypatch.setitem(sys.modules, "transfer_queue", queue)
+    tags: list[dict[str, bool]] = [*({} for _ in told), {"is_padding": True}]
+    return SimpleNamespace(keys=[*map(str, range(len(told))), "fill"], tags=tags, partition_id="train")
+
+
+@pytest.mark.parametrize("wrong", [1.0, None])
+def test_log_probabilities_of_another_temperature(monkeypatch: pytest.MonkeyPatch, wrong: float | None) -> None:
+    """They end the training, in the trainer's own process."""
+    made: Any = object.__new__(trainer(object, "sync"))
+    made.config = Table(actor_rollout_ref=Table(rollout=Table(temperature=0.7, calculate_log_probs=True)))
+    made._check_temperature(batch_of(monkeypatch, 0.7, 0.7))
+    with pytest.raises(ConfigError, match=r"temperature 0\.7, and the log-probabilities of s are of temperature"):
+        made._compute_old_log_prob(batch_of(monkeypatch, 0.7, wrong), {})

@@ -1,0 +1,32 @@
+"""What bridges look at before a session is trained on."""
+
+from collections.abc import Iterable
+
+from polar.errors import ConfigError
+from polar.export.base import Item
+from polar.trajectory.types import Trace
+
+
+def check_temperature(items: Iterable[Item], temperature: float) -> None:
+    """Recorded log-probabilities are of logits that were divided by something, which must be the trainer's temperature.
+    Raises ConfigError."""
+    for trace in (trace for item in items for trace in item.trajectory.traces):
+        check_scales(trace.session_id, scales(trace), temperature)
+
+
+def scales(trace: Trace) -> list[float | None]:
+    """What divided the logits, for each of its exchanges; None where nobody can say. None at all without recorded
+    log-probabilities: the trainer's own are of its temperature."""
+    return [] if trace.logprobs is None else [trace.scales.get(name) for name in trace.exchange_ids]
+
+
+def check_scales(session: str, found: Iterable[float | None], temperature: float) -> None:
+    """As `check_temperature`, of one trace's `scales`."""
+    told = list(dict.fromkeys(found))
+    if any(one != temperature for one in told):
+        known = ", ".join("one that can't be told (by top_p, say)" if one is None else f"{one:g}" for one in told)
+        raise ConfigError(
+            f"The trainer computes at temperature {temperature:g}, and the log-probabilities of {session} are of "
+            f"temperature {known}: choose a temperature that engine and trainer share, such as 1, and nothing else "
+            "that changes what is sampled."
+        )
