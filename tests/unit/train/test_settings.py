@@ -50,10 +50,10 @@ def test_what_is_wrong_is_said(tmp_path: Path, text: str, problem: str) -> None:
 
 
 def test_secrets_are_not_shown(tmp_path: Path) -> None:
-    text = LEAST + '[sync]\nkind = "vllm"\napi_key = "k-1"\n[rollout]\nurl = "http://x"\ntoken = "t-1"'
+    text = LEAST + '[sync]\nkind = "vllm"\napi_key = "secret-key"\n[rollout]\nurl = "http://x"\ntoken = "secret-token"'
     shown = repr(load(written(tmp_path, text)))
-    assert "k-1" not in shown
-    assert "t-1" not in shown
+    assert "secret-key" not in shown
+    assert "secret-token" not in shown
 
 
 def of(tmp_path: Path, **tables: Any) -> TrainSettings:
