@@ -57,6 +57,7 @@ async def test_a_peer_that_is_not_there_is_said_to_be_absent(tmp_path: Path) -> 
         assert await service_peers.measure("procrastinate", kinds[:1], 10, [], tmp_path) == "there is no PostgreSQL"
 
 
+@pytest.mark.faults  # half a minute of servers and sessions
 async def test_a_small_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pgserver.postgres_server", None)  # as if it were not installed
     told: list[str] = []
@@ -90,6 +91,7 @@ async def test_a_small_run(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "PostgreSQL was not measured: name a server with --postgres" in shown.getvalue()
 
 
+@pytest.mark.faults  # half a minute of servers and sessions
 async def test_a_round_in_which_sessions_fail_is_no_figure(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     broken = '{"task_id": "any", "instruction": "", "runtime": {"backend": "simulated"}, "agent": {"harness": "none"}}'
     monkeypatch.setattr(service_throughput, "_node_task", lambda: broken)
