@@ -164,7 +164,8 @@ def test_verl_trains(mode: str, tmp_path: Path) -> None:
         step = json.loads((tmp_path / f"step-{number}.json").read_text())
         check_rows(step, sessions)
         tasks = {row["extra_fields"]["task_id"].rsplit("/")[-1] for row in step["rows"] if row["extra_fields"]}
-        assert tasks == {f"plain-{number - 1}", f"split-{number - 1}"}
+        if mode == "sync":  # else in the order in which they end
+            assert tasks == {f"plain-{number - 1}", f"split-{number - 1}"}
         before, after = weights[number - 1], weights[number]
         moved = any(not torch.equal(before[name], after[name]) for name in before)
         assert moved == any(value for row in step["rows"] for value in row["advantages"])
