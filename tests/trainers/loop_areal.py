@@ -16,7 +16,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from areal.api.cli_args import InferenceEngineConfig, PPOActorConfig
+from areal.api.cli_args import GenerationHyperparameters, InferenceEngineConfig, PPOActorConfig
 from areal.engine.vllm_remote import RemotevLLMEngine
 from areal.trainer.ppo.actor import PPOActor
 from areal.utils.data import concat_padded_tensors, pack_tensor_dict
@@ -117,9 +117,8 @@ def train(asked: dict[str, Any]) -> dict[str, Any]:
         )
     )
     rollout.initialize(addr=asked["engine"].removeprefix("http://"), train_data_parallel_size=1)
-    trainer = SimpleNamespace(
-        config=SimpleNamespace(gconfig=SimpleNamespace(n_samples=1), actor=config), rollout=rollout
-    )
+    gconfig = GenerationHyperparameters(n_samples=1)
+    trainer = SimpleNamespace(config=SimpleNamespace(gconfig=gconfig, actor=config), rollout=rollout)
     rows = [{"task_id": task} for task in asked["tasks"]]
     data = StatefulDataLoader(rows, batch_size=2, collate_fn=list)
     versions = []
@@ -129,7 +128,7 @@ def train(asked: dict[str, Any]) -> dict[str, Any]:
                 batch = rollout.prepare_batch(
                     data,
                     workflow="polar.bridges.areal.PolarWorkflow",
-                    workflow_kwargs={"source": asked["settings"]},
+                    workflow_kwargs={"source": asked["settings"], "gconfig": gconfig},
                     group_size=1,
                 )
                 real = [one["versions"][one["attention_mask"].bool()] for one in batch]

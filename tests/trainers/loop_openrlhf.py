@@ -32,7 +32,8 @@ from splitting import split
 from torchdata.stateful_dataloader import StatefulDataLoader
 from transformers import AutoModelForCausalLM
 
-from polar.bridges.openrlhf import following
+from polar.bridges.openrlhf_trainer import following
+from polar.bridges.rollouts import Rollouts
 
 AGENT = """
 import without_gpu
@@ -250,21 +251,17 @@ def change(executor: type[Any]) -> type[Any]:
     if how is None:
         return executor
 
-    class Given(executor):
-        def __init__(self) -> None:
-            super().__init__()
-            ran = self._rollouts.group
+    ran = Rollouts.group
 
-            async def group(task: str, key: str, **more: Any) -> Any:
-                found = await ran(task, "given", samples=more["samples"])
-                items = [rewarded(one, 1.0 / (1 + index)) for index, one in enumerate(found.items)]
-                if how == "split":
-                    items = [split(one) if index % 2 == 0 else one for index, one in enumerate(items)]
-                return msgspec.structs.replace(found, items=items)
+    async def group(self: Rollouts, task: str, key: str, **more: Any) -> Any:
+        found = await ran(self, task, "given", samples=more["samples"])
+        items = [rewarded(one, 1.0 / (1 + index)) for index, one in enumerate(found.items)]
+        if how == "split":
+            items = [split(one) if index % 2 == 0 else one for index, one in enumerate(items)]
+        return msgspec.structs.replace(found, items=items)
 
-            self._rollouts.group = group
-
-    return Given
+    Rollouts.group = group  # type: ignore[method-assign]
+    return executor
 
 
 def rewarded(item: Any, reward: float) -> Any:

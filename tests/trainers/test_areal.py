@@ -1,5 +1,6 @@
 """AReaL 1.0.4's own executor and PPO actor over Polar's rollouts, with a real engine, real sessions and a real step."""
 
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,7 @@ import numpy as np
 import pytest
 
 from polar.bridges.bridge import Bridge
+from polar.bridges.sampling import overrides
 from tests.bridging import Served, served
 from tests.trainers.running import found_by
 
@@ -32,7 +34,9 @@ def test_two_steps_of_its_executor(tmp_path: Path) -> None:
     with served(tmp_path) as it:
         found = found_by("loop_areal.py", "train", asked(it, tmp_path), tmp_path)
         with Bridge(it.settings(name="areal")) as bridge:
-            recorded = [bridge.groups(TASKS, f"v{version}") for version in range(2)]
+            over = overrides(temperature=1.0, top_p=1.0, top_k=-1)  # AReaL's, where nobody says anything
+            asked_again = partial(bridge.rollouts.group, sampling=over)
+            recorded = [[bridge.run(asked_again(task, f"v{version}")) for task in TASKS] for version in range(2)]
     assert found["versions"] == [[0], [1]]
     someone = False
     for given, groups in zip(found["given"], recorded, strict=True):

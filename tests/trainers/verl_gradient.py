@@ -21,6 +21,7 @@ from verl.utils import tensordict_utils as tu
 from verl.workers.engine_workers import ActorRolloutRefWorker
 
 from polar.bridges.reading import item
+from polar.bridges.sharing import shared
 from polar.bridges.verl import AgentLoop, outputs
 from polar.client.async_client import AsyncClient
 from polar.export.verl import keys, to_data_proto
@@ -40,7 +41,7 @@ async def sessions(settings: dict[str, Any], config: Any) -> tuple[list[Rows], l
         found = {}
         async for result in client.results(builder="per_request", follow=False):
             found[result.session_id] = outputs(item(result))
-    await loop._groups._rollouts.close()
+    await shared(loop._settings).rollouts.close()
     split = [found[rows[0]["extra_fields"]["session_id"]] for rows in merged]
     return merged, split
 

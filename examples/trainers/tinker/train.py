@@ -22,7 +22,7 @@ def load(path: str) -> None:
 def main() -> None:
     client = tinker.ServiceClient().create_lora_training_client(base_model=MODEL, rank=32)
     with Tinker(POLAR) as polar:
-        names = sorted(polar.bridge.rollouts.tasks)
+        names = sorted(polar.rollouts.tasks)
         for step in range(100):
             tasks = [names[(step * TASKS_A_STEP + place) % len(names)] for place in range(TASKS_A_STEP)]
             batch = polar.batch(tasks, step)

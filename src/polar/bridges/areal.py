@@ -18,25 +18,26 @@ would take them over rows, so `follow` refuses `reward_norm`, `adv_norm` by grou
 Versions are AReaL's own, and each token has its own in `versions`. AReaL pauses its rollouts, updates weights, says
 their version, saves, evaluates and only then resumes: `follow` has Polar's generation stand still until the version is
 said, so that an evaluation runs with the new weights. Sessions that train and run already go on with them too. A group
-without a session to train on is rejected (None), as AReaL has it.
+without a session to train on is rejected (None), as AReaL has it. So is an episode that fails: where recorded
+log-probabilities are not of `gconfig`'s temperature, AReaL logs that for each of them, and gets none.
 
 What is left out: rewards of single turns.
 """
 
-import asyncio
 import re
 import sys
-from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
 from polar.bridges.advantages import over_sessions
 from polar.bridges.bridge import Bridge
-from polar.bridges.rollouts import Rollouts
-from polar.bridges.settings import BridgeSettings, settings
+from polar.bridges.checks import check_temperature
+from polar.bridges.rollouts import Keys
+from polar.bridges.sampling import overrides
+from polar.bridges.settings import Source, settings
+from polar.bridges.sharing import shared
 from polar.config import SamplingOverrides
 from polar.errors import ConfigError
 from polar.export.areal import AReaL, to_tensors
@@ -44,13 +45,8 @@ from polar.export.areal import AReaL, to_tensors
 _BY_ROWS = {"discount": 1.0, "gae_lambda": 1.0, "kl_ctl": 0.0, "overlong_reward_penalty": False}
 """What these must be: otherwise a token's advantage depends on the row that it is in."""
 
-_ALL = 10**8
-"""What AReaL has for `top_k` where nobody says anything."""
-
-_asked: WeakKeyDictionary[Any, Counter[str]] = WeakKeyDictionary()
-"""How often each engine of AReaL's asked for a group: a workflow that AReaL has by its name is made anew each time."""
-
-Source = BridgeSettings | Mapping[str, Any] | str | Path | None
+_keys: WeakKeyDictionary[Any, Keys] = WeakKeyDictionary()
+"""Of each engine of AReaL's: a workflow that AReaL has by its name is made anew for each episode."""
 
 
 class PolarWorkflow:
@@ -66,8 +62,8 @@ class PolarWorkflow:
         self._settings = settings(source)
         self._samples = samples
         self._sampling = None if gconfig is None else _sampling(gconfig)
+        self._temperature: float | None = None if gconfig is None else gconfig.temperature
         self._normalise = normalise
-        self._open: WeakKeyDictionary[asyncio.AbstractEventLoop, Rollouts] = WeakKeyDictionary()
 
     async def arun_episode(self, engine: Any, data: dict[str, Any]) -> dict[str, Any] | None:
         """All traces of a group's sessions, padded to one length."""
@@ -81,7 +77,10 @@ class PolarWorkflow:
             raise ConfigError(f"A row of AReaL's data has no task_id, but only {', '.join(data)}.") from None
         evaluates = workflow_context.get().is_eval
         key = self._key(engine, task, evaluates=evaluates)
-        group = await self._rollouts().group(task, key, samples=self._samples, sampling=self._sampling)
+        rollouts = shared(self._settings).rollouts
+        group = await rollouts.group(task, key, samples=self._samples, sampling=self._sampling)
+        if self._temperature is not None and not evaluates:
+            check_temperature(group.items, self._temperature)
         told = stats_tracker.get(workflow_context.stat_scope())
         for reward in group.rewards:
             told.scalar(reward=reward)
@@ -95,31 +94,16 @@ class PolarWorkflow:
         ]
         return dict(concat_padded_tensors(rows))
 
-    async def close(self) -> None:
-        for rollouts in list(self._open.values()):
-            await rollouts.close()
-
     def _key(self, engine: Any, task: str, *, evaluates: bool) -> str:
         """A task is asked for once at each version; where data is so short that it comes again, again. What two ranks
         ask for are two groups."""
         key = f"{'eval-' if evaluates else ''}v{engine.get_version()}{_rank(engine)}"
-        asked = _asked.setdefault(engine, Counter())
-        name = f"{self._settings.name}/{key}/{task}"
-        again = asked[name]
-        asked[name] += 1
-        return f"{key}.{again}" if again else key
-
-    def _rollouts(self) -> Rollouts:
-        """AReaL has a loop for each of its engines."""
-        loop = asyncio.get_running_loop()
-        if loop not in self._open:
-            self._open[loop] = Rollouts(self._settings)
-        return self._open[loop]
+        return _keys.setdefault(engine, Keys()).of(key, f"{self._settings.name}/{task}")
 
 
 def follow(trainer: Any, source: Source = None) -> Bridge:
     """From now on the trainer's engines are Polar's, and stand still while they get new weights. Raises ConfigError for
-    a configuration that goes by rows where it should go by sessions."""
+    a configuration that goes by rows where it should go by sessions, or computes at another temperature."""
     config = trainer.config
     if config.gconfig.n_samples != 1:
         raise ConfigError("gconfig.n_samples must be 1: an episode is a whole group, of the bridge's `samples`.")
@@ -131,6 +115,8 @@ def follow(trainer: Any, source: Source = None) -> Bridge:
             raise ConfigError(f"actor.{name} must be {must}: it goes by rows, and a session may have several.")
     if getattr(trainer, "critic", None) is not None:
         raise ConfigError("A critic values rows, and a session may have several: train without one.")
+    if config.actor.temperature != config.gconfig.temperature:
+        raise ConfigError("actor.temperature must be gconfig.temperature: the one trains what the other samples.")
     bridge = Bridge(source)
     _Gate(bridge, trainer.rollout).follow(trainer)
     return bridge
@@ -163,7 +149,6 @@ class _Gate:
     def _open(self) -> None:
         if not self._asleep:  # else AReaL wakes them, and resumes then
             self._attach()
-            self._bridge.run(self._bridge.engines.go_on(self._engine.get_version()))
             self._shut = False
 
     def _paused(self, pause: Callable[[], Any]) -> Any:
@@ -201,11 +186,8 @@ def _rank(engine: Any) -> str:
 
 
 def _sampling(gconfig: Any) -> SamplingOverrides:
-    """AReaL's top_k of a hundred million, and vLLM's -1, are our 0: all tokens."""
-    top_k = gconfig.top_k if 0 < gconfig.top_k < _ALL else 0
-    return SamplingOverrides(
-        temperature=0.0 if gconfig.greedy else gconfig.temperature, top_p=gconfig.top_p, top_k=top_k
-    )
+    temperature = 0.0 if gconfig.greedy else gconfig.temperature
+    return overrides(temperature=temperature, top_p=gconfig.top_p, top_k=gconfig.top_k)
 
 
 def _addresses(engine: Any) -> list[str]:

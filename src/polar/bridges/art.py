@@ -20,38 +20,31 @@ process (LocalBackend); a ServerlessBackend sends messages elsewhere, and must n
 Sampling is the service's `[engine.sampling]` and the tasks' `sampling`: nothing of ART's settings goes to it, as its
 users make their own calls. Its loss takes log-probabilities at temperature 1: sample at 1 and leave `top_p` alone.
 
+The engine is not probed: the model is inside ART's backend, which scores nothing for others.
+
 What is left out: texts (a trajectory has no messages; `polar show` has them), and rewards of single turns.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from functools import cache
-from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from polar.bridges.engines import Engines
 from polar.bridges.rollouts import Group, Rollouts
-from polar.bridges.settings import BridgeSettings, settings
+from polar.bridges.settings import Source, settings
+from polar.closing import AsyncClosing
 from polar.errors import ConfigError
 from polar.export.art import SAMPLED
 from polar.export.art import Art as Exporter
 from polar.export.base import versions
 
 
-class Art:
+class Art(AsyncClosing):
     """Use as an async context manager, or close it."""
 
-    def __init__(self, source: BridgeSettings | Mapping[str, Any] | str | Path | None = None) -> None:
+    def __init__(self, source: Source = None) -> None:
         self.rollouts = Rollouts(settings(source))
         self.engines = Engines(self.rollouts.client)
-
-    async def __aenter__(self) -> "Art":
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self.close()
 
     async def close(self) -> None:
         await self.rollouts.close()
@@ -65,7 +58,7 @@ class Art:
         """The model's engine, which has its newest weights when ART's `train` has returned."""
         if model.inference_base_url is None:
             raise ConfigError("The model has no engine yet: register it with a backend first.")
-        await self.engines.attach([model.inference_base_url.removesuffix("/v1")], await model.get_step())
+        await self.engines.attach([model.inference_base_url], await model.get_step())
 
 
 def group_of(group: Group) -> Any:

@@ -30,10 +30,10 @@ class Engines:
     async def attach(self, urls: Iterable[str], version: int) -> None:
         """These are the run's engines from now on, and no others; all have the weights of `version`. Generation goes
         on, as `begin` has it."""
-        wanted = {server_root(url): url for url in urls}
+        wanted = dict.fromkeys(map(server_root, urls))
         if not wanted:
             raise ConfigError("The trainer has no engines to attach: start them first, or name their addresses.")
-        for url in wanted.values():  # with its first one the run has engines of its own
+        for url in wanted:  # with its first one the run has engines of its own
             await self._client.add_engine(url, version)
         for replica in (await self._client.engines())["replicas"]:
             if server_root(replica["url"]) not in wanted:

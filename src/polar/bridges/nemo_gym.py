@@ -73,7 +73,7 @@ class Runs:
 
     async def attach(self, urls: Sequence[str], version: int) -> None:
         """The trainer's engines are Polar's from now on."""
-        await Engines(self.rollouts.client).attach(attachable(urls), version)
+        await Engines(self.rollouts.client).attach(urls, version)
 
     async def run(self, row: Row) -> dict[str, Any]:
         """Raises ConfigError for a row that names no task, and ClientError."""
@@ -204,11 +204,6 @@ def sampling_of(asked: Row) -> SamplingOverrides:
     return SamplingOverrides(
         temperature=asked.get("temperature"), top_p=asked.get("top_p"), max_tokens=asked.get("max_output_tokens")
     )
-
-
-def attachable(urls: Sequence[str]) -> list[str]:
-    """Engines as NeMo RL lists them, with the `/v1` of OpenAI's API, as Polar does."""
-    return [url.removesuffix("/").removesuffix("/v1") for url in urls]
 
 
 def _failed(group: Group) -> dict[str, Any]:

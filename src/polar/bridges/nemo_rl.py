@@ -23,11 +23,12 @@ refuses what goes by rows in other ways: ratios over sequences, dynamic sampling
 NeMo RL makes one optimizer step of `train_global_batch_size` rows: so there are always that many, the last of them
 empty and without loss. Set it to more than sessions give traces.
 
+Engines are not probed: NeMo RL's HTTP server takes no token ids. Its metric `token_mult_prob_error` tells the same.
+
 What is left out: policy versions, which NeMo RL has no field for. Sessions without a reward are missing in their group,
 and counted in the metrics.
 """
 
-import asyncio
 import hashlib
 import json
 from collections import Counter
@@ -38,8 +39,9 @@ from typing import Any, ParamSpec, TypeVar
 from msgspec import Struct
 
 from polar.bridges.bridge import Bridge
-from polar.bridges.nemo_gym import Row, attachable, one_run, sampling_of, task_of, traces_of
-from polar.bridges.rollouts import Group
+from polar.bridges.checks import check_temperature
+from polar.bridges.nemo_gym import Row, one_run, sampling_of, task_of, traces_of
+from polar.bridges.rollouts import Group, Keys, together
 from polar.errors import ConfigError, PolarError
 
 P = ParamSpec("P")
@@ -79,7 +81,7 @@ class NemoRl:
         self._rows = rows
         self._token_level = token_level
         self._validates = False
-        self._asked: Counter[str] = Counter()  # since the weights changed
+        self._keys = Keys()
 
     @classmethod
     def of(cls, bridge: Bridge, config: Any, *, step: int = 0) -> "NemoRl":
@@ -95,19 +97,16 @@ class NemoRl:
 
     def attach(self, policy_generation: Any) -> None:
         """Its engines are Polar's from now on."""
-        urls = attachable(policy_generation.dp_openai_server_base_urls)
-        self._bridge.run(self._bridge.engines.attach(urls, self.version))
+        self._bridge.run(self._bridge.engines.attach(policy_generation.dp_openai_server_base_urls, self.version))
 
     def refitting(self, refit: Callable[P, T]) -> Callable[P, T]:
         """Generation stands still while the weights change, and Polar learns that they did."""
 
         @wraps(refit)
         def refitted(*args: P.args, **kwargs: P.kwargs) -> T:
-            self._bridge.run(self._bridge.engines.stop())
-            done = refit(*args, **kwargs)
+            with self._bridge.updating(self.version + 1):
+                done = refit(*args, **kwargs)
             self.version += 1
-            self._asked.clear()
-            self._bridge.run(self._bridge.engines.go_on(self.version))
             return done
 
         return refitted
@@ -138,7 +137,8 @@ class NemoRl:
         return RolloutResult(padded(prompts, tokenizer.pad_token_id), BatchedDataDict(fields), metrics(groups))
 
     def groups(self, rows: Sequence[Row], generation: Mapping[str, Any]) -> list[Group]:
-        """One for each task that the rows name, of as many sessions as there are rows of it."""
+        """One for each task that the rows name, of as many sessions as there are rows of it. Raises ConfigError where
+        they were sampled at another temperature than NeMo RL trains at."""
         names = {
             "temperature": generation.get("temperature"),
             "top_p": generation.get("top_p"),
@@ -146,22 +146,21 @@ class NemoRl:
         }
         sampling = sampling_of(names)
         wanted = Counter(task_of(row) for row in rows)
-        key = self._key(wanted)
+        step = self._step(wanted)
+        asked = (
+            self._bridge.rollouts.group(task, self._keys.of(step, task), samples=count, sampling=sampling)
+            for task, count in wanted.items()
+        )
+        groups = self._bridge.run(together(asked))
+        if sampling.temperature is not None and not self._validates:
+            check_temperature((item for group in groups for item in group.items), sampling.temperature)
+        return groups
 
-        async def ask() -> list[Group]:
-            rollouts = self._bridge.rollouts
-            asked = (rollouts.group(task, key, samples=count, sampling=sampling) for task, count in wanted.items())
-            return list(await asyncio.gather(*asked))
-
-        return self._bridge.run(ask())
-
-    def _key(self, wanted: Mapping[str, int]) -> str:
+    def _step(self, wanted: Mapping[str, int]) -> str:
         """Whoever goes on from a checkpoint may leave out a validation that was asked for first: so these tasks are
         counted by themselves."""
         digest = hashlib.sha256(json.dumps(sorted(wanted.items())).encode()).hexdigest()[:8]
-        what = f"validation-{digest}" if self._validates else digest
-        self._asked[what] += 1
-        return f"{self.version}.{what}.{self._asked[what] - 1}"
+        return f"{self.version}.validation-{digest}" if self._validates else f"{self.version}.{digest}"
 
     def batch(self, groups: Sequence[Group]) -> dict[str, Any]:
         """As `batch`, of `rows` rows."""

@@ -6,8 +6,8 @@ the task, so whoever asks again (after a crash, say) gets what has run already, 
 
 import asyncio
 from collections import Counter
-from collections.abc import Iterable, Mapping
-from types import TracebackType
+from collections.abc import Awaitable, Iterable, Mapping
+from typing import TypeVar
 
 from msgspec import Struct, field
 
@@ -15,6 +15,7 @@ from polar.bridges.reading import item
 from polar.bridges.settings import BridgeSettings
 from polar.client.async_client import AsyncClient
 from polar.client.given import tasks_of
+from polar.closing import AsyncClosing
 from polar.config import SamplingOverrides
 from polar.errors import ConfigError
 from polar.export.base import Item
@@ -36,7 +37,20 @@ class Group(Struct):
         return [one.session.reward for one in self.items if one.session.reward is not None]
 
 
-class Rollouts:
+class Keys:
+    """Keys of groups, step by step: a task that comes again in a step has another group. Whoever goes on from a step
+    asks for the same ones."""
+
+    def __init__(self) -> None:
+        self._asked: Counter[tuple[str, str]] = Counter()
+
+    def of(self, step: str, task: str) -> str:
+        again = self._asked[step, task]
+        self._asked[step, task] += 1
+        return f"{step}.{again}" if again else step
+
+
+class Rollouts(AsyncClosing):
     """Use as an async context manager, or close it. Many groups may be asked for at the same time."""
 
     def __init__(self, settings: BridgeSettings) -> None:
@@ -47,14 +61,6 @@ class Rollouts:
         }
         self.client = AsyncClient(settings.server, settings.token, settings.run, patience=settings.patience)
         self._met = False  # the service has answered
-
-    async def __aenter__(self) -> "Rollouts":
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self.close()
 
     async def close(self) -> None:
         await self.client.close()
@@ -76,19 +82,11 @@ class Rollouts:
     async def groups(self, wanted: Iterable[str], key: str, *, samples: int | None = None) -> list[Group]:
         """One for each task, in their order; a task that is named twice has two groups. Raises ConfigError before any
         is run."""
-        seen: Counter[str] = Counter()
-        asked = []
-        for task in wanted:
+        keys = Keys()
+        asked = [(task, keys.of(key, task)) for task in wanted]
+        for task, _ in asked:
             self._written(task)
-            asked.append((task, f"{key}.{seen[task]}" if seen[task] else key))
-            seen[task] += 1
-        running = [asyncio.ensure_future(self.group(task, again, samples=samples)) for task, again in asked]
-        try:
-            return list(await asyncio.gather(*running))
-        except BaseException:
-            for one in running:  # nobody waits for the others any more
-                one.cancel()
-            raise
+        return await together(self.group(task, own, samples=samples) for task, own in asked)
 
     async def cancel(self, task: str, key: str) -> None:
         await self.client.cancel(self._name(task, key))
@@ -128,6 +126,21 @@ class Rollouts:
             else:
                 left_out[reason] += 1
         return Group(task, asked.task_id, asked.num_samples, [item(result) for result in kept], kept, left_out)
+
+
+T = TypeVar("T")
+
+
+async def together(work: Iterable[Awaitable[T]]) -> list[T]:
+    """All of it at the same time, in its order. Where one fails, nobody waits for the others any more."""
+    running: list[asyncio.Future[T]] = []
+    try:
+        running.extend(asyncio.ensure_future(one) for one in work)
+        return list(await asyncio.gather(*running))
+    except BaseException:
+        for one in running:
+            one.cancel()
+        raise
 
 
 def _unusable(result: SessionResult) -> str | None:

@@ -36,7 +36,11 @@ class BridgeSettings(BaseModel):
     patience: float = Field(300, gt=0, description="seconds that a call waits for a server that is away")
 
 
-def settings(source: BridgeSettings | Mapping[str, Any] | str | Path | None = None) -> BridgeSettings:
+Source = BridgeSettings | Mapping[str, Any] | str | Path | None
+"""Where a bridge's settings are: in a table, in a TOML file, or (None) in the file that the environment names."""
+
+
+def settings(source: Source = None) -> BridgeSettings:
     """A table, a TOML file, or the file that the environment names. Paths in a file are relative to it. Raises
     ConfigError."""
     if isinstance(source, BridgeSettings):

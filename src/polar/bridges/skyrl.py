@@ -23,19 +23,19 @@ evaluation, a prompt of which nothing is left has no row: it counts for no mean,
 Policy versions are in `env_metrics` only: no loss of SkyRL's reads them.
 """
 
-import asyncio
 import logging
 import sys
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import groupby
-from pathlib import Path
 from typing import Any
 
+from polar.bridges.checks import check_temperature
 from polar.bridges.engines import Engines
-from polar.bridges.rollouts import Group, Rollouts
-from polar.bridges.settings import BridgeSettings, settings
+from polar.bridges.rollouts import Group, Keys, Rollouts, together
+from polar.bridges.sampling import overrides
+from polar.bridges.settings import BridgeSettings, Source, settings
 from polar.config import EngineSettings, SamplingOverrides
 from polar.errors import ConfigError
 from polar.export.skyrl import session_output, to_generator_output
@@ -49,39 +49,34 @@ _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 class Generator:
     """SkyRL's `GeneratorInterface`: it has the one method. It belongs to the event loop that it is first used in."""
 
-    def __init__(self, source: BridgeSettings | Mapping[str, Any] | str | Path | None = None) -> None:
+    def __init__(self, source: Source = None) -> None:
         """As `polar.bridges.settings.settings` takes it. Raises ConfigError."""
         self.rollouts = Rollouts(settings(source))
         self.engines = Engines(self.rollouts.client)
-        self._asked: Counter[tuple[str, str]] = Counter()
+        self._keys = Keys()  # dynamic sampling, and data with two rows of a task, may ask for it again in a step
 
     async def close(self) -> None:
         await self.rollouts.close()
 
     async def generate(self, input_batch: Mapping[str, Any]) -> Any:
-        """A `GeneratorOutput`: the sessions of each prompt, in the prompts' order. Raises ConfigError, ClientError."""
+        """A `GeneratorOutput`: the sessions of each prompt, in the prompts' order. Raises ConfigError (also where what
+        is trained on was sampled at another temperature than asked for) and ClientError."""
         known = input_batch["batch_metadata"]
         step = f"{known.training_phase}-{known.global_step}"
         sampling = _sampling(input_batch["sampling_params"] or {})
         prompts = list(_prompts(input_batch))
-        groups = await asyncio.gather(
-            *(
-                self.rollouts.group(task, self._key(step, task), samples=samples, sampling=sampling)
-                for _, task, samples in prompts
-            )
+        groups = await together(
+            self.rollouts.group(task, self._keys.of(step, task), samples=samples, sampling=sampling)
+            for _, task, samples in prompts
         )
         ran = [(uid, group) for (uid, _, _), group in zip(prompts, groups, strict=True)]
         if known.training_phase == "eval":
             ran = evaluated(ran)
+        elif sampling.temperature is not None:
+            check_temperature((item for group in groups for item in group.items), sampling.temperature)
         output = to_generator_output([line for uid, group in ran for line in lines_of(uid, group)])
         output["rollout_metrics"].update(_metrics(groups))
         return output
-
-    def _key(self, step: str, task: str) -> str:
-        """Dynamic sampling, and data with two rows of a task, may ask for it more than once in a step."""
-        again = self._asked[step, task]
-        self._asked[step, task] += 1
-        return f"{step}.{again}" if again else step
 
 
 def _prompts(batch: Mapping[str, Any]) -> Iterator[tuple[str, str, int]]:
@@ -99,10 +94,7 @@ def _prompts(batch: Mapping[str, Any]) -> Iterator[tuple[str, str, int]]:
 def _sampling(asked: Mapping[str, Any]) -> SamplingOverrides:
     """The trainer computes log-probabilities at its own temperature, so that is what has to be sampled with. How long
     a reply may be is for the harness and its task to say."""
-    told = {name: asked[name] for name in _SAMPLING if asked.get(name) is not None}
-    if "top_k" in told:
-        told["top_k"] = max(told["top_k"], 0)  # vLLM's -1 is our 0: all tokens, whatever the harness asks for
-    return SamplingOverrides(**told)
+    return overrides(**{name: asked.get(name) for name in _SAMPLING})
 
 
 def evaluated(ran: list[tuple[str, Group]]) -> list[tuple[str, Group]]:
@@ -261,10 +253,15 @@ def check(cfg: Any) -> None:
     algorithm, generator = cfg.trainer.algorithm, cfg.generator
     correction = algorithm.off_policy_correction
     rows = "goes by rows, so that sessions of several traces would count more"
+    sampled_at = generator.sampling_params.temperature
     wrong = {
         "generator.step_wise_trajectories=true": (
             not generator.step_wise_trajectories,
             "lets a session have several traces",
+        ),
+        f"trainer.algorithm.temperature={sampled_at:g}": (
+            algorithm.temperature not in (None, sampled_at),
+            "is not generator.sampling_params.temperature, so log-probabilities would be of two kinds",
         ),
         "trainer.algorithm.use_kl_loss=false": (algorithm.use_kl_loss and algorithm.kl_loss_coef != 0, rows),
         "trainer.algorithm.use_kl_in_reward=false": (algorithm.use_kl_in_reward, "sees a session's last trace alone"),

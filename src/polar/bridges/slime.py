@@ -25,7 +25,8 @@ Versions are rollouts: the engines' weights when `generate_rollout(rollout_id)` 
 Generation stands still from its return until the next call, since that is when these trainers load weights. Groups on
 their way are kept in the data source's metadata, and so in its checkpoint: whoever goes on from there gets the same.
 
-The recorded log-probabilities must be of --rollout-temperature, as the trainer's are; else it says so and ends.
+The recorded log-probabilities must be of --rollout-temperature, as the trainer's are; else it says so and ends. Engines
+are not probed, since no model is where a rollout function runs: `train_rollout_logprob_abs_diff` tells the same.
 
 What is left out: rewards of single turns (advantages are one number a sample here); token texts, which don't train; and
 `rollout_routed_experts`, since the experts that tokens were routed to don't come with a trace: flags that replay them
@@ -47,9 +48,9 @@ from msgspec import Struct
 from polar.bridges.advantages import over_sessions
 from polar.bridges.bridge import Bridge
 from polar.bridges.checks import check_temperature
-from polar.bridges.rollouts import Group
+from polar.bridges.rollouts import Group, together
+from polar.bridges.sampling import overrides
 from polar.bridges.slime_samples import padded, samples_of, session_of, shares
-from polar.config import SamplingOverrides
 from polar.errors import ConfigError, PolarError
 from polar.export.base import Item, versions
 
@@ -179,17 +180,16 @@ class _Run:
         counts: Counter[str] = Counter()
         for named in self.args.eval_datasets or []:
             given = list(_rows(named))
-            sampling = _sampling(named.temperature, named.top_p, named.top_k)
-            groups = await asyncio.gather(
-                *(
-                    self.bridge.rollouts.group(
-                        self._task(sample),
-                        f"eval-{version}/{named.name}.{place}",
-                        samples=named.n_samples_per_eval_prompt,
-                        sampling=sampling,
-                    )
-                    for place, sample in enumerate(given)
+            tasks = [self._task(sample) for sample in given]
+            sampling = overrides(temperature=named.temperature, top_p=named.top_p, top_k=named.top_k)
+            groups = await together(
+                self.bridge.rollouts.group(
+                    task,
+                    f"eval-{version}/{named.name}.{place}",
+                    samples=named.n_samples_per_eval_prompt,
+                    sampling=sampling,
                 )
+                for place, task in enumerate(tasks)
             )
             last = []
             for sample, group in zip(given, groups, strict=True):
@@ -207,7 +207,8 @@ class _Run:
         """The trainer's engines are Polar's, and go on with the weights that they have now."""
         if getattr(self.args, "sglang_router_ip", None):
             await self.bridge.engines.attach(await _workers(self.args), version)
-        await self.bridge.engines.go_on(version)
+        else:
+            await self.bridge.engines.go_on(version)
 
     def _send(self, source: Any, number: int) -> None:
         """So many groups are on their way."""
@@ -222,7 +223,7 @@ class _Run:
     def _launch(self, task: str, given: list[Any], tries: int = 0) -> None:
         key = str(given[0].group_index) + (f".{tries}" if tries else "")
         args = self.args
-        sampling = _sampling(args.rollout_temperature, args.rollout_top_p, args.rollout_top_k)
+        sampling = overrides(temperature=args.rollout_temperature, top_p=args.rollout_top_p, top_k=args.rollout_top_k)
         work = self.bridge.rollouts.group(task, key, samples=len(given), sampling=sampling)
         self.flights.append(_Flight(task, given, tries, asyncio.ensure_future(work)))
 
@@ -307,11 +308,6 @@ def _rows(named: Any) -> Iterator[Any]:
         label = row.get(named.label_key) if named.label_key else None
         metadata = row.get(named.metadata_key) if named.metadata_key else None
         yield kind(index=index, prompt=row.get(named.input_key, ""), label=label, metadata=metadata or {})
-
-
-def _sampling(temperature: float | None, top_p: float | None, top_k: int | None) -> SamplingOverrides:
-    """Their top_k of -1 is our 0: all tokens."""
-    return SamplingOverrides(temperature=temperature, top_p=top_p, top_k=None if top_k is None else max(top_k, 0))
 
 
 async def _workers(args: Any) -> list[str]:

@@ -17,16 +17,14 @@ is divided by all trainable tokens of the batch instead.
 
 Tinker's models have no address that Polar could attach. What samples is an engine of your own, with the weights of each
 step: load them within `polar.updating(version)`. A trainer that starts again loads those of its first step so, before
-it asks for a batch: nobody knows how far the one before it came.
+it asks for a batch: nobody knows how far the one before it came. Your engine is not probed: the bridge has no model to
+score with. `forward_backward` returns Tinker's log-probabilities: compare them with those of the datums.
 
 What is left out: rewards of single turns; and a trace without a prompt, which has no input for its first token.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from pathlib import Path
-from types import TracebackType
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from msgspec import Struct, field
@@ -34,7 +32,6 @@ from msgspec import Struct, field
 from polar.bridges.advantages import over_sessions
 from polar.bridges.bridge import Bridge
 from polar.bridges.rollouts import Group
-from polar.bridges.settings import BridgeSettings
 from polar.export.tinker import Tinker as Exporter
 from polar.export.tinker import to_datum
 
@@ -47,37 +44,17 @@ class Batch(Struct):
     left_out: Counter[str] = field(default_factory=Counter)
 
 
-class Tinker:
+class Tinker(Bridge):
     """Use as a context manager, or close it."""
 
-    def __init__(self, source: BridgeSettings | Mapping[str, Any] | str | Path | None = None) -> None:
-        self.bridge = Bridge(source)
-        self._begun = False
-
-    def __enter__(self) -> "Tinker":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def close(self) -> None:
-        self.bridge.close()
+    _begun = False
 
     def batch(self, tasks: Iterable[str], step: int, *, samples: int | None = None, per_token: bool = False) -> Batch:
         """Groups of these tasks at this step; asked again, the same sessions. Raises ConfigError, ClientError."""
         if not self._begun:
-            self.bridge.run(self.bridge.engines.begin())
+            self.run(self.engines.begin())
             self._begun = True
-        return batch_of(self.bridge.groups(tasks, f"step-{step}", samples=samples), per_token=per_token)
-
-    @contextmanager
-    def updating(self, version: int) -> Iterator[None]:
-        """Generation stands still within, while an engine of your own gets the weights of `version`."""
-        self.bridge.run(self.bridge.engines.stop())
-        yield
-        self.bridge.run(self.bridge.engines.go_on(version))
+        return batch_of(self.groups(tasks, f"step-{step}", samples=samples), per_token=per_token)
 
 
 def batch_of(groups: Sequence[Group], *, per_token: bool = False) -> Batch:

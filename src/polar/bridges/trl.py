@@ -27,17 +27,16 @@ A session without a reward leaves its place to a row that trains nothing, and is
 What TRL can't take: rewards of single turns, experts that were routed to, pictures. They are left out.
 """
 
-import asyncio
 import logging
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from polar.bridges.bridge import Bridge
 from polar.bridges.checks import check_temperature
-from polar.bridges.settings import BridgeSettings
+from polar.bridges.rollouts import together
+from polar.bridges.settings import Source
 from polar.config import EngineSettings, SamplingOverrides
 from polar.errors import ConfigError
 from polar.export.base import Item
@@ -45,7 +44,6 @@ from polar.export.trl import Trl, filler, rollout
 
 log = logging.getLogger(__name__)
 
-Source = BridgeSettings | Mapping[str, Any] | str | Path | None
 OWNER = "owner"
 """Of each row, the place of its session among the prompts: what goes to PolarGRPOTrainer beside TRL's own keys."""
 
@@ -102,7 +100,8 @@ class RolloutFunc:
         return self._rollout(sessions, trainer)
 
     def _key(self, mode: str, step: int) -> str:
-        """Of a call: the same when a trainer that has crashed goes on from this step."""
+        """Of a call: the same when a trainer that has crashed goes on from this step. Calls are counted and not tasks,
+        since which groups a process asks for is not the same in each."""
         key = f"{mode}-{step}"
         self._calls[key] += 1
         return f"{key}.{self._calls[key]}"
@@ -115,7 +114,7 @@ class RolloutFunc:
             self.bridge.rollouts.group(task, f"{key}.{place}", samples=size, sampling=sampling)
             for place, task in wanted.items()
         )
-        groups = dict(zip(wanted, await asyncio.gather(*asked), strict=True))
+        groups = dict(zip(wanted, await together(asked), strict=True))
         for group in groups.values():
             check_temperature(group.items, temperature)
         left_out = sum((group.left_out for group in groups.values()), Counter[str]())
@@ -154,11 +153,3 @@ def task_of(prompt: Any) -> str:
 
 def rows_of(session: Item) -> list[dict[str, Any]]:
     return list(Trl().lines(session))
-
-
-def advantages(rewards: Iterable[float]) -> list[float]:
-    """Of the sessions of a group, as TRL's asynchronous worker has them."""
-    earned = list(rewards)
-    mean = sum(earned) / len(earned)
-    deviation = (sum((one - mean) ** 2 for one in earned) / len(earned)) ** 0.5
-    return [(one - mean) / (deviation + 1e-8) for one in earned]

@@ -15,10 +15,11 @@ from datasets import Dataset
 from transformers import TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
+from polar.bridges.advantages import over_sessions
 from polar.bridges.bridge import Bridge
 from polar.bridges.checks import check_temperature
 from polar.bridges.rollouts import Group
-from polar.bridges.trl import OWNER, RolloutFunc, advantages, recorded_reward, rows_of
+from polar.bridges.trl import OWNER, RolloutFunc, recorded_reward, rows_of
 from polar.bridges.weights import ModelWeights
 from polar.config import EngineSettings, SamplingOverrides
 from polar.errors import ConfigError
@@ -264,7 +265,8 @@ class RolloutWorker:
             log.warning("%s: %d sessions can't be trained on: %s", group.name, group.left_out.total(), group.left_out)
         if not group.items:
             return
-        for item, advantage in zip(group.items, advantages(group.rewards), strict=True):
+        credits = over_sessions(group.rewards, ddof=0, epsilon=1e-8)  # as TRL's own worker has them
+        for item, advantage in zip(group.items, credits, strict=True):
             for row, trace in zip(rows_of(item), item.trajectory.traces, strict=True):
                 oldest = min(versions(trace), default=self._transfer.version)
                 version = oldest - self._behind

@@ -24,11 +24,10 @@ sessions: an episode's id is its key.
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextvars import ContextVar
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from polar.bridges.rollouts import Rollouts
-from polar.bridges.settings import BridgeSettings, settings
+from polar.bridges.settings import Source, settings
 from polar.client.given import tasks_of
 from polar.config import SamplingOverrides
 from polar.export.base import Item, facts, needed, tokens
@@ -47,7 +46,7 @@ class Plugin(NamedTuple):
     harness: type
 
 
-def plugin(source: BridgeSettings | Mapping[str, Any] | str | Path | None = None) -> Plugin:
+def plugin(source: Source = None) -> Plugin:
     """`source` as `polar.bridges.settings` takes it. Raises ConfigError."""
     import verifiers.v1 as vf
     from verifiers.v1.graph import MessageNode

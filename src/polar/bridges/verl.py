@@ -28,15 +28,14 @@ failed one, which verl replaces as its settings say. Pictures, which verl would 
 of experts don't come with a trace.
 """
 
-import asyncio
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from msgspec import Struct
-
 from polar.bridges.checks import scales
-from polar.bridges.rollouts import Group, Rollouts
+from polar.bridges.rollouts import Group
+from polar.bridges.sampling import overrides
 from polar.bridges.settings import BridgeSettings, settings
+from polar.bridges.sharing import shared
 from polar.config import SamplingOverrides
 from polar.errors import ConfigError, PolarError
 from polar.export.base import Item
@@ -73,7 +72,7 @@ class AgentLoop:
 
     def __init__(self, settings: str | Mapping[str, Any], trainer_config: Any, **_: Any) -> None:
         """`settings` as `polar.bridges.settings` reads them; the others are what verl gives to every agent loop."""
-        self._groups = _groups(table(settings))
+        self._settings = table(settings)
         self._logprobs = bool(trainer_config.config.actor_rollout_ref.rollout.calculate_log_probs)
 
     async def run(self, sampling_params: dict[str, Any], **row: Any) -> list[Any]:
@@ -85,12 +84,23 @@ class AgentLoop:
             )
         from verl.experimental.agent_loop.agent_loop import AgentLoopOutput
 
-        asked = sampling(sampling_params)
-        group = await self._groups.taken(str(row["task_id"]), str(row[KEY]), int(row[SAMPLES]), asked)
-        number = int(row["session_id"])
+        task, key, samples = str(row["task_id"]), str(row[KEY]), int(row[SAMPLES])
+        group, _ = await shared(self._settings).session(task, key, samples, sampling(sampling_params))
+        check_usable(group, key)
+        number = int(row["session_id"])  # verl counts for itself
         if number >= len(group.items):
             return []
         return [AgentLoopOutput(**one) for one in outputs(group.items[number], logprobs=self._logprobs)]
+
+
+def check_usable(group: Group, key: str) -> None:
+    """Raises PolarError where nothing of the group can be trained on, or one session that has no other to be compared
+    with."""
+    needed = 1 if group.asked == 1 or key.startswith(VALIDATION) else 2
+    if len(group.items) < needed:
+        reasons = ", ".join(f"{reason} x {count}" for reason, count in group.left_out.most_common())
+        found = "A single session" if group.items else "Nothing"
+        raise PolarError(f"{found} of {group.name} can be trained on: {reasons}.")
 
 
 def outputs(item: Item, *, logprobs: bool = True) -> list[dict[str, Any]]:
@@ -109,14 +119,8 @@ def outputs(item: Item, *, logprobs: bool = True) -> list[dict[str, Any]]:
 
 
 def sampling(params: Mapping[str, Any]) -> SamplingOverrides:
-    """verl's sampling parameters. Its top_k of -1 is our 0: all tokens, whatever the harness asks for."""
-    top_k = params.get("top_k")
-    return SamplingOverrides(
-        temperature=params.get("temperature"),
-        top_p=params.get("top_p"),
-        top_k=None if top_k is None else max(top_k, 0),
-        repetition_penalty=params.get("repetition_penalty"),
-    )
+    """verl's sampling parameters, as far as they change what is likely."""
+    return overrides(**{name: params.get(name) for name in ("temperature", "top_p", "top_k", "repetition_penalty")})
 
 
 def table(given: str | Mapping[str, Any]) -> BridgeSettings:
@@ -127,45 +131,3 @@ def table(given: str | Mapping[str, Any]) -> BridgeSettings:
 
     plain: Any = OmegaConf.to_container(given, resolve=True) if OmegaConf.is_config(given) else given
     return settings(plain)
-
-
-class _Asked(Struct):
-    group: asyncio.Future[Group]
-    left: int  # sessions that have not come for it
-
-
-class _Groups:
-    """Groups on their way, in one process: the first session of a prompt asks for all of them."""
-
-    def __init__(self, wanted: BridgeSettings) -> None:
-        self._rollouts = Rollouts(wanted)
-        self._asked: dict[tuple[str, str], _Asked] = {}
-
-    async def taken(self, task: str, key: str, samples: int, over: SamplingOverrides) -> Group:
-        """For one session of the group. Raises ConfigError and ClientError, and PolarError where nothing of the group
-        can be trained on, or one session that has no other to be compared with."""
-        asked = self._asked.get((task, key))
-        if asked is None:
-            coming = asyncio.ensure_future(self._rollouts.group(task, key, samples=samples, sampling=over))
-            asked = self._asked[task, key] = _Asked(coming, samples)
-        asked.left -= 1
-        if not asked.left:
-            del self._asked[task, key]
-        group = await asyncio.shield(asked.group)
-        needed = 1 if samples == 1 or key.startswith(VALIDATION) else 2
-        if len(group.items) < needed:
-            reasons = ", ".join(f"{reason} x {count}" for reason, count in group.left_out.most_common())
-            found = "A single session" if group.items else "Nothing"
-            raise PolarError(f"{found} of {group.name} can be trained on: {reasons}.")
-        return group
-
-
-_KNOWN: dict[str, _Groups] = {}
-
-
-def _groups(wanted: BridgeSettings) -> _Groups:
-    """verl makes an agent loop for each session: those of a process share a client."""
-    name = wanted.model_dump_json()
-    if name not in _KNOWN:
-        _KNOWN[name] = _Groups(wanted)
-    return _KNOWN[name]

@@ -18,7 +18,6 @@ Not run here: `polar_separate_async`, whose update of weights needs GPUs. Only i
 
 import math
 import sys
-from collections import Counter
 from collections.abc import Container, Iterable
 from contextlib import AsyncExitStack
 from typing import Any
@@ -26,6 +25,7 @@ from typing import Any
 from polar.bridges.bridge import Bridge
 from polar.bridges.checks import check_scales
 from polar.bridges.engines import EnginesDiffer
+from polar.bridges.rollouts import Keys
 from polar.bridges.settings import BridgeSettings
 from polar.bridges.verl import KEY, NAME, SAMPLES, SCALES, VALIDATION, table
 from polar.errors import ConfigError
@@ -122,7 +122,7 @@ class Naming:
         self._manager = manager
         self._tasks = tasks
         self._rollout = config.actor_rollout_ref.rollout
-        self._seen: Counter[tuple[str, str]] = Counter()
+        self._keys = Keys()
 
     def generate_sequences(self, prompts: Any) -> Any:
         """Raises ConfigError for a row that names no task."""
@@ -133,16 +133,10 @@ class Naming:
         step = f"{VALIDATION if validating else 'step-'}{prompts['global_steps']}"
         asked = self._rollout.val_kwargs.n if validating else self._rollout.n
         samples = list(prompts["__rollout_n__"]) if "__rollout_n__" in prompts else [asked] * len(prompts)
-        keys = [self._key(step, str(task)) for task in prompts["task_id"]]
+        keys = [self._keys.of(step, str(task)) for task in prompts["task_id"]]
         assign_non_tensor_stack(prompts, KEY, keys)
         assign_non_tensor_stack(prompts, SAMPLES, [int(count) for count in samples])
         return self._manager.generate_sequences(prompts)
-
-    def _key(self, step: str, task: str) -> str:
-        """A task that comes twice in a step has two groups."""
-        again = self._seen[step, task]
-        self._seen[step, task] += 1
-        return f"{step}.{again}" if again else step
 
 
 def trainer(base: Any, mode: str) -> Any:

@@ -12,7 +12,6 @@ import asyncio
 import json
 import time
 from collections.abc import AsyncGenerator, Callable, Iterable
-from types import TracebackType
 from typing import Any, Literal, TypeVar, Unpack, overload
 
 import msgspec
@@ -24,6 +23,7 @@ from polar.client.calls import BUSY, Calls, ClientError, Event, Query, step
 from polar.client.feed import Options, RawResult, Results
 from polar.client.given import TaskLike, tasks_of
 from polar.client.submitting import Answer, TasksRefused
+from polar.closing import AsyncClosing
 from polar.config import DEFAULT_RUN
 from polar.rollout.models import GroupResult, NumberedResult, PauseMode, SessionResult, TaskStatus, Unit
 
@@ -37,7 +37,7 @@ _table = msgspec.json.Decoder(dict[str, Any]).decode
 _tables = msgspec.json.Decoder(list[dict[str, Any]]).decode
 
 
-class AsyncClient:
+class AsyncClient(AsyncClosing):
     """Use as an async context manager, or close it. All calls are of one run."""
 
     def __init__(self, url: str, token: str | None = None, run: str = DEFAULT_RUN, *, patience: float = 300) -> None:
@@ -47,14 +47,6 @@ class AsyncClient:
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._calls.url!r}, run={self.run!r})"
-
-    async def __aenter__(self) -> "AsyncClient":
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self.close()
 
     async def close(self) -> None:
         await self._calls.close()

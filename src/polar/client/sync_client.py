@@ -10,7 +10,6 @@ import contextlib
 import threading
 import weakref
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
-from types import TracebackType
 from typing import Any, Generic, Literal, TypeVar, Unpack, overload
 
 from polar.client.async_client import AsyncClient
@@ -19,13 +18,14 @@ from polar.client.calls import ClientError, Event
 from polar.client.feed import Options, RawResult, Results
 from polar.client.given import TaskLike
 from polar.client.submitting import Answer
+from polar.closing import Closing
 from polar.config import DEFAULT_RUN
 from polar.rollout.models import GroupResult, NumberedResult, PauseMode, SessionResult, TaskStatus, Unit
 
 T = TypeVar("T")
 
 
-class SyncResults(Generic[T]):
+class SyncResults(Closing, Generic[T]):
     """`Results` as a plain iterator. Threads may share it: each result goes to one of them."""
 
     def __init__(self, results: Results[T], client: "Client") -> None:
@@ -48,14 +48,6 @@ class SyncResults(Generic[T]):
                 raise StopIteration
             return self._results.take()
 
-    def __enter__(self) -> "SyncResults[T]":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
     def close(self) -> None:
         """Ends it, for a thread that waits for the next one as well."""
         with contextlib.suppress(ClientError):  # the client is closed, and so is this
@@ -66,7 +58,7 @@ class SyncResults(Generic[T]):
         self._background.run(self._results.acknowledge())
 
 
-class Client:
+class Client(Closing):
     """Use as a context manager, or close it. Threads may share it. Every method is AsyncClient's, which says more."""
 
     def __init__(self, url: str, token: str | None = None, run: str = DEFAULT_RUN, *, patience: float = 300) -> None:
@@ -80,14 +72,6 @@ class Client:
 
     def __repr__(self) -> str:
         return repr(self._client).removeprefix("Async")
-
-    def __enter__(self) -> "Client":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def close(self) -> None:
         self._closing()

@@ -5,9 +5,13 @@ from typing import Any
 
 import pytest
 
-from polar.bridges import areal
+from polar.bridges import areal, sharing
+from polar.bridges.rollouts import Group, Rollouts
 from polar.config import SamplingOverrides
 from polar.errors import ConfigError
+from tests.unit.bridges.pretending import pretend
+from tests.unit.export.samples import item
+from tests.unit.trajectory.samples import path, session
 
 
 class Bridge:
@@ -21,9 +25,6 @@ class Bridge:
     def stop(self, mode: str) -> Any:
         return mode
 
-    def go_on(self, version: int) -> Any:
-        return version
-
     def run(self, what: Any) -> None:
         self.told.append(what)
 
@@ -35,8 +36,8 @@ def _bridge(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def trainer(**changes: Any) -> Any:
     actor: dict[str, Any] = {"reward_norm": None, "adv_norm": None, "discount": 1.0, "gae_lambda": 1.0}
-    actor |= {"kl_ctl": 0.0, "overlong_reward_penalty": False} | changes
-    config = SimpleNamespace(gconfig=SimpleNamespace(n_samples=actor.pop("n_samples", 1)))
+    actor |= {"kl_ctl": 0.0, "overlong_reward_penalty": False, "temperature": 0.7} | changes
+    config = SimpleNamespace(gconfig=SimpleNamespace(n_samples=actor.pop("n_samples", 1), temperature=0.7))
     critic = actor.pop("critic", None)
     config.actor = SimpleNamespace(**actor)
     done: list[str] = []
@@ -59,9 +60,9 @@ def test_generation_stands_still_while_weights_change() -> None:
     one.rollout.pause()
     assert (one.done, bridge.told[1:]) == (["pause"], ["drain"])
     one.rollout.set_version(4)
-    assert bridge.told[2:] == [(urls, 4), 4]  # AReaL evaluates before it resumes
+    assert bridge.told[2:] == [(urls, 4)]  # AReaL evaluates before it resumes
     one.rollout.resume()
-    assert (one.done, bridge.told[4:]) == (["pause", "resume"], [])
+    assert (one.done, bridge.told[3:]) == (["pause", "resume"], [])
 
 
 def test_weights_without_a_new_version() -> None:
@@ -70,9 +71,9 @@ def test_weights_without_a_new_version() -> None:
     bridge: Any = areal.follow(one)
     one.rollout.pause()
     one.rollout.resume()
-    assert bridge.told[1:] == ["drain", (urls := ["http://10.0.0.1:80", "http://10.0.0.2:80"], 3), 3]
+    assert bridge.told[1:] == ["drain", (urls := ["http://10.0.0.1:80", "http://10.0.0.2:80"], 3)]
     one.rollout.set_version(5)
-    assert bridge.told[4:] == [(urls, 5), 5]
+    assert bridge.told[3:] == [(urls, 5)]
 
 
 def test_engines_that_sleep_are_not_asked() -> None:
@@ -90,13 +91,13 @@ def test_engines_that_sleep_are_not_asked() -> None:
     assert bridge.told == ["drain", "drain"]
     one.eval_rollout.onload()
     one.eval_rollout.resume()
-    assert bridge.told[2:] == [(urls, 4), 4]
+    assert bridge.told[2:] == [(urls, 4)]
     for call in (one.eval_rollout.pause, one.eval_rollout.offload, engine.resume):
         call()
-    assert bridge.told[4:] == ["drain"]
+    assert bridge.told[3:] == ["drain"]
     engine.onload()
     engine.resume()
-    assert bridge.told[5:] == [(urls, 4), 4]
+    assert bridge.told[4:] == [(urls, 4)]
 
 
 def test_servers_of_a_controller() -> None:
@@ -114,9 +115,10 @@ def test_servers_of_a_controller() -> None:
         ({"adv_norm": SimpleNamespace(mean_level="group", std_level="batch")}, "set them to null"),
         ({"kl_ctl": 0.1}, r"actor\.kl_ctl must be 0\.0"),
         ({"critic": "one"}, "train without one"),
+        ({"temperature": 1.0}, r"actor\.temperature must be gconfig\.temperature"),
     ],
 )
-def test_what_goes_by_rows_is_refused(changes: dict[str, Any], message: str) -> None:
+def test_what_goes_by_rows_or_another_temperature_is_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         areal.follow(trainer(**changes))
 
@@ -139,6 +141,68 @@ def test_ranks_have_groups_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None
     names = ["0", "1", "12", "0123456789abcdef"]  # the last is one that is alone
     keys = [workflow._key(Engine(name), "a", evaluates=False) for name in names]
     assert keys == ["v0", "v0-r1", "v0-r12", "v0"]
+
+
+@pytest.fixture
+def episodes(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """AReaL's modules, as far as an episode needs them, and a service without a session of another temperature than
+    0.7. The clients that were made."""
+    monkeypatch.setattr(areal, "_register", lambda: None)
+    monkeypatch.setattr(sharing, "_shared", {})
+    made: list[Any] = []
+
+    class Asked(Rollouts):
+        def __init__(self, _: Any) -> None:
+            made.append(self)
+
+        async def group(self, task: str, key: str, **_: Any) -> Group:
+            ran = item(session(path(0, [1, 2], [3], scale=0.7), reward=1.0), task_id=task)
+            return Group(task, key, 1, [ran], [])
+
+    monkeypatch.setattr(sharing, "Rollouts", Asked)
+    parts: dict[str, dict[str, Any]] = {
+        "areal.infra": {"workflow_context": Context},
+        "areal.utils": {"stats_tracker": SimpleNamespace(get=lambda _: SimpleNamespace(scalar=lambda **_: None))},
+        "areal.utils.data": {"concat_padded_tensors": lambda rows: {"rows": rows}},
+    }
+    pretend(monkeypatch, parts)
+    monkeypatch.setattr(Context, "evaluates", False)
+    return made
+
+
+class Context:
+    evaluates = False
+
+    @classmethod
+    def get(cls) -> Any:
+        return SimpleNamespace(is_eval=cls.evaluates)
+
+    @classmethod
+    def stat_scope(cls) -> str:
+        return "rollout"
+
+
+def workflow(temperature: float) -> areal.PolarWorkflow:
+    gconfig = SimpleNamespace(temperature=temperature, top_p=1.0, top_k=-1, greedy=False)
+    return areal.PolarWorkflow({"tasks": ["anywhere"], "name": "one"}, gconfig=gconfig)
+
+
+async def test_workflows_of_a_loop_share_a_client(episodes: list[Any]) -> None:
+    """AReaL makes one for each episode where it has it by its name."""
+    for _ in range(3):
+        found = await workflow(0.7).arun_episode(Engine(), {"task_id": "a"})
+        assert found is not None
+        assert len(found["rows"]) == 1
+    assert len(episodes) == 1
+
+
+@pytest.mark.usefixtures("episodes")
+async def test_log_probabilities_of_another_temperature(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Are not trained on; an evaluation has no use for them."""
+    with pytest.raises(ConfigError, match=r"computes at temperature 1, .* of temperature 0\.7"):
+        await workflow(1.0).arun_episode(Engine(), {"task_id": "a"})
+    monkeypatch.setattr(Context, "evaluates", True)
+    assert await workflow(1.0).arun_episode(Engine(), {"task_id": "a"})
 
 
 class Engine:

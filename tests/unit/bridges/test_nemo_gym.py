@@ -17,7 +17,7 @@ import torch
 
 from polar.bridges import nemo_gym
 from polar.bridges.bridge import Bridge
-from polar.bridges.nemo_gym import Runs, agent_class, attachable, one_run, replies, traces_of
+from polar.bridges.nemo_gym import Runs, agent_class, one_run, replies, traces_of
 from polar.bridges.nemo_rl import BySession, NemoRl, batch, message_log
 from polar.bridges.rollouts import Group
 from polar.bridges.settings import settings
@@ -92,10 +92,6 @@ def test_items_say_what_was_said_as_far_as_it_is_known() -> None:
     assert (message["content"][0]["text"], len(message["generation_token_ids"])) == ("", 3)
 
 
-def test_engines_are_named_without_their_path() -> None:
-    assert attachable(["http://a:1/v1", "http://b:2/v1/", "http://c:3"]) == ["http://a:1", "http://b:2", "http://c:3"]
-
-
 class Rollouts:
     """Sessions of a service that is played: those under these keys can be trained on, others ended for a reason."""
 
@@ -148,6 +144,37 @@ async def test_tries_have_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
 async def test_a_task_without_results_is_a_failure_with_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     failed = await playing(monkeypatch, Rollouts(left_out={})).run(ROW)
     assert failed["_ng_failure_class"] == failed["polar"]["reason"] == "no_results"
+
+
+class Client:
+    """A service's engines, with one of another trainer among them."""
+
+    def __init__(self) -> None:
+        self.urls = ["http://other:1"]
+
+    async def add_engine(self, url: str, version: int) -> None:
+        assert version == 3
+        self.urls.append(url)
+
+    async def remove_engine(self, url: str) -> None:
+        self.urls.remove(url)
+
+    async def engines(self) -> dict[str, Any]:
+        return {"replicas": [{"url": url} for url in self.urls]}
+
+    async def set_policy(self, version: int) -> None:
+        assert version == 3
+
+    async def policy(self) -> dict[str, Any]:
+        return {"paused": False}
+
+
+async def test_engines_are_named_without_their_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NeMo RL lists them with that of OpenAI's API."""
+    played: Any = Rollouts()
+    played.client = Client()
+    await playing(monkeypatch, played).attach(["http://a:1/v1", "http://b:2/v1/", "http://c:3", "http://a:1"], 3)
+    assert played.client.urls == ["http://a:1", "http://b:2", "http://c:3"]
 
 
 async def test_an_agent_that_fails_closes_its_client(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -314,13 +341,14 @@ def test_settings_that_go_by_rows_are_refused() -> None:
 class Keys:
     """A bridge that notes what is asked for."""
 
-    def __init__(self) -> None:
+    def __init__(self, *items: Item) -> None:
         self.engines, self.rollouts = Mock(), self
         self.asked: list[str] = []
+        self.items = list(items)
 
     async def group(self, task: str, key: str, **_: Any) -> Group:
         self.asked.append(f"{key}/{task}")
-        return Group(task, key, 1, [], [])
+        return Group(task, key, 1, self.items, [])
 
     def run(self, work: Any) -> Any:
         return asyncio.run(work) if asyncio.iscoroutine(work) else None
@@ -362,6 +390,16 @@ def test_validation_ends_where_it_fails() -> None:
         loop.validating(lambda: 1 / 0)()
     loop.groups([{"task_id": "a"}], {})
     assert bridge.asked == keys("a")
+
+
+@pytest.mark.parametrize("scale", [1.0, None])
+def test_log_probabilities_of_another_temperature(scale: float | None) -> None:
+    """Are not trained on; a validation's may be what they like."""
+    bridge: Any = Keys(item(Sampled("s", [path(0, [1], [2], scale=scale)], 1.0), task_id="a"))
+    loop = NemoRl(bridge, rows=8, step=7)
+    with pytest.raises(ConfigError, match=r"temperature 0\.7, and the log-probabilities of s are of temperature"):
+        loop.groups([{"task_id": "a"}], {"temperature": 0.7})
+    assert loop.validating(loop.groups)([{"task_id": "a"}], {"temperature": 0.7})
 
 
 def test_a_step_from_real_rollouts(tmp_path: Path) -> None:

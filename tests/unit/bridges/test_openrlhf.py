@@ -1,26 +1,28 @@
-"""What of OpenRLHF's bridge needs no OpenRLHF; tests/trainers/test_openrlhf.py has its own loop."""
+"""OpenRLHF's executor and its engine, without OpenRLHF; tests/trainers/test_openrlhf.py has its own loop."""
 
 import asyncio
-import sys
+import importlib.util
 from collections import Counter
 from collections.abc import AsyncIterator
-from dataclasses import dataclass, field
-from types import ModuleType, SimpleNamespace
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
-from polar.bridges import openrlhf
-from polar.bridges.openrlhf import by_session, check, evaluated, filled, over_those, sessions
+from polar.bridges import openrlhf, sharing
 from polar.bridges.openrlhf_engine import Front
-from polar.bridges.rollouts import Group
-from polar.config import EngineSettings
+from polar.bridges.rollouts import Group, Rollouts
+from polar.bridges.settings import FILE
+from polar.config import EngineSettings, SamplingOverrides
 from polar.engines.base import TokenPrompt
 from polar.engines.vllm import VllmEngine
 from polar.errors import ConfigError, EngineError
 from polar.types import Request, Sampling
+from tests.unit.bridges.pretending import pretend
+from tests.unit.export.samples import item
+from tests.unit.trajectory.samples import path, session
 
 
 class Engine:
@@ -37,9 +39,7 @@ class Engine:
 
 @pytest.fixture
 async def client(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[VllmEngine]:
-    vllm = ModuleType("vllm")
-    vllm.SamplingParams = SimpleNamespace  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "vllm", vllm)
+    pretend(monkeypatch, {"vllm": {"SamplingParams": SimpleNamespace}})
     front = Front(Engine(), 64, host="127.0.0.1")
     engine = VllmEngine(await front.start(), EngineSettings(kind="vllm"))
     try:
@@ -73,252 +73,84 @@ async def test_what_its_engine_refuses(client: VllmEngine) -> None:
         await sampled(client, [1, 2, 3, 4, 5], stream=False)
 
 
-@dataclass
-class Row:
-    sequences: Any
-    action_mask: Any
-    info: dict[str, Any] = field(default_factory=dict)
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What executors ask a service for, which gives them one session of two, sampled at temperature 0.7."""
+    pretend(monkeypatch, {"openrlhf.utils.agent": {"AgentExecutorBase": object}})
+    told: list[Any] = []
+
+    class Asked(Rollouts):
+        def __init__(self, _: Any) -> None: ...
+
+        async def group(self, task: str, key: str, **more: Any) -> Group:
+            told.append((key, more["samples"], more["sampling"]))
+            await asyncio.sleep(0.01)
+            ran = item(session(path(0, [1, 2], [3], scale=0.7), reward=1.0), task_id=task)
+            return Group(task, task, 2, [ran], [], Counter(timeout=1))
+
+    monkeypatch.setattr(sharing, "_shared", {})
+    monkeypatch.setattr(sharing, "Rollouts", Asked)
+    return told
 
 
-def row(length: int, *trains: int) -> Row:
-    mask = torch.zeros(1, length - 1)
-    mask[:, list(trains)] = 1
-    return Row(torch.ones(1, length), mask)
+def executor() -> Any:
+    return openrlhf.agent_executor({"tasks": ["anywhere"], "name": "one"}, serves=False)()
 
 
-def test_rows_of_a_step() -> None:
-    """As many as it takes, with each token trained once, in its own session; the shortest are given twice."""
-    rows = [(0, row(9, 3, 4, 5)), (1, row(4, 0, 2)), (1, row(3, 1))]
-    found = filled(rows, 5)
-    assert [number for number, _ in found] == [0, 0, 1, 1, 1]
-    assert [one.action_mask.nonzero()[:, 1].tolist() for _, one in found] == [[3], [4, 5], [0], [2], [1]]
-    assert filled(rows, 3) == rows
+def params(temperature: float = 0.7, *, logprobs: int | None = 1) -> Any:
+    return SimpleNamespace(temperature=temperature, top_p=0.9, top_k=-1, logprobs=logprobs)
 
 
-def test_more_traces_or_fewer_tokens_than_a_step_takes() -> None:
-    with pytest.raises(ConfigError, match="batch_size to 2 at least"):
-        filled([(0, row(3, 1)), (0, row(3, 1))], 1)
-    with pytest.raises(ConfigError, match=r"fewer than --train.batch_size 4"):
-        filled([(0, row(3, 0, 1))], 4)
+async def executed(made: Any, sampling: Any, *, trains: bool = True) -> list[dict[str, Any]]:
+    label = openrlhf.Label("t", "train-0", 2, 0, trains)
+    return list(await asyncio.gather(*(made.execute("go", label, sampling, 64, None, None) for _ in range(2))))
 
 
-def arguments(**changes: Any) -> Any:
-    known: dict[str, dict[str, Any]] = {
-        "actor": {"loss_agg_mode": "token-mean", "policy_loss_type": "ppo"},
-        "advantage": {"is_correction_level": "token", "estimator": "group_norm"},
-        "train": {"dynamic_batch_enable": False, "batch_size": 16},
-        "reward": {"overlong_buffer_len": None, "stop_properly_penalty_coef": None},
-        "rollout": {"batch_size": 2, "n_samples_per_prompt": 8},
-    }
-    for name, value in changes.items():
-        table, _, key = name.partition("__")
-        known[table][key] = value
-    made = {name: SimpleNamespace(**values) for name, values in known.items()}
-    return SimpleNamespace(algo=SimpleNamespace(advantage=made.pop("advantage")), **made)
+async def test_samples_of_a_prompt_are_one_group(asked: list[Any]) -> None:
+    """With the trainer's sampling. One that was left out has no traces, and the mean of the others."""
+    first, second = await executed(executor(), params())
+    assert [len(one["traces"]) for one in (first, second)] == [1, 0]
+    assert first["reward"] == second["reward"] == 1.0
+    assert asked == [("train-0", 2, SamplingOverrides(temperature=0.7, top_p=0.9, top_k=0))]
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("actor__loss_agg_mode", "seq-mean-token-mean"),
-        ("actor__policy_loss_type", "gspo"),
-        ("advantage__is_correction_level", "seq"),
-        ("advantage__estimator", "gae"),
-        ("train__dynamic_batch_enable", True),
-        ("train__batch_size", 15),
-        ("reward__overlong_buffer_len", 100),
-        ("reward__stop_properly_penalty_coef", 0.5),
-    ],
-)
-def test_settings_that_sessions_of_several_traces_do_not_stand(name: str, value: Any) -> None:
-    check(arguments())
-    with pytest.raises(ConfigError, match=rf"^Set .*{name.partition('__')[2]}"):
-        check(arguments(**{name: value}))
-
-
-def modules(monkeypatch: pytest.MonkeyPatch, **names: dict[str, Any]) -> None:
-    """OpenRLHF's, with these things in them."""
-    for name, things in names.items():
-        dotted = name.replace("__", ".")
-        for depth in range(1, dotted.count(".") + 1):
-            outer = ".".join(dotted.split(".")[:depth])
-            if outer not in sys.modules:
-                monkeypatch.setitem(sys.modules, outer, ModuleType(outer))
-        made = ModuleType(dotted)
-        vars(made).update(things)
-        monkeypatch.setitem(sys.modules, dotted, made)
-
-
-async def test_one_sample_that_is_cancelled(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("asked")
+async def test_one_sample_that_is_cancelled() -> None:
     """Takes the group from nobody else."""
-    modules(monkeypatch, openrlhf__utils__agent={"AgentExecutorBase": object})
-    done = asyncio.Event()
-
-    async def group(task: str, *_: Any, **__: Any) -> Group:
-        await done.wait()
-        return Group(task, task, 2, [], [], Counter())
-
-    rollouts = SimpleNamespace(group=group)
-    monkeypatch.setattr(openrlhf, "Rollouts", lambda _: rollouts)
-    executor = openrlhf.agent_executor({"tasks": ["anywhere"], "name": "one"}, serves=False)()
-    label = openrlhf.Label("t", "k", 2, 0)
-    params = SimpleNamespace(temperature=1.0, top_p=1.0, logprobs=None)
-    first, second = (asyncio.ensure_future(executor.execute("go", label, params, 64, None, None)) for _ in range(2))
+    made, label = executor(), openrlhf.Label("t", "k", 2, 0, trains=True)
+    first, second = (asyncio.ensure_future(made.execute("go", label, params(), 64, None, None)) for _ in range(2))
     await asyncio.sleep(0)
     first.cancel()
     await asyncio.wait([first])
-    done.set()
     assert (await second)["traces"] == []
     assert first.cancelled()
 
 
-class Samples:
-    """OpenRLHF's SamplesGenerator."""
-
-    args = SimpleNamespace(rollout=SimpleNamespace(n_samples_per_prompt=2))
-    given: tuple[Any, ...] = ()
-
-    def generate_eval_samples(self, **asked: Any) -> Any:
-        return [self._process_response_into_experience(one, **asked) for one in self.given]
-
-    def _process_response_into_experience(self, response: Any, **asked: Any) -> Any:
-        return SimpleNamespace(cut=response["observation_tokens"][: asked.get("max_len", 2048)])
+@pytest.mark.usefixtures("asked")
+async def test_log_probabilities_of_another_temperature() -> None:
+    """End the training, unless it has no use for them."""
+    with pytest.raises(ConfigError, match=r"computes at temperature 1, .* of temperature 0\.7"):
+        await executed(executor(), params(1.0))
+    await executed(executor(), params(1.0), trains=False)
+    await executed(executor(), params(1.0, logprobs=None))
 
 
-def response(*lengths: int) -> dict[str, Any]:
-    """With traces so long."""
-    traces = [{"observation_tokens": [0] * length, "label": "t"} for length in lengths]
-    return {"observation_tokens": [0], "label": "t", "traces": traces}
+@pytest.mark.usefixtures("asked")
+async def test_the_file_that_openrlhf_loads_knows_the_trainers_labels(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """It is loaded by its path, and labels come by the module's name."""
+    file = tmp_path / "bridge.toml"
+    file.write_text('name = "one"\ntasks = "anywhere"\n')
+    monkeypatch.setenv(FILE, str(file))
+    spec = importlib.util.spec_from_file_location("agent_module", openrlhf.__file__)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    made = module.AgentExecutor()
+    monkeypatch.setattr(type(made), "_serve", served)
+    assert len((await executed(made, params()))[0]["traces"]) == 1
 
 
-def test_a_trace_that_openrlhf_would_cut() -> None:
-    made = sessions(Samples)()
-    assert len(made._process_response_into_experience(response(8, 9), max_len=9).traces) == 2
-    with pytest.raises(ConfigError, match=r"task t has 10 tokens.*--data\.max_len to 10 at least"):
-        made._process_response_into_experience(response(8, 10), max_len=9)
-    made.given = (response(10), response(10))
-    assert len(made.generate_eval_samples(max_len=9)) == 2  # of which nothing trains
-
-
-def test_an_evaluation_has_no_reward_for_what_the_platform_failed(caplog: pytest.LogCaptureFixture) -> None:
-    made = sessions(Samples)()
-    made.given = (response(3), response(), response(), response())
-    assert [len(one.traces) for one in made.generate_eval_samples()] == [1, 0]
-    assert "1 of 2 prompts of this evaluation have no session with a reward" in caplog.text
-    assert evaluated([], 2) == []
-
-
-class Maker:
-    """OpenRLHF's RemoteExperienceMaker: its estimators, word for word."""
-
-    def __init__(self, estimator: str, samples: int) -> None:
-        advantage = SimpleNamespace(estimator=estimator)
-        self.args = SimpleNamespace(
-            algo=SimpleNamespace(advantage=advantage),
-            rollout=SimpleNamespace(n_samples_per_prompt=samples),
-            train=SimpleNamespace(batch_size=1),
-        )
-
-    def split_rollout_samples(self, rows: list[Any]) -> list[Any]:
-        return rows
-
-    def compute_advantages_and_returns(self, experiences: list[Any]) -> list[Any]:
-        samples, estimator = self.args.rollout.n_samples_per_prompt, self.args.algo.advantage.estimator
-        rewards = torch.cat([one.rewards for one in experiences]).reshape(-1, samples)
-        deviations = rewards.std(-1, keepdim=True).repeat(1, samples).reshape(-1)
-        if estimator == "rloo":
-            rewards = rewards - (rewards.sum(-1, keepdim=True) - rewards) / (samples - 1)
-        elif estimator in ("reinforce_baseline", "dr_grpo"):
-            rewards = rewards - rewards.mean(-1, keepdim=True)
-        elif estimator == "group_norm":
-            rewards = (rewards - rewards.mean(-1, keepdim=True)) / (rewards.std(-1, keepdim=True) + 1e-9)
-        elif estimator == "flash_reinforce":
-            rewards = rewards - rewards.mean()
-        for one, reward, deviation in zip(experiences, rewards.reshape(-1), deviations, strict=True):
-            one.advantages = one.returns = reward * one.action_mask
-            one.info["group_reward_std"] = deviation.reshape(1)
-        return experiences
-
-
-def advantages(monkeypatch: pytest.MonkeyPatch, estimator: str, *groups: list[float | None]) -> Any:
-    """Of sessions with these rewards and one trace each; None was left out and stands at its group's mean. And the
-    standard deviations of their groups."""
-    modules(monkeypatch, openrlhf__trainer__ppo_utils__experience={"Experience": SimpleNamespace})
-    ran = []
-    for group in groups:
-        real = [reward for reward in group if reward is not None]
-        for reward in group:
-            value = torch.tensor([sum(real) / len(real) if reward is None else reward])
-            row = SimpleNamespace(
-                sequences=torch.ones(1, 3), action_mask=torch.tensor([[0.0, 1.0]]), kl=torch.zeros(1, 2), info={}
-            )
-            traces = [] if reward is None else [row]
-            ran.append(SimpleNamespace(traces=traces, rewards=value, response_length=1, truncated=False))
-    maker = by_session(Maker)(estimator, len(groups[0]))
-    maker.args.train.batch_size = sum(len(one.traces) for one in ran)
-    rows = maker.split_rollout_samples(ran)
-    for number, one in enumerate(rows):
-        one.index = [number]
-    found = maker.compute_advantages_and_returns(rows)
-    assert maker.args.algo.advantage.estimator == estimator
-    assert [one.rewards.item() for one in found] == [one.rewards.item() for one in ran if one.traces]
-    return [one.advantages[0, 1].item() for one in found], [one.info["group_reward_std"].item() for one in found]
-
-
-@pytest.mark.parametrize("estimator", ["group_norm", "rloo", "reinforce_baseline", "dr_grpo", "flash_reinforce"])
-def test_sessions_that_were_left_out_are_no_samples(monkeypatch: pytest.MonkeyPatch, estimator: str) -> None:
-    """The others have the advantages of a group that is as large as what is left of it."""
-    left = [advantages(monkeypatch, estimator, [1.0, 0.0, 0.25]), advantages(monkeypatch, estimator, [1.0, 0.0, 0.5])]
-    found, deviations = advantages(monkeypatch, estimator, [1.0, None, 0.0, 0.25, None], [None, 1.0, 0.0, None, 0.5])
-    if estimator == "flash_reinforce":
-        left[0] = advantages(monkeypatch, estimator, [1.0, 0.0, 0.25], [1.0, 0.0, 0.5])
-        assert found == pytest.approx(left[0][0], abs=1e-6)
-        return
-    assert found == pytest.approx(left[0][0] + left[1][0], abs=1e-6)
-    assert deviations == pytest.approx(left[0][1] + left[1][1], abs=1e-6)
-
-
-def test_a_session_that_is_alone_has_no_advantage() -> None:
-    there, rewards = [True, False, True, True], [1.0, 1.0, 0.1, 0.1]
-    for estimator in ("group_norm", "rloo"):
-        assert over_those(there, rewards, 2, estimator) == ([0.0] * 4, [0.0] * 4)
-
-
-def test_generation_that_an_earlier_trainer_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Goes on when the next one starts, after its engines are out of the run."""
-    told: list[str] = []
-
-    class Trainer:
-        def __init__(self, *_: Any) -> None:
-            self.args = SimpleNamespace(
-                rollout=SimpleNamespace(batch_size=1), train=SimpleNamespace(num_episodes=1, max_epochs=1)
-            )
-            self.prompts_dataloader = [1]
-            self.eval_dataloader = self.tokenizer = self.vllm_engines = self.kl_ctl = None
-            self.actor_model_group = self.critic_model_group = None
-            self.reward_model_group = self.reference_model_group = None
-
-    class Part:
-        def __init__(self, *_: Any, **__: Any) -> None: ...
-
-    class Client:
-        async def engines(self) -> Any:
-            return {"replicas": [{"url": "gone"}]}
-
-        async def remove_engine(self, url: str) -> None:
-            told.append(url)
-
-    async def begin() -> None:
-        told.append("begin")
-
-    bridge = SimpleNamespace(
-        engines=SimpleNamespace(begin=begin), rollouts=SimpleNamespace(client=Client()), run=asyncio.run
-    )
-    modules(
-        monkeypatch,
-        openrlhf__trainer__ppo_utils__experience_maker={"RemoteExperienceMaker": Part},
-        openrlhf__trainer__ppo_utils__samples_generator={"SamplesGenerator": Part},
-    )
-    monkeypatch.setattr(openrlhf, "Bridge", lambda _: bridge)
-    openrlhf.following(Trainer)("model", SimpleNamespace(args=arguments()))
-    assert told == ["gone", "begin"]
+async def served(*_: Any) -> None: ...

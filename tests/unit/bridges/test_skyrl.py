@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from polar.bridges import skyrl
-from polar.bridges.rollouts import Group
+from polar.bridges.rollouts import Group, Keys
 from polar.bridges.skyrl import by_session, check, lines_of
 from polar.errors import ConfigError
 from polar.trajectory.types import Sampled
@@ -16,9 +16,9 @@ from tests.unit.export.samples import item
 from tests.unit.trajectory.samples import path
 
 
-def group(asked: int, *rewards: float) -> Group:
+def group(asked: int, *rewards: float, scale: float | None = 1.0) -> Group:
     """Sessions of two traces."""
-    calls = [path(0, [1, 2], [3, 4]), path(1, [5], [6])]
+    calls = [path(0, [1, 2], [3, 4], scale=scale), path(1, [5], [6], scale=scale)]
     items = [item(Sampled(f"s{number}", calls, reward), task_id="t") for number, reward in enumerate(rewards)]
     return Group("t", "train/1/t", asked, items, [], Counter(timeout=asked - len(rewards)))
 
@@ -42,27 +42,71 @@ def test_what_there_is_no_baseline_for_does_not_train() -> None:
     assert nothing["trajectory_ids"] == [{"instance_id": "7", "repetition_id": 0}]
 
 
-@pytest.mark.parametrize("phase", ["eval", "train"])
-async def test_an_evaluation_has_no_reward_for_what_the_platform_failed(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, phase: str
-) -> None:
-    ran = {"good": group(2, 1.0), "lost": group(2), "alone": group(2, 0.5)}
+class Played(skyrl.Generator):
+    """Over groups that are there already, with what was asked for."""
 
-    async def run(task: str, *_: Any, **__: Any) -> Group:
-        return ran[task]
+    def __init__(self, **groups: Group) -> None:
+        self.asked: list[tuple[str, dict[str, Any]]] = []
 
-    monkeypatch.setattr(skyrl, "to_generator_output", lambda lines: {"lines": lines, "rollout_metrics": {}})
-    generator = skyrl.Generator.__new__(skyrl.Generator)
-    generator.rollouts, generator._asked = SimpleNamespace(group=run), Counter()  # type: ignore[assignment]
+        async def run(task: str, key: str, *, samples: int, sampling: Any) -> Group:
+            assert samples == 2
+            self.asked.append((f"{key}/{task}", sampling.model_dump(exclude_none=True)))
+            return groups[task]
 
-    async def uids(*tasks: str) -> list[str]:
+        self.rollouts, self._keys = SimpleNamespace(group=run), Keys()  # type: ignore[assignment]
+
+    async def lines(self, *tasks: str, phase: str = "train", sampling: dict[str, Any] | None = None) -> list[Any]:
         asked = {
             "batch_metadata": SimpleNamespace(training_phase=phase, global_step=1),
-            "sampling_params": None,
+            "sampling_params": sampling,
             "trajectory_ids": [SimpleNamespace(instance_id=task) for task in tasks for _ in range(2)],
             "env_extras": [{"task_id": task} for task in tasks for _ in range(2)],
         }
-        found = (await generator.generate(asked))["lines"]
+        return list((await self.generate(asked))["lines"])
+
+
+@pytest.fixture
+def _raw(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lines as they are: SkyRL's own type is not here."""
+    monkeypatch.setattr(skyrl, "to_generator_output", lambda lines: {"lines": lines, "rollout_metrics": {}})
+
+
+@pytest.mark.usefixtures("_raw")
+async def test_a_task_that_comes_again_in_a_step_has_another_group() -> None:
+    generator = Played(a=group(2, 1.0, 0.0))
+    await generator.lines("a")
+    await generator.lines("a")
+    await generator.lines("a", phase="eval")
+    assert [name for name, _ in generator.asked] == ["train-1/a", "train-1.1/a", "eval-1/a"]
+
+
+@pytest.mark.usefixtures("_raw")
+async def test_sampling_is_skyrls() -> None:
+    """vLLM's -1 is our 0: all tokens, whatever the harness asks for. Lengths are for the harness to say."""
+    generator = Played(a=group(2, 1.0, 0.0))
+    await generator.lines("a", sampling={"temperature": 1.0, "top_k": -1, "max_tokens": 5, "min_p": None})
+    assert generator.asked == [("train-1/a", {"temperature": 1.0, "top_k": 0})]
+
+
+@pytest.mark.usefixtures("_raw")
+@pytest.mark.parametrize("scale", [1.0, None])
+async def test_log_probabilities_of_another_temperature(scale: float | None) -> None:
+    """Are not trained on; an evaluation's may be what they like."""
+    generator = Played(a=group(2, 1.0, 0.0, scale=scale))
+    with pytest.raises(ConfigError, match=r"temperature 0\.7, and the log-probabilities of s0 are of temperature"):
+        await generator.lines("a", sampling={"temperature": 0.7})
+    assert await generator.lines("a", sampling={"temperature": 0.7}, phase="eval")
+
+
+@pytest.mark.usefixtures("_raw")
+@pytest.mark.parametrize("phase", ["eval", "train"])
+async def test_an_evaluation_has_no_reward_for_what_the_platform_failed(
+    caplog: pytest.LogCaptureFixture, phase: str
+) -> None:
+    generator = Played(good=group(2, 1.0), lost=group(2), alone=group(2, 0.5))
+
+    async def uids(*tasks: str) -> list[str]:
+        found = await generator.lines(*tasks, phase=phase)
         return [line["trajectory_ids"][0]["instance_id"] for line in found]
 
     assert await uids("good", "lost", "alone") == (["good", "alone"] if phase == "eval" else ["good", "lost", "alone"])
@@ -96,6 +140,7 @@ def test_reductions_that_count_rows_count_sessions(reduction: str, expected: lis
 def configuration(**changes: Any) -> Any:
     correction = {"tis_ratio_type": "token", "sequence_mask_metric": None}
     algorithm = {
+        "temperature": 1.0,
         "use_kl_loss": False,
         "kl_loss_coef": 0.001,
         "use_kl_in_reward": False,
@@ -104,6 +149,7 @@ def configuration(**changes: Any) -> Any:
         "policy_loss_type": "regular",
     }
     generator = {
+        "sampling_params": SimpleNamespace(temperature=1.0),
         "step_wise_trajectories": True,
         "apply_overlong_filtering": False,
         "zero_reward_on_non_stop": False,
@@ -120,6 +166,7 @@ def configuration(**changes: Any) -> Any:
     ("name", "value"),
     [
         ("step_wise_trajectories", False),
+        ("temperature", 0.7),
         ("use_kl_loss", True),
         ("use_kl_in_reward", True),
         ("use_entropy_loss", True),

@@ -49,6 +49,9 @@ class Engines:
     async def go_on(self, version: int) -> None:
         self.told.append(version)
 
+    async def attach(self, urls: list[str], version: int) -> None:
+        self.told.append((urls, version))
+
 
 class Service:
     """Answers a group when it is let: `sessions` makes them of its task and key."""
@@ -196,6 +199,19 @@ def test_later_groups_are_on_their_way(settings: dict[str, Any]) -> None:
     second = slime.generate_rollout(args, 1, source)
     assert [group[0][0].group_index for group in second.samples] == [2, 3]
     assert run.bridge.engines.told == [0, "drain", 1, "drain"]
+
+
+def test_a_routers_engines_are_told_once(settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who attaches them has said the version, and they go on."""
+
+    async def workers(_: Any) -> list[str]:
+        return ["http://a:1", "http://b:1"]
+
+    monkeypatch.setattr(slime, "_workers", workers)
+    args = contract.arguments(polar=settings, sglang_router_ip="127.0.0.1")
+    run = run_of(args, Service(two))
+    slime.generate_rollout(args, 0, contract.Source(TASKS, 2))
+    assert run.bridge.engines.told == [(["http://a:1", "http://b:1"], 0), "drain"]
 
 
 def test_what_was_on_its_way_is_found_again(settings: dict[str, Any]) -> None:

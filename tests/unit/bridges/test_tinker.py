@@ -1,6 +1,7 @@
 """What Tinker's sums are made of; its own types are in tests/trainers/test_tinker.py."""
 
 from collections import Counter
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -55,26 +56,29 @@ def test_what_is_left_out_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     assert batch.rewards == [1.0, 0.0]
 
 
-def test_generation_that_an_earlier_trainer_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_generation_that_an_earlier_trainer_stopped(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Goes on before the first batch."""
     told: list[Any] = []
-    engines = SimpleNamespace(begin=lambda: "begin")
+    file = tmp_path / "tasks.jsonl"
+    file.write_text('{"task_id": "t", "instruction": "Go.", "agent": {"custom_shell": {"command": "true"}}}')
 
     def groups(*_: Any, **__: Any) -> list[Group]:
         told.append("groups")
         return []
 
-    bridge = SimpleNamespace(engines=engines, run=told.append, groups=groups)
-    monkeypatch.setattr(tinker, "Bridge", lambda _: bridge)
-    polar = tinker.Tinker({})
-    for step in range(2):
-        polar.batch(["t"], step)
+    with tinker.Tinker({"name": "run-1", "tasks": [str(file)]}) as polar:
+        monkeypatch.setattr(polar, "engines", SimpleNamespace(begin=lambda: "begin"))
+        monkeypatch.setattr(polar, "run", told.append)
+        monkeypatch.setattr(polar, "groups", groups)
+        for step in range(2):
+            polar.batch(["t"], step)
     assert told == ["begin", "groups", "groups"]
 
 
 def test_advantages_of_sessions() -> None:
     assert over_sessions([1.0, 0.0, 0.5], scale=False) == pytest.approx([0.5, -0.5, 0.0])
     assert over_sessions([1.0, 0.0, 0.5]) == pytest.approx([1.0, -1.0, 0.0], abs=1e-5)
+    assert over_sessions([1.0, 0.0], ddof=0) == pytest.approx([1.0, -1.0], abs=1e-5)
     assert over_sessions([0.1 + 0.2, 0.3, 0.3]) == [0.0, 0.0, 0.0]
-    assert over_sessions([5.0]) == [0.0]
+    assert over_sessions([5.0]) == over_sessions([5.0], ddof=0) == [0.0]
     assert over_sessions([]) == []

@@ -15,7 +15,7 @@ import pytest
 
 from polar.bridges.bridge import Bridge
 from polar.bridges.rollouts import Group
-from polar.bridges.trl import RolloutFunc, advantages, recorded_reward, task_of
+from polar.bridges.trl import RolloutFunc, recorded_reward, task_of
 from polar.client.calls import ClientError
 from polar.config import SamplingOverrides
 from polar.errors import ConfigError
@@ -139,10 +139,8 @@ def test_log_probabilities_of_another_temperature(rollouts: RolloutFunc, scale: 
         rollouts(["a", "a"], trainer())
 
 
-def test_rewards_and_advantages() -> None:
+def test_rewards() -> None:
     assert recorded_reward(["x", "y"], [1.0, None], more=1) == [1.0, None]
-    assert advantages([1.0, 0.0]) == pytest.approx([1.0, -1.0])
-    assert advantages([1.0, 1.0]) == [0.0, 0.0]
     assert filler({"weight": 1.0}, PAD, "timeout")["reason"] == "timeout"
 
 
@@ -193,6 +191,19 @@ async def test_a_worker_that_begins_with_other_weights_asks_for_other_groups(tra
         await worker._group(0)
         await worker._group(1)
     assert [key for _, key, *_ in service.asked] == ["async-0.0", "async-0.1"] * 2 + ["async-3.0", "async-3.1"]
+
+
+def test_a_workers_advantages_are_those_of_trls_own(trainers: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the deviation of a whole, and for every trace of a session."""
+    monkeypatch.setattr(trainers, "to_sample", lambda row, **fields: (row["session_id"], fields["advantage"]))
+    args = SimpleNamespace(queue_maxsize=8, num_generations=2, temperature=1.0)
+    worker = trainers.RolloutWorker(SimpleNamespace(), Transfer(0), args)
+    items = [session("a0", 2), session("a1")]
+    items[1].session.reward = 1.5
+    worker._put(0, Group("a", "a", 2, items, []))
+    found = [worker.rollout_buffer.get_nowait() for _ in range(3)]
+    assert [name for name, _ in found] == ["a0", "a0", "a1"]
+    assert [advantage for _, advantage in found] == pytest.approx([-1.0, -1.0, 1.0])
 
 
 def test_the_asynchronous_bridge_is_closed_after_training(trainers: Any, rollouts: RolloutFunc, tmp_path: Path) -> None:

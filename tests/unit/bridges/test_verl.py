@@ -1,15 +1,14 @@
 """verl's bridge, as far as it needs no verl (tests/trainers/test_verl.py runs verl's own trainer)."""
 
 import asyncio
-import sys
 from collections import Counter
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from polar.bridges import verl
+from polar.bridges import sharing, verl
 from polar.bridges.engines import EnginesDiffer
 from polar.bridges.rollouts import Group, Rollouts
 from polar.bridges.settings import BridgeSettings
@@ -20,6 +19,7 @@ from polar.export.base import Item
 from polar.export.verl import keys
 from polar.rollout.models import TaskRequest
 from polar.trajectory.builders import per_request
+from tests.unit.bridges.pretending import pretend
 from tests.unit.export.samples import item
 from tests.unit.trajectory.samples import path, session
 
@@ -69,58 +69,45 @@ def test_rows_name_tasks() -> None:
     assert (row["task_id"], row["agent_name"], row["extra_info"]) == ("t", "polar", {"index": 0})
 
 
-class Asked(Rollouts):
-    """Without a server."""
-
-    def __init__(self, given: list[Item]) -> None:
-        self.given, self.calls = given, 0
-
-    async def group(self, task: str, key: str, **more: Any) -> Group:
-        self.calls += 1
-        await asyncio.sleep(0)
-        left_out = Counter({"timeout": more["samples"] - len(self.given)})
-        return Group(task, f"run/{key}/{task}", more["samples"], self.given, [], left_out)
+def group(samples: int, *given: Item) -> Group:
+    """Of so many sessions, with those that are left."""
+    return Group("t", "run/k/t", samples, [*given], [], Counter({"timeout": samples - len(given)}))
 
 
-@pytest.fixture
-def groups() -> verl._Groups:
-    return verl._Groups(BridgeSettings(name="run", tasks=[]))
-
-
-async def test_sessions_of_a_prompt_share_a_group(groups: verl._Groups) -> None:
-    """Asked for once, and forgotten when the last one has come for it."""
-    groups._rollouts = asked = Asked([split("a"), split("b")])
-    over = SamplingOverrides()
-    one, two = await asyncio.gather(groups.taken("t", "step-1", 2, over), groups.taken("t", "step-1", 2, over))
-    assert one is two
-    assert asked.calls == 1
-    assert not groups._asked
-    await groups.taken("t", "step-2", 1, over)
-    assert asked.calls == 2
-
-
-async def test_one_that_is_cancelled_leaves_the_group_to_the_others(groups: verl._Groups) -> None:
-    groups._rollouts = Asked([split("a"), split("b")])
-    first = asyncio.ensure_future(groups.taken("t", "k", 2, SamplingOverrides()))
-    await asyncio.sleep(0)
-    first.cancel()
-    group = await groups.taken("t", "k", 2, SamplingOverrides())
-    assert len(group.items) == 2
-
-
-async def test_a_group_of_which_nothing_is_left_has_failed(groups: verl._Groups) -> None:
-    groups._rollouts = Asked([])
+def test_a_group_of_which_nothing_is_left_has_failed() -> None:
     with pytest.raises(PolarError, match=r"Nothing of run/k/t can be trained on: timeout x 2\."):
-        await groups.taken("t", "k", 2, SamplingOverrides())
+        verl.check_usable(group(2), "step-1")
 
 
-async def test_a_single_session_of_several_has_nothing_to_be_compared_with(groups: verl._Groups) -> None:
+def test_a_single_session_of_several_has_nothing_to_be_compared_with() -> None:
     """verl's GRPO would take its reward for its advantage. Validation has none."""
-    groups._rollouts = Asked([split("a")])
-    with pytest.raises(PolarError, match=r"A single session of run/step-1/t can be trained on: timeout x 1\."):
-        await groups.taken("t", "step-1", 2, SamplingOverrides())
+    with pytest.raises(PolarError, match=r"A single session of run/k/t can be trained on: timeout x 1\."):
+        verl.check_usable(group(2, split("a")), "step-1")
     for key, samples in (("val-1", 2), ("step-1", 1)):
-        assert len((await groups.taken("t", key, samples, SamplingOverrides())).items) == 1
+        verl.check_usable(group(samples, split("a")), key)
+
+
+async def test_an_agent_loop_is_given_the_session_that_verl_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """verl makes one for each session: they share a group, in whatever order they come."""
+    pretend(monkeypatch, {"verl.experimental.agent_loop.agent_loop": {"AgentLoopOutput": SimpleNamespace}})
+    calls = []
+
+    class Asked(Rollouts):
+        async def group(self, task: str, key: str, **more: Any) -> Group:
+            calls.append((task, key, more["samples"]))
+            return group(3, split("a"), split("b"))
+
+        def __init__(self, _: Any) -> None: ...
+
+    monkeypatch.setattr(sharing, "Rollouts", Asked)
+    rollout = Table(calculate_log_probs=True)
+    told = Table(config=Table(actor_rollout_ref=Table(rollout=rollout)))
+    row = {"task_id": "t", verl.KEY: "step-1", verl.SAMPLES: 3}
+    monkeypatch.setattr(verl, "table", lambda _: BridgeSettings(name="run", tasks=[]))
+    made = [verl.AgentLoop({}, told).run({}, **row, session_id=number) for number in (2, 1, 0)]
+    found = await asyncio.gather(*made)
+    assert [[one.extra_fields["session_id"] for one in outputs] for outputs in found] == [[], ["b", "b"], ["a", "a"]]
+    assert calls == [("t", "step-1", 3)]
 
 
 def test_a_row_that_names_no_task_ends_the_training() -> None:
@@ -197,9 +184,8 @@ def batch_of(monkeypatch: pytest.MonkeyPatch, *scales: float | None) -> Any:
     """As verl's trainer has one: rows in its queue, and one that fills up."""
     calls = [path(seq, [1, 2 + seq], [3], scale=scale) for seq, scale in enumerate(scales)]
     told = [one["extra_fields"] for one in verl.outputs(item(session(*calls), task_id="t"))]
-    queue = ModuleType("transfer_queue")
-    queue.__dict__["kv_batch_get"] = lambda keys, **_: {"extra_fields": [told[int(key)] for key in keys]}
-    monkeypatch.setitem(sys.modules, "transfer_queue", queue)
+    given = {"kv_batch_get": lambda keys, **_: {"extra_fields": [told[int(key)] for key in keys]}}
+    pretend(monkeypatch, {"transfer_queue": given})
     tags: list[dict[str, bool]] = [*({} for _ in told), {"is_padding": True}]
     return SimpleNamespace(keys=[*map(str, range(len(told))), "fill"], tags=tags, partition_id="train")
 
