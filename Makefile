@@ -88,8 +88,8 @@ $(TRAINERS)/newer/.ready: tests/trainers/newer.sh tests/trainers/requirements-ne
 	tests/trainers/newer.sh $(TRAINERS)/newer
 	touch $@
 
-test-trainers: setup $(TRAINERS)/.ready $(TRAINERS)/newer/.ready
-	$(BIN)/python -m pytest -n 2 -m trainers tests/trainers
+test-trainers: setup harnesses $(TRAINERS)/.ready $(TRAINERS)/newer/.ready
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m trainers tests/trainers
 
 # Sandboxes: bubblewrap (Debian: apt-get install bubblewrap) and root; engines of Docker and podman that are running.
 test-runtimes: setup

@@ -30,12 +30,12 @@ from polar.config import PriceSettings, Settings
 from polar.data.alone import alone
 from polar.data.budget import Budget
 from polar.data.collecting import Collection
-from polar.data.samples import keyed
 from polar.data_plane import settle_process
 from polar.node.finished import Finished
 from polar.node.local import LocalRollout
 from polar.node.plan import Plan
 from polar.rollout.models import TaskRequest
+from polar.rollout.samples import keyed
 from polar.telemetry.logs import Format, Level
 
 

@@ -13,10 +13,10 @@ from msgspec import Struct, field
 
 from polar.backoff import delays
 from polar.data.budget import NO_LIMIT, Budget, Spending
-from polar.data.samples import outcome_of, sample_of, settles
 from polar.node.finished import Finished
 from polar.node.plan import Plan
 from polar.rollout.protocol import PLATFORM
+from polar.rollout.samples import outcome_of, sample_of, settles
 from polar.store.base import Store, Verdict
 from polar.types import Used
 

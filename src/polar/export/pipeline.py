@@ -14,10 +14,10 @@ from typing import NamedTuple
 import msgspec
 from msgspec import Struct, field
 
-from polar.data.samples import Sample, outcome_of, sample_of
 from polar.errors import ConfigError
 from polar.export.base import Exporter, Item, Need, group_of
 from polar.export.messages import said_in
+from polar.rollout.samples import Sample, outcome_of, sample_of
 from polar.store.base import Session, Store
 from polar.trajectory.roles import Overrides
 from polar.trajectory.session import sampled as sampled_of

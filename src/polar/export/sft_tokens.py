@@ -20,8 +20,8 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from polar.data.replaying import replayed
 from polar.export.base import Item, Need, SessionLines, tokens
+from polar.export.replaying import replayed
 from polar.plugins import load
 from polar.rendering.model import Model
 from polar.trajectory.types import Trace, Trajectory

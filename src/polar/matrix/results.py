@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 from msgspec import Struct, field
 
-from polar.data.samples import Sample, outcome_of, sample_of
+from polar.rollout.samples import Sample, outcome_of, sample_of
 from polar.store import open_store
 
 _PAGE = 1000

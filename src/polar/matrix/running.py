@@ -12,7 +12,6 @@ from typing import Protocol
 from msgspec import Struct
 
 from polar.data.collecting import Collection
-from polar.data.samples import keyed
 from polar.errors import ConfigError
 from polar.matrix.results import Matrix, Seen, cell
 from polar.matrix.settings import MatrixSettings
@@ -21,6 +20,7 @@ from polar.node.local import LocalRollout
 from polar.node.node import Load
 from polar.rollout.models import TaskRequest
 from polar.rollout.overrides import Overrides
+from polar.rollout.samples import keyed
 from polar.tasks import read_sources
 
 

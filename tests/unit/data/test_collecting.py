@@ -12,11 +12,11 @@ from polar.config import PriceSettings
 from polar.data.alone import alone
 from polar.data.budget import Budget
 from polar.data.collecting import Collection
-from polar.data.samples import keyed, sample_of
 from polar.errors import ConfigError
 from polar.node.finished import Finished
 from polar.node.plan import Plan
 from polar.rollout.models import TaskRequest
+from polar.rollout.samples import keyed, sample_of
 from polar.store.base import Session, Store, Verdict
 from polar.types import Usage, Used
 

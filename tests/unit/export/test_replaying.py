@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from polar.data.replaying import replayed
+from polar.export.replaying import replayed
 from polar.rendering.continuation import History
 from polar.rendering.model import Model
 from polar.trajectory.builders import prefix_merging

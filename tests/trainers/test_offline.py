@@ -22,7 +22,7 @@ from polar.harnesses.cache import find
 from tests.harnesses.run import POLAR, ROOT
 from tests.unit.train import tiny
 
-pytestmark = pytest.mark.faults
+pytestmark = pytest.mark.trainers
 
 HARNESSES = ("pi", "codex", "claude_code")
 SAMPLES = 7  # of ten tasks, for each harness
@@ -107,8 +107,7 @@ def conversations(data: Path) -> Counter[str]:
 def killed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """The data of a run that was killed twice, and of one that was not."""
     missing = [name for name in HARNESSES if find(CACHE, load_harness(name)) is None]
-    if missing:
-        pytest.skip(f"not installed: {', '.join(missing)} (make harnesses)")
+    assert not missing, f"not installed: {', '.join(missing)} (make harnesses)"
     folder = tmp_path_factory.mktemp("offline")
     with teacher() as engine:
         collect(engine, folder / "killed", [25, 110])
@@ -126,8 +125,6 @@ def test_a_run_that_is_killed_twice_ends_with_the_same_data(killed: tuple[Path, 
 
 
 def test_what_was_collected_lowers_the_loss_on_held_out_tasks(killed: tuple[Path, Path], tmp_path: Path) -> None:
-    if not TRAINERS.exists():
-        pytest.skip("no trainers here: make test-trainers")
     rows = export(killed[0], "--format", "sft", "--unique")
     assert len(rows) < 10 * SAMPLES * len(HARNESSES)  # the teacher says the same again and again
     for name, wanted in (("train", False), ("held_out", True)):
