@@ -98,6 +98,7 @@ class Stepper:
         self._model = random_model(config(shape), where, dtype(where))
         self._tree = TreeModel(self._model, chunk_tokens=chunk_tokens, kept_tokens=kept_tokens)
         self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=0.0, weight_decay=0.0, fused=True)
+        self._failed = False
         self._one_layer = self._tree
         if where.type == "cuda":
             layer = config(shape)
@@ -134,12 +135,16 @@ class Stepper:
             self._optimizer.step()
             self._optimizer.zero_grad(set_to_none=True)
 
-        self._optimizer.zero_grad(set_to_none=True)  # of a step that failed
-        gc.collect()
+        if self._failed:
+            self._optimizer.zero_grad(set_to_none=True)
+            gc.collect()
         if self._where.type == "cuda":
-            torch.cuda.empty_cache()
+            if self._failed:
+                torch.cuda.empty_cache()  # else memory is left where it is, as in a training
             torch.cuda.reset_peak_memory_stats(self._where)
+        self._failed = True
         seconds = _seconds(self._where, run)
+        self._failed = False
         memory = torch.cuda.max_memory_allocated(self._where) if self._where.type == "cuda" else None
         return Stepped(seconds, memory, logprobs[0].float().cpu().numpy())
 

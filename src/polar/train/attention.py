@@ -19,6 +19,7 @@ from torch.nn import functional
 
 from polar.train.cutting import Chunk
 from polar.train.forest import Forest
+from polar.train.moving import moved
 
 BLOCK = 128
 """Tokens of a side of FlexAttention's blocks. It takes no fewer queries."""
@@ -49,8 +50,8 @@ class Sight(Struct):
         return cls(
             queries=len(chunk),
             context=chunk.depth - skip,
-            ends=torch.from_numpy(np.minimum(ends - chunk.start, len(chunk))).to(device),
-            depths=torch.from_numpy(depths).to(device),
+            ends=moved(np.minimum(ends - chunk.start, len(chunk)), device),
+            depths=moved(depths, device),
             deepest=int(depths.max()),
             compiled=compiled,
         )
@@ -148,7 +149,7 @@ def _block_mask(sight: Sight, window: int | None) -> Any:
     if window is not None:
         whole = torch.zeros_like(whole)
 
-    offset = torch.tensor(context, device=device)
+    offset = torch.full((), context, device=device)
 
     def visible(_batch: Tensor, _head: Tensor, q: Tensor, k: Tensor) -> Tensor:
         return (k <= q + offset) & (q < ends[k])

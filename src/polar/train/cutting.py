@@ -9,6 +9,7 @@ A chunk whose activations are kept goes through the model once; the others twice
 of paths, as many tokens as may be: what lies below a branching is entered often, and left soon.
 """
 
+from collections.abc import Iterator
 from itertools import pairwise
 
 import numpy as np
@@ -44,13 +45,24 @@ class Chunk(Struct):
 
 
 def cut(forest: Forest, chunk_tokens: int, kept_tokens: int) -> list[Chunk]:
-    """Chunks of `chunk_tokens` at most. Long stretches of one path are cut by themselves; short ones go together."""
+    """Chunks of `chunk_tokens` at most."""
     if not len(forest):
         return []
     stretches = _stretches(forest)
-    chunks = [
-        _chunk(forest, stretches, start, stop) for start, stop in _intervals(forest, stretches.tolist(), chunk_tokens)
-    ]
+    few = chunk_tokens // 16
+
+    def cost(chunks: list[Chunk]) -> float:
+        """In tokens: a forward pass is a third of all, and a chunk costs something however short it is."""
+        return sum(len(chunk) for chunk in chunks if not chunk.kept) / 3 + len(chunks) * few
+
+    # Few tokens before a branching, and the branch behind them: as one chunk they wait for the other branches together.
+    ways = (_cut(forest, stretches, chunk_tokens, kept_tokens, together=most) for most in (few, 0))
+    return min(ways, key=cost)
+
+
+def _cut(forest: Forest, stretches: Indices, chunk_tokens: int, kept_tokens: int, together: int) -> list[Chunk]:
+    intervals = _intervals(forest, stretches, chunk_tokens, together)
+    chunks = [_chunk(forest, stretches, start, stop) for start, stop in intervals]
     _keep(chunks, kept_tokens)
     return chunks
 
@@ -62,20 +74,52 @@ def _stretches(forest: Forest) -> Indices:
     return np.concatenate([[0], np.flatnonzero(~(follows & same)) + 1])
 
 
-def _intervals(forest: Forest, stretches: list[int], most: int) -> list[tuple[int, int]]:
-    edges = [0]
-    for start, stop in pairwise([*stretches, len(forest)]):
-        if 4 * (stop - start) >= most:
-            edges += [start, *_cuts(start, stop, most), stop]
-        elif stop - edges[-1] > most:
-            edges.append(start)
-    joined: list[tuple[int, int]] = []
-    for start, stop in pairwise(sorted({*edges, len(forest)})):
-        if joined and stop - joined[-1][0] <= most and forest.before[start] == start - 1:
-            joined[-1] = (joined[-1][0], stop)  # the same path goes on, and there is room
+def _intervals(forest: Forest, stretches: Indices, most: int, few: int) -> list[tuple[int, int]]:
+    """A long part is a chunk by itself, or with `few` tokens of its path on either side; short ones go together."""
+    long = max(1, most // 4)
+    chunks: list[tuple[int, int]] = []
+    grows = False  # the last of them, if it is of short parts
+    edge = 0  # where the last long part ended
+    for start, stop, end in _parts(forest, stretches, most, long):
+        first, last = chunks[-1] if chunks else (0, 0)
+        fits = bool(chunks) and stop - first <= most
+        waits = stop < end  # for others that see it
+        if stop - start < long:
+            # What waits, and hangs beside the last chunk or above it, would make that wait as well.
+            if grows:
+                joins = last - first <= few or not waits or bool(forest.before[start] > forest.before[first])
+            else:
+                joins = waits and stop - edge <= few and _one_path(forest, last - 1, stop)
+            if fits and joins:
+                chunks[-1] = (first, stop)
+            else:
+                chunks.append((start, stop))
+                grows = True
+            continue
+        if grows and fits and last - first <= few and _one_path(forest, first, stop):
+            chunks[-1] = (first, stop)
+        elif waits or stop - start > most:  # some of it may be kept, while the rest of its subtree goes through
+            chunks += pairwise([start, *_cuts(start, stop, max(1, most // 2)), stop])
         else:
-            joined.append((start, stop))
-    return joined
+            chunks.append((start, stop))
+        grows, edge = False, stop
+    return chunks
+
+
+def _parts(forest: Forest, stretches: Indices, most: int, long: int) -> Iterator[tuple[int, int, int]]:
+    """From where, up to where, and where the subtree ends that begins there. Parts are whole subtrees where they fit: a
+    chunk of such is done with at once, and what waits for others takes memory, or goes through twice. But long
+    stretches of one path are parts by themselves: attention is quickest there."""
+    edges = [*stretches.tolist(), len(forest)]
+    lengths = np.diff(edges)
+    number = 0
+    while number < len(stretches):
+        start, end = edges[number], int(forest.ends[edges[number]])
+        behind = int(np.searchsorted(stretches, end))
+        if end - start > most or lengths[number:behind].max() >= long:
+            behind = number + 1
+        yield start, edges[behind], end
+        number = behind
 
 
 def _cuts(start: int, stop: int, most: int) -> list[int]:
@@ -90,10 +134,20 @@ def _cuts(start: int, stop: int, most: int) -> list[int]:
 
 def _chunk(forest: Forest, stretches: Indices, start: int, stop: int) -> Chunk:
     context = _path(forest, stretches, int(forest.before[start]))
-    one_path = bool((forest.before[start + 1 : stop] == np.arange(start, stop - 1)).all())
     whole = sum(int((forest.ends[low:high] >= stop).sum()) for low, high in context)  # a path's ends never grow
     needed = int(forest.ends[start:stop].max())
-    return Chunk(start=start, stop=stop, context=context, needed=max(needed, stop), whole=whole, one_path=one_path)
+    return Chunk(
+        start=start,
+        stop=stop,
+        context=context,
+        needed=max(needed, stop),
+        whole=whole,
+        one_path=_one_path(forest, start, stop),
+    )
+
+
+def _one_path(forest: Forest, start: int, stop: int) -> bool:
+    return bool((forest.before[start + 1 : stop] == np.arange(start, stop - 1)).all())
 
 
 def _path(forest: Forest, stretches: Indices, token: int) -> list[tuple[int, int]]:

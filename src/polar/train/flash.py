@@ -7,9 +7,13 @@ no copy of it is kept.
 
 cuDNN's kernel is the fastest on Hopper, by far, but needs a plan of its own for every pair of lengths (0.14 s on an
 H200). So lengths are made round: queries are filled up, and what is left of the context goes to the other kernel.
+
+A short context needs no call of its own: it goes before the queries' own keys, and as many queries that nobody asked
+for go before the queries, so that all of it is one path.
 """
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -19,8 +23,10 @@ from torch.nn import functional
 
 _aten = torch.ops.aten
 
-QUERIES, KEYS = 512, 2048
+QUERIES, KEYS = 512, 512
 """What cuDNN's lengths are multiples of."""
+SHORT = 4
+"""A context is short if it is no longer than such a part of the queries: 4 % more is computed then, at most."""
 
 
 def takes(query: Tensor) -> bool:
@@ -40,9 +46,15 @@ class Piece(Struct):
 def joined_attention(query: Tensor, key: Tensor, value: Tensor, context: Sequence[Piece], scale: float) -> Tensor:
     """`key` and `value` are those of the queries themselves."""
     count = query.shape[2]
+    before = sum(piece.key.shape[2] for piece in context)
+    apply: Any
+    if 0 < before <= count // SHORT:
+        apply = _Behind.apply
+        behind: Tensor = apply(query, key, value, context, scale)
+        return behind
     fill = (0, 0, 0, -count % QUERIES)  # behind all others, where none of them looks
     filled = [functional.pad(tensor, fill) for tensor in (query, key, value)] if fill[-1] else (query, key, value)
-    apply: Any = _Joined.apply
+    apply = _Joined.apply
     result: Tensor = apply(*filled, context, scale)
     return result[:, :, :count]
 
@@ -76,6 +88,31 @@ class _Joined(torch.autograd.Function):
         for more in _back_to_context(grad, query, out, normaliser, ctx):
             dq = dq + more
         return dq, dk, dv, None, None
+
+
+class _Behind(torch.autograd.Function):
+    """Of queries behind a short context."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, context: Sequence[Piece], scale: float) -> Tensor:
+        keys, values = _gathered(context, query)
+        before, count = keys.shape[2], query.shape[2]
+        fill = -(before + count) % QUERIES
+        query = functional.pad(query, (0, 0, before, fill))
+        key, value = (functional.pad(torch.cat(both, 2), (0, 0, 0, fill)) for both in ((keys, key), (values, value)))
+        out, normaliser, state = _forward(query, key, value, True, scale)
+        ctx.save_for_backward(query, key, value, out, normaliser)
+        ctx.context, ctx.scale, ctx.state, ctx.before, ctx.fill = context, scale, state, before, fill
+        return out[:, :, before : before + count]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, out, normaliser = ctx.saved_tensors
+        own = slice(ctx.before, query.shape[2] - ctx.fill)
+        grad = functional.pad(grad, (0, 0, ctx.before, ctx.fill))  # nothing comes from where nobody asked
+        dq, dk, dv = _backward(grad, query, key, value, out, normaliser, ctx.state, True, ctx.scale)
+        _give_back(ctx.context, 0, dk[:, :, : ctx.before], dv[:, :, : ctx.before])
+        return dq[:, :, own], dk[:, :, own], dv[:, :, own], None, None
 
 
 class _Extended(torch.autograd.Function):
@@ -121,14 +158,19 @@ def _back_to_context(grad: Tensor, query: Tensor, out: Tensor, normaliser: Tenso
         more, dk, dv = _backward(
             grad, query, key[:, :, start:stop], value[:, :, start:stop], out, normaliser, state, False, ctx.scale
         )
-        at = 0
-        for piece in ctx.context:
-            low, high = max(start, at), min(stop, at + piece.key.shape[2])
-            if low < high:
-                here = slice(low - start, high - start)
-                piece.give_back(low - at, high - at, dk[:, :, here], dv[:, :, here])
-            at += piece.key.shape[2]
+        _give_back(ctx.context, start, dk, dv)
         yield more
+
+
+def _give_back(context: Sequence[Piece], start: int, dk: Tensor, dv: Tensor) -> None:
+    """To the pieces in which the context's tokens from `start` on lie."""
+    at, stop = 0, start + dk.shape[2]
+    for piece in context:
+        low, high = max(start, at), min(stop, at + piece.key.shape[2])
+        if low < high:
+            here = slice(low - start, high - start)
+            piece.give_back(low - at, high - at, dk[:, :, here], dv[:, :, here])
+        at += piece.key.shape[2]
 
 
 def _gathered(context: Sequence[Piece], query: Tensor) -> tuple[Tensor, Tensor]:
@@ -150,7 +192,19 @@ def _parts(length: int) -> Iterable[tuple[int, int]]:
         yield edge, length
 
 
+@cache
+def _fused() -> Any:
+    return torch.compile(_plainly_joined, dynamic=True)
+
+
 def _joined(one: Tensor, log_one: Tensor, other: Tensor, log_other: Tensor) -> tuple[Tensor, Tensor]:
+    """Compiled where it may be: step by step it reads and writes everything six times."""
+    join = _fused() if one.is_cuda else _plainly_joined
+    out, normaliser = join(one, log_one, other, log_other)
+    return out, normaliser
+
+
+def _plainly_joined(one: Tensor, log_one: Tensor, other: Tensor, log_other: Tensor) -> tuple[Tensor, Tensor]:
     both = torch.logaddexp(log_one, log_other)
     out = torch.lerp(one.float(), other.float(), torch.exp(log_other - both).float())
     return out.to(one.dtype), both

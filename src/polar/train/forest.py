@@ -58,8 +58,8 @@ class Forest(Struct):
 
 
 def forest(trees: Sequence[Tree]) -> Forest:
-    """Children are packed by the size of their subtrees, the largest last: so what hangs off a long path is done with
-    before the path goes on."""
+    """Of a node's children, those that branch are packed first, the largest before the others: so what waits for others
+    stands together, and the rest, which is done with at once, behind it."""
     packed = [_pack(tree) for tree in trees]
     offsets = np.cumsum([0, *(len(one) for one in packed)])
     if offsets[-1] >= 2**31:
@@ -135,25 +135,33 @@ def _depth_first(tree: Tree) -> tuple[Indices, Indices]:
     """Nodes in packed order, and where the subtree of each ends."""
     count = len(tree.parents)
     sizes = np.diff(tree.starts).astype(np.int64)
+    paths = np.zeros(count, np.int64)  # that end below it
     children: list[list[int]] = [[] for _ in range(count)]
     roots: list[int] = []
     for node in range(count - 1, -1, -1):
         parent = int(tree.parents[node])
+        paths[node] = max(1, paths[node])
         if parent == ROOT:
             roots.append(node)
         else:
             children[parent].append(node)
             sizes[parent] += sizes[node]
+            paths[parent] += paths[node]
+
+    def turn(node: int) -> tuple[bool, int, int]:
+        """The last comes first."""
+        return bool(paths[node] > 1), int(sizes[node]), -node
+
     order: list[int] = []
     ends = np.zeros(count, np.int64)
     at = 0
-    stack = sorted(roots, key=lambda node: (-sizes[node], -node))
+    stack = sorted(roots, key=turn)
     while stack:
         node = stack.pop()
         order.append(node)
         ends[node] = at + sizes[node]
         at += int(tree.starts[node + 1] - tree.starts[node])
-        stack.extend(sorted(children[node], key=lambda child: (-sizes[child], -child)))
+        stack.extend(sorted(children[node], key=turn))
     return np.array(order, np.int64), ends
 
 

@@ -21,6 +21,7 @@ from polar.train.attention import Sight
 from polar.train.cutting import Chunk, cut
 from polar.train.fitting import fuse, sizes
 from polar.train.forest import Forest
+from polar.train.moving import moved
 from polar.train.recurrent import Recurrence, follow_trees
 
 LOGITS = 1024
@@ -210,11 +211,11 @@ class TreeModel:
 
     def _forward(self, forest: Forest, one: _Pass) -> None:
         chunk = one.chunk
-        ids = torch.from_numpy(forest.ids[chunk.start : chunk.stop]).long().to(self._device)
-        depths = torch.from_numpy(forest.depths[chunk.start : chunk.stop]).long().to(self._device)
+        ids = moved(forest.ids[chunk.start : chunk.stop], self._device).long()
+        depths = moved(forest.depths[chunk.start : chunk.stop], self._device).long()
         output = self._decoder(input_ids=ids[None], position_ids=depths[None], use_cache=False, tree=one)
         positions = np.unique(forest.terms.at[_terms(forest, chunk)]) - chunk.start
-        one.hidden = output.last_hidden_state[0, torch.from_numpy(positions).to(self._device)]
+        one.hidden = output.last_hidden_state[0, moved(positions, self._device)]
 
     def _backward(self, forest: Forest, one: _Pass, loss: Loss, found: Tensor) -> None:
         if not one.chunk.kept:
@@ -251,13 +252,13 @@ class TreeModel:
             high = min(low + LOGITS, len(row))
             start = int(row[low])
             logits = self._head(one.hidden[start : row[high - 1] + 1])
-            rows = torch.from_numpy(row[low:high] - start).to(self._device)
+            rows = moved(row[low:high] - start, self._device)
             some = slice(here.start + low, here.start + high)
-            temperature = torch.from_numpy(terms.temperature[some]).to(self._device)
+            temperature = moved(terms.temperature[some], self._device)
             yield (
-                torch.from_numpy(terms.source[some]).to(self._device),
+                moved(terms.source[some], self._device),
                 (logits.float(), rows, temperature),
-                torch.from_numpy(terms.target[some]).long().to(self._device),
+                moved(terms.target[some], self._device).long(),
             )
 
 

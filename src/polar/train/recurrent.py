@@ -27,6 +27,7 @@ from torch.nn import functional
 from polar.errors import ConfigError
 from polar.train.cutting import Chunk
 from polar.train.forest import Forest, Indices
+from polar.train.moving import moved
 from polar.trajectory.tree import ROOT
 
 BLOCK = 64
@@ -88,13 +89,13 @@ class Plan(Struct):
                 Group(
                     lengths=[lengths[run] for run in group],
                     origins=[numbers[before[run]] for run in group],
-                    rows=torch.from_numpy(rows).to(device),
-                    real=torch.from_numpy(real).to(device),
+                    rows=moved(rows, device),
+                    real=moved(real, device),
                 )
             )
             for run in group:
                 numbers[int(stops[run]) - 1] = len(numbers) - 1
-        return cls(received, groups, torch.from_numpy(order).to(device), {token: numbers[token] for token in leaving})
+        return cls(received, groups, moved(order, device), {token: numbers[token] for token in leaving})
 
 
 def _edges(forest: Forest, chunk: Chunk) -> tuple[Indices, list[int]]:

@@ -41,83 +41,87 @@ def _backward(
     return dq, shared(dk), shared(dv)
 
 
-@pytest.mark.parametrize("lengths", [[], [16], [5], [7, 40, 3]])
-@pytest.mark.parametrize("count", [24, 8, 13])
-def test_the_parts_are_the_whole(monkeypatch: pytest.MonkeyPatch, lengths: list[int], count: int) -> None:
-    for name, value in {"QUERIES": 8, "KEYS": 16, "_forward": _forward, "_backward": _backward}.items():
+@pytest.fixture(autouse=True)
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Of the kernels that go forward: which of them were causal."""
+    told: list[bool] = []
+
+    def forward(query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor, Any]:
+        told.append(causal)
+        return _forward(query, key, value, causal, scale)
+
+    for name, value in {"QUERIES": 8, "KEYS": 16, "_forward": forward, "_backward": _backward}.items():
         monkeypatch.setattr(flash, name, value)
-    torch.manual_seed(len(lengths) + count)
+    return told
 
-    def some(heads: int, tokens: int) -> Tensor:
-        return torch.randn(1, heads, tokens, WIDTH, dtype=torch.float64, requires_grad=True)
 
-    query, key, value = some(HEADS, count), some(SHARED, count), some(SHARED, count)
-    theirs = [(some(SHARED, length), some(SHARED, length)) for length in lengths]
-    back = [(torch.zeros_like(one), torch.zeros_like(other)) for one, other in theirs]
+class Given:
+    """Queries with keys and values of their own, behind pieces of such lengths."""
 
-    def piece(number: int) -> flash.Piece:
+    def __init__(self, lengths: list[int], count: int) -> None:
+        torch.manual_seed(len(lengths) + count)
+        self.count, self.before = count, sum(lengths)
+        self.query, self.key, self.value = _some(HEADS, count), _some(SHARED, count), _some(SHARED, count)
+        self.theirs = [(_some(SHARED, length), _some(SHARED, length)) for length in lengths]
+        self.back = [(torch.zeros_like(one), torch.zeros_like(other)) for one, other in self.theirs]
+
+    @property
+    def pieces(self) -> list[flash.Piece]:
+        return [self._piece(number) for number in range(len(self.theirs))]
+
+    def _piece(self, number: int) -> flash.Piece:
         def give_back(start: int, stop: int, key: Tensor, value: Tensor) -> None:
-            back[number][0][:, :, start:stop] += key
-            back[number][1][:, :, start:stop] += value
+            self.back[number][0][:, :, start:stop] += key
+            self.back[number][1][:, :, start:stop] += value
 
-        return flash.Piece(theirs[number][0].detach(), theirs[number][1].detach(), give_back)
+        return flash.Piece(self.theirs[number][0].detach(), self.theirs[number][1].detach(), give_back)
 
-    out = flash.joined_attention(query, key, value, [piece(number) for number in range(len(lengths))], 0.3)
-    grad = torch.randn_like(out)
-    out.backward(grad)
-    found = [query.grad, key.grad, value.grad, *(tensor for pair in back for tensor in pair)]
+    def check(self, out: Tensor, seen: Tensor) -> None:
+        """All of the pieces are seen, and of the queries' own keys those that `seen` says: so are gradients."""
+        grad = torch.randn_like(out)
+        out.backward(grad)
+        found = [self.query.grad, self.key.grad, self.value.grad, *(tensor for pair in self.back for tensor in pair)]
+        inputs = [self.query, self.key, self.value, *(tensor for pair in self.theirs for tensor in pair)]
+        keys = torch.cat([*(one for one, _ in self.theirs), self.key], 2).repeat_interleave(HEADS // SHARED, 1)
+        values = torch.cat([*(other for _, other in self.theirs), self.value], 2).repeat_interleave(HEADS // SHARED, 1)
+        everything = torch.cat([torch.ones(self.count, self.before) == 1, seen], 1)
+        scores = (self.query @ keys.transpose(-1, -2) * 0.3).masked_fill(~everything, -torch.inf)
+        expected = scores.softmax(-1) @ values
+        assert torch.allclose(out.float(), expected.float(), atol=1e-6)  # joined in fp32
+        for mine, right in zip(found, torch.autograd.grad(expected, inputs, grad), strict=True):
+            assert mine is not None
+            assert torch.allclose(mine, right, atol=1e-5)
 
-    inputs = [query, key, value, *(tensor for pair in theirs for tensor in pair)]
-    keys = torch.cat([*(one for one, _ in theirs), key], 2).repeat_interleave(HEADS // SHARED, 1)
-    values = torch.cat([*(other for _, other in theirs), value], 2).repeat_interleave(HEADS // SHARED, 1)
-    seen = torch.ones(count, count + sum(lengths)).tril(sum(lengths)) == 1
-    expected = (query @ keys.transpose(-1, -2) * 0.3).masked_fill(~seen, -torch.inf).softmax(-1) @ values
-    assert torch.allclose(out.float(), expected.float(), atol=1e-6)  # joined in fp32
-    for mine, right in zip(found, torch.autograd.grad(expected, inputs, grad), strict=True):
-        assert mine is not None
-        assert torch.allclose(mine, right, atol=1e-5)
+
+def _some(heads: int, tokens: int) -> Tensor:
+    return torch.randn(1, heads, tokens, WIDTH, dtype=torch.float64, requires_grad=True)
+
+
+@pytest.mark.parametrize("lengths", [[], [16], [5], [2, 1, 3], [7, 40, 3]])
+@pytest.mark.parametrize("count", [24, 8, 13])
+def test_the_parts_are_the_whole(lengths: list[int], count: int) -> None:
+    given = Given(lengths, count)
+    out = flash.joined_attention(given.query, given.key, given.value, given.pieces, 0.3)
+    given.check(out, torch.ones(count, count).tril() == 1)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "causal"), [([], [True]), ([2, 1, 3], [True]), ([7], [True, False]), ([20], [True, False, False])]
+)
+def test_a_short_context_needs_no_call_of_its_own(calls: list[bool], lengths: list[int], causal: list[bool]) -> None:
+    given = Given(lengths, 24)
+    flash.joined_attention(given.query, given.key, given.value, given.pieces, 0.3)
+    assert calls == causal
 
 
 @pytest.mark.parametrize("lengths", [[16], [5], [7, 40, 3]])
 @pytest.mark.parametrize("count", [24, 8, 13])
-def test_somebody_elses_attention_is_a_part_like_others(
-    monkeypatch: pytest.MonkeyPatch, lengths: list[int], count: int
-) -> None:
+def test_somebody_elses_attention_is_a_part_like_others(lengths: list[int], count: int) -> None:
     """Of queries that do not all see the same of each other: here, every other one is hidden."""
-    for name, value in {"QUERIES": 8, "KEYS": 16, "_forward": _forward, "_backward": _backward}.items():
-        monkeypatch.setattr(flash, name, value)
-    torch.manual_seed(len(lengths) + count)
-
-    def some(heads: int, tokens: int) -> Tensor:
-        return torch.randn(1, heads, tokens, WIDTH, dtype=torch.float64, requires_grad=True)
-
-    query, key, value = some(HEADS, count), some(SHARED, count), some(SHARED, count)
-    theirs = [(some(SHARED, length), some(SHARED, length)) for length in lengths]
-    back = [(torch.zeros_like(one), torch.zeros_like(other)) for one, other in theirs]
-
-    def piece(number: int) -> flash.Piece:
-        def give_back(start: int, stop: int, key: Tensor, value: Tensor) -> None:
-            back[number][0][:, :, start:stop] += key
-            back[number][1][:, :, start:stop] += value
-
-        return flash.Piece(theirs[number][0].detach(), theirs[number][1].detach(), give_back)
-
+    given = Given(lengths, count)
     places = torch.arange(count)
     seen = (places[:, None] >= places) & ((places % 2 == 0) | (places[:, None] == places))
-    scores = _scores(query, key, False, 0.3).masked_fill(~seen, -torch.inf)
-    own = scores.softmax(-1) @ value.repeat_interleave(HEADS // SHARED, 1)
-    pieces = [piece(number) for number in range(len(lengths))]
-    out = flash.extended_attention(query, own, scores.logsumexp(-1), pieces, 0.3)
-    grad = torch.randn_like(out)
-    out.backward(grad)
-    found = [query.grad, key.grad, value.grad, *(tensor for pair in back for tensor in pair)]
-
-    inputs = [query, key, value, *(tensor for pair in theirs for tensor in pair)]
-    keys = torch.cat([*(one for one, _ in theirs), key], 2).repeat_interleave(HEADS // SHARED, 1)
-    values = torch.cat([*(other for _, other in theirs), value], 2).repeat_interleave(HEADS // SHARED, 1)
-    everything = torch.cat([torch.ones(count, sum(lengths)) == 1, seen], 1)
-    expected = (query @ keys.transpose(-1, -2) * 0.3).masked_fill(~everything, -torch.inf).softmax(-1) @ values
-    assert torch.allclose(out.float(), expected.float(), atol=1e-6)
-    for mine, right in zip(found, torch.autograd.grad(expected, inputs, grad), strict=True):
-        assert mine is not None
-        assert torch.allclose(mine, right, atol=1e-5)
+    scores = _scores(given.query, given.key, False, 0.3).masked_fill(~seen, -torch.inf)
+    own = scores.softmax(-1) @ given.value.repeat_interleave(HEADS // SHARED, 1)
+    out = flash.extended_attention(given.query, own, scores.logsumexp(-1), given.pieces, 0.3)
+    given.check(out, seen)

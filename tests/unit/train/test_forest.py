@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from polar.train.cutting import cut
-from polar.train.forest import Tree, forest
+from polar.train.forest import Forest, Tree, forest
 from polar.trajectory.tree import ROOT
 from tests.unit.train.trees import before, trees
 
@@ -60,20 +60,60 @@ def test_chunks_hold_all_tokens_once_and_know_their_context(given: list[Tree], m
         waiting = [one for one in waiting if one.needed > chunk.stop]
 
 
+def _drawn(lengths: list[int], parents: list[int]) -> Forest:
+    starts = np.cumsum([0, *lengths])
+    nothing = np.empty(0, np.int64), np.empty(0, np.float32)
+    return forest([Tree(np.zeros(starts[-1], np.int32), starts, np.array(parents, np.int32), *nothing)])
+
+
 def test_what_fits_is_kept() -> None:
-    tree = Tree(
-        np.zeros(30, np.int32),
-        np.array([0, 10, 20, 30]),
-        np.array([ROOT, 0, 0], np.int32),
-        np.empty(0, np.int64),
-        np.empty(0, np.float32),
-    )
-    packed = forest([tree])
-    assert [(chunk.start, chunk.kept) for chunk in cut(packed, 10, 20)] == [(0, True), (10, True), (20, True)]
-    assert [(chunk.start, chunk.kept) for chunk in cut(packed, 10, 19)] == [(0, False), (10, True), (20, True)]
-    assert [(chunk.start, chunk.kept) for chunk in cut(packed, 5, 10)] == [
-        (0, False), (5, False), (10, True), (15, True), (20, True), (25, True),
+    packed = _drawn([8, 16, 16], [ROOT, 0, 0])
+
+    def kept(budget: int) -> list[tuple[int, bool]]:
+        return [(chunk.start, chunk.kept) for chunk in cut(packed, 16, budget)]
+
+    assert kept(24) == [(0, True), (8, True), (24, True)]
+    assert kept(23) == [(0, False), (8, True), (24, True)]
+    assert kept(15) == [(0, False), (8, False), (24, False)]
+
+
+def test_of_a_long_trunk_some_is_kept() -> None:
+    packed = _drawn([32, 32, 32], [ROOT, 0, 0])
+    assert [(chunk.start, chunk.stop, chunk.kept) for chunk in cut(packed, 32, 48)] == [
+        (0, 16, False), (16, 32, True), (32, 64, True), (64, 96, True),
     ]  # fmt: skip
+
+
+def test_what_branches_often_is_cut_where_its_subtrees_end() -> None:
+    """Sessions that hang off a trunk, each with a leaf at every turn: none waits for another one."""
+    lengths, parents = [20], [ROOT]
+    for _session in range(4):
+        lengths.append(3)
+        parents.append(0)
+        for _turn in range(5):
+            spine = len(lengths) - 1
+            lengths += [2, 3]
+            parents += [spine, spine]
+    chunks = cut(_drawn(lengths, parents), 40, 1000)
+    assert [(chunk.start, chunk.stop) for chunk in chunks] == [(0, 20), (20, 48), (48, 76), (76, 104), (104, 132)]
+    assert all(chunk.needed == chunk.stop for chunk in chunks[1:])
+
+
+def test_few_tokens_before_a_branching_go_with_the_trunk() -> None:
+    """Replies that begin alike: two of three share a token, and stand right behind the trunk with it."""
+    packed = _drawn([64, 1, 50, 40, 60], [ROOT, 0, 1, 1, 0])
+    assert [(chunk.start, chunk.stop, chunk.needed) for chunk in cut(packed, 128, 1000)] == [
+        (0, 65, 215), (65, 115, 115), (115, 155, 155), (155, 215, 215),
+    ]  # fmt: skip
+
+
+def test_a_few_tokens_are_a_chunk_where_others_would_wait_with_them() -> None:
+    """There are two such beginnings, and one trunk. With memory for all it is cheaper to wait."""
+    packed = _drawn([64, 1, 50, 40, 1, 30, 30], [ROOT, 0, 1, 1, 0, 4, 4])
+    roomy, narrow = ([len(chunk) for chunk in cut(packed, 64, budget)] for budget in (1000, 60))
+    assert 31 in roomy
+    assert 31 not in narrow
+    assert 1 in narrow
 
 
 def test_a_token_without_anything_before_it_is_refused() -> None:
