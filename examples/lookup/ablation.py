@@ -1,11 +1,11 @@
 """What builders cost end to end: the same training with `per_request`, `prefix_merging` and `prefix_tree`.
 
-    python examples/lookup/ablation.py FOLDER [--turns 16] [--steps 8] [--update-tokens 32768]
+    python examples/lookup/ablation.py FOLDER [--turns 24] [--tokens 8] [--steps 8] [--update-tokens 32768]
 
 Sampling and training run asynchronously, as always. An update of the weights computes about as many tokens whatever the
 builder, so one that hands out every context again and again takes more updates for the same sessions. Told are the
-updates, the minutes, and the share of the time in which the GPU was busy, all without the first step, in which kernels
-are compiled. FOLDER/ablation.json has everything.
+updates, the minutes, and the share of the time in which the GPU was busy, all without the first step, which has nothing
+to compute while the first sessions run. FOLDER/ablation.json has everything.
 """
 
 import argparse
@@ -29,7 +29,9 @@ def write_tasks(folder: Path, wanted: argparse.Namespace) -> None:
             "task_id": f"talk-{number}",
             "instruction": "Talk.",
             "runtime": {"backend": "local"},
-            "agent": {"custom_shell": {"command": f"{sys.executable} -S -E {AGENT.absolute()} {wanted.turns}"}},
+            "agent": {
+                "custom_shell": {"command": f"{sys.executable} -S -E {AGENT.absolute()} {wanted.turns} {wanted.tokens}"}
+            },
             # Half of the sessions earn something: what doesn't matter here.
             "evaluator": {
                 "strategy": "answer",
@@ -49,7 +51,11 @@ def settings(folder: Path, builder: str, wanted: argparse.Namespace) -> TrainSet
             "folder": folder,
             "output": ".",
             "steps": wanted.steps,
-            "model": {"folder": str(wanted.model.absolute()) if wanted.model else None, "dtype": wanted.dtype},
+            "model": {
+                "folder": str(wanted.model.absolute()) if wanted.model else None,
+                "dtype": wanted.dtype,
+                "compiled": wanted.compiled,
+            },
             "tasks": {"train": ["train.jsonl"]},
             "rollout": {"group_size": 8, "groups_per_step": wanted.groups, "max_lag": 1, "builder": builder},
             "grpo": {"filter": False},  # this is about cost: groups without a signal cost as much
@@ -90,9 +96,11 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--builder", action="append", choices=BUILDERS, help="only this one")
     parser.add_argument("--model", type=Path, help="a model's folder [the demo's]")
+    parser.add_argument("--compiled", action="store_true", help="worth it for large models")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--memory", type=float, default=16, help="GiB of the engine's keys and values")
-    parser.add_argument("--turns", type=int, default=16, help="of a session")
+    parser.add_argument("--turns", type=int, default=24, help="of a session")
+    parser.add_argument("--tokens", type=int, default=8, help="sampled in a turn, at most")
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--groups", type=int, default=8, help="of 8 sessions, in a step")
     parser.add_argument("--update-tokens", type=int, default=32768)

@@ -10,7 +10,9 @@ held-out rewards.
 
 import argparse
 import asyncio
+import atexit
 import json
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -201,7 +203,9 @@ def main() -> None:
         asyncio.run(train(load(wanted.folder / "train.toml")))
         return
     names = [f"{arm}-{seed}" for seed in range(wanted.seeds) for arm in wanted.arm or ARMS]
-    running = []
+    running: list[subprocess.Popen[bytes]] = []
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended"))
+    atexit.register(lambda: [process.terminate() for process in running])  # whatever ends this ends them
     for name in names:
         folder = wanted.folder / name
         arm, _, seed = name.partition("-")

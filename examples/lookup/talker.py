@@ -1,6 +1,6 @@
 """An agent that talks on, whatever the model says: sessions of known length, to measure what they cost.
 
-OPENAI_BASE_URL=... OPENAI_API_KEY=... python talker.py TURNS
+OPENAI_BASE_URL=... OPENAI_API_KEY=... python talker.py TURNS TOKENS
 """
 
 import json
@@ -12,8 +12,9 @@ WORDS = "the tool says that nothing has changed since the last time it was asked
 
 messages = [{"role": "system", "content": "You work with a tool. " + 8 * WORDS}, {"role": "user", "content": "Begin."}]
 headers = {"Authorization": f"Bearer {os.environ['OPENAI_API_KEY']}", "Content-Type": "application/json"}
-for turn in range(int(sys.argv[1])):
-    body = json.dumps({"model": "any", "messages": messages, "max_tokens": 48}).encode()
+turns, tokens = map(int, sys.argv[1:])
+for turn in range(turns):
+    body = json.dumps({"model": "any", "messages": messages, "max_tokens": tokens}).encode()
     request = urllib.request.Request(os.environ["OPENAI_BASE_URL"] + "/chat/completions", body, headers)
     with urllib.request.urlopen(request) as answer:
         said = json.load(answer)["choices"][0]["message"]["content"] or ""
