@@ -22,8 +22,9 @@ TOKEN = "an-admin-token"
 class Server:
     """`polar up` on one port and one data folder, however often it is started."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, **variables: str) -> None:
         self._folder = folder
+        self._variables = variables
         self._port = 0
         self._process: subprocess.Popen[str] | None = None
         self.url = ""
@@ -34,7 +35,7 @@ class Server:
             stdout=subprocess.PIPE,
             text=True,
             cwd=self._folder,
-            env=os.environ | {"POLAR_SERVER__TOKEN": TOKEN},
+            env=os.environ | {"POLAR_SERVER__TOKEN": TOKEN} | self._variables,
         )
         assert self._process.stdout is not None
         self.url = json.loads(self._process.stdout.readline())["control"]
@@ -157,6 +158,28 @@ def test_the_policy_and_its_engines(client: polar.Client) -> None:
     assert client.engines()["run"] == "default"
     assert [node["leases"] for node in client.nodes()] == [0]
     assert "default" in client.status()["runs"]
+
+
+def test_engines_may_come_later(tmp_path: Path) -> None:
+    """Those of a trainer: what is run before they are there is run again."""
+    server = Server(tmp_path, POLAR_ENGINE__KIND="vllm", POLAR_ENGINE__URLS="[]")
+    server.start()
+    with (
+        polar.Client(server.url, TOKEN, patience=60) as client,
+        subprocess.Popen([sys.executable, "-m", "polar.engines.scripted"], stdout=subprocess.PIPE, text=True) as engine,
+    ):
+        try:
+            assert engine.stdout is not None
+            url = engine.stdout.readline().split()[-1]
+            assert client.engines()["replicas"] == []
+            client.submit(task("asks", ASKS))
+            assert [replica["version"] for replica in client.add_engine(url, 3)["replicas"]] == [3]
+            (result,) = client.wait(["asks"], timeout=60)
+            assert result.trajectory is not None
+            assert {version for trace in result.trajectory.traces for version in trace.policy_versions} == {3}
+        finally:
+            engine.terminate()
+            server.stop()
 
 
 def test_events_are_heard(client: polar.Client) -> None:

@@ -117,6 +117,7 @@ def test_mistakes_get_one_clear_sentence(captured: Path, tmp_path: Path) -> None
         (tmp_path, (), "Nothing has been captured"),
         (captured, ("nobody",), "There is no session nobody"),
         (captured, ("--model", "nowhere"), "nowhere"),
+        (captured, (__file__,), "with --from slime|verl|trl"),
     ):
         done = verify(folder, *arguments)
         assert done.returncode != 0

@@ -1,6 +1,6 @@
 #!/bin/sh
 # GRPO with SkyRL over the example tasks, on one node with 8 GPUs (4 train, 4 sample). In another terminal:
-#   POLAR_ENGINE__KIND=vllm POLAR_ENGINE__URLS='["http://127.0.0.1:1"]' POLAR_ENGINE__TOKENIZER=$MODEL polar up
+#   POLAR_ENGINE__KIND=vllm POLAR_ENGINE__URLS='[]' POLAR_ENGINE__TOKENIZER=$MODEL polar up
 # whose engines are SkyRL's as soon as they are there.
 set -eu
 here=$(dirname "$0")

@@ -34,10 +34,14 @@ def command(config_path: Path | None, data: Path, kind: str | None, as_json: boo
     if engine_url:
         engine = {"urls": [engine_url], "kind": kind or "vllm"}
     settings = load_settings(config_path, engine=engine)
-    machine = _machine(data)
-    runtimes = run(_runtimes(settings))
-    harnesses = _harnesses(settings)
-    found = run(_engines(settings))
+    with Console(stderr=True).status("this machine") as status:
+        machine = _machine(data)
+        status.update("runtimes")
+        runtimes = run(_runtimes(settings))
+        status.update("harnesses")
+        harnesses = _harnesses(settings)
+        status.update(f"engine {', '.join(settings.engine.urls) or f'of the kind {settings.engine.kind}'}")
+        found = run(_engines(settings))
     if as_json:
         shown = {"machine": machine, "runtimes": runtimes, "harnesses": harnesses}
         told: dict[str, object] = {name: _plain(rows) for name, rows in shown.items()}

@@ -75,7 +75,8 @@ async def _up(settings: Settings, data: Path, node: bool, as_json: bool) -> None
             console = Console()
             console.print(f"data plane     {service.gateway_url}   (harnesses; session keys)")
             console.print(f"control plane  {service.control_url}   (docs at /docs)")
-            console.print(f"engine         {', '.join(engines)}   ({settings.engine.kind})")
+            told = ", ".join(engines) or "none yet: a trainer adds its own"
+            console.print(f"engine         {told}   ({settings.engine.kind})")
             console.print(f"nodes          {_nodes(settings, node)}")
             console.print("Tasks: polar submit. An agent run by hand: polar session new. Stop with Ctrl-C.")
         over = asyncio.ensure_future(service.over())

@@ -97,6 +97,8 @@ def command(
     With --from TRAINER, check FILEs of rollouts that others made: are tokens trained in the context they were sampled
     in?
     """
+    if trainer is None and (files := [name for name in names if Path(name).is_file()]):
+        raise ConfigError(f"{files[0]} is a file: say whose rollouts are in it, with --from {'|'.join(FORMATS)}.")
     rows = None if trainer is None else verify_files.read(trainer, names)  # before a model is loaded
     teacher = None if folder is None else Teacher.load(folder)
     tokenizer = None if folder is None or not (folder / "tokenizer.json").exists() else Tokenizer.load(folder)

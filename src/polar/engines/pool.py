@@ -39,12 +39,17 @@ class Pool:
 
     @classmethod
     async def from_settings(cls, settings: EngineSettings) -> "Pool":
-        """The configured replicas; an engine that comes with a server of its own is launched where none is named."""
+        """The configured replicas; an engine that comes with a server of its own is launched where none is named. There
+        may be none yet of the others (`urls = []`): a trainer adds its own."""
         kind = load("engines", settings.kind)
-        if settings.urls:
+        launches = hasattr(kind, "launch")
+        if settings.urls or ("urls" in settings.model_fields_set and not launches):
             return cls([kind(url, settings) for url in settings.urls], settings.max_inflight)
-        if not hasattr(kind, "launch"):
-            raise ConfigError('No engine is configured: set [engine] urls, for example ["http://127.0.0.1:8000"].')
+        if not launches:
+            raise ConfigError(
+                'No engine is configured: set [engine] urls, for example ["http://127.0.0.1:8000"], or [] where a '
+                "trainer adds its own."
+            )
         launched: Launched = await kind.launch(settings)
         return cls([kind(launched.url, settings)], settings.max_inflight, launched)
 

@@ -82,7 +82,7 @@ class LocalRollout:
         async with contextlib.AsyncExitStack() as stack:
             plane = self.plane = await stack.enter_async_context(DataPlane(self._settings, self._data))
             if all(replica.down for replica in plane.pool.replicas):
-                urls = ", ".join(replica.url for replica in plane.pool.replicas)
+                urls = ", ".join(replica.url for replica in plane.pool.replicas) or "any address"
                 raise ConfigError(f"No engine answers at {urls}: start it, or name another ([engine] urls, --engine).")
             self.node = await stack.enter_async_context(node_of(plane))
             self._stack = stack.pop_all()
