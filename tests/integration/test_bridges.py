@@ -14,6 +14,7 @@ from polar.bridges.settings import settings
 from polar.client.async_client import AsyncClient, ClientError
 from polar.config import EngineSettings
 from polar.engines.scripted import Play, ScriptedServer, Turn
+from polar.engines.scripted.sampler import routed
 from polar.errors import ConfigError
 from polar.service import Service
 from polar.train.syncing.probe import scorer
@@ -48,6 +49,24 @@ async def test_groups_are_what_the_service_recorded(tmp_path: Path) -> None:
         assert {item.session.session_id for item in other.items}.isdisjoint(
             item.session.session_id for item in plain.items
         )
+
+
+async def test_experts_come_with_their_tokens(tmp_path: Path) -> None:
+    """From the engine's replies to the trainer's traces: they are those of exactly these tokens, in this context."""
+    sections = {"server": {"port": 0, "token": TOKEN}, "node": {"run_workers": 4}}
+    async with (
+        ScriptedServer(Play.random(3, 4, 12), experts=64) as engine,
+        Service(service_settings([engine.url], **sections), tmp_path / "data", node=True) as service,
+    ):
+        table = {"server": service.control_url, "token": TOKEN, "tasks": [str(write_tasks(tmp_path))], "name": "test"}
+        async with Rollouts(settings({**table, "samples": 2})) as rollouts:
+            groups = await rollouts.groups(["plain-0", "split-0"], "step-1")
+    traces = [trace for group in groups for item in group.items for trace in item.trajectory.traces]
+    assert len(traces) == 8
+    for trace in traces:
+        assert trace.experts is not None
+        ids = np.concatenate([trace.prompt_ids, trace.response_ids])
+        assert trace.experts.tolist() == routed(ids, 64).tolist()
 
 
 async def test_a_task_that_nobody_wrote(tmp_path: Path) -> None:

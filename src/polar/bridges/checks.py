@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 
 from polar.errors import ConfigError
+from polar.experts import Experts
 from polar.export.base import Item
 from polar.trajectory.types import Trace
 
@@ -12,6 +13,16 @@ def check_temperature(items: Iterable[Item], temperature: float) -> None:
     Raises ConfigError."""
     for trace in (trace for item in items for trace in item.trajectory.traces):
         check_scales(trace.session_id, scales(trace), temperature)
+
+
+def routed(trace: Trace) -> Experts:
+    """The experts of its tokens, for a trainer that routes by them. Raises ConfigError where there are none."""
+    if trace.experts is None:
+        raise ConfigError(
+            f"The trainer replays routing, and the engine did not tell which experts {trace.session_id}'s tokens were "
+            "routed to: start it with --enable-return-routed-experts; with SGLang set [engine] routed_experts, too."
+        )
+    return trace.experts
 
 
 def scales(trace: Trace) -> list[float | None]:

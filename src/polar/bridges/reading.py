@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 
+from polar import experts
 from polar.export.base import Item
 from polar.rollout.models import SessionResult, TraceResult
 from polar.store.base import Session
@@ -40,6 +41,8 @@ def item(result: SessionResult) -> Item:
 def _trace(result: SessionResult, found: TraceResult) -> Trace:
     more: dict[str, Any] = found.model_extra or {}
     recorded = found.response_logprobs
+    routed = more.get("routed_experts")
+    tokens = len(found.prompt_ids) + len(found.response_ids)
     return Trace(
         session_id=result.session_id,
         prompt_ids=np.array(found.prompt_ids, np.int32),
@@ -59,4 +62,5 @@ def _trace(result: SessionResult, found: TraceResult) -> Trace:
         reason=more.get("reason"),
         turn_rewards=found.metadata.get("turn_rewards", {}),
         scales=found.metadata.get("scales", {}),
+        experts=None if routed is None else experts.from_wire(routed, tokens),
     )

@@ -28,9 +28,10 @@ their way are kept in the data source's metadata, and so in its checkpoint: whoe
 The recorded log-probabilities must be of --rollout-temperature, as the trainer's are; else it says so and ends. Engines
 are not probed, since no model is where a rollout function runs: `train_rollout_logprob_abs_diff` tells the same.
 
-What is left out: rewards of single turns (advantages are one number a sample here); token texts, which don't train; and
-`rollout_routed_experts`, since the experts that tokens were routed to don't come with a trace: flags that replay them
-are refused.
+With --use-rollout-routing-replay samples have `rollout_routed_experts`, each token's from the call that computed it
+first.
+
+What is left out: rewards of single turns (advantages are one number a sample here), and token texts, which don't train.
 """
 
 import asyncio
@@ -65,7 +66,6 @@ _REFUSED = {
     "partial_rollout": "set max_lag in the bridge's settings instead",
     "rollout_sample_filter_path": "use --dynamic-sampling-filter-path",
     "rollout_all_samples_process_path": "there is no call for it",
-    "use_rollout_routing_replay": "the experts that tokens were routed to don't come with a trace",
 }
 
 

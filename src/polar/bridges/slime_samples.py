@@ -5,6 +5,9 @@ from collections.abc import Sequence
 from statistics import fmean
 from typing import Any
 
+import numpy as np
+
+from polar.bridges.checks import routed
 from polar.errors import ConfigError
 from polar.export.base import Item
 from polar.export.slime import Slime
@@ -13,9 +16,7 @@ from polar.export.slime import Slime
 def samples_of(args: Any, given: Sequence[Any], items: Sequence[Item]) -> list[list[Any]]:
     """By session; `given` are the trainer's samples, one for each session that was asked for. Where there are fewer
     sessions than that, samples that train nothing stand in: trainers count rollouts."""
-    made = [
-        [_sample(args, place, row) for row in Slime().lines(item)] for place, item in zip(given, items, strict=False)
-    ]
+    made = [_samples(args, place, item) for place, item in zip(given, items, strict=False)]
     shortest = min((one for session in made for one in session), key=lambda one: len(one.tokens))
     mean = fmean(session[0].metadata["reward"] for session in made)  # what is logged of the group stays as it is
     for place in given[len(items) :]:
@@ -25,6 +26,14 @@ def samples_of(args: Any, given: Sequence[Any], items: Sequence[Item]) -> list[l
         absent.status = type(absent).Status("failed")
         absent.metadata = {**(place.metadata or {}), "session_id": f"absent-{place.index}", "reward": mean}
         made.append([absent])
+    return made
+
+
+def _samples(args: Any, place: Any, item: Item) -> list[Any]:
+    made = [_sample(args, place, row) for row in Slime().lines(item)]
+    if getattr(args, "use_rollout_routing_replay", False):
+        for sample, trace in zip(made, item.trajectory.traces, strict=True):
+            sample.rollout_routed_experts = routed(trace).astype(np.int32)
     return made
 
 

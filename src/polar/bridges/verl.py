@@ -24,14 +24,14 @@ no weights, so only a mean (or sum) over tokens is indifferent to how a session 
 
 What is left out: sessions without a reward, stale ones, and those with nothing to train. The group is smaller then;
 where nothing is left of it, or a single one of several, whose advantage verl would make of its bare reward, it is a
-failed one, which verl replaces as its settings say. Pictures, which verl would need beside the tokens, and the routing
-of experts don't come with a trace.
+failed one, which verl replaces as its settings say. Pictures, which verl would need beside the tokens, don't come with
+a trace. The experts that tokens were routed to do, where rollout.enable_rollout_routing_replay asks for them.
 """
 
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from polar.bridges.checks import scales
+from polar.bridges.checks import routed, scales
 from polar.bridges.rollouts import Group
 from polar.bridges.sampling import overrides
 from polar.bridges.settings import BridgeSettings, settings
@@ -73,7 +73,9 @@ class AgentLoop:
     def __init__(self, settings: str | Mapping[str, Any], trainer_config: Any, **_: Any) -> None:
         """`settings` as `polar.bridges.settings` reads them; the others are what verl gives to every agent loop."""
         self._settings = table(settings)
-        self._logprobs = bool(trainer_config.config.actor_rollout_ref.rollout.calculate_log_probs)
+        rollout = trainer_config.config.actor_rollout_ref.rollout
+        self._logprobs = bool(rollout.calculate_log_probs)
+        self._experts = bool(getattr(rollout, "enable_rollout_routing_replay", False))
 
     async def run(self, sampling_params: dict[str, Any], **row: Any) -> list[Any]:
         """One session of the row's task, as `AgentLoopOutput`s. None at all where this one was left out."""
@@ -90,7 +92,8 @@ class AgentLoop:
         number = int(row["session_id"])  # verl counts for itself
         if number >= len(group.items):
             return []
-        return [AgentLoopOutput(**one) for one in outputs(group.items[number], logprobs=self._logprobs)]
+        made = outputs(group.items[number], logprobs=self._logprobs, experts=self._experts)
+        return [AgentLoopOutput(**one) for one in made]
 
 
 def check_usable(group: Group, key: str) -> None:
@@ -103,11 +106,13 @@ def check_usable(group: Group, key: str) -> None:
         raise PolarError(f"{found} of {group.name} can be trained on: {reasons}.")
 
 
-def outputs(item: Item, *, logprobs: bool = True) -> list[dict[str, Any]]:
-    """A session as fields of `AgentLoopOutput`s, with or without the recorded log-probabilities."""
+def outputs(item: Item, *, logprobs: bool = True, experts: bool = False) -> list[dict[str, Any]]:
+    """A session as fields of `AgentLoopOutput`s, with or without the recorded log-probabilities, and the experts."""
     made: list[dict[str, Any]] = [*Verl().lines(item)]
     for one, trace in zip(made, item.trajectory.traces, strict=True):
         one["extra_fields"][SCALES] = scales(trace)
+        if experts:
+            one["routed_experts"] = routed(trace)
     if not logprobs:
         return [one | {"response_logprobs": None} for one in made]
     if any(one["response_logprobs"] is None for one in made):

@@ -62,11 +62,6 @@ def check(config: Any) -> None:
             "algorithm.use_kl_in_reward adds up over a row, and a session may have several: set it to False, and "
             "actor_rollout_ref.actor.use_kl_loss to True."
         )
-    if config.actor_rollout_ref.rollout.get("enable_rollout_routing_replay"):
-        raise ConfigError(
-            "actor_rollout_ref.rollout.enable_rollout_routing_replay asks for the experts of each token, which don't "
-            "come with a trace: set it to False."
-        )
     correction = config.algorithm.get("rollout_correction") or {}
     for name in ("rollout_is", "rollout_rs"):
         chosen = correction.get(name)

@@ -4,14 +4,17 @@ Its chat API gives token ids (`return_prompt_token_ids`, `return_meta_info`) wit
 before early tokens, so a streaming harness gets keep-alives and then the reply in one piece.
 """
 
+import base64
 from typing import Any
 
 import aiohttp
 import msgspec
+import numpy as np
 from msgspec import Struct, field
 
 from polar.engines.base import Capabilities, Chunk, Standing, TokenPrompt
 from polar.engines.vllm import MOVING, Take, VllmEngine
+from polar.experts import written
 from polar.types import FinishReason, Request, Usage
 
 
@@ -26,6 +29,7 @@ class _Meta(Struct):
     prompt_tokens: int = 0
     completion_tokens: int = 0
     cached_tokens: int = 0
+    routed_experts: str | None = None  # base64 of int32, tokens x (layers x experts)
 
 
 class _Output(Struct):
@@ -46,6 +50,8 @@ class SglangEngine(VllmEngine):
     async def _opened(self, call: Request, prompt: TokenPrompt) -> aiohttp.ClientResponse:
         asks = call.logprobs is not None
         fields = {"sampling_params": _parameters(call), "stream": call.stream, "return_logprob": asks}
+        if self._settings.routed_experts is not None:
+            fields["return_routed_experts"] = True
         body = b'%b,"input_ids":[%b]}' % (msgspec.json.encode(fields)[:-1], prompt.json)
         response = await self._http.open("/generate", body)
         if response.status == 200:
@@ -66,13 +72,14 @@ class SglangEngine(VllmEngine):
         await self._http.request("POST", "/resume_memory_occupation", b"{}", timeout=MOVING)
 
     def _taker(self, *, wants: bool) -> Take:  # noqa: ARG002 (alternatives are not asked for)
-        return _Growing().take
+        return _Growing(self._settings.routed_experts).take
 
 
 class _Growing:
     """Each event of a stream repeats everything from the first token on; what is new is handed on."""
 
-    def __init__(self) -> None:
+    def __init__(self, routed_experts: int | None) -> None:
+        self._routed_experts = routed_experts
         self._ids = 0
         self._logprobs = 0
 
@@ -90,6 +97,17 @@ class _Growing:
             matched = meta.finish_reason.matched
             chunk.stop_sequence = matched if isinstance(matched, str) else None
             chunk.usage = Usage(meta.prompt_tokens, meta.completion_tokens, meta.cached_tokens)
+            if meta.routed_experts and self._routed_experts is not None:
+                tokens = meta.prompt_tokens + meta.completion_tokens - 1
+                chunk.routed_experts = _experts(meta.routed_experts, tokens, self._routed_experts)
+
+
+def _experts(data: str, tokens: int, each: int) -> bytes | None:
+    """As vLLM gives them: a file of tokens x layers x experts. None where they are not of so many."""
+    flat = np.frombuffer(base64.b64decode(data), "<i4")
+    if tokens < 1 or len(flat) == 0 or len(flat) % (tokens * each):
+        return None
+    return written(flat.reshape(tokens, -1, each))
 
 
 def _parameters(call: Request) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from collections.abc import Iterable, Sequence
 import msgspec
 import numpy as np
 
+from polar.experts import Experts
 from polar.trajectory.tree import ROOT, TokenTree, token_tree
 from polar.trajectory.types import (
     NO_VERSION,
@@ -242,4 +243,19 @@ def _trace(session: Sampled, run: Sequence[Path], total: int) -> Trace:
         reason=session.reason,
         turn_rewards=_turn_rewards(run),
         scales={path.exchange_id: path.scale for path in run if path.scale is not None},
+        experts=_experts(run),
     )
+
+
+def _experts(run: Sequence[Path]) -> Experts | None:
+    """Of each token where it was computed first: paths that came later found its keys and values there. None where one
+    of them does not tell."""
+    pieces: list[Experts] = []
+    at = 0
+    for path in run:
+        if path.experts is None or (pieces and path.experts.shape[1:] != pieces[0].shape[1:]):
+            return None
+        stop = len(path.prompt) + len(path.sampled) - 1
+        pieces.append(path.experts[at:stop])
+        at = stop
+    return np.concatenate(pieces)

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
+from polar import experts
 from polar.dialects.wire import remembering
 from polar.engines.base import VersionSpan
 from polar.errors import StoreError
@@ -110,11 +111,13 @@ def _path(
     ids = exchange.sampled_ids
     assert ids is not None
     trainable, excluded = _trainable(exchange, len(ids), label, overrides)
+    prompt = NO_IDS if exchange.prompt_ids is None else exchange.prompt_ids
+    routed = exchange.routed_experts if trainable else None
     return Path(
         session_id=exchange.session_id,
         exchange_id=exchange.exchange_id,
         seq=exchange.seq,
-        prompt=NO_IDS if exchange.prompt_ids is None else exchange.prompt_ids,
+        prompt=prompt,
         sampled=ids,
         logprobs=exchange.logprobs if trainable else None,
         versions=_versions(exchange.versions, len(ids)) if trainable else None,
@@ -128,6 +131,7 @@ def _path(
         finish_reason=exchange.finish_reason,
         reward=rewards.get(exchange.exchange_id),
         images=images,
+        experts=None if routed is None else experts.read(routed, len(prompt) + len(ids)),
     )
 
 

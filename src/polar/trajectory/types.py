@@ -13,6 +13,8 @@ import numpy as np
 from msgspec import Struct, field
 from numpy.typing import NDArray
 
+from polar.experts import Experts
+
 ExchangeRole = Literal["main", "subagent", "compaction", "auxiliary", "retry"]
 
 Ids = NDArray[np.int32]
@@ -56,6 +58,7 @@ class Path(Struct):
     finish_reason: str | None = None
     reward: float | None = None  # of this turn alone, where an evaluator gave one
     images: list[Image] = field(default_factory=list)
+    experts: Experts | None = None  # of all tokens but the last, where the engine tells
 
 
 class Excluded(Struct, frozen=True):
@@ -113,6 +116,7 @@ class Trace(Struct):
     reason: str | None = None  # why there is no reward
     turn_rewards: dict[str, float] = field(default_factory=dict)  # by exchange id
     scales: dict[str, float] = field(default_factory=dict)  # likewise: Path.scale, where it is known
+    experts: Experts | None = None  # of all tokens but the last, where the engine tells
 
 
 class TokenCounts(Struct, frozen=True):

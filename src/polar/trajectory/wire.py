@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 
+from polar import experts
 from polar.trajectory.tree import ROOT
 from polar.trajectory.types import Term, TokenCounts, Trace, Trajectory, TreeTrajectory
 
@@ -24,6 +25,8 @@ NO_MESSAGES = Messages()
 
 
 def trace(trace: Trace, messages: Messages = NO_MESSAGES) -> dict[str, Any]:
+    """`routed_experts` is there only where an engine told them."""
+    told = {} if trace.experts is None else {"routed_experts": experts.to_wire(trace.experts)}
     return {
         "prompt_ids": trace.prompt_ids.tolist(),
         "response_ids": trace.response_ids.tolist(),
@@ -42,6 +45,7 @@ def trace(trace: Trace, messages: Messages = NO_MESSAGES) -> dict[str, Any]:
         "agent_id": trace.agent_id,
         "branch_reason": trace.branch_reason,
         "temperature": trace.temperature,
+        **told,
         "metadata": {
             "session_id": trace.session_id,
             "spans": msgspec.to_builtins(trace.spans),

@@ -308,6 +308,19 @@ def test_evaluation(settings: dict[str, Any], tmp_path: Path) -> None:
     assert service.asked[-2:] == [("fix", "eval-1/held.0"), ("build", "eval-1/held.1")]  # of the trained weights
 
 
+def test_routing_is_replayed() -> None:
+    args = contract.arguments(use_rollout_routing_replay=True)
+    given = contract.Source(TASKS, 1).get_samples(1)[0]
+    made = session("a", 1.0)
+    with pytest.raises(ConfigError, match=r"which experts a's tokens were routed to.*\[engine\] routed_experts"):
+        samples_of(args, given, [made])
+    (trace,) = made.trajectory.traces
+    trace.experts = np.arange(10, dtype=np.uint8).reshape(5, 1, 2)
+    ((sample,),) = samples_of(args, given, [made])
+    assert sample.rollout_routed_experts.dtype == np.int32
+    assert sample.rollout_routed_experts.shape == (len(sample.tokens) - 1, 1, 2)
+
+
 @pytest.mark.parametrize("scale", [0.7, None])
 def test_log_probabilities_of_another_temperature(settings: dict[str, Any], scale: float | None) -> None:
     args = contract.arguments(polar=settings)
@@ -321,7 +334,6 @@ def test_log_probabilities_of_another_temperature(settings: dict[str, Any], scal
     [
         ({"custom_rm_path": "mine.reward"}, "--custom-rm-path can't be used"),
         ({"partial_rollout": True}, "set max_lag"),
-        ({"use_rollout_routing_replay": True}, "--use-rollout-routing-replay can't be used"),
         ({"custom_reward_post_process_path": None}, r"set --custom-reward-post-process-path polar\.bridges\.slime"),
         ({}, "names no task"),
     ],

@@ -165,11 +165,14 @@ def test_kl_in_the_reward_is_refused() -> None:
         check(wrong)
 
 
-def test_routing_of_experts_is_refused() -> None:
-    wrong = config()
-    wrong.actor_rollout_ref.rollout["enable_rollout_routing_replay"] = True
-    with pytest.raises(ConfigError, match="don't come with a trace"):
-        check(wrong)
+def test_routing_of_experts() -> None:
+    call = path(0, [1, 2], [3])
+    with pytest.raises(ConfigError, match="--enable-return-routed-experts"):
+        verl.outputs(item(session(call), task_id="t"), experts=True)
+    call.experts = np.array([[[5, 6]], [[7, 8]]], np.uint8)
+    (told,) = verl.outputs(item(session(call), task_id="t"), experts=True)
+    assert told["routed_experts"].tolist() == [[[5, 6]], [[7, 8]]]
+    assert "routed_experts" not in verl.outputs(item(session(call), task_id="t"))[0]
 
 
 def test_weights_are_proved() -> None:

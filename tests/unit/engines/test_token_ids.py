@@ -1,5 +1,6 @@
 """Token ids in, token ids out, against servers that answer as the engines' documentation says."""
 
+import base64
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -14,6 +15,7 @@ from polar.engines.base import Chunk, TokenPrompt, VersionSpan
 from polar.engines.sglang import SglangEngine
 from polar.engines.vllm import VllmEngine
 from polar.errors import EngineError
+from polar.experts import read
 from polar.types import Request, Sampling
 
 PROMPT = TokenPrompt(np.array([5, 6, 7], np.int32), b"5,6,7")
@@ -105,6 +107,25 @@ async def test_sglang_whole() -> None:
     async with Server("/generate", [sglang([1, 2], {"type": "length"})], stream=False).running() as server:
         (chunk,) = await sampled(SglangEngine(server.url, EngineSettings()), request(), stream=False)
     assert (chunk.ids, chunk.logprobs, chunk.finish_reason) == ([1, 2], [0.0, -0.5], "length")
+
+
+@pytest.mark.parametrize(("each", "shape"), [(2, (4, 3, 2)), (4, None), (None, None)])
+async def test_sglangs_experts(each: int | None, shape: tuple[int, ...] | None) -> None:
+    """It tells them where it is asked, as bare numbers: three layers of two experts, of all tokens but the last."""
+    routed = np.arange(24, dtype="<i4").reshape(4, 6)
+    reply = json.loads(sglang([1, 2], {"type": "stop"}))
+    reply["meta_info"]["routed_experts"] = base64.b64encode(routed.tobytes()).decode()
+    async with Server("/generate", [json.dumps(reply).encode()], stream=False).running() as server:
+        engine = SglangEngine(server.url, EngineSettings(kind="sglang", routed_experts=each))
+        (chunk,) = await sampled(engine, request(), stream=False)
+    assert server.asked[0].get("return_routed_experts", False) is (each is not None)
+    if shape is None:
+        assert chunk.routed_experts is None
+    else:
+        assert chunk.routed_experts is not None
+        found = read(chunk.routed_experts, 5)
+        assert found is not None
+        assert (found.shape, found.ravel().tolist()) == (shape, list(range(24)))
 
 
 async def test_sglang_that_breaks_off() -> None:

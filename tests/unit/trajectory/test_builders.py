@@ -7,6 +7,7 @@ from fractions import Fraction
 from itertools import pairwise
 
 import msgspec
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -312,3 +313,33 @@ def test_a_long_session_is_merged_without_recursion() -> None:
     (trace,) = prefix_merging(turns).traces
     assert isinstance(trace, Trace)
     assert len(trace.exchange_ids) == 2_000
+
+
+def _with_experts(one: Path, call: int, layers: int = 2) -> Path:
+    """Each number says which call told it, and of which token."""
+    tokens = len(one.prompt) + len(one.sampled) - 1
+    one.experts = np.repeat(100 * call + np.arange(tokens), layers * 2).reshape(tokens, layers, 2)
+    return one
+
+
+def test_experts_are_those_of_the_call_that_computed_a_token_first() -> None:
+    first = _with_experts(path(0, [1, 2], [3, 4, 5], trainable=2), 1)  # 5 was never delivered
+    second = _with_experts(path(1, [1, 2, 3, 4, 6], [7, 8]), 2)
+    (merged,) = prefix_merging(session(first, second)).traces
+    assert merged.experts is not None
+    assert merged.experts[:, 0, 0].tolist() == [100, 101, 102, 203, 204, 205]
+    assert merged.experts.shape == (len(merged.prompt_ids) + len(merged.response_ids) - 1, 2, 2)
+    alone = per_request(session(first, second)).traces
+    assert [trace.experts[:, 1, 1].tolist() for trace in alone if trace.experts is not None] == [
+        [100, 101, 102],
+        [200, 201, 202, 203, 204, 205],
+    ]
+
+
+def test_experts_that_not_all_calls_tell_are_left_out() -> None:
+    first, second = path(0, [1, 2], [3, 4]), _with_experts(path(1, [1, 2, 3, 4, 6], [7, 8]), 2)
+    (merged,) = prefix_merging(session(first, second)).traces
+    assert merged.experts is None
+    _with_experts(first, 1, layers=3)  # of another model
+    (merged,) = prefix_merging(session(first, second)).traces
+    assert merged.experts is None

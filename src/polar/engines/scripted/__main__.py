@@ -27,6 +27,7 @@ from polar.errors import PolarError
 @click.option("--drift", default=0.1, help="The share of words that re-encode to other ids.")
 @click.option("--seed", default=0, help="Chooses the words that drift.")
 @click.option("--policy-version", "--version", "version", default=0, help="The version that the policy begins with.")
+@click.option("--experts", default=0, help="A mixture of so many: replies to token ids say which were taken.")
 def main(path: Path | None, random_seed: int | None, turns: int, words: int, **options: object) -> None:
     """An engine that plays a script and speaks vLLM's HTTP API."""
     try:

@@ -8,13 +8,15 @@ from math import nan
 from typing import Protocol
 
 import msgspec
+import numpy as np
 from msgspec import UNSET
 
 from polar.dialects import sse
 from polar.engines.scripted import wire
 from polar.engines.scripted.generation import Generation, Step
 from polar.engines.scripted.output import OutputParser
-from polar.engines.scripted.sampler import alternatives
+from polar.engines.scripted.sampler import alternatives, routed
+from polar.experts import to_wire
 from polar.rendering.tokenizer import Tokenizer
 from polar.types import CallDelta, CallStart, Event, ReasoningDelta, TextDelta
 
@@ -284,7 +286,15 @@ class CompletionWriter:
 
 
 class GenerateWriter:
-    def __init__(self, generation: Generation, tokenizer: Tokenizer, model: str, asked: wire.GenerateRequest) -> None:
+    def __init__(
+        self,
+        generation: Generation,
+        tokenizer: Tokenizer,
+        model: str,
+        asked: wire.GenerateRequest,
+        *,
+        experts: int = 0,
+    ) -> None:
         self._generation = generation
         self._script = generation.script
         self._logprobs = _Logprobs(generation, tokenizer, asked.sampling_params.logprobs)
@@ -292,6 +302,7 @@ class GenerateWriter:
         self._entries: list[wire.IdLogprob] = []
         self._id = asked.request_id or secrets.token_hex(16)
         self._model = model
+        self._experts = experts
 
     def begin(self) -> bytes:
         return b""
@@ -326,4 +337,7 @@ class GenerateWriter:
             choice.weight_versions = [
                 wire.VersionSpan(str(span.version), span.start, span.stop) for span in self._generation.spans
             ]
+            if self._experts:
+                ids = np.concatenate([self._script.prompt, self._script.ids[: step.stop]])
+                choice.routed_experts = to_wire(routed(ids, self._experts))
         return choice

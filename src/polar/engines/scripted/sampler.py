@@ -14,6 +14,7 @@ from random import Random
 import numpy as np
 from numpy.typing import NDArray
 
+from polar.experts import Experts
 from polar.rendering.tokenizer import Ids, Tokenizer
 
 Words = NDArray[np.uint64]
@@ -67,6 +68,14 @@ def context_states(version: int, ids: Ids) -> Words:
     sums[1:] += sums[0]
     states: Words = sums * _powers_to(_R, len(ids) + 1)
     return states
+
+
+def routed(ids: Ids, experts: int) -> Experts:
+    """Which experts each token but the last is routed to: two in each of two layers, by all that stands before it, too.
+    The same whatever the version."""
+    states = context_states(0, ids)[1:-1]
+    found: Experts = (states[:, None, None] >> np.array([[8, 20], [32, 44]], np.uint64)) % np.uint64(experts)
+    return found.astype(np.uint16)
 
 
 def context_state(version: int, ids: Ids) -> int:

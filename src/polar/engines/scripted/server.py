@@ -63,10 +63,12 @@ class ScriptedServer:
         drift: float = 0.1,
         seed: int = 0,
         version: int = 0,
+        experts: int = 0,
         host: str = "127.0.0.1",
         port: int = 0,
     ) -> None:
-        """`rate` is in tokens a second for each stream, 0 for as fast as it goes; `port` 0 takes a free one."""
+        """`rate` is in tokens a second for each stream, 0 for as fast as it goes; `port` 0 takes a free one.
+        With `experts`, replies to token ids say which of so many each token was routed to."""
         self.model = model
         self.max_model_len = max_model_len
         self.tokenizer = Tokenizer.load(tokenizer)
@@ -75,6 +77,7 @@ class ScriptedServer:
         plays = play if isinstance(play, Plays) else Plays(play)
         self._interval = 1 / rate if rate else 0.0
         self._tokens_per_chunk = tokens_per_chunk
+        self._experts = experts
         self._reader = Reader(self.tokenizer, plays, Sampler(self.tokenizer, drift, seed), model, max_model_len)
         self._policy = Policy(version)
         self._asleep: set[str] = set()
@@ -160,7 +163,7 @@ class ScriptedServer:
         asked = read(await request.read(), wire.GenerateRequest)
 
         def writer(generation: Generation) -> Writer:
-            return GenerateWriter(generation, self.tokenizer, self.model, asked)
+            return GenerateWriter(generation, self.tokenizer, self.model, asked, experts=self._experts)
 
         return await self._respond(request, partial(self._reader.generate, asked), writer, asked)
 

@@ -262,7 +262,7 @@ class GenerateChoice(Struct):
     token_ids: list[int]
     logprobs: IdLogprobs | None
     weight_versions: list[VersionSpan] | None  # in a stream of vLLM: with the last chunk, and of the whole output
-    routed_experts: None = None
+    routed_experts: str | None = None
     sampling_mask: None = None
 
 

@@ -1,0 +1,40 @@
+"""Which experts of a mixture each token was routed to, for trainers that route their own forward pass likewise.
+
+Engines tell it call by call, as an array of tokens x layers x experts: of every token of the prompt and of what was
+sampled but the last one, which has not gone through the model yet. It is stored as it comes, as a .npy file; so it is
+told on the wire, in base64.
+"""
+
+import base64
+import io
+
+import numpy as np
+from numpy.typing import NDArray
+
+Experts = NDArray[np.integer]
+
+
+def read(data: bytes, tokens: int) -> Experts | None:
+    """Of a call with so many tokens, prompt and sampled; None where it does not fit them."""
+    try:
+        found = np.load(io.BytesIO(data), allow_pickle=False)
+    except (ValueError, OSError, EOFError):
+        return None
+    if found.ndim != 3 or found.dtype.kind not in "iu" or len(found) < tokens - 1:
+        return None
+    experts: Experts = found[: tokens - 1]
+    return experts
+
+
+def written(experts: Experts) -> bytes:
+    file = io.BytesIO()
+    np.save(file, experts, allow_pickle=False)
+    return file.getvalue()
+
+
+def to_wire(experts: Experts) -> str:
+    return base64.b64encode(written(experts)).decode("ascii")
+
+
+def from_wire(text: str, tokens: int) -> Experts | None:
+    return read(base64.b64decode(text), tokens)
