@@ -235,10 +235,11 @@ def load(
 
 
 def _set_default_engine(tables: dict[str, Any]) -> None:
-    """Where no engine is named it is the one that brings a model along."""
+    """Where nothing is said of engines it is the one that brings a model along. An empty list says that there are none
+    yet."""
     engine = tables.setdefault("engine", {})
     if isinstance(engine, dict) and not engine.get("urls"):
-        engine.setdefault("kind", "embedded")
+        engine.setdefault("kind", "vllm" if "urls" in engine else "embedded")
 
 
 _MESSAGES = {"extra_forbidden": "there is no such setting", "model_type": "this is a table of settings"}

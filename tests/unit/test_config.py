@@ -85,5 +85,6 @@ def test_a_file_that_can_not_be_read_is_named(tmp_path: Path) -> None:
 
 def test_without_a_name_the_engine_is_the_one_that_brings_a_model_along() -> None:
     assert config.load(None, {}).engine.kind == "embedded"
+    assert config.load(None, {"POLAR_ENGINE__URLS": "[]"}).engine.kind == "vllm"  # a trainer adds its own
     assert config.load(None, {"POLAR_ENGINE__KIND": "scripted"}).engine.kind == "scripted"
     assert config.load(None, {"POLAR_ENGINE__OPTIONS": '{"device": "cpu"}'}).engine.kind == "embedded"

@@ -16,6 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, Qwen3Config
 
 from polar.bench.client import BenchError
 from polar.bench.tree_groups import BUILDERS, Batch, Group
+from polar.train.fitting import join_free_memory
 from polar.train.forest import Floats, Forest, forest
 from polar.train.passes import TreeModel
 
@@ -94,6 +95,7 @@ class Stepper:
     """A model, its optimizer, and steps of them."""
 
     def __init__(self, shape: str, where: torch.device, *, chunk_tokens: int | None, kept_tokens: int | None) -> None:
+        join_free_memory()
         self._where = where
         self._model = random_model(config(shape), where, dtype(where))
         self._tree = TreeModel(self._model, chunk_tokens=chunk_tokens, kept_tokens=kept_tokens)

@@ -29,7 +29,7 @@ from polar.bridges.checks import check_temperature
 from polar.bridges.rollouts import Group
 from polar.bridges.sampling import overrides
 from polar.bridges.settings import Source, settings
-from polar.bridges.sharing import shared
+from polar.bridges.sharing import failed, shared
 from polar.errors import ConfigError
 from polar.export.openrlhf import OpenRlhf
 
@@ -66,7 +66,7 @@ def agent_executor(source: Source = None, *, serves: bool = True) -> type[Any]:
             if not isinstance(label, Label):
                 raise ConfigError("Start the training with `python -m polar.bridges.openrlhf`, which has this agent.")
             if serves:
-                if self._front is None:
+                if self._front is None or failed(self._front):
                     self._front = asyncio.ensure_future(self._serve(llm_engine, max_length, label.version))
                 await asyncio.shield(self._front)
             # The trainer computes log-probabilities at its own temperature: that is what has to be sampled with.

@@ -2,12 +2,16 @@
 run, and all of them share a client."""
 
 import asyncio
+from typing import Any
 
 from msgspec import Struct
 
 from polar.bridges.rollouts import Group, Rollouts
 from polar.bridges.settings import BridgeSettings
 from polar.config import SamplingOverrides
+
+_MOST = 4096
+"""Groups that are waited for: more than any step has."""
 
 
 class _Coming(Struct):
@@ -25,10 +29,12 @@ class SharedGroups:
         has come for it, or it has failed; asked again, the service has it. Who is cancelled takes nothing from the
         others. Raises ConfigError and ClientError."""
         coming = self._coming.get((task, key))
-        if coming is None or _failed(coming.group):
+        if coming is None or failed(coming.group):
             asked = asyncio.ensure_future(self.rollouts.group(task, key, samples=samples, sampling=sampling))
-            asked.add_done_callback(_failed)  # asyncio complains of an error that nobody has looked at
+            asked.add_done_callback(failed)  # asyncio complains of an error that nobody has looked at
             coming = self._coming[task, key] = _Coming(asked)
+            if len(self._coming) > _MOST:  # a trainer that died of something else never comes for some
+                del self._coming[next(iter(self._coming))]
         number = coming.taken
         coming.taken += 1
         if coming.taken == samples:
@@ -36,8 +42,8 @@ class SharedGroups:
         return await asyncio.shield(coming.group), number
 
 
-def _failed(group: asyncio.Future[Group]) -> bool:
-    return group.done() and (group.cancelled() or group.exception() is not None)
+def failed(work: asyncio.Future[Any]) -> bool:
+    return work.done() and (work.cancelled() or work.exception() is not None)
 
 
 _shared: dict[asyncio.AbstractEventLoop, dict[str, SharedGroups]] = {}

@@ -9,7 +9,8 @@ A chunk whose activations are kept goes through the model once; the others twice
 of paths, as many tokens as may be: what lies below a branching is entered often, and left soon.
 """
 
-from collections.abc import Iterator
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator
 from itertools import pairwise
 
 import numpy as np
@@ -44,27 +45,35 @@ class Chunk(Struct):
         return self.one_path and self.whole == self.depth
 
 
+class _Way(Struct):
+    """What can be done one way or the other."""
+
+    few: int
+    """So many tokens go with a long part of their path, before them or behind: if it is behind them, it waits with them
+    for whatever else branches off there."""
+    piece: int
+    """Long parts that wait for others are cut into such pieces: of several, some may be kept."""
+
+
 def cut(forest: Forest, chunk_tokens: int, kept_tokens: int) -> list[Chunk]:
     """Chunks of `chunk_tokens` at most."""
     if not len(forest):
         return []
-    stretches = _stretches(forest)
-    few = chunk_tokens // 16
+    parts = list(_parts(forest, chunk_tokens))
+    runs = _runs(forest)
+
+    def chunks(way: _Way) -> list[Chunk]:
+        made = [_chunk(forest, runs, start, stop) for start, stop in _intervals(forest, parts, chunk_tokens, way)]
+        _keep(made, kept_tokens)
+        return made
 
     def cost(chunks: list[Chunk]) -> float:
         """In tokens: a forward pass is a third of all, and a chunk costs something however short it is."""
-        return sum(len(chunk) for chunk in chunks if not chunk.kept) / 3 + len(chunks) * few
+        return sum(len(chunk) for chunk in chunks if not chunk.kept) / 3 + len(chunks) * chunk_tokens / 16
 
-    # Few tokens before a branching, and the branch behind them: as one chunk they wait for the other branches together.
-    ways = (_cut(forest, stretches, chunk_tokens, kept_tokens, together=most) for most in (few, 0))
-    return min(ways, key=cost)
-
-
-def _cut(forest: Forest, stretches: Indices, chunk_tokens: int, kept_tokens: int, together: int) -> list[Chunk]:
-    intervals = _intervals(forest, stretches, chunk_tokens, together)
-    chunks = [_chunk(forest, stretches, start, stop) for start, stop in intervals]
-    _keep(chunks, kept_tokens)
-    return chunks
+    pieces = chunk_tokens, max(1, chunk_tokens // 2)
+    ways = [_Way(few, piece) for few in (chunk_tokens // 16, 0) for piece in pieces]
+    return min(map(chunks, ways), key=cost)
 
 
 def _stretches(forest: Forest) -> Indices:
@@ -74,52 +83,76 @@ def _stretches(forest: Forest) -> Indices:
     return np.concatenate([[0], np.flatnonzero(~(follows & same)) + 1])
 
 
-def _intervals(forest: Forest, stretches: Indices, most: int, few: int) -> list[tuple[int, int]]:
-    """A long part is a chunk by itself, or with `few` tokens of its path on either side; short ones go together."""
+def _runs(forest: Forest) -> Indices:
+    """Of each token, the first one from which on packed tokens follow each other on its path, up to it."""
+    places = np.arange(len(forest))
+    found: Indices = np.maximum.accumulate(np.where(forest.before == places - 1, 0, places))
+    return found
+
+
+class _Part(Struct):
+    """Tokens that are cut only if they are one path. `end` is where the subtree ends that begins with them."""
+
+    start: int
+    stop: int
+    end: int
+    long: bool
+
+    @property
+    def waits(self) -> bool:
+        """For others, that see it."""
+        return self.stop < self.end
+
+
+def _parts(forest: Forest, most: int) -> Iterator[_Part]:
+    """Whole subtrees where they fit: a chunk of such is done with at once, and what waits for others takes memory, or
+    goes through twice. But long stretches of one path are parts by themselves: attention is quickest there."""
+    stretches = _stretches(forest)
+    edges = [*stretches.tolist(), len(forest)]
+    lengths = np.diff(edges)
     long = max(1, most // 4)
+    long_ones = [*np.flatnonzero(lengths >= long).tolist(), len(stretches)]
+    number = 0
+    while number < len(stretches):
+        start, end = edges[number], int(forest.ends[edges[number]])
+        behind = int(np.searchsorted(stretches, end))
+        if end - start > most or long_ones[bisect_left(long_ones, number)] < behind:
+            behind = number + 1
+        # What branches is no quicker by itself.
+        least = long if behind == number + 1 else max(1, most // 2)
+        yield _Part(start, edges[behind], end, long=edges[behind] - start >= least)
+        number = behind
+
+
+def _intervals(forest: Forest, parts: Iterable[_Part], most: int, way: _Way) -> list[tuple[int, int]]:
+    """A long part is a chunk by itself, or with few tokens of its path; short ones go together."""
     chunks: list[tuple[int, int]] = []
     grows = False  # the last of them, if it is of short parts
     edge = 0  # where the last long part ended
-    for start, stop, end in _parts(forest, stretches, most, long):
+    for part in parts:
+        start, stop = part.start, part.stop
         first, last = chunks[-1] if chunks else (0, 0)
         fits = bool(chunks) and stop - first <= most
-        waits = stop < end  # for others that see it
-        if stop - start < long:
+        if not part.long:
             # What waits, and hangs beside the last chunk or above it, would make that wait as well.
             if grows:
-                joins = last - first <= few or not waits or bool(forest.before[start] > forest.before[first])
+                joins = last - first <= way.few or not part.waits or bool(forest.before[start] > forest.before[first])
             else:
-                joins = waits and stop - edge <= few and _one_path(forest, last - 1, stop)
+                joins = part.waits and stop - edge <= way.few and _one_path(forest, last - 1, stop)
             if fits and joins:
                 chunks[-1] = (first, stop)
             else:
                 chunks.append((start, stop))
                 grows = True
             continue
-        if grows and fits and last - first <= few and _one_path(forest, first, stop):
+        if grows and fits and last - first <= way.few and _one_path(forest, first, stop):
             chunks[-1] = (first, stop)
-        elif waits or stop - start > most:  # some of it may be kept, while the rest of its subtree goes through
-            chunks += pairwise([start, *_cuts(start, stop, max(1, most // 2)), stop])
+        elif part.waits or stop - start > most:
+            chunks += pairwise([start, *_cuts(start, stop, way.piece), stop])
         else:
             chunks.append((start, stop))
         grows, edge = False, stop
     return chunks
-
-
-def _parts(forest: Forest, stretches: Indices, most: int, long: int) -> Iterator[tuple[int, int, int]]:
-    """From where, up to where, and where the subtree ends that begins there. Parts are whole subtrees where they fit: a
-    chunk of such is done with at once, and what waits for others takes memory, or goes through twice. But long
-    stretches of one path are parts by themselves: attention is quickest there."""
-    edges = [*stretches.tolist(), len(forest)]
-    lengths = np.diff(edges)
-    number = 0
-    while number < len(stretches):
-        start, end = edges[number], int(forest.ends[edges[number]])
-        behind = int(np.searchsorted(stretches, end))
-        if end - start > most or lengths[number:behind].max() >= long:
-            behind = number + 1
-        yield start, edges[behind], end
-        number = behind
 
 
 def _cuts(start: int, stop: int, most: int) -> list[int]:
@@ -132,8 +165,8 @@ def _cuts(start: int, stop: int, most: int) -> list[int]:
     return cuts
 
 
-def _chunk(forest: Forest, stretches: Indices, start: int, stop: int) -> Chunk:
-    context = _path(forest, stretches, int(forest.before[start]))
+def _chunk(forest: Forest, runs: Indices, start: int, stop: int) -> Chunk:
+    context = _path(forest, runs, int(forest.before[start]))
     whole = sum(int((forest.ends[low:high] >= stop).sum()) for low, high in context)  # a path's ends never grow
     needed = int(forest.ends[start:stop].max())
     return Chunk(
@@ -150,30 +183,24 @@ def _one_path(forest: Forest, start: int, stop: int) -> bool:
     return bool((forest.before[start + 1 : stop] == np.arange(start, stop - 1)).all())
 
 
-def _path(forest: Forest, stretches: Indices, token: int) -> list[tuple[int, int]]:
+def _path(forest: Forest, runs: Indices, token: int) -> list[tuple[int, int]]:
     """The path that ends with a token, as intervals of packed tokens."""
     path: list[tuple[int, int]] = []
     while token != ROOT:
-        low = int(stretches[np.searchsorted(stretches, token, "right") - 1])
-        if path and path[-1][0] == token + 1:
-            path[-1] = (low, path[-1][1])
-        else:
-            path.append((low, token + 1))
+        low = int(runs[token])
+        path.append((low, token + 1))
         token = int(forest.before[low])
     return path[::-1]
 
 
 def _keep(chunks: list[Chunk], budget: int) -> None:
     """Kept are those from which on, themselves included, no more than `budget` tokens wait at any time."""
-    most = [0] * len(chunks)
-    waiting: list[int] = []
+    waiting: list[list[int]] = []  # number, tokens that wait before it, and the most that ever did with it
     for number, chunk in enumerate(chunks):
-        waiting.append(number)
-        tokens = 0
-        for one in reversed(waiting):
-            tokens += len(chunks[one])
-            most[one] = max(most[one], tokens)
-        while waiting and chunks[waiting[-1]].needed <= chunk.stop:
-            waiting.pop()
-    for chunk, tokens in zip(chunks, most, strict=True):
-        chunk.kept = tokens <= budget
+        before = waiting[-1][1] + len(chunks[waiting[-1][0]]) if waiting else 0
+        waiting.append([number, before, before + len(chunk)])
+        while waiting and chunks[waiting[-1][0]].needed <= chunk.stop:
+            ended, before, most = waiting.pop()
+            chunks[ended].kept = most - before <= budget
+            if waiting:
+                waiting[-1][2] = max(waiting[-1][2], most)

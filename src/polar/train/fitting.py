@@ -1,5 +1,6 @@
 """How many tokens a machine holds on their way through a model, and what makes them take less."""
 
+import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,13 @@ def sizes(model: Any, chunk_tokens: int | None, kept_tokens: int | None, *, fuse
     room = max(256, int(_SHARE.get(device.type, 0.3) * left / _bytes(model, fused)))
     chunk = chunk_tokens or min(CHUNK.get(device.type, CHUNK["cuda"]), room)
     return chunk, kept_tokens if kept_tokens is not None else room
+
+
+def join_free_memory() -> None:
+    """For a process that trains: chunks have all lengths, and what one leaves free in pieces is of use to the next only
+    if the allocator can join it. PyTorch reads this when a GPU is used for the first time."""
+    if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
+        os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
 
 
 def fuse(model: Any) -> None:

@@ -3,7 +3,7 @@
 Queries see the pieces of their context whole, and themselves causally where they are one path. Each is a call of an
 attention kernel, and they are joined by their normalisers. Going backwards, each call is given the joint output and
 normaliser, and so gives exactly its part of the gradient. What comes back to a piece goes straight to whose it is, and
-no copy of it is kept.
+no copy of a long one is kept.
 
 cuDNN's kernel is the fastest on Hopper, by far, but needs a plan of its own for every pair of lengths (0.14 s on an
 H200). So lengths are made round: queries are filled up, and what is left of the context goes to the other kernel.
@@ -43,7 +43,9 @@ class Piece(Struct):
     give_back: Callable[[int, int, Tensor, Tensor], None]
 
 
-def joined_attention(query: Tensor, key: Tensor, value: Tensor, context: Sequence[Piece], scale: float) -> Tensor:
+def joined_attention(
+    query: Tensor, key: Tensor, value: Tensor, context: Sequence[Piece], scale: float, *, compiled: bool = False
+) -> Tensor:
     """`key` and `value` are those of the queries themselves."""
     count = query.shape[2]
     before = sum(piece.key.shape[2] for piece in context)
@@ -55,27 +57,30 @@ def joined_attention(query: Tensor, key: Tensor, value: Tensor, context: Sequenc
     fill = (0, 0, 0, -count % QUERIES)  # behind all others, where none of them looks
     filled = [functional.pad(tensor, fill) for tensor in (query, key, value)] if fill[-1] else (query, key, value)
     apply = _Joined.apply
-    result: Tensor = apply(*filled, context, scale)
+    result: Tensor = apply(*filled, context, scale, _join(compiled))
     return result[:, :, :count]
 
 
 def extended_attention(
-    query: Tensor, out: Tensor, normaliser: Tensor, context: Sequence[Piece], scale: float
+    query: Tensor, out: Tensor, normaliser: Tensor, context: Sequence[Piece], scale: float, *, compiled: bool = False
 ) -> Tensor:
     """`out` and `normaliser` ([1, heads, queries]) are what somebody else's attention says of other keys."""
     count = query.shape[2]
     fill = (0, 0, 0, -count % QUERIES)
     given = (query, out, normaliser[..., None])
+    filled = [functional.pad(tensor, fill) if fill[-1] else tensor for tensor in given]
     apply: Any = _Extended.apply
-    result: Tensor = apply(*(functional.pad(tensor, fill) if fill[-1] else tensor for tensor in given), context, scale)
+    result: Tensor = apply(*filled, context, scale, _join(compiled))
     return result[:, :, :count]
 
 
 class _Joined(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, context: Sequence[Piece], scale: float) -> Tensor:
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, context: Sequence[Piece], scale: float, join: "Join"
+    ) -> Tensor:
         out, normaliser, own = _forward(query, key, value, True, scale)
-        out, normaliser, states = _with_context(query, out, normaliser, context, scale)
+        out, normaliser, states = _with_context(query, out, normaliser, context, scale, join)
         ctx.save_for_backward(query, key, value, out, normaliser)
         ctx.context, ctx.scale, ctx.own, ctx.states = context, scale, own, states
         return out
@@ -87,7 +92,7 @@ class _Joined(torch.autograd.Function):
         dq, dk, dv = _backward(grad, query, key, value, out, normaliser, ctx.own, True, ctx.scale)
         for more in _back_to_context(grad, query, out, normaliser, ctx):
             dq = dq + more
-        return dq, dk, dv, None, None
+        return dq, dk, dv, None, None, None
 
 
 class _Behind(torch.autograd.Function):
@@ -118,9 +123,15 @@ class _Behind(torch.autograd.Function):
 class _Extended(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, query: Tensor, own: Tensor, own_normaliser: Tensor, context: Sequence[Piece], scale: float
+        ctx: Any,
+        query: Tensor,
+        own: Tensor,
+        own_normaliser: Tensor,
+        context: Sequence[Piece],
+        scale: float,
+        join: "Join",
     ) -> Tensor:
-        out, normaliser, states = _with_context(query, own, own_normaliser, context, scale)
+        out, normaliser, states = _with_context(query, own, own_normaliser, context, scale, join)
         ctx.save_for_backward(query, own, own_normaliser, out, normaliser)
         ctx.context, ctx.scale, ctx.states = context, scale, states
         return out
@@ -135,11 +146,11 @@ class _Extended(torch.autograd.Function):
             dq = dq + more
         share = torch.exp(own_normaliser - normaliser)
         further = ((own.float() - out.float()) * grad.float()).sum(-1, keepdim=True)
-        return dq, (grad * share).to(own.dtype), (share * further).to(own_normaliser.dtype), None, None
+        return dq, (grad * share).to(own.dtype), (share * further).to(own_normaliser.dtype), None, None, None
 
 
 def _with_context(
-    query: Tensor, out: Tensor, normaliser: Tensor, context: Sequence[Piece], scale: float
+    query: Tensor, out: Tensor, normaliser: Tensor, context: Sequence[Piece], scale: float, join: "Join"
 ) -> tuple[Tensor, Tensor, list[Any]]:
     """And what the backward pass needs of each part."""
     states = []
@@ -147,7 +158,7 @@ def _with_context(
     for start, stop in _parts(key.shape[2]):
         more, other, state = _forward(query, key[:, :, start:stop], value[:, :, start:stop], False, scale)
         states.append(state)
-        out, normaliser = _joined(out, normaliser, more, other)
+        out, normaliser = join(out, normaliser, more, other)
     return out, normaliser, states
 
 
@@ -192,19 +203,21 @@ def _parts(length: int) -> Iterable[tuple[int, int]]:
         yield edge, length
 
 
+Join = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+"""Two outputs, each with its normaliser, as one."""
+
+
+def _join(compiled: bool) -> Join:
+    """Step by step it reads and writes everything six times."""
+    return _compiled_join() if compiled else _joined
+
+
 @cache
-def _fused() -> Any:
-    return torch.compile(_plainly_joined, dynamic=True)
+def _compiled_join() -> Join:
+    return torch.compile(_joined, dynamic=True)
 
 
 def _joined(one: Tensor, log_one: Tensor, other: Tensor, log_other: Tensor) -> tuple[Tensor, Tensor]:
-    """Compiled where it may be: step by step it reads and writes everything six times."""
-    join = _fused() if one.is_cuda else _plainly_joined
-    out, normaliser = join(one, log_one, other, log_other)
-    return out, normaliser
-
-
-def _plainly_joined(one: Tensor, log_one: Tensor, other: Tensor, log_other: Tensor) -> tuple[Tensor, Tensor]:
     both = torch.logaddexp(log_one, log_other)
     out = torch.lerp(one.float(), other.float(), torch.exp(log_other - both).float())
     return out.to(one.dtype), both

@@ -13,6 +13,7 @@ from torch import Tensor
 from polar.errors import ConfigError, PolarError
 from polar.train import grpo
 from polar.train.batch import Batch, Trained
+from polar.train.fitting import join_free_memory
 from polar.train.forest import Forest, forest, path_tree
 from polar.train.groups import Columns
 from polar.train.model import frozen_copy, load_model, trainable
@@ -53,16 +54,17 @@ class Learner:
     """Not to be used by two threads at a time."""
 
     def __init__(self, folder: Path, settings: TrainSettings) -> None:
+        join_free_memory()
         if settings.model.threads is not None:
             torch.set_num_threads(settings.model.threads)
         torch.manual_seed(settings.seed)
         self._settings = settings
         self.model = load_model(folder, settings.model)
         self.not_over_trees: str | None = None  # why the model can't run over trees, where it can't
-        self._passes = self._passes_of(self.model)
         self._initial: Passes | None = None
-        if settings.grpo.kl and settings.model.lora is None:
+        if settings.grpo.kl and settings.model.lora is None:  # first: what is kept of activations is what is left then
             self._initial = self._passes_of(frozen_copy(folder, settings.model))
+        self._passes = self._passes_of(self.model)
         self.vocabulary: int = self.model.get_input_embeddings().num_embeddings
         self._parameters = trainable(self.model)
         optimizer = settings.optimizer

@@ -53,11 +53,12 @@ class _Pass(Struct):
         self.keys[layer], self.values[layer] = key, value
         if flash.takes(query) and self.sight.narrow(window) is None:
             if self.chunk.plain:
-                return flash.joined_attention(query, key, value, self._pieces(layer, self.context), scale)
+                pieces = self._pieces(layer, self.context)
+                return flash.joined_attention(query, key, value, pieces, scale, compiled=self.sight.compiled)
             if self.within is not None and self.within.flexible(query):
                 whole, rest = _split(self.context, self.chunk.whole)
                 own = self.within.attend_normalised(query, *self._extended(layer, key, value, rest), scale)
-                return flash.extended_attention(query, *own, self._pieces(layer, whole), scale)
+                return flash.extended_attention(query, *own, self._pieces(layer, whole), scale, compiled=True)
         return self.sight.attend(query, *self._extended(layer, key, value, self.context), scale, window)
 
     def _pieces(self, layer: int, context: list["_Where"]) -> list[flash.Piece]:

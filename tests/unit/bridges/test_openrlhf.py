@@ -15,6 +15,7 @@ from polar.bridges import openrlhf, sharing
 from polar.bridges.openrlhf_engine import Front
 from polar.bridges.rollouts import Group, Rollouts
 from polar.bridges.settings import FILE
+from polar.client.calls import ClientError
 from polar.config import EngineSettings, SamplingOverrides
 from polar.engines.base import TokenPrompt
 from polar.engines.vllm import VllmEngine
@@ -151,6 +152,24 @@ async def test_the_file_that_openrlhf_loads_knows_the_trainers_labels(
     made = module.AgentExecutor()
     monkeypatch.setattr(type(made), "_serve", served)
     assert len((await executed(made, params()))[0]["traces"]) == 1
+
+
+@pytest.mark.usefixtures("asked")
+async def test_an_engine_that_could_not_be_handed_over_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    tries: list[int] = []
+
+    async def serve(*_: Any) -> None:
+        tries.append(len(tries))
+        if len(tries) == 1:
+            raise ClientError("It is away.")
+
+    made = openrlhf.agent_executor({"tasks": ["anywhere"], "name": "one"})()
+    monkeypatch.setattr(type(made), "_serve", serve)
+    with pytest.raises(ClientError):
+        await executed(made, params())
+    for _ in range(2):
+        assert len((await executed(made, params()))[0]["traces"]) == 1
+    assert tries == [0, 1]
 
 
 async def served(*_: Any) -> None: ...

@@ -91,3 +91,11 @@ def test_a_client_for_each_loop_and_settings(monkeypatch: pytest.MonkeyPatch) ->
 
     assert asyncio.run(found()) is not asyncio.run(found())
     assert len(sharing._shared) == 1  # the first loop is closed
+
+
+async def test_groups_that_nobody_finishes_are_not_kept_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sharing, "_MOST", 2)
+    groups = SharedGroups(Asked())
+    for step in range(5):
+        await one_of(groups, f"step-{step}")
+    assert [key for _, key in groups._coming] == ["step-3", "step-4"]

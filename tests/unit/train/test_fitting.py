@@ -1,0 +1,37 @@
+"""How much goes through a model at once, and how much of it is kept."""
+
+import pytest
+import torch
+
+from polar.train import fitting
+from tests.unit.train import tiny
+
+
+@pytest.fixture
+def model() -> torch.nn.Module:
+    made: torch.nn.Module = tiny.model()
+    return made
+
+
+def _bytes(model: torch.nn.Module) -> int:
+    return sum(one.numel() * one.element_size() for one in model.parameters())
+
+
+def test_what_is_kept_leaves_room_for_gradients_and_the_optimizer(
+    monkeypatch: pytest.MonkeyPatch, model: torch.nn.Module
+) -> None:
+    monkeypatch.setattr(fitting, "_free", lambda _: 3 * _bytes(model) + 10**9)
+    chunk, kept = fitting.sizes(model, None, None, fused=False)
+    assert chunk == fitting.CHUNK["cpu"]
+    model.requires_grad_(False)  # nothing of the kind will come
+    more = fitting.sizes(model, None, None, fused=False)[1]
+    assert more == pytest.approx(kept * (3 * _bytes(model) + 10**9) / 10**9, rel=1e-3)
+
+
+def test_little_memory_means_small_chunks(monkeypatch: pytest.MonkeyPatch, model: torch.nn.Module) -> None:
+    monkeypatch.setattr(fitting, "_free", lambda _: 0)
+    assert fitting.sizes(model, None, None, fused=False) == (256, 256)
+
+
+def test_who_says_is_heard(model: torch.nn.Module) -> None:
+    assert fitting.sizes(model, 77, 0, fused=True) == (77, 0)
