@@ -68,11 +68,6 @@ class EngineSettings(Section):
     continuation: Literal["auto", "sampled", "off"] = "auto"
     template_kwargs: dict[str, Any] = Field({}, description="variables of the chat template, such as enable_thinking")
     logprobs: bool = True
-    routed_experts: int | None = Field(
-        None,
-        gt=0,
-        description="for each token and layer of a mixture: SGLang is asked for them [vLLM tells by its flag]",
-    )
     sampling: SamplingOverrides = SamplingOverrides()
     timeout: float = Field(600, gt=0, description="seconds without a byte from the engine before a call is given up")
     options: dict[str, Any] = Field({}, description="settings of the engine's own kind")

@@ -127,8 +127,8 @@ def test_a_failure_of_the_engine_is_tried_again(tmp_path: Path) -> None:
 
 
 @contextlib.contextmanager
-def teacher() -> Iterator[str]:
-    command = [sys.executable, "-m", "polar.engines.scripted"]
+def teacher(*options: str) -> Iterator[str]:
+    command = [sys.executable, "-m", "polar.engines.scripted", *options]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
         assert server.stdout is not None
         try:

@@ -8,10 +8,8 @@ import re
 import signal
 import sqlite3
 import subprocess
-import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +18,7 @@ import pytest
 from polar.harnesses import load_harness
 from polar.harnesses.cache import find
 from tests.harnesses.run import POLAR, ROOT
+from tests.integration.test_offline import teacher
 from tests.unit.train import tiny
 
 pytestmark = pytest.mark.trainers
@@ -28,6 +27,7 @@ HARNESSES = ("pi", "codex", "claude_code")
 SAMPLES = 7  # of ten tasks, for each harness
 CACHE = ROOT / ".cache" / "polar-harnesses"
 TRAINERS = ROOT / ".cache" / "trainers" / "venv" / "bin" / "python"
+PLAY = ROOT / "examples" / "plays" / "right.toml"
 SFT = ROOT / "examples" / "trainers" / "trl" / "sft.py"
 HELD_OUT = ("sort-csv", "write-regex", "write-script")
 
@@ -39,18 +39,6 @@ OWN = re.compile(
     r"|\d{4}-\d\d-\d\d([T ]\d\d:\d\d(:\d\d)?(\.\d+)?Z?)?"
     r"|\d+ tokens left"  # which depends on how the times above are spelled
 )
-
-
-@contextlib.contextmanager
-def teacher() -> Iterator[str]:
-    play = ROOT / "examples" / "plays" / "right.toml"
-    command = [sys.executable, "-m", "polar.engines.scripted", "--play", str(play)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
-        assert server.stdout is not None
-        try:
-            yield server.stdout.readline().split()[-1]
-        finally:
-            server.terminate()
 
 
 def start(engine: str, data: Path, harness: str) -> subprocess.Popen[bytes]:
@@ -109,7 +97,7 @@ def killed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     missing = [name for name in HARNESSES if find(CACHE, load_harness(name)) is None]
     assert not missing, f"not installed: {', '.join(missing)} (make harnesses)"
     folder = tmp_path_factory.mktemp("offline")
-    with teacher() as engine:
+    with teacher("--play", str(PLAY)) as engine:
         collect(engine, folder / "killed", [25, 110])
         collect(engine, folder / "whole", [])
     return folder / "killed", folder / "whole"

@@ -20,7 +20,7 @@ def routed(trace: Trace) -> Experts:
     if trace.experts is None:
         raise ConfigError(
             f"The trainer replays routing, and the engine did not tell which experts {trace.session_id}'s tokens were "
-            "routed to: start it with --enable-return-routed-experts; with SGLang set [engine] routed_experts, too."
+            "routed to: start it with --enable-return-routed-experts; for SGLang set [engine] options.routed_experts."
         )
     return trace.experts
 

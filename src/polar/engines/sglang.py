@@ -12,8 +12,10 @@ import msgspec
 import numpy as np
 from msgspec import Struct, field
 
+from polar.config import EngineSettings
 from polar.engines.base import Capabilities, Chunk, Standing, TokenPrompt
 from polar.engines.vllm import MOVING, Take, VllmEngine
+from polar.errors import ConfigError
 from polar.experts import written
 from polar.types import FinishReason, Request, Usage
 
@@ -47,10 +49,14 @@ class SglangEngine(VllmEngine):
 
     streams_chat = False
 
+    def __init__(self, url: str, settings: EngineSettings) -> None:
+        super().__init__(url, settings)
+        self._experts = _experts_of(settings)  # of a token and a layer, where they are asked for
+
     async def _opened(self, call: Request, prompt: TokenPrompt) -> aiohttp.ClientResponse:
         asks = call.logprobs is not None
         fields = {"sampling_params": _parameters(call), "stream": call.stream, "return_logprob": asks}
-        if self._settings.routed_experts is not None:
+        if self._experts is not None:
             fields["return_routed_experts"] = True
         body = b'%b,"input_ids":[%b]}' % (msgspec.json.encode(fields)[:-1], prompt.json)
         response = await self._http.open("/generate", body)
@@ -72,14 +78,14 @@ class SglangEngine(VllmEngine):
         await self._http.request("POST", "/resume_memory_occupation", b"{}", timeout=MOVING)
 
     def _taker(self, *, wants: bool) -> Take:  # noqa: ARG002 (alternatives are not asked for)
-        return _Growing(self._settings.routed_experts).take
+        return _Growing(self._experts).take
 
 
 class _Growing:
     """Each event of a stream repeats everything from the first token on; what is new is handed on."""
 
-    def __init__(self, routed_experts: int | None) -> None:
-        self._routed_experts = routed_experts
+    def __init__(self, experts: int | None) -> None:
+        self._experts = experts
         self._ids = 0
         self._logprobs = 0
 
@@ -97,16 +103,26 @@ class _Growing:
             matched = meta.finish_reason.matched
             chunk.stop_sequence = matched if isinstance(matched, str) else None
             chunk.usage = Usage(meta.prompt_tokens, meta.completion_tokens, meta.cached_tokens)
-            if meta.routed_experts and self._routed_experts is not None:
+            if meta.routed_experts and self._experts is not None:
                 tokens = meta.prompt_tokens + meta.completion_tokens - 1
-                chunk.routed_experts = _experts(meta.routed_experts, tokens, self._routed_experts)
+                chunk.routed_experts = _routed(meta.routed_experts, tokens, self._experts)
 
 
-def _experts(data: str, tokens: int, each: int) -> bytes | None:
-    """As vLLM gives them: a file of tokens x layers x experts. None where they are not of so many."""
+def _experts_of(settings: EngineSettings) -> int | None:
+    each = settings.options.get("routed_experts")
+    if each is None or (isinstance(each, int) and each > 0):
+        return each
+    raise ConfigError("engine.options.routed_experts is how many experts a token has in a layer: a number, such as 8.")
+
+
+def _routed(data: str, tokens: int, each: int) -> bytes | None:
+    """As vLLM gives them: a file of tokens x layers x experts, in as few bytes as their numbers take. None where they
+    are not of so many tokens."""
     flat = np.frombuffer(base64.b64decode(data), "<i4")
     if tokens < 1 or len(flat) == 0 or len(flat) % (tokens * each):
         return None
+    if flat.min() >= 0:
+        flat = flat.astype(np.min_scalar_type(flat.max()))
     return written(flat.reshape(tokens, -1, each))
 
 

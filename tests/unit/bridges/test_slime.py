@@ -312,7 +312,9 @@ def test_routing_is_replayed() -> None:
     args = contract.arguments(use_rollout_routing_replay=True)
     given = contract.Source(TASKS, 1).get_samples(1)[0]
     made = session("a", 1.0)
-    with pytest.raises(ConfigError, match=r"which experts a's tokens were routed to.*\[engine\] routed_experts"):
+    with pytest.raises(
+        ConfigError, match=r"which experts a's tokens were routed to.*\[engine\] options\.routed_experts"
+    ):
         samples_of(args, given, [made])
     (trace,) = made.trajectory.traces
     trace.experts = np.arange(10, dtype=np.uint8).reshape(5, 1, 2)

@@ -14,7 +14,7 @@ from polar.config import EngineSettings
 from polar.engines.base import Chunk, TokenPrompt, VersionSpan
 from polar.engines.sglang import SglangEngine
 from polar.engines.vllm import VllmEngine
-from polar.errors import EngineError
+from polar.errors import ConfigError, EngineError
 from polar.experts import read
 from polar.types import Request, Sampling
 
@@ -116,7 +116,9 @@ async def test_sglangs_experts(each: int | None, shape: tuple[int, ...] | None) 
     reply = json.loads(sglang([1, 2], {"type": "stop"}))
     reply["meta_info"]["routed_experts"] = base64.b64encode(routed.tobytes()).decode()
     async with Server("/generate", [json.dumps(reply).encode()], stream=False).running() as server:
-        engine = SglangEngine(server.url, EngineSettings(kind="sglang", routed_experts=each))
+        engine = SglangEngine(
+            server.url, EngineSettings(kind="sglang", options={} if each is None else {"routed_experts": each})
+        )
         (chunk,) = await sampled(engine, request(), stream=False)
     assert server.asked[0].get("return_routed_experts", False) is (each is not None)
     if shape is None:
@@ -125,7 +127,13 @@ async def test_sglangs_experts(each: int | None, shape: tuple[int, ...] | None) 
         assert chunk.routed_experts is not None
         found = read(chunk.routed_experts, 5)
         assert found is not None
-        assert (found.shape, found.ravel().tolist()) == (shape, list(range(24)))
+        assert (found.shape, found.ravel().tolist(), found.dtype) == (shape, list(range(24)), np.uint8)
+
+
+@pytest.mark.parametrize("each", [0, "8", 2.5])
+def test_how_many_experts_is_a_number(each: Any) -> None:
+    with pytest.raises(ConfigError, match="such as 8"):
+        SglangEngine("http://127.0.0.1:1", EngineSettings(options={"routed_experts": each}))
 
 
 async def test_sglang_that_breaks_off() -> None:
