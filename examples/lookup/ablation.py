@@ -1,11 +1,11 @@
 """What builders cost end to end: the same training with `per_request`, `prefix_merging` and `prefix_tree`.
 
-    python examples/lookup/ablation.py FOLDER [--turns 24] [--tokens 8] [--steps 8] [--update-tokens 32768]
+    python examples/lookup/ablation.py FOLDER [--turns 12] [--tokens 8] [--steps 6] [--update-tokens 98304]
 
 Sampling and training run asynchronously, as always. An update of the weights computes about as many tokens whatever the
-builder, so one that hands out every context again and again takes more updates for the same sessions. Told are the
-updates, the minutes, and the share of the time in which the GPU was busy, all without the first step, which has nothing
-to compute while the first sessions run. FOLDER/ablation.json has everything.
+builder, one group at least, so one that hands out every context again and again takes more updates for the same
+sessions. Told are the updates, the time, and the share of it in which the GPU was busy, all without the first step,
+which has nothing to compute while the first sessions run, and compiles. FOLDER/ablation.json has everything.
 """
 
 import argparse
@@ -62,7 +62,7 @@ def settings(folder: Path, builder: str, wanted: argparse.Namespace) -> TrainSet
             "optimizer": {"lr": 1e-6, "update_tokens": wanted.update_tokens},
             "checkpoint": {"every": 1000},
             "polar": {
-                "engine": {"options": {"context_length": 8192, "memory_gib": wanted.memory, "dtype": wanted.dtype}},
+                "engine": {"options": {"context_length": 4096, "memory_gib": wanted.memory, "dtype": wanted.dtype}},
                 "node": {"run_workers": 64, "init_workers": 8, "postrun_workers": 8},
             },
         }
@@ -96,14 +96,14 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--builder", action="append", choices=BUILDERS, help="only this one")
     parser.add_argument("--model", type=Path, help="a model's folder [the demo's]")
-    parser.add_argument("--compiled", action="store_true", help="worth it for large models")
+    parser.add_argument("--compiled", action=argparse.BooleanOptionalAction, default=True, help="for CUDA alone")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--memory", type=float, default=16, help="GiB of the engine's keys and values")
-    parser.add_argument("--turns", type=int, default=24, help="of a session")
+    parser.add_argument("--turns", type=int, default=12, help="of a session")
     parser.add_argument("--tokens", type=int, default=8, help="sampled in a turn, at most")
-    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--groups", type=int, default=8, help="of 8 sessions, in a step")
-    parser.add_argument("--update-tokens", type=int, default=32768)
+    parser.add_argument("--update-tokens", type=int, default=98304)
     wanted = parser.parse_args()
     told = []
     for builder in wanted.builder or BUILDERS:

@@ -30,6 +30,8 @@ Progress = Callable[[str], None]
 
 TRL = "TRL"
 ALL = (*BUILDERS, TRL)
+SHORT = 6.0
+"""Seconds: what a step takes once, for memory that it never had before, counts in a shorter one."""
 
 
 class Plan(Struct, frozen=True):
@@ -41,7 +43,7 @@ class Plan(Struct, frozen=True):
     limit: float = 120.0  # seconds that a step may take; what takes longer is sampled
     sample: float = 15.0  # seconds' worth of a sample
     seconds: float | None = None  # of the whole run: no cell is begun that would take it beyond
-    rounds: int = 1  # of each cell; the quickest counts
+    rounds: int = 1  # of each cell of a group whose first step is short (of a sample 2 at least); the quickest counts
 
 
 class Counted(Struct):
@@ -213,6 +215,7 @@ class _Group:
         self._plan = plan
         self._until = until
         self._unique = BUILDERS["prefix_tree"](group).tokens
+        self._rounds: int | None = None  # of each cell
         self._logprobs: Floats | None = None  # of the first cell that was timed whole, by the tokens' numbers
 
     def cell(self, name: str, before: Sequence[Cell]) -> Cell:
@@ -259,7 +262,11 @@ class _Group:
             raise BenchError(f"there was no time left: it takes about {work / rate:.0f} s")
 
     def _cell(self, counted: Counted, step: Callable[[], "Stepped"], batch: Batch, share: float) -> Cell:
-        steps = [step() for _ in range(self._plan.rounds)]
+        steps = [step()]
+        if self._rounds is None:
+            self._rounds = self._plan.rounds if steps[0].seconds < SHORT else 1
+        rounds = self._rounds if share == 1 else max(2, self._rounds)  # a sample is short
+        steps += [step() for _ in range(rounds - 1)]
         return Cell(
             counted=counted,
             rounds=[it.seconds for it in steps],

@@ -232,7 +232,9 @@ def service(quick: bool, postgres: str | None, peer_pythons: tuple[Path, ...], a
 @click.option("--limit", default=120.0, show_default=True, help="seconds of a step; what takes longer is sampled")
 @click.option("--sample", default=15.0, show_default=True, help="seconds' worth of sequences that a sample has")
 @click.option("--seconds", type=float, help="of the whole run: what would take it beyond is left out, and says so")
-@click.option("--rounds", default=1, show_default=True, help="steps of each kind; the quickest counts")
+@click.option(
+    "--rounds", default=1, show_default=True, help="steps of each kind, where one is short (6 s); the quickest counts"
+)
 @click.option("--chunk-tokens", type=int, help="that go through the model at once")
 @click.option("--kept-tokens", type=int, help="whose activations are kept")
 @click.option("--count", "rate", type=float, metavar="TFLOPS", help="only count, and tell the time at such a rate")

@@ -68,11 +68,12 @@ def cut(forest: Forest, chunk_tokens: int, kept_tokens: int) -> list[Chunk]:
         return made
 
     def cost(chunks: list[Chunk]) -> float:
-        """In tokens: a forward pass is a third of all, and a chunk costs something however short it is."""
-        return sum(len(chunk) for chunk in chunks if not chunk.kept) / 3 + len(chunks) * chunk_tokens / 16
+        """In tokens: a forward pass is a third of all, and a short chunk takes as long as a longer one (see CHUNK in
+        fitting.py)."""
+        return sum(max(len(chunk), chunk_tokens / 5) * (1 if chunk.kept else 4 / 3) for chunk in chunks)
 
     pieces = chunk_tokens, max(1, chunk_tokens // 2)
-    ways = [_Way(few, piece) for few in (chunk_tokens // 16, 0) for piece in pieces]
+    ways = [_Way(few, piece) for few in (chunk_tokens // 8, chunk_tokens // 16, 0) for piece in pieces]
     return min(map(chunks, ways), key=cost)
 
 

@@ -1,6 +1,7 @@
 """How many tokens a machine holds on their way through a model, and what makes them take less."""
 
 import os
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,8 @@ _SHARE = {"cuda": 0.75, "cpu": 0.3}
 """Of the memory that is left: keys, values, their gradients and logits need some too."""
 _VARIANTS = 64
 """Of a compiled function."""
+_ROTATION = "apply_rotary_pos_emb"
+_COMPILED = "_compiled_by_polar"
 
 
 def sizes(model: Any, chunk_tokens: int | None, kept_tokens: int | None, *, fused: bool) -> tuple[int, int]:
@@ -34,14 +37,21 @@ def join_free_memory() -> None:
 
 
 def fuse(model: Any) -> None:
-    """Norms and feed-forward parts are chains of small steps, each of which reads and writes all activations: compiled
-    they are one, and keep a third less for the backward pass."""
+    """Norms, feed-forward parts and rotations are chains of small steps, each of which reads and writes all
+    activations: compiled they are one, and keep a third less for the backward pass."""
     # All modules of a class share one function: each width, rank, type and gradient mode of theirs compiles it once
     # more. Beyond a limit (8, as PyTorch has it) a function silently runs uncompiled again, and takes twice the memory.
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _VARIANTS)
     for module in model.modules():
         if type(module).__name__.endswith(("RMSNorm", "MLP")):
             module.compile(dynamic=True)
+    # Rotations of queries and keys are a function that the model's attention finds in its own Python module.
+    for place in {sys.modules[type(module).__module__] for module in model.modules()}:
+        rotate = getattr(place, _ROTATION, None)
+        if rotate is not None and not hasattr(rotate, _COMPILED):
+            rotate = torch.compile(rotate, dynamic=True)
+            setattr(rotate, _COMPILED, True)
+            setattr(place, _ROTATION, rotate)
 
 
 def _bytes(model: Any, fused: bool) -> float:

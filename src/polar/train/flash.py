@@ -6,13 +6,12 @@ normaliser, and so gives exactly its part of the gradient. What comes back to a 
 no copy of a long one is kept.
 
 cuDNN's kernel is the fastest on Hopper, by far, but needs a plan of its own for every pair of lengths (0.14 s on an
-H200). So lengths are made round: queries are filled up, and what is left of the context goes to the other kernel.
-
-A short context needs no call of its own: it goes before the queries' own keys, and as many queries that nobody asked
-for go before the queries, so that all of it is one path.
+H200). So lengths are made round: queries are filled up, and of the context a round part has a call of its own. What is
+left of it, or all of it where it is short, goes before the queries' own keys, and as many queries that nobody asked for
+go before the queries, so that all of this is one path.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
@@ -47,28 +46,23 @@ def joined_attention(
     query: Tensor, key: Tensor, value: Tensor, context: Sequence[Piece], scale: float, *, compiled: bool = False
 ) -> Tensor:
     """`key` and `value` are those of the queries themselves."""
-    count = query.shape[2]
-    before = sum(piece.key.shape[2] for piece in context)
-    apply: Any
-    if 0 < before <= count // SHORT:
-        apply = _Behind.apply
-        behind: Tensor = apply(query, key, value, context, scale)
-        return behind
-    fill = (0, 0, 0, -count % QUERIES)  # behind all others, where none of them looks
-    filled = [functional.pad(tensor, fill) for tensor in (query, key, value)] if fill[-1] else (query, key, value)
-    apply = _Joined.apply
-    result: Tensor = apply(*filled, context, scale, _join(compiled))
-    return result[:, :, :count]
+    apply: Any = _Joined.apply
+    result: Tensor = apply(query, key, value, context, scale, _join(compiled))
+    return result
+
+
+def round_part(context: int) -> int:
+    """How much of a context of such a length can have calls of its own."""
+    return context - context % KEYS
 
 
 def extended_attention(
     query: Tensor, out: Tensor, normaliser: Tensor, context: Sequence[Piece], scale: float, *, compiled: bool = False
 ) -> Tensor:
-    """`out` and `normaliser` ([1, heads, queries]) are what somebody else's attention says of other keys."""
+    """`out` and `normaliser` ([1, heads, queries]) are what somebody else's attention says of other keys. The context
+    has a round length: see `round_part`."""
     count = query.shape[2]
-    fill = (0, 0, 0, -count % QUERIES)
-    given = (query, out, normaliser[..., None])
-    filled = [functional.pad(tensor, fill) if fill[-1] else tensor for tensor in given]
+    filled = [_filled(tensor, 0, -count % QUERIES) for tensor in (query, out, normaliser[..., None])]
     apply: Any = _Extended.apply
     result: Tensor = apply(*filled, context, scale, _join(compiled))
     return result[:, :, :count]
@@ -79,45 +73,38 @@ class _Joined(torch.autograd.Function):
     def forward(
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, context: Sequence[Piece], scale: float, join: "Join"
     ) -> Tensor:
-        out, normaliser, own = _forward(query, key, value, True, scale)
-        out, normaliser, states = _with_context(query, out, normaliser, context, scale, join)
-        ctx.save_for_backward(query, key, value, out, normaliser)
-        ctx.context, ctx.scale, ctx.own, ctx.states = context, scale, own, states
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, out, normaliser = ctx.saved_tensors
-        grad = grad.contiguous()
-        dq, dk, dv = _backward(grad, query, key, value, out, normaliser, ctx.own, True, ctx.scale)
-        for more in _back_to_context(grad, query, out, normaliser, ctx):
-            dq = dq + more
-        return dq, dk, dv, None, None, None
-
-
-class _Behind(torch.autograd.Function):
-    """Of queries behind a short context."""
-
-    @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, context: Sequence[Piece], scale: float) -> Tensor:
         keys, values = _gathered(context, query)
         before, count = keys.shape[2], query.shape[2]
-        fill = -(before + count) % QUERIES
-        query = functional.pad(query, (0, 0, before, fill))
-        key, value = (functional.pad(torch.cat(both, 2), (0, 0, 0, fill)) for both in ((keys, key), (values, value)))
-        out, normaliser, state = _forward(query, key, value, True, scale)
+        edge = 0 if before <= count // SHORT else round_part(before)
+        rest = before - edge
+        # Behind all others none of them looks.
+        ctx.edge, ctx.own, fill = edge, slice(rest, rest + count), -(rest + count) % QUERIES
+        query = _filled(query, rest, fill)
+        key, value = (
+            _filled(torch.cat([theirs[:, :, edge:], own], 2) if rest else own, 0, fill)
+            for theirs, own in ((keys, key), (values, value))
+        )
+        out, normaliser, ctx.state = _forward(query, key, value, True, scale)
+        if edge:
+            more, other, ctx.whole_state = _forward(query, keys[:, :, :edge], values[:, :, :edge], False, scale)
+            out, normaliser = join(out, normaliser, more, other)
         ctx.save_for_backward(query, key, value, out, normaliser)
-        ctx.context, ctx.scale, ctx.state, ctx.before, ctx.fill = context, scale, state, before, fill
-        return out[:, :, before : before + count]
+        ctx.context, ctx.scale = context, scale
+        return out[:, :, ctx.own]
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, out, normaliser = ctx.saved_tensors
-        own = slice(ctx.before, query.shape[2] - ctx.fill)
-        grad = functional.pad(grad, (0, 0, ctx.before, ctx.fill))  # nothing comes from where nobody asked
+        # Nothing comes from where nobody asked.
+        grad = _filled(grad, ctx.own.start, query.shape[2] - ctx.own.stop).contiguous()
         dq, dk, dv = _backward(grad, query, key, value, out, normaliser, ctx.state, True, ctx.scale)
-        _give_back(ctx.context, 0, dk[:, :, : ctx.before], dv[:, :, : ctx.before])
-        return dq[:, :, own], dk[:, :, own], dv[:, :, own], None, None
+        _give_back(ctx.context, ctx.edge, dk[:, :, : ctx.own.start], dv[:, :, : ctx.own.start])
+        if ctx.edge:
+            keys, values = (tensor[:, :, : ctx.edge] for tensor in _gathered(ctx.context, query))
+            more, *theirs = _backward(grad, query, keys, values, out, normaliser, ctx.whole_state, False, ctx.scale)
+            _give_back(ctx.context, 0, *theirs)
+            dq = dq + more
+        return dq[:, :, ctx.own], dk[:, :, ctx.own], dv[:, :, ctx.own], None, None, None
 
 
 class _Extended(torch.autograd.Function):
@@ -131,9 +118,10 @@ class _Extended(torch.autograd.Function):
         scale: float,
         join: "Join",
     ) -> Tensor:
-        out, normaliser, states = _with_context(query, own, own_normaliser, context, scale, join)
+        more, other, ctx.state = _forward(query, *_gathered(context, query), False, scale)
+        out, normaliser = join(own, own_normaliser, more, other)
         ctx.save_for_backward(query, own, own_normaliser, out, normaliser)
-        ctx.context, ctx.scale, ctx.states = context, scale, states
+        ctx.context, ctx.scale = context, scale
         return out
 
     @staticmethod
@@ -141,36 +129,17 @@ class _Extended(torch.autograd.Function):
         """The joint output is a mean of the parts, weighed by their normalisers' shares."""
         query, own, own_normaliser, out, normaliser = ctx.saved_tensors
         grad = grad.contiguous()
-        dq = torch.zeros_like(query)
-        for more in _back_to_context(grad, query, out, normaliser, ctx):
-            dq = dq + more
+        keys, values = _gathered(ctx.context, query)
+        dq, *theirs = _backward(grad, query, keys, values, out, normaliser, ctx.state, False, ctx.scale)
+        _give_back(ctx.context, 0, *theirs)
         share = torch.exp(own_normaliser - normaliser)
         further = ((own.float() - out.float()) * grad.float()).sum(-1, keepdim=True)
         return dq, (grad * share).to(own.dtype), (share * further).to(own_normaliser.dtype), None, None, None
 
 
-def _with_context(
-    query: Tensor, out: Tensor, normaliser: Tensor, context: Sequence[Piece], scale: float, join: "Join"
-) -> tuple[Tensor, Tensor, list[Any]]:
-    """And what the backward pass needs of each part."""
-    states = []
-    key, value = _gathered(context, query)
-    for start, stop in _parts(key.shape[2]):
-        more, other, state = _forward(query, key[:, :, start:stop], value[:, :, start:stop], False, scale)
-        states.append(state)
-        out, normaliser = join(out, normaliser, more, other)
-    return out, normaliser, states
-
-
-def _back_to_context(grad: Tensor, query: Tensor, out: Tensor, normaliser: Tensor, ctx: Any) -> Iterable[Tensor]:
-    """Gradients of the queries, part by part; those of keys and values go where they belong."""
-    key, value = _gathered(ctx.context, query)
-    for (start, stop), state in zip(_parts(key.shape[2]), ctx.states, strict=True):
-        more, dk, dv = _backward(
-            grad, query, key[:, :, start:stop], value[:, :, start:stop], out, normaliser, state, False, ctx.scale
-        )
-        _give_back(ctx.context, start, dk, dv)
-        yield more
+def _filled(tensor: Tensor, before: int, behind: int) -> Tensor:
+    """With so many zeros before and behind its tokens."""
+    return functional.pad(tensor, (0, 0, before, behind)) if before or behind else tensor
 
 
 def _give_back(context: Sequence[Piece], start: int, dk: Tensor, dv: Tensor) -> None:
@@ -192,15 +161,6 @@ def _gathered(context: Sequence[Piece], query: Tensor) -> tuple[Tensor, Tensor]:
     if len(context) == 1:
         return context[0].key, context[0].value
     return torch.cat([piece.key for piece in context], 2), torch.cat([piece.value for piece in context], 2)
-
-
-def _parts(length: int) -> Iterable[tuple[int, int]]:
-    """One of a round length, and what is left."""
-    edge = length - length % KEYS
-    if edge:
-        yield 0, edge
-    if edge < length:
-        yield edge, length
 
 
 Join = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -228,11 +188,6 @@ def _joined(one: Tensor, log_one: Tensor, other: Tensor, log_other: Tensor) -> t
 
 def _forward(query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor, Any]:
     """Output, normaliser, and what the backward pass is to be given besides."""
-    if key.shape[2] % KEYS and not causal:
-        out, normaliser, *state = _aten._scaled_dot_product_flash_attention(
-            query, key, value, 0.0, causal, False, scale=scale
-        )
-        return out, normaliser[..., None], state[:6]
     out, normaliser, *state = _aten._scaled_dot_product_cudnn_attention(
         query, key, value, None, True, 0.0, causal, False, scale=scale
     )
@@ -252,13 +207,7 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     lengths_q, lengths_k, most_q, most_k, seed, offset = state
     lengths = lengths_q, lengths_k, most_q, most_k
-    back: tuple[Tensor, Tensor, Tensor]
-    if key.shape[2] % KEYS and not causal:
-        back = _aten._scaled_dot_product_flash_attention_backward(
-            grad, query, key, value, out, normaliser[..., 0], *lengths, 0.0, causal, seed, offset, scale=scale
-        )
-    else:
-        back = _aten._scaled_dot_product_cudnn_attention_backward(
-            grad, query, key, value, out, normaliser, seed, offset, None, *lengths, 0.0, causal, scale=scale
-        )
+    back: tuple[Tensor, Tensor, Tensor] = _aten._scaled_dot_product_cudnn_attention_backward(
+        grad, query, key, value, out, normaliser, seed, offset, None, *lengths, 0.0, causal, scale=scale
+    )
     return back

@@ -19,6 +19,11 @@ Indices = NDArray[np.int64]
 Floats = NDArray[np.float32]
 
 
+_TINY, _LONG = 16, 1024
+"""Tokens. Replies often begin with the same word or two. A node of so few, with long branches below it, would go
+through the model by itself, which takes as long for one token as for thousands, or have one branch wait for others."""
+
+
 class Tree(Struct):
     """Node i's ids are `ids[starts[i]:starts[i + 1]]`, below node `parents[i]` (ROOT for none), which stands before it.
 
@@ -60,7 +65,7 @@ class Forest(Struct):
 def forest(trees: Sequence[Tree]) -> Forest:
     """Of a node's children, those that branch are packed first, the largest before the others: so what waits for others
     stands together, and the rest, which is done with at once, behind it."""
-    packed = [_pack(tree) for tree in trees]
+    packed = [_pack(_parted(tree)) for tree in trees]
     offsets = np.cumsum([0, *(len(one) for one in packed)])
     if offsets[-1] >= 2**31:
         raise ValueError(f"{offsets[-1]} tokens are too many for one pass: 2^31 - 1 at most.")
@@ -84,6 +89,51 @@ def forest(trees: Sequence[Tree]) -> Forest:
 def path_tree(ids: Ints, tokens: Indices, temperature: Floats) -> Tree:
     """A trace: one path."""
     return Tree(ids, np.array([0, len(ids)], np.int64), np.array([ROOT], np.int32), tokens, temperature)
+
+
+def _parted(tree: Tree) -> Tree:
+    """Without tiny nodes above long branches: these have their tokens again, and only the first is asked for them."""
+    tiny = _tiny(tree)
+    if not tiny.any():
+        return tree
+    number = np.cumsum(~tiny) - 1
+    parents, nodes = [], []
+    for node in np.flatnonzero(~tiny):
+        own = np.arange(tree.starts[node], tree.starts[node + 1])
+        parent = tree.parents[node]
+        if parent != ROOT and tiny[parent]:
+            own = np.concatenate([np.arange(tree.starts[parent], tree.starts[parent + 1]), own])
+            parent = tree.parents[parent]
+        nodes.append(own)
+        parents.append(ROOT if parent == ROOT else number[parent])
+    origin = np.concatenate(nodes)
+    where = np.empty(len(tree.ids), np.int64)
+    where[origin[::-1]] = np.arange(len(origin))[::-1]  # the first is written last
+    return Tree(
+        ids=tree.ids[origin],
+        starts=np.cumsum([0, *map(len, nodes)]).astype(np.int64),
+        parents=np.array(parents, np.int32),
+        tokens=where[tree.tokens],
+        temperature=tree.temperature,
+    )
+
+
+def _tiny(tree: Tree) -> NDArray[np.bool_]:
+    """Which nodes are, above two branches or more that are all long; but not one right below another."""
+    lengths = np.diff(tree.starts)
+    sizes = lengths.astype(np.int64)  # of subtrees
+    children = np.zeros(len(lengths), np.int64)
+    shortest = np.full(len(lengths), _LONG, np.int64)
+    for node in range(len(lengths) - 1, -1, -1):
+        parent = int(tree.parents[node])
+        if parent != ROOT:
+            sizes[parent] += sizes[node]
+            children[parent] += 1
+            shortest[parent] = min(shortest[parent], sizes[node])
+    tiny: NDArray[np.bool_] = (lengths > 0) & (lengths <= _TINY) & (children > 1) & (shortest >= _LONG)
+    for one in np.flatnonzero(tiny):
+        tiny[one] = tree.parents[one] == ROOT or not tiny[tree.parents[one]]
+    return tiny
 
 
 def _pack(tree: Tree) -> Forest:

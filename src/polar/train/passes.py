@@ -56,7 +56,7 @@ class _Pass(Struct):
                 pieces = self._pieces(layer, self.context)
                 return flash.joined_attention(query, key, value, pieces, scale, compiled=self.sight.compiled)
             if self.within is not None and self.within.flexible(query):
-                whole, rest = _split(self.context, self.chunk.whole)
+                whole, rest = _split(self.context, flash.round_part(self.chunk.whole))
                 own = self.within.attend_normalised(query, *self._extended(layer, key, value, rest), scale)
                 return flash.extended_attention(query, *own, self._pieces(layer, whole), scale, compiled=True)
         return self.sight.attend(query, *self._extended(layer, key, value, self.context), scale, window)
@@ -207,7 +207,8 @@ class TreeModel:
         def sight(skip: int) -> Sight:
             return Sight.of(forest, chunk, self._device, compiled=self._compiled, skip=skip)
 
-        within = sight(chunk.whole) if chunk.whole and self._compiled else None
+        whole = flash.round_part(chunk.whole)
+        within = sight(whole) if whole and self._compiled else None
         return _Pass(chunk, sight(0), context, within, recurrence)
 
     def _forward(self, forest: Forest, one: _Pass) -> None:

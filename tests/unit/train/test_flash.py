@@ -47,6 +47,8 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     told: list[bool] = []
 
     def forward(query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor, Any]:
+        assert not query.shape[2] % flash.QUERIES
+        assert not key.shape[2] % (flash.QUERIES if causal else flash.KEYS)
         told.append(causal)
         return _forward(query, key, value, causal, scale)
 
@@ -106,15 +108,18 @@ def test_the_parts_are_the_whole(lengths: list[int], count: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("lengths", "causal"), [([], [True]), ([2, 1, 3], [True]), ([7], [True, False]), ([20], [True, False, False])]
+    ("lengths", "causal"),
+    [([], [True]), ([2, 1, 3], [True]), ([7], [True]), ([20], [True, False]), ([9, 30], [True, False])],
 )
-def test_a_short_context_needs_no_call_of_its_own(calls: list[bool], lengths: list[int], causal: list[bool]) -> None:
+def test_what_is_short_of_a_context_needs_no_call_of_its_own(
+    calls: list[bool], lengths: list[int], causal: list[bool]
+) -> None:
     given = Given(lengths, 24)
     flash.joined_attention(given.query, given.key, given.value, given.pieces, 0.3)
     assert calls == causal
 
 
-@pytest.mark.parametrize("lengths", [[16], [5], [7, 40, 3]])
+@pytest.mark.parametrize("lengths", [[16], [5, 11], [7, 40, 1]])
 @pytest.mark.parametrize("count", [24, 8, 13])
 def test_somebody_elses_attention_is_a_part_like_others(lengths: list[int], count: int) -> None:
     """Of queries that do not all see the same of each other: here, every other one is hidden."""

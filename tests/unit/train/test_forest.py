@@ -1,14 +1,29 @@
+from collections.abc import Iterator
+
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from polar.train import forest as forest_module
 from polar.train.cutting import cut
 from polar.train.forest import Forest, Tree, forest
 from polar.trajectory.tree import ROOT
 from tests.unit.train.trees import before, trees
 
 
+@pytest.fixture(params=["as they are", "parted"])
+def parting(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Trees are small here: what counts as tiny, and as long, has to be so as well."""
+    with pytest.MonkeyPatch.context() as patch:
+        if request.param == "parted":
+            patch.setattr(forest_module, "_TINY", 5)
+            patch.setattr(forest_module, "_LONG", 3)
+        yield
+
+
+@pytest.mark.usefixtures("parting")
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])  # it is the same for all examples
 @given(st.lists(trees(), max_size=3))
 def test_every_path_is_there_and_sees_itself_alone(given: list[Tree]) -> None:
     packed = forest(given)
@@ -108,12 +123,24 @@ def test_few_tokens_before_a_branching_go_with_the_trunk() -> None:
 
 
 def test_a_few_tokens_are_a_chunk_where_others_would_wait_with_them() -> None:
-    """There are two such beginnings, and one trunk. With memory for all it is cheaper to wait."""
-    packed = _drawn([64, 1, 50, 40, 1, 30, 30], [ROOT, 0, 1, 1, 0, 4, 4])
-    roomy, narrow = ([len(chunk) for chunk in cut(packed, 64, budget)] for budget in (1000, 60))
-    assert 31 in roomy
-    assert 31 not in narrow
+    """There are three such beginnings, and one trunk. With memory for all it is cheaper to wait."""
+    packed = _drawn([64, 1, 50, 40, 1, 60, 60, 1, 60, 60], [ROOT, 0, 1, 1, 0, 4, 4, 0, 7, 7])
+    roomy, narrow = ([len(chunk) for chunk in cut(packed, 64, budget)] for budget in (1000, 62))
+    assert 61 in roomy
+    assert 61 not in narrow
     assert 1 in narrow
+
+
+def test_words_that_long_replies_begin_with_are_computed_in_each_of_them() -> None:
+    """By themselves they would take as long as a thousand tokens, or have one reply wait for the other."""
+    long, tiny = forest_module._LONG, forest_module._TINY
+    lengths = [long, tiny, long, long]
+    packed = _drawn(lengths, [ROOT, 0, 1, 1])
+    assert len(packed) == sum(lengths) + tiny
+    assert packed.before[[long, 2 * long + tiny]].tolist() == [long - 1, long - 1]
+    for others in ([long, tiny + 1, long, long], [long, tiny, long, long - 1]):
+        assert len(_drawn(others, [ROOT, 0, 1, 1])) == sum(others)
+    assert len(_drawn([long, tiny, 2 * long], [ROOT, 0, 1])) == 3 * long + tiny  # there is nothing to part
 
 
 def test_a_token_without_anything_before_it_is_refused() -> None:

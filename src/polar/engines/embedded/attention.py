@@ -1,16 +1,20 @@
 """Attention over slots, as Hugging Face's models call it.
 
 A pass of the model has the tokens of many sequences in one row: first one token each of those that are being sampled,
-then pieces of prompts. The former attend together, in one product over their slots; the latter each by themselves. So
-nobody's keys are multiplied with another one's queries, and nothing is copied: the slots between the first and the last
-in question are read as they lie, where they are not too many.
+then pieces of prompts. The former attend together, in one product over their slots; on a GPU, where every call costs
+more than what it computes, so do pieces of about the same length. So nobody's keys are multiplied with another one's
+queries, and where slots lie side by side, or each piece goes by itself, nothing is copied.
 """
 
+from collections.abc import Sequence
 from importlib import import_module
+from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import torch
-from msgspec import Struct
+from msgspec import Struct, field
+from numpy.typing import NDArray
 from torch.nn.functional import scaled_dot_product_attention
 
 from polar.engines.embedded.slots import Slots
@@ -19,61 +23,127 @@ from polar.errors import ConfigError
 NAME = "polar_slots"
 _SPARSE = 4
 """So many times more slots than are asked for are read, rather than copied together."""
+_PADDED = 2
+"""Pieces are padded to at most so many times their tokens, to attend together."""
+_SCORES = 2**26
+"""Queries times keys that pieces which attend together have, at most: their mask takes memory."""
+_ALIGNED = 8
+"""Keys that a mask's rows are padded to: the kernels want it so, and would copy it in every layer."""
 
 
-class Singles(Struct):
-    """Sequences with one token in this pass."""
-
-    slots: torch.Tensor  # theirs
-    positions: torch.Tensor  # of the token in its sequence
-    rows: slice | torch.Tensor  # the slots that are read
-    inside: torch.Tensor  # where theirs are among these
-    seen: torch.Tensor  # [rows, keys]
-    at: torch.Tensor  # [rows, 1]: the positions, by row
-
-    @property
-    def longest(self) -> int:
-        return self.seen.shape[1]
-
-
-class Piece(Struct):
+class Part(Struct):
     """Tokens `start` to `stop` (exclusive) of the sequence in a slot."""
 
     slot: int
     start: int
     stop: int
+
+    @property
+    def count(self) -> int:
+        return self.stop - self.start
+
+
+class Together(Struct):
+    """Parts that attend in one product, each in a row of its own."""
+
+    tokens: slice  # theirs, in the pass
+    rows: slice | torch.Tensor  # the slots that are read
+    row: torch.Tensor  # of each token, among these
+    column: torch.Tensor  # of each token, among its row's queries
+    at: torch.Tensor  # [rows, queries]: the positions
+    longest: int  # keys
+    _biases: dict[tuple[int, int | None], torch.Tensor] = field(default_factory=dict)
+
+    def bias(self, shared: int, window: int | None, dtype: torch.dtype) -> torch.Tensor:
+        """[rows, 1, queries x shared, keys]: 0 for what is seen. The same in all layers of a kind."""
+        if (shared, window) not in self._biases:
+            length = -self.longest % _ALIGNED + self.longest
+            keys = torch.arange(length, device=self.at.device)
+            seen = keys <= self.at[:, :, None]
+            if window is not None:
+                seen &= keys > self.at[:, :, None] - window
+            bias = torch.zeros(seen.shape, device=seen.device, dtype=dtype).masked_fill_(~seen, -torch.inf)
+            rows, queries = self.at.shape
+            if queries > 1:
+                bias = bias[:, :, None].expand(-1, -1, shared, -1).reshape(rows, queries * shared, length)
+            self._biases[shared, window] = bias[:, None, :, : self.longest]
+        return self._biases[shared, window]
+
+
+class Alone(Struct):
+    """A part that attends by itself."""
+
+    tokens: slice
+    part: Part
     at: torch.Tensor  # [tokens, 1]: their positions
     seen: torch.Tensor  # [tokens, keys]
 
 
 class Plan(Struct):
-    """What stands where in a pass: the singles first, then the pieces in their order."""
+    """What stands where in a pass."""
 
     slots: Slots
-    singles: Singles | None
-    pieces: list[Piece]
+    slot: torch.Tensor  # of each token
+    position: torch.Tensor
+    groups: list[Together | Alone]
 
 
-def singles(slots: list[int], positions: list[int], device: Any) -> Singles | None:
-    if not slots:
-        return None
-    first, last = min(slots), max(slots)
-    places = torch.tensor(slots, device=device)
+def plan(slots: Slots, parts: Sequence[Part], device: torch.device, alone: bool) -> Plan:
+    """Of a pass with these parts: those with a single token first, then others by their lengths. `alone`: the latter
+    each by itself."""
+    counts = [part.count for part in parts]
+    positions = np.concatenate([np.arange(part.start, part.stop) for part in parts])
+    groups: list[Together | Alone] = []
+    first = 0
+    for begin, end in pairwise(_cuts(parts, alone)):
+        group = parts[begin:end]
+        tokens = slice(first, first := first + sum(counts[begin:end]))
+        if end - begin == 1 and group[0].count > 1:
+            at = torch.arange(group[0].start, group[0].stop, device=device)[:, None]
+            groups.append(Alone(tokens, group[0], at, torch.arange(group[0].stop, device=device) <= at))
+        else:
+            groups.append(_together(tokens, group, device))
+    places = np.repeat([part.slot for part in parts], counts)
+    return Plan(slots, torch.from_numpy(places).to(device), torch.from_numpy(positions).to(device), groups)
+
+
+def _cuts(parts: Sequence[Part], alone: bool) -> list[int]:
+    """Where groups of parts begin, and the end of the last."""
+    cuts = [0]
+    tokens = longest = 0
+    for place, part in enumerate(parts):
+        fits = part.count == 1 or not (
+            alone
+            or parts[cuts[-1]].count == 1
+            or part.count * (place + 1 - cuts[-1]) > _PADDED * (tokens + part.count)
+            or part.count * (place + 1 - cuts[-1]) * max(longest, part.stop) > _SCORES
+        )
+        if place and not fits:
+            cuts.append(place)
+            tokens = longest = 0
+        tokens, longest = tokens + part.count, max(longest, part.stop)
+    return [*cuts, len(parts)]
+
+
+def _together(tokens: slice, parts: Sequence[Part], device: torch.device) -> Together:
+    places = np.array([part.slot for part in parts])
+    counts = [part.count for part in parts]
+    queries = max(counts)
+    first, last = int(places.min()), int(places.max())
     rows: slice | torch.Tensor
-    if last - first < _SPARSE * len(slots):
-        rows, inside, count = slice(first, last + 1), places - first, last + 1 - first
+    if last - first < (_SPARSE if queries == 1 else 1) * len(parts):
+        rows, own, count = slice(first, last + 1), places - first, last + 1 - first
     else:
-        rows, inside, count = places, torch.arange(len(slots), device=device), len(slots)
-    own = torch.tensor(positions, device=device)
-    at = torch.zeros(count, 1, device=device, dtype=own.dtype)  # a row that is nobody's sees its first key
-    at[inside, 0] = own
-    seen = torch.arange(max(positions) + 1, device=device) <= at
-    return Singles(places, own, rows, inside, seen, at)
+        rows, own, count = torch.from_numpy(places).to(device), np.arange(len(parts)), len(parts)
+    row = np.repeat(own, counts)
+    column = np.concatenate([np.arange(count) for count in counts])
+    at = np.zeros((count, queries), np.int64)  # what is nobody's sees its slot's first key
+    at[row, column] = np.repeat([part.start for part in parts], counts) + column
 
+    def there(array: NDArray[Any]) -> torch.Tensor:
+        return torch.from_numpy(array).to(device)
 
-def piece(slot: int, start: int, stop: int, device: Any) -> Piece:
-    at = torch.arange(start, stop, device=device)[:, None]
-    return Piece(slot, start, stop, at, torch.arange(stop, device=device) <= at)
+    return Together(tokens, rows, there(row), there(column), there(at), longest=max(part.stop for part in parts))
 
 
 def register() -> None:
@@ -98,24 +168,19 @@ def _attend(
     if plan is None or any(others.get(name) is not None for name in ("softcap", "s_aux")):
         raise ConfigError("The embedded engine can't compute this model's attention: serve it with vLLM.")
     keys, values = plan.slots.layer(module.layer_idx, key, value)
-    parts = []
-    at = 0
-    if (them := plan.singles) is not None:
-        at = len(them.slots)
-        keys[them.slots, :, them.positions] = key[0, :, :at].transpose(0, 1)
-        values[them.slots, :, them.positions] = value[0, :, :at].transpose(0, 1)
-        parts.append(_single(them, query[0, :, :at], keys, values, scaling, sliding_window))
-    for piece in plan.pieces:
-        end = at + piece.stop - piece.start
-        keys[piece.slot, :, piece.start : piece.stop] = key[0, :, at:end]
-        values[piece.slot, :, piece.start : piece.stop] = value[0, :, at:end]
-        parts.append(_piece(piece, query[:, :, at:end], keys, values, scaling, sliding_window))
-        at = end
-    return torch.cat(parts)[None], None
+    keys[plan.slot, :, plan.position] = key[0].transpose(0, 1)
+    values[plan.slot, :, plan.position] = value[0].transpose(0, 1)
+    parts = [
+        _attend_together(group, query[0, :, group.tokens], keys, values, scaling, sliding_window)
+        if isinstance(group, Together)
+        else _attend_alone(group, query[:, :, group.tokens], keys, values, scaling, sliding_window)
+        for group in plan.groups
+    ]
+    return (torch.cat(parts) if len(parts) > 1 else parts[0])[None], None
 
 
-def _single(
-    them: Singles,
+def _attend_together(
+    group: Together,
     query: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
@@ -124,18 +189,24 @@ def _single(
 ) -> torch.Tensor:
     """[tokens, heads, width]. The query heads that share a key's head are that one's queries."""
     heads, count, width = query.shape
-    keys, values = keys[them.rows, :, : them.longest], values[them.rows, :, : them.longest]
-    seen = them.seen
-    if window is not None:
-        seen = seen & (torch.arange(them.longest, device=query.device) > them.at - window)
-    grouped = query.new_zeros(len(keys), keys.shape[1], heads // keys.shape[1], width)
-    grouped[them.inside] = query.transpose(0, 1).reshape(count, *grouped.shape[1:])
-    out = scaled_dot_product_attention(grouped, keys, values, attn_mask=seen[:, None, None], scale=scaling)
-    return out[them.inside].reshape(count, heads, values.shape[-1])
+    keys, values = keys[group.rows, :, : group.longest], values[group.rows, :, : group.longest]
+    rows, queries = group.at.shape
+    shared = heads // keys.shape[1]
+    padded = query.new_zeros(rows, queries, shared, keys.shape[1], width)
+    padded[group.row, group.column] = query.view(keys.shape[1], shared, count, width).permute(2, 1, 0, 3)
+    out = scaled_dot_product_attention(
+        padded.view(rows, queries * shared, keys.shape[1], width).transpose(1, 2),
+        keys,
+        values,
+        attn_mask=group.bias(shared, window, query.dtype),
+        scale=scaling,
+    )  # [rows, key heads, queries x shared, width]
+    out = out.view(rows, keys.shape[1], queries, shared, -1)[group.row, :, group.column]
+    return out.reshape(count, heads, -1)
 
 
-def _piece(
-    piece: Piece,
+def _attend_alone(
+    group: Alone,
     query: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
@@ -143,9 +214,10 @@ def _piece(
     window: int | None,
 ) -> torch.Tensor:
     """[tokens, heads, width]"""
-    seen = piece.seen
+    slot, length = group.part.slot, group.part.stop
+    seen = group.seen
     if window is not None:
-        seen = seen & (torch.arange(piece.stop, device=query.device) > piece.at - window)
-    keys, values = keys[piece.slot, None, :, : piece.stop], values[piece.slot, None, :, : piece.stop]
+        seen = seen & (torch.arange(length, device=query.device) > group.at - window)
+    keys, values = keys[slot, None, :, :length], values[slot, None, :, :length]
     out = scaled_dot_product_attention(query, keys, values, attn_mask=seen, scale=scaling, enable_gqa=True)
     return out[0].transpose(0, 1)

@@ -15,8 +15,9 @@ from typing import Any
 import numpy as np
 import torch
 from msgspec import Struct
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from polar.engines.embedded.attention import Plan, piece, singles
+from polar.engines.embedded import attention
 from polar.engines.embedded.choosing import Row, choose
 from polar.engines.embedded.generation import Token
 from polar.engines.embedded.options import Options
@@ -24,6 +25,11 @@ from polar.engines.embedded.slots import Slot, Slots
 from polar.errors import EngineError
 
 log = logging.getLogger(__name__)
+
+_KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+"""Of attention: not cuDNN's, which takes 0.1 s for a plan whenever a length is new, and here every pass has one."""
+_ROOM = {"cpu": 1024, "cuda": 4096}
+"""Tokens of a pass, where nobody says: a GPU takes as long for few as for many."""
 
 Deliver = Callable[[list[tuple[str, Token]]], None]
 """Told of the tokens of one pass, by request; called in the model's thread."""
@@ -59,7 +65,7 @@ class Batching:
         self.computed = 0  # tokens that went through the model
         self._model = model
         self._slots = slots
-        self._room = options.max_batch_tokens
+        self._room = options.max_batch_tokens or _ROOM.get(model.device.type, _ROOM["cpu"])
         self._deliver = deliver
         self._broken = broken
         self._numbers = itertools.count()
@@ -186,33 +192,34 @@ class Batching:
                 part = _Part(sequence, slot, len(slot.ids), len(sequence.ids))
                 (single if part.stop - part.start == 1 else longer).append(part)
         room = max(self._room - len(single), 1)
+        pieces: list[_Part] = []
         for part in longer:
             if room > 0:
                 part.stop = min(part.stop, part.start + room)
                 room -= part.stop - part.start
-                single.append(part)
-        return single
+                pieces.append(part)
+        return single + sorted(pieces, key=lambda part: part.stop - part.start)
 
     def _pass(self, parts: list[_Part]) -> torch.Tensor:
         """The logits behind each part that samples: [parts, vocabulary]."""
         device = self._model.device
-        single = [part for part in parts if part.samples and part.stop - part.start == 1]
-        plan = Plan(
+        plan = attention.plan(
             self._slots,
-            singles([part.slot.place for part in single], [part.start for part in single], device),
-            [piece(part.slot.place, part.start, part.stop, device) for part in parts[len(single) :]],
+            [attention.Part(part.slot.place, part.start, part.stop) for part in parts],
+            device,
+            alone=device.type == "cpu",  # there a copy costs more than a call
         )
         ids = [id for part in parts for id in part.sequence.ids[part.start : part.stop]]
-        positions = [at for part in parts for at in range(part.start, part.stop)]
         ends = itertools.accumulate(part.stop - part.start for part in parts)
         keep = [end - 1 for part, end in zip(parts, ends, strict=True) if part.samples]
-        out = self._model(
-            input_ids=torch.tensor([ids], device=device),
-            position_ids=torch.tensor([positions], device=device),
-            logits_to_keep=torch.tensor(keep, device=device, dtype=torch.long) if keep else 1,
-            use_cache=False,
-            plan=plan,
-        )
+        with sdpa_kernel(_KERNELS):
+            out = self._model(
+                input_ids=torch.tensor([ids], device=device),
+                position_ids=plan.position[None],
+                logits_to_keep=torch.tensor(keep, device=device, dtype=torch.long) if keep else 1,
+                use_cache=False,
+                plan=plan,
+            )
         self.computed += len(ids)
         logits: torch.Tensor = out.logits[0]
         return logits

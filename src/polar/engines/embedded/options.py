@@ -20,7 +20,9 @@ class Options(Section):
         None, gt=0, description="of keys and values: room for so many contexts [default: 2 on a CPU, 8 on a GPU]"
     )
     max_requests: int = Field(256, gt=0, description="that are sampled at the same time, at most; others wait")
-    max_batch_tokens: int = Field(1024, gt=0, description="in one pass of the model")
+    max_batch_tokens: int | None = Field(
+        None, gt=0, description="in one pass of the model [default: 1024 on a CPU, 4096 on a GPU]"
+    )
     host: str = "127.0.0.1"
     port: Port = Field(0, description="0 takes a free one")
     state: str | None = Field(
