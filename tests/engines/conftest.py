@@ -19,6 +19,8 @@ import aiohttp
 import pytest
 from aiohttp import web
 
+from polar.service import Service
+
 ROOT = Path(__file__).parents[2] / ".cache" / "engines"
 MODEL = "smollm2"
 GENERATE, COMPLETIONS, CHAT = "/inference/v1/generate", "/v1/completions", "/v1/chat/completions"
@@ -126,6 +128,13 @@ class Recorder:
         if request.path in (GENERATE, COMPLETIONS, CHAT):
             self.calls.append(Recorded(request.path, json.loads(body), b"".join(pieces)))
         return response
+
+
+async def met(service: Service, recorder: Recorder) -> None:
+    """Until the gateway has asked its engine what it does; that is not among the calls then."""
+    for replica in service.pools.default.replicas:
+        await replica.meet()
+    recorder.calls.clear()
 
 
 @pytest.fixture

@@ -22,7 +22,7 @@ from polar.service import Service
 from polar.store.base import Exchange
 from polar.trajectory import session as sessions
 from polar.trajectory.builders import prefix_merging
-from tests.engines.conftest import COMPLETIONS, GENERATE, ROOT, Recorder
+from tests.engines.conftest import COMPLETIONS, GENERATE, ROOT, Recorder, met
 from tests.integration.clients import CLIENTS, GOOGLE_WARNS, Wish
 
 pytestmark = [pytest.mark.engines, pytest.mark.filterwarnings(GOOGLE_WARNS)]
@@ -108,7 +108,7 @@ async def test_sessions_verify_and_are_one_trace_each(recorder: Recorder, tmp_pa
     )
     exchanges: list[Exchange] = []
     async with Service(settings, tmp_path) as service:
-        recorder.calls.clear()  # those of the probe at start
+        await met(service, recorder)
         for session_id in await asyncio.gather(*(talk(service, number) for number in range(SESSIONS))):
             of_session = [exchange async for exchange in service.store.exchanges(session_id)]
             check_continued(of_session)

@@ -17,7 +17,7 @@ from openai import AsyncOpenAI, BadRequestError
 from polar.config import Settings
 from polar.service import Service
 from polar.store.base import Exchange
-from tests.engines.conftest import CHAT, COMPLETIONS, GENERATE, Recorded, Recorder
+from tests.engines.conftest import CHAT, COMPLETIONS, GENERATE, Recorded, Recorder, met
 
 pytestmark = pytest.mark.engines
 QUESTION = "Name three colours of the rainbow."
@@ -51,7 +51,7 @@ async def gateway(recorder: Recorder, data: Path, **engine: Any) -> AsyncIterato
         }
     )
     async with Service(settings, data) as service:
-        recorder.calls.clear()  # those of the probe at start
+        await met(service, recorder)
         session, key = await service.sessions.create({})
         setup = Setup(service, session.session_id, key)
         try:
