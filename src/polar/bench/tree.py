@@ -143,7 +143,7 @@ def _counted(group: str, builder: str, batch: Batch, unique: int, sizes: Sizes) 
         builder=builder,
         sequences=len(packed),
         longest=max(int(one.depths.max()) + 1 for one in packed),
-        computed=batch.tokens,
+        computed=sum(map(len, packed)),
         unique=unique,
         trained=sum(len(one.terms) for one in packed),
         flops=added(each),

@@ -109,10 +109,12 @@ class _Growing:
 
 
 def _experts_of(settings: EngineSettings) -> int | None:
+    if unknown := settings.options.keys() - {"routed_experts"}:
+        raise ConfigError(f"[engine.options] {min(unknown)}: SGLang's only option here is routed_experts.")
     each = settings.options.get("routed_experts")
-    if each is None or (isinstance(each, int) and each > 0):
+    if each is None or (type(each) is int and each > 0):
         return each
-    raise ConfigError("engine.options.routed_experts is how many experts a token has in a layer: a number, such as 8.")
+    raise ConfigError("[engine.options] routed_experts: how many experts a token has in a layer, such as 8.")
 
 
 def _routed(data: str, tokens: int, each: int) -> bytes | None:

@@ -1,7 +1,7 @@
 """How many tokens a machine holds on their way through a model, and what makes them take less."""
 
+import inspect
 import os
-import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -45,13 +45,14 @@ def fuse(model: Any) -> None:
     for module in model.modules():
         if type(module).__name__.endswith(("RMSNorm", "MLP")):
             module.compile(dynamic=True)
-    # Rotations of queries and keys are a function that the model's attention finds in its own Python module.
-    for place in {sys.modules[type(module).__module__] for module in model.modules()}:
-        rotate = getattr(place, _ROTATION, None)
+    # Rotations of queries and keys are a function that attention finds among its module's names. So whatever else uses
+    # it in this process has it compiled from now on.
+    for kind in {type(module) for module in model.modules()}:
+        names = getattr(inspect.unwrap(kind.forward), "__globals__", {})
+        rotate = names.get(_ROTATION)
         if rotate is not None and not hasattr(rotate, _COMPILED):
-            rotate = torch.compile(rotate, dynamic=True)
-            setattr(rotate, _COMPILED, True)
-            setattr(place, _ROTATION, rotate)
+            names[_ROTATION] = torch.compile(rotate, dynamic=True)
+            setattr(names[_ROTATION], _COMPILED, True)
 
 
 def _bytes(model: Any, fused: bool) -> float:

@@ -25,7 +25,8 @@ _aten = torch.ops.aten
 QUERIES, KEYS = 512, 512
 """What cuDNN's lengths are multiples of."""
 SHORT = 4
-"""A context is short if it is no longer than such a part of the queries: 4 % more is computed then, at most."""
+"""A context is short if it is no longer than such a part of the queries: 4 % more is computed then, at most. (What is
+left of a longer one is less than KEYS, and so many more queries see all of it: that shows only where few are asked.)"""
 
 
 def takes(query: Tensor) -> bool:

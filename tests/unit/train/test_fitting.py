@@ -33,5 +33,20 @@ def test_little_memory_means_small_chunks(monkeypatch: pytest.MonkeyPatch, model
     assert fitting.sizes(model, None, None, fused=False) == (256, 256)
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of PyTorch's own compiler
+def test_rotations_are_compiled_where_attention_finds_them(
+    monkeypatch: pytest.MonkeyPatch, model: torch.nn.Module
+) -> None:
+    from transformers.models.llama import modeling_llama
+
+    own = modeling_llama.apply_rotary_pos_emb
+    monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", own)  # is put back behind us
+    fitting.fuse(model)
+    compiled = modeling_llama.apply_rotary_pos_emb
+    assert compiled is not own
+    fitting.fuse(tiny.model())
+    assert modeling_llama.apply_rotary_pos_emb is compiled
+
+
 def test_who_says_is_heard(model: torch.nn.Module) -> None:
     assert fitting.sizes(model, 77, 0, fused=True) == (77, 0)

@@ -10,6 +10,7 @@ import transformers
 from torch import Tensor
 
 from polar.errors import ConfigError
+from polar.train import forest as forest_module
 from polar.train import passes
 from polar.train.forest import forest
 from polar.train.passes import TreeModel
@@ -85,6 +86,26 @@ def test_gradients_are_exact(make: Callable[[], Any], kind: str, sizes: tuple[in
     expected = torch.stack([alone[exchange][place] for exchange, place in entries])
     assert torch.allclose(logprobs, expected, atol=1e-5)
     assert torch.allclose(over_trees.logprobs(packed), expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["linear", "forked", "think_stripped"])
+def test_gradients_are_exact_where_tokens_are_repeated(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    sessions = group(kind)
+    tree, entries = group_tree(sessions)
+    torch.manual_seed(1)
+    model = llama()
+    drawn = torch.randn(len(entries))
+    one_at_a_time(model, sessions, dict(zip(entries, drawn.tolist(), strict=True)))
+    right = gradients(model)
+    model.zero_grad()
+    over_trees = TreeModel(model, chunk_tokens=16, kept_tokens=32)
+    once = len(forest([tree]))
+    monkeypatch.setattr(forest_module, "_TINY", 20)  # the system's text
+    monkeypatch.setattr(forest_module, "_LONG", 5)
+    packed = forest([tree])
+    assert len(packed) > once
+    over_trees.backward(packed, lambda at, found: (drawn[at] * found).sum())
+    assert (gradients(model) - right).norm() / right.norm() < 1e-5
 
 
 def test_frozen_layers_cost_no_backward_pass_and_change_no_gradient() -> None:

@@ -6,9 +6,8 @@ more than what it computes, so do pieces of about the same length. So nobody's k
 queries, and where slots lie side by side, or each piece goes by itself, nothing is copied.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from importlib import import_module
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -25,8 +24,9 @@ _SPARSE = 4
 """So many times more slots than are asked for are read, rather than copied together."""
 _PADDED = 2
 """Pieces are padded to at most so many times their tokens, to attend together."""
-_SCORES = 2**26
-"""Queries times keys that pieces which attend together have, at most: their mask takes memory."""
+_SCORES = 2**24
+"""Queries times keys of pieces that attend together, at most: so large is their mask, once for each query head that
+shares a key's."""
 _ALIGNED = 8
 """Keys that a mask's rows are padded to: the kernels want it so, and would copy it in every layer."""
 
@@ -90,15 +90,14 @@ class Plan(Struct):
 
 def plan(slots: Slots, parts: Sequence[Part], device: torch.device, alone: bool) -> Plan:
     """Of a pass with these parts: those with a single token first, then others by their lengths. `alone`: the latter
-    each by itself."""
+    each by itself, for which a CPU has a kernel, and a GPU none that takes a mask and shared heads."""
     counts = [part.count for part in parts]
     positions = np.concatenate([np.arange(part.start, part.stop) for part in parts])
     groups: list[Together | Alone] = []
     first = 0
-    for begin, end in pairwise(_cuts(parts, alone)):
-        group = parts[begin:end]
-        tokens = slice(first, first := first + sum(counts[begin:end]))
-        if end - begin == 1 and group[0].count > 1:
+    for group in _groups(parts, alone):
+        tokens = slice(first, first := first + sum(part.count for part in group))
+        if alone and group[0].count > 1:
             at = torch.arange(group[0].start, group[0].stop, device=device)[:, None]
             groups.append(Alone(tokens, group[0], at, torch.arange(group[0].stop, device=device) <= at))
         else:
@@ -107,22 +106,30 @@ def plan(slots: Slots, parts: Sequence[Part], device: torch.device, alone: bool)
     return Plan(slots, torch.from_numpy(places).to(device), torch.from_numpy(positions).to(device), groups)
 
 
-def _cuts(parts: Sequence[Part], alone: bool) -> list[int]:
-    """Where groups of parts begin, and the end of the last."""
-    cuts = [0]
-    tokens = longest = 0
-    for place, part in enumerate(parts):
-        fits = part.count == 1 or not (
-            alone
-            or parts[cuts[-1]].count == 1
-            or part.count * (place + 1 - cuts[-1]) > _PADDED * (tokens + part.count)
-            or part.count * (place + 1 - cuts[-1]) * max(longest, part.stop) > _SCORES
-        )
-        if place and not fits:
-            cuts.append(place)
-            tokens = longest = 0
-        tokens, longest = tokens + part.count, max(longest, part.stop)
-    return [*cuts, len(parts)]
+def _groups(parts: Sequence[Part], alone: bool) -> Iterator[list[Part]]:
+    group: list[Part] = []
+    tokens = longest = keys = 0
+    for part in parts if alone else _bounded(parts):
+        padded = (len(group) + 1) * max(longest, part.count)
+        if group and (
+            (alone and part.count > 1)
+            or (part.count == 1) != (longest == 1)
+            or padded > _PADDED * (tokens + part.count)
+            or padded * max(keys, part.stop) > _SCORES
+        ):
+            yield group
+            group, tokens, longest, keys = [], 0, 0, 0
+        group.append(part)
+        tokens, longest, keys = tokens + part.count, max(longest, part.count), max(keys, part.stop)
+    yield group
+
+
+def _bounded(parts: Sequence[Part]) -> Iterator[Part]:
+    """The same tokens; of long parts behind much, some at a time."""
+    for part in parts:
+        most = max(1, _SCORES // part.stop)
+        for start in range(part.start, part.stop, most):
+            yield Part(part.slot, start, min(start + most, part.stop))
 
 
 def _together(tokens: slice, parts: Sequence[Part], device: torch.device) -> Together:
@@ -131,7 +138,8 @@ def _together(tokens: slice, parts: Sequence[Part], device: torch.device) -> Tog
     queries = max(counts)
     first, last = int(places.min()), int(places.max())
     rows: slice | torch.Tensor
-    if last - first < (_SPARSE if queries == 1 else 1) * len(parts):
+    apart = len(set(places.tolist())) == len(parts)  # else some are parts of the same sequence
+    if apart and last - first < (_SPARSE if queries == 1 else 1) * len(parts):
         rows, own, count = slice(first, last + 1), places - first, last + 1 - first
     else:
         rows, own, count = torch.from_numpy(places).to(device), np.arange(len(parts)), len(parts)

@@ -96,9 +96,11 @@ class Slots:
         slot.used, slot.coming = False, _NONE
 
     def forget(self) -> None:
-        """Everything, for all slots; who has one must give it back."""
+        """Everything, for all slots; who has one must give it back. The numbers go, too: a mask hides what lies behind
+        a sequence, but not if that is no number at all, which broken weights may have left there."""
         for slot in self._slots:
             slot.ids, slot.coming = _NONE, _NONE
+        self._layers.clear()
 
 
 def _common(a: Ids, b: Ids) -> int:

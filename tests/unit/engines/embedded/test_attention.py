@@ -96,13 +96,31 @@ def test_pieces_of_like_lengths_go_together(counts: list[int], groups: list[int]
         edges.append(edges[-1] + count)
     expected = [slice(sum(counts[:low]), sum(counts[:high])) for low, high in pairwise(edges)]
     assert [group.tokens for group in plan.groups] == expected
-    assert [isinstance(group, Alone) for group in plan.groups] == [
-        high - low == 1 and counts[low] > 1 for low, high in pairwise(edges)
-    ]
+    assert all(isinstance(group, Together) for group in plan.groups)
+    each = attention.plan(Slots(COUNT, 64), parts, CPU, alone=True).groups
+    singles = counts.count(1)
+    assert [isinstance(group, Alone) for group in each] == [False] * bool(singles) + [True] * (len(counts) - singles)
 
 
 def test_a_mask_does_not_grow_without_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of more sequences, of a long piece, and of a piece behind much."""
     monkeypatch.setattr(attention, "_SCORES", 4 * 20 * 20)
-    parts = [Part(slot, 0, 20) for slot in range(8)]
-    plan = attention.plan(Slots(COUNT, 64), parts, CPU, alone=False)
-    assert [len(group.at) for group in plan.groups if isinstance(group, Together)] == [4, 4]
+
+    def masks(parts: Sequence[Part]) -> list[int]:
+        groups = attention.plan(Slots(COUNT, 128), parts, CPU, alone=False).groups
+        assert [group.tokens.start for group in groups[1:]] == [group.tokens.stop for group in groups[:-1]]
+        return [group.at.numel() * group.longest for group in groups if isinstance(group, Together)]
+
+    for parts in ([Part(slot, 0, 20) for slot in range(8)], [Part(0, 0, 100)], [Part(0, 80, 100)]):
+        assert 1 < len(masks(parts)) < 8
+        assert max(masks(parts)) <= attention._SCORES
+
+
+@given(parts=passes(), scores=st.integers(1, 400))
+@settings(deadline=None)
+def test_some_at_a_time_see_what_all_see(parts: list[Part], scores: int) -> None:
+    whole, _ = attend(parts, alone=True, window=None)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attention, "_SCORES", scores)
+        some, _ = attend(parts, alone=False, window=None)
+    torch.testing.assert_close(some, whole)

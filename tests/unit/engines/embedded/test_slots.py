@@ -91,3 +91,5 @@ def test_nothing_is_found_after_forgetting() -> None:
     again = slots.take(A)
     assert again is not None
     assert len(again.ids) == 0
+    shown = torch.zeros(1, 1, 1, 1)
+    assert not any(cached.any() for cached in slots.layer(0, shown, shown))
