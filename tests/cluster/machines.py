@@ -17,6 +17,8 @@ PATIENCE = 60.0  # seconds, for what takes two on an idle machine
 
 RAY = {
     "RAY_USAGE_STATS_ENABLED": "0",
+    # A token that another cluster of this user's left behind would be asked for by the head, and not sent by others.
+    "RAY_AUTH_MODE": "disabled",
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # its clients take loopback for this machine's address, too
     # A dead machine is noticed within two seconds rather than fifteen.
     "RAY_health_check_initial_delay_ms": "500",

@@ -43,7 +43,8 @@ class Orders(Struct, frozen=True):
     def unreachable(self, why: str) -> str:
         return (
             f"No Ray cluster could be reached at {self.address!r} ({why}). "
-            "This machine must be part of one (`ray start --head` or `--address=...`); see [cluster] address."
+            "This machine must be part of one (`ray start --head` or `--address=...`); see [cluster] address. "
+            "If its head asks for a token, set RAY_AUTH_MODE=token wherever Ray starts, here as well."
         )
 
 
