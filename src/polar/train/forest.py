@@ -121,19 +121,25 @@ def _parted(tree: Tree) -> Tree:
 def _tiny(tree: Tree) -> NDArray[np.bool_]:
     """Which nodes are, above two branches or more that are all long; but not one right below another."""
     lengths = np.diff(tree.starts)
-    sizes = lengths.astype(np.int64)  # of subtrees
-    children = np.zeros(len(lengths), np.int64)
+    below = tree.parents != ROOT
+    above = tree.parents[below]
+    children = np.bincount(above, minlength=len(lengths))
     shortest = np.full(len(lengths), _LONG, np.int64)
-    for node in range(len(lengths) - 1, -1, -1):
-        parent = int(tree.parents[node])
-        if parent != ROOT:
-            sizes[parent] += sizes[node]
-            children[parent] += 1
-            shortest[parent] = min(shortest[parent], sizes[node])
+    np.minimum.at(shortest, above, _sizes(tree)[below])
     tiny: NDArray[np.bool_] = (lengths > 0) & (lengths <= _TINY) & (children > 1) & (shortest >= _LONG)
     for one in np.flatnonzero(tiny):
         tiny[one] = tree.parents[one] == ROOT or not tiny[tree.parents[one]]
     return tiny
+
+
+def _sizes(tree: Tree) -> Indices:
+    """Of each node's subtree, in tokens."""
+    sizes = np.diff(tree.starts).astype(np.int64)
+    for node in range(len(sizes) - 1, -1, -1):
+        parent = int(tree.parents[node])
+        if parent != ROOT:
+            sizes[parent] += sizes[node]
+    return sizes
 
 
 def _pack(tree: Tree) -> Forest:
@@ -184,7 +190,7 @@ def _pack(tree: Tree) -> Forest:
 def _depth_first(tree: Tree) -> tuple[Indices, Indices]:
     """Nodes in packed order, and where the subtree of each ends."""
     count = len(tree.parents)
-    sizes = np.diff(tree.starts).astype(np.int64)
+    sizes = _sizes(tree)
     paths = np.zeros(count, np.int64)  # that end below it
     children: list[list[int]] = [[] for _ in range(count)]
     roots: list[int] = []
@@ -195,7 +201,6 @@ def _depth_first(tree: Tree) -> tuple[Indices, Indices]:
             roots.append(node)
         else:
             children[parent].append(node)
-            sizes[parent] += sizes[node]
             paths[parent] += paths[node]
 
     def turn(node: int) -> tuple[bool, int, int]:
