@@ -5,7 +5,7 @@ import os
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
 
@@ -28,6 +28,9 @@ def _http_url(url: str) -> str:
 
 class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+Options = TypeVar("Options", bound=Section)
 
 
 class SamplingOverrides(Section):
@@ -78,6 +81,16 @@ class EngineSettings(Section):
     @classmethod
     def _one_or_more(cls, urls: Any) -> Any:
         return [urls] if isinstance(urls, str) else urls
+
+    def options_as(self, kind: type[Options]) -> Options:
+        """As the engine's own kind has them. Raises ConfigError."""
+        try:
+            return kind.model_validate(self.options)
+        except ValidationError as error:
+            problem = error.errors()[0]
+            where = ".".join(map(str, problem["loc"]))
+            known = ", ".join(kind.model_fields)
+            raise ConfigError(f"[engine.options] {where}: {problem['msg']}; known: {known}.") from error
 
 
 class GatewaySettings(Section):

@@ -11,13 +11,19 @@ import aiohttp
 import msgspec
 import numpy as np
 from msgspec import Struct, field
+from pydantic import Field
 
-from polar.config import EngineSettings
+from polar.config import EngineSettings, Section
 from polar.engines.base import Capabilities, Chunk, Standing, TokenPrompt
 from polar.engines.vllm import MOVING, Take, VllmEngine
-from polar.errors import ConfigError
 from polar.experts import written
 from polar.types import FinishReason, Request, Usage
+
+
+class Options(Section):
+    routed_experts: int | None = Field(
+        None, gt=0, strict=True, description="of a token in a layer of a mixture: which ones is asked for"
+    )
 
 
 class _Finish(Struct):
@@ -51,7 +57,7 @@ class SglangEngine(VllmEngine):
 
     def __init__(self, url: str, settings: EngineSettings) -> None:
         super().__init__(url, settings)
-        self._experts = _experts_of(settings)  # of a token and a layer, where they are asked for
+        self._experts = settings.options_as(Options).routed_experts
 
     async def _opened(self, call: Request, prompt: TokenPrompt) -> aiohttp.ClientResponse:
         asks = call.logprobs is not None
@@ -106,15 +112,6 @@ class _Growing:
             if meta.routed_experts and self._experts is not None:
                 tokens = meta.prompt_tokens + meta.completion_tokens - 1
                 chunk.routed_experts = _routed(meta.routed_experts, tokens, self._experts)
-
-
-def _experts_of(settings: EngineSettings) -> int | None:
-    if unknown := settings.options.keys() - {"routed_experts"}:
-        raise ConfigError(f"[engine.options] {min(unknown)}: SGLang's only option here is routed_experts.")
-    each = settings.options.get("routed_experts")
-    if each is None or (type(each) is int and each > 0):
-        return each
-    raise ConfigError("[engine.options] routed_experts: how many experts a token has in a layer, such as 8.")
 
 
 def _routed(data: str, tokens: int, each: int) -> bytes | None:

@@ -4,8 +4,6 @@ import asyncio
 import importlib.util
 from pathlib import Path
 
-from pydantic import ValidationError
-
 from polar.config import EngineSettings
 from polar.engines.base import Capabilities
 from polar.engines.embedded.launching import EngineProcess
@@ -27,12 +25,7 @@ class EmbeddedEngine(VllmEngine):
         """`[engine] model` is a folder, or none for the default model; `[engine.options]` are those of options.py."""
         if missing := [name for name in ("torch", "transformers", "safetensors") if not importlib.util.find_spec(name)]:
             raise ConfigError(f"The embedded engine needs {', '.join(missing)}: pip install 'polar[train]'.")
-        try:
-            options = Options.model_validate(settings.options)
-        except ValidationError as error:
-            problem = error.errors()[0]
-            where = ".".join(map(str, problem["loc"]))
-            raise ConfigError(f"[engine.options] {where}: {problem['msg']}; known: {_known()}.") from error
+        options = settings.options_as(Options)
         process = EngineProcess(await asyncio.to_thread(_folder, settings.model), options)
         await process.start()
         return process
@@ -43,7 +36,3 @@ def _folder(named: str | None) -> Path:
         return Path(named).expanduser()
     with shown() as progress:
         return default_model(progress)
-
-
-def _known() -> str:
-    return ", ".join(Options.model_fields)
