@@ -12,7 +12,7 @@ import torch._dynamo
 CHUNK = {"cuda": 16384, "cpu": 2048}
 """Tokens that go through at once. A large model's kernels take
 0.23 s to launch (Qwen3-4B's shape), in which an H200 computes 3,500 tokens."""
-_SHARE = {"cuda": 0.75, "cpu": 0.3}
+_SHARE = {"cuda": 0.8, "cpu": 0.3}
 """Of the memory that is left: keys, values, their gradients and logits need some too."""
 _VARIANTS = 64
 """Of a compiled function."""

@@ -109,13 +109,14 @@ def _parted(tree: Tree) -> Tree:
     origin = np.concatenate(nodes)
     where = np.empty(len(tree.ids), np.int64)
     where[origin[::-1]] = np.arange(len(origin))[::-1]  # the first is written last
-    return Tree(
+    parted = Tree(
         ids=tree.ids[origin],
         starts=np.cumsum([0, *map(len, nodes)]).astype(np.int64),
         parents=np.array(parents, np.int32),
         tokens=where[tree.tokens],
         temperature=tree.temperature,
     )
+    return _parted(parted)  # one that stood below another has that one's tokens now, and may still be tiny
 
 
 def _tiny(tree: Tree) -> NDArray[np.bool_]:
@@ -203,9 +204,13 @@ def _depth_first(tree: Tree) -> tuple[Indices, Indices]:
             children[parent].append(node)
             paths[parent] += paths[node]
 
-    def turn(node: int) -> tuple[bool, int, int]:
-        """The last comes first."""
-        return bool(paths[node] > 1), int(sizes[node]), -node
+    def turn(node: int) -> tuple[int, int, int]:
+        """The last comes first: long ends, the shortest of them first, since a short beginning goes through the model
+        with what comes right behind it, and both wait for all the others; then what branches; then short ends."""
+        size = int(sizes[node])
+        if paths[node] > 1:
+            return 1, size, -node
+        return (2, -size, -node) if size >= _LONG else (0, size, -node)
 
     order: list[int] = []
     ends = np.zeros(count, np.int64)

@@ -143,6 +143,24 @@ def test_words_that_long_replies_begin_with_are_computed_in_each_of_them() -> No
     assert len(_drawn([long, tiny, 2 * long], [ROOT, 0, 1])) == 3 * long + tiny  # there is nothing to part
 
 
+def test_such_words_may_follow_upon_each_other() -> None:
+    """Up to a few in all: no reply has more of them again."""
+    long, tiny = forest_module._LONG, forest_module._TINY
+    parents = [ROOT, 0, 1, 1, 2, 2]
+    lengths = [long, 2, 1, long, long, long]
+    assert len(_drawn(lengths, parents)) == sum(lengths) + 2 * 2 + 1
+    assert len(_drawn([long, 2, tiny, long, long, long], parents)) == 4 * long + tiny + 2 * 2
+
+
+def test_a_short_beginning_goes_with_the_shortest_end() -> None:
+    """All others come behind them, while both wait."""
+    long = forest_module._LONG
+    packed = _drawn([long // 2, 7 * long, 6 * long, 8 * long], [ROOT, 0, 0, 0])
+    roomy, narrow = ([len(chunk) for chunk in cut(packed, 8 * long, kept)] for kept in (15 * long, 14 * long))
+    assert roomy == [long // 2 + 6 * long, 7 * long, 8 * long]
+    assert narrow == [long // 2, 6 * long, 7 * long, 8 * long]  # together they would go through twice
+
+
 def test_a_token_without_anything_before_it_is_refused() -> None:
     tree = Tree(
         np.zeros(3, np.int32), np.array([0, 3]), np.array([ROOT], np.int32), np.array([0]), np.ones(1, np.float32)
