@@ -1,5 +1,6 @@
 """What is sent to engines: names, merged adapters, files."""
 
+import math
 import shutil
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -226,6 +227,20 @@ async def test_a_difference_is_over_all_tokens_and_nan_is_infinite() -> None:
     assert not Difference(4, 0.4, 0.3).within(probe.tolerance)
     spoiled = await probe.difference([Sample([1], [2], [float("nan")])])
     assert not spoiled.within(probe.tolerance)
+
+
+async def test_a_few_tokens_may_be_far_apart_in_half_precision_but_not_without_a_number() -> None:
+    probe = Probe(lambda _, sampled: [-1.0] * len(sampled), 100, Tolerance(0.5, 0.2, outliers=1 / 8))
+    ids = list(range(16))
+
+    async def passes(*strange: float) -> bool:
+        logprobs = [-1.1] * (16 - len(strange)) + list(strange)
+        return (await probe.difference([Sample([1], ids, logprobs)])).within(probe.tolerance)
+
+    assert await passes(-11.0, -9.0)
+    assert not await passes(-11.0, -9.0, -1.6)
+    assert not await passes(float("nan"))
+    assert not await passes(-math.inf)
 
 
 def test_the_coarser_dtype_decides_what_is_tolerated() -> None:
