@@ -6,6 +6,7 @@ loss of power too.
 """
 
 import sqlite3
+import time
 from pathlib import Path
 from typing import Literal
 
@@ -18,6 +19,8 @@ from polar.store.sql import queries
 
 Durability = Literal["process", "power"]
 """What a write survives once it is confirmed: the end of the process (kill -9), or loss of power as well."""
+
+_AGAIN = 0.01  # seconds
 
 WORDS = Words(
     begin_alone=("BEGIN IMMEDIATE",),
@@ -44,7 +47,7 @@ class SqliteStore(RelationalStore):
             path.parent.mkdir(parents=True, exist_ok=True)
             connection = _connect(path, lock_timeout_s)
             settle_schema(connection, named, WORDS, str(path))
-            _set_durability(connection, durability, path)
+            _set_durability(connection, durability, path, lock_timeout_s)
             reader = _connect(path, lock_timeout_s)
             reader.execute("PRAGMA query_only = ON")
         except BaseException as error:
@@ -114,8 +117,8 @@ def _connect(path: Path, lock_timeout_s: float) -> sqlite3.Connection:
     return connection
 
 
-def _set_durability(connection: sqlite3.Connection, durability: Durability, path: Path) -> None:
-    mode = connection.execute("PRAGMA journal_mode = WAL").fetchone()[0]
+def _set_durability(connection: sqlite3.Connection, durability: Durability, path: Path, lock_timeout_s: float) -> None:
+    mode = _write_ahead(connection, lock_timeout_s)
     connection.execute("PRAGMA wal_autocheckpoint = 8000")  # pages, 32 MB: pages that change often are moved less often
     if mode != "wal":
         raise StoreError(f"{path} can't have a write-ahead log; choose a path on a local disk.")
@@ -124,6 +127,19 @@ def _set_durability(connection: sqlite3.Connection, durability: Durability, path
         connection.execute("PRAGMA fullfsync = ON")  # on macOS a plain sync leaves the data in the drive's own memory
     else:
         connection.execute("PRAGMA synchronous = NORMAL")
+
+
+def _write_ahead(connection: sqlite3.Connection, lock_timeout_s: float) -> str:
+    """The journal's mode then. Where somebody else opens a new file just now, SQLite does not wait for this."""
+    deadline = time.monotonic() + lock_timeout_s
+    while True:
+        try:
+            mode: str = connection.execute("PRAGMA journal_mode = WAL").fetchone()[0]
+            return mode
+        except sqlite3.OperationalError as error:
+            if error.sqlite_errorcode & 0xFF != sqlite3.SQLITE_BUSY or time.monotonic() > deadline:
+                raise
+        time.sleep(_AGAIN)
 
 
 _ADVICE = {

@@ -3,7 +3,9 @@
 import asyncio
 import resource
 import sqlite3
+import threading
 from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -87,3 +89,18 @@ async def test_open_store(tmp_path: Path) -> None:
         with pytest.raises(StoreError, match="sqlite:PATH") as refused:
             open_store(url)
         assert "secret" not in str(refused.value)
+
+
+async def test_whoever_opens_a_new_file_at_the_same_moment_waits(tmp_path: Path) -> None:
+    """SQLite does not wait where two want a write-ahead log at once: it says that the file is locked."""
+    for name in "abcdefghij":
+        together = threading.Barrier(12)
+
+        def opened(path: Path = tmp_path / name, together: threading.Barrier = together) -> SqliteStore:
+            together.wait()
+            return SqliteStore.open(path)
+
+        with ThreadPoolExecutor(12) as threads:
+            stores = [waiting.result() for waiting in [threads.submit(opened) for _ in range(12)]]
+        for store in stores:
+            await store.close()
