@@ -95,7 +95,7 @@ test-trainers: setup harnesses $(TRAINERS)/.ready $(TRAINERS)/newer/.ready
 test-runtimes: setup
 	$(BIN)/python -m pytest -m runtimes
 
-# The same, two hundred at a time, with agents that behave badly and nodes that are killed.
+# Two hundred sandboxes at a time, with agents that behave badly and nodes that are killed: bubblewrap, as above.
 test-faults: setup
 	$(BIN)/python -m pytest -m faults
 

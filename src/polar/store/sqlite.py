@@ -137,7 +137,7 @@ def _write_ahead(connection: sqlite3.Connection, lock_timeout_s: float) -> str:
             mode: str = connection.execute("PRAGMA journal_mode = WAL").fetchone()[0]
             return mode
         except sqlite3.OperationalError as error:
-            if error.sqlite_errorcode & 0xFF != sqlite3.SQLITE_BUSY or time.monotonic() > deadline:
+            if getattr(error, "sqlite_errorcode", 0) & 0xFF != sqlite3.SQLITE_BUSY or time.monotonic() > deadline:
                 raise
         time.sleep(_AGAIN)
 

@@ -22,6 +22,9 @@ Floats = NDArray[np.float32]
 _TINY, _LONG = 16, 1024
 """Tokens. Replies often begin with the same word or two. A node of so few, with long branches below it, would go
 through the model by itself, which takes as long for one token as for thousands, or have one branch wait for others."""
+_END = 4096
+"""Tokens of an end that goes through a large model by itself, or with few others."""
+_NOTHING: Indices = np.empty(0, np.int64)
 
 
 class Tree(Struct):
@@ -63,8 +66,8 @@ class Forest(Struct):
 
 
 def forest(trees: Sequence[Tree]) -> Forest:
-    """Of a node's children, those that branch are packed first, the largest before the others: so what waits for others
-    stands together, and the rest, which is done with at once, behind it."""
+    """Of a node's children, those that branch are packed before ends: so what waits for others stands together, and the
+    rest, which is done with at once, behind it. But long ends come first of all: see `_depth_first`."""
     packed = [_pack(_parted(tree)) for tree in trees]
     offsets = np.cumsum([0, *(len(one) for one in packed)])
     if offsets[-1] >= 2**31:
@@ -92,35 +95,38 @@ def path_tree(ids: Ints, tokens: Indices, temperature: Floats) -> Tree:
 
 
 def _parted(tree: Tree) -> Tree:
-    """Without tiny nodes above long branches: these have their tokens again, and only the first is asked for them."""
+    """Without tiny nodes above long branches: these have their tokens again, and only the first is asked for them. No
+    branch has more than a few tokens again, however many such nodes there are above each other."""
     tiny = _tiny(tree)
     if not tiny.any():
         return tree
-    number = np.cumsum(~tiny) - 1
-    parents, nodes = [], []
-    for node in np.flatnonzero(~tiny):
-        own = np.arange(tree.starts[node], tree.starts[node + 1])
-        parent = tree.parents[node]
-        if parent != ROOT and tiny[parent]:
-            own = np.concatenate([np.arange(tree.starts[parent], tree.starts[parent + 1]), own])
-            parent = tree.parents[parent]
+    handed: dict[int, tuple[Indices, int]] = {}  # by tiny node: what its branches begin with, and below whom they are
+    number: dict[int, int] = {}  # by node that stays
+    nodes: list[Indices] = []
+    parents: list[int] = []
+    for node, parent in enumerate(tree.parents.tolist()):
+        begin, below = handed.get(parent, (_NOTHING, number.get(parent, ROOT)))
+        own = np.concatenate([begin, np.arange(tree.starts[node], tree.starts[node + 1])])
+        if tiny[node] and len(own) <= _TINY:
+            handed[node] = own, below
+            continue
+        number[node] = len(nodes)
         nodes.append(own)
-        parents.append(ROOT if parent == ROOT else number[parent])
+        parents.append(below)
     origin = np.concatenate(nodes)
     where = np.empty(len(tree.ids), np.int64)
     where[origin[::-1]] = np.arange(len(origin))[::-1]  # the first is written last
-    parted = Tree(
+    return Tree(
         ids=tree.ids[origin],
         starts=np.cumsum([0, *map(len, nodes)]).astype(np.int64),
         parents=np.array(parents, np.int32),
         tokens=where[tree.tokens],
         temperature=tree.temperature,
     )
-    return _parted(parted)  # one that stood below another has that one's tokens now, and may still be tiny
 
 
 def _tiny(tree: Tree) -> NDArray[np.bool_]:
-    """Which nodes are, above two branches or more that are all long; but not one right below another."""
+    """Which nodes are, above two branches or more that are all long."""
     lengths = np.diff(tree.starts)
     below = tree.parents != ROOT
     above = tree.parents[below]
@@ -128,8 +134,6 @@ def _tiny(tree: Tree) -> NDArray[np.bool_]:
     shortest = np.full(len(lengths), _LONG, np.int64)
     np.minimum.at(shortest, above, _sizes(tree)[below])
     tiny: NDArray[np.bool_] = (lengths > 0) & (lengths <= _TINY) & (children > 1) & (shortest >= _LONG)
-    for one in np.flatnonzero(tiny):
-        tiny[one] = tree.parents[one] == ROOT or not tiny[tree.parents[one]]
     return tiny
 
 
@@ -210,7 +214,7 @@ def _depth_first(tree: Tree) -> tuple[Indices, Indices]:
         size = int(sizes[node])
         if paths[node] > 1:
             return 1, size, -node
-        return (2, -size, -node) if size >= _LONG else (0, size, -node)
+        return (2, -size, -node) if size >= _END else (0, size, -node)
 
     order: list[int] = []
     ends = np.zeros(count, np.int64)

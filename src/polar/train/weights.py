@@ -78,10 +78,9 @@ class EngineWeights:
 
 def _tolerance(engine: EngineSettings, settings: SyncSettings, learner: Learning) -> Tolerance:
     """Of the coarser of both. An engine that doesn't say how it computes does so in half precision, on a GPU."""
+    if settings.tolerance is not None:
+        return Tolerance(settings.tolerance, settings.tolerance)
     theirs = engine.options.get("dtype", "auto")
     if theirs == "auto":
         theirs = "float32" if learner.model.device.type == "cpu" else "bfloat16"
-    usual = tolerance_of(str(theirs), str(learner.model.dtype).removeprefix("torch."))
-    if settings.tolerance is not None:
-        return Tolerance(settings.tolerance, settings.tolerance, usual.outliers)
-    return usual
+    return tolerance_of(str(theirs), str(learner.model.dtype).removeprefix("torch."))

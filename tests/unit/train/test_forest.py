@@ -19,6 +19,7 @@ def parting(request: pytest.FixtureRequest) -> Iterator[None]:
         if request.param == "parted":
             patch.setattr(forest_module, "_TINY", 5)
             patch.setattr(forest_module, "_LONG", 3)
+            patch.setattr(forest_module, "_END", 4)
         yield
 
 
@@ -144,7 +145,6 @@ def test_words_that_long_replies_begin_with_are_computed_in_each_of_them() -> No
 
 
 def test_such_words_may_follow_upon_each_other() -> None:
-    """Up to a few in all: no reply has more of them again."""
     long, tiny = forest_module._LONG, forest_module._TINY
     parents = [ROOT, 0, 1, 1, 2, 2]
     lengths = [long, 2, 1, long, long, long]
@@ -152,9 +152,21 @@ def test_such_words_may_follow_upon_each_other() -> None:
     assert len(_drawn([long, 2, tiny, long, long, long], parents)) == 4 * long + tiny + 2 * 2
 
 
+def test_no_reply_has_more_than_a_few_of_such_words_again() -> None:
+    """However many tiny nodes stand above each other."""
+    long, tiny = forest_module._LONG, forest_module._TINY
+    links = 100  # each a tiny node with a long end, and the next one
+    lengths, parents = [long], [ROOT]
+    for link in range(links):
+        parents += [max(0, 2 * link - 1), 2 * link + 1]
+        lengths += [3, long]
+    again = len(_drawn(lengths, parents)) - sum(lengths)
+    assert 0 < again <= tiny * (links + 1)
+
+
 def test_a_short_beginning_goes_with_the_shortest_end() -> None:
     """All others come behind them, while both wait."""
-    long = forest_module._LONG
+    long = forest_module._END
     packed = _drawn([long // 2, 7 * long, 6 * long, 8 * long], [ROOT, 0, 0, 0])
     roomy, narrow = ([len(chunk) for chunk in cut(packed, 8 * long, kept)] for kept in (15 * long, 14 * long))
     assert roomy == [long // 2 + 6 * long, 7 * long, 8 * long]

@@ -2,7 +2,9 @@
 
 import math
 import shutil
+from collections.abc import AsyncIterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -229,18 +231,35 @@ async def test_a_difference_is_over_all_tokens_and_nan_is_infinite() -> None:
     assert not spoiled.within(probe.tolerance)
 
 
-async def test_a_few_tokens_may_be_far_apart_in_half_precision_but_not_without_a_number() -> None:
-    probe = Probe(lambda _, sampled: [-1.0] * len(sampled), 100, Tolerance(0.5, 0.2, outliers=1 / 8))
-    ids = list(range(16))
+async def test_a_few_tokens_may_be_far_apart_in_half_precision_but_not_one_of_every_reply() -> None:
+    probe = Probe(lambda _, sampled: [-1.0] * len(sampled), 100, tolerance_of("bfloat16"))
 
-    async def passes(*strange: float) -> bool:
-        logprobs = [-1.1] * (16 - len(strange)) + list(strange)
-        return (await probe.difference([Sample([1], ids, logprobs)])).within(probe.tolerance)
+    async def passes(*last: float) -> bool:
+        """Four replies, and the last log-probability of some."""
+        usual = [-1.1] * 8
+        replies = [[*usual[:-1], value] for value in last] + [usual] * (4 - len(last))
+        found = await probe.difference([Sample([1], list(range(8)), reply) for reply in replies])
+        return found.within(probe.tolerance)
 
     assert await passes(-11.0, -9.0)
-    assert not await passes(-11.0, -9.0, -1.6)
+    assert not await passes(-11.0, -9.0, -3.0)
+    assert not await passes(-11.0, -9.0, -3.0, -8.0)
     assert not await passes(float("nan"))
     assert not await passes(-math.inf)
+
+
+async def test_what_stands_for_no_number_is_none() -> None:
+    class WritesPlaceholders:
+        url = "http://engine"
+
+        async def generate(self, *_: Any, **__: Any) -> AsyncIterator[Any]:
+            yield SimpleNamespace(ids=[1, 2], logprobs=[-1.0, -9999.0])
+
+    engine: Any = WritesPlaceholders()
+    probe = Probe(lambda _, sampled: [-1.0] * len(sampled), 100, tolerance_of("bfloat16"))
+    samples = await probe.sample(engine)
+    assert [math.isnan(value) for value in samples[0].logprobs] == [False, True]
+    assert not (await probe.difference(samples)).within(probe.tolerance)
 
 
 def test_the_coarser_dtype_decides_what_is_tolerated() -> None:
