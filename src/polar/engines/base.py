@@ -16,6 +16,8 @@ from polar.types import Event, FinishReason, Request, Sampling, TokenLogprob, Us
 Ids = NDArray[np.int32]
 Standing = Literal["running", "frozen", "asleep"]
 LogprobKind = Literal["raw", "processed", "none"]
+SENTINEL = -1000.0
+"""No sampled token is this unlikely; engines write such numbers (-9999, say) where they have none."""
 
 
 def server_root(url: str) -> str:

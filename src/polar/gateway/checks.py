@@ -5,12 +5,9 @@ A call that fails a check is kept whole and marked with the reason; nothing is r
 
 import numpy as np
 
-from polar.engines.base import VersionSpan
+from polar.engines.base import SENTINEL, VersionSpan
 from polar.store.base import Exchange
 from polar.types import Request
-
-SENTINEL = -1000.0
-"""No sampled token is this unlikely; engines write such numbers (-9999, say) where they have none."""
 
 
 def untrainable(

@@ -10,9 +10,8 @@ import numpy as np
 from msgspec import Struct
 from numpy.typing import NDArray
 
-from polar.engines.base import Engine, TokenPrompt
+from polar.engines.base import SENTINEL, Engine, TokenPrompt
 from polar.errors import EngineError
-from polar.gateway.checks import SENTINEL
 from polar.types import Request, Sampling
 
 Scorer = Callable[[list[int], list[int]], Sequence[float]]
@@ -111,7 +110,6 @@ async def _sample(engine: Engine, prompt: list[int]) -> Sample:
         logprobs += chunk.logprobs or []
     if not ids or len(ids) != len(logprobs):
         raise EngineError(f"{engine.url} gave {len(logprobs)} log-probabilities for {len(ids)} tokens.")
-    # Some engines write a number far below any for what is none.
     return Sample(prompt, ids, [math.nan if value is None or value <= SENTINEL else value for value in logprobs])
 
 
