@@ -153,15 +153,16 @@ def test_such_words_may_follow_upon_each_other() -> None:
 
 
 def test_no_reply_has_more_than_a_few_of_such_words_again() -> None:
-    """However many tiny nodes stand above each other."""
+    """However many nodes stand above each other: with one child each, as where sessions were dropped, or with two."""
     long, tiny = forest_module._LONG, forest_module._TINY
-    links = 100  # each a tiny node with a long end, and the next one
+    links = 100
+    one_child = [long] + [3] * links + [long, long]
+    assert len(_drawn(one_child, [ROOT, *range(links + 1), links])) - sum(one_child) <= 2 * tiny
     lengths, parents = [long], [ROOT]
-    for link in range(links):
+    for link in range(links):  # each a tiny node with a long end, and the next one
         parents += [max(0, 2 * link - 1), 2 * link + 1]
         lengths += [3, long]
-    again = len(_drawn(lengths, parents)) - sum(lengths)
-    assert 0 < again <= tiny * (links + 1)
+    assert 0 < len(_drawn(lengths, parents)) - sum(lengths) <= tiny * (links + 1)
 
 
 def test_a_short_beginning_goes_with_the_shortest_end() -> None:
