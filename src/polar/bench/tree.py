@@ -30,7 +30,7 @@ Progress = Callable[[str], None]
 
 TRL = "TRL"
 ALL = (*BUILDERS, TRL)
-SHORT = 6.0
+SHORT = 10.0
 """Seconds: what a step takes once, for memory that it never had before, counts in a shorter one."""
 
 

@@ -107,7 +107,10 @@ class Stepper:
             layer.num_hidden_layers, layer.layer_types = 1, None
             self._layer = random_model(type(layer)(**layer.to_dict()), where, dtype(where))
             self._one_layer = TreeModel(
-                self._layer, chunk_tokens=self._tree.chunk_tokens, kept_tokens=self._tree.kept_tokens
+                self._layer,
+                chunk_tokens=self._tree.chunk_tokens,
+                kept_tokens=self._tree.kept_tokens,
+                attention_grain=self._tree.attention_grain,
             )
 
     def warm_up(self, batch: Batch) -> None:

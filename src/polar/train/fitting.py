@@ -2,21 +2,31 @@
 
 import inspect
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch._dynamo
+import torch._functorch.config
+
+from polar.train.flash import GRAIN
 
 CHUNK = {"cuda": 16384, "cpu": 2048}
 """Tokens that go through at once. A large model's kernels take
 0.23 s to launch (Qwen3-4B's shape), in which an H200 computes 3,500 tokens."""
+_LARGE = 10**9
+"""Parameters: a model of so many computes longer for a chunk than attention's plans for its lengths take (flash.py)."""
 _SHARE = {"cuda": 0.8, "cpu": 0.3}
 """Of the memory that is left: keys, values, their gradients and logits need some too."""
 _VARIANTS = 64
 """Of a compiled function."""
 _ROTATION = "apply_rotary_pos_emb"
+_HEADS_AT = "unsqueeze_dim"
+"""Its argument that says where heads are among the dimensions: 1, as attention wants it, or 2."""
+_ANGLES = 2
+"""Its arguments behind queries and keys that are given by place: cosines and sines."""
 _COMPILED = "_compiled_by_polar"
 
 
@@ -29,6 +39,11 @@ def sizes(model: Any, chunk_tokens: int | None, kept_tokens: int | None, *, fuse
     return chunk, kept_tokens if kept_tokens is not None else room
 
 
+def grain(model: Any) -> int:
+    """What lengths of flash attention's calls are multiples of."""
+    return 1 if sum(it.numel() for it in model.parameters()) >= _LARGE else GRAIN
+
+
 def join_free_memory() -> None:
     """For a process that trains: chunks have all lengths, and what one leaves free in pieces is of use to the next only
     if the allocator can join it. PyTorch reads this when a GPU is used for the first time."""
@@ -38,10 +53,12 @@ def join_free_memory() -> None:
 
 def fuse(model: Any) -> None:
     """Norms, feed-forward parts and rotations are chains of small steps, each of which reads and writes all
-    activations: compiled they are one, and keep a third less for the backward pass."""
+    activations: compiled they are one, and keep half as much for the backward pass."""
     # All modules of a class share one function: each width, rank, type and gradient mode of theirs compiles it once
     # more. Beyond a limit (8, as PyTorch has it) a function silently runs uncompiled again, and takes twice the memory.
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _VARIANTS)
+    # Else what goes into a feed-forward part's last product is kept beside the two that it is made of in no time.
+    torch._functorch.config.ban_recompute_materialized_backward = False
     for module in model.modules():
         if type(module).__name__.endswith(("RMSNorm", "MLP")):
             module.compile(dynamic=True)
@@ -51,18 +68,43 @@ def fuse(model: Any) -> None:
         names = getattr(inspect.unwrap(kind.forward), "__globals__", {})
         rotate = names.get(_ROTATION)
         if rotate is not None and not hasattr(rotate, _COMPILED):
-            names[_ROTATION] = torch.compile(rotate, dynamic=True)
+            names[_ROTATION] = _by_tokens(rotate)
             setattr(names[_ROTATION], _COMPILED, True)
 
 
+def _by_tokens(rotate: Callable[..., Any]) -> Callable[..., Any]:
+    """Compiled. Queries and keys of [1, heads, tokens, width] lie in memory by tokens: the compiler must see them so,
+    or their gradients are copied, there and back."""
+    compiled = torch.compile(rotate, dynamic=True)
+    if _HEADS_AT not in inspect.signature(rotate).parameters:
+        return compiled
+
+    @wraps(rotate)
+    def rotated(query: Any, key: Any, *args: Any, **options: Any) -> tuple[Any, Any]:
+        if len(args) > _ANGLES or options.get(_HEADS_AT, 1) != 1:
+            found: tuple[Any, Any] = compiled(query, key, *args, **options)
+            return found
+        query, key = compiled(query.transpose(1, 2), key.transpose(1, 2), *args, **{**options, _HEADS_AT: 2})
+        return query.transpose(1, 2), key.transpose(1, 2)
+
+    return rotated
+
+
 def _bytes(model: Any, fused: bool) -> float:
-    """Of a token's activations, about: what each layer's steps read. Fused they keep three quarters of it (4.6 of
-    6.4 MB were seen of Qwen3-4B's shape, 5 where chunks branch)."""
+    """Of a token's activations, about: what each layer's steps keep for the backward pass."""
     config = model.config.get_text_config()
     heads = config.num_attention_heads
     width = getattr(config, "head_dim", None) or config.hidden_size // heads
-    numbers = 10 * config.hidden_size + 4 * getattr(config, "intermediate_size", 4 * config.hidden_size)
-    numbers += 6 * heads * width
+    hidden, inner = config.hidden_size, getattr(config, "intermediate_size", 4 * config.hidden_size)
+    if fused and not _experts(config):
+        # Norms: what went in and what came out; the feed-forward part's first two products. Queries before and behind
+        # their rotation, and the output; keys likewise, and values.
+        shared = getattr(config, "num_key_value_heads", None) or heads
+        numbers = 1.05 * (4 * hidden + 2 * inner + 3 * (heads + shared) * width)
+        if grain(model) > 1:  # filled up, those of attention are copies
+            numbers += 2 * (heads + shared) * width
+    else:
+        numbers = 10 * hidden + 4 * inner + 6 * heads * width
     size = next(model.parameters()).element_size()
     layers = config.num_hidden_layers
     recurrent = (getattr(config, "layer_types", None) or []).count("linear_attention")
@@ -72,7 +114,12 @@ def _bytes(model: Any, fused: bool) -> float:
         * 4
         * (20 * getattr(config, "linear_value_head_dim", 0) + 384)
     )
-    return float((0.75 if fused else 1.0) * layers * numbers * size + more)
+    return float(layers * numbers * size + more)
+
+
+def _experts(config: Any) -> bool:
+    """Their parts are not compiled."""
+    return any(getattr(config, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
 
 
 def _to_come(model: Any) -> int:

@@ -5,10 +5,13 @@ attention kernel, and they are joined by their normalisers. Going backwards, eac
 normaliser, and so gives exactly its part of the gradient. What comes back to a piece goes straight to whose it is, and
 no copy of a long one is kept.
 
-cuDNN's kernel is the fastest on Hopper, by far, but needs a plan of its own for every pair of lengths (0.14 s on an
-H200). So lengths are made round: queries are filled up, and of the context a round part has a call of its own. What is
-left of it, or all of it where it is short, goes before the queries' own keys, and as many queries that nobody asked for
-go before the queries, so that all of this is one path.
+cuDNN's kernel is the fastest on Hopper, by far, but needs a plan of its own for every pair of lengths (0.1 s on an
+H200, and as long on the processor). A large model computes longer than that for a chunk, and has lengths as they are.
+For a small one they are multiples of GRAIN: queries are filled up, and of the context a round part has a call of its
+own. What is left of it, or all of it where it is short, goes before the queries' own keys, and as many queries that
+nobody asked for go before the queries, so that all of this is one path.
+
+Tensors are [1, heads, tokens, width], but lie in memory by tokens, as the projections before and behind want them.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,11 +25,11 @@ from torch.nn import functional
 
 _aten = torch.ops.aten
 
-QUERIES, KEYS = 512, 512
-"""What cuDNN's lengths are multiples of."""
-SHORT = 4
-"""A context is short if it is no longer than such a part of the queries: 4 % more is computed then, at most. (What is
-left of a longer one is less than KEYS, and so many more queries see all of it: that shows only where few are asked.)"""
+GRAIN = 512
+"""Tokens."""
+_SHORT = 4
+"""A context is short if it is no longer than such a part of the queries: 4 % more pairs are computed then, at most, and
+a second call, its joining and its sum take longer."""
 
 
 def takes(query: Tensor) -> bool:
@@ -44,51 +47,73 @@ class Piece(Struct):
 
 
 def joined_attention(
-    query: Tensor, key: Tensor, value: Tensor, context: Sequence[Piece], scale: float, *, compiled: bool = False
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    context: Sequence[Piece],
+    scale: float,
+    *,
+    grain: int = 1,
+    compiled: bool = False,
 ) -> Tensor:
-    """`key` and `value` are those of the queries themselves."""
+    """`key` and `value` are those of the queries themselves. Lengths are multiples of `grain`."""
     apply: Any = _Joined.apply
-    result: Tensor = apply(query, key, value, context, scale, _join(compiled))
+    result: Tensor = apply(query, key, value, context, scale, grain, compiled)
     return result
 
 
-def round_part(context: int) -> int:
+def round_part(context: int, grain: int) -> int:
     """How much of a context of such a length can have calls of its own."""
-    return context - context % KEYS
+    return 0 if context < GRAIN else context - context % grain  # what is less is not worth a call
 
 
 def extended_attention(
-    query: Tensor, out: Tensor, normaliser: Tensor, context: Sequence[Piece], scale: float, *, compiled: bool = False
+    query: Tensor,
+    out: Tensor,
+    normaliser: Tensor,
+    context: Sequence[Piece],
+    scale: float,
+    *,
+    grain: int = 1,
+    compiled: bool = False,
 ) -> Tensor:
     """`out` and `normaliser` ([1, heads, queries]) are what somebody else's attention says of other keys. The context
     has a round length: see `round_part`."""
     count = query.shape[2]
-    filled = [_filled(tensor, 0, -count % QUERIES) for tensor in (query, out, normaliser[..., None])]
+    fill = -count % grain
+    normaliser = functional.pad(normaliser, (0, fill))[..., None]
     apply: Any = _Extended.apply
-    result: Tensor = apply(*filled, context, scale, _join(compiled))
+    result: Tensor = apply(_filled(query, 0, fill), _filled(out, 0, fill), normaliser, context, scale, compiled)
     return result[:, :, :count]
 
 
 class _Joined(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, context: Sequence[Piece], scale: float, join: "Join"
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        context: Sequence[Piece],
+        scale: float,
+        grain: int,
+        compiled: bool,
     ) -> Tensor:
         keys, values = _gathered(context, query)
         before, count = keys.shape[2], query.shape[2]
-        edge = 0 if before <= count // SHORT else round_part(before)
+        edge = 0 if before <= count // _SHORT else round_part(before, grain)
         rest = before - edge
         # Behind all others none of them looks.
-        ctx.edge, ctx.own, fill = edge, slice(rest, rest + count), -(rest + count) % QUERIES
+        ctx.edge, ctx.own, fill = edge, slice(rest, rest + count), -(rest + count) % grain
         query = _filled(query, rest, fill)
         key, value = (
-            _filled(torch.cat([theirs[:, :, edge:], own], 2) if rest else own, 0, fill)
+            _filled(_row([theirs[:, :, edge:], own]) if rest else own, 0, fill)
             for theirs, own in ((keys, key), (values, value))
         )
         out, normaliser, ctx.state = _forward(query, key, value, True, scale)
         if edge:
             more, other, ctx.whole_state = _forward(query, keys[:, :, :edge], values[:, :, :edge], False, scale)
-            out, normaliser = join(out, normaliser, more, other)
+            out, normaliser = _by_tokens(_joined, compiled)(out, normaliser, more, other)
         ctx.save_for_backward(query, key, value, out, normaliser)
         ctx.context, ctx.scale = context, scale
         return out[:, :, ctx.own]
@@ -97,7 +122,7 @@ class _Joined(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, out, normaliser = ctx.saved_tensors
         # Nothing comes from where nobody asked.
-        grad = _filled(grad, ctx.own.start, query.shape[2] - ctx.own.stop).contiguous()
+        grad = _laid_out(_filled(grad, ctx.own.start, query.shape[2] - ctx.own.stop), out)
         dq, dk, dv = _backward(grad, query, key, value, out, normaliser, ctx.state, True, ctx.scale)
         _give_back(ctx.context, ctx.edge, dk[:, :, : ctx.own.start], dv[:, :, : ctx.own.start])
         if ctx.edge:
@@ -105,7 +130,7 @@ class _Joined(torch.autograd.Function):
             more, *theirs = _backward(grad, query, keys, values, out, normaliser, ctx.whole_state, False, ctx.scale)
             _give_back(ctx.context, 0, *theirs)
             dq = dq + more
-        return dq[:, :, ctx.own], dk[:, :, ctx.own], dv[:, :, ctx.own], None, None, None
+        return dq[:, :, ctx.own], dk[:, :, ctx.own], dv[:, :, ctx.own], None, None, None, None
 
 
 class _Extended(torch.autograd.Function):
@@ -117,30 +142,35 @@ class _Extended(torch.autograd.Function):
         own_normaliser: Tensor,
         context: Sequence[Piece],
         scale: float,
-        join: "Join",
+        compiled: bool,
     ) -> Tensor:
         more, other, ctx.state = _forward(query, *_gathered(context, query), False, scale)
-        out, normaliser = join(own, own_normaliser, more, other)
+        out, normaliser = _by_tokens(_joined, compiled)(own, own_normaliser, more, other)
         ctx.save_for_backward(query, own, own_normaliser, out, normaliser)
-        ctx.context, ctx.scale = context, scale
+        ctx.context, ctx.scale, ctx.compiled = context, scale, compiled
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """The joint output is a mean of the parts, weighed by their normalisers' shares."""
         query, own, own_normaliser, out, normaliser = ctx.saved_tensors
-        grad = grad.contiguous()
+        grad = _laid_out(grad, out)
         keys, values = _gathered(ctx.context, query)
         dq, *theirs = _backward(grad, query, keys, values, out, normaliser, ctx.state, False, ctx.scale)
         _give_back(ctx.context, 0, *theirs)
-        share = torch.exp(own_normaliser - normaliser)
-        further = ((own.float() - out.float()) * grad.float()).sum(-1, keepdim=True)
-        return dq, (grad * share).to(own.dtype), (share * further).to(own_normaliser.dtype), None, None, None
+        return dq, *_by_tokens(_parted, ctx.compiled)(grad, own, own_normaliser, out, normaliser), None, None, None
 
 
 def _filled(tensor: Tensor, before: int, behind: int) -> Tensor:
     """With so many zeros before and behind its tokens."""
-    return functional.pad(tensor, (0, 0, before, behind)) if before or behind else tensor
+    if not before and not behind:
+        return tensor
+    return functional.pad(tensor.transpose(1, 2), (0, 0, 0, 0, before, behind)).transpose(1, 2)
+
+
+def _laid_out(grad: Tensor, out: Tensor) -> Tensor:
+    """As the output is in memory, which mostly it is already."""
+    return grad if grad.stride() == out.stride() else torch.empty_like(out).copy_(grad)
 
 
 def _give_back(context: Sequence[Piece], start: int, dk: Tensor, dv: Tensor) -> None:
@@ -159,29 +189,47 @@ def _gathered(context: Sequence[Piece], query: Tensor) -> tuple[Tensor, Tensor]:
     since memory is scarcer than time."""
     if not context:
         return query[:, :, :0], query[:, :, :0]
-    if len(context) == 1:
-        return context[0].key, context[0].value
-    return torch.cat([piece.key for piece in context], 2), torch.cat([piece.value for piece in context], 2)
+    return _row([piece.key for piece in context]), _row([piece.value for piece in context])
 
 
-Join = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
-"""Two outputs, each with its normaliser, as one."""
+def _row(tensors: Sequence[Tensor]) -> Tensor:
+    """One behind the other."""
+    return tensors[0] if len(tensors) == 1 else torch.cat([it.transpose(1, 2) for it in tensors], 1).transpose(1, 2)
 
 
-def _join(compiled: bool) -> Join:
-    """Step by step it reads and writes everything six times."""
-    return _compiled_join() if compiled else _joined
+_Both = Callable[..., tuple[Tensor, Tensor]]
+
+
+def _by_tokens(function: _Both, compiled: bool) -> _Both:
+    """Step by step all of it is read and written six times. The compiler must see tensors as they lie in memory; but
+    normalisers, which are small, lie by heads: the kernels want that."""
+    if not compiled:
+        return function
+
+    def call(*tensors: Tensor) -> tuple[Tensor, Tensor]:
+        one, other = _compiled(function)(*(tensor.transpose(1, 2).contiguous() for tensor in tensors))
+        return one.transpose(1, 2), other.transpose(1, 2).contiguous()
+
+    return call
 
 
 @cache
-def _compiled_join() -> Join:
-    return torch.compile(_joined, dynamic=True)
+def _compiled(function: _Both) -> _Both:
+    return torch.compile(function, dynamic=True)
 
 
 def _joined(one: Tensor, log_one: Tensor, other: Tensor, log_other: Tensor) -> tuple[Tensor, Tensor]:
+    """Two outputs, each with its normaliser, as one."""
     both = torch.logaddexp(log_one, log_other)
     out = torch.lerp(one.float(), other.float(), torch.exp(log_other - both).float())
     return out.to(one.dtype), both
+
+
+def _parted(grad: Tensor, one: Tensor, log_one: Tensor, out: Tensor, both: Tensor) -> tuple[Tensor, Tensor]:
+    """What comes back to one of two outputs that were joined, and to its normaliser."""
+    share = torch.exp(log_one - both)
+    further = ((one.float() - out.float()) * grad.float()).sum(-1, keepdim=True)
+    return (grad * share).to(one.dtype), (share * further).to(log_one.dtype)
 
 
 # The kernels. Normalisers are [1, heads, queries, 1], in fp32.

@@ -7,7 +7,7 @@ were inputs, and what comes back to them as gradients is added up; the chunk's o
 besides its own loss. This is the chain rule, so the gradient is that of the whole tree at once.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -19,8 +19,9 @@ from polar.errors import ConfigError
 from polar.train import checking, flash
 from polar.train.attention import Sight
 from polar.train.cutting import Chunk, cut
-from polar.train.fitting import fuse, sizes
+from polar.train.fitting import fuse, grain, sizes
 from polar.train.forest import Forest
+from polar.train.logprobs import chosen
 from polar.train.moving import moved
 from polar.train.recurrent import Recurrence, follow_trees
 
@@ -39,6 +40,7 @@ class _Pass(Struct):
     chunk: Chunk
     sight: Sight
     context: list["_Where"]
+    grain: int  # of flash attention's lengths
     within: Sight | None = None  # without what all of the chunk sees of its context, where that is not everything
     recurrence: Recurrence | None = None  # where the model has recurrent layers
     hidden: Tensor | None = None  # at the positions that predict something
@@ -54,11 +56,13 @@ class _Pass(Struct):
         if flash.takes(query) and self.sight.narrow(window) is None:
             if self.chunk.plain:
                 pieces = self._pieces(layer, self.context)
-                return flash.joined_attention(query, key, value, pieces, scale, compiled=self.sight.compiled)
+                compiled = self.sight.compiled
+                return flash.joined_attention(query, key, value, pieces, scale, grain=self.grain, compiled=compiled)
             if self.within is not None and self.within.flexible(query):
-                whole, rest = _split(self.context, flash.round_part(self.chunk.whole))
+                whole, rest = _split(self.context, flash.round_part(self.chunk.whole, self.grain))
                 own = self.within.attend_normalised(query, *self._extended(layer, key, value, rest), scale)
-                return flash.extended_attention(query, *own, self._pieces(layer, whole), scale, compiled=True)
+                pieces = self._pieces(layer, whole)
+                return flash.extended_attention(query, *own, pieces, scale, grain=self.grain, compiled=True)
         return self.sight.attend(query, *self._extended(layer, key, value, self.context), scale, window)
 
     def _pieces(self, layer: int, context: list["_Where"]) -> list[flash.Piece]:
@@ -141,16 +145,19 @@ class TreeModel:
         *,
         chunk_tokens: int | None = None,
         kept_tokens: int | None = None,
+        attention_grain: int | None = None,
         compiled: bool = True,
     ) -> None:
         """At most `chunk_tokens` go through at once; of at most `kept_tokens` are activations kept for the backward
-        pass, while the rest goes through twice. Default: as the machine's memory allows. `compiled` is for CUDA alone:
-        without it small models start sooner, and large ones are slow."""
+        pass, while the rest goes through twice. Default: as the machine's memory allows. Lengths of attention's calls
+        are multiples of `attention_grain`. Default: as flash.py has it for so large a model. `compiled` is for CUDA
+        alone: without it small models start sooner, and large ones are slow."""
         self._model = model.get_base_model() if hasattr(model, "get_base_model") else model
         self._device = next(self._model.parameters()).device
         self._decoder, self._head = _parts(self._model)
         self._compiled = compiled and self._device.type == "cuda"
         self._recurrent = follow_trees(self._decoder)
+        self.attention_grain = attention_grain or grain(self._model)
         self.chunk_tokens, self.kept_tokens = sizes(self._model, chunk_tokens, kept_tokens, fused=self._compiled)
         own = self._model.config._attn_implementation
         expected = checking.by_itself(self._model) if own != _ATTENTION else None
@@ -172,8 +179,8 @@ class TreeModel:
         for chunk in cut(forest, self.chunk_tokens, 0):
             one = self._begin(forest, chunk, waiting)
             self._forward(forest, one)
-            for index, logits, targets in self._logits(forest, one):
-                found[index] = _chosen(logits, targets)
+            for index, logprobs in self._chosen(forest, one):
+                found[index] = logprobs
             one.hidden = None
             _done(waiting, one)
         return found
@@ -207,9 +214,9 @@ class TreeModel:
         def sight(skip: int) -> Sight:
             return Sight.of(forest, chunk, self._device, compiled=self._compiled, skip=skip)
 
-        whole = flash.round_part(chunk.whole)
+        whole = flash.round_part(chunk.whole, self.attention_grain)
         within = sight(whole) if whole and self._compiled else None
-        return _Pass(chunk, sight(0), context, within, recurrence)
+        return _Pass(chunk, sight(0), context, self.attention_grain, within, recurrence)
 
     def _forward(self, forest: Forest, one: _Pass) -> None:
         chunk = one.chunk
@@ -227,8 +234,7 @@ class TreeModel:
         back: list[tuple[Tensor, Tensor]] = []  # what this chunk left, and its gradient
         if len(one.hidden):
             hidden, one.hidden = one.hidden, one.hidden.detach().requires_grad_()
-            for index, logits, targets in self._logits(forest, one):
-                logprobs = _chosen(logits, targets)
+            for index, logprobs in self._chosen(forest, one):
                 found[index] = logprobs.detach()
                 torch.autograd.backward(loss(index, logprobs))
             if one.hidden.grad is not None:
@@ -244,31 +250,25 @@ class TreeModel:
         if one.recurrence is not None:
             one.recurrence.give_back()
 
-    def _logits(self, forest: Forest, one: _Pass) -> Any:
-        """Some terms at a time: their numbers, their logits, after the temperature, and their ids."""
+    def _chosen(self, forest: Forest, one: _Pass) -> Iterator[tuple[Tensor, Tensor]]:
+        """Some terms at a time: their numbers, and their log-probabilities."""
         assert one.hidden is not None
         terms = forest.terms
         here = _terms(forest, one.chunk)
         _, row = np.unique(terms.at[here], return_inverse=True)
         for low in range(0, len(row), LOGITS):
             high = min(low + LOGITS, len(row))
-            start = int(row[low])
-            logits = self._head(one.hidden[start : row[high - 1] + 1])
-            rows = moved(row[low:high] - start, self._device)
+            first, behind = int(row[low]), int(row[high - 1]) + 1
+            logits = self._head(one.hidden[first:behind])
+            if behind - first < high - low:  # of several samplings behind the same token
+                logits = logits[moved(row[low:high] - first, self._device)]
             some = slice(here.start + low, here.start + high)
+            targets = moved(terms.target[some], self._device).long()
             temperature = moved(terms.temperature[some], self._device)
             yield (
                 moved(terms.source[some], self._device),
-                (logits.float(), rows, temperature),
-                moved(terms.target[some], self._device).long(),
+                chosen(logits, targets, temperature, compiled=self._compiled),
             )
-
-
-def _chosen(logits: tuple[Tensor, Tensor, Tensor], targets: Tensor) -> Tensor:
-    """The log-probabilities of `targets`."""
-    table, rows, temperature = logits
-    scaled = table[rows] / temperature[:, None]
-    return scaled.gather(1, targets[:, None])[:, 0] - scaled.logsumexp(1)
 
 
 def _terms(forest: Forest, chunk: Chunk) -> slice:

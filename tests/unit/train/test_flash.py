@@ -47,14 +47,28 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     told: list[bool] = []
 
     def forward(query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor, Any]:
-        assert not query.shape[2] % flash.QUERIES
-        assert not key.shape[2] % (flash.QUERIES if causal else flash.KEYS)
+        assert query.shape[2] == key.shape[2] or not causal
         told.append(causal)
         return _forward(query, key, value, causal, scale)
 
-    for name, value in {"QUERIES": 8, "KEYS": 16, "_forward": forward, "_backward": _backward}.items():
+    for name, value in {"GRAIN": 16, "_forward": forward, "_backward": _backward}.items():
         monkeypatch.setattr(flash, name, value)
     return told
+
+
+@pytest.fixture(params=[1, 8])
+def grain(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    """What the lengths that kernels are given are multiples of."""
+    given: int = request.param
+    forward = flash._forward
+
+    def checked(query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor, Any]:
+        assert not query.shape[2] % given
+        assert not key.shape[2] % given
+        return forward(query, key, value, causal, scale)
+
+    monkeypatch.setattr(flash, "_forward", checked)
+    return given
 
 
 class Given:
@@ -101,32 +115,43 @@ def _some(heads: int, tokens: int) -> Tensor:
 
 @pytest.mark.parametrize("lengths", [[], [16], [5], [2, 1, 3], [7, 40, 3]])
 @pytest.mark.parametrize("count", [24, 8, 13])
-def test_the_parts_are_the_whole(lengths: list[int], count: int) -> None:
+def test_the_parts_are_the_whole(lengths: list[int], count: int, grain: int) -> None:
     given = Given(lengths, count)
-    out = flash.joined_attention(given.query, given.key, given.value, given.pieces, 0.3)
+    out = flash.joined_attention(given.query, given.key, given.value, given.pieces, 0.3, grain=grain)
     given.check(out, torch.ones(count, count).tril() == 1)
 
 
 @pytest.mark.parametrize(
     ("lengths", "causal"),
-    [([], [True]), ([2, 1, 3], [True]), ([7], [True]), ([20], [True, False]), ([9, 30], [True, False])],
+    [([], [True]), ([2, 1, 3], [True]), ([15], [True]), ([16], [True, False]), ([9, 30], [True, False])],
 )
 def test_what_is_short_of_a_context_needs_no_call_of_its_own(
-    calls: list[bool], lengths: list[int], causal: list[bool]
+    calls: list[bool], lengths: list[int], causal: list[bool], grain: int
 ) -> None:
     given = Given(lengths, 24)
-    flash.joined_attention(given.query, given.key, given.value, given.pieces, 0.3)
+    flash.joined_attention(given.query, given.key, given.value, given.pieces, 0.3, grain=grain)
     assert calls == causal
 
 
 @pytest.mark.parametrize("lengths", [[16], [5, 11], [7, 40, 1]])
 @pytest.mark.parametrize("count", [24, 8, 13])
-def test_somebody_elses_attention_is_a_part_like_others(lengths: list[int], count: int) -> None:
+def test_somebody_elses_attention_is_a_part_like_others(lengths: list[int], count: int, grain: int) -> None:
     """Of queries that do not all see the same of each other: here, every other one is hidden."""
     given = Given(lengths, count)
     places = torch.arange(count)
     seen = (places[:, None] >= places) & ((places % 2 == 0) | (places[:, None] == places))
     scores = _scores(given.query, given.key, False, 0.3).masked_fill(~seen, -torch.inf)
     own = scores.softmax(-1) @ given.value.repeat_interleave(HEADS // SHARED, 1)
-    out = flash.extended_attention(given.query, own, scores.logsumexp(-1), given.pieces, 0.3)
+    out = flash.extended_attention(given.query, own, scores.logsumexp(-1), given.pieces, 0.3, grain=grain)
     given.check(out, seen)
+
+
+def test_gradients_are_laid_out_as_the_output_is() -> None:
+    """Kernels take them as they lie. By tokens, as projections want it, nothing is copied."""
+    out = torch.zeros(1, 5, HEADS, WIDTH).transpose(1, 2)
+    grad = torch.randn(1, 5, HEADS, WIDTH).transpose(1, 2)
+    assert flash._laid_out(grad, out) is grad
+    for other in (grad.contiguous(), torch.ones(()).expand_as(out)):
+        laid = flash._laid_out(other, out)
+        assert laid.stride() == out.stride()
+        assert torch.equal(laid, other)

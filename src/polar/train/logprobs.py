@@ -1,0 +1,54 @@
+"""Log-probabilities of chosen tokens, from logits.
+
+A vocabulary is wide, and so are its logits: step by step, as autograd has it, a dozen kernels read and write all of
+them in fp32. Here one goes forward and one back (compiled, on a GPU), and nothing is kept but what the model said.
+"""
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def chosen(logits: Tensor, targets: Tensor, temperature: Tensor, *, compiled: bool = False) -> Tensor:
+    """Of [rows, vocabulary] logits, divided by each row's temperature: those of `targets`, in fp32."""
+    apply: Any = _Chosen.apply
+    result: Tensor = apply(logits, targets, temperature, compiled)
+    return result
+
+
+class _Chosen(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, targets: Tensor, temperature: Tensor, compiled: bool) -> Tensor:
+        found, normaliser = _maybe(_forward, compiled)(logits, targets, temperature)
+        ctx.save_for_backward(logits, targets, temperature, normaliser)
+        ctx.compiled = compiled
+        result: Tensor = found
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return _maybe(_backward, ctx.compiled)(*ctx.saved_tensors, grad), None, None, None
+
+
+def _forward(logits: Tensor, targets: Tensor, temperature: Tensor) -> tuple[Tensor, Tensor]:
+    scaled = logits.float() / temperature[:, None]
+    normaliser = scaled.logsumexp(1)
+    return scaled.gather(1, targets[:, None])[:, 0] - normaliser, normaliser
+
+
+def _backward(logits: Tensor, targets: Tensor, temperature: Tensor, normaliser: Tensor, grad: Tensor) -> Tensor:
+    shares = torch.exp(logits.float() / temperature[:, None] - normaliser[:, None])
+    hit = torch.arange(logits.shape[1], device=logits.device) == targets[:, None]
+    return ((hit.float() - shares) * (grad / temperature)[:, None]).to(logits.dtype)
+
+
+def _maybe(function: Callable[..., Any], compiled: bool) -> Callable[..., Any]:
+    return _compiled(function) if compiled else function
+
+
+@cache
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    return torch.compile(function, dynamic=True)
