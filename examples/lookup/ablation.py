@@ -1,6 +1,6 @@
 """What builders cost end to end: the same training with `per_request`, `prefix_merging` and `prefix_tree`.
 
-    python examples/lookup/ablation.py FOLDER [--turns 12] [--tokens 8] [--steps 6] [--update-tokens 98304]
+    python examples/lookup/ablation.py FOLDER [--model MODEL] [--turns 12] [--tokens 8] [--system 90] [--steps 5] ...
 
 Sampling and training run asynchronously, as always. An update of the weights computes about as many tokens whatever the
 builder, one group at least, so one that hands out every context again and again takes more updates for the same
@@ -24,14 +24,13 @@ AGENT = Path(__file__).with_name("talker.py")
 
 def write_tasks(folder: Path, wanted: argparse.Namespace) -> None:
     folder.mkdir(parents=True, exist_ok=True)
+    agent = f"{sys.executable} -S -E {AGENT.absolute()} {wanted.turns} {wanted.tokens} {wanted.system}"
     tasks = [
         {
             "task_id": f"talk-{number}",
             "instruction": "Talk.",
             "runtime": {"backend": "local"},
-            "agent": {
-                "custom_shell": {"command": f"{sys.executable} -S -E {AGENT.absolute()} {wanted.turns} {wanted.tokens}"}
-            },
+            "agent": {"custom_shell": {"command": agent}},
             # Half of the sessions earn something: what doesn't matter here.
             "evaluator": {
                 "strategy": "answer",
@@ -101,9 +100,10 @@ def main() -> None:
     parser.add_argument("--memory", type=float, default=16, help="GiB of the engine's keys and values")
     parser.add_argument("--turns", type=int, default=12, help="of a session")
     parser.add_argument("--tokens", type=int, default=8, help="sampled in a turn, at most")
-    parser.add_argument("--steps", type=int, default=6)
-    parser.add_argument("--groups", type=int, default=8, help="of 8 sessions, in a step")
-    parser.add_argument("--update-tokens", type=int, default=98304)
+    parser.add_argument("--system", type=int, default=90, help="length of its prompt, in 22 tokens")
+    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--groups", type=int, default=4, help="of 8 sessions, in a step")
+    parser.add_argument("--update-tokens", type=int, default=262144)
     wanted = parser.parse_args()
     told = []
     for builder in wanted.builder or BUILDERS:

@@ -1,6 +1,8 @@
 """An agent that talks on, whatever the model says: sessions of known length, to measure what they cost.
 
-OPENAI_BASE_URL=... OPENAI_API_KEY=... python talker.py TURNS TOKENS
+OPENAI_BASE_URL=... OPENAI_API_KEY=... python talker.py TURNS TOKENS SYSTEM
+
+SYSTEM: how often the system prompt says the same (22 tokens each, about).
 """
 
 import json
@@ -10,9 +12,12 @@ import urllib.request
 
 WORDS = "the tool says that nothing has changed since the last time it was asked, and that it can be asked again; "
 
-messages = [{"role": "system", "content": "You work with a tool. " + 8 * WORDS}, {"role": "user", "content": "Begin."}]
+turns, tokens, system = map(int, sys.argv[1:])
+messages = [
+    {"role": "system", "content": "You work with a tool. " + system * WORDS},
+    {"role": "user", "content": "Begin."},
+]
 headers = {"Authorization": f"Bearer {os.environ['OPENAI_API_KEY']}", "Content-Type": "application/json"}
-turns, tokens = map(int, sys.argv[1:])
 for turn in range(turns):
     body = json.dumps({"model": "any", "messages": messages, "max_tokens": tokens}).encode()
     request = urllib.request.Request(os.environ["OPENAI_BASE_URL"] + "/chat/completions", body, headers)
