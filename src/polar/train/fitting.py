@@ -16,8 +16,9 @@ from polar.train.flash import GRAIN
 CHUNK = {"cuda": 16384, "cpu": 2048}
 """Tokens that go through at once. A large model's kernels take
 0.23 s to launch (Qwen3-4B's shape), in which an H200 computes 3,500 tokens."""
-_LARGE = 10**9
-"""Parameters: a model of so many computes longer for a chunk than attention's plans for its lengths take (flash.py)."""
+_LARGE = 4 * 10**9
+"""Parameters: a model of so many computes three times as long for a chunk as attention's plans for new lengths take the
+processor (flash.py), and of what waits on the GPU already there is about enough to hide them."""
 _SHARE = {"cuda": 0.8, "cpu": 0.3}
 """Of the memory that is left: keys, values, their gradients and logits need some too."""
 _VARIANTS = 64
