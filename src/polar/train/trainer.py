@@ -60,6 +60,7 @@ class Versions(Struct):
 class Updated(Struct):
     largest: float  # difference of log-probabilities, engine against trainer
     stood_still: float  # seconds
+    seconds: dict[str, float] = field(default_factory=dict)  # by step of the update
 
 
 class Watcher(Protocol):
@@ -184,6 +185,7 @@ class Trainer:
                 updated = await self._update()
             if updated is not None:
                 metrics.probe_largest, metrics.stood_still = updated.largest, updated.stood_still
+                self._seconds |= updated.seconds
         metrics.version = progress.version
         await self._rollouts.submit()
         with self._timed("evaluate"):

@@ -60,7 +60,7 @@ class EngineWeights:
     async def update(self, version: int) -> Updated:
         report = await self._sync.update(weights_of(self._learner.model), version)
         clear_others(self._output, self._folder)
-        return Updated(report.difference.largest, report.stood_still)
+        return Updated(report.difference.largest, report.stood_still, report.seconds)
 
     async def close(self) -> None:
         await self._sync.close()

@@ -156,7 +156,7 @@ class FakeEngines:
             assert await self.same(version), "a version stands for one set of weights"
         self.load(version)
         self._service.label = version
-        return Updated(0.0, 0.0)
+        return Updated(0.0, 0.0, {"prepare": 0.25})
 
     def load(self, version: int) -> None:
         self._service.model.load_state_dict(self._learner.model.state_dict())
