@@ -138,7 +138,7 @@ async def test_it_learns(tmp_path: Path, folder: Path) -> None:
     await run(service, folder, wanted)
     told = metrics(tmp_path)
     assert [one.step for one in told] == list(range(16))
-    assert all(one.seconds["prepare"] == 0.25 for one in told[1:])  # what the weights' way took, step by step
+    assert {one.seconds["prepare"] for one in told if one.updates} == {0.25}  # of the weights' way, step by step
     rewards = [one.reward for one in told if one.reward is not None]
     assert sum(rewards[-3:]) / 3 > sum(rewards[:3]) / 3 + 0.15
     check_once(service, tmp_path, 15)
