@@ -5,7 +5,8 @@
 Sampling and training run asynchronously, as always. An update of the weights computes about as many tokens whatever the
 builder, one group at least, so one that hands out every context again and again takes more updates for the same
 sessions. Told are the updates, the time, and the share of it in which the GPU was busy, all without the first step,
-which has nothing to compute while the first sessions run, and compiles. FOLDER/ablation.json has everything.
+which has nothing to compute while the first sessions run, and compiles, and without the last, behind which a checkpoint
+is written. FOLDER/ablation.json has everything.
 """
 
 import argparse
@@ -74,7 +75,7 @@ def seconds(steps: list[StepMetrics], *names: str) -> float:
 
 def run(folder: Path, builder: str, wanted: argparse.Namespace) -> dict:
     history = asyncio.run(train(settings(folder, builder, wanted))).history
-    steps = [step for step in history if step.step > 1]
+    steps = [step for step in history if 1 < step.step < wanted.steps]
     busy = [step.gpu_busy for step in steps if step.gpu_busy is not None]
     return {
         "builder": builder,
@@ -83,8 +84,10 @@ def run(folder: Path, builder: str, wanted: argparse.Namespace) -> dict:
         "updates": sum(step.updates for step in steps),
         "computed": sum(step.tokens_computed for step in steps),
         "trained": sum(step.tokens_trained for step in steps),
-        "seconds": seconds(steps, "wait", "compute", "checkpoint", "sync", "evaluate"),
-        "learning": seconds(steps, "compute"),
+        "seconds": seconds(steps, "wait", "compute", "sync"),
+        "computing": seconds(steps, "compute"),
+        "scoring": seconds(steps, "score"),  # of that: with old weights, where a step has several updates
+        "syncing": seconds(steps, "sync"),
         "waiting": seconds(steps, "wait"),
         "gpu_busy": sum(busy) / len(busy) if busy else None,
     }

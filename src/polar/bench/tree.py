@@ -67,6 +67,7 @@ class Cell(Struct):
     share: float  # of its FLOPs that were timed; below 1 where it was sampled
     memory: int | None  # most bytes of the device in use
     difference: float | None  # mean, of log-probabilities to those of the group's first cell
+    optimizer: float = 0.0  # seconds of a step that are the same for a sample as for all of it
 
     @property
     def sampled(self) -> bool:
@@ -75,7 +76,7 @@ class Cell(Struct):
     @property
     def seconds(self) -> float:
         """Of the whole step."""
-        return min(self.rounds) / self.share
+        return (min(self.rounds) - self.optimizer) / self.share + self.optimizer
 
     @property
     def rate(self) -> float:
@@ -273,6 +274,7 @@ class _Group:
             share=share,
             memory=steps[0].memory,
             difference=self._difference(np.concatenate(batch.numbers), steps[0].logprobs, counted.trained),
+            optimizer=min(it.optimizer for it in steps),
         )
 
     def _difference(self, numbers: Indices, logprobs: Floats, trained: int) -> float | None:

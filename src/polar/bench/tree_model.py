@@ -50,6 +50,7 @@ SHAPES = tuple(_SHAPES)
 
 class Stepped(Struct):
     seconds: float
+    optimizer: float  # seconds of them
     memory: int | None  # most bytes of the device that were in use; None on the CPU
     logprobs: Floats  # of the batch's entries, in their order
 
@@ -135,8 +136,7 @@ class Stepper:
         """A step whose gradients somebody else computes; it returns log-probabilities."""
         logprobs: list[Tensor] = []
 
-        def run() -> None:
-            logprobs.append(compute())
+        def update() -> None:
             self._optimizer.step()
             self._optimizer.zero_grad(set_to_none=True)
 
@@ -148,10 +148,11 @@ class Stepper:
                 torch.cuda.empty_cache()  # else memory is left where it is, as in a training
             torch.cuda.reset_peak_memory_stats(self._where)
         self._failed = True
-        seconds = _seconds(self._where, run)
+        computing = _seconds(self._where, lambda: logprobs.append(compute()))
+        optimizer = _seconds(self._where, update)
         self._failed = False
         memory = torch.cuda.max_memory_allocated(self._where) if self._where.type == "cuda" else None
-        return Stepped(seconds, memory, logprobs[0].float().cpu().numpy())
+        return Stepped(computing + optimizer, optimizer, memory, logprobs[0].float().cpu().numpy())
 
 
 def random_model(shape: Any, where: torch.device, kind: torch.dtype) -> Any:

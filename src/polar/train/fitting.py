@@ -2,7 +2,8 @@
 
 import inspect
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from functools import wraps
 from pathlib import Path
 from typing import Any
@@ -11,14 +12,13 @@ import torch
 import torch._dynamo
 import torch._functorch.config
 
-from polar.train.flash import GRAIN
+from polar.train.flash import FINE, GRAIN
 
 CHUNK = {"cuda": 16384, "cpu": 2048}
 """Tokens that go through at once. A large model's kernels take
 0.23 s to launch (Qwen3-4B's shape), in which an H200 computes 3,500 tokens."""
-_LARGE = 4 * 10**9
-"""Parameters: a model of so many computes three times as long for a chunk as attention's plans for new lengths take the
-processor (flash.py), and of what waits on the GPU already there is about enough to hide them."""
+_LARGE = 3 * 10**9
+"""Parameters of a model for which plans for more lengths are worth it (flash.py)."""
 _SHARE = {"cuda": 0.8, "cpu": 0.3}
 """Of the memory that is left: keys, values, their gradients and logits need some too."""
 _VARIANTS = 64
@@ -26,8 +26,6 @@ _VARIANTS = 64
 _ROTATION = "apply_rotary_pos_emb"
 _HEADS_AT = "unsqueeze_dim"
 """Its argument that says where heads are among the dimensions: 1, as attention wants it, or 2."""
-_ANGLES = 2
-"""Its arguments behind queries and keys that are given by place: cosines and sines."""
 _COMPILED = "_compiled_by_polar"
 
 
@@ -42,7 +40,8 @@ def sizes(model: Any, chunk_tokens: int | None, kept_tokens: int | None, *, fuse
 
 def grain(model: Any) -> int:
     """What lengths of flash attention's calls are multiples of."""
-    return 1 if sum(it.numel() for it in model.parameters()) >= _LARGE else GRAIN
+    large = sum(it.numel() for it in model.parameters()) >= _LARGE and not _experts(model.config.get_text_config())
+    return FINE if large else GRAIN
 
 
 def join_free_memory() -> None:
@@ -52,14 +51,24 @@ def join_free_memory() -> None:
         os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
 
 
+@contextmanager
+def compiling() -> Iterator[None]:
+    """What the compiler is to know wherever something fused runs: PyTorch keeps such settings by context, and a trainer
+    is made in another one than it computes in."""
+    more = max(torch._dynamo.config.recompile_limit, _VARIANTS)
+    with (
+        # All modules of a class share one function: each width, rank, type and gradient mode of theirs compiles it once
+        # more. Beyond a limit (8, as PyTorch has it) it silently runs uncompiled again, and takes twice the memory.
+        torch._dynamo.config.patch(recompile_limit=more),
+        # Else what goes into a feed-forward part's last product is kept beside the two that it is made of in no time.
+        torch._functorch.config.patch(ban_recompute_materialized_backward=False),
+    ):
+        yield
+
+
 def fuse(model: Any) -> None:
     """Norms, feed-forward parts and rotations are chains of small steps, each of which reads and writes all
     activations: compiled they are one, and keep half as much for the backward pass."""
-    # All modules of a class share one function: each width, rank, type and gradient mode of theirs compiles it once
-    # more. Beyond a limit (8, as PyTorch has it) a function silently runs uncompiled again, and takes twice the memory.
-    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _VARIANTS)
-    # Else what goes into a feed-forward part's last product is kept beside the two that it is made of in no time.
-    torch._functorch.config.ban_recompute_materialized_backward = False
     for module in model.modules():
         if type(module).__name__.endswith(("RMSNorm", "MLP")):
             module.compile(dynamic=True)
@@ -77,16 +86,17 @@ def _by_tokens(rotate: Callable[..., Any]) -> Callable[..., Any]:
     """Compiled. Queries and keys of [1, heads, tokens, width] lie in memory by tokens: the compiler must see them so,
     or their gradients are copied, there and back."""
     compiled = torch.compile(rotate, dynamic=True)
-    if _HEADS_AT not in inspect.signature(rotate).parameters:
+    names = list(inspect.signature(rotate).parameters)
+    if names[:4] != ["q", "k", "cos", "sin"] or _HEADS_AT not in names:
         return compiled
 
     @wraps(rotate)
-    def rotated(query: Any, key: Any, *args: Any, **options: Any) -> tuple[Any, Any]:
-        if len(args) > _ANGLES or options.get(_HEADS_AT, 1) != 1:
-            found: tuple[Any, Any] = compiled(query, key, *args, **options)
+    def rotated(q: Any, k: Any, *args: Any, **options: Any) -> tuple[Any, Any]:
+        if len(args) > 2 or options.get(_HEADS_AT, 1) != 1:  # more than cosines and sines by place
+            found: tuple[Any, Any] = compiled(q, k, *args, **options)
             return found
-        query, key = compiled(query.transpose(1, 2), key.transpose(1, 2), *args, **{**options, _HEADS_AT: 2})
-        return query.transpose(1, 2), key.transpose(1, 2)
+        q, k = compiled(q.transpose(1, 2), k.transpose(1, 2), *args, **{**options, _HEADS_AT: 2})
+        return q.transpose(1, 2), k.transpose(1, 2)
 
     return rotated
 
@@ -97,16 +107,16 @@ def _bytes(model: Any, fused: bool) -> float:
     heads = config.num_attention_heads
     width = getattr(config, "head_dim", None) or config.hidden_size // heads
     hidden, inner = config.hidden_size, getattr(config, "intermediate_size", 4 * config.hidden_size)
-    if fused and not _experts(config):
+    size = next(model.parameters()).element_size()
+    finer = any(it.element_size() > size for it in model.parameters() if it.requires_grad)
+    if fused and not _experts(config) and not finer:
         # Norms: what went in and what came out; the feed-forward part's first two products. Queries before and behind
         # their rotation, and the output; keys likewise, and values.
         shared = getattr(config, "num_key_value_heads", None) or heads
         numbers = 1.05 * (4 * hidden + 2 * inner + 3 * (heads + shared) * width)
-        if grain(model) > 1:  # filled up, those of attention are copies
-            numbers += 2 * (heads + shared) * width
     else:
-        numbers = 10 * hidden + 4 * inner + 6 * heads * width
-    size = next(model.parameters()).element_size()
+        # Adapters in fp32 have a copy of what goes into them; experts aren't compiled.
+        numbers = 10 * hidden + (6 if _experts(config) else 4) * inner + 6 * heads * width
     layers = config.num_hidden_layers
     recurrent = (getattr(config, "layer_types", None) or []).count("linear_attention")
     more = (
@@ -119,7 +129,6 @@ def _bytes(model: Any, fused: bool) -> float:
 
 
 def _experts(config: Any) -> bool:
-    """Their parts are not compiled."""
     return any(getattr(config, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
 
 

@@ -5,11 +5,10 @@ attention kernel, and they are joined by their normalisers. Going backwards, eac
 normaliser, and so gives exactly its part of the gradient. What comes back to a piece goes straight to whose it is, and
 no copy of a long one is kept.
 
-cuDNN's kernel is the fastest on Hopper, by far, but needs a plan of its own for every pair of lengths (0.1 s on an
-H200, and as long on the processor). A large model computes longer than that for a chunk, and has lengths as they are.
-For a small one they are multiples of GRAIN: queries are filled up, and of the context a round part has a call of its
-own. What is left of it, or all of it where it is short, goes before the queries' own keys, and as many queries that
-nobody asked for go before the queries, so that all of this is one path.
+cuDNN's kernel is the fastest on Hopper, by far, but needs a plan of its own for every pair of lengths, which takes the
+processor 0.1 s, and which PyTorch keeps for good, in each thread. So lengths are made round: queries are filled up, and
+of the context a round part has a call of its own. What is left of it, or all of it where it is short, goes before the
+queries' own keys, and as many queries that nobody asked for go before the queries, so that all of this is one path.
 
 Tensors are [1, heads, tokens, width], but lie in memory by tokens, as the projections before and behind want them.
 """
@@ -25,8 +24,11 @@ from torch.nn import functional
 
 _aten = torch.ops.aten
 
-GRAIN = 512
-"""Tokens."""
+GRAIN, FINE = 512, 128
+"""Tokens that lengths are multiples of. The finer they are, the less is computed in vain, and the more plans are made:
+for a large model, which computes for long, that is worth it. Below 128 the kernels are slower."""
+_LEAST = 512
+"""Tokens of a context that are worth a call of their own."""
 _SHORT = 4
 """A context is short if it is no longer than such a part of the queries: 4 % more pairs are computed then, at most, and
 a second call, its joining and its sum take longer."""
@@ -64,7 +66,7 @@ def joined_attention(
 
 def round_part(context: int, grain: int) -> int:
     """How much of a context of such a length can have calls of its own."""
-    return 0 if context < GRAIN else context - context % grain  # what is less is not worth a call
+    return 0 if context < _LEAST else context - context % grain
 
 
 def extended_attention(
@@ -103,18 +105,15 @@ class _Joined(torch.autograd.Function):
         before, count = keys.shape[2], query.shape[2]
         edge = 0 if before <= count // _SHORT else round_part(before, grain)
         rest = before - edge
-        # Behind all others none of them looks.
-        ctx.edge, ctx.own, fill = edge, slice(rest, rest + count), -(rest + count) % grain
+        fill = -(rest + count) % grain  # behind all others: none of them looks there
         query = _filled(query, rest, fill)
-        key, value = (
-            _filled(_row([theirs[:, :, edge:], own]) if rest else own, 0, fill)
-            for theirs, own in ((keys, key), (values, value))
-        )
-        out, normaliser, ctx.state = _forward(query, key, value, True, scale)
+        behind = _behind(keys, key, edge, fill), _behind(values, value, edge, fill)
+        out, normaliser, ctx.state = _forward(query, *behind, True, scale)
         if edge:
             more, other, ctx.whole_state = _forward(query, keys[:, :, :edge], values[:, :, :edge], False, scale)
-            out, normaliser = _by_tokens(_joined, compiled)(out, normaliser, more, other)
+            out, normaliser = _fused(_joined, compiled)(out, normaliser, more, other)
         ctx.save_for_backward(query, key, value, out, normaliser)
+        ctx.edge, ctx.own, ctx.fill = edge, slice(rest, rest + count), fill
         ctx.context, ctx.scale = context, scale
         return out[:, :, ctx.own]
 
@@ -122,11 +121,13 @@ class _Joined(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, out, normaliser = ctx.saved_tensors
         # Nothing comes from where nobody asked.
-        grad = _laid_out(_filled(grad, ctx.own.start, query.shape[2] - ctx.own.stop), out)
-        dq, dk, dv = _backward(grad, query, key, value, out, normaliser, ctx.state, True, ctx.scale)
+        grad = _laid_out(_filled(grad, ctx.own.start, ctx.fill), out)
+        keys, values = _gathered(ctx.context, query)
+        behind = _behind(keys, key, ctx.edge, ctx.fill), _behind(values, value, ctx.edge, ctx.fill)
+        dq, dk, dv = _backward(grad, query, *behind, out, normaliser, ctx.state, True, ctx.scale)
         _give_back(ctx.context, ctx.edge, dk[:, :, : ctx.own.start], dv[:, :, : ctx.own.start])
         if ctx.edge:
-            keys, values = (tensor[:, :, : ctx.edge] for tensor in _gathered(ctx.context, query))
+            keys, values = keys[:, :, : ctx.edge], values[:, :, : ctx.edge]
             more, *theirs = _backward(grad, query, keys, values, out, normaliser, ctx.whole_state, False, ctx.scale)
             _give_back(ctx.context, 0, *theirs)
             dq = dq + more
@@ -145,7 +146,7 @@ class _Extended(torch.autograd.Function):
         compiled: bool,
     ) -> Tensor:
         more, other, ctx.state = _forward(query, *_gathered(context, query), False, scale)
-        out, normaliser = _by_tokens(_joined, compiled)(own, own_normaliser, more, other)
+        out, normaliser = _fused(_joined, compiled)(own, own_normaliser, more, other)
         ctx.save_for_backward(query, own, own_normaliser, out, normaliser)
         ctx.context, ctx.scale, ctx.compiled = context, scale, compiled
         return out
@@ -158,7 +159,7 @@ class _Extended(torch.autograd.Function):
         keys, values = _gathered(ctx.context, query)
         dq, *theirs = _backward(grad, query, keys, values, out, normaliser, ctx.state, False, ctx.scale)
         _give_back(ctx.context, 0, *theirs)
-        return dq, *_by_tokens(_parted, ctx.compiled)(grad, own, own_normaliser, out, normaliser), None, None, None
+        return dq, *_fused(_parted, ctx.compiled)(grad, own, own_normaliser, out, normaliser), None, None, None
 
 
 def _filled(tensor: Tensor, before: int, behind: int) -> Tensor:
@@ -192,6 +193,12 @@ def _gathered(context: Sequence[Piece], query: Tensor) -> tuple[Tensor, Tensor]:
     return _row([piece.key for piece in context]), _row([piece.value for piece in context])
 
 
+def _behind(theirs: Tensor, own: Tensor, edge: int, fill: int) -> Tensor:
+    """Keys or values of a context from `edge` on, the queries' own, and so many zeros. (The backward pass makes them
+    anew: the chunk's own are kept anyway.)"""
+    return _filled(_row([theirs[:, :, edge:], own]) if edge < theirs.shape[2] else own, 0, fill)
+
+
 def _row(tensors: Sequence[Tensor]) -> Tensor:
     """One behind the other."""
     return tensors[0] if len(tensors) == 1 else torch.cat([it.transpose(1, 2) for it in tensors], 1).transpose(1, 2)
@@ -200,7 +207,7 @@ def _row(tensors: Sequence[Tensor]) -> Tensor:
 _Both = Callable[..., tuple[Tensor, Tensor]]
 
 
-def _by_tokens(function: _Both, compiled: bool) -> _Both:
+def _fused(function: _Both, compiled: bool) -> _Both:
     """Step by step all of it is read and written six times. The compiler must see tensors as they lie in memory; but
     normalisers, which are small, lie by heads: the kernels want that."""
     if not compiled:

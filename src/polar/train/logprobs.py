@@ -12,8 +12,13 @@ import torch
 from torch import Tensor
 
 
-def chosen(logits: Tensor, targets: Tensor, temperature: Tensor, *, compiled: bool = False) -> Tensor:
-    """Of [rows, vocabulary] logits, divided by each row's temperature: those of `targets`, in fp32."""
+def chosen(
+    logits: Tensor, targets: Tensor, temperature: Tensor, *, rows: Tensor | None = None, compiled: bool = False
+) -> Tensor:
+    """Of [rows, vocabulary] logits, divided by each target's temperature: those of `targets`, in fp32. A target has a
+    row of its own, in their order, or the one that `rows` says."""
+    if rows is not None:
+        logits = logits.float()[rows]  # what goes back to a row is added up in fp32
     apply: Any = _Chosen.apply
     result: Tensor = apply(logits, targets, temperature, compiled)
     return result

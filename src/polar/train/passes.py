@@ -19,7 +19,7 @@ from polar.errors import ConfigError
 from polar.train import checking, flash
 from polar.train.attention import Sight
 from polar.train.cutting import Chunk, cut
-from polar.train.fitting import fuse, grain, sizes
+from polar.train.fitting import compiling, fuse, grain, sizes
 from polar.train.forest import Forest
 from polar.train.logprobs import chosen
 from polar.train.moving import moved
@@ -150,8 +150,8 @@ class TreeModel:
     ) -> None:
         """At most `chunk_tokens` go through at once; of at most `kept_tokens` are activations kept for the backward
         pass, while the rest goes through twice. Default: as the machine's memory allows. Lengths of attention's calls
-        are multiples of `attention_grain`. Default: as flash.py has it for so large a model. `compiled` is for CUDA
-        alone: without it small models start sooner, and large ones are slow."""
+        are multiples of `attention_grain`. Default: as flash.py has it for such a model. `compiled` is for CUDA alone:
+        without it small models start sooner, and large ones are slow."""
         self._model = model.get_base_model() if hasattr(model, "get_base_model") else model
         self._device = next(self._model.parameters()).device
         self._decoder, self._head = _parts(self._model)
@@ -176,25 +176,27 @@ class TreeModel:
         """Of each term, in the order in which they were given."""
         found = torch.zeros(len(forest.terms), device=self._device)
         waiting: list[_Pass] = []
-        for chunk in cut(forest, self.chunk_tokens, 0):
-            one = self._begin(forest, chunk, waiting)
-            self._forward(forest, one)
-            for index, logprobs in self._chosen(forest, one):
-                found[index] = logprobs
-            one.hidden = None
-            _done(waiting, one)
+        with compiling():
+            for chunk in cut(forest, self.chunk_tokens, 0):
+                one = self._begin(forest, chunk, waiting)
+                self._forward(forest, one)
+                for index, logprobs in self._chosen(forest, one):
+                    found[index] = logprobs
+                one.hidden = None
+                _done(waiting, one)
         return found
 
     def backward(self, forest: Forest, loss: Loss) -> Tensor:
         """Adds the loss's gradient to the parameters'. Returns the log-probabilities, as `logprobs` does."""
         found = torch.zeros(len(forest.terms), device=self._device)
         waiting: list[_Pass] = []
-        for chunk in cut(forest, self.chunk_tokens, self.kept_tokens):
-            one = self._begin(forest, chunk, waiting)
-            with torch.set_grad_enabled(chunk.kept):
-                self._forward(forest, one)
-            for ended in _done(waiting, one):
-                self._backward(forest, ended, loss, found)
+        with compiling():
+            for chunk in cut(forest, self.chunk_tokens, self.kept_tokens):
+                one = self._begin(forest, chunk, waiting)
+                with torch.set_grad_enabled(chunk.kept):
+                    self._forward(forest, one)
+                for ended in _done(waiting, one):
+                    self._backward(forest, ended, loss, found)
         return found
 
     # One chunk
@@ -260,14 +262,14 @@ class TreeModel:
             high = min(low + LOGITS, len(row))
             first, behind = int(row[low]), int(row[high - 1]) + 1
             logits = self._head(one.hidden[first:behind])
-            if behind - first < high - low:  # of several samplings behind the same token
-                logits = logits[moved(row[low:high] - first, self._device)]
+            several = behind - first < high - low  # samplings behind the same token
+            rows = moved(row[low:high] - first, self._device) if several else None
             some = slice(here.start + low, here.start + high)
             targets = moved(terms.target[some], self._device).long()
             temperature = moved(terms.temperature[some], self._device)
             yield (
                 moved(terms.source[some], self._device),
-                chosen(logits, targets, temperature, compiled=self._compiled),
+                chosen(logits, targets, temperature, rows=rows, compiled=self._compiled),
             )
 
 

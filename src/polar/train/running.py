@@ -16,6 +16,7 @@ from polar.rollout.models import TaskRequest
 from polar.rollout.overrides import Overrides
 from polar.train import picture
 from polar.train.checkpoint import Checkpoints
+from polar.train.computing import computed
 from polar.train.evaluation import Evaluation
 from polar.train.launching import ServiceProcess, service_settings, state_file
 from polar.train.learner import Learner
@@ -71,7 +72,7 @@ async def train(settings: TrainSettings, watcher: Watcher | None = None) -> Outc
             stack.enter_context(_tidy(output, state_file(settings, engine)))  # once the service has ended
             service = await stack.enter_async_context(ServiceProcess(settings, variables, output))
             url = service.url
-        learner = await asyncio.to_thread(Learner, folder, settings)
+        learner = await computed(Learner, folder, settings)
         client = await stack.enter_async_context(AsyncClient(url, token, settings.rollout.run))
         engines: EngineWeights | None = None
         if engine.kind != _WITHOUT_WEIGHTS:

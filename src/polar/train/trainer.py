@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from polar.train.batch import Trained, trained, without_stale
 from polar.train.checkpoint import Checkpoints, Entry, Progress
+from polar.train.computing import computed
 from polar.train.evaluation import Evaluation
 from polar.train.groups import Columns, Group
 from polar.train.learner import Learned, Learner, ratio_of
@@ -165,7 +166,7 @@ class Trainer:
         if collected.trained:
             self._watcher.learns(metrics.step, metrics.sessions)
             with self._timed("compute"):
-                learned = await asyncio.to_thread(self._learner.step, collected.trained, metrics.step)
+                learned = await computed(self._learner.step, collected.trained, metrics.step)
             self._of_learning(metrics, collected.trained, learned)
         progress.step += 1
         if collected.trained and self._engines is not None:  # else the version that there is has these weights

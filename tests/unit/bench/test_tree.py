@@ -200,6 +200,12 @@ def cell(group: str, builder: str, seconds: float, total: float, *, share: float
     return Cell(counted, [seconds * share], share, 10**9, None)
 
 
+def test_what_a_sample_takes_as_all_of_it_does_is_not_scaled() -> None:
+    sampled = cell("any", "per_request", 10, 1e15, share=0.1)
+    sampled.optimizer = 0.5
+    assert sampled.seconds == pytest.approx((1.0 - 0.5) / 0.1 + 0.5)
+
+
 def report(cells: list[Cell]) -> Report:
     return Report(Plan(), "NVIDIA H200", "bfloat16", {"torch": "2"}, 790e12, 989e12, gradients={"x": 1e-6}, cells=cells)
 

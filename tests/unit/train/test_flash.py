@@ -21,7 +21,8 @@ def _scores(query: Tensor, key: Tensor, causal: bool, scale: float) -> Tensor:
 def _forward(query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor, Any]:
     scores = _scores(query, key, causal, scale)
     normaliser = scores.logsumexp(-1, keepdim=True)
-    return (scores - normaliser).exp() @ value.repeat_interleave(HEADS // SHARED, 1), normaliser, None
+    out = (scores - normaliser).exp() @ value.repeat_interleave(HEADS // SHARED, 1)
+    return torch.empty_like(query).copy_(out), normaliser, None  # it lies as the queries do
 
 
 def _backward(
@@ -29,6 +30,8 @@ def _backward(
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """What flash attention's backward kernels do with the output and the normaliser that they are given."""
+    assert grad.stride() == out.stride()  # else PyTorch would copy it
+    assert normaliser.is_contiguous()  # the kernels want that
     weights = (_scores(query, key, causal, scale) - normaliser).exp()
     values = value.repeat_interleave(HEADS // SHARED, 1)
     inner = weights * (grad @ values.transpose(-1, -2) - (grad * out).sum(-1, keepdim=True))
@@ -51,7 +54,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
         told.append(causal)
         return _forward(query, key, value, causal, scale)
 
-    for name, value in {"GRAIN": 16, "_forward": forward, "_backward": _backward}.items():
+    for name, value in {"_LEAST": 16, "_forward": forward, "_backward": _backward}.items():
         monkeypatch.setattr(flash, name, value)
     return told
 
@@ -94,6 +97,7 @@ class Given:
 
     def check(self, out: Tensor, seen: Tensor) -> None:
         """All of the pieces are seen, and of the queries' own keys those that `seen` says: so are gradients."""
+        assert out.transpose(1, 2).is_contiguous()
         grad = torch.randn_like(out)
         out.backward(grad)
         found = [self.query.grad, self.key.grad, self.value.grad, *(tensor for pair in self.back for tensor in pair)]
@@ -110,14 +114,23 @@ class Given:
 
 
 def _some(heads: int, tokens: int) -> Tensor:
-    return torch.randn(1, heads, tokens, WIDTH, dtype=torch.float64, requires_grad=True)
+    """As projections leave it: by tokens."""
+    made = torch.randn(1, tokens, heads, WIDTH, dtype=torch.float64)
+    return made.transpose(1, 2).requires_grad_()
 
 
+@pytest.fixture(params=[False, True])
+def compiled(request: pytest.FixtureRequest) -> bool:
+    given: bool = request.param
+    return given
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of PyTorch's own compiler
 @pytest.mark.parametrize("lengths", [[], [16], [5], [2, 1, 3], [7, 40, 3]])
 @pytest.mark.parametrize("count", [24, 8, 13])
-def test_the_parts_are_the_whole(lengths: list[int], count: int, grain: int) -> None:
+def test_the_parts_are_the_whole(lengths: list[int], count: int, grain: int, compiled: bool) -> None:
     given = Given(lengths, count)
-    out = flash.joined_attention(given.query, given.key, given.value, given.pieces, 0.3, grain=grain)
+    out = flash.joined_attention(given.query, given.key, given.value, given.pieces, 0.3, grain=grain, compiled=compiled)
     given.check(out, torch.ones(count, count).tril() == 1)
 
 
@@ -133,16 +146,28 @@ def test_what_is_short_of_a_context_needs_no_call_of_its_own(
     assert calls == causal
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of PyTorch's own compiler
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # it looks there
 @pytest.mark.parametrize("lengths", [[16], [5, 11], [7, 40, 1]])
 @pytest.mark.parametrize("count", [24, 8, 13])
-def test_somebody_elses_attention_is_a_part_like_others(lengths: list[int], count: int, grain: int) -> None:
+def test_somebody_elses_attention_is_a_part_like_others(
+    lengths: list[int], count: int, grain: int, compiled: bool
+) -> None:
     """Of queries that do not all see the same of each other: here, every other one is hidden."""
     given = Given(lengths, count)
     places = torch.arange(count)
     seen = (places[:, None] >= places) & ((places % 2 == 0) | (places[:, None] == places))
     scores = _scores(given.query, given.key, False, 0.3).masked_fill(~seen, -torch.inf)
-    own = scores.softmax(-1) @ given.value.repeat_interleave(HEADS // SHARED, 1)
-    out = flash.extended_attention(given.query, own, scores.logsumexp(-1), given.pieces, 0.3, grain=grain)
+    own = (scores.softmax(-1) @ given.value.repeat_interleave(HEADS // SHARED, 1)).transpose(1, 2).contiguous()
+    out = flash.extended_attention(
+        given.query,
+        own.transpose(1, 2),
+        scores.logsumexp(-1),
+        given.pieces,
+        0.3,
+        grain=grain,
+        compiled=compiled,
+    )
     given.check(out, seen)
 
 

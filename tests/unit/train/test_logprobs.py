@@ -34,6 +34,19 @@ def test_it_is_the_logarithm_of_a_softmax(kind: torch.dtype, close: float, compi
     assert float((mine.double() - right.double()).norm() / right.double().norm()) < close
 
 
+def test_what_goes_back_to_a_row_of_several_targets_is_added_up_in_full_precision() -> None:
+    """Each sampling of a token behind a prompt that all sessions share is one of its row's."""
+    torch.manual_seed(0)
+    count = 256
+    logits = torch.randn(1, VOCABULARY).bfloat16().requires_grad_()
+    targets = torch.randint(VOCABULARY, (count,))
+    rows = torch.zeros(count, dtype=torch.int64)
+    chosen(logits, targets, torch.ones(count), rows=rows).sum().backward()
+    assert logits.grad is not None
+    right = torch.nn.functional.one_hot(targets, VOCABULARY).sum(0) - count * logits.detach().double().softmax(1)[0]
+    assert float((logits.grad[0].double() - right).norm() / right.norm()) < 5e-3
+
+
 def test_nothing_is_kept_of_a_wide_vocabulary_but_the_logits() -> None:
     logits = torch.randn(ROWS, VOCABULARY, requires_grad=True)
     kept: list[Tensor] = []

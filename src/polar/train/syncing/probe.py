@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from polar.engines.base import SENTINEL, Engine, TokenPrompt
 from polar.errors import EngineError
+from polar.train.computing import computed
 from polar.types import Request, Sampling
 
 Scorer = Callable[[list[int], list[int]], Sequence[float]]
@@ -85,7 +86,7 @@ class Probe:
 
     async def difference(self, samples: Sequence[Sample]) -> Difference:
         """Against the trainer's model as it is now. The model runs in a thread; whoever calls leaves it alone."""
-        return await asyncio.to_thread(self._difference, samples)
+        return await computed(self._difference, samples)
 
     def _difference(self, samples: Sequence[Sample]) -> Difference:
         apart = [
