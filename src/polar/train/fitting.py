@@ -110,10 +110,11 @@ def _bytes(model: Any, fused: bool) -> float:
     size = next(model.parameters()).element_size()
     finer = any(it.element_size() > size for it in model.parameters() if it.requires_grad)
     if fused and not _experts(config) and not finer:
-        # Norms: what went in and what came out; the feed-forward part's first two products. Queries before and behind
-        # their rotation, and the output; keys likewise, and values.
+        # What goes into norms, and into attention and the feed-forward part; the latter's first two products. Queries
+        # before and behind their rotation, and the output; keys likewise, and values.
+        norms = sum(it.shape == (hidden,) for it in model.parameters()) // config.num_hidden_layers
         shared = getattr(config, "num_key_value_heads", None) or heads
-        numbers = 1.05 * (4 * hidden + 2 * inner + 3 * (heads + shared) * width)
+        numbers = 1.05 * ((2 + max(2, norms)) * hidden + 2 * inner + 3 * (heads + shared) * width)
     else:
         # Adapters in fp32 have a copy of what goes into them; experts aren't compiled.
         numbers = 10 * hidden + (6 if _experts(config) else 4) * inner + 6 * heads * width
