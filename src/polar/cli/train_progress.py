@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from polar.cli.interrupts import Interrupts
-from polar.train.metrics import StepMetrics
+from polar.train.metrics import PHASES, StepMetrics
 from polar.train.settings import TrainSettings
 
 if TYPE_CHECKING:
@@ -112,8 +112,8 @@ def _line(metrics: StepMetrics, steps: int) -> str:
             parts.append(f"{name} {value:{form}}")
     if metrics.groups_filtered:
         parts.append("filtered " + ", ".join(f"{count} {why}" for why, count in metrics.groups_filtered.items()))
-    if metrics.seconds:
-        parts.append(" ".join(f"{phase} {seconds:.1f}s" for phase, seconds in metrics.seconds.items()))
+    if told := [f"{phase} {metrics.seconds[phase]:.1f}s" for phase in PHASES if phase in metrics.seconds]:
+        parts.append(" ".join(told))
     return "   ".join(parts)
 
 

@@ -15,6 +15,9 @@ from polar.errors import ConfigError
 from polar.train.checkpoint import keep_up_to
 from polar.train.settings import MetricsSettings, TrainSettings
 
+PHASES = "wait", "compute", "checkpoint", "sync", "evaluate"
+"""Of a step."""
+
 
 class StepMetrics(Struct):
     """Numbers that a step has none of are null: one in which no group had a signal has no loss, say."""
@@ -48,7 +51,7 @@ class StepMetrics(Struct):
     held_out_excluded: dict[str, int] = field(default_factory=dict)
     probe_largest: float | None = None  # engine against trainer, after the update
     stood_still: float | None = None  # seconds without generation
-    seconds: dict[str, float] = field(default_factory=dict)  # by phase
+    seconds: dict[str, float] = field(default_factory=dict)  # by phase, and of parts of them
     gpu_busy: float | None = None
 
     def flat(self) -> dict[str, float]:
