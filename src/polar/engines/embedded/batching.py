@@ -55,10 +55,6 @@ class _Part(Struct):
     stop: int
 
     @property
-    def count(self) -> int:
-        return self.stop - self.start
-
-    @property
     def samples(self) -> bool:
         return self.stop == len(self.sequence.ids)
 
@@ -194,9 +190,15 @@ class Batching:
                 sequence.slot = self._slots.take(np.asarray(sequence.ids, np.int32))
             if (slot := sequence.slot) is not None:
                 part = _Part(sequence, slot, len(slot.ids), len(sequence.ids))
-                (single if part.count == 1 else longer).append(part)
-        pieces = _fitting(longer, max(self._room - len(single), 1))
-        return single + sorted(pieces, key=lambda part: part.count)
+                (single if part.stop - part.start == 1 else longer).append(part)
+        room = max(self._room - len(single), 1)
+        pieces: list[_Part] = []
+        for part in longer:
+            if room > 0:
+                part.stop = min(part.stop, part.start + room)
+                room -= part.stop - part.start
+                pieces.append(part)
+        return single + sorted(pieces, key=lambda part: part.stop - part.start)
 
     def _pass(self, parts: list[_Part]) -> torch.Tensor:
         """The logits behind each part that samples: [parts, vocabulary]."""
@@ -221,18 +223,3 @@ class Batching:
         self.computed += len(ids)
         logits: torch.Tensor = out.logits[0]
         return logits
-
-
-def _fitting(parts: list[_Part], room: int) -> list[_Part]:
-    """As much of them as there is room for. The oldest has half of it at least; of the others short ones come first:
-    new weights have everybody's history computed anew, and who asks for little, as their probe does, is not to wait for
-    all of it."""
-    others = sorted(parts[1:], key=lambda part: part.count)
-    fitting: list[_Part] = []
-    for part in parts[:1] + others:
-        most = room if fitting else max((room + 1) // 2, room - sum(other.count for other in others))
-        part.stop = min(part.stop, part.start + most)
-        room -= part.count
-        if part.count:
-            fitting.append(part)
-    return fitting
