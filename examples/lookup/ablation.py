@@ -103,7 +103,7 @@ def main() -> None:
     parser.add_argument("--memory", type=float, default=16, help="GiB of the engine's keys and values")
     parser.add_argument("--turns", type=int, default=12, help="of a session")
     parser.add_argument("--tokens", type=int, default=8, help="sampled in a turn, at most")
-    parser.add_argument("--system", type=int, default=90, help="length of its prompt, in 22 tokens")
+    parser.add_argument("--system", type=int, default=90, help="length of the system prompt, times 22 tokens")
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--groups", type=int, default=4, help="of 8 sessions, in a step")
     parser.add_argument("--update-tokens", type=int, default=262144)

@@ -1,16 +1,11 @@
-"""How many tokens a machine holds on their way through a model, and what makes them take less."""
+"""How many tokens a machine holds on their way through a model."""
 
-import inspect
 import os
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
-from functools import wraps
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch._dynamo
-import torch._functorch.config
 
 from polar.train.flash import FINE, GRAIN
 
@@ -21,12 +16,6 @@ _LARGE = 3 * 10**9
 """Parameters of a model for which plans for more lengths are worth it (flash.py)."""
 _SHARE = {"cuda": 0.8, "cpu": 0.3}
 """Of the memory that is left: keys, values, their gradients and logits need some too."""
-_VARIANTS = 64
-"""Of a compiled function."""
-_ROTATION = "apply_rotary_pos_emb"
-_HEADS_AT = "unsqueeze_dim"
-"""Its argument that says where heads are among the dimensions: 1, as attention wants it, or 2."""
-_COMPILED = "_compiled_by_polar"
 
 
 def sizes(model: Any, chunk_tokens: int | None, kept_tokens: int | None, *, fused: bool) -> tuple[int, int]:
@@ -49,56 +38,6 @@ def join_free_memory() -> None:
     if the allocator can join it. PyTorch reads this when a GPU is used for the first time."""
     if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
         os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
-
-
-@contextmanager
-def compiling() -> Iterator[None]:
-    """What the compiler is to know wherever something fused runs: PyTorch keeps such settings by context, and a trainer
-    is made in another one than it computes in."""
-    more = max(torch._dynamo.config.recompile_limit, _VARIANTS)
-    with (
-        # All modules of a class share one function: each width, rank, type and gradient mode of theirs compiles it once
-        # more. Beyond a limit (8, as PyTorch has it) it silently runs uncompiled again, and takes twice the memory.
-        torch._dynamo.config.patch(recompile_limit=more),
-        # Else what goes into a feed-forward part's last product is kept beside the two that it is made of in no time.
-        torch._functorch.config.patch(ban_recompute_materialized_backward=False),
-    ):
-        yield
-
-
-def fuse(model: Any) -> None:
-    """Norms, feed-forward parts and rotations are chains of small steps, each of which reads and writes all
-    activations: compiled they are one, and keep half as much for the backward pass."""
-    for module in model.modules():
-        if type(module).__name__.endswith(("RMSNorm", "MLP")):
-            module.compile(dynamic=True)
-    # Rotations of queries and keys are a function that attention finds among its module's names. So whatever else uses
-    # it in this process has it compiled from now on.
-    for kind in {type(module) for module in model.modules()}:
-        names = getattr(inspect.unwrap(kind.forward), "__globals__", {})
-        rotate = names.get(_ROTATION)
-        if rotate is not None and not hasattr(rotate, _COMPILED):
-            names[_ROTATION] = _by_tokens(rotate)
-            setattr(names[_ROTATION], _COMPILED, True)
-
-
-def _by_tokens(rotate: Callable[..., Any]) -> Callable[..., Any]:
-    """Compiled. Queries and keys of [1, heads, tokens, width] lie in memory by tokens: the compiler must see them so,
-    or their gradients are copied, there and back."""
-    compiled = torch.compile(rotate, dynamic=True)
-    names = list(inspect.signature(rotate).parameters)
-    if names[:4] != ["q", "k", "cos", "sin"] or _HEADS_AT not in names:
-        return compiled
-
-    @wraps(rotate)
-    def rotated(q: Any, k: Any, *args: Any, **options: Any) -> tuple[Any, Any]:
-        if len(args) > 2 or options.get(_HEADS_AT, 1) != 1:  # more than cosines and sines by place
-            found: tuple[Any, Any] = compiled(q, k, *args, **options)
-            return found
-        q, k = compiled(q.transpose(1, 2), k.transpose(1, 2), *args, **{**options, _HEADS_AT: 2})
-        return q.transpose(1, 2), k.transpose(1, 2)
-
-    return rotated
 
 
 def _bytes(model: Any, fused: bool) -> float:

@@ -14,13 +14,14 @@ Tensors are [1, heads, tokens, width], but lie in memory by tokens, as the proje
 """
 
 from collections.abc import Callable, Sequence
-from functools import cache
 from typing import Any
 
 import torch
 from msgspec import Struct
 from torch import Tensor
 from torch.nn import functional
+
+from polar.train import fusing
 
 _aten = torch.ops.aten
 
@@ -55,7 +56,7 @@ def joined_attention(
     context: Sequence[Piece],
     scale: float,
     *,
-    grain: int = 1,
+    grain: int,
     compiled: bool = False,
 ) -> Tensor:
     """`key` and `value` are those of the queries themselves. Lengths are multiples of `grain`."""
@@ -76,7 +77,7 @@ def extended_attention(
     context: Sequence[Piece],
     scale: float,
     *,
-    grain: int = 1,
+    grain: int,
     compiled: bool = False,
 ) -> Tensor:
     """`out` and `normaliser` ([1, heads, queries]) are what somebody else's attention says of other keys. The context
@@ -214,15 +215,10 @@ def _fused(function: _Both, compiled: bool) -> _Both:
         return function
 
     def call(*tensors: Tensor) -> tuple[Tensor, Tensor]:
-        one, other = _compiled(function)(*(tensor.transpose(1, 2).contiguous() for tensor in tensors))
+        one, other = fusing.compiled(function)(*(tensor.transpose(1, 2).contiguous() for tensor in tensors))
         return one.transpose(1, 2), other.transpose(1, 2).contiguous()
 
     return call
-
-
-@cache
-def _compiled(function: _Both) -> _Both:
-    return torch.compile(function, dynamic=True)
 
 
 def _joined(one: Tensor, log_one: Tensor, other: Tensor, log_other: Tensor) -> tuple[Tensor, Tensor]:

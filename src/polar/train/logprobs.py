@@ -5,11 +5,12 @@ them in fp32. Here one goes forward and one back (compiled, on a GPU), and nothi
 """
 
 from collections.abc import Callable
-from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from polar.train import fusing
 
 
 def chosen(
@@ -51,9 +52,4 @@ def _backward(logits: Tensor, targets: Tensor, temperature: Tensor, normaliser: 
 
 
 def _maybe(function: Callable[..., Any], compiled: bool) -> Callable[..., Any]:
-    return _compiled(function) if compiled else function
-
-
-@cache
-def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    return torch.compile(function, dynamic=True)
+    return fusing.compiled(function) if compiled else function

@@ -19,8 +19,9 @@ from polar.errors import ConfigError
 from polar.train import checking, flash
 from polar.train.attention import Sight
 from polar.train.cutting import Chunk, cut
-from polar.train.fitting import compiling, fuse, grain, sizes
+from polar.train.fitting import grain, sizes
 from polar.train.forest import Forest
+from polar.train.fusing import compiling, fuse
 from polar.train.logprobs import chosen
 from polar.train.moving import moved
 from polar.train.recurrent import Recurrence, follow_trees

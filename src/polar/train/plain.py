@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from polar.train.forest import Forest, Indices
+from polar.train.logprobs import chosen
 from polar.train.passes import Loss
 
 
@@ -38,11 +39,10 @@ class PlainModel:
         device = self._model.device
         ids = torch.from_numpy(forest.ids[path]).long().to(device)
         places = torch.from_numpy(forest.depths[forest.terms.at[terms]]).long().to(device)
-        logits = self._model(input_ids=ids[None], use_cache=False).logits[0, places].float()
-        scaled = logits / torch.from_numpy(forest.terms.temperature[terms]).to(device)[:, None]
+        logits = self._model(input_ids=ids[None], use_cache=False).logits[0, places]
+        temperature = torch.from_numpy(forest.terms.temperature[terms]).to(device)
         targets = torch.from_numpy(forest.terms.target[terms]).long().to(device)
-        chosen: Tensor = scaled.gather(1, targets[:, None])[:, 0] - scaled.logsumexp(1)
-        return chosen
+        return chosen(logits, targets, temperature)
 
     def _source(self, forest: Forest, terms: Indices) -> Tensor:
         return torch.from_numpy(forest.terms.source[terms]).to(self._model.device)

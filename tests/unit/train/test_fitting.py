@@ -1,14 +1,11 @@
 """How much goes through a model at once, and how much of it is kept."""
 
-import asyncio
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
 
-from polar.train import fitting
+from polar.train import fitting, fusing
 from polar.train.flash import FINE, GRAIN
 from tests.unit.train import tiny
 
@@ -44,60 +41,16 @@ def test_little_memory_means_small_chunks(monkeypatch: pytest.MonkeyPatch, model
     assert fitting.sizes(model, None, None, fused=False) == (256, 256)
 
 
-def test_rotations_are_compiled_where_attention_finds_them(
-    monkeypatch: pytest.MonkeyPatch, model: torch.nn.Module
-) -> None:
-    from transformers.models.llama import modeling_llama
-
-    own = modeling_llama.apply_rotary_pos_emb
-    monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", own)  # is put back behind us
-    fitting.fuse(model)
-    compiled = modeling_llama.apply_rotary_pos_emb
-    assert compiled is not own
-    fitting.fuse(tiny.model())
-    assert modeling_llama.apply_rotary_pos_emb is compiled
-
-
-async def test_a_fused_feed_forward_part_keeps_two_products(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where it is made in one context and computes in another, as a trainer does."""
-    from transformers.models.llama import modeling_llama
-
-    monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", modeling_llama.apply_rotary_pos_emb)
-    model: Any = tiny.model()
-    await asyncio.to_thread(fitting.fuse, model)
-    part, sizes, tokens = model.model.layers[0].mlp, model.config, 37
-    kept: list[torch.Tensor] = []
-
-    def compute() -> None:
-        with fitting.compiling(), _kept_in(kept):
-            part(torch.randn(1, tokens, sizes.hidden_size, requires_grad=True))
-
-    await asyncio.to_thread(compute)
-    assert sum(tensor.numel() == tokens * sizes.intermediate_size for tensor in kept) == 2
-
-
-@contextmanager
-def _kept_in(kept: list[torch.Tensor]) -> Iterator[None]:
-    """What is kept for the backward pass."""
-
-    def keep(tensor: torch.Tensor) -> torch.Tensor:
-        kept.append(tensor)
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        yield
-
-
 def test_fused_layers_keep_about_as_much_as_is_reckoned_with(monkeypatch: pytest.MonkeyPatch) -> None:
     from transformers.models.llama import modeling_llama
 
     monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", modeling_llama.apply_rotary_pos_emb)
     whole: Any = tiny.model(hidden_size=128, intermediate_size=384)  # else small things count
-    fitting.fuse(whole)
+    fusing.fuse(whole)
     sizes, tokens = whole.config, 61
     own = {parameter.untyped_storage().data_ptr() for parameter in whole.parameters()}
     kept: list[torch.Tensor] = []
-    with fitting.compiling(), _kept_in(kept):
+    with fusing.compiling(), tiny.kept_in(kept):
         whole.model(torch.arange(tokens)[None] % sizes.vocab_size, use_cache=False)
     bytes_ = {
         one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in kept if one.is_floating_point()
@@ -128,31 +81,6 @@ def test_a_large_model_has_finer_lengths(monkeypatch: pytest.MonkeyPatch, model:
     kind: Any = model.config
     kind.num_experts = 8  # of which few compute
     assert fitting.grain(model) == GRAIN
-
-
-def test_rotations_by_tokens_are_rotations() -> None:
-    from transformers.models.qwen3.modeling_qwen3 import apply_rotary_pos_emb
-
-    rotate = fitting._by_tokens(apply_rotary_pos_emb)
-    torch.manual_seed(0)
-    query, key = (torch.randn(1, 5, heads, 8).transpose(1, 2).requires_grad_() for heads in (4, 2))
-    cosines, sines = torch.randn(2, 1, 5, 8)
-    found, right = rotate(query, key, cosines, sines), apply_rotary_pos_emb(query, key, cosines, sines)
-    for one, other in zip(found, right, strict=True):
-        assert torch.allclose(one, other, atol=1e-6)
-        assert one.transpose(1, 2).is_contiguous()
-    grads = [torch.autograd.grad(sum(one.square().sum() for one in some), (query, key)) for some in (found, right)]
-    assert all(torch.allclose(one, other, atol=1e-5) for one, other in zip(*grads, strict=True))
-    by_tokens = rotate(query.transpose(1, 2), key.transpose(1, 2), cosines, sines, unsqueeze_dim=2)
-    assert torch.allclose(by_tokens[0].transpose(1, 2), right[0], atol=1e-6)
-
-
-def test_a_rotation_of_something_else_is_left_as_it_is() -> None:
-    def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, unsqueeze_dim: int = 1) -> torch.Tensor:
-        return x * cos.unsqueeze(unsqueeze_dim) + sin.unsqueeze(unsqueeze_dim)
-
-    given = torch.randn(1, 4, 5, 8), torch.randn(1, 5, 8), torch.randn(1, 5, 8)
-    assert torch.allclose(fitting._by_tokens(rotate)(*given), rotate(*given), atol=1e-6)
 
 
 def test_who_says_is_heard(model: torch.nn.Module) -> None:

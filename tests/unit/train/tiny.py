@@ -2,6 +2,8 @@
 
 import json
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -39,3 +41,15 @@ def folder(path: Path, **changes: Any) -> Path:
     for file in TOKENIZER.iterdir():
         shutil.copyfile(file, path / file.name)
     return path
+
+
+@contextmanager
+def kept_in(kept: list[torch.Tensor]) -> Iterator[None]:
+    """What is kept for the backward pass."""
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        kept.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        yield
