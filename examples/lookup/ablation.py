@@ -1,6 +1,6 @@
 """What builders cost end to end: the same training with `per_request`, `prefix_merging` and `prefix_tree`.
 
-    python examples/lookup/ablation.py FOLDER [--model MODEL] [--turns 12] [--tokens 8] [--system 90] [--steps 5] ...
+    python examples/lookup/ablation.py FOLDER [--model MODEL] [--turns 6] [--tokens 8] [--system 45] [--groups 16] ...
 
 Sampling and training run asynchronously, as always. An update of the weights computes about as many tokens whatever the
 builder, one group at least, so one that hands out every context again and again takes more updates for the same
@@ -101,12 +101,12 @@ def main() -> None:
     parser.add_argument("--compiled", action=argparse.BooleanOptionalAction, default=True, help="for CUDA alone")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--memory", type=float, default=16, help="GiB of the engine's keys and values")
-    parser.add_argument("--turns", type=int, default=12, help="of a session")
+    parser.add_argument("--turns", type=int, default=6, help="of a session")
     parser.add_argument("--tokens", type=int, default=8, help="sampled in a turn, at most")
-    parser.add_argument("--system", type=int, default=90, help="length of the system prompt, times 22 tokens")
+    parser.add_argument("--system", type=int, default=45, help="length of the system prompt, times 22 tokens")
     parser.add_argument("--steps", type=int, default=5)
-    parser.add_argument("--groups", type=int, default=4, help="of 8 sessions, in a step")
-    parser.add_argument("--update-tokens", type=int, default=262144)
+    parser.add_argument("--groups", type=int, default=16, help="of 8 sessions, in a step")
+    parser.add_argument("--update-tokens", type=int, default=65536)
     wanted = parser.parse_args()
     told = []
     for builder in wanted.builder or BUILDERS:

@@ -10,6 +10,10 @@ processor 0.1 s, and which PyTorch keeps for good, in each thread. So lengths ar
 of the context a round part has a call of its own. What is left of it, or all of it where it is short, goes before the
 queries' own keys, and as many queries that nobody asked for go before the queries, so that all of this is one path.
 
+    context  ├──────── edge ────────┼─ rest ─┤
+    causal                          ├─ rest ─┼────── own ──────┼ fill ┤
+    whole    ├──────── edge ────────┤  for    ├────── own ──────┼ fill ┤
+
 Tensors are [1, heads, tokens, width], but lie in memory by tokens, as the projections before and behind want them.
 """
 
@@ -70,6 +74,12 @@ def round_part(context: int, grain: int) -> int:
     return 0 if context < _LEAST else context - context % grain
 
 
+def _coarse_part(context: int, grain: int) -> int:
+    """As much, where what is left can go with the queries' own for nothing: one of eight lengths between two powers of
+    two, so that pairs with the queries' lengths come up again."""
+    return round_part(context, max(grain, 1 << context.bit_length() >> 4))
+
+
 def extended_attention(
     query: Tensor,
     out: Tensor,
@@ -104,35 +114,61 @@ class _Joined(torch.autograd.Function):
     ) -> Tensor:
         keys, values = _gathered(context, query)
         before, count = keys.shape[2], query.shape[2]
-        edge = 0 if before <= count // _SHORT else round_part(before, grain)
-        rest = before - edge
-        fill = -(rest + count) % grain  # behind all others: none of them looks there
-        query = _filled(query, rest, fill)
-        behind = _behind(keys, key, edge, fill), _behind(values, value, edge, fill)
-        out, normaliser, ctx.state = _forward(query, *behind, True, scale)
+        edge = 0 if before <= count // _SHORT else _coarse_part(before, grain)
+        laid = _Layout.of(before - edge, count, grain)
+        query = laid.filled(query)
+        behind = _behind(keys, key, edge, laid), _behind(values, value, edge, laid)
+        out, normaliser, ctx.state = _forward(query[:, :, laid.path], *behind, True, scale)
+        out, normaliser = out[:, :, laid.own], normaliser[:, :, laid.own]
         if edge:
-            more, other, ctx.whole_state = _forward(query, keys[:, :, :edge], values[:, :, :edge], False, scale)
+            keys, values = keys[:, :, :edge], values[:, :, :edge]
+            more, other, ctx.whole_state = _forward(query[:, :, laid.asking], keys, values, False, scale)
+            more, other = more[:, :, :count], other[:, :, :count]
             out, normaliser = _fused(_joined, compiled)(out, normaliser, more, other)
         ctx.save_for_backward(query, key, value, out, normaliser)
-        ctx.edge, ctx.own, ctx.fill = edge, slice(rest, rest + count), fill
-        ctx.context, ctx.scale = context, scale
-        return out[:, :, ctx.own]
+        ctx.edge, ctx.laid, ctx.context, ctx.scale = edge, laid, context, scale
+        return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, out, normaliser = ctx.saved_tensors
-        # Nothing comes from where nobody asked.
-        grad = _laid_out(_filled(grad, ctx.own.start, ctx.fill), out)
+        edge, laid, scale = ctx.edge, ctx.laid, ctx.scale
+        out, normaliser = laid.filled(out), functional.pad(normaliser, (0, 0, *laid.fill))
+        grad = _laid_out(laid.filled(grad), out)  # nothing comes from where nobody asked
         keys, values = _gathered(ctx.context, query)
-        behind = _behind(keys, key, ctx.edge, ctx.fill), _behind(values, value, ctx.edge, ctx.fill)
-        dq, dk, dv = _backward(grad, query, *behind, out, normaliser, ctx.state, True, ctx.scale)
-        _give_back(ctx.context, ctx.edge, dk[:, :, : ctx.own.start], dv[:, :, : ctx.own.start])
-        if ctx.edge:
-            keys, values = keys[:, :, : ctx.edge], values[:, :, : ctx.edge]
-            more, *theirs = _backward(grad, query, keys, values, out, normaliser, ctx.whole_state, False, ctx.scale)
+        behind = _behind(keys, key, edge, laid), _behind(values, value, edge, laid)
+
+        def back(asked: slice, key: Tensor, value: Tensor, state: Any, causal: bool) -> tuple[Tensor, Tensor, Tensor]:
+            tensors = grad[:, :, asked], query[:, :, asked], key, value, out[:, :, asked]
+            return _backward(*tensors, normaliser[:, :, asked].contiguous(), state, causal, scale)
+
+        dq, dk, dv = back(laid.path, *behind, ctx.state, True)
+        rest = laid.own.start
+        _give_back(ctx.context, edge, dk[:, :, :rest], dv[:, :, :rest])
+        dq = dq[:, :, laid.own]
+        if edge:
+            more, *theirs = back(laid.asking, keys[:, :, :edge], values[:, :, :edge], ctx.whole_state, False)
             _give_back(ctx.context, 0, *theirs)
-            dq = dq + more
-        return dq[:, :, ctx.own], dk[:, :, ctx.own], dv[:, :, ctx.own], None, None, None, None
+            dq = dq + more[:, :, : laid.own.stop - rest]
+        return dq, dk[:, :, laid.own], dv[:, :, laid.own], None, None, None, None
+
+
+class _Layout(Struct, frozen=True):
+    """How queries lie in a tensor that is long enough for both calls."""
+
+    own: slice  # those that were asked for; before them are as many as are left of the context
+    path: slice  # of the causal call
+    asking: slice  # of the call that sees the context's round part
+    fill: tuple[int, int]  # zeros before and behind
+
+    @classmethod
+    def of(cls, rest: int, count: int, grain: int) -> "_Layout":
+        stop = rest + count
+        path, asking = stop + -stop % grain, stop + -count % grain
+        return cls(slice(rest, stop), slice(0, path), slice(rest, asking), (rest, max(path, asking) - stop))
+
+    def filled(self, tensor: Tensor) -> Tensor:
+        return _filled(tensor, *self.fill)
 
 
 class _Extended(torch.autograd.Function):
@@ -194,10 +230,11 @@ def _gathered(context: Sequence[Piece], query: Tensor) -> tuple[Tensor, Tensor]:
     return _row([piece.key for piece in context]), _row([piece.value for piece in context])
 
 
-def _behind(theirs: Tensor, own: Tensor, edge: int, fill: int) -> Tensor:
-    """Keys or values of a context from `edge` on, the queries' own, and so many zeros. (The backward pass makes them
-    anew: the chunk's own are kept anyway.)"""
-    return _filled(_row([theirs[:, :, edge:], own]) if edge < theirs.shape[2] else own, 0, fill)
+def _behind(theirs: Tensor, own: Tensor, edge: int, laid: _Layout) -> Tensor:
+    """Keys or values of a context from `edge` on, the queries' own, and zeros. (The backward pass makes them anew: the
+    chunk's own are kept anyway.)"""
+    row = _row([theirs[:, :, edge:], own]) if edge < theirs.shape[2] else own
+    return _filled(row, 0, laid.path.stop - laid.own.stop)
 
 
 def _row(tensors: Sequence[Tensor]) -> Tensor:
@@ -238,8 +275,14 @@ def _parted(grad: Tensor, one: Tensor, log_one: Tensor, out: Tensor, both: Tenso
 # The kernels. Normalisers are [1, heads, queries, 1], in fp32.
 
 
+def _by_itself(tensor: Tensor) -> Tensor:
+    """Plans go by strides as well. How far it were to a second one of the batch would tell what this is a part of."""
+    return tensor.as_strided(tensor.shape, (tensor.numel(), *tensor.stride()[1:]))
+
+
 def _forward(query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor, Any]:
     """Output, normaliser, and what the backward pass is to be given besides."""
+    query, key, value = _by_itself(query), _by_itself(key), _by_itself(value)
     out, normaliser, *state = _aten._scaled_dot_product_cudnn_attention(
         query, key, value, None, True, 0.0, causal, False, scale=scale
     )
@@ -257,6 +300,7 @@ def _backward(
     causal: bool,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    query, key, value = _by_itself(query), _by_itself(key), _by_itself(value)
     lengths_q, lengths_k, most_q, most_k, seed, offset = state
     lengths = lengths_q, lengths_k, most_q, most_k
     back: tuple[Tensor, Tensor, Tensor] = _aten._scaled_dot_product_cudnn_attention_backward(

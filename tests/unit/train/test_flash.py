@@ -1,5 +1,6 @@
 """The joining of attention's parts, with the kernels' place taken by plain arithmetic: those need a GPU."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ from torch import Tensor
 from polar.train import flash
 
 HEADS, SHARED, WIDTH = 4, 2, 8
+KERNELS = flash._forward, flash._backward
 
 
 def _scores(query: Tensor, key: Tensor, causal: bool, scale: float) -> Tensor:
@@ -126,7 +128,7 @@ def compiled(request: pytest.FixtureRequest) -> bool:
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of PyTorch's own compiler
-@pytest.mark.parametrize("lengths", [[], [16], [5], [2, 1, 3], [7, 40, 3]])
+@pytest.mark.parametrize("lengths", [[], [16], [5], [2, 1, 3], [7, 40, 3], [300, 7]])
 @pytest.mark.parametrize("count", [24, 8, 13])
 def test_the_parts_are_the_whole(lengths: list[int], count: int, grain: int, compiled: bool) -> None:
     given = Given(lengths, count)
@@ -144,6 +146,49 @@ def test_what_is_short_of_a_context_needs_no_call_of_its_own(
     given = Given(lengths, 24)
     flash.joined_attention(given.query, given.key, given.value, given.pieces, 0.3, grain=grain)
     assert calls == causal
+
+
+def test_contexts_of_many_lengths_have_calls_of_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each pair of lengths costs a plan that is kept for good."""
+    asked: set[tuple[int, int]] = set()
+
+    def forward(query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor, Any]:
+        if not causal:
+            asked.add((query.shape[2], key.shape[2]))
+            assert query.shape[2] == 16  # nobody else asks of so much
+        return _forward(query, key, value, causal, scale)
+
+    monkeypatch.setattr(flash, "_forward", forward)
+    for before in range(256, 512):
+        given = Given([before], 13)
+        flash.joined_attention(given.query, given.key, given.value, given.pieces, 0.3, grain=8)
+    assert asked == {(16, length) for length in range(256, 512, 32)}
+
+
+def test_plans_do_not_tell_apart_what_a_tensor_is_a_part_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch looks for a plan by the strides of queries, keys and values, the batch's among them."""
+    told: list[tuple[int, ...]] = []
+
+    def kernel(*given: Any, **_: Any) -> tuple[Tensor, ...]:
+        told.extend(tensor.stride() for tensor in given[:4] if tensor is not None and tensor.dim() == 4)
+        return given[0], given[0], *(torch.zeros(()),) * 7
+
+    def back(grad: Tensor, *given: Any, **_: Any) -> tuple[Tensor, ...]:
+        told.extend(tensor.stride() for tensor in given[:3])
+        return given[:3]
+
+    operators = {
+        "_scaled_dot_product_cudnn_attention": kernel,
+        "_scaled_dot_product_cudnn_attention_backward": back,
+    }
+    monkeypatch.setattr(flash, "_aten", SimpleNamespace(**operators))
+    forward, backward = KERNELS
+    for length in (8, 9, 50):
+        part = _some(HEADS, length)[:, :, 1:8].detach()
+        out, normaliser, state = forward(part, part, part, False, 0.3)
+        assert torch.equal(out, part)
+        backward(part, part, part, part, out, normaliser, state, False, 0.3)
+    assert set(told) == {_some(HEADS, 7).stride()}
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of PyTorch's own compiler
