@@ -102,6 +102,72 @@ def test_only_the_latest_weights_stay(tmp_path: Path) -> None:
     assert load_file(staged.file(2))["a"].tolist() == [2.0, 2.0, 2.0]
 
 
+@pytest.fixture
+def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    folder = tmp_path / "shm"
+    folder.mkdir()
+    monkeypatch.setattr(staging, "_MEMORY", folder)
+    return folder
+
+
+def tensors(scale: float, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
+    tied = torch.arange(6.0).reshape(2, 3).T.to(dtype) * scale  # not as it lies in memory
+    odd = torch.full((3,), scale).bfloat16()  # so that the next one lies nowhere round
+    return {"tied": tied, "again": tied, "odd": odd, "one": torch.tensor(scale), "none": torch.zeros(0)}
+
+
+def test_in_memory_the_file_of_the_version_before_last_is_written_over(memory: Path) -> None:
+    staged = Staging(memory / "weights")
+    files = []
+    for version in range(1, 6):
+        staged.write(tensors(version), version)
+        files.append(staged.file(version).stat().st_ino)
+        for written in staged.folder.glob("[0-9]*"):  # engines still read the one before
+            found = load_file(written / "model.safetensors")
+            expected = tensors(int(written.name))
+            assert found.keys() == expected.keys()
+            assert all(torch.equal(found[name], expected[name]) for name in expected)
+        staged.keep_only(version)
+    assert files[2:] == files[:3]
+    assert sorted(path.name for path in staged.folder.iterdir()) == ["5", "spare"]
+
+
+def test_weights_of_another_kind_have_a_file_of_their_own(memory: Path) -> None:
+    staged = Staging(memory / "weights")
+    for version, dtype in enumerate((torch.float32, torch.float32, torch.float16, torch.float32, torch.float32), 1):
+        staged.write(tensors(version, dtype), version)
+        staged.keep_only(version)
+        assert torch.equal(load_file(staged.file(version))["tied"], tensors(version, dtype)["tied"])
+
+
+def test_what_another_process_wrote_is_not_written_over(memory: Path) -> None:
+    """It may hold anything."""
+    for first in (1, 4):
+        staged = Staging(memory / "weights")
+        for version in range(first, first + 3):
+            staged.write({"a": torch.full((first,), float(version))}, version)
+            staged.keep_only(version)
+            assert load_file(staged.file(version))["a"].tolist() == [version] * first
+
+
+def test_an_overwriting_that_fails_leaves_nothing_half_done(memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    staged = Staging(memory / "weights")
+    for version in (1, 2):
+        staged.write(tensors(version), version)
+        staged.keep_only(version)
+
+    def broken(*_: object) -> None:
+        raise OSError(12, "Cannot allocate memory")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(staging.np, "memmap", broken)
+        with pytest.raises(ConfigError, match=r"can't be written to .*: Cannot allocate memory"):
+            staged.write(tensors(3), 3)
+    assert [path.name for path in staged.folder.iterdir()] == ["2"]
+    staged.write(tensors(3), 3)
+    assert load_file(staged.file(3))["one"] == 3
+
+
 class Usage(NamedTuple):
     free: int
 
@@ -124,14 +190,6 @@ def test_a_disk_that_fills_up_meanwhile_is_an_error_in_one_sentence(
     with pytest.raises(ConfigError, match=r"can't be written to .*: .*No space left"):
         Staging(tmp_path).write({"a": torch.zeros(1000)}, 1)
     assert list(tmp_path.iterdir()) == []
-
-
-@pytest.fixture
-def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    folder = tmp_path / "shm"
-    folder.mkdir()
-    monkeypatch.setattr(staging, "_MEMORY", folder)
-    return folder
 
 
 def test_a_run_finds_its_weights_again(tmp_path: Path, memory: Path) -> None:

@@ -1,6 +1,8 @@
 """Weights as files, for engines on the same machine: in memory where there is room, else in the run's own folder.
 
-The latest ones stay while the run goes on, so that an engine that is started again finds them.
+The latest ones stay while the run goes on, so that an engine that is started again finds them. In memory those before
+them stay as well, as a spare file: the next ones overwrite it, since memory that is had takes a fraction of the time of
+memory that has to be found.
 """
 
 import hashlib
@@ -10,6 +12,10 @@ import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
+import msgspec
+import numpy as np
+import torch
+from msgspec import Struct
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
@@ -20,7 +26,9 @@ from polar.errors import ConfigError
 log = logging.getLogger(__name__)
 
 _MEMORY = Path("/dev/shm")
-_FILE = "model.safetensors"
+_FILE, _SPARE = "model.safetensors", "spare"
+
+_Kinds = dict[str, tuple[torch.dtype, torch.Size]]
 
 
 def size_of(weights: Mapping[str, Tensor]) -> int:
@@ -87,6 +95,7 @@ class Staging:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder.resolve()
+        self._kinds: dict[str, _Kinds] = {}  # by folder, what this process has written there
 
     def of(self, version: int) -> Path:
         return self.folder / str(version)
@@ -96,23 +105,33 @@ class Staging:
 
     def write(self, weights: Mapping[str, Tensor], version: int) -> None:
         """Whole, or not at all."""
-        size = size_of(weights)
         unfinished = self._unfinished(version)
+        kinds = {name: (tensor.dtype, tensor.shape) for name, tensor in weights.items()}
         try:
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             shutil.rmtree(unfinished, ignore_errors=True)
-            if shutil.disk_usage(self.folder).free < size:
-                raise ConfigError(
-                    f"The weights take {size / 1e6:.0f} MB, and {self.folder} has no room for them: "
-                    "free some, or choose another output folder."
-                )
-            unfinished.mkdir()
-            save_file(_apart(weights), unfinished / _FILE, metadata={"format": "pt", "version": str(version)})
+            if self._kinds.pop(_SPARE, None) == kinds:
+                (self.folder / _SPARE).rename(unfinished)
+                _overwrite(unfinished / _FILE, weights)
+            else:
+                self._write_new(weights, unfinished)
             self._finish(version)
         except (OSError, SafetensorError) as error:  # the latter, with the system's words, where the disk is full
             shutil.rmtree(unfinished, ignore_errors=True)
             reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
             raise ConfigError(f"The weights can't be written to {self.folder}: {reason}.") from error
+        self._kinds[str(version)] = kinds
+
+    def _write_new(self, weights: Mapping[str, Tensor], unfinished: Path) -> None:
+        shutil.rmtree(self.folder / _SPARE, ignore_errors=True)  # of other weights, or of an earlier process
+        size = size_of(weights)
+        if shutil.disk_usage(self.folder).free < size:
+            raise ConfigError(
+                f"The weights take {size / 1e6:.0f} MB, and {self.folder} has no room for them: "
+                "free some, or choose another output folder."
+            )
+        unfinished.mkdir()
+        save_file(_apart(weights), unfinished / _FILE, metadata={"format": "pt"})
 
     def take(self, file: Path, version: int) -> None:
         """A file of weights that lies somewhere else: whole, or not at all. Raises OSError."""
@@ -134,9 +153,17 @@ class Staging:
         self._unfinished(version).rename(self.of(version))
 
     def keep_only(self, version: int) -> None:
+        """All engines have this one, so nobody reads those before it."""
         for folder in self.folder.iterdir():
-            if folder.name != str(version):
+            kinds = self._kinds.get(folder.name)
+            if folder.name == str(version) or (folder.name == _SPARE and kinds):
+                continue
+            if kinds and _SPARE not in self._kinds and self.folder.is_relative_to(_MEMORY.resolve()):
+                folder.rename(self.folder / _SPARE)
+                self._kinds[_SPARE] = kinds
+            else:
                 shutil.rmtree(folder, ignore_errors=True)
+            self._kinds.pop(folder.name, None)
 
 
 def _apart(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -149,3 +176,20 @@ def _apart(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
         apart[name] = tensor.clone() if memory in seen else tensor
         seen.add(memory)
     return apart
+
+
+class _Place(Struct):
+    """Of a tensor in a file: from where to where, behind the header."""
+
+    data_offsets: tuple[int, int]
+
+
+def _overwrite(file: Path, weights: Mapping[str, Tensor]) -> None:
+    """The file holds tensors of the same names and kinds."""
+    data = np.memmap(file, np.uint8, "r+")
+    begin = 8 + int.from_bytes(data[:8].tobytes(), "little")
+    header = msgspec.json.decode(data[8:begin].tobytes(), type=dict[str, msgspec.Raw])
+    for name, tensor in weights.items():
+        low, high = msgspec.json.decode(header[name], type=_Place).data_offsets
+        place = torch.from_numpy(data[begin + low : begin + high])
+        place.view(tensor.dtype).view(tensor.shape).copy_(tensor.detach())
