@@ -10,9 +10,9 @@ processor 0.1 s, and which PyTorch keeps for good, in each thread. So lengths ar
 of the context a round part has a call of its own. What is left of it, or all of it where it is short, goes before the
 queries' own keys, and as many queries that nobody asked for go before the queries, so that all of this is one path.
 
-    context  ├──────── edge ────────┼─ rest ─┤
-    causal                          ├─ rest ─┼────── own ──────┼ fill ┤
-    whole    ├──────── edge ────────┤  for    ├────── own ──────┼ fill ┤
+    call     keys                      queries
+    whole    the context's round part  own, fill
+    causal   its rest, own, fill       as many as the rest, own, fill
 
 Tensors are [1, heads, tokens, width], but lie in memory by tokens, as the projections before and behind want them.
 """
@@ -74,10 +74,11 @@ def round_part(context: int, grain: int) -> int:
     return 0 if context < _LEAST else context - context % grain
 
 
-def _coarse_part(context: int, grain: int) -> int:
-    """As much, where what is left can go with the queries' own for nothing: one of eight lengths between two powers of
-    two, so that pairs with the queries' lengths come up again."""
-    return round_part(context, max(grain, 1 << context.bit_length() >> 4))
+def _coarse_part(context: int, count: int, grain: int) -> int:
+    """How much of it has one, where what is left goes with the queries' own: one of eight lengths between two powers of
+    two, so that pairs with the queries' lengths come up again. What is left is less than a quarter of the queries, or
+    the grain: so the queries that nobody asked for are few."""
+    return round_part(context, max(grain, min(1 << context.bit_length() >> 4, 1 << count.bit_length() >> 3)))
 
 
 def extended_attention(
@@ -114,15 +115,15 @@ class _Joined(torch.autograd.Function):
     ) -> Tensor:
         keys, values = _gathered(context, query)
         before, count = keys.shape[2], query.shape[2]
-        edge = 0 if before <= count // _SHORT else _coarse_part(before, grain)
+        edge = 0 if before <= count // _SHORT else _coarse_part(before, count, grain)
         laid = _Layout.of(before - edge, count, grain)
-        query = laid.filled(query)
+        filled = laid.filled(query)
         behind = _behind(keys, key, edge, laid), _behind(values, value, edge, laid)
-        out, normaliser, ctx.state = _forward(query[:, :, laid.path], *behind, True, scale)
+        out, normaliser, ctx.state = _forward(filled[:, :, laid.path], *behind, True, scale)
         out, normaliser = out[:, :, laid.own], normaliser[:, :, laid.own]
         if edge:
             keys, values = keys[:, :, :edge], values[:, :, :edge]
-            more, other, ctx.whole_state = _forward(query[:, :, laid.asking], keys, values, False, scale)
+            more, other, ctx.whole_state = _forward(filled[:, :, laid.asking], keys, values, False, scale)
             more, other = more[:, :, :count], other[:, :, :count]
             out, normaliser = _fused(_joined, compiled)(out, normaliser, more, other)
         ctx.save_for_backward(query, key, value, out, normaliser)
@@ -133,9 +134,9 @@ class _Joined(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, out, normaliser = ctx.saved_tensors
         edge, laid, scale = ctx.edge, ctx.laid, ctx.scale
-        out, normaliser = laid.filled(out), functional.pad(normaliser, (0, 0, *laid.fill))
-        grad = _laid_out(laid.filled(grad), out)  # nothing comes from where nobody asked
         keys, values = _gathered(ctx.context, query)
+        query, out, normaliser = laid.filled(query), laid.filled(out), functional.pad(normaliser, (0, 0, *laid.fill))
+        grad = _laid_out(laid.filled(grad), out)  # nothing comes from where nobody asked
         behind = _behind(keys, key, edge, laid), _behind(values, value, edge, laid)
 
         def back(asked: slice, key: Tensor, value: Tensor, state: Any, causal: bool) -> tuple[Tensor, Tensor, Tensor]:
@@ -143,13 +144,13 @@ class _Joined(torch.autograd.Function):
             return _backward(*tensors, normaliser[:, :, asked].contiguous(), state, causal, scale)
 
         dq, dk, dv = back(laid.path, *behind, ctx.state, True)
-        rest = laid.own.start
+        rest, count = laid.own.start, laid.own.stop - laid.own.start
         _give_back(ctx.context, edge, dk[:, :, :rest], dv[:, :, :rest])
         dq = dq[:, :, laid.own]
         if edge:
             more, *theirs = back(laid.asking, keys[:, :, :edge], values[:, :, :edge], ctx.whole_state, False)
             _give_back(ctx.context, 0, *theirs)
-            dq = dq + more[:, :, : laid.own.stop - rest]
+            dq = dq + more[:, :, :count]
         return dq, dk[:, :, laid.own], dv[:, :, laid.own], None, None, None, None
 
 
@@ -157,8 +158,8 @@ class _Layout(Struct, frozen=True):
     """How queries lie in a tensor that is long enough for both calls."""
 
     own: slice  # those that were asked for; before them are as many as are left of the context
-    path: slice  # of the causal call
-    asking: slice  # of the call that sees the context's round part
+    path: slice  # of the causal call: those, own, and what fills it up
+    asking: slice  # of the call that sees the context's round part: own, and what fills that up
     fill: tuple[int, int]  # zeros before and behind
 
     @classmethod
@@ -246,13 +247,15 @@ _Both = Callable[..., tuple[Tensor, Tensor]]
 
 
 def _fused(function: _Both, compiled: bool) -> _Both:
-    """Step by step all of it is read and written six times. The compiler must see tensors as they lie in memory; but
-    normalisers, which are small, lie by heads: the kernels want that."""
+    """Step by step all of it is read and written six times. The compiler must see tensors as they lie in memory, and as
+    tensors of their own, since it makes a variant for each kind of part; but normalisers, which are small, lie by
+    heads: the kernels want that."""
     if not compiled:
         return function
 
     def call(*tensors: Tensor) -> tuple[Tensor, Tensor]:
-        one, other = fusing.compiled(function)(*(tensor.transpose(1, 2).contiguous() for tensor in tensors))
+        laid = (_by_itself(tensor.transpose(1, 2).contiguous()).detach() for tensor in tensors)
+        one, other = fusing.compiled(function)(*laid)
         return one.transpose(1, 2), other.transpose(1, 2).contiguous()
 
     return call
@@ -276,7 +279,8 @@ def _parted(grad: Tensor, one: Tensor, log_one: Tensor, out: Tensor, both: Tenso
 
 
 def _by_itself(tensor: Tensor) -> Tensor:
-    """Plans go by strides as well. How far it were to a second one of the batch would tell what this is a part of."""
+    """A batch of one. Its stride has no meaning, but would tell which tensor this is a part of; and plans go by strides
+    as well."""
     return tensor.as_strided(tensor.shape, (tensor.numel(), *tensor.stride()[1:]))
 
 

@@ -93,6 +93,7 @@ class WeightSync:
         for replica in self._replicas.values():
             await replica.close()
         self._replicas = {}
+        self._sync.close()
 
     async def check(self, version: int) -> SyncReport:
         """Whether the engines have the weights that the trainer has, without an update. Raises SyncError."""

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.utils import counters
 
 from polar.train import flash
 
@@ -24,14 +25,16 @@ def _forward(query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: flo
     scores = _scores(query, key, causal, scale)
     normaliser = scores.logsumexp(-1, keepdim=True)
     out = (scores - normaliser).exp() @ value.repeat_interleave(HEADS // SHARED, 1)
-    return torch.empty_like(query).copy_(out), normaliser, None  # it lies as the queries do
+    state = query.shape, key.shape, causal  # the backward pass of the same call is given it
+    return torch.empty_like(query).copy_(out), normaliser, state  # it lies as the queries do
 
 
 def _backward(
-    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, normaliser: Tensor, _: Any, causal: bool,
-    scale: float,
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, normaliser: Tensor, state: Any,
+    causal: bool, scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """What flash attention's backward kernels do with the output and the normaliser that they are given."""
+    assert state == (query.shape, key.shape, causal)
     assert grad.stride() == out.stride()  # else PyTorch would copy it
     assert normaliser.is_contiguous()  # the kernels want that
     weights = (_scores(query, key, causal, scale) - normaliser).exp()
@@ -140,12 +143,62 @@ def test_the_parts_are_the_whole(lengths: list[int], count: int, grain: int, com
     ("lengths", "causal"),
     [([], [True]), ([2, 1, 3], [True]), ([15], [True]), ([16], [True, False]), ([9, 30], [True, False])],
 )
-def test_what_is_short_of_a_context_needs_no_call_of_its_own(
+def test_a_short_context_needs_no_call_of_its_own(
     calls: list[bool], lengths: list[int], causal: list[bool], grain: int
 ) -> None:
     given = Given(lengths, 24)
     flash.joined_attention(given.query, given.key, given.value, given.pieces, 0.3, grain=grain)
     assert calls == causal
+
+
+@pytest.mark.parametrize(("before", "causal"), [(20, [True]), (21, [True, False])])
+def test_nor_does_one_that_is_short_beside_the_queries(calls: list[bool], before: int, causal: list[bool]) -> None:
+    given = Given([before], 80)
+    flash.joined_attention(given.query, given.key, given.value, given.pieces, 0.3, grain=1)
+    assert calls == causal
+
+
+@pytest.mark.parametrize("before", [16, 300])
+def test_gradients_that_lie_otherwise_are_laid_out(before: int) -> None:
+    """The kernels' places are taken by what asserts it."""
+    one, other = Given([before], 13), Given([before], 13)
+    grads = []
+    for given, grad in ((one, torch.ones(1, HEADS, 13, WIDTH)), (other, torch.ones(()).expand(1, HEADS, 13, WIDTH))):
+        out = flash.joined_attention(given.query, given.key, given.value, given.pieces, 0.3, grain=1)
+        out.backward(grad.double())
+        grads.append(given.query.grad)
+    assert grads[0] is not None
+    assert grads[1] is not None
+    assert torch.equal(grads[0], grads[1])
+
+
+def test_few_queries_have_few_that_nobody_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is left of a context goes with as many of those."""
+    paths: list[int] = []
+
+    def forward(query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor, Any]:
+        if causal:
+            paths.append(query.shape[2])
+        return _forward(query, key, value, causal, scale)
+
+    monkeypatch.setattr(flash, "_forward", forward)
+    for count in (1, 8, 40, 64):
+        given = Given([1023], count)  # 63 would be left of it
+        flash.joined_attention(given.query, given.key, given.value, given.pieces, 0.3, grain=1)
+    assert paths == [1, 8 + 1, 40 + 7, 64 + 15]
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of PyTorch's own compiler
+def test_few_variants_are_compiled_for_parts_of_all_kinds() -> None:
+    """One where nothing is left of a context, one where something is: PyTorch tells parts from the first token on from
+    others."""
+    torch._dynamo.reset()
+    earlier = counters["stats"]["unique_graphs"]
+    for before in range(30, 60):
+        for count in (9, 13, 17, 24):
+            given = Given([before], count)
+            flash.joined_attention(given.query, given.key, given.value, given.pieces, 0.3, grain=8, compiled=True)
+    assert counters["stats"]["unique_graphs"] - earlier == 2
 
 
 def test_contexts_of_many_lengths_have_calls_of_few(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -155,14 +208,14 @@ def test_contexts_of_many_lengths_have_calls_of_few(monkeypatch: pytest.MonkeyPa
     def forward(query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor, Any]:
         if not causal:
             asked.add((query.shape[2], key.shape[2]))
-            assert query.shape[2] == 16  # nobody else asks of so much
+            assert query.shape[2] == 256  # nobody else asks of so much
         return _forward(query, key, value, causal, scale)
 
     monkeypatch.setattr(flash, "_forward", forward)
-    for before in range(256, 512):
-        given = Given([before], 13)
+    for before in range(256, 512, 3):
+        given = Given([before], 253)
         flash.joined_attention(given.query, given.key, given.value, given.pieces, 0.3, grain=8)
-    assert asked == {(16, length) for length in range(256, 512, 32)}
+    assert asked == {(256, length) for length in range(256, 512, 32)}
 
 
 def test_plans_do_not_tell_apart_what_a_tensor_is_a_part_of(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -102,6 +102,10 @@ def test_only_the_latest_weights_stay(tmp_path: Path) -> None:
     assert load_file(staged.file(2))["a"].tolist() == [2.0, 2.0, 2.0]
 
 
+class Usage(NamedTuple):
+    free: int
+
+
 @pytest.fixture
 def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path / "shm"
@@ -112,7 +116,7 @@ def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def tensors(scale: float, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
     tied = torch.arange(6.0).reshape(2, 3).T.to(dtype) * scale  # not as it lies in memory
-    odd = torch.full((3,), scale).bfloat16()  # so that the next one lies nowhere round
+    odd = torch.full((3,), scale).bfloat16()
     return {"tied": tied, "again": tied, "odd": odd, "one": torch.tensor(scale), "none": torch.zeros(0)}
 
 
@@ -132,12 +136,51 @@ def test_in_memory_the_file_of_the_version_before_last_is_written_over(memory: P
     assert sorted(path.name for path in staged.folder.iterdir()) == ["5", "spare"]
 
 
-def test_weights_of_another_kind_have_a_file_of_their_own(memory: Path) -> None:
+@pytest.mark.parametrize(
+    "other", [{"a": torch.ones(2, 3).half()}, {"a": torch.ones(3, 2)}, {"a": torch.ones(2, 4)}, {"b": torch.ones(2, 3)}]
+)
+def test_weights_of_another_kind_have_a_file_of_their_own(memory: Path, other: dict[str, torch.Tensor]) -> None:
     staged = Staging(memory / "weights")
-    for version, dtype in enumerate((torch.float32, torch.float32, torch.float16, torch.float32, torch.float32), 1):
-        staged.write(tensors(version, dtype), version)
+    same = {"a": torch.zeros(2, 3)}
+    for version, weights in enumerate((same, same, other, same, same, same), 1):
+        staged.write(weights, version)
         staged.keep_only(version)
-        assert torch.equal(load_file(staged.file(version))["tied"], tensors(version, dtype)["tied"])
+        found = load_file(staged.file(version))
+        assert found.keys() == weights.keys()
+        assert all(found[name].dtype == weights[name].dtype for name in weights)
+        assert all(torch.equal(found[name], weights[name]) for name in weights)
+
+
+def test_a_spare_file_of_another_kind_makes_room(memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    staged = Staging(memory / "weights")
+    for version in (1, 2):
+        staged.write({"a": torch.ones(3)}, version)
+        staged.keep_only(version)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage(free=0 if (staged.folder / "spare").exists() else 100))
+    staged.write({"a": torch.ones(4)}, 3)
+    assert len(load_file(staged.file(3))["a"]) == 4
+
+
+def test_a_version_that_is_written_anew_may_be_of_another_kind(memory: Path) -> None:
+    """The next update of one that failed; that of after that finds no spare that fits."""
+    staged = Staging(memory / "weights")
+    staged.write({"a": torch.ones(3)}, 1)
+    staged.write({"a": torch.ones(4)}, 1)
+    for version in (2, 3):
+        staged.write({"a": torch.full((3,), float(version))}, version)
+        staged.keep_only(version)
+        assert load_file(staged.file(version))["a"].tolist() == [version] * 3
+
+
+def test_versions_that_never_arrived_go(memory: Path) -> None:
+    staged = Staging(memory / "weights")
+    for version, arrives in ((1, True), (2, False), (3, True), (4, False), (5, False), (6, True)):
+        staged.write(tensors(version), version)
+        if arrives:
+            staged.keep_only(version)
+            staged.keep_only(version)
+            assert {path.name for path in staged.folder.iterdir()} <= {str(version), "spare"}
+        assert load_file(staged.file(version))["one"] == version
 
 
 def test_what_another_process_wrote_is_not_written_over(memory: Path) -> None:
@@ -145,9 +188,37 @@ def test_what_another_process_wrote_is_not_written_over(memory: Path) -> None:
     for first in (1, 4):
         staged = Staging(memory / "weights")
         for version in range(first, first + 3):
+            left = staged.folder / f"{version + (version == first)}.unfinished"  # of one that was killed
+            left.mkdir(parents=True)
+            (left / "half").write_text("written")
             staged.write({"a": torch.full((first,), float(version))}, version)
+            assert not left.exists()
             staged.keep_only(version)
+            assert (version > first) == (staged.folder / "spare").exists()
             assert load_file(staged.file(version))["a"].tolist() == [version] * first
+            assert [path.name for path in staged.of(version).iterdir()] == ["model.safetensors"]
+
+
+def test_the_latest_weights_stay_when_a_trainer_ends_and_no_others(memory: Path) -> None:
+    sync = EmbeddedSync(memory / "weights")
+    for version in (1, 2):
+        sync.prepare(tensors(version), version)
+        sync.arrived(version)
+    sync.close()
+    sync.close()
+    assert [path.name for path in sync.staging.folder.iterdir()] == ["2"]
+    sync.prepare(tensors(3), 3)
+    assert load_file(sync.staging.file(3))["one"] == 3
+
+
+def test_a_spare_file_that_somebody_removed_is_no_loss(memory: Path) -> None:
+    staged = Staging(memory / "weights")
+    for version in (1, 2):
+        staged.write(tensors(version), version)
+        staged.keep_only(version)
+    shutil.rmtree(staged.folder)
+    staged.write(tensors(3), 3)
+    assert load_file(staged.file(3))["one"] == 3
 
 
 def test_an_overwriting_that_fails_leaves_nothing_half_done(memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -166,10 +237,6 @@ def test_an_overwriting_that_fails_leaves_nothing_half_done(memory: Path, monkey
     assert [path.name for path in staged.folder.iterdir()] == ["2"]
     staged.write(tensors(3), 3)
     assert load_file(staged.file(3))["one"] == 3
-
-
-class Usage(NamedTuple):
-    free: int
 
 
 def test_weights_without_room_are_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

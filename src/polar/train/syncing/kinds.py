@@ -36,7 +36,11 @@ class Sync(Protocol):
         ...
 
     def arrived(self, version: int) -> None:
-        """All replicas have it: what was prepared earlier may go."""
+        """All replicas have it: what was prepared earlier may go, or be written over."""
+        ...
+
+    def close(self) -> None:
+        """No more updates come from here; what the latest one has prepared is still needed."""
         ...
 
 
@@ -49,6 +53,9 @@ class _FileSync:
 
     def arrived(self, version: int) -> None:
         self.staging.keep_only(version)
+
+    def close(self) -> None:
+        self.staging.drop_spare()
 
 
 class _Held(Struct):

@@ -110,8 +110,8 @@ class Staging:
         try:
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             shutil.rmtree(unfinished, ignore_errors=True)
-            if self._kinds.pop(_SPARE, None) == kinds:
-                (self.folder / _SPARE).rename(unfinished)
+            if self._kinds.pop(_SPARE, None) == kinds and self._spare.exists():  # memory is cleared by others, too
+                self._spare.rename(unfinished)
                 _overwrite(unfinished / _FILE, weights)
             else:
                 self._write_new(weights, unfinished)
@@ -123,7 +123,8 @@ class Staging:
         self._kinds[str(version)] = kinds
 
     def _write_new(self, weights: Mapping[str, Tensor], unfinished: Path) -> None:
-        shutil.rmtree(self.folder / _SPARE, ignore_errors=True)  # of other weights, or of an earlier process
+        for useless in (self._spare, *self.folder.glob("*.unfinished")):  # of other weights, or an earlier process
+            shutil.rmtree(useless, ignore_errors=True)
         size = size_of(weights)
         if shutil.disk_usage(self.folder).free < size:
             raise ConfigError(
@@ -155,15 +156,22 @@ class Staging:
     def keep_only(self, version: int) -> None:
         """All engines have this one, so nobody reads those before it."""
         for folder in self.folder.iterdir():
-            kinds = self._kinds.get(folder.name)
-            if folder.name == str(version) or (folder.name == _SPARE and kinds):
+            if folder.name == str(version) or (folder.name == _SPARE and _SPARE in self._kinds):
                 continue
+            kinds = self._kinds.pop(folder.name, None)
             if kinds and _SPARE not in self._kinds and self.folder.is_relative_to(_MEMORY.resolve()):
-                folder.rename(self.folder / _SPARE)
+                folder.rename(self._spare)
                 self._kinds[_SPARE] = kinds
             else:
                 shutil.rmtree(folder, ignore_errors=True)
-            self._kinds.pop(folder.name, None)
+
+    def drop_spare(self) -> None:
+        self._kinds.pop(_SPARE, None)
+        shutil.rmtree(self._spare, ignore_errors=True)
+
+    @property
+    def _spare(self) -> Path:
+        return self.folder / _SPARE
 
 
 def _apart(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
