@@ -109,7 +109,8 @@ class Staging:
         kinds = {name: (tensor.dtype, tensor.shape) for name, tensor in weights.items()}
         try:
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            shutil.rmtree(unfinished, ignore_errors=True)
+            for left in self.folder.glob(self._unfinished("*").name):  # by a process that was killed
+                shutil.rmtree(left, ignore_errors=True)
             if self._kinds.pop(_SPARE, None) == kinds and self._spare.exists():  # memory is cleared by others, too
                 self._spare.rename(unfinished)
                 _overwrite(unfinished / _FILE, weights)
@@ -123,8 +124,7 @@ class Staging:
         self._kinds[str(version)] = kinds
 
     def _write_new(self, weights: Mapping[str, Tensor], unfinished: Path) -> None:
-        for useless in (self._spare, *self.folder.glob("*.unfinished")):  # of other weights, or an earlier process
-            shutil.rmtree(useless, ignore_errors=True)
+        shutil.rmtree(self._spare, ignore_errors=True)  # of other weights, or an earlier process
         size = size_of(weights)
         if shutil.disk_usage(self.folder).free < size:
             raise ConfigError(
@@ -146,7 +146,7 @@ class Staging:
             shutil.rmtree(unfinished, ignore_errors=True)
             raise
 
-    def _unfinished(self, version: int) -> Path:
+    def _unfinished(self, version: int | str) -> Path:
         return self.folder / f"{version}.unfinished"
 
     def _finish(self, version: int) -> None:
@@ -156,7 +156,7 @@ class Staging:
     def keep_only(self, version: int) -> None:
         """All engines have this one, so nobody reads those before it."""
         for folder in self.folder.iterdir():
-            if folder.name == str(version) or (folder.name == _SPARE and _SPARE in self._kinds):
+            if folder.name in (str(version), _SPARE):
                 continue
             kinds = self._kinds.pop(folder.name, None)
             if kinds and _SPARE not in self._kinds and self.folder.is_relative_to(_MEMORY.resolve()):
