@@ -45,6 +45,7 @@ _CAPABILITIES = frozenset({0, 1, 3, 4, 5, 6, 7, 10, 18})
 """What root inside may do, within its own user namespace: chown, dac_override, fowner, fsetid, kill, setgid, setuid,
 net_bind_service, sys_chroot. No mounts, no network settings."""
 _LIBRARIES = ("lib", "lib64", "usr/lib", "usr/lib64")
+_THREADS = 17  # index of num_threads in /proc/PID/stat, counted from the state
 _NO_CAPABILITIES = tuple(set(range(linux.last_capability() + 1)) - _CAPABILITIES)
 
 Job = dict[str, Any]
@@ -56,6 +57,7 @@ def main() -> None:
     gc.disable()  # its passes write to every object, and each page written to is copied in every fork
     linux.adopt_orphans()  # a sandbox can't end while a process of it waits to be reaped by a slow init
     sys.meta_path.clear()  # a fork that stands in a sandbox must not import what it finds there
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())  # whatever the node's thread had blocked
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGCHLD, lambda *_: None)
     woken, wake = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
@@ -93,6 +95,7 @@ def _begin(message: bytes, fds: list[int], asked: socket.socket, running: dict[i
         request = others.pop()
         message = os.read(request, os.fstat(request).st_size)
     job: Job = json.loads(message)
+    job["parent"] = 0 if job["job"] == "inside" else os.getpid()  # a parent in another pid namespace has no number
 
     def work() -> None:
         asked.close()
@@ -165,9 +168,8 @@ def _tell(status: int, **what: object) -> None:
 
 def _join(job: Job, death: signal.Signals) -> None:
     """What every fork does first: into its groups, and not to outlive the spawner."""
-    parent = os.getppid()
     linux.die_with_parent(death)
-    if os.getppid() != parent:
+    if os.getppid() != job["parent"]:
         raise RuntimeError("the spawner is gone")
     for tasks in job["tasks"]:
         _write(tasks, b"0")
@@ -293,50 +295,64 @@ def _kill_inside(job: Job, status: int, fds: list[int]) -> None:
 
 
 def _local(job: Job, status: int, fds: list[int]) -> None:
-    """A supervisor: orphans of the command become its children, and at SIGTERM all of them die."""
+    """Supervises a command: adopts its orphans, and at SIGTERM kills everything below this process.
+
+    SIGTERM and SIGCHLD stay blocked here and are taken with `sigwaitinfo`. A Python signal handler runs between two
+    bytecodes only: a signal that arrived after the last of them and before a blocking call would wait for that call.
+    """
     stdin, output = fds
-    supervisor = os.getpid()
     linux.adopt_orphans()
-    signal.signal(signal.SIGTERM, lambda *_: _end_all(supervisor))
+    signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM, signal.SIGCHLD))
     _join(job, signal.SIGTERM)
     os.setsid()
-    _tell(status, pid=supervisor)
+    _tell(status, pid=os.getpid())
     try:
         child = os.fork()
     except BlockingIOError as error:
         _refused(job, status, fds, error)
         return
     if child == 0:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
         _become(job, stdin, output)
     for fd in fds:
         os.close(fd)
     with contextlib.suppress(ChildProcessError):  # no child is left
         while True:
-            pid, ended = os.waitpid(-1, 0)
+            pid, ended = os.waitpid(-1, os.WNOHANG)
             if pid == child:
                 _tell(status, exit=_code(ended))
+            if _wait_for_sigterm(blocking=pid == 0):
+                _end_all()
 
 
-def _end_all(root: int) -> NoReturn:
-    """Stops everything below this process, so that nothing new is started, and then kills it."""
+def _wait_for_sigterm(*, blocking: bool) -> bool:
+    """Takes a pending SIGTERM. If `blocking`, waits for one, or for a child to change its state."""
+    if not blocking:
+        return signal.sigtimedwait((signal.SIGTERM,), 0) is not None
+    return signal.sigwaitinfo((signal.SIGTERM, signal.SIGCHLD)).si_signo == signal.SIGTERM
+
+
+def _end_all() -> None:
+    """Stops everything below this process, so that nothing new is started, and then kills it.
+
+    Raises ChildProcessError when no child is left.
+    """
+    supervisor = os.getpid()
     seen: set[int] = set()
-    while (found := descendants(root)) - seen:
+    while (found := descendants(supervisor)) - seen:
         _signal(found - seen, signal.SIGSTOP)
         seen |= found
-    with contextlib.suppress(ChildProcessError):
-        while True:
-            _signal(descendants(root), signal.SIGKILL)
-            os.waitpid(-1, 0)
-    os._exit(0)
+    while True:
+        _signal(descendants(supervisor), signal.SIGKILL)
+        os.waitpid(-1, 0)
 
 
 def descendants(root: int) -> set[int]:
+    """The live processes below `root`. One whose first thread has ended is shown as a zombie while others run."""
     children: dict[int, list[int]] = {}
     for name in filter(str.isdigit, os.listdir("/proc")):
         with contextlib.suppress(OSError), open(f"/proc/{name}/stat") as file:
             fields = file.read().rpartition(")")[2].split()
-            if fields[0] != "Z":
+            if fields[0] != "Z" or int(fields[_THREADS]) > 1:
                 children.setdefault(int(fields[1]), []).append(int(name))
     found: set[int] = set()
     waiting = [root]
@@ -375,9 +391,10 @@ def _become(job: Job, stdin: int, output: int) -> NoReturn:
 
 
 def _plain_signals() -> None:
-    """Python ignores these; commands expect the usual."""
-    for number in (signal.SIGPIPE, signal.SIGXFSZ):
+    """Python, or who started the node, ignores these, and a supervisor blocks some; commands expect the defaults."""
+    for number in (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGPIPE, signal.SIGTERM, signal.SIGXFSZ):
         signal.signal(number, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
 
 
 def _code(status: int) -> int:
