@@ -61,9 +61,9 @@ HONEST_FAILURE = "true"
 HONEST_WORK = "sed -i 's/a - b/a + b/' calc.py"
 
 Naive = Callable[["Scene"], Awaitable[float | None]]
-Grader = Literal[
+Grader = Literal[  # type: ignore[valid-type]
     *("check", "scored", "answer", "choice"),
-    *("tests", "all_tests", "pytest", "all_pytest", "junit", "swebench", "harbor"),
+    *("tests", "all_tests", "pytest", "all_pytest", "junit", "swebench", "harbor", "isolated_tests", "isolated_pytest"),
 ]
 
 
@@ -92,7 +92,7 @@ class Cheat(Struct, frozen=True):
     name: str
     script: str  # what the agent does, as a shell script in the workspace
     naive: Naive
-    grader: Grader = "check"  # which of our own judges it
+    grader: Grader = "check"  # type: ignore[valid-type]  # which of our own judges it
     backend: str = "bubblewrap"  # where the naive grader lets it run
     known: str | None = None  # why ours can't keep it out, either
 
@@ -142,6 +142,8 @@ async def waits_for_reward(scene: Scene) -> float:
     """Its own command writes the reward, 0 here; it is read a moment later, beside whatever still runs."""
     await scene.exit_status("mkdir -p logs && echo 0 > logs/reward.txt; sleep 0.5")
     await scene.exit_status("cat logs/reward.txt")
+    while not scene.said().strip():  # it is being rewritten
+        await scene.exit_status("cat logs/reward.txt")
     return float(scene.said())
 
 

@@ -14,7 +14,7 @@ from polar.store.base import Exchange
 from tests.attack.replies import DONE, GOOD, encode, response, stream
 from tests.integration.stack import settings
 
-PATIENCE = 20
+PATIENCE = 120
 """Seconds after which a test takes a connection for hung. Nothing here should come near it."""
 
 
@@ -294,7 +294,7 @@ class Bench:
 
 async def comes_true(condition: Callable[[], bool]) -> None:
     """Waits for what must come to be soon."""
-    for _ in range(1000):
+    for _ in range(10_000):
         if condition():
             return
         await asyncio.sleep(0.01)

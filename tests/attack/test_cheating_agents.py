@@ -23,6 +23,7 @@ from polar.rollout.models import TaskRequest
 from polar.runtimes.base import Kind, Limits, Spec
 from tests.attack.cheats import CHEATS, CHECK, HONEST_FAILURE, HONEST_WORK, SCORED, WORKSPACE, Cheat, Scene, own_tests
 from tests.attack.cheats_of_tests import (
+    BOUNDARY_CHEATS,
     HARBOR,
     HARBOR_CHEATS,
     NEW_TEST,
@@ -36,13 +37,16 @@ from tests.attack.cheats_of_tests import (
 pytestmark = pytest.mark.runtimes
 
 ALL = [*CHEATS, *TESTS_CHEATS, *HARBOR_CHEATS]
-GRADERS = ("check", "scored", "tests", "all_tests", "pytest", "all_pytest", "junit", "swebench", "harbor")
+GRADERS = (
+    *("check", "scored", "tests", "all_tests", "pytest", "all_pytest", "junit", "swebench", "harbor"),
+    *("isolated_tests", "isolated_pytest"),
+)
 HONEST = [
     Cheat(f"honest {what}, {grader}", script, own_tests, grader)
     for grader in GRADERS
     for what, script in (("work", HONEST_WORK), ("failure", HONEST_FAILURE))
 ]
-WITH_PYTEST = ("pytest", "all_pytest", "junit", "swebench")
+WITH_PYTEST = ("pytest", "all_pytest", "junit", "swebench", "isolated_pytest")
 ADD = "tests/test_calc.py::test_add"
 
 
@@ -122,6 +126,11 @@ def evaluator(cheat: Cheat, world: World) -> dict[str, Any]:
         "all_tests": ("tests", unittest),
         "pytest": ("tests", {"must_pass": [ADD], "timeout_seconds": 20}),
         "all_pytest": ("tests", {"timeout_seconds": 20}),
+        "isolated_tests": (
+            "tests",
+            unittest | {"must_pass": ["tests.test_calc.AddTest.test_add"], "isolate": True},
+        ),
+        "isolated_pytest": ("tests", {"must_pass": [ADD], "timeout_seconds": 20, "isolate": True}),
         "junit": (
             "tests",
             {
@@ -203,6 +212,13 @@ async def test_a_cheat_fools_a_naive_grader_and_not_ours(
     if finished.verdict.reason is not None:
         pytest.fail(f"It is excused: {finished.verdict.reason} ({finished.error}).")
     assert finished.verdict.reward == 0
+
+
+@pytest.mark.parametrize("cheat", BOUNDARY_CHEATS, ids=lambda cheat: cheat.name)
+def test_code_under_test_does_not_leave_its_process(graded: dict[str, Finished], cheat: Cheat) -> None:
+    verdict = graded[cheat.name].verdict
+    assert (verdict.reward, verdict.reason) == (0, None)
+    assert any(found.proven for found in verdict.evidence) == (cheat.name == "isolated: forged messages")
 
 
 async def naive(folder: Path, world: World, cheat: Cheat) -> float | None:

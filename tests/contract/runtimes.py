@@ -268,6 +268,33 @@ class RuntimeContract:
         assert not left.everything(place.state, place.ids, place.mark)["folders"]
         await runtime.stop()
 
+    # Lists
+
+    async def test_entries_are_listed_and_deleted_from_outside(self, place: Place) -> None:
+        runtime = await place.new()
+        await place.shell(
+            runtime,
+            "mkdir -p a/b out; echo hello > a/b/c; ln -s b a/link; ln -s a/b up; mkfifo pipe; touch $'\\xff' out/x",
+        )
+        found = await runtime.entries("/workspace", without=["/workspace/out"])
+        kinds = {path.removeprefix("/workspace"): state.kind for path, state in found.items()}
+        folders = dict.fromkeys(("", "/a", "/a/b"), "folder")
+        assert kinds == {**folders, "/a/b/c": "file", "/a/link": "link", "/up": "link", "/\udcff": "file"}
+        assert (found["/workspace/up"].target, found["/workspace/a/b/c"].size) == ("a/b", 6)
+        again = await runtime.entries("/workspace", without=["/workspace/out"])
+        assert again == found
+        await place.shell(runtime, "touch -r a/b/c stamp; echo HELLO > a/b/c; touch -r stamp a/b/c")
+        changed = await runtime.entries("/workspace/a")
+        assert changed["/workspace/a/b/c"].modified_ns == found["/workspace/a/b/c"].modified_ns
+        assert changed["/workspace/a/b/c"] != found["/workspace/a/b/c"]
+        await runtime.stop()
+        assert await runtime.entries("/workspace/nothing") == {}
+        await runtime.delete(
+            [f"/workspace/{name}" for name in ("up", "a/link", "nothing/here", "out", "\udcff", "pipe")]
+        )
+        left = {"", "/a", "/a/b", "/a/b/c", "/stamp"}
+        assert {path.removeprefix("/workspace") for path in await runtime.entries("/workspace")} == left
+
     # Again
 
     async def test_restarted_it_has_its_files_and_no_process_from_before(self, place: Place) -> None:

@@ -1,6 +1,7 @@
 """Ends with 0 if stats.py is right, by calls that the agent has not seen. Its code runs in a process of its own, which
 finds neither this file nor the expected values."""
 
+import contextlib
 import json
 import shutil
 import statistics
@@ -26,16 +27,17 @@ print(json.dumps(results))
 """
 
 
-def expected():
-    for values in LISTS:
-        for function in (statistics.mean, statistics.median, lambda values: max(values) - min(values)):
-            yield [function(values) if values else "ValueError", values]
+FUNCTIONS = (statistics.mean, statistics.median, lambda values: max(values) - min(values))
+expected = [[function(values) if values else "ValueError", values] for values in LISTS for function in FUNCTIONS]
 
+with contextlib.suppress(ImportError):
+    import ctypes
 
+    ctypes.CDLL(None).prctl(4, 0, 0, 0, 0)  # PR_SET_DUMPABLE: nobody reads or writes this process's memory
 shutil.rmtree(Path(__file__).parent)
 ran = subprocess.run(
     [sys.executable, "-I", "-c", CALLS], input=json.dumps(LISTS), capture_output=True, text=True, timeout=20
 )
 sys.stderr.write(ran.stderr)
-if ran.returncode != 0 or json.loads(ran.stdout) != list(expected()):
+if ran.returncode != 0 or json.loads(ran.stdout) != expected:
     sys.exit(f"stats.py gives wrong results: {ran.stdout}")

@@ -1,5 +1,6 @@
 """Ends with 0 if backup.sh copies what it should, in folders that the agent has not seen."""
 
+import contextlib
 import shutil
 import subprocess
 import sys
@@ -15,6 +16,10 @@ FOLDERS = [
     {},
 ]
 
+with contextlib.suppress(ImportError):
+    import ctypes
+
+    ctypes.CDLL(None).prctl(4, 0, 0, 0, 0)  # PR_SET_DUMPABLE: nobody reads or writes this process's memory
 shutil.rmtree(Path(__file__).parent)
 for files in FOLDERS:
     for exists in (True, False):

@@ -1,5 +1,6 @@
 """Ends with 0 if words.sh counts right in texts that the agent has not seen."""
 
+import contextlib
 import re
 import shutil
 import subprocess
@@ -23,6 +24,10 @@ def expected(text, most):
     return [f"{count} {word}" for word, count in ranked[:most]]
 
 
+with contextlib.suppress(ImportError):
+    import ctypes
+
+    ctypes.CDLL(None).prctl(4, 0, 0, 0, 0)  # PR_SET_DUMPABLE: nobody reads or writes this process's memory
 shutil.rmtree(Path(__file__).parent)
 for text, most in TEXTS:
     with tempfile.TemporaryDirectory() as folder:

@@ -18,7 +18,7 @@ from polar.cli.run_tally import count
 from polar.cli.server import connected, server_options
 from polar.client.async_client import ClientError, RawResult, Results
 from polar.errors import ConfigError
-from polar.rollout.models import Unit
+from polar.rollout.models import SuspiciousFilter, Unit
 
 _LAST_WORD = 5.0  # seconds for telling the server what was taken, when interrupted
 
@@ -28,6 +28,13 @@ _LAST_WORD = 5.0  # seconds for telling the server what was taken, when interrup
 @click.option("--after", type=click.IntRange(0), metavar="CURSOR", help="only those that ended later")
 @click.option("--unit", type=click.Choice(get_args(Unit)), default="session", show_default=True)
 @click.option("--builder", help="of the trajectories [default: as the tasks say]")
+@click.option(
+    "--suspicious",
+    type=click.Choice(get_args(SuspiciousFilter)),
+    default="keep",
+    show_default=True,
+    help="keep sessions with proven tampering, show only those, or exclude them",
+)
 @click.option("--consumer", metavar="NAME", help="go on where this one was, which the server remembers")
 @click.option("--follow", is_flag=True, help="wait for further ones, until interrupted")
 @click.option("--json", "as_json", is_flag=True, help="a line of JSON for each")
@@ -45,6 +52,7 @@ def command(
     after: int | None,
     unit: Unit,
     builder: str | None,
+    suspicious: SuspiciousFilter,
     consumer: str | None,
     follow: bool,
     as_json: bool,
@@ -54,7 +62,9 @@ def command(
 
     async def show() -> None:
         async with connected(config_path, server, token, run_name) as client:
-            results = client.results(after, unit, raw=True, builder=builder, consumer=consumer, follow=follow)
+            results = client.results(
+                after, unit, raw=True, builder=builder, suspicious=suspicious, consumer=consumer, follow=follow
+            )
             if output is not None:
                 with _opened(output, append=after is not None or consumer is not None) as file:
                     written = await _each(results, _writing(file), waits=True)

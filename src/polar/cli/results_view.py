@@ -12,8 +12,9 @@ from rich.text import Text
 from polar.cli.run_tally import count, listed
 from polar.cli.show_tokens import visible
 from polar.rollout.models import SessionResult
+from polar.rollout.semantics import MASKED
 
-_WANTED = frozenset(("timeout", "length", "early_stop", "stale"))
+_WANTED = MASKED | {"early_stop", "stale"}
 """Reasons that a session has no reward because its task says so."""
 _NAMED = 5
 
@@ -25,6 +26,13 @@ class _Timing(Struct):
 class _Metadata(Struct):
     turns: int = 0
     sampled_tokens: int = 0
+    suspicious: bool = False
+    timing: _Timing = field(default_factory=_Timing)
+
+
+class _Evidence(Struct):
+    kind: str
+    proven: bool = False
 
 
 class Ended(Struct):
@@ -37,8 +45,13 @@ class Ended(Struct):
     reward: float | None = None
     reason: str | None = None
     error: str | None = None
-    timing: _Timing = field(default_factory=_Timing)
     metadata: _Metadata = field(default_factory=_Metadata)
+    evidence: list[_Evidence] = field(default_factory=list)
+
+    @property
+    def tampering(self) -> str:
+        """Kinds of proven evidence."""
+        return ", ".join(dict.fromkeys(visible(one.kind) for one in self.evidence if one.proven))
 
     @property
     def earned(self) -> str:
@@ -71,23 +84,29 @@ def in_words(one: Ended | Group) -> str:
     """In a line."""
     if isinstance(one, Group):
         usable = f"{one.usable} of {one.asked} usable"
-        return f"{one.cursor}  {visible(one.task_id)}: {one.status}, {usable}, {mean(one.results)}"
+        suspicious = _suspicious(one.results)
+        words = [one.status, usable, mean(one.results), *([f"{suspicious} suspicious"] if suspicious else [])]
+        return f"{one.cursor}  {visible(one.task_id)}: {', '.join(words)}"
     number = "" if one.sample is None else f" #{one.sample}"
     words = [f"reward {one.earned}" if one.reward is not None else f"no reward ({one.earned})"]
     words += [count(one.metadata.turns, "turn"), count(one.metadata.sampled_tokens, "token")]
+    words += [f"suspicious: {one.tampering}"] if one.metadata.suspicious else []
     return f"{one.cursor}  {visible(one.task_id)}{number}: {', '.join(words)} ({one.session_id})"
 
 
 def sessions(results: Iterable[Ended]) -> Table:
-    table = _table("cursor", "task", "sample", "session", "reward", "turns", "tokens", "seconds")
+    results = list(results)
+    suspicious = ["suspicious"] * any(one.metadata.suspicious for one in results)
+    table = _table("cursor", "task", "sample", "session", "reward", *suspicious, "turns", "tokens", "seconds")
     for one in results:
-        seconds = one.timing.seconds
+        seconds = one.metadata.timing.seconds
         table.add_row(
             _said(one.cursor),
             Text(visible(one.task_id)),
             _said(one.sample),
             Text(one.session_id),
             Text(one.earned),
+            *(Text(one.tampering) for _ in suspicious),
             f"{one.metadata.turns:,}",
             f"{one.metadata.sampled_tokens:,}",
             "" if seconds is None else f"{seconds:.1f}",
@@ -96,13 +115,19 @@ def sessions(results: Iterable[Ended]) -> Table:
 
 
 def groups(results: Iterable[Group]) -> Table:
-    table = _table("cursor", "task", "status", "asked", "usable", "cancelled", "reward")
+    results = list(results)
+    suspicious = ["suspicious"] * any(_suspicious(one.results) for one in results)
+    table = _table("cursor", "task", "status", "asked", "usable", "cancelled", *suspicious, "reward")
     for one in results:
-        counts = (one.asked, one.usable, one.cancelled)
+        counts = (one.asked, one.usable, one.cancelled, *(_suspicious(one.results) for _ in suspicious))
         table.add_row(
             str(one.cursor), Text(visible(one.task_id)), one.status, *(f"{n:,}" for n in counts), mean(one.results)
         )
     return table
+
+
+def _suspicious(results: Iterable[Ended]) -> int:
+    return sum(one.metadata.suspicious for one in results)
 
 
 def mean(results: Iterable[Ended]) -> str:

@@ -17,6 +17,7 @@ from rich.text import Text
 from polar.cli.run_tally import Tally, count, listed, why
 from polar.node.finished import Finished
 from polar.node.node import Load
+from polar.store.base import is_suspicious
 from polar.telemetry import logs
 
 _LAST = 5  # sessions that ended last
@@ -212,6 +213,8 @@ def in_words(finished: Finished) -> str:
         earned = f"no reward ({verdict.reason})"
     else:
         earned = "not evaluated"
+    if is_suspicious(verdict.evidence):
+        earned += ", suspicious"
     words = [earned, count(finished.turns, "turn"), count(finished.tokens, "token")]
     if finished.outcome is not None:
         words.append(f"{finished.outcome.seconds:.1f} s")

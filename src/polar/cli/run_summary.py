@@ -38,7 +38,7 @@ def show(console: Console, tasks: dict[str, Tally], total: Tally, seconds: float
         highlight=False,
         soft_wrap=True,
     )
-    for line in _zeros(total):
+    for line in (*_zeros(total), *_tampering(total)):
         console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
@@ -69,12 +69,15 @@ def console_of_width(console: Console) -> Console:
 
 def _table(tasks: dict[str, Tally]) -> Table:
     reasons = any(tally.reasons for tally in tasks.values())
+    suspicious = any(tally.suspicious for tally in tasks.values())
     table = Table(title="Means of each task's sessions", title_justify="left")
     table.add_column("task", overflow="fold")
     for name in ("samples", "reward", "solved"):
         table.add_column(name, justify="right")
     if reasons:
         table.add_column("no reward", overflow="fold")
+    if suspicious:
+        table.add_column("suspicious", justify="right")
     for name in ("turns", "tokens", *(f"{stage} s" for stage in STAGES)):
         table.add_column(name, justify="right")
     for task_id, tally in list(tasks.items())[:_SHOWN]:
@@ -85,6 +88,7 @@ def _table(tasks: dict[str, Tally]) -> Table:
             "" if mean is None else f"{mean:.3g}",
             f"{tally.solved}/{tally.rewarded}" if tally.rewarded else "",
             *([listed(tally.reasons)] if reasons else []),
+            *([str(tally.suspicious)] if suspicious else []),
             _mean(tally.turns, tally),
             _mean(tally.tokens, tally),
             *(_mean(tally.seconds[stage], tally, 2) for stage in STAGES),
@@ -111,6 +115,13 @@ def _zeros(total: Tally) -> Iterator[str]:
         yield f"  {count(number, 'session')}: {said}"
     if rest := total.zeros.total() - sum(number for _, number in total.zeros.most_common(_WHYS)):
         yield f"  {count(rest, 'session')} for other reasons"
+
+
+def _tampering(total: Tally) -> Iterator[str]:
+    if total.suspicious:
+        yield f"Proven tampering with the grading: {count(total.suspicious, 'session')} ({listed(total.evidence)})."
+    if total.suspected:
+        yield f"Unproven signs of tampering, which change no reward: {count(total.suspected, 'session')}."
 
 
 def _earned(total: Tally) -> str:

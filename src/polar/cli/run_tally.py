@@ -6,11 +6,11 @@ from msgspec import Struct, field
 
 from polar.cli.show_tokens import visible
 from polar.node.finished import Finished
-from polar.store.base import Verdict
+from polar.rollout.semantics import MASKED
+from polar.store.base import Verdict, is_suspicious
 
 STAGES = ("init", "ready", "run", "postrun")
 _SAID = 120  # characters
-_BY_TASK = frozenset(("timeout", "length"))  # a reason only where the task says that such sessions earn none
 
 
 class Failure(Struct, frozen=True):
@@ -28,6 +28,9 @@ class Tally(Struct):
     solved: int = 0  # with a reward of 1 or more
     reasons: Counter[str] = field(default_factory=Counter)
     first: dict[str, Failure] = field(default_factory=dict)  # by reason
+    suspicious: int = 0  # with proven evidence of tampering
+    evidence: Counter[str] = field(default_factory=Counter)  # proven, by kind
+    suspected: int = 0  # with unproven evidence alone
     zeros: Counter[str] = field(default_factory=Counter)  # rewards of 0, by why, where the evaluator says so
     ended_well: int = 0  # harnesses that ended by themselves, with 0
     turns: int = 0
@@ -43,6 +46,9 @@ class Tally(Struct):
         self.seconds.update(finished.seconds)
         outcome = finished.outcome
         self.ended_well += outcome is not None and outcome.ended == "finished" and outcome.exit_code == 0
+        self.suspicious += is_suspicious(verdict.evidence)
+        self.suspected += bool(verdict.evidence) and not is_suspicious(verdict.evidence)
+        self.evidence.update({one.kind for one in verdict.evidence if one.proven})
         if verdict.reward is not None:
             self.rewarded += 1
             self.reward += verdict.reward
@@ -60,7 +66,7 @@ class Tally(Struct):
     @property
     def failures(self) -> Counter[str]:
         """Reasons that are neither the agent's nor the task's."""
-        return Counter({reason: count for reason, count in self.reasons.items() if reason not in _BY_TASK})
+        return Counter({reason: count for reason, count in self.reasons.items() if reason not in MASKED})
 
 
 def why(verdict: Verdict) -> str:

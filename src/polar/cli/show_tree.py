@@ -15,7 +15,7 @@ from rich.tree import Tree
 from polar.cli.show_tokens import TokenView, visible
 from polar.errors import ApiError
 from polar.plugins import load
-from polar.store.base import Exchange, Session
+from polar.store.base import Evidence, Exchange, Session
 from polar.trajectory.types import Path
 from polar.types import Message, Part, Reasoning, Text, ToolCall, ToolResult
 
@@ -144,7 +144,17 @@ def _summary(session: Session, exchanges: Sequence[Exchange], paths: Sequence[Pa
         facts.append(f"excluded: {_counts(excluded)}")
     if branches:
         facts.append(f"branches: {_counts(branches)}")
-    return line.append("\n" + "; ".join(fact for fact in facts if fact), "not bold dim")
+    line.append("\n" + "; ".join(fact for fact in facts if fact), "not bold dim")
+    for one in session.evidence:
+        line.append(f"\n{_describe(one)}", "not bold red" if one.proven else "not bold yellow")
+    return line
+
+
+def _describe(evidence: Evidence) -> str:
+    proof = "proven tampering" if evidence.proven else "unproven sign of tampering"
+    times = f" x {evidence.count}" if evidence.count > 1 else ""
+    detail = f" ({visible(evidence.detail)})" if evidence.detail else ""
+    return f"{proof}: {evidence.kind} {visible(evidence.subject)}{times}{detail}"
 
 
 def _counts(counts: Mapping[str, int]) -> str:

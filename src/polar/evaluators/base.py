@@ -7,6 +7,9 @@ It gives a Verdict: a finite reward, or a reason why there is none. The line bet
 - What the platform failed to do is a reason, never 0: a runtime that can't be made, a judge that doesn't answer, a
   task whose own grader is not there. `SandboxError` may simply be raised: the node makes the reason of it.
 
+It also reports evidence of tampering that it comes across (`Verdict.evidence`). What that costs the session is for the
+task's `suspicious` setting to say, and for the node to apply.
+
 By default it works in a fresh runtime, after every process of the agent's is dead, with the agent's files taken from
 outside and the grader's own put over them.
 """
@@ -20,7 +23,7 @@ from polar.config import JudgeSettings
 from polar.errors import PolarError
 from polar.rollout.models import TaskRequest
 from polar.runtimes.base import Runtime
-from polar.store.base import Exchange, Verdict
+from polar.store.base import Evidence, Exchange, Verdict
 
 Ended = Literal["finished", "timeout", "length"]
 
@@ -67,14 +70,13 @@ class Work(Protocol):
     answer: str
     """The last thing that the (main) agent said."""
 
+    evidence: list[Evidence]
+    """Of tampering, so far. An evaluator may add to it before something that may fail: what stands here counts also
+    where it raises afterwards. Otherwise its verdict's `evidence` is enough."""
+
     async def fresh(self) -> Runtime:
         """A runtime that no agent has been in, prepared as the agent's was, and then with `eval_prepare`; no network.
         A new one for each call. Where the task asked for no fresh runtime, the agent's own."""
-        ...
-
-    async def again(self) -> Runtime:
-        """The agent's own files, its whole layer, with every process of its dead: for graders that need more than
-        the workspace."""
         ...
 
 
@@ -83,6 +85,9 @@ class Evaluator(Protocol):
 
     wants_fresh: ClassVar[bool]
     """Whether it calls `fresh`: then one is made ready while the agent still runs."""
+
+    # An evaluator may also have `private_paths: Sequence[str]`, absolute or of the workspace: where its own files will
+    # stand. An agent that names one before anything has shown it to the agent is recorded as having looked for it.
 
     def __init__(self, config: dict[str, Any]) -> None: ...
 

@@ -7,9 +7,20 @@
 Everything happens from outside, through `get` and `put`: nothing that an agent left is resolved by a shell, or followed
 where it is a link. What an artifact names is *replaced* in the fresh runtime: what the agent deleted is gone there.
 
-The grader's files stand in folders that are real: a link of the agent's on the way to one of them is removed first. An
-uploaded folder takes the place of what had its name, so that nothing of the agent's (a conftest.py, say) stands in it;
-only one that holds the workspace or an artifact, or is one, is merged with what is there.
+Not everything that was taken is laid (`_Selection`):
+
+- Links only where links.py allows it.
+- Nothing where the grader's files will stand. A folder that holds a file of the grader's is the grader's own, unless
+  it was there before the agent, or holds the workspace or an artifact.
+- No compiled Python, which would be run in place of the source beside it, unless an artifact or the instruction names
+  it.
+- In a folder that the grader's Python imports from (one that its files share with the agent's, or that PYTHONPATH
+  names), no added module with the name of one of Python's own, of an installed one, or of one of the grader's, but for
+  those that an artifact or the instruction names.
+- In a folder that PATH names, no program with the name of one that is found elsewhere, and no link on the way there.
+
+An uploaded folder takes the place of what had its name; only one that holds the workspace or an artifact, or is one, is
+merged with what is there. In the agent's own runtime (`refresh_runtime = false`) the same is removed.
 
 What can't be taken because of what the agent did is `NotTaken`: a reward of 0. What the platform failed to do is
 SandboxError, what the task's author got wrong GraderError.
@@ -19,25 +30,65 @@ import asyncio
 import errno
 import os
 import posixpath
-import shlex
+import re
+import shutil
+import stat
+import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
 from msgspec import Struct
+from msgspec.structs import replace
 from pydantic import AfterValidator, Field
 
 from polar.errors import PolarError
+from polar.evaluators import links
 from polar.evaluators.base import GraderError, Work
+from polar.evaluators.links import Carried, below, printable
 from polar.rollout.models import Model, UploadDir, UploadFile
 from polar.runtimes.base import Runtime, SandboxError, TooLarge
+from polar.store.base import Evidence
 
 _MB = 1 << 20
-_PATHS_AT_ONCE = 200  # removed by one `rm`
 _GLOB = frozenset("*?[")
 
+CACHES = "__pycache__"
+COMPILED = (".pyc", ".pyo")
+MODULES = (".py", *COMPILED, ".so")
+"""How the names of files end that Python imports."""
+
+_STARTED = ("sitecustomize", "usercustomize")  # modules that Python imports by itself
+
+# Which of the modules that are named on the command line are installed outside of the folder that comes first.
+_INSTALLED = """
+import importlib.util, os, sys
+own = os.path.realpath(sys.argv[1]) + "/"
+for name in sys.argv[2:]:
+    try:
+        spec = importlib.util.find_spec(name)
+    except Exception:  # what can not even be looked up is not installed
+        continue
+    if spec is not None and not os.path.realpath(spec.origin or "").startswith(own):
+        print(name)
+"""
+
+# The two variables that say where programs and modules are searched for.
+_PRINT_SEARCH_PATHS = 'printf "%s\\n" "$PATH" "$PYTHONPATH"'
+
+# Which of the programs that are named on the command line are found in the folders that come first.
+_PRINT_FOUND = 'PATH=$1; shift; for name; do command -v -- "$name" > /dev/null && printf "%s\\n" "$name"; done; true'
+
+_FROM_CWD = re.compile(r"\bpython[\d.]*\s+(?:-(?!I|P)\w+\s+)*-[mc]\b")
+_MAX_EVIDENCE = 100
+_MAX_MODULES = 5000
+_LISTING_SECONDS = 60.0
+_UNCHECKED_HASH = 1  # flags of a .pyc that is used without a look at its source
+
 # What an agent can bring about by what it leaves, of all that `get` may fail with.
-_AGENTS = {errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.EACCES, errno.EPERM}
+_AGENTS = {errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.EACCES, errno.EPERM, errno.EINVAL}
+_AGENTS |= {errno.ENXIO, errno.ENODEV, errno.EISDIR, errno.EOVERFLOW, errno.EILSEQ}
 _FULL = {errno.ENOSPC, errno.EDQUOT}
 
 
@@ -60,6 +111,14 @@ class Carrying(Model):
     artifacts: list[InsidePath] = Field(["."], description="paths or globs; relative ones are the workspace's")
     files: list[GradersFile] = Field([], description="the grader's own, put over the agent's")
     max_mb: int = Field(1024, gt=0, description="of each artifact")
+
+    def outputs(self) -> list[str]:
+        """Paths that the grader writes to besides its files."""
+        return []
+
+    def import_folders(self) -> list[str]:
+        """Folders that the grader's own Python imports from besides those of its files."""
+        return []
 
 
 class NotTaken(PolarError):
@@ -128,21 +187,371 @@ class Taken(Struct, frozen=True):
             except FileNotFoundError:
                 continue
             doomed += await asyncio.to_thread(glob.matches, here)
-        await remove(fresh, [fresh.path(path) for path in doomed])
+        await fresh.delete(doomed)
 
 
-async def carry(work: Work, config: Carrying) -> Runtime:
-    """A runtime with the agent's work and, over it, the grader's files. Raises NotTaken.
+class Grading(Struct, frozen=True):
+    """A runtime with the agent's work and the grader's files, and what was seen on the way."""
+
+    runtime: Runtime
+    evidence: list[Evidence]
+
+
+async def carry(work: Work, config: Carrying, env: dict[str, str] | None = None) -> Grading:
+    """The agent's work in a runtime with the grader's files over it. `env` are the grader's variables besides those of
+    the runtime. Raises NotTaken.
 
     Where the task asked for the agent's own runtime, its work is there already."""
-    if work.live:
-        runtime = await work.fresh()
-    else:
+    if not work.live:
         taken = await take(work, config)
         runtime = await work.fresh()
-        await taken.lay(runtime)
+        selection = await _Selection.make(work, runtime, config, taken, env)
+        await asyncio.to_thread(selection.prune)
+        await replace(taken, pieces=[piece for piece in taken.pieces if piece.inside not in selection.gone]).lay(
+            runtime
+        )
+        await put_over(work, runtime, config)
+        return Grading(runtime, limit_evidence(selection.evidence))
+    runtime = await work.fresh()
+    evidence = await _clean_up(work, runtime, config, env)
     await put_over(work, runtime, config)
-    return runtime
+    return Grading(runtime, evidence)
+
+
+async def _clean_up(work: Work, runtime: Runtime, config: Carrying, env: dict[str, str] | None) -> list[Evidence]:
+    """Removes from the agent's own runtime what would not be laid into a fresh one. A workspace that was too large to
+    be copied before the agent began is left as it is."""
+    workdir = runtime.spec.workdir
+    shared = grader_places(work, runtime, config).shared
+    tops = {folder for folder in shared if not below(folder, workdir) and not below(workdir, folder)}
+    if work.before is not None:
+        tops.add(workdir)
+    scratch = _folder(work)
+    taken = Taken([], [], scratch)
+    for number, top in enumerate(sorted(tops)):
+        try:
+            await get(runtime, top, scratch / str(number), config.max_mb * _MB, all_links=True)
+        except NotThere:
+            continue
+        taken.pieces.append(Piece(top, scratch / str(number)))
+    selection = await _Selection.make(work, runtime, config, taken, env)
+    await delete(runtime, selection.doomed)
+    return limit_evidence(selection.evidence)
+
+
+class GraderPlaces(Struct, frozen=True):
+    """Where the grader's files will stand, by absolute path."""
+
+    files: list[str]  # each file or folder that is uploaded, or written to
+    folders: list[str]  # those that are the grader's own, with all that is in them
+    shared: list[str]  # folders of the agent's that the grader's Python imports from
+
+    @property
+    def all(self) -> list[str]:
+        return [*self.folders, *self.files]
+
+
+def grader_places(work: Work, runtime: Runtime, config: Carrying) -> GraderPlaces:
+    """A folder that holds a file of the grader's is its own, unless it was there before the agent or holds its work."""
+    roots, workdir = _roots(runtime, config), runtime.spec.workdir
+    outputs, shared_folders = (
+        [absolute(runtime, path) for path in paths] for paths in (config.outputs(), config.import_folders())
+    )
+    places = GraderPlaces(outputs, [], shared_folders)
+    for file in config.files:
+        target = absolute(runtime, file.target)
+        if isinstance(file, UploadDir) and not any(below(root, target) for root in roots):
+            places.folders.append(target)
+            continue
+        uploaded = [_join(target, path) for path in _files_below(file)] if isinstance(file, UploadDir) else [target]
+        for path in uploaded:
+            folder = posixpath.dirname(path)
+            shared = any(below(root, folder) for root in roots) or _was_there(work, workdir, folder)
+            places.files.append(path)
+            (places.shared if shared else places.folders).append(folder)
+    return places
+
+
+class SearchFolders(Struct, frozen=True):
+    """Folders of the workspace that the grader's PATH and PYTHONPATH name, by absolute path."""
+
+    programs: list[str]
+    modules: list[str]
+    other_programs: str  # the rest of PATH
+
+    @property
+    def on_the_way(self) -> set[str]:
+        return {above for folder in (*self.programs, *self.modules) for above in (folder, *_above(folder))}
+
+
+async def find_search_folders(runtime: Runtime, env: dict[str, str] | None, scratch: Path) -> SearchFolders:
+    """As a program finds them that is started with `env` in the workspace."""
+    lines = await _print_lines(runtime, [_PRINT_SEARCH_PATHS], scratch, env)
+    path, python_path = (line.split(":") for line in (*lines, "", "")[:2])
+    workdir, real = runtime.spec.workdir, runtime.path(runtime.spec.workdir)
+
+    def find_inside(folders: list[str]) -> dict[str, str]:
+        found = {folder: posixpath.normpath(posixpath.join(real, folder)) for folder in folders}
+        return {
+            folder: _join(workdir, posixpath.relpath(place, real))
+            for folder, place in found.items()
+            if below(place, real)
+        }
+
+    programs = find_inside(path if lines else [])
+    modules = find_inside([folder for folder in python_path if folder])
+    others = ":".join(folder for folder in path if folder not in programs)
+    return SearchFolders(list(programs.values()), list(modules.values()), others)
+
+
+async def find_programs(runtime: Runtime, names: set[str], folders: str, scratch: Path) -> set[str]:
+    """Those of the programs that are found in the folders, which are written as in PATH."""
+    usual = sorted(name for name in names if re.fullmatch(r"[\w.+\[-]+", name))[:_MAX_MODULES]
+    return set(await _print_lines(runtime, [_PRINT_FOUND, "sh", folders, *usual], scratch)) if usual else set()
+
+
+async def _print_lines(
+    runtime: Runtime, script: list[str], scratch: Path, env: dict[str, str] | None = None
+) -> list[str]:
+    """What a shell prints; nothing where the runtime has none."""
+    with tempfile.NamedTemporaryFile(prefix="lines-", dir=scratch) as listing:
+        await runtime.run(
+            ["/bin/sh", "-c", *script], env=env, cwd="/", timeout=_LISTING_SECONDS, output=Path(listing.name)
+        )
+        return listing.read().decode(errors="surrogateescape").splitlines()
+
+
+def named_files(instruction: str) -> frozenset[str]:
+    """Words of an instruction that are names of files."""
+    return frozenset(re.findall(r"(?<![\w.-])[\w-]+(?:\.[\w-]+)+", instruction))
+
+
+async def installed_modules(runtime: Runtime, names: set[str], scratch: Path) -> set[str]:
+    """Those of the modules that Python has in a runtime before anything of the agent's is there: its own, and what is
+    installed besides, but for what is installed from the workspace."""
+    own = {name for name in names if name in sys.stdlib_module_names}
+    others = sorted(name for name in names - own if name.isidentifier())
+    if not others:
+        return own
+    with tempfile.NamedTemporaryFile(prefix="modules-", dir=scratch) as listing:
+        workdir = runtime.path(runtime.spec.workdir)
+        argv = ["python3", "-c", _INSTALLED, workdir, *others[:_MAX_MODULES]]
+        await runtime.run(argv, cwd="/", timeout=_LISTING_SECONDS, output=Path(listing.name))
+        found = listing.read().decode(errors="replace").splitlines()
+    return own | (set(found) & names)
+
+
+def imports_from_cwd(command: str) -> bool:
+    """Whether a command starts Python so that it imports from the folder that it is started in."""
+    return _FROM_CWD.search(command) is not None
+
+
+def _was_there(work: Work, workdir: str, folder: str) -> bool:
+    """Whether a folder was there before the agent. Of those outside of the workspace, its own runtime may have any."""
+    if not below(folder, workdir):
+        return work.live
+    return work.before is None or (work.before / posixpath.relpath(folder, workdir)).is_dir()
+
+
+def _files_below(upload: UploadDir) -> list[str]:
+    top = Path(upload.source or "")
+    return [path.relative_to(top).as_posix() for path in top.rglob("*") if not path.is_dir()]
+
+
+class _Entry(Struct, frozen=True):
+    here: Path
+    is_folder: bool
+    target: str | None  # of a link
+
+
+class _Selection:
+    """Which of the carried files are not laid, and what that says."""
+
+    def __init__(self, entries: dict[str, _Entry], workdir: str, before: dict[str, Path]) -> None:
+        """`before` is what was in the workspace before the agent; nothing where that is not known."""
+        self._entries = entries
+        self._workdir = workdir
+        self._before = before
+        self._before_known = bool(before)
+        self.gone: set[str] = set()
+        self.doomed: list[str] = []
+        self.evidence: list[Evidence] = []
+
+    @classmethod
+    async def make(
+        cls, work: Work, runtime: Runtime, config: Carrying, taken: Taken, env: dict[str, str] | None
+    ) -> "_Selection":
+        entries = await asyncio.to_thread(_entries, taken.pieces)
+        workdir = runtime.spec.workdir
+        before = {} if work.before is None else await asyncio.to_thread(_listed, workdir, work.before)
+        selection = cls(entries, workdir, before)
+        places = grader_places(work, runtime, config)
+        named = {absolute(runtime, path) for path in config.artifacts}
+        told = named_files(work.task.instruction)
+        named |= {path for path, entry in entries.items() if not entry.is_folder and posixpath.basename(path) in told}
+        search = await find_search_folders(runtime, env, work.scratch)
+        places = replace(places, shared=[*places.shared, *search.modules])
+        installed = await installed_modules(runtime, selection._added_modules(places.shared), work.scratch)
+        names = await asyncio.to_thread(selection._changed_programs, search.programs)
+        programs = await find_programs(runtime, set(names.values()), search.other_programs, work.scratch)
+        doomed = {path for path, name in names.items() if name in programs}
+        doomed |= {path for path in search.on_the_way & entries.keys() if selection._is_made_link(path)}
+        await asyncio.to_thread(selection._drop_files, places, named, installed, doomed)
+        await selection._drop_links(work, runtime, places, taken)
+        return selection
+
+    def prune(self) -> None:
+        """Removes from the copies on this machine what is not laid."""
+        for path in self.doomed:
+            here = self._entries[path].here
+            if self._entries[path].is_folder:
+                shutil.rmtree(here, ignore_errors=True)
+            else:
+                here.unlink(missing_ok=True)
+
+    def _added_modules(self, shared: list[str]) -> set[str]:
+        """The names of modules that the agent added to folders that the grader's Python imports from."""
+        return {
+            posixpath.basename(path).split(".")[0]
+            for path, entry in self._entries.items()
+            if path not in self._before and self._is_module(path, entry.is_folder, shared)
+        }
+
+    def _changed_programs(self, folders: list[str]) -> dict[str, str]:
+        """What the agent added to or changed in the folders: names by path."""
+        return {
+            path: posixpath.basename(path)
+            for path, entry in self._entries.items()
+            if posixpath.dirname(path) in folders and not entry.is_folder and self._is_changed(path, entry)
+        }
+
+    def _is_changed(self, path: str, entry: _Entry) -> bool:
+        if entry.target is not None:
+            return not self._is_tasks(path, entry.target)
+        before = self._before.get(path)
+        return before is None or not _has_same_bytes(before, entry.here)
+
+    def _is_made_link(self, path: str) -> bool:
+        target = self._entries[path].target
+        return target is not None and not self._is_tasks(path, target)
+
+    def _drop_files(self, places: GraderPlaces, named: set[str], installed: set[str], doomed: set[str]) -> None:
+        """`doomed` are paths that are not laid unless they are named."""
+        on_the_way = {above for place in places.all for above in _above(place)}
+        for path, entry in self._entries.items():
+            added = path not in self._before
+            if any(below(path, place) for place in places.all):
+                if added and not entry.is_folder:
+                    planted = self._before_known and entry.target is None and self._is_hidden(path)
+                    self.evidence.append(Evidence("grader_path", printable(path), proven=planted))
+                self._drop(path)
+            elif path in on_the_way and not entry.is_folder:
+                self._drop(path)
+            elif path not in named and self._is_compiled(path, entry):
+                if added and is_unchecked(entry.here) and "site-packages" not in path:
+                    detail = "A compiled file that is used whatever its source says."
+                    self.evidence.append(Evidence("grader_environment", printable(path), proven=True, detail=detail))
+                self._drop(path)
+            elif path in doomed and path not in named:
+                detail = "A program that would be started in the place of another one."
+                self.evidence.append(Evidence("grader_environment", printable(path), detail=detail))
+                self._drop(path)
+            elif added and path not in named and self._takes_place(path, entry, places, installed):
+                detail = "A module that Python would import in the place of another one."
+                self.evidence.append(Evidence("grader_environment", printable(path), detail=detail))
+                self._drop(path)
+
+    def _is_compiled(self, path: str, entry: _Entry) -> bool:
+        if CACHES in path.split("/"):
+            return True
+        if not path.endswith(COMPILED) or entry.is_folder:
+            return False
+        before = self._before.get(path)
+        return before is None or entry.target is not None or not _has_same_bytes(before, entry.here)
+
+    async def _drop_links(self, work: Work, runtime: Runtime, places: GraderPlaces, taken: Taken) -> None:
+        left = {path: entry for path, entry in self._entries.items() if self.gone.isdisjoint((path, *_above(path)))}
+        found = {path: entry.target for path, entry in left.items() if entry.target is not None}
+        made = [path for path, target in found.items() if not self._is_tasks(path, target)]
+        carried = Carried(
+            {path: entry.target for path, entry in left.items()}, frozenset(piece.inside for piece in taken.pieces)
+        )
+        refused = await links.refuse(carried, made, places.all, agent=work.agent, fresh=runtime, scratch=work.scratch)
+        for link in refused:
+            proven = self._before_known and link.into_grader and link.leads_to not in self._before
+            self.evidence.append(link.evidence(proven=proven))
+            self._drop(link.path)
+
+    def _is_hidden(self, path: str) -> bool:
+        """Of the workspace, in a place that no task has to do with."""
+        return any(part.startswith(".") for part in path.removeprefix(self._workdir).split("/"))
+
+    def _takes_place(self, path: str, entry: _Entry, places: GraderPlaces, installed: set[str]) -> bool:
+        """Whether Python imports it by itself, or in a shared folder before an installed or a grader's module."""
+        stem = posixpath.basename(path).split(".")[0]
+        if self._is_module(path, entry.is_folder, places.shared):
+            return stem in (*installed, *_STARTED) or _join(posixpath.dirname(path), f"{stem}.py") in places.files
+        return stem in _STARTED and "site-packages" not in path and self._is_module(path, entry.is_folder, None)
+
+    def _is_module(self, path: str, is_folder: bool, folders: list[str] | None) -> bool:
+        """Whether it can be imported, by its name from one of the folders."""
+        if folders is not None and posixpath.dirname(path) not in {folder.rstrip("/") or "/" for folder in folders}:
+            return False
+        if is_folder:
+            return any(f"{path}/__init__{suffix}" in self._entries for suffix in MODULES)
+        return path.endswith(MODULES)
+
+    def _is_tasks(self, path: str, target: str) -> bool:
+        before = self._before.get(path)
+        return before is not None and before.is_symlink() and os.readlink(before) == target
+
+    def _drop(self, path: str) -> None:
+        if self.gone.isdisjoint(_above(path)):
+            self.doomed.append(path)
+            self.gone.add(path)
+
+
+def _entries(pieces: list[Piece]) -> dict[str, _Entry]:
+    """Everything that was taken, by absolute path; a folder before what is in it."""
+    return {
+        _join(piece.inside, path) if path else piece.inside: _Entry(here, is_folder, target)
+        for piece in pieces
+        for path, here, is_folder, target in walk(piece.here)
+    }
+
+
+def _listed(inside: str, top: Path) -> dict[str, Path]:
+    return {_join(inside, path) if path else inside: here for path, here, _, _ in walk(top)}
+
+
+def walk(top: Path) -> Iterator[tuple[str, Path, bool, str | None]]:
+    """What stands at and below a copy: path below it, file, whether it is a folder, where it leads if it is a link."""
+    if not os.path.lexists(top):
+        return
+    ahead = [("", top)]
+    while ahead:
+        path, here = ahead.pop()
+        mode = here.lstat().st_mode
+        yield path, here, stat.S_ISDIR(mode), os.readlink(here) if stat.S_ISLNK(mode) else None
+        if stat.S_ISDIR(mode):
+            ahead += [(f"{path}/{name}" if path else name, here / name) for name in sorted(os.listdir(here))]
+
+
+def _above(path: str) -> list[str]:
+    """The folders that a path is in, but for the root."""
+    return [path[:end] for end, letter in enumerate(path) if letter == "/" and end]
+
+
+def is_unchecked(file: Path) -> bool:
+    """Whether it is compiled Python that is run without a look at its source."""
+    if not file.name.endswith(COMPILED) or not file.is_file() or file.is_symlink():
+        return False
+    with file.open("rb") as opened:
+        return int.from_bytes(opened.read(8)[4:], "little") == _UNCHECKED_HASH
+
+
+def _has_same_bytes(one: Path, other: Path) -> bool:
+    return one.is_file() and not one.is_symlink() and one.read_bytes() == other.read_bytes()
 
 
 async def take(work: Work, config: Carrying) -> Taken:
@@ -211,7 +620,7 @@ async def put_over(work: Work, runtime: Runtime, config: Carrying) -> None:
                 await clear(runtime, target)
             await runtime.put(source, target)
         except OSError as error:
-            raise refused(runtime, target, error) from error
+            raise refused(runtime, target, error, live=work.live) from error
 
 
 async def blank(work: Work, runtime: Runtime, path: str, config: Carrying) -> str:
@@ -221,7 +630,7 @@ async def blank(work: Work, runtime: Runtime, path: str, config: Carrying) -> st
         await _make_way(work, runtime, target, _roots(runtime, config))
         await clear(runtime, target)
     except OSError as error:
-        raise refused(runtime, target, error) from error
+        raise refused(runtime, target, error, live=work.live) from error
     return target
 
 
@@ -260,25 +669,17 @@ async def clear(runtime: Runtime, inside: str) -> None:
             raise
 
 
-async def remove(runtime: Runtime, paths: list[str]) -> None:
-    """Removes files and folders, named as a command must, by a script of nothing but `rm`: images may have no `xargs`,
-    and a name that is no text can't be an argument."""
-    starts = range(0, len(paths), _PATHS_AT_ONCE)
-    lines = [f"rm -rf -- {shlex.join(paths[start : start + _PATHS_AT_ONCE])} || exit\n" for start in starts]
-    if lines:
-        done = await runtime.run(["/bin/sh", "-s"], stdin=os.fsencode("".join(lines)))
-        if done.exit_code != 0:
-            raise SandboxError(f"Files can't be removed from the runtime: rm ended with {done.exit_code}.")
+async def delete(runtime: Runtime, paths: list[str]) -> None:
+    """Removes files and folders of the agent's. Raises NotTaken where it made that impossible."""
+    try:
+        await runtime.delete(paths)
+    except OSError as error:
+        raise NotTaken(f"What the agent left can't be removed: {error.strerror} ({error.filename}).") from error
 
 
 def absolute(runtime: Runtime, path: str) -> str:
     """Relative paths are the workspace's."""
     return _join(runtime.spec.workdir, path)
-
-
-def below(path: str, folder: str) -> bool:
-    """Whether an absolute path is the folder itself, or in it."""
-    return path == folder or path.startswith(folder.rstrip("/") + "/")
 
 
 def _join(folder: str, path: str) -> str:
@@ -295,8 +696,16 @@ def _folder(work: Work) -> Path:
     return Path(tempfile.mkdtemp(prefix="carried-", dir=work.scratch))
 
 
-def refused(runtime: Runtime, inside: str, error: OSError) -> PolarError:
-    """What `put` could not do, with what the agent brought about told from what it didn't."""
+def limit_evidence(evidence: list[Evidence]) -> list[Evidence]:
+    """As much of it as a verdict holds: an agent can leave any number of files."""
+    return sorted(evidence, key=lambda one: not one.proven)[:_MAX_EVIDENCE]
+
+
+def refused(runtime: Runtime, inside: str, error: OSError, *, live: bool = False) -> PolarError:
+    """What `put` could not do, with what the agent brought about told from what it didn't. `live`: the runtime is the
+    agent's own."""
     if error.errno in _FULL and runtime.spec.limits.disk_mb is not None:
         return NotTaken(f"What the agent left fills the disk: there is no room for {inside}.")
+    if live and error.errno in _AGENTS:
+        return NotTaken(f"What the agent left keeps {inside} out: {error.strerror}.")
     return SandboxError(f"{inside} can't be put into the runtime: {error}.")

@@ -10,10 +10,11 @@ A command that ends with 0 must have written a number. Where it has not, that is
 the agent's code brought about: it then runs once more without the agent's work, and only if there is no number then,
 either, is there no reward (GraderError). Likewise for a program that can't be found, where no fresh runtime has it.
 
-What this can't keep out: where the command runs the agent's code in a process of its own (imports it, say), that code
-can end the process with 0, print what it likes, and write the reward file. Authors who train with such a task should
-run the agent's code as a process and compare what it printed, from a script that is among `files` and imports nothing
-from the workspace (`python -I`); or use the evaluator `tests`.
+What this can't keep out: code of the agent's that the command imports can end its process with 0, print what it likes,
+and write the reward file. Authors who train with such a task should run the agent's code as a process and compare what
+it printed, from a script that is among `files` and imports nothing from the workspace (`python -I`); or use the
+evaluator `tests`. A process that the command starts is still the same user: it can read the grader's files, and reach
+its memory, output and reward file. docs/evaluators.md says what to do about it.
 """
 
 import json
@@ -22,13 +23,14 @@ import re
 from typing import Any, ClassVar
 
 from msgspec import Struct
+from msgspec.structs import replace
 from pydantic import AliasChoices, Field, field_validator, model_validator
 
 from polar.evaluators import carrying, settings
 from polar.evaluators.base import GraderError, Work
 from polar.evaluators.carrying import Carrying, InsidePath, NotTaken
 from polar.runtimes.base import Completed, Runtime, SandboxError
-from polar.store.base import Verdict
+from polar.store.base import Evidence, Verdict
 
 _LONGEST_NUMBER = 4096  # bytes
 _NOT_FOUND = 127  # as shells say it
@@ -63,6 +65,13 @@ class CommandConfig(Carrying):
             raise ValueError("it takes either `reward_file` or `expected_output_json`")
         return self
 
+    def outputs(self) -> list[str]:
+        return [] if self.reward_file is None else [self.reward_file]
+
+    def import_folders(self) -> list[str]:
+        line = self.command if isinstance(self.command, str) else " ".join(self.command)
+        return [self.cwd or "."] if carrying.imports_from_cwd(line) else []
+
 
 class _Ran(Struct, frozen=True):
     completed: Completed
@@ -78,15 +87,21 @@ class Command:
 
     def __init__(self, config: dict[str, Any]) -> None:
         self._config = settings.read(CommandConfig, config)
+        files = [file.target for file in self._config.files]
+        self.private_paths = [*files, *filter(None, [self._config.reward_file])]
 
     async def evaluate(self, work: Work) -> Verdict:
+        evidence: list[Evidence] = []
         try:
-            ran = await self._run(work, await carrying.carry(work, self._config), "evaluator.log")
+            grading = await carrying.carry(work, self._config, self._env(work))
+            evidence = grading.evidence
+            work.evidence.extend(evidence)
+            ran = await self._run(work, grading.runtime, "evaluator.log")
         except NotTaken as error:
-            return Verdict(0.0, detail={"why": str(error)})
+            return Verdict(0.0, detail={"why": str(error)}, evidence=evidence)
         if not work.live:
             await self._check_itself(work, ran)
-        return self._verdict(ran)
+        return replace(self._verdict(ran), evidence=evidence)
 
     async def _check_itself(self, work: Work, ran: _Ran) -> None:
         """Raises GraderError where the command can't do its work, whatever the agent did."""

@@ -1,38 +1,41 @@
-"""`harbor`: a Harbor task's tests, run over everything that the agent left.
+"""`harbor`: a Harbor task's tests, run over what the agent left of the whole machine.
 
-Harbor's tests look at the whole machine, so they run in the agent's own layer, with every process of its dead. What it
-left at /tests and /logs/verifier is gone before they come; `bash /tests/test.sh` runs in the workspace; the reward is
-read from outside, when every process is dead: /logs/verifier/reward.json, or else reward.txt, as in Harbor. Of several
-named numbers it is `reward`, or the one that `reward_key` names.
+Harbor's tests look at more than the workspace. They run in a runtime that no agent has been in, over those of the
+agent's changes that count (layer.py): the workspace, folders of the root that are not the system's, and the paths that
+the task names in `system_paths`, for what it is about in /etc, /opt, /usr and the like. What programs read or load by
+themselves is as the task prepared it. The tests come to /tests; bash runs /tests/test.sh in the workspace, and reads it
+as a whole before its first command, so that code of the agent's can't add to it meanwhile. The reward is read from
+outside, when every process is dead: /logs/verifier/reward.json, or else reward.txt, as in Harbor. Of several named
+numbers it is `reward`, or the one that `reward_key` names.
 
 Where there is no reward Harbor has an error. Here the tests run once more where no agent has been. If they give none
 there either and end well, or can't be started (126, 127), the task's grader is broken (GraderError); otherwise it was
 the agent's doing, 0: tests that fail or wait for what nobody made may well end without a reward.
 
-Put back before: programs that tests commonly call (programs.py), /etc/ld.so.preload. pytest finds a configuration in
-/tests before any of the agent's, and Python doesn't look for packages in the home. What can't be told from honest work
-stays: libraries, packages of the system's interpreters, settings in the home, and whatever the tests themselves read or
-run in the workspace (a conftest.py there, when they run pytest there). A task whose answer is one of those programs
-names it in `own_programs`. And code of the agent's that the tests run is the same user as they are: it can write the
-reward.
+pytest finds a configuration in /tests before any of the agent's. What remains: whatever the tests themselves read or
+run in the workspace (a conftest.py there, when they run pytest there). And code of the agent's that the tests run is
+the same user as they are: it can read /tests and write the reward.
 """
 
+import asyncio
 import contextlib
 import json
 import math
+import posixpath
 import tempfile
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 from msgspec import Struct
-from pydantic import AliasChoices, Field, field_validator
+from pydantic import AfterValidator, AliasChoices, Field, field_validator
 
-from polar.evaluators import programs, settings
+from polar.evaluators import settings
 from polar.evaluators.base import GraderError, Work
-from polar.evaluators.carrying import NotTaken, clear, get, refused
+from polar.evaluators.carrying import NotTaken, clear, get, imports_from_cwd, refused
+from polar.evaluators.layer import carry
 from polar.rollout.models import Model
 from polar.runtimes.base import Completed, Runtime, SandboxError, Spoiled, TooLarge
-from polar.store.base import Verdict
+from polar.store.base import Evidence, Verdict
 
 _TESTS = "/tests"
 _RESULTS = "/logs/verifier"
@@ -43,16 +46,26 @@ _MOST_LOGS = 64 << 20
 _PYTEST_FILES = ("pytest.ini", ".pytest.ini", "pytest.toml", "pyproject.toml", "tox.ini", "setup.cfg")
 
 
+def _absolute(path: str) -> str:
+    if not path.startswith("/") or ".." in path.split("/") or posixpath.normpath(path) == "/":
+        raise ValueError(f"{path!r} must be an absolute path below the root, without `..`")
+    return posixpath.normpath(path)
+
+
+SystemPath = Annotated[str, AfterValidator(_absolute)]
+
+
 class HarborConfig(Model):
     tests: str = Field(description="the task's folder tests/, absolute")
     timeout_seconds: float = Field(600, gt=0, validation_alias=AliasChoices("timeout_seconds", "timeout"))
     env: dict[str, str] = Field({}, description="besides the evaluator's")
     reward_key: str = "reward"
-    own_programs: list[str] = Field([], description="programs whose version is the agent's business")
+    system_paths: list[SystemPath] = Field([], description="paths of system folders where the agent's changes count")
+    max_mb: int = Field(1024, gt=0, description="of what the agent changed")
 
     @field_validator("tests")
     @classmethod
-    def _absolute(cls, tests: str) -> str:
+    def _is_absolute(cls, tests: str) -> str:
         if not Path(tests).is_absolute():
             raise ValueError("it must be an absolute path")
         return tests
@@ -66,8 +79,8 @@ class _Ran(Struct, frozen=True):
 
 class Harbor:
     wants_fresh: ClassVar[bool] = True
+    private_paths: ClassVar[tuple[str, ...]] = (_TESTS, _RESULTS)
     paths: ClassVar[tuple[str, ...]] = ("tests",)  # of its config, on this machine
-    wants_layer: ClassVar[bool] = True
 
     def __init__(self, config: dict[str, Any]) -> None:
         self._config = settings.read(HarborConfig, config)
@@ -78,42 +91,43 @@ class Harbor:
             raise GraderError(f"config.tests: there is no {tests / 'test.sh'}.")
         if work.agent.path(_TESTS) != _TESTS:
             raise GraderError("harbor needs a runtime with a root of its own: bubblewrap, docker or podman, not local.")
-        fresh = None if work.live else await work.fresh()
+        evidence: list[Evidence] = []
+        detail: dict[str, Any] = {"live": True} if work.live else {}
         try:
-            first = "" if fresh is None else await self._put_back(work, fresh)
-            runtime = work.agent if work.live else await work.again()
-            ran = await self._run(work, runtime, first, "harbor")
+            runtime = work.agent
+            if not work.live:
+                own = [_TESTS, _RESULTS]
+                from_workdir = imports_from_cwd(
+                    await asyncio.to_thread((tests / "test.sh").read_text, errors="replace")
+                )
+                counted, most = self._config.system_paths, self._config.max_mb << 20
+                layer = await carry(work, counted, own, most, env=self._env(work), from_workdir=from_workdir)
+                runtime, evidence = layer.runtime, layer.evidence
+                work.evidence.extend(evidence)
+                detail |= {"not_counted": layer.not_counted} if layer.not_counted else {}
+            ran = await self._run(work, runtime, "harbor")
         except (NotTaken, Spoiled) as error:
-            return Verdict(0.0, detail={"why": str(error)})
-        detail: dict[str, Any] = {"exit_code": ran.completed.exit_code, "seconds": ran.completed.seconds}
-        if work.live:
-            detail["live"] = True
+            return Verdict(0.0, detail=detail | {"why": str(error)}, evidence=evidence)
+        detail |= {"exit_code": ran.completed.exit_code, "seconds": ran.completed.seconds}
         if ran.why is None:
-            return Verdict(ran.rewards[self._config.reward_key], detail=detail | {"rewards": ran.rewards})
-        if fresh is not None:
-            await self._check_itself(work, fresh)
-        return Verdict(0.0, detail=detail | {"why": ran.why})
+            reward = ran.rewards[self._config.reward_key]
+            return Verdict(reward, detail=detail | {"rewards": ran.rewards}, evidence=evidence)
+        if not work.live:
+            await self._check_itself(work)
+        return Verdict(0.0, detail=detail | {"why": ran.why}, evidence=evidence)
 
-    async def _put_back(self, work: Work, fresh: Runtime) -> str:
-        """What graders rely on, as the image has it, before anything runs there again: what the agent put in its place
-        must not be started. The folder that comes first in PATH."""
-        await programs.put(work.agent, b"", "/etc/ld.so.preload")
-        names = [name for name in programs.NAMES if name not in self._config.own_programs]
-        return await programs.put_back(work, fresh, names)
-
-    async def _check_itself(self, work: Work, fresh: Runtime) -> None:
+    async def _check_itself(self, work: Work) -> None:
         """Raises GraderError where the tests give no reward, whatever the agent does."""
-        ran = await self._run(work, fresh, "", "harbor-without-agent")
+        ran = await self._run(work, await work.fresh(), "harbor-without-agent")
         if ran.why is not None and ran.completed.exit_code in _BROKEN:
             raise GraderError(f"The tests of {self._config.tests} give no reward without the agent, either: {ran.why}")
 
-    async def _run(self, work: Work, runtime: Runtime, first: str, name: str) -> _Ran:
+    async def _run(self, work: Work, runtime: Runtime, name: str) -> _Ran:
         scratch = Path(tempfile.mkdtemp(dir=work.scratch))
-        await self._place(runtime, scratch)
-        env = work.task.evaluator.env if work.task.evaluator is not None else {}
+        await self._place(work, runtime, scratch)
         completed = await runtime.run(
-            ["/bin/sh", "-c", 'PATH="$1$PATH"; exec /bin/bash /tests/test.sh', "sh", f"{first}:" if first else ""],
-            env={"PYTHONNOUSERSITE": "1"} | env | self._config.env,
+            ["/bin/bash", "-c", '. "$0"', f"{_TESTS}/test.sh"],
+            env=self._env(work),
             timeout=self._config.timeout_seconds,
             output=work.logs / f"{name}.log",
         )
@@ -132,7 +146,10 @@ class Harbor:
             return _Ran(completed, {}, "The tests were killed.")
         return await self._told(runtime, completed, scratch)
 
-    async def _place(self, runtime: Runtime, scratch: Path) -> None:
+    def _env(self, work: Work) -> dict[str, str]:
+        return (work.task.evaluator.env if work.task.evaluator is not None else {}) | self._config.env
+
+    async def _place(self, work: Work, runtime: Runtime, scratch: Path) -> None:
         """The tests and an empty folder for what they tell, in place of whatever is there."""
         (scratch / "results").mkdir()
         (scratch / "results").chmod(0o777)
@@ -144,7 +161,7 @@ class Harbor:
             if not any((Path(self._config.tests) / name).exists() for name in _PYTEST_FILES):
                 await runtime.put(b"[pytest]\n", f"{_TESTS}/pytest.ini")
         except OSError as error:
-            raise refused(runtime, _TESTS, error) from error
+            raise refused(runtime, _TESTS, error, live=work.live) from error
 
     async def _told(self, runtime: Runtime, completed: Completed, scratch: Path) -> _Ran:
         for name in ("reward.json", "reward.txt"):

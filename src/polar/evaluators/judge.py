@@ -6,9 +6,10 @@ pretend that its text ended. It can still try to talk the judge over: a rubric t
 better than one that asks for an impression.
 
 An answer counts only if it is whole: one score for each criterion, each within the scale. Anything else is asked for
-again, and in the end there is no reward (`judge_failed`). But an agent can write what no judge can answer: too much, or
-what is refused. Where that may be why, the judge is asked once more without the agent's part, and if it answers that,
-the reward is 0. Only the configured address is called.
+again. But an agent can write what no judge answers: text that is too long, is refused, takes too long or breaks the
+server. So a judge that gave no answer is asked without the agent's part; where it answers that, it is asked once more
+for the whole, and if there is no answer again the reward is 0. A judge that does not answer without the agent's part
+either is down: there is no reward (`judge_failed`). Only the configured address is called.
 """
 
 import asyncio
@@ -28,14 +29,14 @@ from polar.config import JudgeSettings
 from polar.evaluators import carrying, settings
 from polar.evaluators.base import GraderError, Work
 from polar.evaluators.carrying import Carrying, InsidePath, NotTaken
+from polar.evaluators.links import printable
 from polar.rollout.models import Model
-from polar.store.base import Verdict
+from polar.store.base import Evidence, Verdict
 
 _ATTEMPTS = 3
 _FIRST_WAIT = 1.0  # seconds; twice as long each time
 _LONGEST_WAIT = 30.0
 _RETRIED = frozenset({408, 409, 425, 429})  # and 5xx
-_REFUSED = frozenset({400, 413})  # what was asked itself
 _LONGEST_ANSWER = 40_000  # characters; the end of it is shown
 _LONGEST_FILE = 40_000
 _LONGEST_FILES = 160_000  # together
@@ -98,13 +99,10 @@ class _Completion(Struct):
 class _NoAnswer(Exception):
     """What came back is none."""
 
-    def __init__(
-        self, why: str, *, again: bool = True, wait: float | None = None, by_what_was_asked: bool = False
-    ) -> None:
+    def __init__(self, why: str, *, again: bool = True, wait: float | None = None) -> None:
         super().__init__(why)
         self.again = again
         self.wait = wait  # None where the judge may be asked again at once
-        self.by_what_was_asked = by_what_was_asked  # it may be why: the judge is there
 
 
 class Judge:
@@ -120,14 +118,18 @@ class Judge:
                 f"There is no judge {self._config.judge!r}: the operator's settings name them in [judges]."
             )
         log = work.logs / "judge.log"
+        messages = await self._messages(work)
         try:
-            return self._verdict(await self._answer(judge, await self._messages(work), log))
+            return self._verdict(await self._answer(judge, messages, log))
         except _NoAnswer as error:
-            if error.by_what_was_asked and await self._answers_without_agent(judge, work, log):
-                return Verdict(
-                    0.0, detail={"why": f"Only what the agent left keeps the judge from scoring it. {error}"}
-                )
-            return Verdict(reason="judge_failed", detail={"why": str(error)})
+            if not await self._answers_without_agent(judge, work, log):
+                return Verdict(reason="judge_failed", detail={"why": str(error)})
+        try:
+            return self._verdict(await self._ask(judge, messages, log))
+        except _NoAnswer as error:
+            why = f"Only what the agent left keeps the judge from scoring it. {error}"
+            evidence = [Evidence("grader_disrupted", self._config.judge, detail=printable(str(error)))]
+            return Verdict(0.0, detail={"why": why}, evidence=evidence)
 
     async def _answer(self, judge: JudgeSettings, messages: list[dict[str, str]], log: Path) -> _Answer:
         attempt = 1
@@ -144,7 +146,7 @@ class Judge:
     async def _answers_without_agent(self, judge: JudgeSettings, work: Work, log: Path) -> bool:
         names = [_ANSWER, *(f"the files {path}" for path in self._config.include)]
         try:
-            await self._ask(judge, self._asked(work, [(name, _WITHHELD) for name in names]), log)
+            await self._answer(judge, self._asked(work, [(name, _WITHHELD) for name in names]), log)
         except _NoAnswer:
             return False
         return True
@@ -212,12 +214,7 @@ class Judge:
         if response.status != 200:
             again = response.status in _RETRIED or response.status >= 500
             wait = _seconds(response.headers.get("Retry-After"))
-            raise _NoAnswer(
-                f"The judge answered {response.status}: {text[:_SHOWN]}.",
-                again=again,
-                wait=wait,
-                by_what_was_asked=response.status in _REFUSED,
-            )
+            raise _NoAnswer(f"The judge answered {response.status}: {text[:_SHOWN]}.", again=again, wait=wait)
         return self._read(said)
 
     def _read(self, said: bytes) -> _Answer:
@@ -225,18 +222,14 @@ class Judge:
             content = msgspec.json.decode(said, type=_Completion).choices[0].message.content or ""
             answer = _answer_in(content)
         except (msgspec.MsgspecError, IndexError) as error:
-            raise _NoAnswer(f"The judge's answer can't be read: {error}.", by_what_was_asked=True) from error
+            raise _NoAnswer(f"The judge's answer can't be read: {error}.") from error
         if set(answer.scores) != {criterion.name for criterion in self._config.scored()}:
             raise _NoAnswer(
-                f"The judge scored {', '.join(answer.scores) or 'nothing'}, which is not what was asked for.",
-                by_what_was_asked=True,
+                f"The judge scored {', '.join(answer.scores) or 'nothing'}, which is not what was asked for."
             )
         for name, score in answer.scores.items():
             if not 0 <= score <= self._config.scale:
-                raise _NoAnswer(
-                    f"The judge gave {score:g} for {name}, on a scale from 0 to {self._config.scale:g}.",
-                    by_what_was_asked=True,
-                )
+                raise _NoAnswer(f"The judge gave {score:g} for {name}, on a scale from 0 to {self._config.scale:g}.")
         return answer
 
 

@@ -2,24 +2,54 @@
 
 They stay as the task prepared them: changes to them are dropped, what was added is not carried, what was deleted is
 still there. All else that the agent changed is laid over a runtime that no agent has been in.
+
+Protected are files of the usual names (`DEFAULT`), the tests that the task names, whatever their file is called, the
+grader's own files, and whatever would be imported in the place of one of these: `tests.py` beside a folder `tests`, a
+package or an extension module with the name of a test, compiled files.
+
+Where the tests import from (the workspace, their own folders, those of PYTHONPATH), no module is added that has the
+name of one of Python's own or of an installed one; nor a program in a folder of PATH that has the name of another one.
+Links of the agent's are laid only where links.py allows it.
 """
 
 import asyncio
+import os
+import posixpath
 import re
 import shutil
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path, PurePosixPath
 
 from msgspec import Struct
 from pydantic import Field
 
-from polar.changes import Change, changes, entries
+from polar.changes import LINK, Change, changes, entries
+from polar.evaluators import links
 from polar.evaluators.base import GraderError, Work
-from polar.evaluators.carrying import NotTaken, get, refused, remove
+from polar.evaluators.carrying import (
+    CACHES,
+    COMPILED,
+    MODULES,
+    NotTaken,
+    delete,
+    find_programs,
+    find_search_folders,
+    get,
+    installed_modules,
+    is_unchecked,
+    limit_evidence,
+    named_files,
+    refused,
+    walk,
+)
+from polar.evaluators.links import Carried, printable
 from polar.rollout.models import Model
 from polar.runtimes.base import Runtime, TooLarge
+from polar.store.base import Evidence
 
 _MB = 1 << 20
+_PACKAGE = "__init__.py"
 
 DEFAULT = (
     # tests
@@ -27,6 +57,7 @@ DEFAULT = (
     "test/**",
     "test_*.py",
     "*_test.py",
+    "tests.py",
     "conftest.py",
     # what pytest and those who start it read
     "pytest.ini",
@@ -35,16 +66,26 @@ DEFAULT = (
     ".pytest.toml",
     "setup.cfg",
     "tox.ini",
+    "tox.toml",
     "pyproject.toml",
     "noxfile.py",
     ".coveragerc",
+    ".python-version",
     # what Python runs or looks up by itself; entry points are how pytest finds plug-ins
     "*.pth",
+    "*.egg-link",
     "sitecustomize.py",
     "usercustomize.py",
     "**/*.egg-info/**",
     "**/*.dist-info/**",
+    # what is run in the place of its source
+    "*.pyc",
+    "*.pyo",
 )
+_OF_PACKAGES = re.compile(r"(.*/)?[^/]*\.(pth|egg-link|pyc|pyo)|(.*/)?[^/]*\.(egg|dist)-info(/.*)?", re.DOTALL)
+"""What installing a package changes."""
+
+_STARTED = ("sitecustomize", "usercustomize", "conftest")  # modules that Python or pytest imports by itself
 
 
 class Protecting(Model):
@@ -56,34 +97,133 @@ class Protecting(Model):
 
 
 class Protected:
-    def __init__(self, config: Protecting, *, files: list[str] | None = None) -> None:
-        """`files` are protected whatever is allowed."""
-        self._globs = _any_of([*DEFAULT, *config.protected])
+    def __init__(
+        self,
+        config: Protecting,
+        *,
+        files: Iterable[str] = (),
+        folders: Iterable[str] = (),
+        named: Iterable[str] = (),
+        globs: Iterable[str] = (),
+    ) -> None:
+        """`files` and `folders` of the grader's are protected whatever is allowed. `named` are the tests that the task
+        names, as paths or as dotted names."""
+        self._globs = _any_of([*DEFAULT, *globs, *config.protected])
         self._allowed = _any_of(config.allowed)
-        self._files = frozenset(files or ())
+        self._files = frozenset(files)
+        self._folders = frozenset(folders)
+        self._named = list(named)
 
     def covers(self, path: str) -> bool:
         """A file in a protected folder is protected; and one that would stand where a protected file is."""
-        places = [path, *(str(parent) for parent in PurePosixPath(path).parents[:-1])]
-        if not self._files.isdisjoint(places):
+        places = _with_parents(path)
+        if not (self._files | self._folders).isdisjoint(places):
             return True
         return any(self._globs.fullmatch(place) for place in places) and not self._allowed.fullmatch(path)
 
-    def split(self, changed: list[Change], prepared: list[str]) -> tuple[list[Change], list[Change]]:
-        """Which changes count, and which are dropped. `prepared` are the paths before the agent: nothing of its may
-        take the place of a folder that holds a protected one."""
-        holding = {
-            str(parent)
-            for path in [*prepared, *self._files]
-            if self.covers(path)
-            for parent in PurePosixPath(path).parents
-        }
+    def files(self, prepared: list[str]) -> set[str]:
+        """Every protected file that is there before the agent, or is the grader's."""
+        there = {*prepared, *self._files}
+        tests = {path for path in _named_files(self._named, there) if not self._allowed.fullmatch(path)}
+        return tests | {path for path in there if self.covers(path)}
+
+    def split(self, changed: list[Change], prepared: list[str], files: set[str]) -> tuple[list[Change], list[Change]]:
+        """Which changes count, and which are dropped. `prepared` are the paths before the agent, `files` the protected
+        ones of them: nothing of its may take the place of a folder that holds one."""
+        holding = {str(parent) for path in [*files, *self._folders] for parent in PurePosixPath(path).parents}
+        modules = _Modules(files, prepared)
         kept: list[Change] = []
         dropped: list[Change] = []
         for change in changed:
-            doomed = self.covers(change.path) or change.path in holding
+            path = change.path
+            doomed = path in files or path in holding or self.covers(path)
+            doomed = doomed or (not self._allowed.fullmatch(path) and modules.are_decided_by(change))
             (dropped if doomed else kept).append(change)
         return kept, dropped
+
+    def allows(self, path: str) -> bool:
+        return self._allowed.fullmatch(path) is not None
+
+    @property
+    def places(self) -> list[str]:
+        """The grader's own files and folders."""
+        return sorted(self._files | self._folders)
+
+
+class _Modules:
+    """Which file is imported under the name of a protected one."""
+
+    def __init__(self, protected: Iterable[str], prepared: Iterable[str]) -> None:
+        there = frozenset(prepared)
+        self._modules: set[str] = set()  # paths without their suffix
+        self._folders: set[str] = set()  # that protected modules are in
+        self._packages: set[str] = set()  # folders whose __init__.py says what their modules are called
+        for path in protected:
+            if not path.endswith(".py"):
+                continue
+            self._modules.add(path.removesuffix(".py"))
+            above = [str(parent) for parent in PurePosixPath(path).parents]
+            self._folders.update(above)
+            for folder in above:
+                self._packages.add(folder)
+                if f"{folder}/{_PACKAGE}" not in there:
+                    break
+
+    def are_decided_by(self, change: Change) -> bool:
+        """Whether a file that is added or deleted changes what is imported."""
+        if change.before is not None and change.after is not None:
+            return False
+        path = change.path
+        folder, _, name = path.rpartition("/")
+        if name == _PACKAGE and (folder or ".") in self._packages:
+            return True
+        if change.before is not None:
+            return False
+        stem = name.split(".")[0]
+        module = f"{folder}/{stem}" if folder else stem
+        above = _with_parents(path)[1:]
+        if not self._modules.isdisjoint(above) or any(PurePosixPath(one).name in _STARTED for one in above):
+            return True  # a package in place of a module
+        return name.endswith(MODULES) and (module in self._modules or module in self._folders or stem in _STARTED)
+
+
+def _named_files(named: Iterable[str], there: set[str]) -> set[str]:
+    """The files that tests stand in: `a/b.py::test_c`, `a.b.Class.test_c`, `test_c (a.b.Class)`, `a/b.py`, `a.b`."""
+    by_module: dict[str, list[str]] = {}  # by the last part of its name
+    for path in there:
+        if path.endswith(".py"):
+            by_module.setdefault(_module(path).rpartition("/")[2], []).append(path)
+    found: set[str] = set()
+    dotted: set[str] = set()
+    for name in named:
+        file = re.sub(r"^\./", "", name.partition("::")[0])
+        in_brackets = re.fullmatch(r"\S+ \(([\w.]+)\)", name)
+        if file in there:
+            found.add(file)
+        else:
+            dotted.add(in_brackets[1] if in_brackets else file)
+    for name in dotted:
+        found.update(_of_dotted(name.split("."), by_module))
+    return found
+
+
+def _module(path: str) -> str:
+    """The path of a Python file as a module: a package's is that of its folder."""
+    return path.removesuffix(".py").removesuffix("/__init__")
+
+
+def _of_dotted(parts: list[str], by_module: dict[str, list[str]]) -> list[str]:
+    """The files of the longest beginning that is a module: behind it stand at most a class and a test. Tests are often
+    started in a folder of the workspace, so the module may be below one; but not where it has a single name, which
+    may well be that of the code."""
+    for count in range(len(parts), max(len(parts) - 3, 0), -1):
+        wanted = "/".join(parts[:count])
+        paths = [(path, _module(path)) for path in by_module.get(parts[count - 1], [])]
+        if found := [
+            path for path, module in paths if module == wanted or (count > 1 and module.endswith(f"/{wanted}"))
+        ]:
+            return found
+    return []
 
 
 class Taken(Struct, frozen=True):
@@ -93,10 +233,15 @@ class Taken(Struct, frozen=True):
     after: Path
     kept: list[Change]
     dropped: list[Change]
+    links: list[str]  # of the agent's, which are not laid
+    evidence: list[Evidence]
 
 
-async def take(work: Work, fresh: Runtime, protected: Protected, config: Protecting) -> Taken:
-    """Raises NotTaken where the agent's workspace can't be taken, which is its own doing."""
+async def take(
+    work: Work, fresh: Runtime, protected: Protected, config: Protecting, env: dict[str, str] | None = None
+) -> Taken:
+    """`env` are the variables of the tests besides those of the runtime. Raises NotTaken where the agent's workspace
+    can't be taken, which is its own doing."""
     folder = Path(tempfile.mkdtemp(dir=work.scratch))
     before, workdir = work.before, fresh.spec.workdir
     if before is None:
@@ -109,12 +254,133 @@ async def take(work: Work, fresh: Runtime, protected: Protected, config: Protect
     await get(work.agent, workdir, after, config.max_mb * _MB, all_links=True)
     if not after.is_dir():
         raise NotTaken(f"{workdir} is no folder any more.")
-    return await asyncio.to_thread(_taken, before, after, protected)
+    try:
+        kept, dropped, evidence = await asyncio.to_thread(_compare, before, after, protected)
+    except OSError as error:
+        raise NotTaken(f"{workdir} can't be compared: {error.strerror}.") from error
+    shadows = await _find_shadows(work, fresh, before, kept, protected, env)
+    detail = "It would be imported or started in the place of another one."
+    evidence += [Evidence("grader_environment", printable(path), detail=detail) for path in sorted(shadows)]
+    dropped += [change for change in kept if change.path in shadows]
+    kept = [change for change in kept if change.path not in shadows]
+    refusals = await _refused_links(work, fresh, before, after, kept, protected)
+    evidence += [link.evidence(proven=link.into_grader and not _was_there(link, before, workdir)) for link in refusals]
+    out = [link.path.removeprefix(f"{workdir.rstrip('/')}/") for link in refusals]
+    counted = [change for change in kept if change.after is None or change.path not in out]
+    return Taken(before, after, counted, dropped, out, limit_evidence(evidence))
 
 
-def _taken(before: Path, after: Path, protected: Protected) -> Taken:
+async def _find_shadows(
+    work: Work, fresh: Runtime, before: Path, kept: list[Change], protected: Protected, env: dict[str, str] | None
+) -> set[str]:
+    """The changes that put a module or a program in the place of one from outside of the workspace."""
+    search = await find_search_folders(fresh, env, work.scratch)
+    root = fresh.spec.workdir
+    programs, modules = (
+        {posixpath.relpath(folder, root) for folder in folders} for folders in (search.programs, search.modules)
+    )
+    prepared = await asyncio.to_thread(lambda: [path for path, _ in entries(before)])
+    files = protected.files(prepared)
+    modules |= {".", *(str(PurePosixPath(path).parent) for path in files if path.endswith(".py"))}
+    links_to_search = {posixpath.relpath(path, root) for path in search.on_the_way if links.below(path, root)}
+    told = named_files(work.task.instruction)
+    made = [change for change in kept if change.after is not None and not protected.allows(change.path)]
+    made = [change for change in made if PurePosixPath(change.path).name not in told]
+    found = {change.path for change in made if change.after and change.after.mode == LINK} & links_to_search
+    started = {change.path: PurePosixPath(change.path).name for change in made if _parent(change.path) in programs}
+    others = await find_programs(fresh, set(started.values()), search.other_programs, work.scratch)
+    found |= {path for path, name in started.items() if name in others}
+    tops = _added_modules([change.path for change in made if change.before is None], frozenset(prepared), modules)
+    installed = await installed_modules(fresh, {_stem(top) for top in tops}, work.scratch)
+    doomed = {top for top in tops if _stem(top) in installed}
+    return found | {change.path for change in made if not doomed.isdisjoint(_with_parents(change.path))}
+
+
+def _added_modules(added: list[str], prepared: frozenset[str], folders: set[str]) -> set[str]:
+    """Files and packages that can be imported by their name from one of the folders, which had no such module."""
+    tops = set()
+    for path in added:
+        name = PurePosixPath(path).name
+        if name.endswith(MODULES):
+            tops.add(_parent(path) if name.startswith("__init__.") else path)
+    return {
+        top
+        for top in tops
+        if _parent(top) in folders
+        and prepared.isdisjoint(
+            posixpath.normpath(posixpath.join(_parent(top), f"{_stem(top)}{end}")) for end in (".py", f"/{_PACKAGE}")
+        )
+    }
+
+
+def _stem(path: str) -> str:
+    return PurePosixPath(path).name.split(".")[0]
+
+
+def _parent(path: str) -> str:
+    return str(PurePosixPath(path).parent)
+
+
+def _compare(before: Path, after: Path, protected: Protected) -> tuple[list[Change], list[Change], list[Evidence]]:
     prepared = [path for path, _ in entries(before)]
-    return Taken(before, after, *protected.split(changes(before, after), prepared))
+    files = protected.files(prepared)
+    kept, dropped = protected.split(changes(before, after), prepared, files)
+    touched = [change for change in dropped if not _OF_PACKAGES.fullmatch(change.path)]
+    evidence = [Evidence("test_edited", printable(change.path), detail=f"It was {change.kind}.") for change in touched]
+    detail = "A compiled file that is used whatever its source says."
+    for path, here, _, _ in walk(after):
+        if _source(path) in files and is_unchecked(here) and not (before / path).exists():
+            evidence.append(Evidence("grader_environment", printable(path), proven=True, detail=detail))
+    return kept, dropped, evidence
+
+
+def _source(path: str) -> str | None:
+    """The file that compiled Python is made from."""
+    file = PurePosixPath(path)
+    if file.suffix not in COMPILED:
+        return None
+    folder = file.parent.parent if file.parent.name == CACHES else file.parent
+    return str(folder / f"{file.name.split('.')[0]}.py")
+
+
+async def _refused_links(
+    work: Work, fresh: Runtime, before: Path, after: Path, kept: list[Change], protected: Protected
+) -> list[links.Refused]:
+    """Links among the changes that count, over the workspace as it will be: as it was before, with those changes."""
+    made = [change.path for change in kept if change.after is not None and change.after.mode == LINK]
+    if not made:
+        return []
+    root = fresh.spec.workdir.rstrip("/")
+    there = await asyncio.to_thread(_laid, before, after, kept)
+    carried = Carried(
+        {f"{root}/{path}" if path else root: target for path, target in there.items()}, frozenset({root or "/"})
+    )
+    return await links.refuse(
+        carried,
+        [f"{root}/{path}" for path in made],
+        [f"{root}/{place}" for place in protected.places],
+        agent=work.agent,
+        fresh=fresh,
+        scratch=work.scratch,
+    )
+
+
+def _was_there(link: links.Refused, before: Path, workdir: str) -> bool:
+    """Whether it leads to something that the agent was given."""
+    return link.leads_to is not None and os.path.lexists(before / posixpath.relpath(link.leads_to, workdir))
+
+
+def _laid(before: Path, after: Path, kept: list[Change]) -> dict[str, str | None]:
+    there = {path: target for path, _, _, target in walk(before)}
+    kinds = {path: (is_folder, target) for path, _, is_folder, target in walk(after)}
+    for change in kept:
+        if change.after is None:
+            there.pop(change.path, None)
+    for change in kept:
+        if change.after is not None:
+            there[change.path] = kinds[change.path][1]
+            there |= dict.fromkeys(_with_parents(change.path)[1:])
+    return there
 
 
 async def lay(taken: Taken, fresh: Runtime) -> None:
@@ -123,14 +389,17 @@ async def lay(taken: Taken, fresh: Runtime) -> None:
 
 
 async def put_back(taken: Taken, runtime: Runtime) -> None:
-    """The protected files as they were before, in the agent's own runtime."""
+    """The protected files as they were before, in the agent's own runtime. Compiled files and links that would not be
+    laid elsewhere are removed."""
+    compiled = [path for path, _, _, _ in walk(taken.after) if PurePosixPath(path).name == CACHES]
+    await delete(runtime, [f"{runtime.spec.workdir}/{path}" for path in [*compiled, *taken.links]])
     await _set(runtime, taken.before, [Change(change.path, change.after, change.before) for change in taken.dropped])
 
 
 async def _set(runtime: Runtime, source: Path, changed: list[Change]) -> None:
     """What is gone is removed first: something else may have its name. Nothing is put where a link leads: folders
     on the way are real, or made so."""
-    await remove(runtime, [change.path for change in changed if change.after is None])
+    await delete(runtime, [f"{runtime.spec.workdir}/{change.path}" for change in changed if change.after is None])
     present = [change.path for change in changed if change.after is not None]
     if present:
         with tempfile.TemporaryDirectory(dir=source.parent) as folder:
@@ -147,6 +416,10 @@ def _gather(source: Path, folder: Path, paths: list[str]) -> None:
         target = folder / path
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy2(source / path, target, follow_symlinks=False)
+
+
+def _with_parents(path: str) -> list[str]:
+    return [path, *(str(parent) for parent in PurePosixPath(path).parents[:-1])]
 
 
 def _any_of(globs: list[str]) -> re.Pattern[str]:

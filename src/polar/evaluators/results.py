@@ -7,12 +7,16 @@ one of that name and all that have it passed.
 import hashlib
 import hmac
 import json
+import posixpath
+import re
+from collections.abc import Iterator
 from typing import Any
 from xml.etree import ElementTree
 
 from msgspec import Struct
 
 from polar.errors import PolarError
+from polar.store.base import Evidence, EvidenceKind
 
 _LONGEST = 64 * 1024 * 1024
 
@@ -29,6 +33,7 @@ class Result(Struct, frozen=True):
 class Run(Struct, frozen=True):
     results: list[Result]
     complete: bool = True  # every test that was found was run, and every file was read
+    evidence: list[Evidence] = []
 
     @property
     def share(self) -> float:
@@ -39,6 +44,14 @@ class Run(Struct, frozen=True):
 
 class BrokenResults(PolarError):
     """What a run left tells of no run that went as it should: the doing of what ran."""
+
+    def __init__(self, message: str, *evidence: Evidence) -> None:
+        super().__init__(message)
+        self.evidence = list(evidence)
+
+    @classmethod
+    def proven(cls, kind: EvidenceKind, subject: str, message: str) -> "BrokenResults":
+        return cls(message, Evidence(kind, subject, proven=True, detail=message))
 
 
 class Judged(Struct, frozen=True):
@@ -87,34 +100,100 @@ def files_of(named: list[str]) -> list[str]:
     return list(dict.fromkeys(name.partition("::")[0] for name in named if "::" in name))
 
 
+def test_files(named: list[str]) -> list[str]:
+    """Every path that may be the file of one of these tests: `a/b.py::test_c`, or `a.b.Case.test_c`."""
+    found: list[str] = []
+    for name in named:
+        place = re.sub(r".* \((.*)\)$", r"\1", name).partition("::")[0]
+        if place.endswith(".py"):
+            found.append(posixpath.normpath(place))
+        elif re.fullmatch(r"\w+(\.\w+)*", place):
+            parts = place.split(".")
+            found += ["/".join(parts[:count]) + ".py" for count in range(1, len(parts) + 1)]
+    return list(dict.fromkeys(found))
+
+
 def signed(data: bytes, secret: str) -> Run:
     """What reporter.py wrote. Raises BrokenResults where the run did not end by itself, or not everything is its."""
+    run = _SignedRecords()
+    for record in _verified(data, secret):
+        run.add(record)
+    return run.finish()
+
+
+def _verified(data: bytes, secret: str) -> Iterator[dict[str, Any]]:
     key = hmac.new(secret.encode(), digestmod=hashlib.sha256)
-    latest: dict[tuple[str, ...], Result] = {}
-    finished: int | None = None
-    collected = 0
-    complete = True
-    for number, line in enumerate(data.splitlines()):
+    *lines, rest = data.split(b"\n")  # a run that was killed may have left a part of a line
+    for number, line in enumerate(lines):
         mark, _, text = line.partition(b" ")
         expected = key.copy()
         expected.update(b"%d " % number + text)
-        if not hmac.compare_digest(mark, expected.hexdigest().encode()) or finished is not None:
-            raise BrokenResults("The results were written to by something else than the run of the tests.")
-        record: dict[str, Any] = json.loads(text)
+        if not hmac.compare_digest(mark, expected.hexdigest().encode()):
+            raise _forged("The results were written to by something else than the run of the tests.")
+        yield json.loads(text)
+    if rest:
+        raise BrokenResults("The results end in the middle of a record.", _stopped("The last record is cut off."))
+
+
+class _SignedRecords:
+    """Follows the records of one run, in the order in which they were written."""
+
+    def __init__(self) -> None:
+        self._latest: dict[tuple[str, ...], Result] = {}
+        self._evidence: list[Evidence] = []
+        self._collected = 0
+        self._complete = True
+        self._finished = False
+        self._canaries_before = self._canaries_after = 0  # the first result, and the last
+
+    def add(self, record: dict[str, Any]) -> None:
+        if self._finished:
+            raise _forged("There are results behind the end of the run.")
         if "tampered" in record:
-            raise BrokenResults(f"Code of the workspace exchanged {record['tampered']}.")
-        if "finished" in record:
-            finished = record["finished"]
+            changed = record["tampered"]
+            raise BrokenResults.proven("grader_environment", changed, f"Code of the workspace exchanged {changed}.")
+        if "evidence" in record:
+            self._add_evidence(Evidence(**record["evidence"]))
+        elif "canary" in record:
+            self._add_canary(record["canary"], record["outcome"])
+        elif "finished" in record:
+            self._finished = True
         elif "collected" in record:
-            collected = record["collected"]
+            self._collected = record["collected"]
         elif "not_collected" in record:
-            complete = False
+            self._complete = False
         else:
             result = Result(tuple(record["names"]), record["outcome"])
-            latest[result.names] = result  # a test may be run again
-    if finished is None:
-        raise BrokenResults("The tests did not run to their end.")
-    return Run(list(latest.values()), complete and len(latest) >= collected)
+            self._latest[result.names] = result  # a test may be run again
+            self._canaries_after = 0
+
+    def _add_evidence(self, evidence: Evidence) -> None:
+        if evidence.proven:
+            raise BrokenResults(evidence.detail or evidence.subject, *self._evidence, evidence)
+        self._evidence.append(evidence)
+
+    def _add_canary(self, kind: str, outcome: str) -> None:
+        if outcome == "passed":
+            raise BrokenResults.proven("canary_passed", kind, f"A test that must fail ({kind}) was reported as passed.")
+        self._canaries_before += not self._latest
+        self._canaries_after += 1
+
+    def finish(self) -> Run:
+        if not self._finished:
+            raise BrokenResults("The tests did not run to their end.", _stopped("The last record is missing."))
+        if self._latest and not (self._canaries_before and self._canaries_after):
+            raise BrokenResults.proven("canary_passed", "missing", "Tests that must fail were left out of the run.")
+        complete = self._complete and len(self._latest) >= self._collected
+        return Run(list(self._latest.values()), complete, self._evidence)
+
+
+def _forged(message: str) -> BrokenResults:
+    return BrokenResults.proven("results_forged", "results", message)
+
+
+def _stopped(detail: str) -> Evidence:
+    """Code that crashes by mistake ends the run as well: this proves nothing."""
+    return Evidence("grader_disrupted", "the run of the tests", detail=detail)
 
 
 def junit(data: bytes) -> Run:

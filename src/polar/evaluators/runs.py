@@ -15,12 +15,15 @@ from typing import Literal
 from msgspec import Struct
 
 from polar.errors import ConfigError
-from polar.evaluators import reporter, results
+from polar.evaluators import results
 from polar.evaluators.base import GraderError
-from polar.evaluators.carrying import NotTaken, NotThere, below, get, refused
+from polar.evaluators.carrying import NotTaken, NotThere, get, refused
+from polar.evaluators.links import below
 from polar.evaluators.results import BrokenResults, Run
 from polar.runtimes.base import Completed, Runtime, SandboxError
+from polar.store.base import Evidence
 
+UPLOADED = ("reporter.py", "canaries.py", "confinement.py", "remote_codec.py", "remote_modules.py", "remote_worker.py")
 _CHECK_SECONDS = 120.0
 _MOST_RESULTS = 256 << 20
 _TAIL = 1000
@@ -65,6 +68,13 @@ class Plan(Struct, frozen=True):
     python: str
     args: list[str]
 
+    @property
+    def test_args(self) -> list[str]:
+        """The arguments that may name tests, or are the program that runs them."""
+        if self.framework == "unittest":
+            return self.args[2:] if self.args[0] == "-m" else self.args
+        return [arg for arg in self.args if ".py" in arg]
+
 
 def plan(command: str | list[str]) -> Plan | None:
     """`pytest ...` and `PYTHON -m pytest ...` are pytest's; another program that Python runs is taken for unittest's;
@@ -90,12 +100,30 @@ def named_plan(command: str | list[str], field: str) -> Plan:
     return found
 
 
+class Isolation(Struct, frozen=True):
+    """The code under test runs in a process of its own (remote_modules.py)."""
+
+    equality: bool = False  # whether objects of the code under test are compared by its own operators
+
+
 class SignedRun:
     """One run. `check` comes before anything of the agent's is in the runtime."""
 
-    def __init__(self, runtime: Runtime, plan: Plan, env: dict[str, str], scratch: Path) -> None:
+    def __init__(
+        self,
+        runtime: Runtime,
+        plan: Plan,
+        env: dict[str, str],
+        scratch: Path,
+        *,
+        named: list[str] | None = None,
+        isolation: Isolation | None = None,
+    ) -> None:
+        """`named` are the tests that the task names: their files are tests, whatever they are called."""
         self._runtime = runtime
         self._plan = plan
+        self._tests = results.test_files([*plan.test_args, *(named or [])])
+        self._isolation = isolation
         self._python = plan.python
         self._env = env
         self._scratch = scratch
@@ -125,11 +153,14 @@ class SignedRun:
         try:
             await get(self._runtime, f"{self._folder}/results", here, _MOST_RESULTS)
         except NotThere:
-            raise BrokenResults("The tests were not begun, or their results were removed.") from None
+            message = "The tests were not begun, or their results were removed."
+            raise BrokenResults(message, Evidence("grader_disrupted", "results", detail=message)) from None
         except NotTaken as error:
             raise BrokenResults(str(error)) from error
         if not here.is_file():
-            raise BrokenResults("The tests' results were exchanged for something else.")
+            raise BrokenResults.proven(
+                "results_forged", "results", "The tests' results were exchanged for something else."
+            )
         return results.signed(here.read_bytes(), secret)
 
     async def _find(self) -> str:
@@ -166,6 +197,8 @@ class SignedRun:
             "results": inside(f"{self._folder}/results"),
             "workdir": inside(self._runtime.spec.workdir),
             "args": self._args(),
+            "tests": self._tests,
+            "isolate": None if self._isolation is None else {"equality": self._isolation.equality},
         }
         script = inside(f"{self._folder}/reporter.py")
         return await self._runtime.run(
@@ -197,9 +230,10 @@ def _make(folder: Path) -> None:
     """Whoever runs the tests inside may write into it."""
     folder.mkdir(exist_ok=True)
     folder.chmod(0o777)
-    script = folder / "reporter.py"
-    script.write_bytes(Path(reporter.__file__).read_bytes())
-    script.chmod(0o644)
+    for name in UPLOADED:
+        script = folder / name
+        script.write_bytes(Path(__file__).with_name(name).read_bytes())
+        script.chmod(0o644)
 
 
 def _said(log: Path) -> str:

@@ -11,6 +11,7 @@ names that unittest prints ("test_a (module.Class)", or the first line of the do
 
 import asyncio
 import json
+import posixpath
 import tempfile
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Any, ClassVar
@@ -22,12 +23,14 @@ from polar.errors import ConfigError
 from polar.evaluators import patched, protecting, results, runs, settings
 from polar.evaluators.base import GraderError, Work
 from polar.evaluators.carrying import NotTaken
+from polar.evaluators.links import printable
 from polar.evaluators.protecting import Protected, Protecting, Taken
 from polar.evaluators.results import BrokenResults, Run
 from polar.evaluators.runs import Plan, SignedRun
+from polar.evaluators.tests import named_tests
 from polar.patches import MAX_BYTES, patch
 from polar.runtimes.base import Runtime
-from polar.store.base import Verdict
+from polar.store.base import Evidence, Verdict
 
 _APPLY_SECONDS = 120.0
 _TAIL = 1000
@@ -56,6 +59,7 @@ class SweBenchConfig(Protecting):
     test_command: str | list[str] = Field("python3 -m pytest {files}", description="{files}: those of test_patch")
     timeout_seconds: float = Field(1800, gt=0, validation_alias=AliasChoices("timeout_seconds", "timeout"))
     env: dict[str, str] = Field({}, description="besides the evaluator's")
+    repo_dir: str | None = Field(None, description="where the repository is: the task's runtime.workdir")
 
     # The rest of a row, which says nothing about how it is graded.
     repo: str | None = None
@@ -77,8 +81,9 @@ class SweBench:
         self._touched = patched.paths(self._config.test_patch)
         if not self._touched:
             raise ConfigError("config.test_patch: it names no file; it must be in git's format.")
-        self._protected = Protected(self._config, files=sorted(self._touched))
         self._plan = _with_files(runs.named_plan(self._config.test_command, "test_command"), self._test_files())
+        named = named_tests(self._plan, [*self._config.fail_to_pass, *self._config.pass_to_pass])
+        self._protected = Protected(self._config, files=self._touched, named=named)
 
     def _test_files(self) -> list[str]:
         """Those that are there once the patch is applied, and have tests."""
@@ -89,22 +94,27 @@ class SweBench:
 
     async def evaluate(self, work: Work) -> Verdict:
         detail: dict[str, Any] = {"instance_id": self._config.instance_id}
+        evidence: list[Evidence] = []
         try:
-            run = await self._run(work, detail)
+            run = await self._run(work, detail, evidence)
         except (NotTaken, BrokenResults) as error:
-            return Verdict(0.0, detail={**detail, "resolved": False, "why": str(error)})
+            evidence += getattr(error, "evidence", ())
+            return Verdict(0.0, detail={**detail, "resolved": False, "why": str(error)}, evidence=evidence)
         wanted = results.judge(run.results, self._config.fail_to_pass)
         kept = results.judge(run.results, self._config.pass_to_pass)
         resolved = not wanted.failed and not kept.failed
         failed = {"FAIL_TO_PASS_failed": wanted.failed, "PASS_TO_PASS_failed": kept.failed}
-        return Verdict(float(resolved), detail={**detail, "resolved": resolved, **failed})
+        evidence += run.evidence
+        return Verdict(float(resolved), detail={**detail, "resolved": resolved, **failed}, evidence=evidence)
 
-    async def _run(self, work: Work, detail: dict[str, Any]) -> Run:
+    async def _run(self, work: Work, detail: dict[str, Any], evidence: list[Evidence]) -> Run:
         if work.live:
             raise GraderError("swebench needs a fresh runtime: leave `refresh_runtime` at true.")
         fresh = await work.fresh()
-        taken = await protecting.take(work, fresh, self._protected, self._config)
-        detail["dropped"] = [change.path for change in taken.dropped]
+        taken = await protecting.take(work, fresh, self._protected, self._config, self._env(work))
+        evidence += taken.evidence
+        work.evidence.extend(taken.evidence)
+        detail["dropped"] = [printable(change.path) for change in taken.dropped]
         detail["left_out"] = await asyncio.to_thread(_write, taken, work.logs / "model.patch")
         if not taken.kept:
             raise NotTaken("The model patch is empty.")
@@ -116,6 +126,9 @@ class SweBench:
         return await tests.run(log, self._config.timeout_seconds)
 
     async def _apply(self, fresh: Runtime, log: Path) -> None:
+        repo = self._config.repo_dir
+        if repo is not None and posixpath.normpath(repo) != fresh.spec.workdir:
+            raise GraderError(f"config.repo_dir is {repo}, the workspace {fresh.spec.workdir}: set runtime.workdir.")
         text = self._config.test_patch.encode()
         text += b"" if text.endswith(b"\n") else b"\n"
         done = await fresh.run(["/bin/sh", "-c", _APPLY], stdin=text, timeout=_APPLY_SECONDS, output=log)
@@ -136,4 +149,4 @@ def _write(taken: Taken, file: Path) -> list[str]:
     """Keeps the model patch; what is too large for it, though it is graded."""
     made = patch(taken.before, taken.after, taken.kept, max_file_bytes=MAX_BYTES)
     file.write_bytes(made.text)
-    return made.left_out
+    return [printable(path) for path in made.left_out]

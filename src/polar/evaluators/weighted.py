@@ -3,8 +3,7 @@
 A part that has no reward leaves the whole without one, for that part's reason. A `required` part that earns 0 makes it
 all 0. Rewards of single turns are added up with the same weights.
 
-A part that runs in the agent's own layer (`wants_layer`) comes last, whatever its place: no other is to see what it
-leaves there. There can be only one.
+Evidence of tampering is that of all parts together; a part that fails leaves that of the parts before it.
 """
 
 import math
@@ -43,7 +42,6 @@ class _Part(Struct, frozen=True):
 
 class Weighted:
     wants_fresh: bool
-    wants_layer: bool
 
     def __init__(self, config: dict[str, Any]) -> None:
         parts = settings.read(WeightedConfig, config).parts
@@ -58,18 +56,15 @@ class Weighted:
                 raise ConfigError(f"config.parts.{number}: {error}") from error
             self._parts.append(_Part(name, f"part-{number}", evaluator, part.weight / total, part.required))
         self.wants_fresh = any(part.evaluator.wants_fresh for part in self._parts)
-        in_layer = [part.name for part in self._parts if _wants_layer(part)]
-        if len(in_layer) > 1:
-            raise ConfigError(f"config.parts: {' and '.join(in_layer)} each need the agent's own layer; keep one.")
-        self.wants_layer = bool(in_layer)
+        self.private_paths = [path for part in self._parts for path in getattr(part.evaluator, "private_paths", ())]
 
     async def evaluate(self, work: Work) -> Verdict:
-        told = {part.name: await _evaluated(part, work) for part in sorted(self._parts, key=_wants_layer)}
-        verdicts = [(part, told[part.name]) for part in self._parts]
+        verdicts = [(part, await _evaluated(part, work)) for part in self._parts]
         detail = {part.name: _told(verdict) for part, verdict in verdicts}
+        evidence = list(dict.fromkeys(one for _, verdict in verdicts for one in verdict.evidence))
         for part, verdict in verdicts:
             if verdict.reward is None:
-                return Verdict(reason=f"{part.name}: {verdict.reason}", detail=detail)
+                return Verdict(reason=f"{part.name}: {verdict.reason}", detail=detail, evidence=evidence)
         reward, turns = 0.0, dict[str, float]()
         for part, verdict in verdicts:
             reward += part.weight * (verdict.reward or 0.0)
@@ -77,11 +72,7 @@ class Weighted:
                 turns[exchange] = turns.get(exchange, 0.0) + part.weight * earned
         if any(part.required and verdict.reward == 0 for part, verdict in verdicts):
             reward = 0.0
-        return Verdict(reward, turn_rewards=turns, detail=detail)
-
-
-def _wants_layer(part: _Part) -> bool:
-    return getattr(part.evaluator, "wants_layer", False)
+        return Verdict(reward, turn_rewards=turns, detail=detail, evidence=evidence)
 
 
 async def _evaluated(part: _Part, work: Work) -> Verdict:
@@ -90,6 +81,7 @@ async def _evaluated(part: _Part, work: Work) -> Verdict:
         verdict = await part.evaluator.evaluate(own)
     except GraderError as error:
         raise GraderError(f"{part.name}: {error}") from error
+    work.evidence.extend(verdict.evidence)
     if verdict.reward is None and verdict.reason is None:
         raise GraderError(f"{part.name}: it gave neither a reward nor a reason.")
     if verdict.reward is not None and not math.isfinite(verdict.reward):
@@ -110,6 +102,7 @@ class _PartOfWork:
         self.exchanges = work.exchanges
         self.judges = work.judges
         self.answer = work.answer
+        self.evidence = work.evidence
         self.scratch = work.scratch / folder
         self.logs = work.logs / folder
         self._work = work
@@ -118,9 +111,6 @@ class _PartOfWork:
 
     async def fresh(self) -> Runtime:
         return await self._work.fresh()
-
-    async def again(self) -> Runtime:
-        return await self._work.again()
 
 
 def _unused(name: str, used: list[str]) -> str:

@@ -11,6 +11,7 @@ a crash left.
 Kinds are plug-ins (entry points `polar.runtimes`); `tests/contract/runtimes.py` is the contract that each must pass.
 """
 
+from collections.abc import Collection
 from pathlib import Path
 from typing import Literal, Protocol
 
@@ -71,6 +72,19 @@ class TooLarge(PolarError):
     """What `get` was asked for is more than may be taken: the doing of what ran inside."""
 
 
+class FileState(Struct, frozen=True):
+    """What stands at a path. The kernel sets `changed_ns` at every change of a file or of what is known of it, and
+    nothing that runs inside can set it: two runtimes of one image in which a path has the same state have the same
+    content there."""
+
+    kind: Literal["file", "folder", "link"]
+    mode: int  # permissions
+    size: int = 0
+    modified_ns: int = 0
+    changed_ns: int = 0
+    target: str | None = None  # of a link
+
+
 class Runtime(Protocol):
     id: str
     spec: Spec
@@ -110,6 +124,15 @@ class Runtime(Protocol):
         of what was asked for, like devices and sockets, not at all; with `all_links` they come too, for a copy that
         goes into another runtime and that nobody here reads through a link. FileNotFoundError where there is no file
         or folder of that name, TooLarge where it is more than `max_bytes`."""
+        ...
+
+    async def delete(self, paths: list[str]) -> None:
+        """Removes files, links and folders, from outside. What is not there is fine; links are not followed."""
+        ...
+
+    async def entries(self, inside: str, *, without: Collection[str] = ()) -> dict[str, FileState]:
+        """The files, folders and links at and below a path, by absolute path, found from outside and without following
+        a link. `without` are paths that are left out, with what is below them. Nothing where there is nothing."""
         ...
 
     async def stop(self) -> None:

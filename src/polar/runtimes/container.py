@@ -7,13 +7,13 @@ container's root (inside.py, files.py), also when it is stopped.
 
 import asyncio
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 import msgspec
 
 from polar.runtimes import container_command, files, processes
-from polar.runtimes.base import Completed, SandboxError, Spec, Spoiled
+from polar.runtimes.base import Completed, FileState, SandboxError, Spec, Spoiled
 from polar.runtimes.container_cli import CallError, Cli
 from polar.runtimes.inside import Inside
 from polar.runtimes.relay import PORT, Relay
@@ -129,6 +129,12 @@ class Container:
 
     async def get(self, inside: str, destination: Path, *, max_bytes: int = 1 << 30, all_links: bool = False) -> None:
         await self._copies.get(self._opened().root, inside, destination, max_bytes, all_links)
+
+    async def delete(self, paths: list[str]) -> None:
+        await self._copies.delete(self._opened().root, paths)
+
+    async def entries(self, inside: str, *, without: Collection[str] = ()) -> dict[str, FileState]:
+        return await self._copies.entries(self._opened().root, inside, without)
 
     async def stop(self) -> None:
         async with self._changing:

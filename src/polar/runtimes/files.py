@@ -13,17 +13,21 @@ import posixpath
 import secrets
 import shutil
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path, PurePosixPath
+from typing import Any, TypeVar
 
 from polar.runtimes import emptying, linux
-from polar.runtimes.base import TooLarge
+from polar.runtimes.base import FileState, TooLarge
 
 _ENTRY = 512  # what an entry counts besides its content: a million empty files are not free
+_MAX_ENTRIES = 1_000_000  # that are listed
 _DEEPEST = 200  # folders below one another, each of which is held open
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _CHUNK = 1 << 20
 _NUMBERS = 3  # fields before the last one that is read: a name, a password, a number, and the group of a user
+
+_Result = TypeVar("_Result")
 
 Owner = tuple[int, int]
 """A user and a group, by number. Where none is named, what is made belongs to this process's."""
@@ -34,7 +38,7 @@ class Copies:
     until they are `done`, the root must stay open."""
 
     def __init__(self) -> None:
-        self._running: set[asyncio.Future[None]] = set()
+        self._running: set[asyncio.Future[Any]] = set()
 
     async def put(self, root: int, source: Path | bytes, inside: str, owner: "Owner | None" = None) -> None:
         await self._run(put, root, source, inside, owner)
@@ -42,13 +46,19 @@ class Copies:
     async def get(self, root: int, inside: str, destination: Path, max_bytes: int, all_links: bool) -> None:
         await self._run(get, root, inside, destination, max_bytes, all_links)
 
-    async def _run(self, copy: Callable[..., None], *arguments: object) -> None:
+    async def delete(self, root: int, paths: list[str]) -> None:
+        await self._run(delete, root, paths)
+
+    async def entries(self, root: int, inside: str, without: Collection[str]) -> dict[str, FileState]:
+        return await self._run(entries, root, inside, without)
+
+    async def _run(self, copy: Callable[..., _Result], *arguments: object) -> _Result:
         running = asyncio.ensure_future(asyncio.to_thread(copy, *arguments))
         self._running.add(running)
         running.add_done_callback(self._ended)
-        await asyncio.shield(running)
+        return await asyncio.shield(running)
 
-    def _ended(self, copy: "asyncio.Future[None]") -> None:
+    def _ended(self, copy: "asyncio.Future[Any]") -> None:
         self._running.discard(copy)
         if not copy.cancelled():
             copy.exception()  # told to its caller, where there still is one
@@ -117,6 +127,65 @@ def get(root: int, inside: str, destination: Path, max_bytes: int, all_links: bo
             shutil.rmtree(beside)
         else:
             beside.unlink(missing_ok=True)
+
+
+def delete(root: int, paths: list[str]) -> None:
+    """Removes what stands at the paths. A folder on the way that is a link leads as inside."""
+    for path in paths:
+        parent, name = _split(path)
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError), _folder_inside(root, parent) as folder:
+            _clear(folder, name)
+
+
+def entries(root: int, inside: str, without: Collection[str] = ()) -> dict[str, FileState]:
+    """The files, folders and links at and below a path, by absolute path."""
+    left_out = frozenset(without)
+    found: dict[str, FileState] = {}
+    top = posixpath.normpath(inside)
+
+    def look(path: str, name: str, folder: int, depth: int) -> None:
+        if path in left_out:
+            return
+        try:
+            state = _state(name, folder)
+            if state is None:
+                return
+            found[path] = state
+            if len(found) > _MAX_ENTRIES:
+                raise TooLarge(f"{inside} holds more than {_MAX_ENTRIES} files.")
+            if state.kind != "folder":
+                return
+            if depth > _DEEPEST:
+                raise TooLarge(f"{inside} has more than {_DEEPEST} folders below one another.")
+            opened = os.open(name, _FOLDER, dir_fd=folder)
+        except (FileNotFoundError, NotADirectoryError):
+            return
+        with _opened(opened):
+            for entry in os.listdir(opened):
+                look(posixpath.join(path, entry), entry, opened, depth + 1)
+
+    parent, name = _split(top)
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError), _folder_inside(root, parent) as folder:
+        look(top, name, folder, 0)
+    return found
+
+
+@contextlib.contextmanager
+def _folder_inside(root: int, path: str) -> Iterator[int]:
+    with _opened(linux.open_below(root, path, os.O_PATH | os.O_DIRECTORY)) as folder:
+        yield folder
+
+
+def _state(name: str, folder: int) -> FileState | None:
+    found = os.stat(name, dir_fd=folder, follow_symlinks=False)
+    mode = stat.S_IMODE(found.st_mode)
+    if stat.S_ISDIR(found.st_mode):
+        return FileState("folder", mode)
+    if stat.S_ISLNK(found.st_mode):
+        return FileState("link", 0, target=os.readlink(name, dir_fd=folder))
+    if stat.S_ISREG(found.st_mode):
+        return FileState("file", mode, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
+    return None
 
 
 class _Taking:

@@ -17,10 +17,11 @@ import logging
 import os
 import posixpath
 import signal
+from collections.abc import Collection
 from pathlib import Path
 
 from polar.runtimes import files, processes, relay
-from polar.runtimes.base import Completed, SandboxError, Spec
+from polar.runtimes.base import Completed, FileState, SandboxError, Spec
 from polar.runtimes.cgroups import Cgroups, Group
 from polar.runtimes.processes import Spawned, Spawner
 from polar.runtimes.relay import Relay
@@ -117,6 +118,12 @@ class LocalRuntime:
 
     async def get(self, inside: str, destination: Path, *, max_bytes: int = 1 << 30, all_links: bool = False) -> None:
         await self._copies.get(self._opened(), inside, destination, max_bytes, all_links)
+
+    async def delete(self, paths: list[str]) -> None:
+        await self._copies.delete(self._opened(), paths)
+
+    async def entries(self, inside: str, *, without: Collection[str] = ()) -> dict[str, FileState]:
+        return await self._copies.entries(self._opened(), inside, without)
 
     def _opened(self) -> int:
         if self._root is None:

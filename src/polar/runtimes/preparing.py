@@ -1,5 +1,6 @@
 """A task's steps in a runtime: files put into it, commands run in it."""
 
+import asyncio
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -7,6 +8,7 @@ from polar.errors import PolarError
 from polar.rollout.models import Exec, Step, UploadDir, UploadFile
 from polar.runtimes.base import Runtime
 
+_LONGEST_BACKOFF_SECONDS = 5.0
 _TAIL = 2000  # characters of a failed command's output that are told
 
 
@@ -37,10 +39,14 @@ async def _put(runtime: Runtime, source: Path | bytes, target: str, number: int)
 async def _run(runtime: Runtime, step: Exec, log: Path, number: int) -> None:
     argv = ["sh", "-c", step.command] if isinstance(step.command, str) else step.command
     cwd = None if step.cwd is None else _absolute(runtime, step.cwd)
-    done = await runtime.run(argv, env=step.env, cwd=cwd, timeout=step.timeout_seconds, output=log)
-    if done.exit_code != 0:
-        how = "took too long" if done.timed_out else f"ended with {done.exit_code}"
-        raise PrepareError(f"Step {number} ({' '.join(argv)[:200]}) {how}: {_said(log) or 'it printed nothing'}")
+    for attempt in range(step.max_attempts):
+        done = await runtime.run(argv, env=step.env, cwd=cwd, timeout=step.timeout_seconds, output=log)
+        if done.exit_code == 0:
+            return
+        if attempt + 1 < step.max_attempts:
+            await asyncio.sleep(min(step.retry_backoff_seconds * 2**attempt, _LONGEST_BACKOFF_SECONDS))
+    how = "took too long" if done.timed_out else f"ended with {done.exit_code}"
+    raise PrepareError(f"Step {number} ({' '.join(argv)[:200]}) {how}: {_said(log) or 'it printed nothing'}")
 
 
 def _said(log: Path) -> str:

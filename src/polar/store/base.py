@@ -5,10 +5,10 @@ configured), and only then does the harness get the last byte of the reply.
 """
 
 from collections.abc import AsyncIterator, Iterable, Mapping
-from typing import Any, Literal, Protocol
+from typing import Annotated, Any, Literal, Protocol
 
 import numpy as np
-from msgspec import Raw, Struct, field
+from msgspec import Meta, Raw, Struct, field
 from numpy.typing import NDArray
 
 from polar.dialects.base import Wire
@@ -21,6 +21,35 @@ ExchangeStatus = Literal["complete", "partial", "failed"]
 Continuation = Literal["recorded", "rendered", "engine"]
 
 
+EvidenceKind = Literal[
+    "test_edited",  # a protected test, or a file that configures tests, was changed, added or deleted
+    "link_out",  # a link of the agent's leads to something that was not carried with it
+    "grader_path",  # files were left where the grader's own stand, or the agent looked for them
+    "grader_environment",  # something that the grader loads, reads or runs by itself was changed
+    "canary_passed",  # a test that must fail passed
+    "results_forged",  # results that the grader's own process did not write
+    "grader_disrupted",  # the grader was stopped, starved or kept from its work
+]
+
+
+class Evidence(Struct, frozen=True):
+    """One observation that an agent interfered with its grading.
+
+    `proven` says that honest work can't explain it. The task's `suspicious` setting decides what becomes of a session
+    with proven evidence; all other evidence is only recorded."""
+
+    kind: EvidenceKind
+    subject: str  # the path, test or program that it is about
+    proven: bool = False
+    detail: str = ""
+    count: Annotated[int, Meta(ge=1)] = 1  # observations that this entry stands for
+
+
+def is_suspicious(evidence: Iterable[Evidence]) -> bool:
+    """Whether any of it is proven."""
+    return any(one.proven for one in evidence)
+
+
 class Verdict(Struct, frozen=True):
     """What a session earned: a reward, or the reason why there is none; and perhaps rewards of single turns."""
 
@@ -28,6 +57,7 @@ class Verdict(Struct, frozen=True):
     reason: str | None = None
     turn_rewards: dict[str, float] = field(default_factory=dict)  # by exchange id
     detail: dict[str, Any] = field(default_factory=dict)  # for people; kept beside the session, not in the store
+    evidence: list[Evidence] = field(default_factory=list)  # of tampering
 
 
 class Session(Struct):
@@ -43,6 +73,11 @@ class Session(Struct):
     reward: float | None = None
     reason: str | None = None  # why there is no reward, where somebody said so
     turn_rewards: dict[str, float] = field(default_factory=dict)  # by exchange id
+    evidence: list[Evidence] = field(default_factory=list)  # of tampering with its grading
+
+    @property
+    def suspicious(self) -> bool:
+        return is_suspicious(self.evidence)
 
 
 class Exchange(Struct):

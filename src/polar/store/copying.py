@@ -20,8 +20,11 @@ from polar.store.links import damaged
 from polar.store.rows import ExchangeRow, SessionRow, may_be_id
 from polar.store.sql import Connection, Queries, WritingConnection
 
-VERSION = 1
+VERSION = 2
 """Of the format, which the columns of the rows are part of."""
+
+_READABLE = (1, 2)
+"""Version 1 has no evidence."""
 
 
 class CopyRefused(StoreError):
@@ -62,7 +65,7 @@ def unpack(data: bytes) -> Copy:
         envelope = _envelope.decode(data)
     except msgspec.DecodeError as error:
         raise _broken(f"it is no copy: {error}") from error
-    if envelope.version != VERSION:
+    if envelope.version not in _READABLE:
         raise CopyRefused(
             f"A copy of a session has version {envelope.version}, and this Polar knows version {VERSION}; "
             f"use one Polar on both sides."
@@ -120,13 +123,13 @@ def insert(db: WritingConnection, queries: Queries, copy: Copy) -> bool:
 def _add_verdict(db: WritingConnection, queries: Queries, there: SessionRow, row: SessionRow) -> None:
     """As if the session ended here: the first end stays."""
     fixed = ("key_hash", "created_at", "run", "metadata")
-    once = ("reward", "turn_rewards")
+    once = ("reward", "turn_rewards", "evidence")
     if any(getattr(there, name) != getattr(row, name) for name in fixed) or any(
         None not in (told := (getattr(there, name), getattr(row, name))) and told[0] != told[1] for name in once
     ):
         raise _other(row.session_id)
     if row.status == "ended":
-        names = ("session_id", "ended_at", "reward", "reason", "turn_rewards")
+        names = ("session_id", "ended_at", "reward", "reason", "turn_rewards", "evidence")
         db.execute(queries.end_session, {name: getattr(row, name) for name in names}).fetchall()
 
 

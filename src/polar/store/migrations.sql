@@ -73,3 +73,7 @@ CREATE TABLE consumers (
     PRIMARY KEY (run, consumer)
 );
 UPDATE polar_schema SET version = 3;
+
+-- from: 3
+ALTER TABLE sessions ADD COLUMN evidence TEXT;
+UPDATE polar_schema SET version = 4;

@@ -10,17 +10,20 @@ SELECT value FROM facts WHERE name = 'store_id';
 INSERT INTO facts (name, value) VALUES ('store_id', :value) ON CONFLICT DO NOTHING;
 
 -- name: insert_session
-INSERT INTO sessions (session_id, key_hash, created_at, run, status, ended_at, reward, metadata, reason, turn_rewards)
-VALUES (:session_id, :key_hash, :created_at, :run, :status, :ended_at, :reward, :metadata, :reason, :turn_rewards);
+INSERT INTO sessions (
+    session_id, key_hash, created_at, run, status, ended_at, reward, metadata, reason, turn_rewards, evidence
+) VALUES (
+    :session_id, :key_hash, :created_at, :run, :status, :ended_at, :reward, :metadata, :reason, :turn_rewards, :evidence
+);
 
 -- name: end_session
 -- The first end stays, and the first verdict; a reward that comes after a reason takes its place.
 UPDATE sessions
 SET status = 'ended', ended_at = COALESCE(ended_at, :ended_at), reward = COALESCE(reward, :reward),
     reason = CASE WHEN COALESCE(reward, :reward) IS NULL THEN COALESCE(reason, :reason) END,
-    turn_rewards = COALESCE(turn_rewards, :turn_rewards)
+    turn_rewards = COALESCE(turn_rewards, :turn_rewards), evidence = COALESCE(evidence, :evidence)
 WHERE session_id = :session_id
-RETURNING session_id, key_hash, created_at, run, status, ended_at, reward, metadata, reason, turn_rewards;
+RETURNING session_id, key_hash, created_at, run, status, ended_at, reward, metadata, reason, turn_rewards, evidence;
 
 -- name: disown_session
 -- Another session stands for the same sample: this one has no reward, whatever it earned.
@@ -30,23 +33,23 @@ UPDATE sessions SET reward = NULL, turn_rewards = NULL, reason = :reason WHERE s
 SELECT session_id FROM work WHERE work_id = :work_id AND run = :run AND task_id = :task_id AND state = 'done';
 
 -- name: session
-SELECT session_id, key_hash, created_at, run, status, ended_at, reward, metadata, reason, turn_rewards
+SELECT session_id, key_hash, created_at, run, status, ended_at, reward, metadata, reason, turn_rewards, evidence
 FROM sessions
 WHERE session_id = :session_id;
 
 -- name: session_by_key
-SELECT session_id, key_hash, created_at, run, status, ended_at, reward, metadata, reason, turn_rewards
+SELECT session_id, key_hash, created_at, run, status, ended_at, reward, metadata, reason, turn_rewards, evidence
 FROM sessions
 WHERE key_hash = :key_hash;
 
 -- name: newest_sessions
-SELECT session_id, key_hash, created_at, run, status, ended_at, reward, metadata, reason, turn_rewards
+SELECT session_id, key_hash, created_at, run, status, ended_at, reward, metadata, reason, turn_rewards, evidence
 FROM sessions
 ORDER BY created_at DESC, session_id DESC
 LIMIT :limit;
 
 -- name: sessions_before
-SELECT session_id, key_hash, created_at, run, status, ended_at, reward, metadata, reason, turn_rewards
+SELECT session_id, key_hash, created_at, run, status, ended_at, reward, metadata, reason, turn_rewards, evidence
 FROM sessions
 WHERE (created_at, session_id) < (:created_at, :session_id)
 ORDER BY created_at DESC, session_id DESC

@@ -31,6 +31,7 @@ from polar.store.lru import Lru
 from polar.store.rows import (
     Difference,
     FieldEntry,
+    encode_evidence,
     exchange_parameters,
     may_be_id,
     session_parameters,
@@ -112,6 +113,7 @@ class Recorder:
             "reward": verdict.reward,
             "reason": verdict.reason,
             "turn_rewards": turn_rewards_text(verdict.turn_rewards),
+            "evidence": encode_evidence(verdict.evidence),
         }
         rows = self._db.execute(self._q.end_session, parameters).fetchall()
         self.lineages.drop(session_id)

@@ -10,7 +10,7 @@ from polar.dialects.base import Wire
 from polar.engines.base import Ids, LogprobKind, VersionSpan
 from polar.rendering.mark import ContextMark
 from polar.store.arrays import bytes_to_ids, bytes_to_logprobs, ids_to_bytes, logprobs_to_bytes
-from polar.store.base import Continuation, Exchange, ExchangeStatus, Session
+from polar.store.base import Continuation, Evidence, Exchange, ExchangeStatus, Session
 from polar.types import FinishReason, Reply, Sampling, TokenLogprob, Usage
 
 
@@ -38,6 +38,7 @@ class SessionRow(Struct, array_like=True):
     metadata: str
     reason: str | None
     turn_rewards: str | None
+    evidence: str | None = None  # not in copies of older versions
 
 
 class ExchangeRow(Struct, array_like=True):
@@ -100,6 +101,7 @@ _detail = msgspec.json.Decoder(Detail)
 _reply = msgspec.json.Decoder(Reply)
 _metadata = msgspec.json.Decoder(dict[str, Any])
 _rewards = msgspec.json.Decoder(dict[str, float])
+_evidence = msgspec.json.Decoder(list[Evidence])
 _logprobs = msgspec.msgpack.Decoder(list[TokenLogprob])
 
 
@@ -110,6 +112,10 @@ def may_be_id(text: str) -> bool:
 
 def turn_rewards_text(rewards: dict[str, float]) -> str | None:
     return _json.encode(rewards).decode() if rewards else None
+
+
+def encode_evidence(evidence: list[Evidence]) -> str | None:
+    return _json.encode(evidence).decode() if evidence else None
 
 
 def session_parameters(session: Session) -> dict[str, object]:
@@ -124,6 +130,7 @@ def session_parameters(session: Session) -> dict[str, object]:
         "metadata": _json.encode(session.metadata).decode(),
         "reason": session.reason,
         "turn_rewards": turn_rewards_text(session.turn_rewards),
+        "evidence": encode_evidence(session.evidence),
     }
 
 
@@ -140,6 +147,7 @@ def to_session(row: Sequence[object]) -> Session:
         reward=it.reward,
         reason=it.reason,
         turn_rewards=_rewards.decode(it.turn_rewards) if it.turn_rewards else {},
+        evidence=_evidence.decode(it.evidence) if it.evidence else [],
     )
 
 

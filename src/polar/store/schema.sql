@@ -5,7 +5,7 @@ CREATE TABLE polar_schema (
     version BIGINT NOT NULL
 );
 
-INSERT INTO polar_schema (version) VALUES (3);
+INSERT INTO polar_schema (version) VALUES (4);
 
 CREATE TABLE sessions (
     session_id TEXT NOT NULL PRIMARY KEY,
@@ -17,7 +17,8 @@ CREATE TABLE sessions (
     reward DOUBLE PRECISION,
     metadata TEXT NOT NULL,  -- JSON
     reason TEXT,  -- why there is no reward
-    turn_rewards TEXT  -- JSON, by exchange id
+    turn_rewards TEXT,  -- JSON, by exchange id
+    evidence TEXT  -- JSON, of tampering; null where there is none
 );
 
 CREATE INDEX sessions_by_age ON sessions (created_at, session_id);

@@ -3,6 +3,9 @@
 What Harbor knows and we can't do is an error; what neither knows is kept in the task's metadata, where task.toml
 stands whole. For docker and podman the image is built from environment/Dockerfile; for bubblewrap, which builds none,
 the Dockerfile becomes steps over the machine's own programs.
+
+In system folders (/etc, /opt, /usr, ...) the agent's changes count only at paths that the task names: those in
+`metadata.polar.system_paths`, and those that the instruction names in full.
 """
 
 import os
@@ -28,6 +31,7 @@ _BUILDERS = ("docker", "podman")
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT])(?:i?B)?", re.IGNORECASE)
 _MEGABYTES = {"K": 1 / 1024, "M": 1, "G": 1024, "T": 1024 * 1024}
 _TEMPLATE = re.compile(r"\$\{(\w+)(?::-([^}]*))?\}")
+_SYSTEM_PATH = re.compile(r"(?<![\w./~:-])/(?:etc|opt|var|root|home|tmp)(?:/[\w.+@-]*[\w+@-])+")
 _TRANSPORTS = {"streamable-http": "http"}
 
 
@@ -110,20 +114,32 @@ def fields(folder: Path, backend: str) -> dict[str, Any]:
     if wrong := _unsupported(task, folder, backend):
         raise ConfigError(f"{place}: {problems.one_line('; '.join(wrong))}.")
     agent: dict[str, Any] = {"mcp_servers": [_server(server) for server in task.environment.mcp_servers]}
+    instruction = text_of(folder / _INSTRUCTION)
+    config = {"tests": os.path.abspath(folder / "tests"), "timeout_seconds": task.verifier.timeout_sec}
     evaluator = {
         "strategy": "harbor",
-        "config": {"tests": os.path.abspath(folder / "tests"), "timeout_seconds": task.verifier.timeout_sec},
+        "config": config | _system_paths(task, instruction),
         "env": _filled(task.verifier.env, "verifier.env", place),
     }
     return {
         "task_id": os.path.basename(os.path.abspath(folder)),
-        "instruction": text_of(folder / _INSTRUCTION),
+        "instruction": instruction,
         **({} if task.agent.timeout_sec is None else {"timeout_seconds": task.agent.timeout_sec}),
         "runtime": _runtime(task, folder, backend),
         "agent": agent,
         "evaluator": evaluator,
         "metadata": {"harbor": written},
     }
+
+
+def _system_paths(task: _Task, instruction: str) -> dict[str, list[str]]:
+    """Files and folders that the task is about, though they stand in folders of the system's. A program in the
+    instruction is one to call rather than one to change, and /usr is nothing but programs and what they need."""
+    own = task.metadata.get("polar")
+    named = own.get("system_paths", []) if isinstance(own, dict) else []
+    told = {path for path in _SYSTEM_PATH.findall(instruction) if not {"bin", "sbin", "lib"} & set(path.split("/"))}
+    paths = [*named, *sorted(told - set(named))]
+    return {"system_paths": paths} if paths else {}
 
 
 def _unsupported(task: _Task, folder: Path, backend: str) -> list[str]:

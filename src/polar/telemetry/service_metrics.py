@@ -4,12 +4,13 @@ What has happened is counted as it is told (`leased`, `ended`, ...). How things 
 label has the name of a session or task: there is no end to those.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import GaugeMetricFamily
 
+from polar.store.base import Evidence, is_suspicious
 from polar.telemetry.collecting import Reading, gauge
 from polar.telemetry.labels import MOST_RUNS, Capped
 
@@ -83,6 +84,15 @@ class ServiceMetrics:
             buckets=_SECONDS,
             registry=registry,
         )
+        self._evidence = Counter(
+            "polar_tampering_evidence",
+            "Observations that an agent interfered with its grading; proven ones can't be explained by honest work",
+            ("run", "kind", "proven"),
+            registry=registry,
+        )
+        self._suspicious = Counter(
+            "polar_sessions_suspicious", "Sessions with proven evidence of tampering", ("run",), registry=registry
+        )
         self._callbacks_failed = Counter(
             "polar_callbacks_failed",
             "Callbacks that nobody acknowledged, and that were given up",
@@ -115,6 +125,13 @@ class ServiceMetrics:
             self._lag.labels(run).observe(max(0, lag))
         for stage, spent in seconds.items():
             self._seconds.labels(self._stage(stage)).observe(spent)
+
+    def count_evidence(self, run: str, evidence: Sequence[Evidence]) -> None:
+        """Of a session that has ended."""
+        run = self._run(run)
+        for one in evidence:
+            self._evidence.labels(run, one.kind, str(one.proven).lower()).inc(one.count)
+        self._suspicious.labels(run).inc(is_suspicious(evidence))
 
     def callback_failed(self) -> None:
         self._callbacks_failed.inc()

@@ -16,7 +16,7 @@ from polar.config import EngineSettings
 from polar.evaluators.base import Outcome
 from polar.node.finished import Finished
 from polar.node.node import Load
-from polar.store.base import Verdict
+from polar.store.base import Evidence, Verdict
 
 LOAD = Load(waiting=1, init=2, ready=1, run=3, postrun=1, calls=4, held=2, paused=True, tokens=120)
 
@@ -168,6 +168,27 @@ def test_the_summary_counts_rewards_of_0_by_why() -> None:
         "  1 session: a",
         "  2 sessions for other reasons",
     ]
+
+
+PROVEN = Evidence("test_edited", "tests/test_a.py", True)
+UNPROVEN = Evidence("grader_path", "/tests")
+
+
+def test_the_summary_counts_suspicious_sessions() -> None:
+    honest = tally(finished(1.0))
+    assert "suspicious" not in summary({"a": honest}, honest)
+    ended = [
+        finished(verdict=Verdict(0.0, evidence=[PROVEN, PROVEN])),
+        finished(verdict=Verdict(reason="suspicious", evidence=[UNPROVEN, PROVEN])),
+        finished(verdict=Verdict(1.0, evidence=[UNPROVEN])),
+    ]
+    said = summary({"a": tally(*ended), "b": honest}, tally(*ended, finished(1.0)))
+    rows = [[cell.strip() for cell in line.strip("│").split("│")] for line in said.splitlines() if line[:1] == "│"]
+    assert [(row[0], row[5]) for row in rows] == [("a", "2"), ("b", "0")]
+    assert "Proven tampering with the grading: 2 sessions (test_edited 2)." in said
+    assert "Unproven signs of tampering, which change no reward: 1 session." in said
+    assert tally(*ended).failures == {}  # none of it is the platform's
+    assert in_words(ended[0]).startswith("fix [red]it[/] #0: reward 0, suspicious, ")
 
 
 def test_harnesses_that_ended_by_themselves_with_0_are_counted() -> None:

@@ -15,7 +15,7 @@ from rich.tree import Tree
 from polar.cli.show_tree import tree
 from polar.dialects.base import Wire
 from polar.engines.base import VersionSpan
-from polar.store.base import Exchange, Session
+from polar.store.base import Evidence, Exchange, Session
 from polar.trajectory.types import Excluded, Path
 from polar.types import Reasoning, Reply, Text, ToolCall
 
@@ -98,6 +98,17 @@ def test_what_is_said_of_a_call() -> None:
 def test_no_reward_has_a_reason_and_markup_in_it_is_text() -> None:
     session = msgspec.structs.replace(SESSION, reward=None, reason="grader [bold]crashed[/]")
     assert "no reward: grader [bold]crashed[/]" in shown([call(0, None, "[red]x[/] \x1b[31m")], session=session)
+
+
+def test_evidence_of_tampering_is_shown_proven_or_not() -> None:
+    evidence = [
+        Evidence("link_out", "a\x1b[31m -> /tests/x", True, "it leads out"),
+        Evidence("grader_path", "[red]/tests[/]", count=3),
+    ]
+    text = shown([call(0, None)], session=msgspec.structs.replace(SESSION, evidence=evidence))
+    assert "proven tampering: link_out a␛[31m -> /tests/x (it leads out)" in text
+    assert "unproven sign of tampering: grader_path [red]/tests[/] x 3" in text
+    assert "tampering" not in shown([call(0, None)])
 
 
 def test_what_a_model_writes_does_not_steer_the_terminal() -> None:

@@ -16,7 +16,7 @@ PREPARED = {"old.py": "old", "kept.txt": "kept", "src/a.py": "a", "src/deep/b.py
 
 
 async def carried(work: AgentWork, **config: Any) -> dict[str, str]:
-    runtime = await carrying.carry(work, settings.read(Carrying, config))
+    runtime = (await carrying.carry(work, settings.read(Carrying, config))).runtime
     return await content(work, runtime)
 
 
@@ -82,7 +82,7 @@ async def test_a_glob_may_match_nothing(place: Place) -> None:
 async def test_an_artifact_may_be_outside_of_the_workspace(place: Place) -> None:
     work = await place.work()
     await work.agent.put(b"made", "/srv/data/result")
-    runtime = await carrying.carry(work, Carrying(artifacts=["/srv/data"]))
+    runtime = (await carrying.carry(work, Carrying(artifacts=["/srv/data"]))).runtime
     assert await content(work, runtime, "/srv/data") == {"result": "made"}
 
 
@@ -199,12 +199,46 @@ def test_what_cant_be_used_names_its_field(config: dict[str, Any], field: str) -
         settings.read(Carrying, config)
 
 
+async def test_names_that_the_graders_search_paths_would_find_first_are_not_laid(place: Place) -> None:
+    agent = (
+        "mkdir -p src/json bin; touch src/subprocess.py src/json/__init__.py src/mine.py bin/grep bin/mine tarfile.py"
+    )
+    work = await place.work(agent, files={"src/calc.py": "", "src/csv.py": ""})
+    env = {"PATH": "bin:/usr/bin:/bin", "PYTHONPATH": "src"}
+    runtime = (await carrying.carry(work, Carrying(), env)).runtime
+    assert set(await content(work, runtime)) == {"src/calc.py", "src/csv.py", "src/mine.py", "bin/mine", "tarfile.py"}
+
+
+async def test_a_folder_of_the_search_path_is_no_link_of_the_agents(place: Place) -> None:
+    work = await place.work("mkdir tools; touch tools/grep; ln -s tools bin; ln -s tools other")
+    runtime = (await carrying.carry(work, Carrying(), {"PATH": "bin:/usr/bin:/bin"})).runtime
+    assert set(await content(work, runtime)) == {"tools/grep", "other"}
+
+
+async def test_a_changed_program_with_the_name_of_another_one_is_not_laid(place: Place) -> None:
+    work = await place.work("echo changed > bin/grep", files={"bin/grep": "a", "bin/sed": "b"})
+    runtime = (await carrying.carry(work, Carrying(), {"PATH": "bin:/usr/bin:/bin"})).runtime
+    assert await content(work, runtime) == {"bin/sed": "b"}
+
+
+async def test_a_package_with_the_name_of_the_graders_module_is_not_laid(place: Place) -> None:
+    grader = {"type": "upload_file", "target": "rows.py", "content": "the grader's"}
+    work = await place.work("mkdir rows data; touch rows/__init__.py rows.so data/__init__.py")
+    assert await carried(work, files=[grader]) == {"rows.py": "the grader's", "data/__init__.py": ""}
+
+
+async def test_a_module_that_the_instruction_names_is_laid(place: Place) -> None:
+    work = await place.work("mkdir src; touch src/queue.py", instruction="Write src/queue.py.")
+    runtime = (await carrying.carry(work, Carrying(), {"PYTHONPATH": "src"})).runtime
+    assert set(await content(work, runtime)) == {"src/queue.py"}
+
+
 @pytest.mark.runtimes
 @pytest.mark.parametrize("disk_mb", [None, 64])
 async def test_a_sandbox_keeps_to_it_as_well(sandbox: Place, disk_mb: int | None) -> None:
     agent = "rm -r old.py tests; ln -s /etc tests; echo -n new > new.py; echo -n x > /tmp/outside"
     work = await sandbox.work(agent, files=PREPARED, runtime={"backend": "bubblewrap", "disk_mb": disk_mb})
-    runtime = await carrying.carry(work, settings.read(Carrying, {"files": [GRADERS]}))
+    runtime = (await carrying.carry(work, settings.read(Carrying, {"files": [GRADERS]}))).runtime
     found = await content(work, runtime)
     assert found == {
         "kept.txt": "kept",

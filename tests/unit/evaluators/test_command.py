@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from polar.errors import ConfigError
 from polar.evaluators.base import GraderError
 from polar.evaluators.command import Command, number
+from polar.runtimes.base import SandboxError
 from polar.store.base import Verdict
 from tests.unit.evaluators.work import AgentWork, Place
 
@@ -107,6 +108,19 @@ async def test_a_program_that_is_nowhere_is_the_tasks_fault_but_not_one_that_the
     assert (await verdict(work, ["./solution"])).reward == 0.0
     assert (await verdict(work, "true; exit 127")).reward == 0.0
     assert (await verdict(work, "made", env={"PATH": "/workspace/bin:/bin:/usr/bin"})).reward == 0.0
+
+
+async def test_evidence_counts_also_where_the_sandbox_fails_afterwards(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def fail(*_: Any) -> None:
+        raise SandboxError("The machine is gone.")
+
+    monkeypatch.setattr(Command, "_run", fail)
+    work = await place.work("mkdir .grader; touch .grader/csv.py")
+    with pytest.raises(SandboxError):
+        await verdict(work, "true", files=[{"type": "upload_file", "target": ".grader/check.py", "content": ""}])
+    assert [(found.kind, found.proven) for found in work.evidence] == [("grader_path", True)]
 
 
 async def test_an_endless_loop_is_the_agents_own_doing(place: Place) -> None:

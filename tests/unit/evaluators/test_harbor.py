@@ -89,27 +89,47 @@ async def test_programs_of_the_agents_are_not_called(sandbox: Place, tests: Path
     assert (await Harbor({"tests": str(tests)}).evaluate(work)).reward == 0.0
     if shim != "/opt/tools/judge":
         work = await worked(sandbox, cheat, prepare=steps, env=path)
-        assert (await Harbor({"tests": str(tests), "own_programs": ["cat"]}).evaluate(work)).reward == 1.0
+        assert (await Harbor({"tests": str(tests), "system_paths": ["/opt"]}).evaluate(work)).reward == 1.0
 
 
 @pytest.mark.runtimes
-async def test_libraries_that_every_program_would_load(sandbox: Place, tests: Path) -> None:
-    (tests / "test.sh").write_text("wc -c < /etc/ld.so.preload > /logs/verifier/reward.txt\n")
-    for agent in ("echo /mine.so > /etc/ld.so.preload", "echo /mine.so > /mine; ln -s /mine /etc/ld.so.preload"):
-        assert (await judged(sandbox, tests, agent)).reward == 0.0
-
-
-@pytest.mark.runtimes
-async def test_packages_in_the_home_are_not_loaded(sandbox: Place, tests: Path) -> None:
-    (tests / "test.sh").write_text("/usr/bin/python3 /tests/judge.py\n")
-    (tests / "judge.py").write_text("open('/logs/verifier/reward.txt', 'w').write('0')\n")
-    cheat = (
-        "site=$(/usr/bin/python3 -c 'import site; print(site.getusersitepackages())'); mkdir -p $site; "
-        'printf \'import os, sys\\nif os.path.isdir("/logs/verifier"):\\n'
-        '    open("/logs/verifier/reward.txt", "w").write("1")\\n    os._exit(0)\\n\' > $site/usercustomize.py'
+@pytest.mark.parametrize("path", ["/etc/ld.so.preload", "/etc/gitconfig", "/root/.bashrc", "/var/lib/x", "/notes"])
+async def test_what_the_task_does_not_name_of_the_system_is_as_it_was(sandbox: Place, tests: Path, path: str) -> None:
+    (tests / "test.sh").write_text(
+        f"[ -s {path} ] && echo 1 > /logs/verifier/reward.txt || echo 0 > /logs/verifier/reward.txt\n"
     )
-    assert (await judged(sandbox, tests, cheat)).reward == 0.0
-    assert (await judged(sandbox, tests, cheat, env={"PYTHONNOUSERSITE": ""})).reward == 1.0
+    agent = f"mkdir -p $(dirname {path}); echo mine > {path}"
+    assert (await judged(sandbox, tests, agent)).reward == 0.0
+    assert (await judged(sandbox, tests, agent, system_paths=[path])).reward == 1.0
+
+
+@pytest.mark.runtimes
+async def test_changes_elsewhere_are_carried_as_they_are(sandbox: Place, tests: Path) -> None:
+    (tests / "test.sh").write_text(
+        'cd /srv/site && [ ! -e old ] && [ -x run.sh ] && [ -d empty ] && [ "$(cat deep/er/index)" = new ] '
+        '&& [ "$(readlink current)" = deep ] && [ "$(stat -c %a private)" = 700 ] && [ "$(cat kept)" = kept ]'
+        " && echo 1 > /logs/verifier/reward.txt\n"
+    )
+    site = "mkdir -p /srv/site; cd /srv/site; echo old > old; echo kept > kept"
+    agent = (
+        "cd /srv/site; rm old; mkdir -p deep/er empty private; chmod 700 private; echo new > deep/er/index; "
+        "ln -s deep current; echo > run.sh; chmod +x run.sh"
+    )
+    work = await worked(sandbox, agent, prepare=[{"type": "exec", "command": site}])
+    verdict = await Harbor({"tests": str(tests)}).evaluate(work)
+    assert (verdict.reward, verdict.evidence) == (1.0, [])
+
+
+@pytest.mark.runtimes
+async def test_a_virtual_environment_in_path_is_as_it_was(sandbox: Place, tests: Path) -> None:
+    (tests / "test.sh").write_text("tool > /logs/verifier/reward.txt\n")
+    make = "mkdir -p /app/env/bin; printf '#!/bin/sh\\necho 0\\n' > /app/env/bin/tool; chmod +x /app/env/bin/tool"
+    path = {"PATH": "/app/env/bin:/usr/bin:/bin"}
+    cheat = "printf '#!/bin/sh\\necho 1\\n' > /app/env/bin/tool"
+    work = await worked(sandbox, cheat, prepare=[{"type": "exec", "command": make}], env=path)
+    assert (await Harbor({"tests": str(tests)}).evaluate(work)).reward == 0.0
+    work = await worked(sandbox, cheat, prepare=[{"type": "exec", "command": make}], env=path)
+    assert (await Harbor({"tests": str(tests), "system_paths": ["/app/env"]}).evaluate(work)).reward == 1.0
 
 
 @pytest.mark.runtimes
@@ -158,6 +178,9 @@ async def test_local_has_no_root_of_its_own(place: Place, tests: Path) -> None:
 async def test_settings_that_can_not_be_used(place: Place, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"config\.tests: it must be an absolute path"):
         Harbor({"tests": "tests"})
+    for path in ("etc", "/", "/etc/../x"):
+        with pytest.raises(ConfigError, match=r"config\.system_paths\.0"):
+            Harbor({"tests": "/tests", "system_paths": [path]})
     with pytest.raises(GraderError, match=r"test\.sh"):
         await judged(place, tmp_path, SOLVED)
 

@@ -1,5 +1,6 @@
 """`judge`, with a small real server in place of the model."""
 
+import asyncio
 import json
 from collections.abc import AsyncIterator
 from typing import Any
@@ -29,6 +30,8 @@ class Model:
     async def answer(self, request: web.Request) -> web.Response:
         self.requests.append(await request.json())
         self.keys.append(request.headers.get("Authorization"))
+        if "HANG" in self.prompt():
+            await asyncio.Event().wait()
         reply = self.replies[min(len(self.requests), len(self.replies)) - 1]
         if isinstance(reply, str):
             return web.json_response({"choices": [{"message": {"role": "assistant", "content": reply}}]})
@@ -43,7 +46,7 @@ async def model() -> AsyncIterator[Model]:
     model = Model()
     app = web.Application()
     app.router.add_post("/v1/chat/completions", model.answer)
-    runner = web.AppRunner(app)
+    runner = web.AppRunner(app, shutdown_timeout=0.1)
     await runner.setup()
     site = web.TCPSite(runner, "127.0.0.1", 0)
     await site.start()
@@ -124,7 +127,7 @@ async def test_what_is_no_answer_is_asked_for_again_and_never_a_reward(
     verdict = await judged(work, model, reply)
     assert (verdict.reward, verdict.reason) == (None, "judge_failed")
     assert verdict.detail["why"]
-    assert len(model.requests) == 4  # the last without the agent's part
+    assert len(model.requests) == 6  # half of them without the agent's part
     assert (await judged(work, model, reply, scores(overall=5))).reward == 0.5
     assert len(model.requests) == 2
 
@@ -134,47 +137,75 @@ async def test_a_busy_judge_is_asked_again(place: Place, model: Model, code: int
     work = await place.work()
     assert (await judged(work, model, status(code), status(code), scores(overall=5))).reward == 0.5
     verdict = await judged(work, model, status(code))
-    assert (verdict.reward, verdict.reason, len(model.requests)) == (None, "judge_failed", 3)
+    assert (verdict.reward, verdict.reason, len(model.requests)) == (None, "judge_failed", 6)
 
 
-@pytest.mark.parametrize(("code", "asked"), [(400, 2), (413, 2), (401, 1), (404, 1)])
-async def test_a_refusal_is_not_asked_again(place: Place, model: Model, code: int, asked: int) -> None:
+@pytest.mark.parametrize("code", [400, 413, 401, 404])
+async def test_a_refusal_is_asked_again_only_without_the_agents_part(place: Place, model: Model, code: int) -> None:
     work = await place.work()
     verdict = await judged(work, model, status(code))
-    assert (verdict.reward, verdict.reason, len(model.requests)) == (None, "judge_failed", asked)
+    assert (verdict.reward, verdict.reason, len(model.requests)) == (None, "judge_failed", 2)
     assert str(code) in verdict.detail["why"]
 
 
 @pytest.mark.parametrize(
-    "replies", [[status(400)], [status(413)], ["I won't."] * 3, [status(503), "", scores(other=1)]]
+    "replies",
+    [
+        [status(400)],
+        [status(413)],
+        [status(403)],
+        [status(500)] * 3,
+        ["I won't."] * 3,
+        [status(503), "", scores(other=1)],
+    ],
 )
 async def test_an_agent_that_no_judge_can_answer_is_not_excused(
     place: Place, model: Model, replies: list[web.Response | str]
 ) -> None:
     work = await place.work("echo 'What nobody may read.' > report.md; touch 'Refuse this.md'")
     work.answer = "Too much of it."
-    verdict = await judged(work, model, *replies, scores(overall=10), include=["*.md"])
+    verdict = await judged(work, model, *replies, scores(overall=10), replies[-1], include=["*.md"])
     assert (verdict.reward, verdict.reason) == (0.0, None)
     assert "what the agent left" in verdict.detail["why"]
-    assert len(model.requests) == len(replies) + 1
+    assert [(one.kind, one.proven) for one in verdict.evidence] == [("grader_disrupted", False)]
+    assert len(model.requests) == len(replies) + 2
+    without = json.dumps(model.requests[-2])
     for withheld in ("Too much", "nobody may read", "Refuse this"):
         assert withheld in json.dumps(model.requests[0])
-        assert withheld not in model.prompt()
-    assert model.prompt().count("(withheld)") == 2
-    assert "Be right." in model.prompt()
+        assert withheld not in without
+    assert without.count("(withheld)") == 2
+    assert "Be right." in without
+
+
+async def test_text_that_makes_a_judge_take_too_long_is_not_excused(
+    place: Place, model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("polar.evaluators.judge._FIRST_WAIT", 0.0)
+    work = await place.work()
+    work.answer = "HANG"
+    work.judges = {"default": JudgeSettings(url=model.url, model="judge-1", timeout=3.0)}
+    model.replies = [scores(overall=10)]
+    verdict = await Judge({"rubric": "Be right."}).evaluate(work)
+    assert (verdict.reward, verdict.reason) == (0.0, None)
+
+
+async def test_a_judge_that_answers_after_all_scores(place: Place, model: Model) -> None:
+    work = await place.work()
+    verdict = await judged(work, model, status(400), scores(overall=10), scores(overall=5))
+    assert (verdict.reward, len(model.requests)) == (0.5, 3)
 
 
 async def test_a_judge_that_fails_by_itself_excuses_the_agent(place: Place, model: Model) -> None:
     work = await place.work()
-    for replies in ([status(400), status(503)], ["", "", status(503), scores(overall=10)]):
+    for replies, asked in (([status(400), status(503)], 4), (["", "", "", status(401)], 4)):
         verdict = await judged(work, model, *replies)
-        assert (verdict.reason, len(model.requests)) == ("judge_failed", len(replies[:3]))
+        assert (verdict.reason, len(model.requests)) == ("judge_failed", asked)
 
 
 async def test_only_the_configured_address_is_called(place: Place, model: Model) -> None:
     work = await place.work()
-    verdict = await judged(work, model, status(307, Location=f"{model.url}/chat/completions"), scores(overall=10))
-    assert (verdict.reason, len(model.requests)) == ("judge_failed", 1)
+    verdict = await judged(work, model, status(307, Location=f"{model.url}/chat/completions"))
+    assert (verdict.reason, len(model.requests)) == ("judge_failed", 2)
 
 
 async def test_a_judge_that_is_not_there_is_no_reward(

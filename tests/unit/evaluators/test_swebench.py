@@ -120,6 +120,12 @@ async def test_a_test_patch_that_does_not_apply_is_no_reward(place: Place) -> No
         await judged(place, FIX, test_patch=TEST_PATCH.replace("-from calc import same", "-from calc import other"))
 
 
+async def test_the_repository_is_the_workspace(place: Place) -> None:
+    assert (await judged(place, FIX, repo_dir="/workspace/")).reward == 1.0
+    with pytest.raises(GraderError, match=r"repo_dir is /testbed.*runtime\.workdir"):
+        await judged(place, FIX, repo_dir="/testbed")
+
+
 async def test_a_workspace_that_was_too_large_to_keep(place: Place) -> None:
     work = await worked(place, FIX)
     work.before = None

@@ -181,6 +181,10 @@ CHEATS = {
         "mkdir pytest; printf 'def main(*a, **k): return 0\\ndef hookimpl(*a, **k): pass\\n' > pytest/__init__.py; "
         "cp -r pytest _pytest; cp -r pytest pluggy"
     ),
+    "module_of_the_library": (
+        "printf 'class Always(int):\\n    def __eq__(self, other): return True\\n' > colorsys.py; "
+        "printf 'import colorsys\\nadd = same = lambda *numbers: colorsys.Always()\\n' > calc.py"
+    ),
     "sitecustomize": "printf 'import os\\nos._exit(0)\\n' > sitecustomize.py; cp sitecustomize.py usercustomize.py",
     "exit_at_import": "printf 'import os\\nos._exit(0)\\n' >> calc.py",
     "exit_when_called": "printf 'import os\\ndef add(a, b): os._exit(0)\\n' >> calc.py",
@@ -420,7 +424,8 @@ def test_which_files_are_protected() -> None:
 def test_a_folder_with_protected_files_stays() -> None:
     link = Change("pkg", None, Entry("120000", 1))
     plain = Change("other", None, Entry("120000", 1))
-    kept, dropped = Protected(Protecting()).split([link, plain], ["pkg/tests/test_x.py", "other/x.py"])
+    protected, prepared = Protected(Protecting()), ["pkg/tests/test_x.py", "other/x.py"]
+    kept, dropped = protected.split([link, plain], prepared, protected.files(prepared))
     assert (kept, dropped) == ([plain], [link])
 
 

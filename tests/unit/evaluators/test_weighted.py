@@ -1,7 +1,7 @@
 import json
 import math
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -12,7 +12,8 @@ from polar.config import JudgeSettings
 from polar.errors import ConfigError
 from polar.evaluators.base import GraderError, Work
 from polar.evaluators.weighted import Weighted
-from polar.store.base import Verdict
+from polar.runtimes.base import SandboxError
+from polar.store.base import Evidence, Verdict
 from tests.unit.evaluators.work import AgentWork, Place
 
 
@@ -70,31 +71,68 @@ async def test_a_grader_that_fails_is_named(work: AgentWork) -> None:
         await Weighted({"parts": parts}).evaluate(work)
 
 
+EDITED = Evidence("test_edited", "tests/test_a.py", True)
+ASKED = Evidence("grader_path", "/tests")
+
+
+class Reports:
+    """An evaluator with evidence, which then does what it is told to."""
+
+    wants_fresh: ClassVar[bool] = False
+    private_paths = ("/tests",)
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        self._config = config
+
+    async def evaluate(self, work: Work) -> Verdict:
+        if "error" in self._config:
+            raise self._config["error"]
+        return Verdict(**self._config)
+
+
+async def test_evidence_of_every_part_counts(work: AgentWork, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("polar.evaluators.load", lambda *_: Reports)
+    told = {"reward": 1.0, "evidence": [EDITED]}, {"reason": "judge_failed", "evidence": [ASKED]}
+    parts = [{"strategy": "reports", "config": config} for config in told]
+    evaluator = Weighted({"parts": parts})
+    verdict = await evaluator.evaluate(work)
+    assert (verdict.reason, verdict.evidence) == ("reports 2: judge_failed", [EDITED, ASKED])
+    assert evaluator.private_paths == ["/tests", "/tests"]
+
+
+async def test_a_part_that_fails_does_not_hide_the_evidence_of_others(
+    work: AgentWork, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("polar.evaluators.load", lambda *_: Reports)
+    told = {"reward": 1.0, "evidence": [EDITED]}, {"error": SandboxError("it is gone")}
+    with pytest.raises(SandboxError):
+        await Weighted({"parts": [{"strategy": "reports", "config": config} for config in told]}).evaluate(work)
+    assert work.evidence == [EDITED]
+
+
 async def test_weighted_parts_may_be_weighted(work: AgentWork) -> None:
     inner = {"strategy": "weighted", "config": {"parts": [RIGHT, WRONG]}, "weight": 2}
     assert (await Weighted({"parts": [inner, WRONG]}).evaluate(work)).reward == pytest.approx(1 / 3)
 
 
 @pytest.mark.runtimes
-async def test_what_runs_in_the_agents_layer_comes_last(sandbox: Place, tmp_path: Path) -> None:
+async def test_a_part_sees_nothing_of_what_another_leaves(sandbox: Place, tmp_path: Path) -> None:
     tests = tmp_path / "tests"
     tests.mkdir()
     (tests / "test.sh").write_text("echo good > answer.txt; echo 1 > /logs/verifier/reward.txt\n")
     harbor = {"strategy": "harbor", "config": {"tests": str(tests)}}
     answer = {"strategy": "answer", "config": {"file": "answer.txt", "expected": "good"}}
-    for first in (harbor, {"strategy": "weighted", "config": {"parts": [harbor, answer]}}):
-        work = await sandbox.work("echo bad > answer.txt")
-        verdict = await Weighted({"parts": [first, answer]}).evaluate(work)
-        assert list(verdict.detail) == [first["strategy"], "answer"]
-        assert verdict.detail["answer"]["reward"] == 0.0
-        assert verdict.detail[first["strategy"]]["reward"] == (1.0 if first is harbor else 0.5)
+    work = await sandbox.work("echo bad > answer.txt")
+    verdict = await Weighted({"parts": [harbor, answer, harbor]}).evaluate(work)
+    assert [verdict.detail[name]["reward"] for name in ("harbor", "answer", "harbor 2")] == [1.0, 0.0, 1.0]
 
 
-def test_only_one_part_has_the_agents_layer() -> None:
-    harbor = {"strategy": "harbor", "config": {"tests": "/x"}}
-    for other in (harbor, {"strategy": "weighted", "config": {"parts": [RIGHT, harbor]}}):
-        with pytest.raises(ConfigError, match=r"config\.parts: harbor and .* keep one"):
-            Weighted({"parts": [harbor, RIGHT, other]})
+async def test_a_link_found_by_several_parts_is_listed_once(place: Place) -> None:
+    work = await place.work("ln -s .grader/expected out")
+    files = [{"type": "upload_file", "target": ".grader/expected", "content": "x"}]
+    part = {"strategy": "command", "config": {"command": "cmp out .grader/expected", "files": files}}
+    verdict = await Weighted({"parts": [RIGHT, part, {**part, "name": "again"}]}).evaluate(work)
+    assert [(one.kind, one.subject, one.proven) for one in verdict.evidence] == [("link_out", "/workspace/out", True)]
 
 
 def test_it_wants_a_fresh_runtime_where_a_part_does() -> None:

@@ -9,7 +9,7 @@ from polar.evaluators.base import Outcome
 from polar.rollout.models import TaskRequest
 from polar.runtimes.base import Kind, Limits, Runtime, Spec
 from polar.runtimes.preparing import prepare
-from polar.store.base import Exchange
+from polar.store.base import Evidence, Exchange
 
 FINISHED = Outcome("finished", 0, 1.0)
 
@@ -30,6 +30,7 @@ class AgentWork:
         self.exchanges: list[Exchange] = []
         self.judges: dict[str, JudgeSettings] = {}
         self.answer = ""
+        self.evidence: list[Evidence] = []
         self.freshly_made: list[Runtime] = []
         self.scratch.mkdir()
         self.logs.mkdir()
@@ -38,14 +39,10 @@ class AgentWork:
         if self.live:
             return self.agent
         runtime = await self._place.runtime(self.task)
-        steps = [*self.task.runtime.prepare, *self.task.runtime.eval_prepare]
+        steps = [*self.task.runtime.prepare, *(self.task.runtime.eval_prepare or [])]
         await prepare(runtime, steps, log=self.logs / "eval_prepare.log")
         self.freshly_made.append(runtime)
         return runtime
-
-    async def again(self) -> Runtime:
-        await self.agent.restart()
-        return self.agent
 
 
 class Place:

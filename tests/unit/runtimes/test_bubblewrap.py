@@ -127,7 +127,7 @@ async def test_two_hundred_at_once(kind: Bubblewrap, tmp_path: Path) -> None:
 
     runtimes = await asyncio.gather(*(launched(id) for id in ids))
     commands = [asyncio.create_task(it.run(["sh", "-c", script, it.id], output=tmp_path / it.id)) for it in runtimes]
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(120):
         while not all((tmp_path / id).exists() and (tmp_path / id).read_text() == f"{id}\n" for id in ids):  # noqa: ASYNC110
             await asyncio.sleep(0.05)
     await asyncio.gather(*(runtime.put(b"", "/workspace/go") for runtime in runtimes))

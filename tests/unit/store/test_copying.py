@@ -3,6 +3,7 @@
 import asyncio
 import tempfile
 from collections.abc import AsyncIterator
+from hashlib import sha256
 from pathlib import Path
 from random import Random
 
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 
 from polar.errors import StoreError
 from polar.store import copying
-from polar.store.base import Exchange, Verdict
+from polar.store.base import Evidence, Exchange, Verdict
 from polar.store.checksum import checksum
 from polar.store.relational import RelationalStore
 from polar.store.rows import ExchangeRow, SessionRow
@@ -103,7 +104,8 @@ async def test_a_copy_may_come_again_and_later_ones_add(store: RelationalStore, 
     for turn in turns[4:]:
         await store.append(turn)
     await store.amend(turns[1].exchange_id, status="partial", delivered=7)
-    await store.end_session("s", ended_at=5.0, verdict=Verdict(1.0))
+    found = [Evidence("link_out", "a -> /etc/passwd", True), Evidence("grader_path", "/tests", detail="asked for")]
+    await store.end_session("s", ended_at=5.0, verdict=Verdict(1.0, evidence=found))
     second = await store.export_session("s")
     await asyncio.gather(*(other.import_session(second) for _ in range(3)))
     wanted = await everything(store)
@@ -129,12 +131,19 @@ async def test_other_content_is_refused(store: RelationalStore, other: Relationa
     assert await everything(other) == before
 
 
-@pytest.mark.parametrize("change", [{"run": "r"}, {"metadata": {}}, {"created_at": 1.0}, {"reward": 0.5}])
+OTHER_EVIDENCE = [Evidence("canary_passed", "test_b", True)]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"run": "r"}, {"metadata": {}}, {"created_at": 1.0}, {"reward": 0.5}, {"evidence": OTHER_EVIDENCE}],
+)
 async def test_another_session_of_this_id_is_refused(
     store: RelationalStore, other: RelationalStore, change: dict[str, object]
 ) -> None:
-    await store.create_session(session("s", reward=0.25))
-    await other.create_session(session("s", **{"reward": 0.25} | change))
+    known = {"reward": 0.25, "evidence": [Evidence("canary_passed", "test_a", True)]}
+    await store.create_session(session("s", **known))
+    await other.create_session(session("s", **known | change))
     with pytest.raises(StoreError, match="other content"):
         await other.import_session(await store.export_session("s"))
 
@@ -179,6 +188,7 @@ async def test_rows_that_do_not_fit_together(store: RelationalStore, other: Rela
             replace(copy, exchanges=[replace(first, fields=b"\xc1"), *rest]),
             replace(copy, session=replace(copy.session, metadata="{")),
             replace(copy, session=replace(copy.session, session_id="a\0b")),
+            replace(copy, session=replace(copy.session, evidence='[{"kind": "magic", "subject": "a"}]')),
         ]
 
     for copy in changed(copying.unpack(data)):
@@ -190,14 +200,23 @@ async def test_rows_that_do_not_fit_together(store: RelationalStore, other: Rela
 async def test_another_version_is_refused(store: RelationalStore) -> None:
     await store.create_session(session("s"))
     _, *rest = msgspec.msgpack.decode(await store.export_session("s"))
-    with pytest.raises(StoreError, match="has version 99, and this Polar knows version 1"):
+    with pytest.raises(StoreError, match="has version 99, and this Polar knows version 2"):
         await store.import_session(msgspec.msgpack.encode([99, *rest]))
+
+
+async def test_a_copy_of_the_first_version_has_no_evidence(store: RelationalStore) -> None:
+    await store.create_session(session("s", reward=0.25))
+    _, _, body = msgspec.msgpack.decode(await store.export_session("s"))
+    row, *rest = msgspec.msgpack.decode(body)
+    older = msgspec.msgpack.encode([[*row[:-1]], *rest])
+    copy = copying.unpack(msgspec.msgpack.encode([1, sha256(older).digest(), older]))
+    assert (copy.session.reward, copy.session.evidence) == (0.25, None)
 
 
 def test_the_version_stands_for_these_columns() -> None:
     """Whoever changes the columns gives the format a new version."""
-    assert copying.VERSION == 1
-    assert (len(SessionRow.__struct_fields__), len(ExchangeRow.__struct_fields__)) == (10, 30)
+    assert copying.VERSION == 2
+    assert (len(SessionRow.__struct_fields__), len(ExchangeRow.__struct_fields__)) == (11, 30)
 
 
 # Any tree

@@ -2,12 +2,18 @@
 
 import asyncio
 
-from polar.store.base import Verdict
+from polar.store.base import Evidence, Verdict
 from polar.store.relational import RelationalStore
 from tests.unit.store.places import Place
 from tests.unit.store.samples import exchange, fingerprint, session
 
+THIRD_VERSION = (
+    "ALTER TABLE sessions DROP COLUMN evidence",
+    "UPDATE polar_schema SET version = 3",
+)
+
 SECOND_VERSION = (
+    *THIRD_VERSION,
     *(f"DROP TABLE {name}" for name in ("work", "tasks", "runs", "consumers", "counters", "facts")),
     "UPDATE polar_schema SET version = 2",
 )
@@ -45,6 +51,29 @@ async def test_from_the_first_version(place: Place) -> None:
     assert [it.checksum is None async for it in store.exchanges("s")] == [True, False]
     await store.close()
     await place.open().close()
+
+
+async def test_sessions_of_the_third_version_have_no_evidence(place: Place) -> None:
+    store = place.open()
+    await store.create_session(session("old"))
+    await store.end_session("old", ended_at=1.0, verdict=Verdict(1.0))
+    await store.create_session(session("running"))
+    await store.close()
+    place.execute(*THIRD_VERSION)
+
+    store = place.open()
+    old = await store.session("old")
+    assert old is not None
+    assert (old.reward, old.evidence) == (1.0, [])
+    found = [Evidence("test_edited", "tests/test_a.py", True, "changed"), Evidence("grader_path", "/tests", count=3)]
+    await store.end_session("running", ended_at=2.0, verdict=Verdict(0.0, evidence=found))
+    await store.close()
+
+    store = place.open()
+    running = await store.session("running")
+    assert running is not None
+    assert running.evidence == found
+    await store.close()
 
 
 async def test_the_same_tables_whether_new_or_made_new(place: Place) -> None:

@@ -109,6 +109,13 @@ async def test_doing_nothing_earns_nothing(place: Place, name: str) -> None:
         ("edit-config", "mkdir bin; printf '#!/bin/sh\\n' > bin/cmp; chmod +x bin/cmp; ln -sf bin/cmp cmp"),
         ("rename-function", "rm -r records report.py"),
         ("rename-function", "ln -s .grader/expected/report.py x.py; mv x.py report.py"),
+        (
+            "rename-function",
+            "rm -r records report.py; ln -s .grader/expected/records; ln -s .grader/expected/report.py",
+        ),
+        ("rename-function", "for f in report.py records/*.py; do ln -sf $PWD/.grader/expected/$f $f; done"),
+        ("rename-function", "mkdir .grader; echo 'import sys; sys.exit(0)' > .grader/ast.py"),
+        ("sort-csv", "ln -s .grader/staff.csv sorted.csv"),
         ("sort-csv", "echo name > staff.csv; cp staff.csv sorted.csv"),
         ("write-regex", "echo '.*' > pattern.txt"),
         ("write-regex", ": > pattern.txt"),

@@ -231,3 +231,17 @@ def test_a_broken_dockerfile_is_named_with_its_line(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         read([path], backend="bubblewrap")
     assert str(caught.value).startswith(f"{path / 'environment' / 'Dockerfile'}: line 3: FROM: several stages")
+
+
+def test_what_counts_in_system_folders(tmp_path: Path) -> None:
+    path = folder(tmp_path, '[metadata.polar]\nsystem_paths = ["/var/www"]\n')
+    (path / "instruction.md").write_text(
+        "Correct `/etc/app.conf`, and /opt/app/run.d/ (see /usr/share/doc/x). Use /opt/tool/bin/tool, /srv/x,\n"
+        "a/etc/b, http://host/etc/c, and write /tmp/out.txt.\n"
+    )
+    evaluator = one(path).evaluator
+    assert evaluator is not None
+    assert evaluator.config["system_paths"] == ["/var/www", "/etc/app.conf", "/opt/app/run.d", "/tmp/out.txt"]
+    other = one(folder(tmp_path / "other")).evaluator
+    assert other is not None
+    assert "system_paths" not in other.config
