@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import os
 import resource
 import sys
 from pathlib import Path
@@ -24,8 +25,10 @@ def settle_process() -> None:
 
     A full garbage collection stops every stream for as long as it takes to walk all objects. What is imported stays
     anyway, and calls leave no cycles behind: young objects are looked at in small portions, old ones hardly ever. The
-    store's thread gives way to the event loop soon.
+    store's thread gives way to the event loop soon. Tokenizers start no threads of their own: they have ours, and
+    processes for what is long.
     """
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     gc.collect()
     gc.freeze()
     gc.set_threshold(1_000, 5, 10_000)
@@ -44,6 +47,7 @@ class DataPlane:
     pools: Pools
     sessions: Sessions
     metrics: Metrics
+    gateway: Gateway
     gateway_url: str
 
     def __init__(self, settings: Settings, data: Path, *, engines: bool = True, steered: bool = False) -> None:
@@ -88,9 +92,11 @@ class DataPlane:
         self.sessions = Sessions(self.store)
         self.metrics = Metrics()
         self.metrics.watch(self.pools.by_run)
-        gateway = Gateway(settings, store=self.store, pools=self.pools, sessions=self.sessions, metrics=self.metrics)
-        stack.push_async_callback(gateway.stop)
-        self.gateway_url = await gateway.start()
+        self.gateway = Gateway(
+            settings, store=self.store, pools=self.pools, sessions=self.sessions, metrics=self.metrics
+        )
+        stack.push_async_callback(self.gateway.stop)
+        self.gateway_url = await self.gateway.start()
 
     async def versions(self) -> dict[str, int]:
         """What the engines hold, as far as it is known. One that was launched just now holds what it began with,

@@ -4,13 +4,12 @@ import asyncio
 import contextlib
 import logging
 import socket
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 
-import uvicorn
-from fastapi import FastAPI
-
 from polar.config import Settings
+from polar.control_plane import ControlPlane
 from polar.data_plane import DataPlane
 from polar.engines.pool import Pool
 from polar.engines.pools import Pools
@@ -25,8 +24,11 @@ from polar.rollout.pages import Pages
 from polar.rollout.rollout import Rollout
 from polar.rollout.routes.app import create_app
 from polar.rollout.routes.parts import Parts
+from polar.rollout.routes.service import current_health
 from polar.store.base import Store
 from polar.telemetry.service_metrics import ServiceMetrics
+from polar.telemetry.verify_metrics import VerifyMetrics
+from polar.trajectory.checker import SessionChecker
 
 log = logging.getLogger(__name__)
 
@@ -102,7 +104,8 @@ class Service:
         rollout.leasing.sleeper = worker.node_id
         self._working = asyncio.create_task(worker.run(self._stop))
         stack.push_async_callback(self._stop_working)
-        pages = Pages(rollout, plane.store)
+        checker = SessionChecker(settings.verify.share, VerifyMetrics(plane.metrics.registry))
+        pages = Pages(rollout, plane.store, checker)
         callbacks = self._callbacks = await stack.enter_async_context(Callbacks(rollout, pages, settings.server))
         metrics = ServiceMetrics(
             plane.metrics.registry, queue=rollout.status, nodes=rollout.nodes, callbacks=callbacks.pending
@@ -122,7 +125,8 @@ class Service:
             node_id=worker.node_id,
         )
         self.control_url = url_of(settings.server.host, listener.getsockname()[1])
-        _serve(create_app(parts), listener, stack)
+        health = partial(current_health, parts)
+        await stack.enter_async_context(ControlPlane(create_app(parts), health, listener))
         stack.callback(rollout.close)  # before the listener ends: nobody is left waiting
 
     async def _check(self, task: TaskRequest) -> None:
@@ -155,24 +159,6 @@ class Service:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         await self._stack.aclose()
-
-
-class _Uvicorn(uvicorn.Server):
-    @contextlib.contextmanager
-    def capture_signals(self):  # type: ignore[no-untyped-def]
-        yield  # signals are ours
-
-
-def _serve(app: FastAPI, listener: socket.socket, stack: contextlib.AsyncExitStack) -> None:
-    config = uvicorn.Config(app, log_config=None, access_log=False, lifespan="off", timeout_graceful_shutdown=2)
-    server = _Uvicorn(config)
-    task = asyncio.create_task(server.serve(sockets=[listener]))
-    stack.push_async_callback(_stop, server, task)
-
-
-async def _stop(server: uvicorn.Server, task: "asyncio.Task[None]") -> None:
-    server.should_exit = True
-    await task
 
 
 def _listen(host: str, port: int) -> socket.socket:

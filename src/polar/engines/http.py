@@ -1,5 +1,7 @@
 """Calls to an engine's HTTP server, and its failures as `EngineError`s that say what follows."""
 
+import io
+
 import aiohttp
 import msgspec
 from msgspec import Struct
@@ -15,6 +17,9 @@ _KINDS: dict[int, ApiErrorKind] = {
     503: "overloaded",
     504: "timeout",
 }
+
+_AT_ONCE = 256 * 1024
+"""Bytes of a body that are written in one go; more would keep others waiting."""
 
 _CONTEXT_WORDS = (b"context length", b"context_length", b"context window", b"maximum input length", b"too many tokens")
 _LIMIT_WORDS = (b"max_tokens", b"max_completion_tokens", b"max_model_len")
@@ -60,7 +65,8 @@ class EngineHttp:
 
     async def _post(self, path: str, body: bytes) -> aiohttp.ClientResponse:
         # Redirects are refused: prompts and keys go only where somebody said that they should.
-        return await self._session().post(self.url + path, data=body, allow_redirects=False)
+        data = body if len(body) <= _AT_ONCE else io.BytesIO(body)  # which is written piece by piece
+        return await self._session().post(self.url + path, data=data, allow_redirects=False)
 
     async def read(self, response: aiohttp.ClientResponse) -> bytes:
         try:

@@ -30,7 +30,14 @@ from polar.store.base import Store
 
 log = logging.getLogger(__name__)
 
-_LARGE = 1024 * 1024  # bytes
+_LARGE = 1024 * 1024
+"""Bytes of a body from which on it is decoded in a thread."""
+
+_SMALL = 64 * 1024
+"""Bytes of a body up to which nothing in it takes long."""
+
+_MANY_OBJECTS = 4096
+"""JSON objects that take a thread to decode in a smaller body."""
 
 
 class Match(NamedTuple):
@@ -45,9 +52,9 @@ class Gateway:
         self._sampling = settings.engine.sampling
         self._pools = pools
         self._sessions = sessions
-        self._prompting = Prompting(settings.engine, pools, store)
+        self.prompting = Prompting(settings.engine, pools, store)
         self._context = Context(
-            pools, store, metrics, PromptIds(), self._prompting, settings.engine.logprobs, settings.gateway.grace
+            pools, store, metrics, PromptIds(), self.prompting, settings.engine.logprobs, settings.gateway.grace
         )
         self._dialects: list[Dialect] = [load("dialects", name)() for name in names("dialects")]
         self._runner: web.ServerRunner | None = None
@@ -55,7 +62,7 @@ class Gateway:
 
     async def start(self) -> str:
         """Listens; the address that harnesses are pointed at."""
-        await self._prompting.model(self._pools.default)  # before the first harness has to wait for it
+        await self.prompting.model(self._pools.default)  # before the first harness has to wait for it
         self._runner = web.ServerRunner(create_server(self.handle), shutdown_timeout=2)
         await self._runner.setup()
         site = web.TCPSite(self._runner, self._settings.host, self._settings.port, backlog=4096, reuse_address=True)
@@ -73,6 +80,7 @@ class Gateway:
         if self._runner is not None:
             await self._runner.cleanup()
         await self._sessions.close()
+        await self.prompting.close()
 
     async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
         path_key, path = auth.split_path(request.path)
@@ -106,13 +114,10 @@ class Gateway:
             raise _unknown_key()
         if match.operation in ("list_models", "get_model"):
             return self._models(match, session)
-        body = await read_body(request, self._settings.max_body)
-        if len(body) < _LARGE:
-            call = self._understand(match, session, request, body)
-        else:  # pictures, mostly: long enough to be noticed by others
-            call = await asyncio.to_thread(self._understand, match, session, request, body)
+        limit = self._settings.max_body or self.prompting.body_limit(self._pools.of(session.run))
+        call = await self._read_call(match, session, request, await read_body(request, limit))
         if match.operation == "count_tokens":
-            tokens = await self._prompting.count(call)
+            tokens = await self.prompting.count(call)
             if tokens is None:
                 pool = self._pools.of(session.run)
                 tokens = await pool.count_tokens(call.request, session.group, session.replica)
@@ -148,19 +153,29 @@ class Gateway:
             raise ApiError("method", f"{auth.shown(path)} does not take {method}.")
         raise ApiError("not_found", f"There is no {method} {auth.shown(path)} here.")
 
-    def _understand(self, match: Match, session: OpenSession, request: web.BaseRequest, body: bytes) -> Call:
+    async def _read_call(self, match: Match, session: OpenSession, request: web.BaseRequest, body: bytes) -> Call:
+        """Decodes a body; in a thread where that takes long enough to be noticed by others."""
+        long = len(body) >= _LARGE or (len(body) > _SMALL and body.count(b"{") > _MANY_OBJECTS)
+        try:
+            if long:
+                return await asyncio.to_thread(self._decode_call, match, session, request, body, body)
+            return self._decode_call(match, session, request, body, body)
+        except ApiError as error:
+            if error.kind != "invalid_request" or len(body) >= _LARGE:
+                raise
+            mended = mend(body) if len(body) <= _SMALL else await asyncio.to_thread(mend, body)
+            if mended == body:
+                raise
+            return await asyncio.to_thread(self._decode_call, match, session, request, body, mended)
+
+    def _decode_call(
+        self, match: Match, session: OpenSession, request: web.BaseRequest, body: bytes, mended: bytes
+    ) -> Call:
         params = match.params
         if "alt" in request.query:
             params["alt"] = request.query["alt"]
-        try:
-            wire = match.dialect.split(body)
-            asked = match.dialect.decode_request(wire, params)
-        except ApiError as error:
-            mended = mend(body) if error.kind == "invalid_request" and len(body) < _LARGE else body
-            if mended == body:
-                raise
-            wire = match.dialect.split(mended)
-            asked = match.dialect.decode_request(wire, params)
+        wire = match.dialect.split(mended)
+        asked = match.dialect.decode_request(wire, params)
         self._sampling.apply(asked.sampling)
         if session.sampling is not None:
             session.sampling.apply(asked.sampling)

@@ -31,6 +31,9 @@ from polar.types import Event, Request, TextDelta
 
 log = logging.getLogger(__name__)
 
+RECORDED_REFUSAL_BYTES = 1024 * 1024
+"""Of a request that does not fit the model's context, up to which it is recorded all the same."""
+
 _BEGINNING = (TextDelta(""),)
 """Says nothing but that the engine has begun."""
 
@@ -182,7 +185,10 @@ class Generation:
             status = "partial"  # nobody has it yet; amended if somebody still comes
         meter = self.call.session.meter
         try:
-            await self._record(status)
+            if self._is_refused_giant():
+                meter.too_long = True
+            else:
+                await self._record(status)
             meter.unrecorded = None
         except StoreError as error:
             # What is not durable is not delivered: the harness may try again when the store is well.
@@ -222,6 +228,11 @@ class Generation:
             call=self.capture,
             chosen=self.capture.chosen,
         )
+
+    def _is_refused_giant(self) -> bool:
+        """A request that did not fit the context and is long enough for its recording to keep others waiting."""
+        too_long = self.error is not None and self.error.kind == "context_length" and not self.capture.sampled
+        return too_long and len(self.call.body) > RECORDED_REFUSAL_BYTES
 
     async def _record(self, status: ExchangeStatus) -> None:
         delivered = len(self.capture.sampled) if status == "complete" else self._delivered

@@ -15,7 +15,11 @@ _HEADER_LIMIT = 64 * 1024
 """Bytes of one header; harnesses put JSON into theirs."""
 
 SILENCE = 60.0
-"""Seconds without a byte after which a request body is given up."""
+"""Seconds without a byte after which a request body is given up; and seconds in which a request's headers have to come,
+counted from the connection's beginning or the request before."""
+
+SLOWEST_UPLOAD = 1024
+"""Bytes a second that a body has to come with, after the first minute."""
 
 Handler = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
 
@@ -42,6 +46,7 @@ def create_server(handler: Handler) -> web.Server:
         logger=_log,
         handler_cancellation=True,
         auto_decompress=False,
+        keepalive_timeout=SILENCE,  # aiohttp closes a connection then that has no whole request, half a one or none
         max_line_size=_HEADER_LIMIT,
         max_field_size=_HEADER_LIMIT,
     )
@@ -68,20 +73,21 @@ async def read_body(request: web.BaseRequest, limit: int) -> bytes:
         await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         request.writer.output_size = 0  # this was no part of the answer yet
     now = asyncio.get_running_loop().time
+    begun = now()
     pieces = []
     size = 0
     try:
         async with asyncio.timeout(SILENCE) as patience:
             async for piece in request.content.iter_any():
-                patience.reschedule(now() + SILENCE)
                 size += len(piece)
+                patience.reschedule(min(now(), begun + size / SLOWEST_UPLOAD) + SILENCE)
                 if size > limit:
                     raise _too_large(limit)
                 pieces.append(piece)
     except (HttpProcessingError, web.RequestPayloadError) as error:
         raise ApiError("invalid_request", f"The request body can't be read: {error}.") from error
     except TimeoutError as error:
-        message = f"No more of the request body came for {SILENCE:g} s, or what came is not chunked as it should be."
+        message = f"The request body came too slowly ({SILENCE:g} s of silence), or is not chunked as it should be."
         raise ApiError("invalid_request", message) from error
     return _unpacked(b"".join(pieces), request.headers.get("Content-Encoding", "").strip().lower(), limit)
 
@@ -104,4 +110,4 @@ def _unpacked(body: bytes, encoding: str, limit: int) -> bytes:
 
 
 def _too_large(limit: int) -> ApiError:
-    return ApiError("too_large", f"The request body is larger than {limit} bytes ([gateway] max_body).")
+    return ApiError("too_large", f"The request body is larger than {limit} bytes, the limit here ([gateway] max_body).")

@@ -74,6 +74,7 @@ class Meter:
         self.used = Used()  # by calls that are recorded
         self._failures: dict[str, tuple[ApiErrorKind, str]] = {}  # by exchange; an exception would hold on to its call
         self.unrecorded: str | None = None  # the last reply could not be recorded, and so not delivered
+        self.too_long = False  # the last call did not fit the model's context by far, and was not recorded
         self._most_turns = turns
         self._most_tokens = tokens
         self._over = asyncio.Event()
@@ -89,6 +90,7 @@ class Meter:
             self._over.set()
             raise ApiError("rate_limit", f"The session has used up its tokens ({self._most_tokens}).")
         self.turns += 1
+        self.too_long = False
         return wanted if left is None else left if wanted is None else min(wanted, left)
 
     def sampled(self, tokens: int) -> None:
@@ -108,6 +110,11 @@ class Meter:
     def was_full(self, exchange_id: str) -> bool:
         """Whether a call did not fit the model's context."""
         return self._failures.get(exchange_id, (None, None))[0] == "context_length"
+
+    async def time_over(self, seconds: float) -> None:
+        """Until the session's clock has counted so many seconds."""
+        while (left := seconds - self.clock.elapsed()) > 0:  # noqa: ASYNC110 (the clock may stand still meanwhile)
+            await asyncio.sleep(max(left, _SHORTEST))
 
     async def used_up(self, seconds: float) -> Limit:
         """Until the session has used up its turns or tokens, or so many seconds."""

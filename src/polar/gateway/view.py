@@ -24,6 +24,8 @@ def session(record: Session) -> dict[str, Any]:
         "reward": record.reward,
         "reason": record.reason,
         "turn_rewards": record.turn_rewards,
+        "evidence": record.evidence,
+        "suspicious": record.suspicious,
     }
 
 

@@ -76,7 +76,7 @@ class History(Struct):
 
     known: dict[str, Known] = field(default_factory=dict)
     unmarked: set[str] = field(default_factory=set)  # exchanges of whose prompts nothing is proved
-    _written: dict[str, str] = field(default_factory=dict)  # ids of calls as the model wrote them, by ours
+    written_ids: dict[str, str] = field(default_factory=dict)  # ids of calls as the model wrote them, by ours
     _said: dict[tuple[bytes, bytes], list[Known]] = field(default_factory=dict)
 
     def add(self, known: Known, parts: Sequence[Part] = ()) -> None:
@@ -84,13 +84,13 @@ class History(Struct):
         self.known[known.exchange_id] = known
         for part in parts:
             if isinstance(part, ToolCall) and part.written and (issued := ids.call_named(part.id)):
-                self._written[issued] = part.written
+                self.written_ids[issued] = part.written
         self._said.setdefault((known.saying.text, known.saying.calls), []).append(known)
 
     def written(self, call_id: str) -> str | None:
         """The id that the model itself wrote for a call, where it did and the harness echoes ours."""
         issued = ids.call_named(call_id)
-        return self._written.get(issued) if issued else None
+        return self.written_ids.get(issued) if issued else None
 
     def candidates(self, echo: "Echo") -> Sequence[Known]:
         """The exchanges that a turn may have come from, the likeliest first: the one that it names; else those that
@@ -117,6 +117,11 @@ class Base(NamedTuple):
     known: Known
     sampled: int | None
     drop: int = 0
+
+    @property
+    def length(self) -> int:
+        """In tokens."""
+        return self.known.prompt - self.drop if self.sampled is None else self.known.prompt + self.sampled
 
     def extended(self, context: Ids, new: Ids) -> Ids:
         """The prompt's ids, given those of the exchange (its prompt and what was sampled) and those of the text behind

@@ -8,23 +8,35 @@ joined to one text must be guarded as one text: two halves of a spelling are har
     content -> guard -> template -> rendered text -> split at control tokens -> ids
 
 Invariant: for content without such spellings the ids are those of the tokenizer itself. A span is encoded once and
-remembered, so a conversation costs only what is new in it.
+remembered, so a conversation costs only what is new in it. `new_text_limit` bounds how much new text a block of code
+may guard and encode, for callers that must not be kept busy.
 """
 
 import json
 import re
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from hashlib import blake2b
+from typing import Any
 
 import numpy as np
 import tokenizers
 
+from polar.errors import PolarError
+from polar.rendering.length import TextBound
 from polar.rendering.memo import Memo
-from polar.rendering.tokenizer import Ids, Tokenizer
+from polar.rendering.tokenizer import Ids, Tokenizer, encode_ids
 
 _REMEMBERED = 64 * 1024 * 1024
 """Characters of texts whose guarded form is kept, and of spans whose ids are."""
+
+_SCANNED_CHARACTERS = 32 * 1024
+"""Characters of a piece that is encoded by itself, only to see how many tokens it has."""
+
+_IDS_COMPARED = 1024
+"""Ids up to which a Python set is the quickest way to find one among them."""
 
 BROKEN, TURN = "\x00", "\x01"
 """How digests of rendered text (continuation.py) write a break, and the place of a turn. Content that has these
@@ -35,14 +47,51 @@ BREAK = f"`{secrets.token_hex(8)}`"
 HTML escapes, and with edges that no control token has."""
 
 
+class TooMuchNewText(PolarError):
+    """A prompt has more new text than the caller wanted to spend time on."""
+
+
+class _Allowance:
+    def __init__(self, left: int) -> None:
+        self.left = left  # bytes
+
+
+_allowance: ContextVar[_Allowance | None] = ContextVar("new_text_allowance", default=None)
+
+
+@contextmanager
+def new_text_limit(size: int) -> Iterator[None]:
+    """Within, guarding and encoding raises TooMuchNewText once more than `size` bytes of text had to be processed anew.
+    Text that is both guarded and encoded counts twice."""
+    token = _allowance.set(_Allowance(size))
+    try:
+        yield
+    finally:
+        _allowance.reset(token)
+
+
+def _charge(text: str) -> None:
+    allowance = _allowance.get()
+    if allowance is not None:
+        allowance.left -= utf8_size(text)
+        if allowance.left < 0:
+            raise TooMuchNewText("The prompt has too much new text to be rendered here.")
+
+
+def utf8_size(text: str) -> int:
+    return len(text) if text.isascii() else len(text.encode("utf-8", "surrogatepass"))
+
+
 class PromptEncoder:
     def __init__(self, tokenizer: Tokenizer) -> None:
-        self.fingerprint = blake2b(tokenizer.backend.to_str().encode(), digest_size=16).digest()
+        definition = tokenizer.backend.to_str()
+        data = json.loads(definition)
+        self.text_bound = TextBound(data)
+        self.fingerprint = blake2b(definition.encode(), digest_size=16).digest()
         """Of the tokenizer: ids mean something only with the one that they are from."""
         self.control = _control_tokens(tokenizer)
         """Ids of the control tokens by their text."""
-        longest_first = sorted(self.control, key=len, reverse=True)
-        self._pattern = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
+        self._pattern = re.compile(_any_of(self.control))
         self._splitter = re.compile(f"({self._pattern.pattern})")
         # One character at a time, since spellings can overlap.
         self._fragile = re.compile(f"(?={self._pattern.pattern}).|[{BROKEN}{TURN}]", re.DOTALL)
@@ -55,10 +104,11 @@ class PromptEncoder:
             for token in tokenizer.backend.get_added_tokens_decoder().values()
             if token.content in self.control and (token.lstrip or token.rstrip)
         }
-        self._plain, self._anchor = _plain(tokenizer, set(self.control))
-        self._guarded: Memo[str] = Memo(self._broken, _REMEMBERED)
-        self._first_span: Memo[Ids] = Memo(self._encode_first, _REMEMBERED // 8)
-        self._span: Memo[Ids] = Memo(self._encode_span, _REMEMBERED)
+        self._control_ids = np.array(list(self.control.values()), np.int32)
+        self._plain, self._anchor = _plain(tokenizer, data, set(self.control))
+        self._guarded: Memo[str] = Memo(self._broken, _REMEMBERED, _charge)
+        self._first_span: Memo[Ids] = Memo(self._encode_first, _REMEMBERED // 8, _charge)
+        self._span: Memo[Ids] = Memo(self._encode_span, _REMEMBERED, _charge)
 
     def guard(self, text: str) -> str:
         """Content as it may go into a template."""
@@ -73,6 +123,17 @@ class PromptEncoder:
             elif span:
                 pieces.append(self._first_span(span) if first and not pieces else self._span(span))
         return np.concatenate(pieces) if pieces else np.empty(0, np.int32)
+
+    def exceeds(self, text: str, tokens: int) -> bool:
+        """Whether a text has more tokens by far, found by encoding pieces of it until there are more than twice as
+        many: a cut between two pieces adds a few tokens at most. False says nothing."""
+        count = 0
+        for start in range(0, len(text), _SCANNED_CHARACTERS):
+            piece = text[start : start + _SCANNED_CHARACTERS].replace(BREAK, "")
+            count += len(encode_ids(self._plain, _encodable(piece)))
+            if count > 2 * tokens + _SCANNED_CHARACTERS // 16:
+                return True
+        return False
 
     def is_control_at(self, text: str, start: int) -> bool:
         return self._pattern.match(text, start) is not None
@@ -117,18 +178,20 @@ class PromptEncoder:
 
     def _checked(self, text: str, *, anchored: bool) -> Ids:
         text = _encodable(text)
-        if anchored:
-            ids = self._plain.encode(f"{self._anchor}{text}", add_special_tokens=False).ids[1:]
-        else:
-            ids = self._plain.encode(text, add_special_tokens=False).ids
-        if not set(ids).isdisjoint(self.control.values()) and (spelling := self._pattern.search(text)):
+        ids = encode_ids(self._plain, f"{self._anchor}{text}")[1:] if anchored else encode_ids(self._plain, text)
+        array = np.asarray(ids, np.int32)
+        if self._has_control(array) and (spelling := self._pattern.search(text)):
             # A vocabulary that has the control token's text as an ordinary piece: cut the spelling in two.
             at = spelling.start() + 1
             behind = self._checked(text[at:], anchored=self._anchor is not None)
             return np.concatenate([self._checked(text[:at], anchored=anchored), behind])
-        array = np.asarray(ids, np.int32)
         array.flags.writeable = False  # shared by all who ask
         return array
+
+    def _has_control(self, ids: Ids) -> bool:
+        if len(ids) > _IDS_COMPARED:
+            return bool(np.isin(ids, self._control_ids).any())
+        return not set(ids.tolist()).isdisjoint(self.control.values())
 
 
 def _control_tokens(tokenizer: Tokenizer) -> dict[str, int]:
@@ -142,6 +205,26 @@ def _control_tokens(tokenizer: Tokenizer) -> dict[str, int]:
     }
 
 
+def _any_of(words: Iterable[str]) -> str:
+    """A pattern that matches the longest of the words at a position. It branches by character, so that its cost does
+    not grow with the number of words: some models have hundreds of control tokens that begin alike."""
+    tree: dict[str, Any] = {}
+    for word in words:
+        node = tree
+        for character in word:
+            node = node.setdefault(character, {})
+        node[""] = {}
+    return _branches(tree) or r"(?!)"
+
+
+def _branches(node: dict[str, Any]) -> str:
+    options = [re.escape(character) + _branches(behind) for character, behind in node.items() if character]
+    if not options:
+        return ""
+    pattern = options[0] if len(options) == 1 and "" not in node else f"(?:{'|'.join(options)})"
+    return f"{pattern}?" if "" in node else pattern
+
+
 def _encodable(text: str) -> str:
     """JSON can spell half a character (a lone surrogate), which no tokenizer takes: it is shown as undecodable."""
     try:
@@ -151,10 +234,9 @@ def _encodable(text: str) -> str:
     return text
 
 
-def _plain(tokenizer: Tokenizer, control: set[str]) -> tuple[tokenizers.Tokenizer, str | None]:
-    """The tokenizer without its control tokens, and an anchor where one is needed: some tokenizers treat the beginning
-    of a text apart, which a span in the middle isn't."""
-    data = json.loads(tokenizer.backend.to_str())
+def _plain(tokenizer: Tokenizer, data: dict[str, Any], control: set[str]) -> tuple[tokenizers.Tokenizer, str | None]:
+    """The tokenizer (`data` is its definition) without its control tokens, and an anchor where one is needed: some
+    tokenizers treat the beginning of a text apart, which a span in the middle isn't."""
     data["added_tokens"] = [token for token in data["added_tokens"] if token["content"] not in control]
     data["post_processor"] = None
     plain = tokenizers.Tokenizer.from_str(json.dumps(data))
@@ -165,5 +247,5 @@ def _plain(tokenizer: Tokenizer, control: set[str]) -> tuple[tokenizers.Tokenize
     anchor = f"\ue002{secrets.token_hex(8)}\ue003"
     plain.add_tokens([tokenizers.AddedToken(anchor, normalized=False)])
     text = "a b"
-    same = plain.encode(anchor + text, add_special_tokens=False).ids[1:] == plain.encode(text).ids
+    same = encode_ids(plain, anchor + text)[1:] == encode_ids(plain, text)
     return plain, None if same else anchor

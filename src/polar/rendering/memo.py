@@ -12,8 +12,10 @@ class Memo(Generic[V]):
     """Remembers `compute(text)` for the texts that were asked for last, `budget` characters of them. Safe to use from
     several threads."""
 
-    def __init__(self, compute: Callable[[str], V], budget: int) -> None:
+    def __init__(self, compute: Callable[[str], V], budget: int, charge: Callable[[str], None]) -> None:
+        """`charge` is called with each text that has to be computed; it may raise instead of allowing that."""
         self._compute = compute
+        self._charge = charge
         self._budget = budget
         self._known: OrderedDict[str, V] = OrderedDict()
         self._size = 0
@@ -24,6 +26,7 @@ class Memo(Generic[V]):
             if text in self._known:
                 self._known.move_to_end(text)
                 return self._known[text]
+        self._charge(text)
         value = self._compute(text)
         with self._lock:
             if text not in self._known:

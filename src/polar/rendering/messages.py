@@ -24,7 +24,7 @@ from typing import Any
 import msgspec
 from msgspec import Struct, field
 
-from polar.rendering.template import ChatMessage, ToolSpec
+from polar.rendering.template import ChatMessage, TemplateError, ToolSpec
 from polar.types import Media, Message, Part, Reasoning, Text, Tool, ToolCall, ToolResult
 
 Guard = Callable[[str], str]
@@ -200,8 +200,12 @@ def _context(message: Message, guard: Guard, names: dict[str, tuple[str, str]]) 
 
 @lru_cache(4096)
 def _spec(name: str, description: str, parameters: bytes, guard: Guard) -> ToolSpec:
-    """One per tool, however often it is sent; its JSON is written once."""
-    schema = _guarded(msgspec.json.decode(parameters), guard)
+    """One per tool, however often it is sent; its JSON is written once. Raises TemplateError for a schema with numbers
+    that are out of range."""
+    try:
+        schema = _guarded(msgspec.json.decode(parameters), guard)
+    except msgspec.DecodeError as error:
+        raise TemplateError(f"The parameters of the tool {name!r} can't be read: {error}.") from error
     function = {"name": guard(name), "description": guard(description), "parameters": schema}
     return ToolSpec({"type": "function", "function": function})
 

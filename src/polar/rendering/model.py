@@ -47,7 +47,7 @@ class Model:
 
     @classmethod
     def load(cls, folder: str | Path, mode: Mode = "auto", template_kwargs: dict[str, Any] | None = None) -> "Model":
-        return cls(_tokenizer(_resolve(folder)), mode, template_kwargs)
+        return cls(_tokenizer(resolve_folder(folder)), mode, template_kwargs)
 
     def plan(self, request: Request, history: History, cut: Cut) -> Plan:
         """How the prompt of a request (of plain function tools) comes about. Raises TemplateError."""
@@ -133,7 +133,7 @@ def _tokenizer(folder: Path) -> Tokenizer:
     return Tokenizer.load(folder)
 
 
-def _resolve(folder: str | Path) -> Path:
+def resolve_folder(folder: str | Path) -> Path:
     """A folder; or a model's name, where a copy of it is on this machine already. Nothing is downloaded."""
     path = Path(folder)
     if path.is_dir():

@@ -53,6 +53,12 @@ class _Config(Struct):
         }
 
 
+def encode_ids(backend: tokenizers.Tokenizer, text: str, *, add_special_tokens: bool = False) -> list[int]:
+    """The ids of a text. Other threads run meanwhile: the library releases the interpreter's lock for batches alone."""
+    ids: list[int] = backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+    return ids
+
+
 class Tokenizer:
     """Encodes and decodes as the model's own tokenizer does. Safe to use from several threads."""
 
@@ -117,7 +123,7 @@ class Tokenizer:
         return "" if self._template is None else self._template.text
 
     def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
-        return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+        return encode_ids(self.backend, text, add_special_tokens=add_special_tokens)
 
     def encode_words(self, text: str) -> tuple[list[int], list[int | None]]:
         """The ids, and for each id the number of the word that it is part of."""

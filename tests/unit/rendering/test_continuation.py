@@ -389,7 +389,7 @@ events = st.sampled_from(["", "", "", "", "question", "fork", "compact", "date",
 
 @pytest.mark.parametrize("mode", ["auto", "sampled"])
 @every_talker
-@settings(deadline=None, max_examples=20, suppress_health_check=list(HealthCheck))
+@settings(deadline=None, max_examples=8, suppress_health_check=list(HealthCheck))
 @given(st.lists(st.tuples(turns, echoes, words, events), min_size=1, max_size=6))
 def test_no_prompt_has_another_context_than_its_request(
     name: str, mode: Mode, steps: list[tuple[Says, str, str, str]]

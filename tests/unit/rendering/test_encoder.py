@@ -20,7 +20,7 @@ from tests.unit.rendering.talkers import TALKERS
 
 NAMES = ("scripted", "qwen3", "qwen35", "llama3_2", "gemma3", "smollm2")
 every_model = pytest.mark.parametrize("name", NAMES)
-unhurried = settings(deadline=None, max_examples=30, suppress_health_check=list(HealthCheck))
+unhurried = settings(deadline=None, max_examples=8, suppress_health_check=list(HealthCheck))
 
 
 @cache

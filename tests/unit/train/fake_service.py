@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from polar.client.feed import RawResult
-from polar.rollout.models import SessionResult, TaskRequest, TaskStatus
+from polar.rollout.models import SessionResult, TaskRequest, TaskStatus, TrajectoryResult
 from polar.train.learner import Learner
 from polar.train.trainer import Updated, Versions
 from polar.trajectory.types import Path, Sampled
@@ -59,7 +59,13 @@ class FakeService:
     async def ended(self, task_ids: Iterable[str]) -> AsyncIterator[TaskStatus]:
         for name in task_ids:
             results = [
-                SessionResult(session_id=one.session_id, task_id=name, status="COMPLETED", reward=one.reward)
+                SessionResult(
+                    session_id=one.session_id,
+                    task_id=name,
+                    status="COMPLETED",
+                    reward=one.reward,
+                    trajectory=TrajectoryResult(status="COMPLETED"),
+                )
                 for one in self.groups[name][1]
             ]
             yield TaskStatus(task_id=name, status="completed", results=results)

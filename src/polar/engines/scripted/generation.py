@@ -206,6 +206,8 @@ class Generation(Struct):
                 yield self._sample(stop)
                 if stop == total:
                     return
+                if self.script.turn.token_delay is not None:
+                    due = max(due, loop.time())  # a delay is kept after a stall too; a rate catches up
                 due += self.interval * size
                 await asyncio.sleep(max(due - loop.time(), 0))
 

@@ -40,7 +40,7 @@ class Turn(Struct, forbid_unknown_fields=True):
 
     # How it is said:
     delay: float = 0.0  # seconds before the first token
-    token_delay: float | None = None  # seconds between tokens, instead of the server's rate
+    token_delay: float | None = None  # seconds between tokens, at least, instead of the server's rate
 
     # What goes wrong. A number is an HTTP status; `midstream`: an error event; `close`: the connection breaks;
     # `garbage`: bytes that are no reply; `hang`: nothing more ever comes.

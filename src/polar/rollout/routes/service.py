@@ -51,13 +51,22 @@ class Status(BaseModel):
     policy: dict[str, ShownPolicy] = Field(description="of each run with engines of its own, and of default")
 
 
+def _health(parts: Parts) -> Health:
+    pool = parts.pools.default
+    engines = [EngineHealth(down=replica.down, running=len(replica.running)) for replica in pool.replicas]
+    return Health(paused=pool.gate.paused, sessions=len(parts.sessions), engines=engines)
+
+
+def current_health(parts: Parts) -> bytes:
+    """The body of /health. Reads only, so that any thread may call it."""
+    return _health(parts).model_dump_json().encode()
+
+
 def open_routes(router: APIRouter, parts: Parts) -> None:
     @router.get("/health", tags=["service"])
     async def health() -> Health:
         """Whether the service is up. Needs no token."""
-        pool = parts.pools.default
-        engines = [EngineHealth(down=replica.down, running=len(replica.running)) for replica in pool.replicas]
-        return Health(paused=pool.gate.paused, sessions=len(parts.sessions), engines=engines)
+        return _health(parts)
 
 
 def routes(router: APIRouter, parts: Parts) -> None:

@@ -1,0 +1,172 @@
+"""The processes that make long prompts (worker.py), as the event loop sees them.
+
+A process is started when there is the first job for it, and again when it was killed; a job whose process died is tried
+once more. Two lanes, so that long texts don't wait behind very long ones, and one job of a session at a time, so that
+none takes all processes for itself. A caller that goes away leaves its job to its end: the next one waits, and nothing
+has to be loaded anew.
+"""
+
+import asyncio
+import contextlib
+import logging
+import os
+import pickle
+import sys
+from weakref import WeakValueDictionary
+
+import msgspec
+
+from polar.errors import PolarError
+from polar.rendering.prompt_job import ContextExceeded, Prompt, PromptJob
+from polar.rendering.template import TemplateError
+from polar.rendering.worker import LENGTH_BYTES, Made, Setup
+
+log = logging.getLogger(__name__)
+
+VERY_LONG_BYTES = 1024 * 1024
+"""Of a job, from which on it belongs to the lane of its own."""
+
+JOB_SECONDS = 120.0
+"""After which a job is given up and its process is killed."""
+
+_TRIES = 2
+_PIPE_LIMIT = 1024 * 1024  # bytes of a reply that are buffered before reading goes on
+_MOST_PROCESSES = 4  # of each lane
+
+
+class WorkerDied(PolarError):
+    """A process ended before its job was done, as often as it was tried."""
+
+
+class RenderTimeout(PolarError):
+    """A job took longer than JOB_SECONDS."""
+
+
+class WorkerPool:
+    def __init__(self, setup: Setup) -> None:
+        count = max(1, min(_MOST_PROCESSES, (os.cpu_count() or 1) // 4))
+        self._long = [_Worker(setup) for _ in range(count)]
+        self._very_long = [_Worker(setup) for _ in range(count)]
+        self._sessions: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+        self._jobs: set[asyncio.Task[Made]] = set()
+
+    @property
+    def process_ids(self) -> list[int]:
+        """Of the processes that run now."""
+        return [worker.pid for worker in (*self._long, *self._very_long) if worker.pid is not None]
+
+    async def make(self, session_id: str, job: PromptJob) -> Prompt:
+        """Raises what prompt_job.make_prompt does, and WorkerDied or RenderTimeout."""
+        frame = await asyncio.to_thread(pickle.dumps, job, pickle.HIGHEST_PROTOCOL)
+        task = asyncio.get_running_loop().create_task(self._run(session_id, frame))
+        self._jobs.add(task)
+        task.add_done_callback(self._forget)
+        made = await asyncio.shield(task)
+        match made.failure:
+            case None:
+                return made.prompt()
+            case "template":
+                raise TemplateError(made.message)
+            case "context_exceeded":
+                assert job.context_length is not None
+                raise ContextExceeded(job.context_length)
+            case "too_deep":
+                raise RecursionError
+            case "failed":
+                raise RuntimeError(f"A prompt could not be made: {made.message}")
+
+    async def close(self) -> None:
+        for task in self._jobs:
+            task.cancel()
+        await asyncio.gather(*self._jobs, return_exceptions=True)
+        for worker in (*self._long, *self._very_long):
+            await worker.stop()
+
+    def _forget(self, task: "asyncio.Task[Made]") -> None:
+        self._jobs.discard(task)
+        if not task.cancelled():
+            task.exception()  # whoever waited has it, or went away
+
+    async def _run(self, session_id: str, frame: bytes) -> Made:
+        lock = self._sessions.get(session_id)
+        if lock is None:
+            lock = self._sessions[session_id] = asyncio.Lock()
+        async with lock:
+            lane = self._very_long if len(frame) > VERY_LONG_BYTES else self._long
+            for left in reversed(range(_TRIES)):
+                worker = min(lane, key=lambda worker: worker.waiting)
+                try:
+                    return await worker.run(frame)
+                except WorkerDied:
+                    if not left:
+                        raise
+        raise AssertionError
+
+
+class _Worker:
+    """One process, or none yet."""
+
+    def __init__(self, setup: Setup) -> None:
+        self._setup = setup
+        self._process: asyncio.subprocess.Process | None = None
+        self._turn = asyncio.Lock()
+        self.waiting = 0  # jobs, the running one included
+
+    @property
+    def pid(self) -> int | None:
+        return None if self._process is None or self._process.returncode is not None else self._process.pid
+
+    async def run(self, frame: bytes) -> Made:
+        self.waiting += 1
+        try:
+            async with self._turn:
+                return await self._run(frame)
+        finally:
+            self.waiting -= 1
+
+    async def _run(self, frame: bytes) -> Made:
+        try:
+            async with asyncio.timeout(JOB_SECONDS):
+                if self.pid is None:
+                    await self._start()
+                await self._send(frame)
+                return msgspec.msgpack.decode(await self._receive(), type=Made)
+        except BaseException as error:
+            await self.stop()  # what it would still answer belongs to nobody
+            if isinstance(error, (ConnectionError, asyncio.IncompleteReadError)):
+                log.warning("A process that renders prompts died; another one takes over.")
+                raise WorkerDied("A process that renders prompts died.") from error
+            if isinstance(error, TimeoutError):
+                raise RenderTimeout(f"Rendering the prompt took more than {JOB_SECONDS:g} s.") from error
+            raise
+
+    async def _start(self) -> None:
+        self._process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-P", "-m", "polar.rendering.worker"),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            env=os.environ | {"TOKENIZERS_PARALLELISM": "false"},
+            start_new_session=True,  # an interrupt is for us alone, and our end is the end of its input
+            limit=_PIPE_LIMIT,
+        )
+        await self._send(msgspec.json.encode(self._setup))
+
+    async def _send(self, frame: bytes) -> None:
+        assert self._process is not None
+        assert self._process.stdin is not None
+        self._process.stdin.write(len(frame).to_bytes(LENGTH_BYTES, "little"))
+        self._process.stdin.write(frame)
+        await self._process.stdin.drain()
+
+    async def _receive(self) -> bytes:
+        assert self._process is not None
+        assert self._process.stdout is not None
+        size = int.from_bytes(await self._process.stdout.readexactly(LENGTH_BYTES), "little")
+        return await self._process.stdout.readexactly(size)
+
+    async def stop(self) -> None:
+        process, self._process = self._process, None
+        if process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+            await process.wait()
