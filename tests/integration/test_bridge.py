@@ -44,12 +44,11 @@ class Bridge:
             response.raise_for_status()
 
     async def finished(self, task_id: str) -> dict[str, Any]:
-        async with asyncio.timeout(90):
+        async with asyncio.timeout(120):
             while True:
                 status: dict[str, Any] = await self.get(f"/rollout/task/{task_id}")
                 if status["status"] != "running":
                     return status
-                assert status["results"] == []
                 await asyncio.sleep(0.05)
 
     async def callback(self, request: web.Request) -> web.Response:
@@ -120,10 +119,10 @@ async def test_a_bridge_submits_polls_and_is_called_back(tmp_path: Path) -> None
             assert (result["status"], result["reward"], result["error"]) == ("COMPLETED", 1.0, None)
             assert result["node_id"] == node["node_id"]
             assert result["metadata"]["index"] == 7
-            assert result["timing"]["seconds"] > 0
+            assert result["timing"]["run_ms"] > 0
             assert result["trajectory"]["status"] == "COMPLETED"
             assert [is_sample(trace) for trace in result["trajectory"]["traces"]] == [True]
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(120):
             while "group-1" not in it.called_back:  # noqa: ASYNC110 (it comes over HTTP)
                 await asyncio.sleep(0.05)
         TaskResult.model_validate(it.called_back["group-1"])

@@ -130,7 +130,7 @@ async def test_engines_with_other_weights_are_found(tmp_path: Path) -> None:
 async def test_a_service_that_is_not_there(tmp_path: Path) -> None:
     """Is told at once, and not after the patience that one has which goes away."""
     nobody = {"server": "http://127.0.0.1:9", "tasks": str(write_tasks(tmp_path)), "name": "test", "patience": 3600}
-    async with Rollouts(settings(nobody)) as rollouts, asyncio.timeout(60):
+    async with Rollouts(settings(nobody)) as rollouts, asyncio.timeout(120):
         with pytest.raises(ClientError, match="polar up"):
             await rollouts.group("plain-0", "1")
 

@@ -71,13 +71,16 @@ class AsyncClient(AsyncClosing):
         return answers
 
     async def task(self, task_id: str, *, results: bool = True) -> TaskStatus:
-        """How far it is; with the results, once it has ended."""
+        """How far it is, with the results that there are by now."""
         query: Query = {"run": self.run, "results": None if results else "false"}
         data = await self._calls.call("GET", f"/rollout/task/{step(task_id)}", query, decode=_json)
         return _valid(TaskStatus, data, f"the task {task_id!r}")
 
-    async def cancel(self, task_id: str) -> dict[str, Any]:
-        return await self._call("DELETE", f"/rollout/task/{step(task_id)}")
+    async def cancel(self, task_id: str) -> TaskStatus:
+        """The task as it is then, without its results; `cancelled_sessions` are those that this ends."""
+        query: Query = {"run": self.run, "results": "false"}
+        data = await self._calls.call("DELETE", f"/rollout/task/{step(task_id)}", query, decode=_json)
+        return _valid(TaskStatus, data, f"the task {task_id!r}")
 
     async def ended(
         self,
@@ -160,6 +163,7 @@ class AsyncClient(AsyncClosing):
 
         after      the cursor to go on from; default: the beginning, or where the consumer is
         builder    of the trajectories; default: as the tasks say
+        suspicious "only" sessions with proven evidence of tampering, or "exclude" them; default: "keep" all
         consumer   a name under which the server remembers what was taken
         raw        results as JSON that is not looked into
         limit      results of one page, which is all that is read ahead; default: 32

@@ -16,6 +16,7 @@ import msgspec
 from msgspec import Raw, Struct
 
 from polar.client.calls import Calls, ClientError, Query
+from polar.rollout.models import SuspiciousFilter
 
 T = TypeVar("T")
 
@@ -32,6 +33,7 @@ class Options(TypedDict, total=False):
     """Of `results`, which says what they mean."""
 
     builder: str | None
+    suspicious: SuspiciousFilter
     consumer: str | None
     limit: int
     wait: float
@@ -76,6 +78,7 @@ class Results(Generic[T]):
         after: int | None = None,
         *,
         builder: str | None = None,
+        suspicious: SuspiciousFilter = "keep",
         consumer: str | None = None,
         limit: int = 32,
         wait: float = 30,
@@ -84,7 +87,8 @@ class Results(Generic[T]):
     ) -> None:
         self.cursor = after  # of the one that was given last
         self._calls = calls
-        self._query: Query = {**query, "builder": builder, "consumer": consumer}
+        only = None if suspicious == "keep" else suspicious
+        self._query: Query = {**query, "builder": builder, "suspicious": only, "consumer": consumer}
         self._made = made
         self._after = after  # where the next page begins
         self._limit = limit

@@ -92,7 +92,7 @@ class Client(Closing):
     def task(self, task_id: str, *, results: bool = True) -> TaskStatus:
         return self.background.run(self._client.task(task_id, results=results))
 
-    def cancel(self, task_id: str) -> dict[str, Any]:
+    def cancel(self, task_id: str) -> TaskStatus:
         return self.background.run(self._client.cancel(task_id))
 
     def ended(self, task_ids: Iterable[str], *, timeout: float | None = None) -> Iterator[TaskStatus]:

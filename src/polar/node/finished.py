@@ -8,7 +8,7 @@ import msgspec
 from msgspec import Struct
 
 from polar.evaluators.base import GraderError, Outcome
-from polar.store.base import Verdict
+from polar.store.base import Verdict, is_suspicious
 
 _LISTED = 1000  # of a list in a verdict's detail
 _REASON = 200  # characters: it is counted by, and stands in tables
@@ -65,6 +65,8 @@ def shown(finished: Finished) -> dict[str, Any]:
         "error": finished.error,
         "turn_rewards": finished.verdict.turn_rewards,
         "detail": finished.verdict.detail,
+        "evidence": finished.verdict.evidence,
+        "suspicious": is_suspicious(finished.verdict.evidence),
         "outcome": finished.outcome,
         "turns": finished.turns,
         "tokens": finished.tokens,

@@ -24,7 +24,9 @@ from polar.node.plan import Plan
 from polar.node.working import node_of
 from polar.rollout.models import TaskRequest
 from polar.rollout.results import session_result
-from polar.trajectory.session import sampled, traced
+from polar.trajectory.checker import HeldBack, SessionChecker
+from polar.trajectory.session import build, nothing_of
+from polar.trajectory.types import Sampled
 from polar.types import Used
 
 _LOOK_S = 1.0  # between two looks at what is wanted, where that may be a matter of time
@@ -75,6 +77,7 @@ class LocalRollout:
         self._ended: asyncio.Queue[asyncio.Task[Finished] | None] = asyncio.Queue()  # None: look again
         self._changed = asyncio.Event()  # something ended, or was cancelled
         self._cancelled = False
+        self._checker = SessionChecker(settings.verify.share)
         self.plane: DataPlane
         self.node: Node
 
@@ -161,21 +164,28 @@ class LocalRollout:
         return self.node.load()
 
     async def result(self, plan: Plan, finished: Finished) -> dict[str, Any]:
-        """The session as trainers read it (models.SessionResult)."""
+        """The session as trainers read it (models.SessionResult); held back where it fails the check."""
         store = self.plane.store
         session = await store.session(finished.session_id)
         assert session is not None
         exchanges = [exchange async for exchange in store.exchanges(finished.session_id)]
 
         def made() -> dict[str, Any]:
-            paths = sampled(session, exchanges)
-            item = Item(session, paths, traced(paths, plan.task.builder.strategy), exchanges)
+            builder, error = plan.task.builder.strategy, finished.error
+            try:
+                built = build(session, exchanges, builder, self._checker)
+                item = Item(session, built.sampled, built.trajectory, exchanges, parts=built.parts)
+            except HeldBack as held:
+                error = str(held)
+                kept, nothing = nothing_of(session, builder, held)
+                item = Item(kept, Sampled(session.session_id, []), nothing)
             return session_result(
                 item,
                 stages=finished.seconds,
-                error=finished.error,
+                error=error,
                 outcome=None if finished.outcome is None else msgspec.to_builtins(finished.outcome),
                 detail=finished.verdict.detail,
+                mask_traces=plan.task.semantics.mask_traces,
             )
 
         return await asyncio.to_thread(made)

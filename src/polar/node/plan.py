@@ -13,9 +13,10 @@ from polar.evaluators.base import Evaluator
 from polar.harnesses import load_harness
 from polar.harnesses.base import Harness
 from polar.harnesses.cache import Installed, cache_folder, find
+from polar.node.probes import upload_targets
 from polar.node.warm import Recipe
 from polar.plugins import load
-from polar.rollout.models import AgentRequest, RuntimeRequest, TaskRequest
+from polar.rollout.models import AgentRequest, RuntimeRequest, Step, TaskRequest
 from polar.runtimes.base import Limits, Mount, Network, Spec
 
 
@@ -28,6 +29,14 @@ class Plan(Struct):
     evaluator: Evaluator | None
     recipe: Recipe  # of the agent's runtime
     grading: Recipe  # of the evaluator's
+
+    @property
+    def private_paths(self) -> list[str]:
+        """Of the runtime: where the grader has files that the agent is not told of."""
+        runtime = self.task.runtime
+        prepared = upload_targets(runtime.prepare)
+        graders = [*getattr(self.evaluator, "private_paths", ()), *upload_targets(runtime.eval_prepare or [])]
+        return [path for path in graders if path not in prepared]
 
     @property
     def wants_fresh(self) -> bool:
@@ -71,9 +80,16 @@ def plan(task: TaskRequest, settings: NodeSettings) -> Plan:
         grading=Recipe(
             runtime.backend,
             _spec(runtime, grades_online, (), settings),
-            (*runtime.prepare, *runtime.eval_prepare),
+            _grading_steps(task),
         ),
     )
+
+
+def _grading_steps(task: TaskRequest) -> tuple[Step, ...]:
+    prepare, for_evaluator = task.runtime.prepare, task.runtime.eval_prepare
+    if task.semantics.eval_prepare == "replace" and for_evaluator is not None:
+        return tuple(for_evaluator)
+    return (*prepare, *(for_evaluator or ()))
 
 
 def recipe_of(runtime: RuntimeRequest, installed: Installed | None, settings: NodeSettings) -> Recipe:

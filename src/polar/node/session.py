@@ -13,8 +13,9 @@ import asyncio
 import logging
 import posixpath
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from pathlib import Path
+from typing import Any, TypeVar
 
 import msgspec
 from msgspec import Struct
@@ -32,18 +33,22 @@ from polar.node.before import MOST, Before
 from polar.node.finished import Finished, checked, printable, shown
 from polar.node.folder import Folder
 from polar.node.plan import Plan
+from polar.node.probes import GraderPathProbes
 from polar.node.stages import Stage, StageName, Timing
+from polar.node.tampering import apply_policy, bound_evidence
 from polar.node.warm import Warm
 from polar.node.work import Graded, main_calls
 from polar.patches import patch
 from polar.runtimes.base import Completed, Runtime, SandboxError, Spoiled, TooLarge
 from polar.runtimes.preparing import PrepareError
 from polar.runtimes.state import remove_tree
-from polar.store.base import Exchange, Session, Store, Verdict
+from polar.store.base import Evidence, Exchange, Session, Store, Verdict
 from polar.telemetry import tracing
 from polar.telemetry.logs import bind
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 _LOGS = 32 << 20  # bytes of each thing that a harness wrote of its own run
 _NOT_THERE = 127
@@ -53,6 +58,14 @@ _LISTED = 1000  # of what a verdict lists
 
 class HarnessError(PolarError):
     """The harness could not even begin: no model call was made."""
+
+
+class NonzeroExit(PolarError):
+    """The harness exited non-zero, and its task does not have such sessions graded."""
+
+
+class TimeUsedUp(PolarError):
+    """The session's time was over before the harness began, or before its grader had ended."""
 
 
 class EngineFailed(PolarError):
@@ -86,6 +99,8 @@ class _Launch(Struct, frozen=True):
 _REASONS: tuple[tuple[type[BaseException], str], ...] = (
     (PrepareError, "prepare_failed"),
     (HarnessError, "harness_failed"),
+    (NonzeroExit, "nonzero_exit"),
+    (TimeUsedUp, "timeout"),
     (EngineFailed, "engine_failed"),
     (GraderError, "grader_failed"),
     (SandboxError, "sandbox_failed"),
@@ -115,6 +130,7 @@ class Life:
         self._has_before = False
         self._expected = False  # of the warm ones, a runtime for our grader
         self._outcome: Outcome | None = None
+        self._evidence: list[Evidence] = []
         self._versions: tuple[int, int] | None = None
         self._span = tracing.SessionSpan()
         self.meter: Meter
@@ -170,6 +186,12 @@ class Life:
             verdict = Verdict(reason="node_failed")
         self._may_cancel = False
         self._span.stage(None)
+        verdict = msgspec.structs.replace(verdict, evidence=bound_evidence(self._evidence))
+        if verdict.reason != "cancelled":
+            settled = apply_policy(verdict, self.plan.task.suspicious)
+            if error is not None and settled is not verdict:  # what went wrong decides nothing any more
+                settled.detail["unadjusted_error"], error = error, None
+            verdict = settled
         await self._tear_down()
         finished = Finished(
             self.session_id,
@@ -225,7 +247,9 @@ class Life:
         async with place.init.place(priority):
             timing.ended("queued")
             self._enter("init")
-            await self._init()
+            if self.plan.task.semantics.clock == "init":
+                self.meter.clock.start()
+            await self._within_time(self._init(), "It was not ready to run")
             timing.ended("init")
             await place.ready.enter(priority)
         try:
@@ -248,6 +272,22 @@ class Life:
                 return await self._postrun(outcome)
             finally:
                 timing.ended("postrun")
+
+    async def _within_time(self, work: Coroutine[Any, Any, T], what: str) -> T:
+        """Raises TimeUsedUp where the task's time covers this work too, and is over."""
+        if self.plan.task.semantics.clock == "run":
+            return await work
+        seconds = self.plan.task.timeout_seconds
+        working, limit = asyncio.ensure_future(work), asyncio.ensure_future(self.meter.time_over(seconds))
+        try:
+            await asyncio.wait({working, limit}, return_when=asyncio.FIRST_COMPLETED)
+            if not working.done():
+                raise TimeUsedUp(f"{what} within {seconds:g} seconds.")
+            return working.result()
+        finally:
+            for task in (working, limit):
+                task.cancel()
+            await asyncio.wait({working, limit})
 
     # INIT
 
@@ -274,6 +314,7 @@ class Life:
         shell = agent.custom_shell
         env = {
             **environment(wanted.gateway_url, self._key, plan.model),
+            **await self._make_folders(runtime),
             **setup.env,
             **agent.env,
             **({} if shell is None else shell.env),
@@ -283,6 +324,22 @@ class Life:
             argv[0] = runtime.path(plan.installed.program())
         cwd = posixpath.join(runtime.spec.workdir, (shell and shell.cwd) or "")
         self._launch = _Launch(argv, env, cwd)
+
+    async def _make_folders(self, runtime: Runtime) -> dict[str, str]:
+        """Folders for what an agent writes of its session, and variables that name them."""
+        folders = self._scratch / "session"
+        await asyncio.to_thread(_make_session_folders, folders)
+        inside = f"{runtime.spec.home}/.session"
+        await runtime.put(folders, inside)
+        await asyncio.to_thread(remove_tree, folders)
+        return {
+            "SESSION_ID": self.session_id,
+            "TASK_ID": self.plan.task.task_id,
+            "SESSION_DIR": runtime.path(inside),
+            "ARTIFACTS_DIR": runtime.path(f"{inside}/artifacts"),
+            "LOGS_DIR": runtime.path(f"{inside}/logs"),
+            "AGENT_LOG_DIR": runtime.path(f"{inside}/logs/agent"),
+        }
 
     # RUN
 
@@ -335,8 +392,12 @@ class Life:
         calls = await asyncio.to_thread(main_calls, self._session, exchanges)
         last = calls[-1] if calls else None
         self._check_platform(outcome, last)
+        if outcome.ended == "finished" and outcome.exit_code != 0 and task.semantics.on_failed_exit == "mask":
+            how = "was killed" if outcome.exit_code is None else f"ended with {outcome.exit_code}"
+            raise NonzeroExit(f"The harness {how}.")
         outcome = self._outcome = self._by_length(outcome, last)
-        await self._keep_diff(runtime)
+        changed = await self._keep_diff(runtime)
+        self._evidence += await asyncio.to_thread(self._find_probes, exchanges, changed)
         if outcome.ended != "finished":
             policy = task.on_timeout if outcome.ended == "timeout" else task.on_length
             if policy == "mask":
@@ -358,13 +419,25 @@ class Life:
             logs=self._folder.logs,
             judges=self._place.settings.judges,
             expected=self._expected,
+            evidence=self._evidence,
         )
         self._expected = False
         try:
-            verdict = await self.plan.evaluator.evaluate(self._work)
+            verdict = await self._within_time(self.plan.evaluator.evaluate(self._work), "It was not graded")
         except Spoiled as error:
             verdict = Verdict(0.0, detail={"why": str(error)})
+        self._evidence += verdict.evidence
+        if not verdict.reward and self._work.timed_out and task.semantics.on_grader_timeout == "mask":
+            verdict = Verdict(reason="timeout_grading", detail=verdict.detail)
         return checked(verdict, live=self._work.live)
+
+    def _find_probes(self, exchanges: list[Exchange], changed: bytes) -> list[Evidence]:
+        """Paths of the grader's that the agent looked for."""
+        probes = GraderPathProbes(self.plan.private_paths, workdir=self.plan.task.runtime.workdir, before=self._before)
+        probes.show(self.plan.task.instruction)
+        probes.read_exchanges(exchanges)
+        probes.read_patch(changed)
+        return probes.evidence
 
     def _check_platform(self, outcome: Outcome, last: Exchange | None) -> None:
         """A harness that never called the model has not failed the task: it never got it. And one whose last call we,
@@ -387,7 +460,9 @@ class Life:
 
     def _by_length(self, outcome: Outcome, last: Exchange | None) -> Outcome:
         """A harness that ended by itself may have done so because the model's context was full, or its reply cut."""
-        cut = last is not None and (last.finish_reason == "length" or self.meter.was_full(last.exchange_id))
+        cut = self.meter.too_long or (
+            last is not None and (last.finish_reason == "length" or self.meter.was_full(last.exchange_id))
+        )
         return msgspec.structs.replace(outcome, ended="length") if outcome.ended == "finished" and cut else outcome
 
     async def _keep_logs(self, runtime: Runtime) -> None:
@@ -399,9 +474,10 @@ class Life:
             except (TooLarge, OSError) as error:
                 log.warning("session %s: %s of the harness's logs is not kept: %s", self.session_id, path, error)
 
-    async def _keep_diff(self, runtime: Runtime) -> None:
+    async def _keep_diff(self, runtime: Runtime) -> bytes:
+        """What the agent changed in its workspace, as a patch; nothing where that is not known."""
         if self._before is None:
-            return
+            return b""
         after = self._scratch / "after"
         try:
             await runtime.get(runtime.spec.workdir, after, max_bytes=MOST, all_links=True)
@@ -409,9 +485,10 @@ class Life:
         except (TooLarge, OSError) as error:  # for people only: whose doing it is, the evaluator tells
             why = str(error)[:_TOLD].encode(errors="backslashreplace")
             self._folder.workspace_diff.write_bytes(b"# The workspace could not be taken: " + why + b"\n")
-            return
+            return b""
         self._folder.workspace_diff.write_bytes(changed)
         await asyncio.to_thread(remove_tree, after)
+        return changed
 
     # The end
 
@@ -454,6 +531,11 @@ class Life:
         except OSError as error:
             log.error("session %s: %s can't be written: %s", self.session_id, self._folder.path, error)
         return told
+
+
+def _make_session_folders(folder: Path) -> None:
+    for name in ("artifacts", "logs/agent"):
+        (folder / name).mkdir(parents=True)
 
 
 def _versions(exchanges: list[Exchange]) -> tuple[int, int] | None:

@@ -1,17 +1,34 @@
 """What an evaluator is given of a session (evaluators.base.Work)."""
 
 from pathlib import Path
+from typing import Any, cast
 
 from polar.config import JudgeSettings
 from polar.evaluators.base import Outcome
 from polar.node.plan import Plan
 from polar.node.warm import Warm
 from polar.rollout.models import TaskRequest
-from polar.runtimes.base import Runtime
-from polar.store.base import Exchange, Session
+from polar.runtimes.base import Completed, Runtime
+from polar.store.base import Evidence, Exchange, Session
 from polar.trajectory.conversations import call_of
 from polar.trajectory.session import labelled
 from polar.types import Text
+
+
+class WatchedRuntime:
+    """A runtime that remembers whether a command in it ran out of time."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
+        self.timed_out = False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._runtime, name)
+
+    async def run(self, argv: list[str], **options: Any) -> Completed:
+        completed = await self._runtime.run(argv, **options)
+        self.timed_out |= completed.timed_out
+        return completed
 
 
 class Graded:
@@ -32,11 +49,13 @@ class Graded:
         logs: Path,
         judges: dict[str, JudgeSettings],
         expected: bool,
+        evidence: list[Evidence],
     ) -> None:
         self.task: TaskRequest = plan.task
+        self._watched: list[WatchedRuntime] = []
         self.session_id = session.session_id
         self.outcome = outcome
-        self.agent = agent
+        self.agent = self._watch(agent)
         self.live = plan.task.evaluator is not None and not plan.task.evaluator.refresh_runtime
         self.before = before
         self.scratch = scratch
@@ -44,6 +63,7 @@ class Graded:
         self.exchanges = exchanges
         self.judges = judges
         self.answer = answer_of(calls)
+        self.evidence = evidence
         self.made: list[Runtime] = []
         self.expected = expected  # a fresh one stands ready for this session, unless it has been taken
         self._grading = plan.grading
@@ -55,12 +75,17 @@ class Graded:
         expected, self.expected = self.expected, False
         runtime = await self._warm.take(self._grading, expected=expected)
         self.made.append(runtime)
-        return runtime
+        return self._watch(runtime)
 
-    async def again(self) -> Runtime:
-        if not self.live:
-            await self.agent.restart()
-        return self.agent
+    def _watch(self, runtime: Runtime) -> Runtime:
+        watched = WatchedRuntime(runtime)
+        self._watched.append(watched)
+        return cast("Runtime", watched)
+
+    @property
+    def timed_out(self) -> bool:
+        """Whether a command of the grader's ran out of time."""
+        return any(watched.timed_out for watched in self._watched)
 
 
 def main_calls(session: Session, exchanges: list[Exchange]) -> list[Exchange]:

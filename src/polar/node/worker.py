@@ -19,6 +19,7 @@ from polar.engines.wanted import Engines
 from polar.errors import ConfigError, PolarError, StoreError
 from polar.node.finished import Finished
 from polar.node.following import Following, Problems
+from polar.node.keep_alive import KeepAlive
 from polar.node.plan import Plan
 from polar.node.planning import Plans
 from polar.rollout.models import TaskRequest
@@ -102,11 +103,13 @@ class _Session:
 
 
 class Worker:
-    def __init__(self, server: Server, host: Host | None, place: Place) -> None:
-        """Without a host it leases nothing, and only follows what is said of engines and the policy."""
+    def __init__(self, server: Server, host: Host | None, place: Place, keep_alive: KeepAlive | None = None) -> None:
+        """Without a host it leases nothing, and only follows what is said of engines and the policy. `keep_alive` beats
+        while this loop is busy; a server on the same loop is just as busy, and needs none."""
         self._server = server
         self._host = host
         self._place = place
+        self._keep_alive = keep_alive
         self._held: dict[Held, _Session] = {}
         self._plans = None if host is None else Plans(host.plan)
         self._outbox: list[_Session] = []
@@ -348,6 +351,8 @@ class Worker:
             applied=self._following.applied,
             problems=self._following.problems,
         )
+        if self._keep_alive is not None and self._joined is not None:
+            self._keep_alive.record(self._place.node_id, beat, self._joined.beat)
         return await self._server.beat(self._place.node_id, beat)
 
     def _follow(self, orders: Orders) -> None:
@@ -386,6 +391,8 @@ class Worker:
                 await self._idle.wait()
                 beating.cancel()  # a beat that is answered after we left would make us join again
                 await asyncio.wait({beating})
+                if self._keep_alive is not None:
+                    self._keep_alive.forget()
                 await self._server.leave(self._place.node_id)
         except (TimeoutError, UnknownNode, Unreachable, StoreError) as error:
             log.warning("The server was not told that this node ends (%r): it will notice.", error)
@@ -399,6 +406,7 @@ def _told(ended: Ended, finished: Finished, cancelled: str | None) -> Ended:
     ended.error = finished.error
     ended.outcome = None if finished.outcome is None else msgspec.to_builtins(finished.outcome)
     ended.detail = verdict.detail
+    ended.evidence = verdict.evidence
     ended.seconds = finished.seconds
     ended.turns = finished.turns
     ended.tokens = finished.tokens

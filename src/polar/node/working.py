@@ -10,6 +10,7 @@ import msgspec
 
 from polar.config import Settings
 from polar.data_plane import DataPlane
+from polar.node.keep_alive import KeepAlive
 from polar.node.kinds import Kinds
 from polar.node.node import Node
 from polar.node.remote import RemoteServer
@@ -31,7 +32,14 @@ def node_of(plane: DataPlane, kinds: Kinds | None = None) -> Node:
 
 
 async def worker_of(
-    server: Server, plane: DataPlane, node: Node | None, *, name: str, store_id: str, stays: bool = False
+    server: Server,
+    plane: DataPlane,
+    node: Node | None,
+    *,
+    name: str,
+    store_id: str,
+    stays: bool = False,
+    keep_alive: KeepAlive | None = None,
 ) -> Worker:
     """`stays`: also when it is drained (worker.Place)."""
 
@@ -51,7 +59,7 @@ async def worker_of(
         disown=plane.store.disown_session,
         stays=stays,
     )
-    return Worker(server, node, place)
+    return Worker(server, node, place, keep_alive)
 
 
 async def serve_node(
@@ -62,5 +70,7 @@ async def serve_node(
         server = await stack.enter_async_context(RemoteServer(server_url, token))
         plane = await stack.enter_async_context(DataPlane(settings, data, engines=False))
         node = await stack.enter_async_context(node_of(plane))
-        worker = await worker_of(server, plane, node, name=name, store_id=await plane.store.identity())
+        keep_alive = stack.enter_context(KeepAlive(lambda: RemoteServer(server_url, token)))
+        store_id = await plane.store.identity()
+        worker = await worker_of(server, plane, node, name=name, store_id=store_id, keep_alive=keep_alive)
         await worker.run(stop)

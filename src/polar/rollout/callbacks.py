@@ -16,7 +16,6 @@ from typing import Protocol
 from urllib.parse import urlsplit
 
 import aiohttp
-import msgspec
 from yarl import URL
 
 from polar.backoff import delays, jittered
@@ -26,6 +25,7 @@ from polar.gateway.http import is_loopback
 from polar.rollout.events import Events
 from polar.rollout.pages import Pages
 from polar.rollout.records import TaskRow
+from polar.rollout.rows import callback_url_of
 
 log = logging.getLogger(__name__)
 
@@ -132,6 +132,8 @@ class Callbacks:
             async for event in ended:
                 if event.kind == "task.ended" and event.run is not None and event.fields["callback"]:
                     self._begin(event.run, event.fields["task_id"])
+                if event.kind == "task.redirected" and event.run is not None:
+                    self._begin_anew(event.run, event.fields["task_id"])
 
     async def _begin_all(self) -> None:
         after = 0
@@ -153,7 +155,18 @@ class Callbacks:
         key = run, task_id
         if key not in self._telling:
             self._telling[key] = telling = asyncio.create_task(self._tell(run, task_id))
-            telling.add_done_callback(lambda _: self._telling.pop(key, None))
+            telling.add_done_callback(lambda _: self._forget(key, telling))
+
+    def _forget(self, key: tuple[str, str], telling: "asyncio.Task[None]") -> None:
+        if self._telling.get(key) is telling:  # and not one that was begun anew
+            del self._telling[key]
+
+    def _begin_anew(self, run: str, task_id: str) -> None:
+        """At the address that the task names now, without waiting for the next try at the old one."""
+        telling = self._telling.pop((run, task_id), None)
+        if telling is not None:
+            telling.cancel()
+        self._begin(run, task_id)
 
     async def _tell(self, run: str, task_id: str) -> None:
         now = asyncio.get_running_loop().time
@@ -162,7 +175,7 @@ class Callbacks:
         for attempt in count(1):
             try:
                 task = await self._rollout.task(run, task_id)
-                if task is None or task.callback != "waiting":
+                if task is None or task.callback != "waiting" or task.state == "running":  # it may be run again
                     return
                 problem, slowly = await self._post(task, attempt)
                 if problem is None:
@@ -183,7 +196,7 @@ class Callbacks:
 
     async def _post(self, task: TaskRow, attempt: int) -> tuple[str | None, bool]:
         """What went wrong, and whether it is of little use to ask again soon."""
-        url = _request(task.request).callback_url or ""
+        url = callback_url_of(task.request) or ""
         problem = self.allowed.problem(url)  # the settings may be others than when it was submitted
         if problem is not None:
             return problem, True
@@ -208,12 +221,3 @@ class Callbacks:
 def key_of(task: TaskRow) -> str:
     """The same whenever this task's end is told."""
     return hashlib.blake2b(f"{task.run}\0{task.task_id}\0{task.cursor}".encode(), digest_size=16).hexdigest()
-
-
-class _Request(msgspec.Struct):
-    """Of a TaskRequest, what is needed here."""
-
-    callback_url: str | None = None
-
-
-_request = msgspec.json.Decoder(_Request).decode

@@ -3,7 +3,7 @@
 Telling waits for nobody. Who listens too slowly is let go with a last word (`lagged`), and so is told who comes back
 after more than is remembered: results have a feed of their own, which loses nothing.
 
-    task.submitted  task.ended  session.leased  session.ended  session.retried
+    task.submitted  task.redirected  task.ended  session.leased  session.ended  session.retried
     node.joined  node.lost  node.left  policy.changed  engines.changed  callback.failed
 """
 

@@ -27,7 +27,7 @@ from polar.rollout.protocol import (
 )
 from polar.rollout.queue import Queue
 from polar.rollout.records import Allowance, Change, Lane, Tracked
-from polar.rollout.results import builder_of
+from polar.rollout.results import form_of
 from polar.rollout.runs import freshness
 from polar.store.base import Store
 
@@ -182,7 +182,8 @@ class Leasing:
             one.node_id = node_id
             tracked = None if member is None else member.leases.get(one.held)
             if tracked is not None:
-                one.builder = builder_of(tracked.request)
+                form = form_of(tracked.request)
+                one.builder, one.mask_traces = form.builder, form.mask_traces
                 self._judge_age(one, tracked)
                 if one.stale and one.reason == "stale" and one.session_id is not None:
                     # Before its end is written: where the store fails, the node tells it again, and so is this.

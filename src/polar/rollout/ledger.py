@@ -5,12 +5,13 @@ All of it can be counted anew from the database, and is from time to time.
 
 import asyncio
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from polar.rollout.events import Events
 from polar.rollout.models import Unit
-from polar.rollout.records import Change, Counts, Lane, Totals
+from polar.rollout.records import Change, Counts, Lane, TaskRow, Totals
+from polar.store.base import Evidence, is_suspicious
 
 
 class Watcher(Protocol):
@@ -26,6 +27,8 @@ class Watcher(Protocol):
         self, run: str, reward: float | None, reason: str | None, seconds: Mapping[str, float], lag: int | None
     ) -> None: ...
 
+    def count_evidence(self, run: str, evidence: Sequence[Evidence]) -> None: ...
+
 
 class Nobody:
     """A watcher that does not look."""
@@ -39,6 +42,8 @@ class Nobody:
     def ended(
         self, run: str, reward: float | None, reason: str | None, seconds: Mapping[str, float], lag: int | None
     ) -> None: ...
+
+    def count_evidence(self, run: str, evidence: Sequence[Evidence]) -> None: ...
 
 
 class Ledger:
@@ -67,6 +72,16 @@ class Ledger:
         self.totals[lane.run].tasks += 1
         self._events.publish("task.submitted", run=lane.run, task_id=task_id, samples=samples)
 
+    def replaced(self, task: TaskRow) -> None:
+        """An ended task is run again: what it came to is not counted any more."""
+        totals = self.totals[task.run]
+        totals.tasks -= 1
+        totals.ended -= task.ended
+        totals.usable -= task.usable
+
+    def redirected(self, run: str, task_id: str) -> None:
+        self._events.publish("task.redirected", run=run, task_id=task_id)
+
     def leased(self, lane: Lane, task_id: str, sample: int, node_id: str) -> None:
         counts = self.counts(lane)
         counts.queued -= 1
@@ -84,9 +99,11 @@ class Ledger:
             self.totals[run].usable += usable
             self.untaken[run] += usable
             told |= {"session_id": ended.session_id, "reward": ended.reward, "cursor": change.cursor}
+            told |= {"suspicious": is_suspicious(ended.evidence), "evidence": sum(one.count for one in ended.evidence)}
             self._events.publish("session.ended", **told)
             self._came(run, "session", change.cursor)
             self.watcher.ended(run, ended.reward, ended.reason, ended.seconds, ended.lag)
+            self.watcher.count_evidence(run, ended.evidence)
         else:
             if change.became == "waiting":
                 self.watcher.retried(ended.reason or "")

@@ -9,19 +9,19 @@ another one. Nor is a page ever in memory as a whole.
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator
-from typing import Protocol
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from typing import NamedTuple, Protocol
 
 import msgspec
 
-from polar.plugins import load as load_plugin
-from polar.rollout.models import Unit
+from polar.rollout.models import SuspiciousFilter, Unit
 from polar.rollout.protocol import Ended
 from polar.rollout.records import TaskRow, WorkRow
-from polar.rollout.results import as_ended, builder_of, ended_result, unbuilt_result
-from polar.store.base import Recorded, Store
+from polar.rollout.results import ResultForm, as_ended, ended_result, form_of, status_of_task, unbuilt_result
+from polar.store.base import Recorded, Store, is_suspicious
 from polar.trajectory import wire
-from polar.trajectory.session import MERGED, TREE, sampled
+from polar.trajectory.checker import HeldBack, SessionChecker
+from polar.trajectory.session import GroupTree
 
 log = logging.getLogger(__name__)
 
@@ -52,8 +52,22 @@ class Rows(Protocol):
     async def wait(self, run: str, after: int, seconds: float, unit: Unit) -> None: ...
 
 
-_Pieces = list[tuple[bytes, int | None]]
-"""Of a page; and the cursor of the result that ends with it."""
+class _Piece(NamedTuple):
+    """Of a page."""
+
+    data: bytes
+    cursor: int | None  # of the result that ends with it
+    held: bool = False  # it is a session with a reward that is held back
+
+
+_Pieces = list[_Piece]
+
+
+class _HeldCount:
+    """Counts sessions that ended with a reward, and are held back: they are not usable."""
+
+    def __init__(self) -> None:
+        self.sessions = 0
 
 
 class _View(msgspec.Struct):
@@ -61,7 +75,7 @@ class _View(msgspec.Struct):
 
     row: WorkRow
     ended: Ended
-    builder: str
+    form: ResultForm
     recorded: Recorded
 
 
@@ -70,23 +84,34 @@ _encode = msgspec.json.Encoder().encode
 
 
 class Pages:
-    def __init__(self, rows: Rows, store: Store) -> None:
+    def __init__(self, rows: Rows, store: Store, checker: SessionChecker | None = None) -> None:
+        """Without a `checker`, every session is checked, and nobody counts it."""
+        self.checker = checker or SessionChecker()
         self._rows = rows
         self._store = store
-        self._builders: dict[tuple[str, str], str] = {}
+        self._forms: dict[tuple[str, str], ResultForm] = {}
 
     async def page(
-        self, run: str, after: int, *, wait: float, limit: int, unit: Unit, builder: str | None
+        self,
+        run: str,
+        after: int,
+        *,
+        wait: float,
+        limit: int,
+        unit: Unit,
+        builder: str | None,
+        suspicious: SuspiciousFilter = "keep",
     ) -> AsyncIterator[bytes]:
         """`{"results": [...], "cursor": ...}`: what has ended after that cursor, in that order. Where there is nothing,
-        it waits so long for something."""
-        rows = await self._ended(run, after, wait, limit, unit)
+        it waits so long for something. Of sessions, only those that pass the filter are given; groups come with those
+        of their sessions that do."""
+        rows, last = await self._ended(run, after, wait, limit, unit, suspicious)
         opening = b'{"results":['
-        cursor, size = after, 0
-        async with contextlib.aclosing(self._pieces(rows, builder)) as several:
+        cursor, size, cut = after, 0, False
+        async with contextlib.aclosing(self._pieces(rows, builder, suspicious)) as several:
             async for pieces in several:
                 told = []
-                for piece, whole in pieces:
+                for piece, whole, _ in pieces:
                     told += [opening, piece]
                     size += len(piece)
                     opening = b"" if whole is None else b","
@@ -95,23 +120,26 @@ class Pages:
                         break
                 yield b"".join(told)
                 if size >= PAGE and opening:
+                    cut = True
                     break
-        yield (b"" if size else opening) + b'],"cursor":%d}' % cursor
+        yield (b"" if size else opening) + b'],"cursor":%d}' % (cursor if cut else last)
 
-    async def status(self, task: TaskRow, *, results: bool) -> AsyncIterator[bytes]:
-        """A task (models.TaskStatus), with its results where they are wanted and there will be no more."""
-        told = {
+    async def status(
+        self, task: TaskRow, *, results: bool, cancelled_sessions: int | None = None
+    ) -> AsyncIterator[bytes]:
+        """A task (models.TaskStatus), with the results that there are by now where they are wanted."""
+        told: dict[str, object] = {
             "task_id": task.task_id,
             "run": task.run,
-            "status": task.state,
+            "status": status_of_task(task),
             "total_sessions": task.samples,
             "completed_sessions": task.ended,
-            "usable_sessions": task.usable,
             "cancelled": task.cancelled,
             "created_at": task.created_at,
             "ended_at": task.ended_at,
             "cursor": task.cursor,
             "result_paths": [],
+            **({} if cancelled_sessions is None else {"cancelled_sessions": cancelled_sessions}),
         }
         rows = await self._rows.work_of(task.run, task.task_id)
         told["sessions"] = [
@@ -119,24 +147,27 @@ class Pages:
             for row in rows[:_LISTED]
         ]
         yield _encode(told)[:-1] + b',"results":['
-        if results and task.state != "running":
-            async for piece in self._listed(rows, None):
+        held = _HeldCount()
+        if results:
+            async for piece in self._listed(rows, None, held):
                 yield piece
-        yield b"]}"
+        yield b'],"usable_sessions":%d}' % (task.usable - held.sessions)
 
     async def tree(self, task: TaskRow) -> bytes:
         """The token tree over all sessions of a task that there are by now."""
         rows = [row for row in await self._rows.work_of(task.run, task.task_id) if row.summary is not None]
-        left, found = iter(rows), []
+        left, tree = iter(rows), GroupTree(self.checker)
         async for some in self._store.recorded([row.session_id for row in rows]):
             for one, row in zip(some, left, strict=False):
                 if one.session is not None and row.summary is not None and _problem(row, one) is None:
                     judged = as_ended(one.session, _ended(row.summary))
-                    found.append(await asyncio.to_thread(sampled, judged, one.exchanges))
-        build = load_plugin("builders", TREE)
-        return await asyncio.to_thread(lambda: _encode(wire.tree(build(found))))
+                    await asyncio.to_thread(tree.add, judged, one.exchanges)
+        return await asyncio.to_thread(lambda: _encode(wire.tree(tree.build())))
 
-    async def _ended(self, run: str, after: int, wait: float, limit: int, unit: Unit) -> list[WorkRow] | list[TaskRow]:
+    async def _ended(
+        self, run: str, after: int, wait: float, limit: int, unit: Unit, suspicious: SuspiciousFilter
+    ) -> tuple[Sequence[WorkRow | TaskRow], int]:
+        """Those that pass, and the cursor of the last one that was looked at."""
         now = asyncio.get_running_loop().time
         deadline = now() + wait
         while True:
@@ -145,41 +176,51 @@ class Pages:
                 if unit == "session"
                 else self._rows.groups_after(run, after, limit)
             )
+            if rows:
+                after = rows[-1].cursor or after
+                if passing := [row for row in rows if _passes(row, suspicious)]:
+                    return passing, after
+                continue
             left = deadline - now()
-            if rows or left <= 0 or self._rows.closing:
-                return rows
+            if left <= 0 or self._rows.closing:
+                return rows, after
             await self._rows.wait(run, after, left, unit)
 
-    async def _pieces(self, rows: list[WorkRow] | list[TaskRow], builder: str | None) -> AsyncGenerator[_Pieces, None]:
+    async def _pieces(
+        self, rows: Sequence[WorkRow | TaskRow], builder: str | None, suspicious: SuspiciousFilter
+    ) -> AsyncGenerator[_Pieces, None]:
         async for results in self._sessions([row for row in rows if isinstance(row, WorkRow)], builder):
             yield results
         for task in rows:
             if isinstance(task, TaskRow):
-                async for piece in self._group(task, builder):
-                    yield [(piece, None)]
-                yield [(b"]}", task.cursor)]
+                held = _HeldCount()
+                async for piece in self._group(task, builder, suspicious, held):
+                    yield [_Piece(piece, None)]
+                yield [_Piece(b'],"usable":%d}' % (task.usable - held.sessions), task.cursor)]
 
-    async def _group(self, task: TaskRow, builder: str | None) -> AsyncIterator[bytes]:
+    async def _group(
+        self, task: TaskRow, builder: str | None, suspicious: SuspiciousFilter, held: "_HeldCount"
+    ) -> AsyncIterator[bytes]:
         """But for its end."""
         rows = await self._rows.work_of(task.run, task.task_id)
         told = {
             "task_id": task.task_id,
             "run": task.run,
-            "status": task.state,
+            "status": status_of_task(task),
             "asked": task.samples,
-            "usable": task.usable,
             "cancelled": sum(_was_cancelled(row, task) for row in rows),
             "cursor": task.cursor,
         }
         yield _encode(told)[:-1] + b',"results":['
-        async for piece in self._listed(rows, builder):
+        async for piece in self._listed([row for row in rows if _passes(row, suspicious)], builder, held):
             yield piece
 
-    async def _listed(self, rows: list[WorkRow], builder: str | None) -> AsyncIterator[bytes]:
+    async def _listed(self, rows: list[WorkRow], builder: str | None, held: "_HeldCount") -> AsyncIterator[bytes]:
         """Of those that have ended."""
         separator = b""
         async for results in self._sessions([row for row in rows if row.summary is not None], builder):
-            yield separator + b",".join(result for result, _ in results)
+            held.sessions += sum(result.held for result in results)
+            yield separator + b",".join(result.data for result in results)
             separator = b","
 
     async def _sessions(self, rows: list[WorkRow], builder: str | None) -> AsyncIterator[_Pieces]:
@@ -188,46 +229,58 @@ class Pages:
         left = iter(rows)
         async for some in self._store.recorded([row.session_id for row in rows]):
             views = [await self._view(row, one, builder) for one, row in zip(some, left, strict=False)]
-            yield await asyncio.to_thread(_all_built, views)
+            yield await asyncio.to_thread(_all_built, views, self.checker)
 
     async def _view(self, row: WorkRow, recorded: Recorded, builder: str | None) -> _View:
         assert row.summary is not None
         ended = _ended(row.summary)
-        return _View(row, ended, builder or ended.builder or await self._builder(row), recorded)
+        known = None if ended.builder is None else ResultForm(ended.builder, ended.mask_traces)
+        form = known or await self._form(row)
+        return _View(row, ended, form if builder is None else ResultForm(builder, form.mask_traces), recorded)
 
-    async def _builder(self, row: WorkRow) -> str:
-        """The one that the task names."""
+    async def _form(self, row: WorkRow) -> ResultForm:
+        """As the task has it."""
         key = row.run, row.task_id
-        found = self._builders.pop(key, None)
+        found = self._forms.pop(key, None)
         if found is None:
             task = await self._rows.task(*key)
-            found = MERGED if task is None else builder_of(task.request)
-        self._builders[key] = found
-        if len(self._builders) > 1000:
-            del self._builders[next(iter(self._builders))]
+            found = ResultForm() if task is None else form_of(task.request)
+        self._forms[key] = found
+        if len(self._forms) > 1000:
+            del self._forms[next(iter(self._forms))]
         return found
 
 
-def _all_built(views: list[_View]) -> _Pieces:
-    return [(_built(view), view.row.cursor) for view in views]
+def _passes(row: WorkRow | TaskRow, suspicious: SuspiciousFilter) -> bool:
+    if suspicious == "keep" or isinstance(row, TaskRow) or row.summary is None:
+        return True
+    return is_suspicious(_ended(row.summary).evidence) == (suspicious == "only")
 
 
-def _built(view: _View) -> bytes:
-    row, ended, builder = view.row, view.ended, view.builder
+def _all_built(views: list[_View], checker: SessionChecker) -> _Pieces:
+    return [_built(view, checker) for view in views]
+
+
+def _built(view: _View, checker: SessionChecker) -> _Piece:
+    row, ended, form = view.row, view.ended, view.form
     session, exchanges = view.recorded.session, view.recorded.exchanges
     problem = _problem(row, view.recorded)
+    is_held = False
     if problem is not None:
         log.error("Session %s can't be told of: %s", row.session_id, problem)
         result = unbuilt_result(row.task_id, row.sample, ended, "session_unreadable", problem)
     else:
         try:
-            result = ended_result(row.task_id, row.sample, ended, builder, session, exchanges)
+            result = ended_result(row.task_id, row.sample, ended, form, session, exchanges, checker)
+        except HeldBack as held:
+            is_held = ended.reason is None
+            result = unbuilt_result(row.task_id, row.sample, ended, held.reason, str(held), session)
         except Exception as error:  # a builder may be anybody's; what one session does to it must not hide the others
-            log.exception("The builder %s failed at session %s", builder, row.session_id)
-            why = f"The builder {builder} failed: {error!r}"
+            log.exception("The builder %s failed at session %s", form.builder, row.session_id)
+            why = f"The builder {form.builder} failed: {error!r}"
             result = unbuilt_result(row.task_id, row.sample, ended, "build_failed", why)
     result["metadata"]["run"] = row.run
-    return _encode({"cursor": row.cursor, "sample": row.sample, **result})
+    return _Piece(_encode({"cursor": row.cursor, "sample": row.sample, **result}), row.cursor, is_held)
 
 
 def _problem(row: WorkRow, recorded: Recorded) -> str | None:

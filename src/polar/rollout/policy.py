@@ -1,6 +1,6 @@
 """Which engines each run has, which version of the policy they hold, and whether they stand still."""
 
-from polar.config import DEFAULT_RUN
+from polar.config import DEFAULT_RUN, Compat
 from polar.engines.wanted import Engines, PauseMode, PoolState, WantedReplica
 from polar.rollout.runs import Quotas, RunSettings
 
@@ -45,6 +45,9 @@ class Policy:
 
     def quotas(self, run: str) -> Quotas:
         return self.runs[run].quotas if run in self.runs else Quotas()
+
+    def compat(self, run: str) -> Compat | None:
+        return self.runs[run].compat if run in self.runs else None
 
     def pool(self, run: str) -> PoolState:
         settings = self.runs.get(run, RunSettings())

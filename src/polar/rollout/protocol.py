@@ -12,6 +12,7 @@ from msgspec import Raw, Struct, field
 
 from polar.engines.wanted import Engines
 from polar.errors import PolarError
+from polar.store.base import Evidence
 
 Answer = Literal["taken", "lost"]
 
@@ -104,6 +105,7 @@ class Ended(Struct):
     node_id: str | None = None
     outcome: Any = None
     detail: dict[str, Any] = field(default_factory=dict)
+    evidence: list[Evidence] = field(default_factory=list)  # of tampering
     seconds: dict[str, float] = field(default_factory=dict)  # in each stage
     turns: int = 0
     tokens: int = 0  # sampled
@@ -111,7 +113,8 @@ class Ended(Struct):
     newest_version: int | None = None
     lag: int | None = None  # versions that the policy was ahead then; the server's to say, as is the next
     stale: bool = False
-    builder: str | None = None  # of its traces, as its task names it; the server's to say as well
+    builder: str | None = None  # of its traces, as its task names it; the server's to say as well, as is the next
+    mask_traces: bool = False  # where it has no reward
 
     @property
     def held(self) -> Held:

@@ -13,10 +13,13 @@ import time
 from collections.abc import Collection, Iterable, Sequence
 from functools import partial
 
+import msgspec
+
 from polar.rollout.choosing import SUSPECT, choose
 from polar.rollout.protocol import INTERRUPTED, PLATFORM, Answer, Ended, Held, Lease
 from polar.rollout.queue_reads import QueueReads
 from polar.rollout.records import (
+    Admitted,
     Allowance,
     Change,
     EndedTask,
@@ -30,6 +33,7 @@ from polar.rollout.records import (
     WorkState,
 )
 from polar.rollout.rows import (
+    callback_url_of,
     change_of,
     count_parameters,
     end_parameters,
@@ -49,12 +53,12 @@ _KILLER = "Node after node died under this session, the last one under no other 
 class Queue(QueueReads):
     # Tasks
 
-    async def submit(self, tasks: Sequence[NewTask]) -> list[tuple[TaskRow, bool]]:
-        """Each as it is in the queue now, and whether it is new. One that is there already may have other content."""
+    async def submit(self, tasks: Sequence[NewTask]) -> list[Admitted]:
+        """Each as it is in the queue now. One that is there already may have other content."""
 
         now = time.time()
 
-        def insert(db: WritingConnection) -> list[tuple[TaskRow, bool]]:
+        def insert(db: WritingConnection) -> list[Admitted]:
             samples = sum(task.samples for task in tasks)
             first = number(db, self.q.take, name="work", count=samples) - samples + 1
             new = [
@@ -63,20 +67,37 @@ class Queue(QueueReads):
             known = [task for task, is_new in zip(tasks, new, strict=True) if not is_new]
             named = [{"run": task.run, "task_id": task.task_id} for task in known]
             found = iter(self.all(db, self.q.task, named))
-            rows = [
-                new_row(task, now) if is_new else TaskRow(*next(found)[0])
+            admitted = [
+                Admitted(new_row(task, now)) if is_new else self._admit_again(db, task, TaskRow(*next(found)[0]), now)
                 for task, is_new in zip(tasks, new, strict=True)
             ]
             work: list[dict[str, object]] = []
-            for task, is_new in zip(tasks, new, strict=True):
-                if is_new:
+            for task, one in zip(tasks, admitted, strict=True):
+                if one.is_new:
                     work += work_parameters(task, first)
                 first += task.samples
             if work:
                 db.executemany(self.q.insert_work, work)
-            return list(zip(rows, new, strict=True))
+            return admitted
 
         return await self.transact(insert)
+
+    def _admit_again(self, db: WritingConnection, task: NewTask, known: TaskRow, now: float) -> Admitted:
+        """A task of a name that is there already."""
+        name = {"run": task.run, "task_id": task.task_id}
+        if task.rerun:  # it may be there twice among those that are submitted now
+            known = TaskRow(*db.execute(self.q.task, name).fetchone())
+        if task.rerun and known.state != "running":
+            db.execute(self.q.drop_work, name)
+            db.execute(self.q.drop_task, name)
+            db.execute(self.q.insert_task, task_parameters(task, now))
+            return Admitted(new_row(task, now), replaced=known)
+        same = known.digest == task.digest
+        if same and task.callback_url not in (None, callback_url_of(known.request)):
+            db.execute(self.q.set_callback, {**name, "request": task.request})
+            known = msgspec.structs.replace(known, request=task.request, callback="waiting")
+            return Admitted(known, is_new=False, calls_elsewhere=True)
+        return Admitted(known, is_new=False)
 
     async def cancel(self, run: str, task_id: str, reason: str) -> list[Change] | None:
         """Ends what has not begun; what runs is its nodes' to end. None where there is no such task."""

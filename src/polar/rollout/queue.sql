@@ -57,6 +57,17 @@ WHERE callback = 'waiting' AND cursor > :after
 ORDER BY cursor
 LIMIT :limit;
 
+-- name: set_callback
+UPDATE tasks SET request = :request, callback = 'waiting' WHERE run = :run AND task_id = :task_id;
+
+-- name: recent_tasks
+SELECT run, task_id, state, cancelled, samples, ended, usable, enough, created_at, ended_at, cursor, callback, digest,
+    request
+FROM tasks
+WHERE run = :run
+ORDER BY created_at DESC, task_id
+LIMIT :limit;
+
 -- name: told
 UPDATE tasks SET callback = :callback WHERE run = :run AND task_id = :task_id AND callback = 'waiting';
 

@@ -67,6 +67,9 @@ class QueueReads(Transactions):
     async def tasks_after(self, run: str, after: int, limit: int) -> list[TaskRow]:
         return await self.rows(TaskRow, self.q.tasks_after, run=run, after=after, limit=limit)
 
+    async def recent_tasks(self, run: str, limit: int) -> list[TaskRow]:
+        return await self.rows(TaskRow, self.q.recent_tasks, run=run, limit=limit)
+
     async def tasks_to_tell(self, after: int, limit: int) -> list[TaskRow]:
         return await self.rows(TaskRow, self.q.tasks_to_tell, after=after, limit=limit)
 

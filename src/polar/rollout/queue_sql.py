@@ -20,6 +20,8 @@ class Queries:
     task: str
     tasks_after: str
     tasks_to_tell: str
+    set_callback: str
+    recent_tasks: str
     told: str
     work_of: str
     work_after: str

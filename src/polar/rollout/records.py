@@ -50,9 +50,19 @@ class NewTask(Struct):
     enough: int | None
     lane: str
     priority: int
-    callback: bool
-    digest: bytes
+    callback_url: str | None
+    digest: bytes  # of what makes it this task; its callback_url is none of that
     request: str
+    rerun: bool = False  # one of this name that has ended is run again
+
+
+class Admitted(Struct):
+    """What became of a NewTask."""
+
+    row: TaskRow  # as it is in the queue now; it may have other content
+    is_new: bool = True
+    replaced: TaskRow | None = None  # the ended task of this name that it takes the place of
+    calls_elsewhere: bool = False  # it was there, and another address is to be told of its end
 
 
 class Lane(Struct, frozen=True):

@@ -1,52 +1,104 @@
 """A finished session as trainers read it: models.SessionResult, as a plain document."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
 from polar.export.base import Item
 from polar.export.messages import of_trace, said_of
-from polar.rollout.models import SessionStatus
+from polar.rollout.models import SessionStatus, TaskState
 from polar.rollout.protocol import Ended
+from polar.rollout.records import TaskRow
 from polar.store.base import Exchange, Session
 from polar.trajectory import wire
-from polar.trajectory.session import MERGED, parts_of, sampled_in, traced
+from polar.trajectory.checker import SessionChecker
+from polar.trajectory.session import MERGED, build
+from polar.trajectory.types import Sampled, TokenCounts, Trajectory
 
 
 class _Builder(msgspec.Struct):
     strategy: str = MERGED
 
 
+class _Semantics(msgspec.Struct):
+    mask_traces: bool = False
+    all_failed: Literal["failed", "completed"] = "failed"
+
+
 class _Request(msgspec.Struct):
     """Of a TaskRequest, what is needed here."""
 
     builder: _Builder = msgspec.field(default_factory=_Builder)
+    semantics: _Semantics = msgspec.field(default_factory=_Semantics)
 
 
 _request = msgspec.json.Decoder(_Request).decode
 
 
-def builder_of(request: str) -> str:
-    """The one that a task names. `request` is a TaskRequest, as JSON."""
-    return _request(request).builder.strategy
+class ResultForm(msgspec.Struct, frozen=True):
+    """How a task wants its results."""
+
+    builder: str = MERGED
+    mask_traces: bool = False  # of sessions without a reward
+
+
+def form_of(request: str) -> ResultForm:
+    """`request` is a TaskRequest, as JSON."""
+    read = _request(request)
+    return ResultForm(read.builder.strategy, read.semantics.mask_traces)
+
+
+def status_of_task(task: TaskRow) -> TaskState:
+    """As its semantics have it."""
+    return _request(task.request).semantics.all_failed if task.state == "failed" else task.state
 
 
 def ended_result(
-    task_id: str, sample: int, ended: Ended, builder: str, session: Session | None, exchanges: Sequence[Exchange]
+    task_id: str,
+    sample: int,
+    ended: Ended,
+    form: ResultForm,
+    session: Session | None,
+    exchanges: Sequence[Exchange],
+    checker: SessionChecker,
 ) -> dict[str, Any]:
     """What the rollout server keeps of a session's end, together with what the store has of it: nothing, where it
-    ended before it began."""
+    ended before it began. Raises HeldBack where the session fails the check."""
+    known = _known(task_id, sample, ended, session)
+    built = build(known, exchanges, form.builder, checker)
+    item = Item(known, built.sampled, built.trajectory, list(exchanges), parts=built.parts)
+    return _to_result(item, sample, ended, form, began=session is not None)
+
+
+def unbuilt_result(
+    task_id: str, sample: int, ended: Ended, reason: str, error: str, session: Session | None = None
+) -> dict[str, Any]:
+    """Of a session whose traces can't be made, or must not be handed on: there is no use in its reward without them."""
+    failed = msgspec.structs.replace(ended, reward=None, reason=reason, error=error)
+    known = _known(task_id, sample, failed, session)
+    nothing = Trajectory(known.session_id, MERGED, [], [], TokenCounts(0, 0, 0), None, reason)
+    item = Item(known, Sampled(known.session_id, [], None, reason), nothing)
+    return _to_result(item, sample, failed, ResultForm(), began=session is not None)
+
+
+def _known(task_id: str, sample: int, ended: Ended, session: Session | None) -> Session:
     known = as_ended(session or Session(ended.session_id or f"{task_id}#{sample}", b"", 0.0), ended)
     known.metadata = {**known.metadata, "task_id": task_id}
-    parts = parts_of(known, exchanges)
-    paths = sampled_in(known, parts)
-    item = Item(known, paths, traced(paths, builder), list(exchanges), parts=parts)
+    return known
+
+
+def _to_result(item: Item, sample: int, ended: Ended, form: ResultForm, *, began: bool) -> dict[str, Any]:
     result = session_result(
-        item, stages=ended.seconds, error=ended.error, outcome=ended.outcome, detail=ended.detail or None
+        item,
+        stages=ended.seconds,
+        error=ended.error,
+        outcome=ended.outcome,
+        detail=ended.detail or None,
+        mask_traces=form.mask_traces,
     )
-    if session is None:
-        result["timing"] = {"stages": ended.seconds}
+    if not began:
+        result["metadata"]["timing"] = {"stages": ended.seconds}
     result["node_id"] = ended.node_id or result["node_id"]
     result["metadata"] |= {
         "sample": sample,
@@ -62,13 +114,7 @@ def ended_result(
 
 def as_ended(session: Session, ended: Ended) -> Session:
     """With the verdict that counts: what a node said of the session in time."""
-    return msgspec.structs.replace(session, reward=ended.reward, reason=ended.reason)
-
-
-def unbuilt_result(task_id: str, sample: int, ended: Ended, reason: str, error: str) -> dict[str, Any]:
-    """Of a session whose traces can't be made: there is no use in its reward without them."""
-    failed = msgspec.structs.replace(ended, reward=None, reason=reason, error=error)
-    return ended_result(task_id, sample, failed, MERGED, None, ())
+    return msgspec.structs.replace(session, reward=ended.reward, reason=ended.reason, evidence=ended.evidence)
 
 
 def session_result(
@@ -78,40 +124,78 @@ def session_result(
     error: str | None = None,
     outcome: Any = None,
     detail: dict[str, Any] | None = None,
+    mask_traces: bool = False,
 ) -> dict[str, Any]:
     """What only the node knows: `stages` are the seconds in each, `error` says in words what the session's reason says
-    in one, `outcome` how the harness's run ended, and `detail` how its verdict came about (in a live runtime, say)."""
+    in one, `outcome` how the harness's run ended, and `detail` how its verdict came about (in a live runtime, say).
+    `mask_traces`: where there is no reward."""
     session = item.session
     said = said_of(item)
-    status = status_of(session)
+    status = status_of(session.reason)
     messages = [of_trace(trace, said) for trace in item.trajectory.traces]
     error = error or session.reason
+    trajectory = wire.trajectory(item.trajectory, messages, status=status, error=error)
+    if session.reward is not None:
+        trajectory["metadata"]["evaluation"] = evaluation_of(session.reward, detail or {})
+    if mask_traces and status != "COMPLETED":
+        _mask(trajectory)
     return {
         "session_id": session.session_id,
         "task_id": item.group,
         "status": status,
         "reward": session.reward,
         "reason": session.reason,
-        "trajectory": wire.trajectory(item.trajectory, messages, status=status, error=error),
-        "timing": {
-            "created_at": session.created_at,
-            "ended_at": session.ended_at,
-            "seconds": None if session.ended_at is None else session.ended_at - session.created_at,
-            **({} if stages is None else {"stages": stages}),
-        },
+        "trajectory": trajectory,
+        "timing": stage_timing(stages or {}),
         "node_id": session.metadata.get("node_id"),
         "error": error,
+        "evidence": msgspec.to_builtins(session.evidence),
         "metadata": {
             "run": session.run,
             **session.metadata,
+            "suspicious": session.suspicious,
+            "timing": {
+                "created_at": session.created_at,
+                "ended_at": session.ended_at,
+                "seconds": None if session.ended_at is None else session.ended_at - session.created_at,
+                **({} if stages is None else {"stages": stages}),
+            },
             **({} if outcome is None else {"outcome": outcome}),
             **({"verdict": detail} if detail else {}),
         },
     }
 
 
-def status_of(session: Session) -> SessionStatus:
+def evaluation_of(reward: float, detail: dict[str, Any]) -> dict[str, Any]:
+    """As bridges look for it: `report.resolved` is the evaluator's own word, else whether the reward is all of 1."""
+    resolved = detail.get("resolved")
+    report = {**detail, "resolved": resolved if isinstance(resolved, bool) else reward >= 1.0}
+    return {"outcome_reward": reward, "trace_rewards": None, "report": report}
+
+
+def _mask(trajectory: dict[str, Any]) -> None:
+    """Nothing of it is to be trained on, whatever a trainer reads of it."""
+    reason = "session_timeout" if trajectory["status"] == "TIMEOUT" else "session_error"
+    for trace in trajectory["traces"]:
+        trace["loss_mask"] = [0] * len(trace["response_ids"])
+        trace["reward"] = 0.0
+        trace["metadata"]["training_filter"] = {"masked": True, "reason": reason, "detail": trajectory["error"]}
+    trajectory["metadata"]["tokens"]["trainable"] = 0
+
+
+def stage_timing(stages: dict[str, float]) -> dict[str, float]:
+    """models.SessionTiming of the seconds in each stage."""
+    named = {
+        "register_to_init_queue_ms": "queued",
+        "init_ms": "init",
+        "run_ms": "run",
+        "postrun_ms": "postrun",
+    }
+    return {field: 1000.0 * stages.get(stage, 0.0) for field, stage in named.items()}
+
+
+def status_of(reason: str | None) -> SessionStatus:
     """A reason is why there is no reward; a reward, whatever it is, means that the session was graded."""
-    if session.reason is None:
+    if reason is None:
         return "COMPLETED"
-    return "TIMEOUT" if session.reason.startswith("timeout") else "ERROR"
+    return "TIMEOUT" if reason.startswith("timeout") else "ERROR"

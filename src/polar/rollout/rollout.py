@@ -16,7 +16,7 @@ from typing import Literal, Protocol
 import msgspec
 from msgspec import Struct
 
-from polar.config import DEFAULT_RUN, ServerSettings
+from polar.config import DEFAULT_RUN, Compat, ServerSettings
 from polar.errors import ConfigError, StoreError
 from polar.rollout.events import Events
 from polar.rollout.leasing import Leasing
@@ -26,8 +26,10 @@ from polar.rollout.models import TaskRequest, Unit
 from polar.rollout.policy import Policy
 from polar.rollout.queue import Queue
 from polar.rollout.records import Lane, NewTask, Taken, TaskRow, WorkRow
+from polar.rollout.results import status_of_task
 from polar.rollout.retention import Retention
 from polar.rollout.runs import Quotas, RunSettings
+from polar.rollout.semantics import SEMANTICS, TaskSemantics
 from polar.rollout.steering import Steering
 from polar.rollout.transactions import Database, Superseded
 from polar.store.base import Store
@@ -133,7 +135,8 @@ class Rollout:
     # Tasks
 
     async def submit(self, tasks: list[TaskRequest]) -> list[Submitted | Refused]:
-        """Each by itself. Told twice, a task is there once."""
+        """Each by itself. Told twice, a task is there once; what it means is decided here."""
+        tasks = [task.adopt(self._semantics(task.run)) for task in tasks]
         answers: dict[int, Submitted | Refused] = {}
         wanted: dict[int, NewTask] = {}
         coming: defaultdict[str, int] = defaultdict(int)
@@ -146,17 +149,24 @@ class Rollout:
                 else:
                     coming[task.run] += task.num_samples
                     wanted[number] = _new_task(task)
-            rows = await self._queue.submit(list(wanted.values())) if wanted else []
-            for (number, new), (row, is_new) in zip(wanted.items(), rows, strict=True):
-                if row.digest != new.digest:
+            admitted = await self._queue.submit(list(wanted.values())) if wanted else []
+            for (number, new), one in zip(wanted.items(), admitted, strict=True):
+                if one.row.digest != new.digest:
                     error = f"Task {new.task_id} is there already, with other content: give it another task_id."
                     answers[number] = Refused(new.task_id, 409, error)
                     continue
-                answers[number] = Submitted(row.task_id, row.state)
-                if is_new:
+                answers[number] = Submitted(new.task_id, status_of_task(one.row))
+                if one.replaced is not None:
+                    self.ledger.replaced(one.replaced)
+                if one.is_new:
                     self.ledger.submitted(Lane(new.run, new.lane), new.task_id, new.samples)
+                elif one.calls_elsewhere:
+                    self.ledger.redirected(new.run, new.task_id)
         self.ledger.feed()
         return [answers[number] for number in range(len(tasks))]
+
+    def _semantics(self, run: str) -> TaskSemantics:
+        return SEMANTICS[self._policy.compat(run) or self._settings.compat]
 
     async def _unfit(self, task: TaskRequest) -> Refused | None:
         if self._check is not None:
@@ -175,11 +185,16 @@ class Rollout:
             error = f"It has {task.num_samples} samples, more than the run may have queued ({most}): raise its quota."
             return Refused(task.task_id, 422, error)
         if most is not None and queued + task.num_samples > most:
-            if await self._queue.task(task.run, task.task_id) is not None:
+            known = await self._queue.task(task.run, task.task_id)
+            if known is not None and (known.state == "running" or task.semantics.resubmit_ended == "keep"):
                 return None  # it is in already
             error = f"Run {task.run} has {queued} sessions queued, and may have {most}: try again later."
             return Refused(task.task_id, 429, error, retry_after=self._settings.beat_seconds)
         return None
+
+    async def recent_tasks(self, run: str, limit: int) -> list[TaskRow]:
+        """The newest first."""
+        return await self._queue.recent_tasks(run, limit)
 
     async def task(self, run: str, task_id: str) -> TaskRow | None:
         return await self._queue.task(run, task_id)
@@ -235,6 +250,15 @@ class Rollout:
         await self._queue.keep_run(run, settings.encode())
         await self._count_untaken(run)
         self.ledger.feed()
+
+    async def set_compat(self, run: str, compat: Compat | None) -> None:
+        """Whose meaning the run's tasks have that are submitted from now on; None: the server's."""
+        settings = self._policy.settings(run)
+        settings.compat = compat
+        await self._queue.keep_run(run, settings.encode())
+
+    def compat(self, run: str) -> Compat | None:
+        return self._policy.compat(run)
 
     def quotas(self) -> dict[str, Quotas]:
         return {run: settings.quotas for run, settings in self._policy.runs.items()}
@@ -322,7 +346,7 @@ class Rollout:
 
 
 def _new_task(task: TaskRequest) -> NewTask:
-    content = task.model_dump(mode="json", exclude_defaults=True)
+    content = task.model_dump(mode="json", exclude_defaults=True, exclude={"callback_url"})
     return NewTask(
         run=task.run,
         task_id=task.task_id,
@@ -330,7 +354,8 @@ def _new_task(task: TaskRequest) -> NewTask:
         enough=task.early_stop_min_usable_sessions,
         lane=task.runtime.backend,
         priority=task.dispatch_priority,
-        callback=task.callback_url is not None,
+        callback_url=task.callback_url,
         digest=hashlib.sha256(msgspec.json.encode(content, order="deterministic")).digest()[:16],
         request=task.model_dump_json(exclude_unset=True),
+        rerun=task.semantics.resubmit_ended == "rerun",
     )

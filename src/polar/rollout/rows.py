@@ -32,7 +32,7 @@ def task_parameters(task: NewTask, now: float) -> dict[str, object]:
         "samples": task.samples,
         "enough": task.enough,
         "created_at": now,
-        "callback": "waiting" if task.callback else None,
+        "callback": None if task.callback_url is None else "waiting",
         "digest": task.digest,
         "request": task.request,
     }
@@ -52,10 +52,24 @@ def new_row(task: NewTask, now: float) -> TaskRow:
         created_at=now,
         ended_at=None,
         cursor=None,
-        callback="waiting" if task.callback else None,
+        callback=None if task.callback_url is None else "waiting",
         digest=task.digest,
         request=task.request,
     )
+
+
+class _Request(msgspec.Struct):
+    """Of a TaskRequest, what is needed here."""
+
+    callback_url: str | None = None
+
+
+_request = msgspec.json.Decoder(_Request).decode
+
+
+def callback_url_of(request: str) -> str | None:
+    """Of a TaskRequest, as JSON."""
+    return _request(request).callback_url
 
 
 def end_parameters(ended: Ended, state: WorkState, cursor: int) -> dict[str, object]:

@@ -5,6 +5,7 @@ from typing import Literal
 import msgspec
 from msgspec import Struct, field
 
+from polar.config import Compat
 from polar.engines.wanted import PauseMode
 
 
@@ -32,6 +33,7 @@ class RunSettings(Struct):
     added: list[str] = []  # replicas, besides those of the configuration
     removed: list[str] = []
     paused: PauseMode | None = None
+    compat: Compat | None = None  # whose meaning its tasks have [default: the server's]
     since: int = 0  # the generation of the engines in which they were frozen last
 
     @classmethod

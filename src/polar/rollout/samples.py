@@ -9,9 +9,9 @@ import hashlib
 import msgspec
 
 from polar.rollout.models import TaskRequest
+from polar.rollout.semantics import MASKED
 from polar.store.base import Session, Verdict
 
-_BY_TASK = frozenset(("timeout", "length"))  # a reason only where the task says that such sessions earn none
 _ABOUT_RUNNING = {
     "num_samples",
     "dispatch_priority",
@@ -38,7 +38,7 @@ def sample_of(session: Session) -> Sample | None:
 
 
 def settles(verdict: Verdict) -> bool:
-    return verdict.reward is not None or verdict.reason is None or verdict.reason in _BY_TASK
+    return verdict.reward is not None or verdict.reason is None or verdict.reason in MASKED
 
 
 def outcome_of(session: Session) -> Verdict | None:

@@ -60,7 +60,8 @@ class Plane:
     def end(self, task_id: str, sample: int = 0, **fields: Any) -> None:
         """A session has ended."""
         cursor = len(self.sessions) + 1
-        result = {"session_id": f"s{cursor}", "task_id": task_id, "status": "COMPLETED", "reward": 1.0}
+        result: dict[str, Any] = {"session_id": f"s{cursor}", "task_id": task_id, "status": "COMPLETED", "reward": 1.0}
+        result["trajectory"] = {"status": "COMPLETED"}
         self.sessions.append({**result, "cursor": cursor, "sample": sample, **fields})
         self._changed.set()
 
@@ -119,7 +120,7 @@ class Plane:
 
     def _task(self, request: web.Request, task_id: str) -> web.Response:
         if request.method == "DELETE":
-            return web.json_response({"task_id": task_id, "status": "failed", "cancelled": 1})
+            return web.json_response({"task_id": task_id, "status": "failed", "cancelled_sessions": 1})
         ended = [one for one in self.sessions if one["task_id"] == task_id]
         total = self.tasks[task_id].get("num_samples", 1)
         status = {

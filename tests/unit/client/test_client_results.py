@@ -45,11 +45,12 @@ async def test_they_come_as_they_end_and_carry_their_cursors(plane: Plane, clien
 async def test_what_is_asked_for_is_passed_on(plane: Plane) -> None:
     ended(plane, 3)
     async with AsyncClient(plane.url, run="r") as client:
-        async for _ in client.results(1, builder="per_request", limit=7, wait=3, count=1):
+        async for _ in client.results(1, builder="per_request", suspicious="only", limit=7, wait=3, count=1):
             pass
     (_, path, query, _), *_ = plane.seen
     assert path == "/rollout/results"
-    assert query == {"run": "r", "unit": "session", "builder": "per_request", "after": "1", "limit": "1", "wait": "3"}
+    asked = {"run": "r", "unit": "session", "builder": "per_request", "suspicious": "only"}
+    assert query == {**asked, "after": "1", "limit": "1", "wait": "3"}
 
 
 async def test_no_more_than_a_page_is_read_ahead(plane: Plane, client: AsyncClient) -> None:

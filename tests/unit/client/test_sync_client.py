@@ -45,9 +45,9 @@ def test_it_does_what_the_other_one_does(serving: Serving, plane: Plane, client:
     serving.run(plane.end, "a")
     assert [result.task_id for result in client.wait("a")] == ["a"]
     assert [task.status for task in client.ended(["a"])] == ["completed"]
-    assert client.cancel("a")["cancelled"] == 1
+    assert client.cancel("a").cancelled_sessions == 1
     paths = ("/policy", "/policy/pause", "/policy/resume", "/engines", "/runs/r", "/rollout/status", "/health")
-    paths += ("/rollout/task/a/trajectory", "/sessions", "/sessions/s1/end")
+    paths += ("/rollout/task/a/trajectory", "/sessions", "/sessions/s1/end")  # type: ignore[assignment]
     plane.answers = {path: {"of": path} for path in paths} | {"/nodes": []}
     assert client.policy() == {"of": "/policy"}
     assert client.set_policy(3, "http://e") == {"of": "/policy"}
@@ -168,7 +168,7 @@ def test_a_program_that_leaves_it_open_ends_quietly(serving: Serving, plane: Pla
     serving.run(plane.end, "a")
     program = f"import polar; results = polar.Client({plane.url!r}).results(); print(next(results).task_id)"
     done = subprocess.run(
-        [sys.executable, "-X", "dev", "-c", program], capture_output=True, text=True, timeout=60, check=True
+        [sys.executable, "-X", "dev", "-c", program], capture_output=True, text=True, timeout=300, check=True
     )
     said = [line for line in done.stderr.splitlines() if "took" not in line]  # asyncio, of a machine that is busy
     assert (done.stdout, said) == ("a\n", [])

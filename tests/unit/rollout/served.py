@@ -25,6 +25,8 @@ from polar.rollout.routes.app import create_app
 from polar.rollout.routes.parts import Parts
 from polar.store.base import Session, Store, Verdict
 from polar.store.sqlite import SqliteStore
+from polar.telemetry.verify_metrics import VerifyMetrics
+from polar.trajectory.checker import SessionChecker
 from tests.unit.export.samples import Talk, said
 
 ENGINE = "http://127.0.0.1:1"
@@ -53,14 +55,18 @@ class Served:
     async def work(self, node_id: str = NODE, room: int = 100) -> list[Lease]:
         return await self.rollout.leasing.lease(node_id, [], room)
 
-    async def run(self, lease: Lease, *, turns: int = 1, **ended: Any) -> str:
+    async def run(
+        self, lease: Lease, *, name: str = "s", turns: int = 1, dialect: str = "openai_chat", **ended: Any
+    ) -> str:
         """A session as a node leaves it: calls in the store, and its end told."""
-        session_id = f"s-{lease.task_id}-{lease.sample}"
-        talk = Talk(session_id)
-        messages: list[dict[str, Any]] = [{"role": "user", "content": "List the files."}]
+        session_id = f"{name}-{lease.task_id}-{lease.sample}"
+        talk = Talk(session_id, dialect)
+        bare = dialect == "openai_completions"
+        fields = {"model": b'"m"', "prompt": b'"List the files."'} if bare else None
+        messages: list[dict[str, Any]] = [] if bare else [{"role": "user", "content": "List the files."}]
         context = np.arange(5, dtype=np.int32)
         for turn in range(turns):
-            talk.call(messages, said(f"None {turn}."), prompt_ids=context)
+            talk.call(messages, said(f"None {turn}."), fields=fields, prompt_ids=context)
             context = np.concatenate([context, np.arange(3, dtype=np.int32) + 10 * turn, np.array([7], np.int32)])
             messages += [{"role": "assistant", "content": f"None {turn}."}, {"role": "user", "content": "Again."}]
         await self.store.create_session(
@@ -69,24 +75,29 @@ class Served:
         for exchange in talk.exchanges:
             await self.store.append(exchange)
         told = Ended(lease.work_id, lease.fence, session_id, **({"reward": 1.0} | ended))
-        await self.store.end_session(session_id, ended_at=5.0, verdict=Verdict(told.reward, told.reason))
+        await self.store.end_session(
+            session_id, ended_at=5.0, verdict=Verdict(told.reward, told.reason, evidence=told.evidence)
+        )
         await self.rollout.leasing.finish(NODE, [told])
         return session_id
 
-    async def run_all(self, *, turns: int = 1, **ended: Any) -> list[str]:
+    async def run_all(self, **ended: Any) -> list[str]:
         await self.join()
-        return [await self.run(lease, turns=turns, **ended) for lease in await self.work()]
+        return [await self.run(lease, **ended) for lease in await self.work()]
 
 
 @asynccontextmanager
-async def served(data: Path, *, token: str | None = None, **server: Any) -> AsyncIterator[Served]:
+async def served(
+    data: Path, *, token: str | None = None, verify_share: float = 1.0, **server: Any
+) -> AsyncIterator[Served]:
     settings = ServerSettings.model_validate({"beat_seconds": 0.05, **server, "token": token})
     store = SqliteStore.open(data / "polar.db")
     pools = Pools(EngineSettings.model_validate({"kind": "vllm", "urls": [ENGINE]}))
     sessions = Sessions(store)
     try:
         async with Rollout(store, settings, store_id="here", replicas=[ENGINE], versions=store.policies) as rollout:
-            pages = Pages(rollout, store)
+            metrics = Metrics()
+            pages = Pages(rollout, store, SessionChecker(verify_share, VerifyMetrics(metrics.registry)))
             async with Callbacks(rollout, pages, settings) as callbacks:
                 parts = Parts(
                     settings=settings,
@@ -96,7 +107,7 @@ async def served(data: Path, *, token: str | None = None, **server: Any) -> Asyn
                     store=store,
                     sessions=sessions,
                     pools=pools,
-                    metrics=Metrics(),
+                    metrics=metrics,
                     gateway_url="http://127.0.0.1:2",
                 )
                 app = create_app(parts)

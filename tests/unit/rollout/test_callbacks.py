@@ -41,7 +41,7 @@ class Receiver:
         def enough() -> bool:
             return len(self._of(path)) >= count
 
-        async with asyncio.timeout(20), self.came:
+        async with asyncio.timeout(120), self.came:
             await self.came.wait_for(enough)
         return self._of(path)
 
@@ -74,7 +74,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def settled(it: Served) -> None:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(120):
         while await it.rollout.callbacks_waiting(1):  # noqa: ASYNC110 (it has no event)
             await asyncio.sleep(0.01)
 
@@ -173,7 +173,7 @@ async def test_it_is_given_up_after_a_long_time_and_that_is_told(
         listener = it.rollout.events.subscribe()
         await it.submit(task(callback_url=receiver.url))
         await it.run_all()
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(120):
             async for event in listener:
                 if event.kind == "callback.failed":
                     break

@@ -28,7 +28,8 @@ def new(
     content: str = "",
 ) -> NewTask:
     request = f'{{"task_id":"{task_id}","instruction":"{content}"}}'
-    return NewTask(run, task_id, samples, enough, lane, priority, callback, request.encode()[:16], request)
+    url = "http://127.0.0.1:1/" if callback else None
+    return NewTask(run, task_id, samples, enough, lane, priority, url, request.encode()[:16], request)
 
 
 def allowed(run: str = "default", lane: str = "local", *, most: int = 1000, busy: int = 0) -> Allowance:
@@ -68,15 +69,15 @@ def change_of(outcome: Outcome) -> Change:
 
 
 async def test_a_task_told_twice_is_there_once(queue: Queue) -> None:
-    (first, is_new), (other, other_is_new) = await queue.submit([new("a", 3), new("b")])
-    assert (is_new, other_is_new) == (True, True)
-    ((again, is_new),) = await queue.submit([new("a", 3)])
-    assert not is_new
-    assert again == first
-    ((changed, is_new),) = await queue.submit([new("a", 3, content="something else")])
-    assert (changed, is_new) == (first, False)
+    first, other = await queue.submit([new("a", 3), new("b")])
+    assert (first.is_new, other.is_new) == (True, True)
+    (again,) = await queue.submit([new("a", 3)])
+    assert not again.is_new
+    assert again.row == first.row
+    (changed,) = await queue.submit([new("a", 3, content="something else")])
+    assert (changed.row, changed.is_new) == (first.row, False)
     assert len(await leased(queue)) == 4
-    assert other.samples == 1
+    assert other.row.samples == 1
 
 
 async def test_the_urgent_ones_go_first_and_among_equals_the_older(queue: Queue) -> None:

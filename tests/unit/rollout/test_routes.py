@@ -8,9 +8,9 @@ from urllib.parse import quote
 import pytest
 
 from polar.rollout import pages
-from polar.rollout import results as making
 from polar.rollout.models import SessionResult, TaskResult, TaskStatus
 from polar.rollout.protocol import Ended
+from polar.trajectory import session as sessions
 from tests.unit.rollout.served import NODE, beating, page_of, served, task
 
 
@@ -26,8 +26,13 @@ async def test_a_task_is_submitted_run_and_read(tmp_path: Path) -> None:
         assert [result.session_id for result in ended.results] == ids
         for result in ended.results:
             assert (result.status, result.reward, result.node_id) == ("COMPLETED", 1.0, NODE)
-            assert result.timing["stages"] == {"run": 2.0}
-            assert result.trajectory is not None
+            assert result.timing.model_dump() == {
+                "register_to_init_queue_ms": 0.0,
+                "init_ms": 0.0,
+                "run_ms": 2000.0,
+                "postrun_ms": 0.0,
+            }
+            assert result.metadata["timing"]["stages"] == {"run": 2.0}
             (trace,) = result.trajectory.traces
             assert sum(trace.loss_mask) > 0
             assert trace.reward == 1.0
@@ -106,18 +111,19 @@ async def test_cancelling(tmp_path: Path) -> None:
     async with served(tmp_path) as it:
         await it.submit(task(num_samples=3))
         answer = await it.http.delete("/rollout/task/t")
-        assert answer.json() == {"task_id": "t", "status": "failed", "cancelled": 3}
+        cancelled = TaskStatus.model_validate(answer.json())
+        assert (cancelled.status, cancelled.cancelled, cancelled.cancelled_sessions) == ("failed", "cancelled", 3)
+        assert len(cancelled.results) == 3
         ended = TaskStatus.model_validate((await it.http.get("/rollout/task/t")).json())
         assert len({result.session_id for result in ended.results}) == 3
         for result in ended.results:
             assert (result.status, result.reward, result.reason) == ("ERROR", None, "cancelled")
-            assert result.trajectory is not None
             assert result.trajectory.traces == []
             assert result.trajectory.metadata["reason"] == "cancelled"
         ((group,), _) = page_of(await it.http.get("/rollout/results", params={"unit": "group"}))
         assert (group["asked"], group["usable"], group["cancelled"], len(group["results"])) == (3, 0, 3, 3)
         again = await it.http.delete("/rollout/task/t")
-        assert (again.status_code, again.json()["cancelled"]) == (200, 0)
+        assert (again.status_code, again.json()["cancelled_sessions"]) == (200, 0)
         assert (await it.http.delete("/rollout/task/none")).status_code == 404
 
 
@@ -171,7 +177,7 @@ async def test_a_reader_waits_for_what_comes(tmp_path: Path) -> None:
             await asyncio.sleep(0.05)
             assert not waiting.done()
             await it.run(lease)
-            results, _ = page_of(await asyncio.wait_for(waiting, 20))
+            results, _ = page_of(await asyncio.wait_for(waiting, 120))
             assert [result["task_id"] for result in results] == [unit]
         nothing = await it.http.get("/rollout/results", params={"after": 10**6, "wait": 0.05})
         assert nothing.json() == {"results": [], "cursor": 10**6}
@@ -207,10 +213,10 @@ async def test_a_builder_that_fails_hides_no_other_result(tmp_path: Path, monkey
     def broken(paths: Any, builder: str) -> Any:
         if paths.session_id == "s-t-0" and paths.paths:
             raise ZeroDivisionError("oh")
-        return traced(paths, builder)
+        return run_builder(paths, builder)
 
-    traced = making.traced
-    monkeypatch.setattr(making, "traced", broken)
+    run_builder = sessions.run_builder
+    monkeypatch.setattr(sessions, "run_builder", broken)
     async with served(tmp_path) as it:
         await it.submit(task(num_samples=2))
         await it.run_all()
@@ -260,6 +266,7 @@ async def test_status_nodes_and_runs(tmp_path: Path) -> None:
             "max_queued": None,
             "batch": 8,
             "max_lag": 1,
+            "compat": None,
         }
         status = (await it.http.get("/rollout/status")).json()
         assert status["runs"]["default"]["queued"] == 2

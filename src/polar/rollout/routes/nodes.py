@@ -52,6 +52,13 @@ def routes(router: APIRouter, parts: Parts) -> None:
         """The nodes that are alive."""
         return shown_nodes(parts)
 
+    @router.get("/nodes/{node_id}", tags=["nodes"], responses=problems(404))
+    async def one_node(node_id: str) -> ShownNode:
+        for node in shown_nodes(parts):
+            if node.node_id == node_id:
+                return node
+        raise HTTPException(404, f"There is no node {node_id}.")
+
     @router.post("/nodes/{node_id}/drain", tags=["nodes"], responses=problems(404))
     async def drain(node_id: str) -> NodeDraining:
         """It gets no more sessions, and leaves when those that it has are done."""
@@ -131,7 +138,7 @@ def _sound(ended: list[Ended]) -> None:
             raise unusable("an outcome is a reward or a reason, never both")
         if min(one.turns, one.tokens, one.oldest_version or 0, one.newest_version or 0) < 0:
             raise unusable("turns, tokens and versions are not below 0")
-        one.lag, one.stale, one.builder = None, False, None
+        one.lag, one.stale, one.builder, one.mask_traces = None, False, None, False
 
 
 def _is_anothers(server: Leases, node_id: str, held: Held) -> bool:

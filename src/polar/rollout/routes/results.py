@@ -7,7 +7,7 @@ from fastapi.responses import Response
 from pydantic import BaseModel
 
 from polar.plugins import names
-from polar.rollout.models import GroupResult, NumberedResult, Unit
+from polar.rollout.models import GroupResult, NumberedResult, SuspiciousFilter, Unit
 from polar.rollout.routes.bodies import WHOLE, Name, Run
 from polar.rollout.routes.documents import problems
 from polar.rollout.routes.parts import Parts
@@ -32,6 +32,9 @@ def routes(router: APIRouter, parts: Parts) -> None:
         limit: Annotated[int, Query(ge=1, le=1000, description="at most so many; large ones may be fewer")] = 100,
         unit: Annotated[Unit, Query(description="sessions, or tasks with all of their sessions")] = "session",
         builder: Annotated[str | None, Query(description="of the traces [default: the task's own]")] = None,
+        suspicious: Annotated[
+            SuspiciousFilter, Query(description="sessions with proven tampering: among the others, alone, or left out")
+        ] = "keep",
         consumer: Annotated[
             Name | None,
             Query(
@@ -45,5 +48,7 @@ def routes(router: APIRouter, parts: Parts) -> None:
             raise HTTPException(422, f"There is no builder {builder}; known: {', '.join(names('builders'))}.")
         if consumer is not None:
             after = await parts.rollout.consumed(run, consumer, after, unit)
-        pages = parts.pages.page(run, after or 0, wait=wait, limit=limit, unit=unit, builder=builder)
+        pages = parts.pages.page(
+            run, after or 0, wait=wait, limit=limit, unit=unit, builder=builder, suspicious=suspicious
+        )
         return await answered(pages)

@@ -6,6 +6,7 @@ import msgspec
 from fastapi import APIRouter, Path
 from pydantic import BaseModel, Field
 
+from polar.config import Compat
 from polar.rollout.routes.bodies import Body, Run
 from polar.rollout.routes.documents import problems
 from polar.rollout.routes.parts import Parts
@@ -15,7 +16,8 @@ _Number = Annotated[int | None, Field(ge=0, lt=2**31)]
 
 
 class RunQuotas(Body):
-    """Null is without limit. All four are set: what is left out has none."""
+    """Null is without limit. The four limits are set together: what is left out has none. `compat` stays as it is
+    where it is left out."""
 
     max_running: _Number = Field(None, description="sessions at the same time")
     max_queued: _Number = Field(None, description="sessions that wait; more are refused with 429")
@@ -23,6 +25,7 @@ class RunQuotas(Body):
         None, description="sessions that the trainer takes at once"
     )
     max_lag: _Number = Field(None, description="batches that sessions may be ahead of the trainer [default: 0]")
+    compat: Compat | None = Field(None, description="whose meaning its tasks have [default: the server's]")
 
 
 class Runs(BaseModel):
@@ -35,10 +38,15 @@ def routes(router: APIRouter, parts: Parts) -> None:
     @router.get("/runs", tags=["runs"], responses=problems())
     async def all_runs() -> Runs:
         """Every run that has quotas, or engines of its own."""
-        return Runs(runs={run: RunQuotas(**msgspec.to_builtins(quotas)) for run, quotas in rollout.quotas().items()})
+        return Runs(runs={run: _shown(run, quotas) for run, quotas in rollout.quotas().items()})
 
     @router.put("/runs/{run}", tags=["runs"], responses=problems(400, 413))
     async def set_quotas(run: Annotated[Run, Path()], body: RunQuotas) -> RunQuotas:
         quotas = Quotas(body.max_running, body.max_queued, body.batch, body.max_lag or 0)
         await rollout.set_quotas(run, quotas)
-        return RunQuotas(**msgspec.to_builtins(quotas))
+        if "compat" in body.model_fields_set:
+            await rollout.set_compat(run, body.compat)
+        return _shown(run, quotas)
+
+    def _shown(run: str, quotas: Quotas) -> RunQuotas:
+        return RunQuotas(**msgspec.to_builtins(quotas), compat=rollout.compat(run))

@@ -10,12 +10,13 @@ from pydantic import BaseModel, Field, field_validator, model_validator
 
 from polar.gateway import view
 from polar.plugins import names
+from polar.rollout.models import EvidenceResult
 from polar.rollout.routes.bodies import Body, Run, Text, deeper_than
 from polar.rollout.routes.documents import problems, streamed
 from polar.rollout.routes.parts import Parts
 from polar.rollout.routes.tasks import answered
 from polar.store.base import Session, Store, Verdict
-from polar.trajectory.session import built, roles_of
+from polar.trajectory.session import encode_built, roles_of
 
 _DEEPEST = 100
 ARROW = "application/vnd.apache.arrow.stream"
@@ -50,6 +51,8 @@ class ShownSession(BaseModel):
     reward: float | None
     reason: str | None = Field(description="why there is no reward, where somebody said so")
     turn_rewards: dict[str, float] = Field(description="by exchange id")
+    evidence: list[EvidenceResult] = Field(description="of tampering with its grading")
+    suspicious: bool = Field(description="some of the evidence is proven")
 
 
 class SessionEnd(Body):
@@ -129,7 +132,8 @@ def routes(router: APIRouter, parts: Parts) -> None:
         await existing(session_id)
         if builder not in names("builders"):
             raise HTTPException(422, f"There is no builder {builder}; known: {', '.join(names('builders'))}.")
-        return Response(await built(store, session_id, builder), media_type="application/json")
+        document = await encode_built(store, session_id, builder, parts.pages.checker)
+        return Response(document, media_type="application/json")
 
     async def existing(session_id: str) -> Session:
         session = await store.session(session_id)

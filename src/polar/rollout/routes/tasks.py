@@ -3,16 +3,20 @@
 import asyncio
 import math
 from collections.abc import AsyncIterator
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
+import msgspec
 from fastapi import APIRouter, HTTPException, Path, Query
 from fastapi.responses import Response, StreamingResponse
+from msgspec import Struct
 from pydantic import BaseModel, Field, ValidationError, ValidatorFunctionWrapHandler, WrapValidator
 from pydantic_core import PydanticSerializationError
 
 from polar.problems import listed
-from polar.rollout.models import TaskRequest, TaskState, TaskStatus
-from polar.rollout.records import TaskRow
+from polar.rollout.models import SessionStatus, SessionTiming, TaskRequest, TaskState, TaskStatus
+from polar.rollout.protocol import Ended
+from polar.rollout.records import TaskRow, WorkRow
+from polar.rollout.results import stage_timing, status_of, status_of_task
 from polar.rollout.rollout import Refused, Submitted
 from polar.rollout.routes.bodies import Body, Run
 from polar.rollout.routes.documents import problems
@@ -20,9 +24,11 @@ from polar.rollout.routes.parts import Parts
 
 TaskId = Annotated[str, Path(description="as it was submitted; slashes may stand in it as they are")]
 OfRun = Annotated[Run, Query()]
+Results = Annotated[bool, Query(description="false: without its results")]
 
 _TREE = "/trajectory"
 _AT_ONCE = 10_000
+_LISTED = 10_000
 
 
 class TaskSubmitted(BaseModel):
@@ -44,10 +50,35 @@ class TaskAnswers(BaseModel):
     tasks: list[TaskAnswer]
 
 
-class TaskCancelled(BaseModel):
+class ListedTask(BaseModel):
     task_id: str
     status: TaskState
-    cancelled: int = Field(description="sessions that this ends, now or soon")
+    harness: str | None
+    model: str | None
+    num_samples: int
+    completed_sessions: int
+    errored_sessions: int = Field(description="that have ended without a reward")
+    created_at: float = Field(description="seconds since 1970")
+    updated_at: float
+
+
+class ListedTasks(BaseModel):
+    tasks: list[ListedTask]
+
+
+class ListedSession(BaseModel):
+    session_id: str | None = Field(description="null until it has ended")
+    task_id: str
+    status: SessionStatus | Literal["REGISTERED", "RUNNING"]
+    node_id: str | None
+    reward: float | None = None
+    timing: SessionTiming | None = None
+    error: str | None = None
+
+
+class ListedSessions(BaseModel):
+    task_id: str
+    sessions: list[ListedSession]
 
 
 class _Unusable:
@@ -128,25 +159,100 @@ def routes(router: APIRouter, parts: Parts) -> None:
     async def one_task(
         task_id: TaskId,
         run: OfRun = "default",
-        results: Annotated[bool, Query(description="false: without its results")] = True,
+        results: Results = True,
     ) -> Response:
-        """How far a task is; with its results, once there will be no more."""
+        """How far a task is, with the results of its sessions that have ended."""
         status = pages.status(await _existing(run, task_id), results=results)
         return await answered(status)
 
-    @router.delete("/rollout/task/{task_id:path}", tags=["tasks"], responses=problems(404))
-    async def cancel(task_id: TaskId, run: OfRun = "default") -> TaskCancelled:
+    @router.delete(
+        "/rollout/task/{task_id:path}",
+        tags=["tasks"],
+        responses=problems(404) | {200: {"model": TaskStatus, "description": "The task as it is"}},
+    )
+    async def cancel(task_id: TaskId, run: OfRun = "default", results: Results = True) -> Response:
         """What has not begun never will; what runs is ended, and has the reason `cancelled`."""
         await _existing(run, task_id)
         cancelled = await rollout.cancel(run, task_id)
         task = await _existing(run, task_id)
-        return TaskCancelled(task_id=task_id, status=task.state, cancelled=cancelled or 0)
+        return await answered(pages.status(task, results=results, cancelled_sessions=cancelled or 0))
+
+    @router.get("/tasks", tags=["tasks"], responses=problems())
+    async def tasks(
+        run: OfRun = "default",
+        status: TaskState | None = None,
+        harness: str | None = None,
+        since: Annotated[float | None, Query(description="of the last change: seconds since 1970")] = None,
+        limit: Annotated[int, Query(ge=1, le=1000)] = 200,
+    ) -> ListedTasks:
+        """The newest tasks, without their results; of those that fit, among the 10,000 newest."""
+        filtered = any(value is not None for value in (status, harness, since))
+        rows = await rollout.recent_tasks(run, _LISTED if filtered else limit)
+        listed_tasks = [
+            one
+            for one in map(_listed_task, rows)
+            if status in (None, one.status) and harness in (None, one.harness) and one.updated_at >= (since or 0.0)
+        ]
+        return ListedTasks(tasks=listed_tasks[:limit])
+
+    @router.get("/tasks/{task_id:path}/sessions", tags=["tasks"], responses=problems(404))
+    async def sessions_of_task(task_id: TaskId, run: OfRun = "default") -> ListedSessions:
+        """Where each session of a task is, without its trajectory."""
+        await _existing(run, task_id)
+        rows = await rollout.work_of(run, task_id)
+        return ListedSessions(task_id=task_id, sessions=[_listed_session(row) for row in rows])
 
     async def _existing(run: str, task_id: str) -> TaskRow:
         task = await rollout.task(run, task_id) if task_id.isprintable() else None
         if task is None:
             raise HTTPException(404, f"There is no task {task_id} in the run {run}.")
         return task
+
+
+class _Agent(Struct):
+    harness: str = "shell"
+    model_name: str | None = None
+
+
+class _Request(Struct):
+    """Of a TaskRequest, what is listed."""
+
+    agent: _Agent = msgspec.field(default_factory=_Agent)
+
+
+_request = msgspec.json.Decoder(_Request).decode
+_ended = msgspec.json.Decoder(Ended).decode
+
+
+def _listed_task(row: TaskRow) -> ListedTask:
+    agent = _request(row.request).agent
+    return ListedTask(
+        task_id=row.task_id,
+        status=status_of_task(row),
+        harness=agent.harness,
+        model=agent.model_name,
+        num_samples=row.samples,
+        completed_sessions=row.ended,
+        errored_sessions=row.ended - row.usable,
+        created_at=row.created_at,
+        updated_at=row.ended_at or row.created_at,
+    )
+
+
+def _listed_session(row: WorkRow) -> ListedSession:
+    if row.summary is None:
+        status: Literal["REGISTERED", "RUNNING"] = "RUNNING" if row.state == "leased" else "REGISTERED"
+        return ListedSession(session_id=row.session_id, task_id=row.task_id, status=status, node_id=row.node)
+    ended = _ended(row.summary)
+    return ListedSession(
+        session_id=row.session_id,
+        task_id=row.task_id,
+        status=status_of(ended.reason),
+        node_id=ended.node_id,
+        reward=ended.reward,
+        timing=SessionTiming(**stage_timing(ended.seconds)),
+        error=ended.error or ended.reason,
+    )
 
 
 async def answered(pieces: AsyncIterator[bytes]) -> Response:
