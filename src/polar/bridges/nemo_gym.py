@@ -126,10 +126,9 @@ def traces_of(run: Row) -> list[dict[str, Any]]:
 
 def replies(item: Item, result: SessionResult) -> dict[str, list[Part]]:
     """What the model said in each call, as far as the messages of the result can be told apart."""
-    assert result.trajectory is not None
     found: dict[str, list[Part]] = {}
     for trace, told in zip(item.trajectory.traces, result.trajectory.traces, strict=True):
-        spoken = [message for message in told.response_messages or [] if message.get("role") == "assistant"]
+        spoken = [message for message in told.response_messages if message.get("role") == "assistant"]
         if len(spoken) == len(trace.spans):  # not so where a harness rewrote its history on the way
             found |= {span.exchange_id: _parts(one) for span, one in zip(trace.spans, spoken, strict=True)}
     return found

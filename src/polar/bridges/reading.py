@@ -1,22 +1,21 @@
 """Sessions as they come over the wire, as what exporters take: so a trainer gets the same from a live run as from an
 export."""
 
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
 from polar import experts
 from polar.export.base import Item
 from polar.rollout.models import SessionResult, TraceResult
-from polar.store.base import Session
+from polar.store.base import Evidence, EvidenceKind, Session
 from polar.trajectory.types import Excluded, Sampled, Span, TokenCounts, Trace, Trajectory
 
 
 def item(result: SessionResult) -> Item:
     """A session that has traces. Its calls' messages are not with it, but in the result."""
-    assert result.trajectory is not None
     told = result.trajectory.metadata
-    created = result.timing.get("created_at", 0.0)
+    created = result.metadata.get("timing", {}).get("created_at", 0.0)
     session = Session(
         result.session_id,
         key_hash=b"",
@@ -25,6 +24,10 @@ def item(result: SessionResult) -> Item:
         status="ended",
         reward=result.reward,
         reason=result.reason,
+        evidence=[
+            Evidence(cast(EvidenceKind, one.kind), one.subject, one.proven, one.detail, one.count)
+            for one in result.evidence
+        ],
     )
     trajectory = Trajectory(
         session_id=result.session_id,

@@ -7,6 +7,7 @@ the task, so whoever asks again (after a crash, say) gets what has run already, 
 import asyncio
 from collections import Counter
 from collections.abc import Awaitable, Iterable, Mapping
+from functools import partial
 from typing import TypeVar
 
 from msgspec import Struct, field
@@ -20,6 +21,9 @@ from polar.config import SamplingOverrides
 from polar.errors import ConfigError
 from polar.export.base import Item
 from polar.rollout.models import SessionResult, TaskRequest
+from polar.trajectory.checker import SessionChecker
+from polar.trajectory.received import check_received, hold_reason
+from polar.trajectory.verify import Problem
 
 
 class Group(Struct):
@@ -60,6 +64,7 @@ class Rollouts(AsyncClosing):
             task.task_id: task for task in tasks_of(settings.tasks, run=settings.run)
         }
         self.client = AsyncClient(settings.server, settings.token, settings.run, patience=settings.patience)
+        self._checker = SessionChecker(settings.verify_share)
         self._met = False  # the service has answered
 
     async def close(self) -> None:
@@ -121,7 +126,8 @@ class Rollouts(AsyncClosing):
         left_out: Counter[str] = Counter()
         kept = []
         for result in results:
-            if (reason := _unusable(result)) is None:
+            reason = _unusable(result) or hold_reason(self._checker, result.session_id, partial(_problems_of, result))
+            if reason is None:
                 kept.append(result)
             else:
                 left_out[reason] += 1
@@ -143,12 +149,16 @@ async def together(work: Iterable[Awaitable[T]]) -> list[T]:
         raise
 
 
+def _problems_of(result: SessionResult) -> list[Problem]:
+    return check_received(item(result).trajectory)
+
+
 def _unusable(result: SessionResult) -> str | None:
     """Why a session can't be trained on."""
     if result.reward is None:
         return result.reason or "no_reward"
     if result.metadata.get("stale"):
         return "stale"
-    if result.trajectory is None or not result.trajectory.traces:
+    if not result.trajectory.traces:
         return "nothing_to_train"
     return None

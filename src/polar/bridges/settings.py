@@ -33,6 +33,7 @@ class BridgeSettings(BaseModel):
     max_lag: int | None = Field(
         None, ge=0, description="versions that a session may be old when it ends; older: dropped"
     )
+    verify_share: float = Field(1.0, ge=0, le=1, description="of sessions that are checked when they are received")
     patience: float = Field(300, gt=0, description="seconds that a call waits for a server that is away")
 
 

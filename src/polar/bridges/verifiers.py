@@ -118,7 +118,6 @@ def plugin(source: Source = None) -> Plugin:
 def nodes(item: Item, result: SessionResult) -> list[dict[str, Any]]:
     """A session as the fields of verifiers' message nodes: a chain from a root of its own for each trace. Those that
     were sampled have a `call` besides, as the fields of its model calls."""
-    assert result.trajectory is not None
     made: list[dict[str, Any]] = []
     for trace, told in zip(item.trajectory.traces, result.trajectory.traces, strict=True):
         made += _chain(trace, told, first=len(made))
@@ -164,8 +163,8 @@ def _chain(trace: Trace, told: TraceResult, *, first: int) -> list[dict[str, Any
 def _turns(told: TraceResult, calls: int) -> list[tuple[list[ChatMessage], ChatMessage]]:
     """Of each call, what came before it and what it said; as far as that is known."""
     turns: list[tuple[list[ChatMessage], ChatMessage]] = []
-    before: list[ChatMessage] = list(told.prompt_messages or [])
-    for message in told.response_messages or []:
+    before: list[ChatMessage] = list(told.prompt_messages)
+    for message in told.response_messages:
         if message["role"] == "assistant":
             turns.append((before, message))
             before = []

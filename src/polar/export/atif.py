@@ -2,7 +2,7 @@
 
 The first conversation is the document, and each other one (sub-agents, forks, compactions) a trajectory inside it. A
 model call is an agent step, with its token ids and log-probabilities; what a tool answered is the step's observation.
-Steps that a fork repeats are marked as copied context. The reward is in `extra`.
+Steps that a fork repeats are marked as copied context. The reward is in `extra`, with evidence of tampering.
 
 Who divides: nobody; this is a record, not a batch.
 
@@ -39,6 +39,8 @@ class Atif(SessionLines):
             "task_id": item.group,
             "reward": item.sampled.reward,
             "reason": item.sampled.reason,
+            "suspicious": item.session.suspicious,
+            "evidence": msgspec.to_builtins(item.session.evidence),
             "metadata": item.session.metadata,
         }
         if others:

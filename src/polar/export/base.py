@@ -20,6 +20,7 @@ from msgspec import Struct, field
 from numpy.typing import NDArray
 
 from polar.store.base import Exchange, Session
+from polar.trajectory.checker import SessionCheck
 from polar.trajectory.session import Part
 from polar.trajectory.types import NO_VERSION, TRAINABLE_ROLES, ExchangeRole, Ids, Sampled, Trace, Trajectory
 
@@ -43,6 +44,7 @@ class Item(Struct):
     exchanges: list[Exchange] = field(default_factory=list)
     roles: frozenset[ExchangeRole] = TRAINABLE_ROLES  # of calls that go out
     parts: list[Part] | None = None  # the exchanges, read, where somebody has done so
+    check: SessionCheck | None = None  # that the session has passed; a tree of several sessions is checked with theirs
 
     @property
     def group(self) -> str:
@@ -136,6 +138,7 @@ def facts(item: Item, index: int, trace: Trace) -> dict[str, Any]:
         "traces": len(item.trajectory.traces),
         "reward": trace.reward,
         "reason": trace.reason,
+        "suspicious": item.session.suspicious,
         "turn_rewards": trace.turn_rewards,
         "weight": trace.weight,
         "role": trace.role,

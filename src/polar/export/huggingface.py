@@ -37,6 +37,7 @@ configs:
 | `messages` | the conversation, as chat messages; thinking in `reasoning_content` |
 | `tools` | what the model could call, as JSON text |
 | `session_id`, `task_id`, `reward` | where it is from |
+| `suspicious` | whether its agent is proven to have tampered with the grading |
 | `role`, `agent_id` | whose conversation it is: main or subagent |
 """
 
@@ -62,7 +63,7 @@ class HuggingFace(ParquetRows):
             yield {
                 "messages": messages,
                 "tools": msgspec.json.encode(row["tools"]).decode(),
-                **{name: known[name] for name in ("session_id", "task_id", "reward", "role", "agent_id")},
+                **{name: known[name] for name in ("session_id", "task_id", "reward", "suspicious", "role", "agent_id")},
             }
         self.left_out += self._conversations.left_out
         self._conversations.left_out.clear()
@@ -90,6 +91,7 @@ class HuggingFace(ParquetRows):
                 "session_id": text,
                 "task_id": text,
                 "reward": pa.float64(),
+                "suspicious": pa.bool_(),
                 "role": text,
                 "agent_id": text,
             }

@@ -153,6 +153,7 @@ def schema() -> "pa.Schema":
             "builder": text,
             "session_reward": pa.float64(),
             "session_reason": text,
+            "suspicious": pa.bool_(),
             "tokens": tokens,
             "excluded": pa.list_(excluded),
             "traces": pa.int64(),
@@ -194,6 +195,7 @@ def rows(item: Item) -> Iterator[dict[str, Any]]:
         "builder": trajectory.builder,
         "session_reward": trajectory.reward,
         "session_reason": trajectory.reason,
+        "suspicious": session.suspicious,
         "tokens": msgspec.to_builtins(trajectory.tokens),
         "traces": len(trajectory.traces),
     }

@@ -17,8 +17,10 @@ from msgspec import Struct, field
 from polar.errors import ConfigError
 from polar.export.base import Exporter, Item, Need, group_of
 from polar.export.messages import said_in
+from polar.rollout.models import SuspiciousFilter
 from polar.rollout.samples import Sample, outcome_of, sample_of
 from polar.store.base import Session, Store
+from polar.trajectory.checker import HeldBack, SessionChecker
 from polar.trajectory.roles import Overrides
 from polar.trajectory.session import sampled as sampled_of
 from polar.trajectory.types import ExchangeRole, Excluded, Sampled, Trajectory
@@ -37,6 +39,7 @@ class Selection(Struct, frozen=True):
     roles: frozenset[ExchangeRole] = frozenset()
     best: int | None = None  # sessions of a task, those with the highest rewards
     unique: bool = False  # of sessions that say the same, one
+    suspicious: SuspiciousFilter = "keep"
 
 
 class Tally(Struct):
@@ -86,11 +89,17 @@ def _counts(counter: Counter[str]) -> str:
 
 
 async def items(
-    store: Store, selection: Selection, needs: frozenset[Need], build: Builder, tally: Tally
+    store: Store,
+    selection: Selection,
+    needs: frozenset[Need],
+    build: Builder,
+    tally: Tally,
+    checker: SessionChecker | None = None,
 ) -> AsyncIterator[Item]:
-    """The selected sessions that the exporter can take, as it needs them."""
+    """The selected sessions that the exporter can take, as it needs them. Without a `checker`, all are checked."""
+    checker = checker or SessionChecker()
     grouped = selection.best is not None or not needs.isdisjoint(("tree", "group"))
-    sessions = _grouped(store, selection, tally) if grouped else _sessions(store, selection)
+    sessions = _grouped(store, selection, tally) if grouped else _passing(store, selection, tally)
     settled: set[Sample] = set()
     said: set[bytes] = set()
     async for session in sessions:
@@ -104,13 +113,20 @@ async def items(
             tally.leave("whose sample another session stands for", "superseded")
             continue
         exchanges = [exchange async for exchange in store.exchanges(session.session_id)]
+        check = checker.begin(session)
         try:
+            check.rows(exchanges)
             whole = sampled_of(session, exchanges)
+            sampled = of_roles(whole, selection.roles, tally)
+            check.paths(exchanges, sampled.paths, selection.roles or None)
+            item = Item(session, sampled, build(sampled), check=check)
+            check.traces(item.trajectory)
+        except HeldBack as held:
+            tally.leave("held back by verification", str(held))
+            continue
         except ConfigError as error:
             tally.leave("that can't be read", f"{session.session_id}: {error}")
             continue
-        sampled = of_roles(whole, selection.roles, tally)
-        item = Item(session, sampled, build(sampled))
         item.roles = selection.roles or Overrides.of(session.metadata).trainable_roles
         if "messages" in needs:
             item.exchanges = exchanges
@@ -226,10 +242,22 @@ async def _sessions(store: Store, selection: Selection) -> AsyncIterator[Session
         last = page[-1].session_id
 
 
+async def _passing(store: Store, selection: Selection, tally: Tally) -> AsyncIterator[Session]:
+    """Those that the filter of suspicious sessions lets through."""
+    async for session in _sessions(store, selection):
+        if selection.suspicious == "exclude" and session.suspicious:
+            kinds = {one.kind for one in session.evidence if one.proven}
+            tally.leave("whose agent tampered with its grading", " and ".join(sorted(kinds)))
+        elif selection.suspicious == "only" and not session.suspicious:
+            tally.leave("without proven tampering", "not suspicious")
+        else:
+            yield session
+
+
 async def _grouped(store: Store, selection: Selection, tally: Tally) -> AsyncIterator[Session]:
     """In order of each group's first session. Only ids are held."""
     groups: defaultdict[str, list[_Ranked]] = defaultdict(list)
-    async for session in _sessions(store, selection):
+    async for session in _passing(store, selection, tally):
         groups[group_of(session)].append(_Ranked.of(session))
     for members in groups.values():
         if selection.best is not None:

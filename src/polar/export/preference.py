@@ -31,6 +31,7 @@ class _Side(Struct):
     prompt: list[dict[str, Any]]
     completion: list[dict[str, Any]]
     tools: list[dict[str, Any]]
+    suspicious: bool
 
     def rank(self) -> tuple[float, int, float]:
         return -self.reward, self.sample, self.created_at
@@ -76,6 +77,7 @@ class Preference(JsonLines):
             said[:split],
             said[split:],
             chat_tools(last.tools),
+            item.session.suspicious,
         )
         self._sides[msgspec.json.encode([opening, last.tools])].append(side)
 
@@ -103,7 +105,9 @@ class Preference(JsonLines):
                 "task_id": self._group,
                 "chosen_session_id": chosen.session_id,
                 "chosen_reward": chosen.reward,
+                "chosen_suspicious": chosen.suspicious,
                 "rejected_session_id": rejected.session_id,
                 "rejected_reward": rejected.reward,
+                "rejected_suspicious": rejected.suspicious,
             },
         }

@@ -39,6 +39,7 @@ class Sft(SessionLines):
                     "session_id": item.session.session_id,
                     "task_id": item.group,
                     "reward": item.sampled.reward,
+                    "suspicious": item.session.suspicious,
                     "role": last.role,
                     "agent_id": last.agent_id,
                     "exchange_ids": [one.exchange.exchange_id for one in conversation.calls],

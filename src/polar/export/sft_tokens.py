@@ -54,6 +54,7 @@ class SftTokens(SessionLines):
                     "session_id": item.session.session_id,
                     "task_id": item.group,
                     "reward": item.sampled.reward,
+                    "suspicious": item.session.suspicious,
                     "trace": index,
                     "traces": len(trajectory.traces),
                     "weight": trace.weight,

@@ -3,6 +3,9 @@ seen.
 
 It is computed once, when the exchange is taken in, over the whole arrays; what stands in the database by difference
 must give the same arrays again.
+
+The prompt goes in as its own SHA-256: prompts of a session repeat one another, and whoever checks many of them can
+continue one hash from the other. Rows of older versions have digests of 16 bytes, in which the prompt stands as it is.
 """
 
 from hashlib import sha256
@@ -12,19 +15,35 @@ import msgspec
 from polar.store.arrays import ids_to_bytes, logprobs_to_bytes
 from polar.store.base import Exchange
 
+_FORMAT = b"\x02"
+_DIGEST_BYTES = 16
+
 
 def checksum(exchange: Exchange) -> bytes:
     """Of the tokens, log-probabilities and versions, of how they were sampled, and of what they belong to."""
+    prompt = b"" if exchange.prompt_ids is None else sha256(ids_to_bytes(exchange.prompt_ids)).digest()
+    return _FORMAT + _digest(exchange, prompt)
+
+
+def matches_checksum(exchange: Exchange, prompt_digest: bytes) -> bool:
+    """Whether an exchange is what was taken in. It has a checksum; `prompt_digest` is the SHA-256 of its prompt's ids,
+    for whoever has one, and is ignored where there is no prompt."""
+    if exchange.checksum is not None and len(exchange.checksum) == _DIGEST_BYTES:  # of an older version
+        prompt = b"" if exchange.prompt_ids is None else ids_to_bytes(exchange.prompt_ids)
+        return exchange.checksum == _digest(exchange, prompt)
+    prompt = b"" if exchange.prompt_ids is None else prompt_digest
+    return exchange.checksum == _FORMAT + _digest(exchange, prompt)
+
+
+def _digest(exchange: Exchange, prompt: bytes) -> bytes:
     pieces = (
         exchange.session_id.encode(),
         exchange.exchange_id.encode(),
-        b"" if exchange.prompt_ids is None else ids_to_bytes(exchange.prompt_ids),
+        prompt,
         b"" if exchange.sampled_ids is None else ids_to_bytes(exchange.sampled_ids),
         b"" if exchange.logprobs is None else logprobs_to_bytes(exchange.logprobs),
         msgspec.json.encode([exchange.versions, exchange.untrainable, exchange.logprob_kind, exchange.sampling]),
     )
-    digest = sha256()
-    for piece in pieces:
-        digest.update(len(piece).to_bytes(8, "little"))  # so that nothing can move from one piece to the next
-        digest.update(piece)
-    return digest.digest()[:16]
+    # Lengths come first, so that nothing can move from one piece to the next.
+    framed = b"".join(part for piece in pieces for part in (len(piece).to_bytes(8, "little"), piece))
+    return sha256(framed).digest()[:_DIGEST_BYTES]

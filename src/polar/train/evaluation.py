@@ -56,7 +56,7 @@ class Evaluation:
                     "run": self._rollout.run,
                     "num_samples": self._settings.samples,
                     "sampling": sampled_with(task, self._rollout, **changes),
-                    "dispatch_priority": task.dispatch_priority + 1,
+                    "dispatch_priority": min(task.dispatch_priority + 1, 100),
                     "max_lag": 0,  # an engine that came back with other weights is not what is measured
                     "on_stale": "cancel",
                 }

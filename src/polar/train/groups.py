@@ -7,6 +7,7 @@ A column has one entry for each trained token of each sampling; nothing of it de
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -16,8 +17,25 @@ from numpy.typing import NDArray
 
 from polar.errors import PolarError
 from polar.train.forest import Tree
+from polar.trajectory.checker import HOLD_REASONS, SessionChecker, is_chosen
+from polar.trajectory.received import check_received, check_received_tree, hold_reason
 from polar.trajectory.tree import ROOT
+from polar.trajectory.types import (
+    Excluded,
+    Ids,
+    Logprobs,
+    Span,
+    Term,
+    TokenCounts,
+    Trace,
+    Trajectory,
+    TreeSession,
+    TreeTrajectory,
+)
+from polar.trajectory.verify import Problem
 
+CHECK_ALL = SessionChecker()
+"""Checks every session that comes."""
 UNKNOWN = np.float32(np.nan)
 
 
@@ -30,6 +48,7 @@ class Member(Struct):
     turns: list[str] = field(default_factory=list)  # its exchanges that train, in the order in which they were made
     turn_rewards: dict[str, float] = field(default_factory=dict)
     tokens: int = 0  # that train
+    suspicious: bool = False  # proven to have tampered with its grading
 
 
 class Columns(Struct):
@@ -64,6 +83,7 @@ class Group(Struct):
     parts: list[Part]
     excluded: Counter[str] = field(default_factory=Counter)  # sampled tokens that don't train, by reason
     unique: int = 0  # tokens of its tree
+    verified: int = 0  # sessions that were checked
 
     @property
     def graded(self) -> list[int]:
@@ -78,6 +98,7 @@ class Group(Struct):
 
 class _Node(Struct):
     parent: int | None
+    depth: int
     ids: list[int]
 
 
@@ -87,45 +108,23 @@ class _Term(Struct):
     node: int
     start: int
     stop: int
+    offset: int
     logprobs: list[float] | None
     policy_versions: list[int]
     weight: float
     scale: float | None = None
 
 
-class _Session(Struct):
-    session_id: str
-    reward: float | None
-    reason: str | None
-    turn_rewards: dict[str, float] = {}
-
-
-class _Excluded(Struct):
-    start: int
-    stop: int
-    reason: str
-
-
-class _Tokens(Struct, frozen=True):
-    unique: int = 0
-
-
 class _TreeDocument(Struct):
     nodes: list[_Node]
     terms: list[_Term]
-    sessions: list[_Session]
-    excluded: list[_Excluded] = []
-    tokens: _Tokens = _Tokens()
-
-
-class _Span(Struct):
-    exchange_id: str
-    start: int
-    stop: int
+    sessions: list[TreeSession]
+    tokens: TokenCounts
+    excluded: list[Excluded] = []
 
 
 class _TraceMetadata(Struct):
-    spans: list[_Span]
+    spans: list[Span]
     turn_rewards: dict[str, float] = {}
     scales: dict[str, float] = {}
 
@@ -133,15 +132,18 @@ class _TraceMetadata(Struct):
 class _Trace(Struct):
     prompt_ids: list[int]
     response_ids: list[int]
+    loss_mask: list[int]
     response_logprobs: list[float] | None
     policy_versions: list[int]
+    exchange_ids: list[str]
+    reward: float | None
     weight: float
     metadata: _TraceMetadata
 
 
 class _TrajectoryMetadata(Struct):
-    excluded: list[_Excluded] = []
-    tokens: _Tokens = _Tokens()
+    excluded: list[Excluded] = []
+    tokens: TokenCounts = TokenCounts(0, 0, 0)
 
 
 class _Trajectory(Struct):
@@ -149,10 +151,15 @@ class _Trajectory(Struct):
     metadata: _TrajectoryMetadata = field(default_factory=_TrajectoryMetadata)
 
 
+class _ResultMetadata(Struct, frozen=True):
+    suspicious: bool = False
+
+
 class _Result(Struct):
     session_id: str
     reward: float | None
     reason: str | None
+    metadata: _ResultMetadata = _ResultMetadata()
     trajectory: _Trajectory | None = None
 
 
@@ -168,6 +175,7 @@ class _Outcome(Struct):
     session_id: str
     reward: float | None
     reason: str | None
+    metadata: _ResultMetadata = _ResultMetadata()
 
 
 class _Outcomes(Struct):
@@ -176,16 +184,27 @@ class _Outcomes(Struct):
     results: list[_Outcome]
 
 
-def of_tree(data: bytes, tree: dict[str, Any], index: int) -> Group:
+def of_tree(data: bytes, tree: dict[str, Any], index: int, checker: SessionChecker = CHECK_ALL) -> Group:
     """`data` is the group as the feed gave it, and `tree` its `prefix_tree`. Sessions that aren't in the tree, since
-    they ended before they began, say, are still members."""
+    they ended before they began, say, are still members. Those that fail the check are members with that reason."""
     told = msgspec.json.decode(data, type=_Outcomes)
     document = msgspec.convert(tree, _TreeDocument)
-    rewards = {session.session_id: session.turn_rewards for session in document.sessions}
-    members = [
-        Member(one.session_id, one.reward, one.reason, turn_rewards=rewards.get(one.session_id, {}))
-        for one in told.results
-    ]
+    in_tree = {session.session_id: session for session in document.sessions}
+    members = []
+    for one in told.results:
+        member = Member(one.session_id, one.reward, one.reason, suspicious=one.metadata.suspicious)
+        if (there := in_tree.get(one.session_id)) is not None:
+            member.turn_rewards = there.turn_rewards
+            if there.reason in HOLD_REASONS:  # the service held it back when it made the tree
+                member.reward, member.reason = None, there.reason
+        members.append(member)
+    group = Group(index, told.task_id, told.cursor, members, [], unique=document.tokens.unique)
+    group.excluded.update(_excluded(document.excluded))
+    received = _tree(document)
+    problems = _problems_by_session(received)
+    for member in members:
+        _hold_back_if(member, group, checker, partial(problems, member.session_id))
+    held = {member.session_id for member in members if member.reason in HOLD_REASONS}
     stretches = [
         _Stretch(
             term.session_id,
@@ -197,36 +216,117 @@ def of_tree(data: bytes, tree: dict[str, Any], index: int) -> Group:
             term.scale,
             term.node,
         )
-        for term in document.terms
+        for term in received.terms
+        if term.session_id not in held
     ]
-    lengths = [len(node.ids) for node in document.nodes]
-    starts = np.cumsum([0, *lengths], dtype=np.int64)
-    parents = np.array([ROOT if node.parent is None else node.parent for node in document.nodes], np.int32)
-    ids = np.array([token for node in document.nodes for token in node.ids], np.int32)
-    group = Group(index, told.task_id, told.cursor, members, [], unique=document.tokens.unique)
-    group.excluded.update(_excluded(document.excluded))
-    return _built(group, [_Walk(ids, starts, parents, stretches)])
+    return _built(group, [_Walk(received.ids, received.starts, received.parents, stretches)])
 
 
-def of_traces(data: bytes, index: int) -> Group:
+def of_traces(data: bytes, index: int, checker: SessionChecker = CHECK_ALL) -> Group:
     """Of a group as the feed gave it: each trace is a tree of one path."""
     told = msgspec.json.decode(data, type=_GroupDocument)
     group = Group(index, told.task_id, told.cursor, [], [])
     walks = []
     for result in told.results:
-        member = Member(result.session_id, result.reward, result.reason)
+        member = Member(result.session_id, result.reward, result.reason, suspicious=result.metadata.suspicious)
         group.members.append(member)
         if result.trajectory is None:
             continue
         group.excluded.update(_excluded(result.trajectory.metadata.excluded))
         group.unique += result.trajectory.metadata.tokens.unique
+        _hold_back_if(member, group, checker, partial(_problems_of, result))
+        if member.reason in HOLD_REASONS:
+            continue
         for trace in result.trajectory.traces:
             member.turn_rewards |= trace.metadata.turn_rewards
             walks.append(_walk(result.session_id, trace))
     return _built(group, walks)
 
 
-def _excluded(stretches: Iterable[_Excluded]) -> Counter[str]:
+def _problems_of(result: _Result) -> list[Problem]:
+    return check_received(_trajectory(result))
+
+
+def _hold_back_if(
+    member: Member, group: Group, checker: SessionChecker, find_problems: Callable[[], Sequence[Problem]]
+) -> None:
+    """Checks a session that would be trained on."""
+    if member.reason is not None:
+        return
+    group.verified += is_chosen(member.session_id, checker.share)
+    reason = hold_reason(checker, member.session_id, find_problems)
+    if reason is not None:
+        member.reward, member.reason = None, reason
+
+
+def _problems_by_session(tree: TreeTrajectory) -> Callable[[str], list[Problem]]:
+    """Looks for problems when the first session is asked for. What is wrong with a whole tree is every session's."""
+    found: list[Problem] | None = None
+
+    def problems(session_id: str) -> list[Problem]:
+        nonlocal found
+        found = check_received_tree(tree) if found is None else found
+        return [one for one in found if one.session_id in ("", session_id)]
+
+    return problems
+
+
+def _tree(document: _TreeDocument) -> TreeTrajectory:
+    nodes = document.nodes
+    return TreeTrajectory(
+        ids=np.array([token for node in nodes for token in node.ids], np.int32),
+        starts=np.cumsum([0, *(len(node.ids) for node in nodes)], dtype=np.int64),
+        parents=np.array([ROOT if node.parent is None else node.parent for node in nodes], np.int32),
+        depths=np.array([node.depth for node in nodes], np.int64),
+        terms=[
+            Term(
+                term.session_id,
+                term.exchange_id,
+                term.node,
+                term.start,
+                term.stop,
+                term.offset,
+                None if term.logprobs is None else np.array(term.logprobs, np.float32),
+                np.array(term.policy_versions, np.int32),
+                term.weight,
+                term.scale,
+            )
+            for term in document.terms
+        ],
+        sessions=document.sessions,
+        excluded=document.excluded,
+        tokens=document.tokens,
+    )
+
+
+def _trajectory(result: _Result) -> Trajectory:
+    """As far as it is checked."""
+    assert result.trajectory is not None
+    told = result.trajectory.metadata
+    traces = [
+        Trace(
+            session_id=result.session_id,
+            prompt_ids=np.array(trace.prompt_ids, np.int32),
+            response_ids=np.array(trace.response_ids, np.int32),
+            loss_mask=np.array(trace.loss_mask, np.uint8),
+            logprobs=None if trace.response_logprobs is None else np.array(trace.response_logprobs, np.float32),
+            policy_versions=np.array(trace.policy_versions, np.int32),
+            weight=trace.weight,
+            exchange_ids=trace.exchange_ids,
+            spans=trace.metadata.spans,
+            role="main",
+            agent_id=None,
+            branch_reason=None,
+            temperature=None,
+            finish_reason=None,
+            reward=trace.reward,
+        )
+        for trace in result.trajectory.traces
+    ]
+    return Trajectory(result.session_id, "received", traces, told.excluded, told.tokens, result.reward, result.reason)
+
+
+def _excluded(stretches: Iterable[Excluded]) -> Counter[str]:
     found: Counter[str] = Counter()
     for one in stretches:
         found[one.reason] += one.stop - one.start
@@ -242,8 +342,8 @@ class _Stretch(Struct):
     session_id: str
     exchange_id: str
     start: int
-    logprobs: list[float] | None
-    versions: list[int]
+    logprobs: list[float] | Logprobs | None
+    versions: list[int] | Ids
     weight: float  # of each token
     scale: float | None
     node: int = 0

@@ -46,7 +46,10 @@ class StepMetrics(Struct):
     groups_filtered: dict[str, int] = field(default_factory=dict)
     groups_on_their_way: int = 0
     sessions: int = 0  # that were trained on
+    sessions_suspicious: int = 0  # that came in with proven tampering, trained on or not
     sessions_excluded: dict[str, int] = field(default_factory=dict)
+    sessions_verified: int = 0  # that were checked when they came in
+    sessions_held_back: int = 0  # that failed verification, here or at the service
     tokens_excluded: dict[str, int] = field(default_factory=dict)
     held_out_excluded: dict[str, int] = field(default_factory=dict)
     probe_largest: float | None = None  # engine against trainer, after the update

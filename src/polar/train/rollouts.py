@@ -20,6 +20,7 @@ from polar.rollout.models import TaskRequest
 from polar.train import groups
 from polar.train.groups import Group
 from polar.train.settings import RolloutSettings
+from polar.trajectory.checker import SessionChecker
 from polar.trajectory.session import TREE
 
 _PAGE = 8  # groups that are read at once
@@ -90,6 +91,7 @@ class Rollouts:
         self._client = client
         self._tasks = {task.task_id: task for task in tasks}
         self._settings = settings
+        self._checker = SessionChecker(settings.verify_share)
         self._name = name
         self._order = Order(list(self._tasks), seed)
         self._next = settled.floor  # all groups before it are settled, or on their way
@@ -176,9 +178,9 @@ class Rollouts:
                 self._indices[result.task_id] = index
                 if settings.builder == TREE:
                     tree = await self._client.trajectory(result.task_id)
-                    group = await asyncio.to_thread(groups.of_tree, result.data, tree, index)
+                    group = await asyncio.to_thread(groups.of_tree, result.data, tree, index, self._checker)
                 else:
-                    group = await asyncio.to_thread(groups.of_traces, result.data, index)
+                    group = await asyncio.to_thread(groups.of_traces, result.data, index, self._checker)
                 await self._ready.put(group)
 
     def _index(self, task_id: str) -> int | None:

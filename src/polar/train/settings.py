@@ -65,6 +65,7 @@ class RolloutSettings(Section):
     groups_per_step: int = Field(8, gt=0)
     max_lag: int = Field(1, ge=0, description="steps that the policy may be ahead of what sampled a token")
     builder: str = "prefix_tree"
+    verify_share: float = Field(1.0, ge=0, le=1, description="of sessions that are checked when they are received")
     sampling: SamplingOverrides = SamplingOverrides(temperature=1.0)
 
 

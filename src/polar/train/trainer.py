@@ -29,6 +29,7 @@ from polar.train.metrics import GpuWatch, Metrics, StepMetrics
 from polar.train.rollouts import Rollouts
 from polar.train.settings import TrainSettings
 from polar.train.sync import ProbeFailed, SyncError
+from polar.trajectory.checker import HOLD_REASONS
 
 log = logging.getLogger(__name__)
 
@@ -316,9 +317,17 @@ class Trainer:
             groups=len(collected.trained),
             groups_filtered=dict(collected.filtered),
             sessions=sum(len(group.sessions) for group in collected.trained),
+            sessions_suspicious=sum(member.suspicious for member in members),
             sessions_excluded=dict(excluded),
+            sessions_verified=sum(group.verified for group in collected.groups),
+            sessions_held_back=sum(excluded[reason] for reason in HOLD_REASONS),
             tokens_excluded=dict(tokens),
         )
+        if metrics.sessions_held_back:
+            self._watcher.says(
+                f"{metrics.sessions_held_back} of {len(members)} sessions failed verification and are not trained on: "
+                "see the log, here and at the service."
+            )
         if collected.trained:
             lags = self._lags(_columns(collected.trained))
             metrics.lag_mean, metrics.lag_max = float(lags.mean()), int(lags.max())

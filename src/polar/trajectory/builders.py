@@ -95,7 +95,7 @@ def prefix_tree(sessions: Sequence[Sampled]) -> TreeTrajectory:
         depths=np.array([node.start for node in tree.nodes], np.int64),
         terms=terms,
         sessions=[
-            TreeSession(session.session_id, session.reward, session.reason, _turn_rewards(paths))
+            TreeSession(session.session_id, session.reward, session.reason, _turn_rewards(paths), session.suspicious)
             for session, paths in zip(sessions, trained, strict=True)
         ],
         excluded=[excluded for session in sessions for excluded in _excluded(session)],

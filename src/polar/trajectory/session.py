@@ -2,7 +2,7 @@
 
 import asyncio
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -16,9 +16,21 @@ from polar.harnesses import knowledge
 from polar.plugins import load as load_plugin
 from polar.store.base import Exchange, Session, Store
 from polar.trajectory import wire
+from polar.trajectory.checker import HeldBack, SessionCheck, SessionChecker
 from polar.trajectory.roles import Call, Labelled, Overrides, assign, call_of
 from polar.trajectory.teacher import conditions
-from polar.trajectory.types import NO_VERSION, Excluded, Ids, Image, Path, Sampled, Trajectory
+from polar.trajectory.types import (
+    NO_VERSION,
+    Excluded,
+    Ids,
+    Image,
+    Path,
+    Sampled,
+    TokenCounts,
+    Trajectory,
+    TreeSession,
+    TreeTrajectory,
+)
 from polar.types import Media, Message, Request, ToolResult
 
 NO_IDS: Ids = np.empty(0, np.int32)
@@ -65,7 +77,7 @@ def sampled_in(session: Session, parts: Iterable[Part]) -> Sampled:
         for exchange, call, label in parts
         if exchange.sampled_ids is not None
     ]
-    return Sampled(session.session_id, paths, session.reward, _reason(session))
+    return Sampled(session.session_id, paths, session.reward, _reason(session), session.suspicious)
 
 
 async def roles_of(store: Store, session_id: str) -> dict[str, Labelled]:
@@ -77,19 +89,96 @@ async def roles_of(store: Store, session_id: str) -> dict[str, Labelled]:
     return await asyncio.to_thread(labelled, session, calls)
 
 
-async def built(store: Store, session_id: str, builder: str) -> bytes:
-    """What a builder makes of a session, as JSON."""
-    paths = await load(store, session_id)
-    build = load_plugin("builders", builder)
-    if builder == TREE:
-        return await asyncio.to_thread(lambda: msgspec.json.encode(wire.tree(build([paths]))))
-    return await asyncio.to_thread(lambda: msgspec.json.encode(wire.trajectory(build(paths))))
+class Build(NamedTuple):
+    """What is made of a session on its way out."""
+
+    parts: list[Part]
+    sampled: Sampled
+    trajectory: Trajectory
 
 
-def traced(paths: Sampled, builder: str) -> Trajectory:
-    """What a builder makes of a session alone. A tree is a group's: of one it is told as the traces it holds."""
+def build(session: Session, exchanges: Sequence[Exchange], builder: str, checker: SessionChecker) -> Build:
+    """What a builder makes of a session alone, checked. A tree is a group's: of one it is told as the traces it holds.
+    Raises HeldBack."""
+    check = checker.begin(session)
+    check.rows(exchanges)
+    parts = parts_of(session, exchanges)
+    paths = sampled_in(session, parts)
+    check.paths(exchanges, paths.paths)
+    trajectory = run_builder(paths, builder)
+    check.traces(trajectory)
+    return Build(parts, paths, trajectory)
+
+
+def run_builder(paths: Sampled, builder: str) -> Trajectory:
+    """Unchecked: see `build`."""
     built: Trajectory = load_plugin("builders", MERGED if builder == TREE else builder)(paths)
     return built
+
+
+class GroupTree:
+    """The tree of a group's sessions, checked. A session that is held back has no tokens in it, and its reason in
+    `sessions`."""
+
+    def __init__(self, checker: SessionChecker) -> None:
+        self._checker = checker
+        self._checks: list[SessionCheck] = []
+        self._sampled: list[Sampled] = []
+        self._held: list[TreeSession] = []
+
+    def add(self, session: Session, exchanges: Sequence[Exchange]) -> None:
+        check = self._checker.begin(session)
+        try:
+            check.rows(exchanges)
+        except HeldBack as error:
+            self._hold_back(session, error)
+            return
+        paths = sampled(session, exchanges)
+        check.paths(exchanges, paths.paths)
+        self._checks.append(check)
+        self._sampled.append(paths)
+
+    def build(self) -> TreeTrajectory:
+        build_tree = load_plugin("builders", TREE)
+        tree: TreeTrajectory = build_tree(self._sampled)
+        try:
+            self._checker.check_tree(self._checks, tree)
+        except HeldBack as error:
+            tree = build_tree([])
+            for check in self._checks:
+                self._hold_back(check.session, error)
+        tree.sessions += self._held
+        return tree
+
+    def _hold_back(self, session: Session, error: HeldBack) -> None:
+        self._held.append(TreeSession(session.session_id, None, error.reason))
+
+
+def nothing_of(session: Session, builder: str, error: HeldBack) -> tuple[Session, Trajectory]:
+    """A session that is held back: without its reward, and without traces."""
+    held = msgspec.structs.replace(session, reward=None, reason=error.reason)
+    return held, Trajectory(session.session_id, builder, [], [], TokenCounts(0, 0, 0), None, error.reason)
+
+
+async def encode_built(store: Store, session_id: str, builder: str, checker: SessionChecker) -> bytes:
+    """What a builder makes of a session, as JSON. Raises StoreError where there is no such session."""
+    session = await store.session(session_id)
+    if session is None:
+        raise StoreError(f"There is no session {session_id}.")
+    exchanges = [exchange async for exchange in store.exchanges(session_id)]
+
+    def encode() -> bytes:
+        if builder == TREE:
+            group = GroupTree(checker)
+            group.add(session, exchanges)
+            return msgspec.json.encode(wire.tree(group.build()))
+        try:
+            return msgspec.json.encode(wire.trajectory(build(session, exchanges, builder, checker).trajectory))
+        except HeldBack as error:
+            _, nothing = nothing_of(session, builder, error)
+            return msgspec.json.encode(wire.trajectory(nothing, status="ERROR", error=str(error)))
+
+    return await asyncio.to_thread(encode)
 
 
 def labelled(session: Session, calls: list[Call], overrides: Overrides | None = None) -> dict[str, Labelled]:

@@ -78,6 +78,7 @@ class Sampled(Struct):
     paths: list[Path]
     reward: float | None = None
     reason: str | None = None
+    suspicious: bool = False  # its agent is proven to have tampered with its grading
 
     @property
     def trainable(self) -> int:
@@ -157,6 +158,7 @@ class TreeSession(Struct):
     reward: float | None
     reason: str | None
     turn_rewards: dict[str, float] = field(default_factory=dict)
+    suspicious: bool = False
 
 
 class TreeTrajectory(Struct):

@@ -14,6 +14,7 @@ over arrays, each exchange's context once, so that a mistake there can't hide he
 
 from collections.abc import Iterable, Mapping, Sequence
 from math import isclose
+from typing import Any
 
 import numpy as np
 from msgspec import Struct
@@ -34,12 +35,15 @@ from polar.trajectory.types import (
     Trajectory,
     TreeTrajectory,
 )
+from polar.trajectory.verify_contexts import Context, Contexts
 from polar.trajectory.verify_rows import Kind, Problem, check_records
 
-__all__ = ["Problem", "Recorded", "check_records", "check_trajectory", "check_tree"]
+__all__ = ["Contexts", "Problem", "Recorded", "check_records", "check_trajectory", "check_tree"]
 
 _UNKNOWN_VERSION = -2
 """Of a token that the row knows no version of: equal to nothing that is handed out."""
+_SHORT = 1000
+"""Tokens that are compared sooner than it is found out where they lie."""
 
 
 class Entry(Struct):
@@ -56,6 +60,7 @@ class Entry(Struct):
     role: ExchangeRole
     trains: int
     images: list[Image]
+    context: Context
 
     def part(self, start: int, stop: int) -> Ids:
         """Of the prompt and the sampled tokens, one after the other."""
@@ -69,7 +74,7 @@ class Entry(Struct):
 
 class Recorded:
     """A session as its rows have it. Which role a call has, and which images stand in a prompt, is no number of a row
-    but is read from its request: it comes with `paths`."""
+    but is read from its request: it comes with `paths`. `contexts` are those that `check_records` has found."""
 
     def __init__(
         self,
@@ -78,9 +83,12 @@ class Recorded:
         paths: Iterable[Path] = (),
         *,
         trainable_roles: frozenset[ExchangeRole] = TRAINABLE_ROLES,
+        contexts: Contexts | None = None,
     ) -> None:
         self.session = session
         self.trainable_roles = trainable_roles
+        exchanges = list(exchanges)
+        self._contexts = Contexts(exchanges) if contexts is None else contexts
         known = {path.exchange_id: path for path in paths}
         self.entries = {it.exchange_id: self._entry(it, known.get(it.exchange_id)) for it in exchanges}
         self.trainable = sum(entry.trains for entry in self.entries.values())
@@ -107,6 +115,7 @@ class Recorded:
             role=role,
             trains=max(0, min(exchange.delivered, len(sampled))) if allowed else 0,
             images=[] if path is None else path.images,
+            context=self._contexts[exchange.exchange_id],
         )
 
     def bears_out(self, entry: Entry, excluded: Excluded) -> bool:
@@ -124,8 +133,17 @@ class _Books:
         self.problems: list[Problem] = []
         self._sessions = {recorded.session.session_id: recorded for recorded in sessions}
         self._entries = {id: entry for recorded in sessions for id, entry in recorded.entries.items()}
-        self._trained = {id: np.zeros(len(entry.sampled), np.int32) for id, entry in self._entries.items()}
-        self._excluded = {id: np.zeros(len(entry.sampled), np.int32) for id, entry in self._entries.items()}
+        # What became of each sampled token: of all exchanges together, and by exchange as views on that.
+        ends = np.cumsum([0, *(len(entry.sampled) for entry in self._entries.values())]).tolist()
+        self._all_trained = np.zeros(ends[-1], np.int32)
+        self._all_excluded = np.zeros(ends[-1], np.int32)
+        self._all_allowed = np.zeros(ends[-1], bool)
+        self._trained: dict[str, NDArray[np.int32]] = {}
+        self._excluded: dict[str, NDArray[np.int32]] = {}
+        for (id, entry), start, stop in zip(self._entries.items(), ends[:-1], ends[1:], strict=True):
+            self._trained[id] = self._all_trained[start:stop]
+            self._excluded[id] = self._all_excluded[start:stop]
+            self._all_allowed[start : start + entry.trains] = True
 
     def add(self, entry: Entry, kind: Kind, message: str) -> None:
         self.problems.append(Problem(entry.session_id, entry.exchange_id, kind, message))
@@ -179,6 +197,9 @@ class _Books:
 
     def close(self) -> None:
         """Every sampled token trains once, or is excluded once; and none trains that must not."""
+        once = (self._all_trained + self._all_excluded) == 1
+        if once.all() and not (self._all_trained > self._all_allowed).any():
+            return
         for id, entry in self._entries.items():
             trained, excluded = self._trained[id], self._excluded[id]
             total = trained + excluded
@@ -240,6 +261,75 @@ def _check_trace(books: _Books, recorded: Recorded, trace: Trace, where: str) ->
     if any(len(array) != length for array in arrays) or trace.session_id != session_id:
         books.say(session_id, "structure", f"{where}: its arrays are of other lengths, or it is of another session")
         return
+    if _is_exact(recorded, trace):
+        for span in trace.spans:
+            books.trained(recorded.entries[span.exchange_id], span.offset, trace.loss_mask[span.start : span.stop])
+    else:
+        _find_differences(books, recorded, trace, where)
+    if trace.exchange_ids != [span.exchange_id for span in trace.spans]:
+        books.say(session_id, "structure", f"{where}: its exchanges are not those of its spans")
+    books.weight(session_id, trace.weight, int(np.count_nonzero(trace.loss_mask)), where)
+    books.verdict(recorded.session, trace.reward, trace.reason, where)
+    books.turn_rewards(recorded.session, trace.exchange_ids, trace.turn_rewards, where)
+
+
+def _is_exact(recorded: Recorded, trace: Trace) -> bool:
+    """Whether every token, mask, version and log-probability of a trace is as the rows have it. Quick, and silent about
+    what is not: `_find_differences` tells. The trace's tokens are compared with those of the last exchange; the others'
+    contexts are known to be the beginning of that."""
+    length, context = len(trace.response_ids), len(trace.prompt_ids)
+    mask = np.zeros(length, np.uint8)
+    versions: Ids = np.full(length, NO_VERSION, np.int32)
+    logprobs = None if trace.logprobs is None else np.zeros(length, np.float32)
+    reached = 0  # of the response, by spans
+    before: Entry | None = None
+    entry: Entry | None = None
+    for span in trace.spans:
+        entry = recorded.entries.get(span.exchange_id)
+        start, stop, offset = span.start, span.stop, span.offset
+        if entry is None or entry.images or not (reached <= start < stop <= length and offset >= 0):
+            return False
+        end = offset + stop - start
+        if end > len(entry.sampled) or context + start != len(entry.prompt) + offset:
+            return False
+        if before is not None and entry.context.repeats(before.context) < context + reached:
+            return False
+        mask[start:stop] = 1
+        versions[start:stop] = entry.versions[offset:end]
+        if logprobs is not None:
+            if entry.logprobs is None or len(entry.logprobs) < end:
+                return False
+            logprobs[start:stop] = entry.logprobs[offset:end]
+        elif entry.logprobs is not None:
+            return False
+        reached, before = stop, entry
+    return (
+        entry is not None
+        and reached == length
+        and _is_equal(trace.loss_mask, mask)
+        and _is_equal(trace.policy_versions, versions)
+        and (trace.logprobs is None or logprobs is None or _is_equal(_bits(trace.logprobs), _bits(logprobs)))
+        and _is_beginning(trace.prompt_ids, trace.response_ids, entry)
+    )
+
+
+def _is_beginning(prompt: Ids, response: Ids, entry: Entry) -> bool:
+    """Whether prompt and response together are the first tokens of an exchange, which has as many."""
+    edge = len(entry.prompt)
+    if len(prompt) > edge:
+        return False
+    inner = edge - len(prompt)  # of the response, what stands in the exchange's prompt
+    return (
+        _is_equal(prompt, entry.prompt[: len(prompt)])
+        and _is_equal(response[:inner], entry.prompt[len(prompt) :])
+        and _is_equal(response[inner:], entry.sampled[: len(response) - inner])
+    )
+
+
+def _find_differences(books: _Books, recorded: Recorded, trace: Trace, where: str) -> None:
+    """What is wrong with a trace's tokens and numbers, span by span."""
+    session_id = recorded.session.session_id
+    length = len(trace.response_ids)
     ids = np.concatenate((trace.prompt_ids, trace.response_ids))
     sampled = np.zeros(length, np.uint8)
     entries = []
@@ -269,11 +359,6 @@ def _check_trace(books: _Books, recorded: Recorded, trace: Trace, where: str) ->
         books.say(session_id, "logprob", f"{where}: a token that nobody sampled has a log-probability")
     if not length or context[-1]:
         books.say(session_id, "structure", f"{where}: it does not end with a token that trains")
-    if trace.exchange_ids != [span.exchange_id for span in trace.spans]:
-        books.say(session_id, "structure", f"{where}: its exchanges are not those of its spans")
-    books.weight(session_id, trace.weight, int(np.count_nonzero(trace.loss_mask)), where)
-    books.verdict(recorded.session, trace.reward, trace.reason, where)
-    books.turn_rewards(recorded.session, trace.exchange_ids, trace.turn_rewards, where)
 
 
 def _check_ids(books: _Books, entry: Entry, ids: Ids, at: int, offset: int, count: int, where: str) -> None:
@@ -305,7 +390,7 @@ def check_tree(sessions: Sequence[Recorded], tree: TreeTrajectory) -> list[Probl
     books = _Books(sessions)
     group = sessions[0].session.session_id if sessions else ""
     with_images = any(entry.images for recorded in sessions for entry in recorded.entries.values())
-    wrong = _malformed(tree, with_images)
+    wrong = describe_malformed(tree, with_images=with_images)
     if wrong is not None:
         books.say(group, "structure", f"prefix_tree: {wrong}")
         return books.problems  # there is nothing to walk on
@@ -346,7 +431,7 @@ def check_tree(sessions: Sequence[Recorded], tree: TreeTrajectory) -> list[Probl
     return books.problems
 
 
-def _malformed(tree: TreeTrajectory, with_images: bool) -> str | None:
+def describe_malformed(tree: TreeTrajectory, *, with_images: bool) -> str | None:
     """What is wrong with the arrays themselves. No two children of a node begin alike (but for images, whose
     placeholders are alike): then each unique token is there once."""
     count = len(tree.parents)
@@ -394,12 +479,14 @@ class _Walk:
     """Compares exchanges with the paths of a tree that they lie on, from the deepest node to the root.
 
     Where a walk comes to a node whose path another exchange was compared with, the two exchanges are compared with each
-    other instead, at once: so a walk takes as many steps as it finds new nodes.
+    other instead, at once, if it is not known already how far they are the same: so a walk takes as many steps as it
+    finds new nodes.
     """
 
     def __init__(self, tree: TreeTrajectory, *, with_images: bool) -> None:
         self._tree = tree
-        self._equal: dict[int, Entry] = {}  # up to and with the node's last token
+        # By node: an exchange whose tokens are those of the node's path, and how many of them.
+        self._equal: dict[int, tuple[Entry, int]] = {}
         self._images = _NodeImages() if with_images else None
 
     def check(self, books: _Books, entry: Entry, terms: Sequence[Term]) -> None:
@@ -408,20 +495,25 @@ class _Walk:
         deepest = max(terms, key=lambda term: int(tree.depths[term.node]))
         highest = min(int(tree.depths[term.node]) for term in terms)
         node, stop = deepest.node, int(tree.depths[deepest.node]) + deepest.stop
-        walked = set()
+        walked: dict[int, int] = {}  # nodes, and how far down they were compared
         differs: int | None = None
         while node >= 0 and differs is None:
             start, first = int(tree.depths[node]), int(tree.starts[node])
-            known = self._equal.get(node)
-            if known is not None and start < highest and self._images is None:
-                differs = _differs(known.part(0, stop), entry.part(0, stop))
+            known = None if self._images is not None else self._equal.get(node)
+            if known is not None and start < highest and known[1] >= stop:
+                if entry.context.repeats(known[0].context) < stop:
+                    differs = _differs(known[0].part(0, stop), entry.part(0, stop))
                 break
-            walked.add(node)
-            differs = _differs(tree.ids[first : first + stop - start], entry.part(start, stop))
+            walked[node] = stop
+            same = 0 if known is None else min(known[1], stop, entry.context.repeats(known[0].context))
+            since = max(start, same)
+            differs = _differs(tree.ids[first + since - start : first + stop - start], entry.part(since, stop))
             if differs is not None:
-                differs += start
+                differs += since
             if self._images is not None and not self._images.agree(node, start, stop, entry):
                 books.add(entry, "context", "prefix_tree: its prompt showed other images")
+            if same > start and start <= highest:
+                break  # what is above was compared with the other exchange
             node, stop = int(tree.parents[node]), start
         if differs is not None:
             kind: Kind = "context" if differs < len(entry.prompt) else "token"
@@ -429,8 +521,9 @@ class _Walk:
             return
         if any(term.node not in walked for term in terms):
             books.add(entry, "context", "prefix_tree: its tokens do not lie on one path")
-        walked.discard(deepest.node)  # perhaps not to its end
-        self._equal.update(dict.fromkeys(walked, entry))
+        for node, far in walked.items():
+            if node not in self._equal or self._equal[node][1] <= far:
+                self._equal[node] = entry, far
 
 
 class _NodeImages:
@@ -457,6 +550,15 @@ def _differs(a: NDArray[np.integer], b: NDArray[np.integer]) -> int | None:
     if length and unequal[at]:
         return at
     return None if len(a) == len(b) else length
+
+
+def _is_equal(a: NDArray[Any], b: NDArray[Any]) -> bool:
+    return len(a) == len(b) and (_is_same_memory(a, b) or not (a != b).any())
+
+
+def _is_same_memory(a: NDArray[Any], b: NDArray[Any]) -> bool:
+    """Views of the same tokens: builders hand out a prompt as it was read."""
+    return len(a) > _SHORT and a.__array_interface__["data"] == b.__array_interface__["data"] and a.dtype == b.dtype
 
 
 def _bits(logprobs: Logprobs) -> NDArray[np.int32]:

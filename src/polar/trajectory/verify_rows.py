@@ -10,7 +10,9 @@ import numpy as np
 from msgspec import Struct
 
 from polar.store.base import Exchange
-from polar.store.checksum import checksum
+from polar.store.checksum import matches_checksum
+from polar.trajectory.types import Ids, Logprobs
+from polar.trajectory.verify_contexts import Context, Contexts
 
 Kind = Literal[
     "checksum",  # the row is not what was taken in
@@ -46,48 +48,72 @@ class Problem(Struct, frozen=True):
     message: str
 
 
-_LEAST = -1000.0
+LEAST_LOGPROB = -1000.0
 """No sampled token is this unlikely: engines write such numbers where they have none."""
-_MOST = 1e-3
+MOST_LOGPROB = 1e-3
 """A log-probability is at most 0, but for rounding."""
 
 
-def check_records(exchanges: Iterable[Exchange], *, vocabulary: int | None = None) -> list[Problem]:
-    """A session's rows, in any order. `vocabulary`: how many tokens the model has, where that is known."""
+def check_records(
+    exchanges: Iterable[Exchange], *, vocabulary: int | None = None, contexts: Contexts | None = None
+) -> list[Problem]:
+    """A session's rows, in any order. `vocabulary`: how many tokens the model has, where that is known. `contexts`, an
+    empty one, is filled on the way."""
+    contexts = Contexts() if contexts is None else contexts
     problems: list[Problem] = []
     parents: list[tuple[Exchange, str]] = []
     seen: dict[str, int] = {}
     exchanges = sorted(exchanges, key=lambda exchange: exchange.seq)
+    most = np.iinfo(np.int32).max if vocabulary is None else vocabulary - 1
+    ids: list[Ids] = []
+    logprobs: list[Logprobs] = []
+    sound: set[Context] = set()  # whose tokens are looked at
     signed = False
     for exchange in exchanges:
         seen[exchange.exchange_id] = exchange.seq
-        if signed and exchange.checksum is None:
-            problems.append(
-                Problem(exchange.session_id, exchange.exchange_id, "checksum", "it has none, and earlier ones have")
-            )
-        signed = signed or exchange.checksum is not None
+        context = contexts.add(exchange)
+        if exchange.checksum is not None:
+            signed = True
+            if not matches_checksum(exchange, context.prompt_digest()):
+                problems.append(
+                    _problem(
+                        exchange,
+                        "checksum",
+                        "its tokens, log-probabilities or versions have changed since they were stored",
+                    )
+                )
+        elif signed:
+            problems.append(_problem(exchange, "checksum", "it has none, and earlier ones have"))
         if exchange.parent is not None:
             parents.append((exchange, exchange.parent))
+        problems += [_problem(exchange, kind, message) for kind, message in _check_record(exchange)]
+        if exchange.untrainable is None:
+            # What a sound prompt shares with another was looked at there.
+            ids += context.prompt[context.shared if context.base in sound else 0 :], context.sampled
+            sound.add(context)
+            if exchange.logprobs is not None:
+                logprobs.append(exchange.logprobs)
+    if not _are_ids(ids, most) or not _are_logprobs(logprobs):
         problems += [
-            Problem(exchange.session_id, exchange.exchange_id, kind, message)
-            for kind, message in _check_record(exchange, vocabulary)
+            _problem(exchange, kind, message)
+            for exchange in exchanges
+            if exchange.untrainable is None
+            for kind, message in _check_numbers(exchange, most)
         ]
     problems += [
-        Problem(
-            exchange.session_id,
-            exchange.exchange_id,
-            "parent",
-            f"it goes on from {parent}, which is itself or not there",
-        )
+        _problem(exchange, "parent", f"it goes on from {parent}, which is itself or not there")
         for exchange, parent in parents
         if seen.get(parent, exchange.seq) == exchange.seq
     ]
     return problems
 
 
-def _check_record(exchange: Exchange, vocabulary: int | None) -> Iterator[tuple[Kind, str]]:
-    if exchange.checksum is not None and exchange.checksum != checksum(exchange):
-        yield "checksum", "its tokens, log-probabilities or versions have changed since they were stored"
+def _problem(exchange: Exchange, kind: Kind, message: str) -> Problem:
+    return Problem(exchange.session_id, exchange.exchange_id, kind, message)
+
+
+def _check_record(exchange: Exchange) -> Iterator[tuple[Kind, str]]:
+    """All but the numbers in its arrays."""
     if (claim := exchange.untrainable) is not None:
         if _claim_holds(exchange, claim) is False:
             yield "untrainable", f"it is marked {claim}, which is not so"
@@ -96,11 +122,6 @@ def _check_record(exchange: Exchange, vocabulary: int | None) -> Iterator[tuple[
     if prompt is None or sampled is None or not len(sampled):
         yield "untrainable", "it has no prompt or no sampled tokens, and gives no reason"
         return
-    most = np.iinfo(np.int32).max if vocabulary is None else vocabulary - 1
-    for what, ids in (("prompt", prompt), ("sampled", sampled)):
-        wrong = np.flatnonzero((ids < 0) | (ids > most))
-        if len(wrong):
-            yield "ids", f"{what} token {wrong[0]} is {ids[wrong[0]]}, which no token is"
     if not 0 <= exchange.delivered <= len(sampled):
         yield "delivered", f"{exchange.delivered} tokens of {len(sampled)} are said to be delivered"
     if exchange.finish_reason == "abort":
@@ -120,10 +141,33 @@ def _check_record(exchange: Exchange, vocabulary: int | None) -> Iterator[tuple[
             yield "logprob", f"its {exchange.logprob_kind} log-probabilities are missing"
     elif len(logprobs) != len(sampled):
         yield "lengths", f"{len(logprobs)} log-probabilities for {len(sampled)} sampled tokens"
-    else:
-        wrong = np.flatnonzero(~((logprobs > _LEAST) & (logprobs <= _MOST)))  # so that NaN is wrong
-        if len(wrong):
-            yield "logprob", f"that of sampled token {wrong[0]} is {logprobs[wrong[0]]}"
+
+
+# Numbers, of all rows at once: only where one is wrong does it matter whose it is.
+
+
+def _are_ids(arrays: list[Ids], most: int) -> bool:
+    found = np.concatenate(arrays) if arrays else _NOTHING
+    return not len(found) or bool(found.min() >= 0 and found.max() <= most)
+
+
+def _are_logprobs(arrays: list[Logprobs]) -> bool:
+    found = np.concatenate(arrays) if arrays else _NOTHING
+    return bool(((found > LEAST_LOGPROB) & (found <= MOST_LOGPROB)).all())  # so that NaN is wrong
+
+
+_NOTHING = np.empty(0, np.int32)
+
+
+def _check_numbers(exchange: Exchange, most: int) -> Iterator[tuple[Kind, str]]:
+    prompt, sampled, logprobs = exchange.prompt_ids, exchange.sampled_ids, exchange.logprobs
+    for what, ids in (("prompt", prompt), ("sampled", sampled)):
+        if ids is not None and len(wrong := np.flatnonzero((ids < 0) | (ids > most))):
+            yield "ids", f"{what} token {wrong[0]} is {ids[wrong[0]]}, which no token is"
+    if logprobs is not None and len(
+        wrong := np.flatnonzero(~((logprobs > LEAST_LOGPROB) & (logprobs <= MOST_LOGPROB)))
+    ):
+        yield "logprob", f"that of sampled token {wrong[0]} is {logprobs[wrong[0]]}"
 
 
 def _covered(exchange: Exchange) -> bool:
@@ -158,7 +202,7 @@ def _claim_holds(exchange: Exchange, claim: str) -> bool | None:
         case "logprobs_infinite":
             return bool(np.isinf(numbers).any())
         case "logprobs_sentinel":
-            return bool((numbers <= _LEAST).any())
+            return bool((numbers <= LEAST_LOGPROB).any())
         case "logprobs_positive":
-            return bool((numbers > _MOST).any())
+            return bool((numbers > MOST_LOGPROB).any())
     return None

@@ -14,7 +14,7 @@ from polar.trajectory.types import Term, TokenCounts, Trace, Trajectory, TreeTra
 
 
 class Messages(msgspec.Struct):
-    """What a trace says, as messages: null on the wire where it isn't known."""
+    """What a trace says, as messages: an empty list on the wire where it isn't known."""
 
     prompt: list[Any] | None = None
     response: list[Any] | None = None
@@ -32,8 +32,8 @@ def trace(trace: Trace, messages: Messages = NO_MESSAGES) -> dict[str, Any]:
         "response_ids": trace.response_ids.tolist(),
         "loss_mask": trace.loss_mask.tolist(),
         "response_logprobs": None if trace.logprobs is None else trace.logprobs.tolist(),
-        "prompt_messages": messages.prompt,
-        "response_messages": messages.response,
+        "prompt_messages": messages.prompt or [],
+        "response_messages": messages.response or [],
         "tools": messages.tools,
         "finish_reason": trace.finish_reason,
         "reward": trace.reward,

@@ -54,7 +54,7 @@ class Training:
         if self._process.returncode is None:
             self._process.kill()
             await self._process.wait()
-        for _ in range(600):
+        for _ in range(600):  # type: ignore[assignment]
             if not self.left():
                 return
             await asyncio.sleep(0.1)

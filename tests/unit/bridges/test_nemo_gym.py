@@ -402,6 +402,7 @@ def test_log_probabilities_of_another_temperature(scale: float | None) -> None:
     assert loop.validating(loop.groups)([{"task_id": "a"}], {"temperature": 0.7})
 
 
+@pytest.mark.slow
 def test_a_step_from_real_rollouts(tmp_path: Path) -> None:
     """By NeMo RL's contract: groups, a batch, advantages, loss, an optimizer step; Polar hears of the refit."""
     with served(tmp_path) as it, Bridge(it.settings()) as bridge:

@@ -20,6 +20,7 @@ class Facts(Struct, forbid_unknown_fields=True):
     traces: int
     reward: float | None
     reason: str | None
+    suspicious: bool
     turn_rewards: dict[str, float]
     weight: Annotated[float, Meta(gt=0, le=1)]
     role: str
@@ -273,8 +274,8 @@ class TraceRow(Struct, forbid_unknown_fields=True):
     response_ids: list[Id]
     loss_mask: list[Bit]
     response_logprobs: list[Logprob] | None
-    prompt_messages: list[Any] | None
-    response_messages: list[Any] | None
+    prompt_messages: list[Any]
+    response_messages: list[Any]
     tools: list[Any] | None
     finish_reason: str | None
     reward: float | None
@@ -296,17 +297,25 @@ class TrajectoryRow(Struct, forbid_unknown_fields=True):
     error: str | None
 
 
+class SessionTiming(Struct, forbid_unknown_fields=True):
+    register_to_init_queue_ms: float
+    init_ms: float
+    run_ms: float
+    postrun_ms: float
+
+
 class SessionResult(Struct, forbid_unknown_fields=True):
     session_id: str
     task_id: str
     status: Literal["COMPLETED", "ERROR", "TIMEOUT"]
     trajectory: TrajectoryRow
-    timing: dict[str, float | None]
+    timing: SessionTiming
     node_id: str | None
     error: str | None
     metadata: dict[str, Any]
     reward: float | None = None  # ours, besides
     reason: str | None = None
+    evidence: list[dict[str, Any]] = []
 
 
 SCHEMAS: dict[str, type] = {

@@ -40,7 +40,10 @@ def peak(make: Callable[[], Exporter], count: int) -> int:
         tracemalloc.stop()
 
 
-@pytest.mark.parametrize("make", [Polar, Slime, SkyRl, Sft, Atif, Tree, Parquet], ids=lambda make: make.name)
+OTHERS = [pytest.param(make, marks=pytest.mark.slow) for make in (Slime, SkyRl, Sft, Atif, Tree)]
+
+
+@pytest.mark.parametrize("make", [Polar, Parquet, *OTHERS], ids=lambda make: make.name)
 def test_memory_is_that_of_one_session(make: Callable[[], Exporter], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("polar.export.parquet._ROW_GROUP", MEGABYTE // 4)
     peak(make, 20)  # what is loaded once

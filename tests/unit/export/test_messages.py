@@ -100,7 +100,7 @@ def test_a_bare_prompt_is_counted_not_lost() -> None:
     assert exported(exporter, [talk.item()]) == b""
     assert dict(exporter.left_out) == {"call of the completions API": 1}
     trace = reading.lines(exported(Polar(), [talk.item()]))[0]["trajectory"]["traces"][0]
-    assert trace["prompt_messages"] is None
+    assert trace["prompt_messages"] == []
 
 
 def test_polar_splits_messages_where_the_trace_does() -> None:
@@ -114,7 +114,7 @@ def test_polar_splits_messages_where_the_trace_does() -> None:
     assert two["prompt_messages"] == [SYSTEM, USER]
     assert two["tools"][0]["function"]["name"] == "bash"
     assert (result["status"], result["task_id"], result["error"]) == ("COMPLETED", "t", None)
-    assert result["timing"]["seconds"] == 60.0
+    assert result["metadata"]["timing"]["seconds"] == 60.0
 
 
 @pytest.mark.parametrize(("reason", "status"), [("timeout", "TIMEOUT"), ("grader_crashed", "ERROR")])

@@ -1,12 +1,15 @@
 """Which sessions go out, and that all others are counted."""
 
 import math
-from collections.abc import AsyncIterator, Callable
+import sqlite3
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
 from polar.errors import ConfigError
+from polar.export import tree
 from polar.export.areal import AReaL
 from polar.export.base import Exporter, Item
 from polar.export.parquet import Parquet
@@ -17,8 +20,9 @@ from polar.export.sft import Sft
 from polar.export.tree import Tree
 from polar.store.base import Session
 from polar.store.sqlite import SqliteStore
-from polar.trajectory.builders import prefix_merging
-from polar.trajectory.types import Sampled
+from polar.trajectory.builders import prefix_merging, prefix_tree
+from polar.trajectory.checker import SessionChecker
+from polar.trajectory.types import Sampled, Trajectory, TreeTrajectory
 from tests.unit.export.reading import lines
 from tests.unit.export.samples import Talk, said
 from tests.unit.export.stored import START, fill, session
@@ -170,3 +174,40 @@ def test_roles_are_taken_out_of_the_training_not_of_the_context() -> None:
     ]
     assert dict(tally.other_roles) == {"subagent": 2, "auxiliary": 1}
     assert of_roles(kept, frozenset(), tally) is kept
+
+
+async def test_a_damaged_session_is_held_back(tmp_path: Path, store: SqliteStore) -> None:
+    with closing(sqlite3.connect(tmp_path / "polar.db", isolation_level=None)) as db:
+        db.execute("UPDATE exchanges SET logprobs = zeroblob(length(logprobs)) WHERE session_id = 'good'")
+    written, _, tally = await run(store, Polar)
+    assert "good" not in {line["session_id"] for line in lines(b"".join(written))}
+    (reason,) = tally.left_out["held back by verification"]
+    assert "checksum" in reason
+    assert "polar verify good" in reason
+    unchecked: list[bytes] = []
+    found = items(store, Selection(), Polar.needs, prefix_merging, Tally(), SessionChecker(share=0))
+    await export(found, Polar(), unchecked.append)
+    assert "good" in {line["session_id"] for line in lines(b"".join(unchecked))}
+
+
+async def test_what_a_builder_got_wrong_is_held_back(store: SqliteStore) -> None:
+    def wrong(sampled: Sampled) -> Trajectory:
+        built = prefix_merging(sampled)
+        built.traces[0].loss_mask = 1 - built.traces[0].loss_mask
+        return built
+
+    tally = Tally()
+    assert [item async for item in items(store, Selection(), Polar.needs, wrong, tally)] == []
+    assert tally.left_out["held back by verification"].total() == 5
+
+
+async def test_a_tree_with_a_mistake_is_held_back(store: SqliteStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    def wrong(sessions: Sequence[Sampled]) -> TreeTrajectory:
+        built = prefix_tree(sessions)
+        built.ids = built.ids + 1
+        return built
+
+    monkeypatch.setattr(tree, "prefix_tree", wrong)
+    written, exporter, _ = await run(store, Tree)
+    assert b"".join(written) == b""
+    assert any("held back" in reason for reason in exporter.left_out)

@@ -21,7 +21,7 @@ async def exported(store: SqliteStore) -> tuple[set[str], Tally]:
 async def test_of_two_sessions_of_a_sample_the_one_that_counts_goes_out(tmp_path: Path) -> None:
     store = SqliteStore.open(tmp_path / "polar.db")
     queue = await Queue.open(store)
-    await queue.submit([NewTask("default", "t", 1, None, "local", 0, False, b"digest", "{}")])
+    await queue.submit([NewTask("default", "t", 1, None, "local", 0, None, b"digest", "{}")])
     ((lease, _),) = await queue.lease("n", [], [Allowance(Lane("default", "local"), 9, 0, 0)], 1, 1)
 
     async def graded(session_id: str, **metadata: Any) -> None:

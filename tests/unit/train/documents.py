@@ -22,6 +22,7 @@ def feed(sessions: Sequence[Sampled], builder: str, task_id: str = "t", cursor: 
             "session_id": session.session_id,
             "reward": session.reward,
             "reason": session.reason,
+            "metadata": {"suspicious": session.suspicious},
             "trajectory": wire.trajectory(_TRACES.get(builder, prefix_merging)(session)),
         }
         for session in sessions

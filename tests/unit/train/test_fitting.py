@@ -41,6 +41,7 @@ def test_little_memory_means_small_chunks(monkeypatch: pytest.MonkeyPatch, model
     assert fitting.sizes(model, None, None, fused=False) == (256, 256)
 
 
+@pytest.mark.slow
 def test_fused_layers_keep_about_as_much_as_is_reckoned_with(monkeypatch: pytest.MonkeyPatch) -> None:
     from transformers.models.llama import modeling_llama
 

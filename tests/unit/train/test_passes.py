@@ -40,7 +40,7 @@ def qwen3() -> Any:
 def windowed() -> Any:
     """Its second layer sees the last eight tokens alone."""
     config = transformers.Qwen3Config(**SHAPE, use_sliding_window=True, sliding_window=8, max_window_layers=1)
-    assert "sliding_attention" in config.layer_types
+    assert "sliding_attention" in config.layer_types  # type: ignore[operator]
     return transformers.Qwen3ForCausalLM(config)
 
 
@@ -182,7 +182,7 @@ def test_few_logits_exist_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = over_trees.logprobs(forest([tree]))
     rows = []
     head = over_trees._head
-    over_trees._head = lambda hidden: rows.append(len(hidden)) or head(hidden)
+    over_trees._head = lambda hidden: rows.append(len(hidden)) or head(hidden)  # type: ignore[func-returns-value]
     assert torch.allclose(over_trees.logprobs(forest([tree])), whole)
     assert max(rows) <= 8
     assert torch.equal(whole, whole.view(-1, 5)[:, :1].expand(-1, 5).flatten())

@@ -231,7 +231,7 @@ def test_an_overwriting_that_fails_leaves_nothing_half_done(memory: Path, monkey
         raise OSError(12, "Cannot allocate memory")
 
     with monkeypatch.context() as patched:
-        patched.setattr(staging.np, "memmap", broken)
+        patched.setattr(staging.np, "memmap", broken)  # type: ignore[attr-defined]
         with pytest.raises(ConfigError, match=r"can't be written to .*: Cannot allocate memory"):
             staged.write(tensors(3), 3)
     assert [path.name for path in staged.folder.iterdir()] == ["2"]

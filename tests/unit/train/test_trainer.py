@@ -20,6 +20,7 @@ from polar.train.metrics import StepMetrics
 from polar.train.running import Tasks, train_at
 from polar.train.settings import TrainSettings
 from polar.train.trainer import Nobody, Updated
+from polar.trajectory.types import Sampled
 from tests.unit.train import tiny
 from tests.unit.train.fake_service import VOCABULARY, FakeEngines, FakeService
 
@@ -217,6 +218,22 @@ async def test_others_are_taken_in_their_place(tmp_path: Path, folder: Path) -> 
     assert [one.groups for one in told] == [2, 2, 2]
     assert all(one.groups_filtered for one in told[1:])
     assert max(one.lag_max or 0 for one in told) == 0
+
+
+@pytest.mark.parametrize("builder", ["prefix_tree", "prefix_merging"])
+async def test_suspicious_sessions_are_counted(tmp_path: Path, folder: Path, builder: str) -> None:
+    service = service_of(folder)
+    session = service._session
+
+    def first_of_each_group(task: TaskRequest, sample: int) -> Sampled:
+        return msgspec.structs.replace(session(task, sample), suspicious=sample == 0)
+
+    service._session = first_of_each_group  # type: ignore[method-assign]
+    wanted = settings(tmp_path, steps=1, evaluation={"every": None}, rollout={"builder": builder})
+    await run(service, folder, wanted)
+    told = metrics(tmp_path)[-1]
+    assert told.sessions_suspicious == wanted.rollout.groups_per_step
+    assert told.flat()["sessions_suspicious"] == told.sessions_suspicious
 
 
 async def test_an_engine_that_lost_its_weights_gets_them_again(tmp_path: Path, folder: Path) -> None:

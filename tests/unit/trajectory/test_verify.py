@@ -149,7 +149,7 @@ def changed(draw: st.DrawFn, array: Any, amount: Any = 1) -> Any:
     return new
 
 
-@settings(max_examples=300)
+@settings(max_examples=60)
 @given(st.data(), sessions(), st.sampled_from(BUILDERS))
 def test_any_one_change_in_a_trace_is_caught(data: st.DataObject, it: Sound, builder: Any) -> None:
     trajectory = builder(it.sampled)
@@ -210,7 +210,7 @@ def test_false_exclusions_are_caught(data: st.DataObject, it: Sound, builder: An
     assert {problem.kind for problem in found} & {"lost", "twice", "reason", "structure"}
 
 
-@settings(max_examples=300)
+@settings(max_examples=60)
 @given(st.data(), sessions("s"), sessions("t"))
 def test_any_one_change_in_a_tree_is_caught(data: st.DataObject, one: Sound, two: Sound) -> None:
     tree = prefix_tree([one.sampled, two.sampled])

@@ -62,7 +62,7 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     if request.param == "plain":
         model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**size))
     else:
-        model = transformers.MistralForCausalLM(transformers.MistralConfig(**size, sliding_window=8))
+        model = transformers.MistralForCausalLM(transformers.MistralConfig(**size, sliding_window=8))  # type: ignore[assignment]
     path = tmp_path_factory.mktemp(request.param)
     model.save_pretrained(path)
     return path

@@ -17,8 +17,8 @@ def test_a_trace_has_the_fields_that_trainers_read() -> None:
         "response_ids": [3, 5, 6],
         "loss_mask": [1, 0, 1],
         "response_logprobs": [-1 / 64, 0.0, -1 - 1 / 64],
-        "prompt_messages": None,
-        "response_messages": None,
+        "prompt_messages": [],
+        "response_messages": [],
         "tools": None,
         "finish_reason": "finish 1",
         "reward": 1.0,
@@ -58,8 +58,8 @@ def test_a_trajectory_says_what_is_not_in_it() -> None:
 def test_messages_are_those_of_each_trace() -> None:
     said = [wire.Messages(prompt=["hello"], tools=[]), wire.Messages(response=["bye"])]
     one, other = wire.trajectory(per_request(SESSION), said)["traces"]
-    assert (one["prompt_messages"], one["response_messages"], one["tools"]) == (["hello"], None, [])
-    assert (other["prompt_messages"], other["response_messages"], other["tools"]) == (None, ["bye"], None)
+    assert (one["prompt_messages"], one["response_messages"], one["tools"]) == (["hello"], [], [])
+    assert (other["prompt_messages"], other["response_messages"], other["tools"]) == ([], ["bye"], None)
     with pytest.raises(ValueError, match="shorter"):
         wire.trajectory(per_request(SESSION), said[:1])
 
@@ -84,7 +84,8 @@ def test_a_tree() -> None:
         "weight": 0.5,
         "scale": 0.7,
     }
-    assert made["sessions"] == [{"session_id": "s", "reward": 1.0, "reason": None, "turn_rewards": {}}]
+    told = {"session_id": "s", "reward": 1.0, "reason": None, "turn_rewards": {}, "suspicious": False}
+    assert made["sessions"] == [told]
     assert (made["excluded"], made["tokens"]) == ([], {"computed": 4, "unique": 4, "trainable": 2})
 
 

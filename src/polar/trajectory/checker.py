@@ -1,0 +1,189 @@
+"""The automatic check: whatever leaves for a trainer was verified first, or is held back with a reason.
+
+Where. Every way out (a page of results, a task's status, a callback, the trajectory routes, `polar run --json`, `polar
+export`) makes its document anew from a stored session, in the same three steps. The check stands between them:
+
+    rows ── check.rows ──► paths ──► builder ── check.traces / check_tree ──► document
+
+What. First the rows by themselves, then what the builder made of them against the rows, both by `verify`, which shares
+no code with the builders. So a damaged database and a mistake in a builder are both found, whichever builder it is.
+
+Which sessions. A share of them, chosen by a hash of the session's id: every reader, retry and restart checks the same
+ones. 1 checks all of them and 0 none.
+
+No memory. A verdict is not kept: a document that is made again is checked again. The check takes a small part of what
+reading and building take (docs/benchmarks.md), and a remembered verdict would vouch for bytes that it has not seen.
+
+A session that fails is held back: no traces, no reward, the reason `verify_failed` and a sentence. It stays in the
+store, where `polar verify` shows all that is wrong. An exception in the check itself holds back as well, as
+`verify_error`: a check that can't be run has not been passed.
+"""
+
+import hashlib
+import logging
+import time
+from collections.abc import Callable, Sequence
+from typing import Literal, Protocol
+
+from polar.errors import PolarError
+from polar.store.base import Exchange, Session
+from polar.trajectory.roles import Overrides
+from polar.trajectory.types import ExchangeRole, Path, Trajectory, TreeTrajectory
+from polar.trajectory.verify import Contexts, Problem, Recorded, check_records, check_trajectory, check_tree
+
+log = logging.getLogger(__name__)
+
+HoldReason = Literal["verify_failed", "verify_error"]
+"""Why a session is held back: it failed the check, or the check itself failed."""
+HOLD_REASONS: frozenset[str] = frozenset(("verify_failed", "verify_error"))
+
+
+class HeldBack(PolarError):
+    """A session that must not be handed on. `kind` is that of the first problem, for machines."""
+
+    def __init__(self, session_id: str, reason: HoldReason, kind: str, message: str) -> None:
+        super().__init__(message)
+        self.session_id = session_id
+        self.reason: HoldReason = reason
+        self.kind = kind
+
+
+class CheckWatcher(Protocol):
+    """Counts checks. It is called by the threads that build."""
+
+    def session_checked(self, held: HeldBack | None) -> None: ...
+
+    def session_skipped(self) -> None: ...
+
+    def seconds_spent(self, seconds: float) -> None:
+        """CPU seconds of the checking thread."""
+        ...
+
+
+class NoWatcher:
+    def session_checked(self, held: HeldBack | None) -> None: ...
+
+    def session_skipped(self) -> None: ...
+
+    def seconds_spent(self, seconds: float) -> None: ...
+
+
+def is_chosen(session_id: str, share: float) -> bool:
+    """Whether a session belongs to the share that is checked. Grows with the share: what is checked at 0.1 is checked
+    at 0.5 as well."""
+    if share >= 1 or share <= 0:
+        return share >= 1
+    digest = hashlib.blake2b(session_id.encode(), digest_size=8, person=b"polar-verify").digest()
+    return int.from_bytes(digest, "big") < share * 2**64
+
+
+def held_by_problems(session_id: str, problems: Sequence[Problem]) -> HeldBack:
+    """Of a session with these problems, one or more."""
+    first = problems[0]
+    where = f" (exchange {first.exchange_id})" if first.exchange_id else ""
+    more = f" and {len(problems) - 1} more" if len(problems) > 1 else ""
+    return HeldBack(
+        session_id,
+        "verify_failed",
+        first.kind,
+        f"Session {session_id} failed verification and is held back: {first.kind}: {first.message.rstrip('.')}{where}"
+        f"{more}. Run `polar verify {session_id}` on the service's data for all of it.",
+    )
+
+
+def held_by_error(session_id: str, error: Exception) -> HeldBack:
+    return HeldBack(
+        session_id,
+        "verify_error",
+        type(error).__name__,
+        f"Session {session_id} is held back: its verification could not be run, which is a bug in Polar: {error!r}. "
+        f"Run `polar verify {session_id}` on the service's data, and report it.",
+    )
+
+
+class SessionChecker:
+    """Checks sessions on their way out. Thread-safe if its watcher is."""
+
+    def __init__(self, share: float = 1.0, watcher: CheckWatcher | None = None) -> None:
+        self.share = share
+        self.watcher: CheckWatcher = watcher or NoWatcher()
+
+    def begin(self, session: Session) -> "SessionCheck":
+        return SessionCheck(session, self)
+
+    def check_tree(self, checks: Sequence["SessionCheck"], tree: TreeTrajectory) -> None:
+        """The tree of these sessions. Raises HeldBack for all of them: their tokens share nodes, so none can be handed
+        on without the others."""
+        chosen = [check for check in checks if check.chosen]
+        if not chosen:
+            return
+        held: HeldBack | None = None
+        try:
+            self.look_for_problems(
+                chosen[0].session.session_id, lambda: check_tree([check.recorded for check in checks], tree)
+            )
+        except HeldBack as error:
+            held = error
+        for _ in chosen:
+            self.watcher.session_checked(held)
+        if held is not None:
+            raise held
+
+    def look_for_problems(self, session_id: str, find: Callable[[], Sequence[Problem]]) -> None:
+        """Raises HeldBack if there are any, or if they can't be looked for."""
+        began = time.thread_time()
+        try:
+            problems = find()
+        except Exception as error:  # whatever it is: what was not verified is not handed on
+            log.exception("The verification of session %s failed", session_id)
+            raise held_by_error(session_id, error) from error
+        finally:
+            self.watcher.seconds_spent(time.thread_time() - began)
+        if problems:
+            held = held_by_problems(problems[0].session_id or session_id, problems)
+            log.error("%s", held)
+            raise held
+
+
+class SessionCheck:
+    """The check of one session on one of its ways out: `rows`, then `paths`, then `traces` or the group's tree."""
+
+    recorded: Recorded
+
+    def __init__(self, session: Session, checker: SessionChecker) -> None:
+        self.session = session
+        self.chosen = is_chosen(session.session_id, checker.share)
+        self.checker = checker
+        self._contexts: Contexts | None = None
+        if not self.chosen:
+            checker.watcher.session_skipped()
+
+    def rows(self, exchanges: Sequence[Exchange]) -> None:
+        """The rows as they are stored, before anything is built of them. Raises HeldBack."""
+        if self.chosen:
+            contexts = self._contexts = Contexts()
+            self._look_for_problems(lambda: check_records(exchanges, contexts=contexts))
+
+    def paths(
+        self, exchanges: Sequence[Exchange], paths: Sequence[Path], roles: frozenset[ExchangeRole] | None = None
+    ) -> None:
+        """What the builder is given. `roles` are those that train, where they are not the session's own."""
+        trainable_roles = Overrides.of(self.session.metadata).trainable_roles
+        if roles is not None:
+            trainable_roles &= roles
+        self.recorded = Recorded(
+            self.session, exchanges, paths, trainable_roles=trainable_roles, contexts=self._contexts
+        )
+
+    def traces(self, trajectory: Trajectory) -> None:
+        """What the builder made of it. Raises HeldBack."""
+        if self.chosen:
+            self._look_for_problems(lambda: check_trajectory(self.recorded, trajectory))
+            self.checker.watcher.session_checked(None)
+
+    def _look_for_problems(self, find: Callable[[], Sequence[Problem]]) -> None:
+        try:
+            self.checker.look_for_problems(self.session.session_id, find)
+        except HeldBack as held:
+            self.checker.watcher.session_checked(held)
+            raise
