@@ -4,7 +4,12 @@ VENV := .venv
 BIN := $(VENV)/bin
 NODE := .cache/node
 
-.PHONY: setup demo test check lint types harnesses test-harnesses test-engines test-trainers test-runtimes test-faults test-containers test-cluster test-simulation
+# Tests start hundreds of Python processes: compiled modules must be kept for them.
+unexport PYTHONDONTWRITEBYTECODE
+PYTEST = $(BIN)/python -m pytest $(PYTEST_OPTIONS)
+
+.PHONY: setup demo test check lint types imports harnesses test-slow test-harnesses test-engines test-trainers \
+	test-runtimes test-faults test-containers test-cluster test-simulation test-all test-repeat bench-stall bench-verify
 
 setup: $(VENV)/.ready
 
@@ -27,8 +32,15 @@ $(NODE)/.ready: tests/node/package.json tests/node/package-lock.json
 demo: setup
 	$(BIN)/polar demo $(DEMO)
 
+OTHER_SUITES := slow or harnesses or engines or trainers or runtimes or faults or containers or cluster
+
+# At most six minutes on two cores. What is heavier has a target of its own: tests/README.md.
 test: setup $(NODE)/.ready
-	$(BIN)/python -m pytest -n 3 --dist worksteal -m "not (harnesses or engines or trainers or runtimes or faults or containers or cluster)" --durations=10
+	$(PYTEST) -n 4 --dist worksteal -m "not ($(OTHER_SUITES))" --durations=10
+
+# What `make test` proves with few cases, with many of them.
+test-slow: setup $(NODE)/.ready
+	$(PYTEST) -n 4 --dist worksteal -m slow
 
 # The real harnesses: 1.6 GB of npm packages, and mini-swe-agent in an environment of its own.
 HARNESSES := .cache/harnesses
@@ -53,7 +65,7 @@ harnesses: setup
 	-$(BIN)/polar harness install --cache $(INSTALLED) $(if $(PYTHON312),--python $(PYTHON312)) openhands
 
 test-harnesses: setup harnesses $(NODE)/.ready $(HARNESSES)/.ready $(HARNESSES)-venv/.ready
-	$(BIN)/python -m pytest -n 2 -m harnesses tests/harnesses
+	$(PYTEST) -n 2 -m harnesses tests/harnesses
 
 # A real vLLM with real weights, in an environment of its own. torch comes first and alone: at this version pip takes
 # the CPU build, and vLLM is content with it.
@@ -68,7 +80,7 @@ $(ENGINES)/.ready: tests/engines/requirements.txt tests/engines/prepare_model.py
 	touch $@
 
 test-engines: setup $(ENGINES)/.ready
-	$(BIN)/python -m pytest -m engines tests/engines
+	$(PYTEST) -m engines tests/engines
 
 # What trainers make of our exports, in an environment of their own. The second list is installed without what it asks
 # for, which is not needed to read a file.
@@ -89,18 +101,18 @@ $(TRAINERS)/newer/.ready: tests/trainers/newer.sh tests/trainers/requirements-ne
 	touch $@
 
 test-trainers: setup harnesses $(TRAINERS)/.ready $(TRAINERS)/newer/.ready
-	$(BIN)/python -m pytest -n 2 --dist worksteal -m trainers tests/trainers
+	$(PYTEST) -n 2 --dist worksteal -m trainers tests/trainers
 
 # Sandboxes: bubblewrap (Debian: apt-get install bubblewrap) and root; engines of Docker and podman that are running.
 test-runtimes: setup
-	$(BIN)/python -m pytest -m runtimes
+	$(PYTEST) -m runtimes
 
 # Two hundred sandboxes at a time, with agents that behave badly and nodes that are killed: bubblewrap, as above.
 test-faults: setup
-	$(BIN)/python -m pytest -m faults
+	$(PYTEST) -m faults
 
 test-containers: setup
-	$(BIN)/python -m pytest -m containers tests/contract tests/harnesses
+	$(PYTEST) -m containers tests/contract tests/harnesses tests/attack
 
 # A real Ray cluster of two "machines" here, PostgreSQL, 500 sessions; a node and the server are killed on the way.
 $(VENV)/.ray: $(VENV)/.ready
@@ -108,11 +120,19 @@ $(VENV)/.ray: $(VENV)/.ready
 	touch $@
 
 test-cluster: setup $(VENV)/.ray
-	$(BIN)/python -m pytest -m cluster tests/cluster
+	$(PYTEST) -m cluster tests/cluster
 
 # Many thousands of schedules of the rollout service, with faults, each from its seed.
 test-simulation: setup
 	$(BIN)/python -m tests.simulation 0 10000 & $(BIN)/python -m tests.simulation 10000 10000 && wait $$!
+
+# What the automatic check of sessions costs, as a share of their CPU: docs/benchmarks.md. VERIFY="--rounds 3".
+bench-verify: setup
+	$(BIN)/python -m polar.bench.verify $(VERIFY)
+
+# What a caller with the longest allowed bodies costs everybody else: docs/benchmarks.md. BENCH="--quick" passes options.
+bench-stall: setup
+	$(BIN)/polar bench stall $(BENCH)
 
 lint: setup
 	$(BIN)/ruff check .
@@ -121,4 +141,17 @@ lint: setup
 types: setup
 	$(BIN)/mypy
 
-check: lint types test
+imports: setup
+	$(BIN)/lint-imports
+
+check: lint types imports test
+
+# Every suite that this machine can run, one after the other, and one table. What has run for this commit is not run
+# again: SUITES="--only test --again" says otherwise.
+test-all: setup
+	$(BIN)/python tools/run_suites.py all $(SUITES)
+
+# `make test` RUNS times, every second time beside four busy loops. Continues where it was stopped.
+RUNS ?= 20
+test-repeat: setup
+	$(BIN)/python tools/run_suites.py repeat --runs $(RUNS)

@@ -2,8 +2,13 @@
 
 import os
 
+from hypothesis import settings
+
 # Where no engine is named it would be the embedded one, whose model takes a while to fetch and to load.
 os.environ.setdefault("POLAR_ENGINE__KIND", "scripted")
 
 # Several tests run at the same time, each with a process or two: more threads would only get in each other's way.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+settings.register_profile("polar", deadline=None)  # how long an example takes is up to the machine
+settings.load_profile("polar")

@@ -17,6 +17,9 @@ DEFAULT_RUN = "default"
 """The run of whatever names none."""
 
 
+Compat = Literal["polar", "nvidia"]
+"""Whose meaning tasks have where rollout systems differ (rollout.semantics)."""
+
 Port = Annotated[int, Field(ge=0, le=65535)]
 
 
@@ -96,7 +99,11 @@ class EngineSettings(Section):
 class GatewaySettings(Section):
     host: str = "127.0.0.1"
     port: Port = 8100
-    max_body: int = Field(64 * 1024 * 1024, gt=0, description="bytes of a request; larger ones get 413")
+    max_body: int | None = Field(
+        None,
+        gt=0,
+        description="bytes of a request; larger ones get 413 [default: what the context can hold, 16 to 64 MiB]",
+    )
     keep_alive: float = Field(10, gt=0, description="seconds of silence before a stream gets a keep-alive")
     grace: float = Field(2, ge=0, description="seconds that a generation goes on after its harness went away")
 
@@ -106,6 +113,7 @@ class ServerSettings(Section):
     port: Port = 8080
     token: str | None = Field(None, repr=False, description="of operators and trainers")
     node_token: str | None = Field(None, repr=False, description="of nodes that join [default: the token]")
+    compat: Compat = Field("polar", description="whose meaning tasks have where systems differ: for bridges of others")
     attempts: int = Field(3, gt=0, description="tries of a session, where the platform fails")
     lease_seconds: float = Field(10, gt=0, description="that a node may be silent before others get its sessions")
     beat_seconds: float = Field(
@@ -189,6 +197,14 @@ class TelemetrySettings(Section):
     otlp_headers: dict[str, str] = Field({}, repr=False)
 
 
+class VerifySettings(Section):
+    """The automatic check of sessions before they are handed to a trainer."""
+
+    share: float = Field(
+        1.0, ge=0, le=1, description="of sessions that are checked, chosen by their ids; 0 checks none, 1 all"
+    )
+
+
 class Settings(Section):
     engine: EngineSettings = EngineSettings()
     gateway: GatewaySettings = GatewaySettings()
@@ -198,6 +214,7 @@ class Settings(Section):
     cluster: ClusterSettings = ClusterSettings()
     log: LogSettings = LogSettings()
     telemetry: TelemetrySettings = TelemetrySettings()
+    verify: VerifySettings = VerifySettings()
     judges: dict[str, JudgeSettings] = {}
 
 

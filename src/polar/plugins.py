@@ -15,6 +15,10 @@ def load(kind: Kind, name: str) -> Any:
     for entry in entry_points(group=f"polar.{kind}"):
         if entry.name == name:
             return entry.load()
+    if not name.isidentifier() and (":" in name or "." in name):
+        raise ConfigError(
+            f"{name!r} is an import path, and plug-ins are found by name: install it as an entry point of polar.{kind}."
+        )
     known = ", ".join(names(kind)) or "none"
     raise ConfigError(f"Among the {kind} there is no {name!r}; known: {known}.")
 

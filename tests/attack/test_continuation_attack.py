@@ -106,7 +106,7 @@ async def test_a_branch_behind_a_prompt_that_is_only_its_opening(tmp_path: Path)
         exchanges = [exchange async for exchange in service.store.exchanges(session.session_id)]
     recorded = [exchange.prompt_ids.tolist() for exchange in exchanges if exchange.prompt_ids is not None]
     assert len(recorded) == 2
-    assert engine.prompts[-2:] == recorded
+    assert engine.prompts[-2:] == recorded  # type: ignore[attr-defined]
 
 
 # Content stays content

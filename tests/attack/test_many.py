@@ -35,7 +35,7 @@ def ids_of(text: str) -> list[int]:
 
 
 def words_of(text: str) -> list[str]:
-    return [f"{text.split()[-1]}.{word} " for word in range(WORDS)]
+    return [f"w{text.split()[-1]}.{word} " for word in range(WORDS)]  # "1.1 " alone is in every status line
 
 
 class Parrot:

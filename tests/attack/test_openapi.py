@@ -36,7 +36,7 @@ from tests.unit.rollout.served import task
 
 T = TypeVar("T")
 
-PATIENCE = 30
+PATIENCE = 120
 NODE = "n1"
 FREE = 100
 """Sessions that are leased, and that nobody has told the end of."""
@@ -269,7 +269,7 @@ def attack_all(attack: Attack, examples: int, *, boundaries: bool = False) -> No
 @pytest.mark.parametrize("lived_in", [False, True])
 def test_calls_are_answered_as_the_document_says(tmp_path: Path, lived_in: bool) -> None:
     with attacked(tmp_path, lived_in=lived_in) as attack:
-        attack_all(attack, 8)
+        attack_all(attack, 4)
 
 
 @pytest.mark.faults

@@ -99,7 +99,7 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 async def until(wire: Wire, text: bytes) -> None:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(120):
         await wire.reader.readuntil(text)
 
 
@@ -238,7 +238,7 @@ async def test_a_call_that_is_given_up_before_it_begins(tmp_path: Path) -> None:
         prompting = Prompting(EngineSettings(), pools, store)
         generation = Generation(call, Context(pools, store, Metrics(), PromptIds(), prompting, True, 0.1))
         generation.give_up()
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(120):
             await generation.settled()
             await generation.more(0)
         assert generation.finished
@@ -527,7 +527,7 @@ async def test_sigterm_loses_nothing(tmp_path: Path) -> None:
             await ready.acquire()
         process.send_signal(signal.SIGTERM)
         await asyncio.gather(*readers)
-        assert await asyncio.wait_for(process.wait(), 20) == 0
+        assert await asyncio.wait_for(process.wait(), 120) == 0
     store = open_store(f"sqlite:{tmp_path / 'polar.db'}")
     found = [exchange async for exchange in store.exchanges(session.session_id)]
     await store.close()

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -159,7 +160,7 @@ def alive(pid: int) -> bool:
         return False
 
 
-def wait_until(condition, what: str = "") -> None:
+def wait_until(condition: Callable[[], object], what: str = "") -> None:
     until = time.monotonic() + PATIENCE
     while not condition():
         assert time.monotonic() < until, what or "It took too long."

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,7 @@ def with_token(token: str) -> Settings:
     return Settings(server=ServerSettings(node_token=token))
 
 
-async def until(condition, what: str = "") -> None:
+async def until(condition: Callable[[], object], what: str = "") -> None:
     await asyncio.to_thread(wait_until, condition, what)
 
 

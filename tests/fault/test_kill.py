@@ -15,8 +15,9 @@ from polar import ids
 from polar.engines.scripted import Play, ScriptedServer, Turn
 from polar.gateway.sessions import Sessions
 from polar.store import open_store
+from tests.conditions import wait_until
 
-ROUNDS = 10
+ROUNDS = 4
 CALLERS = 8
 TEXT = "all of this text must be in the store once somebody has read it to its end"
 
@@ -84,7 +85,9 @@ async def test_nothing_that_was_received_is_lost(tmp_path: Path, seed: int) -> N
         for _ in range(ROUNDS):
             process, url = await start_gateway(tmp_path, engine.url)
             callers = [asyncio.create_task(caller(url, key, numbers, received)) for _ in range(CALLERS)]
-            await asyncio.sleep(moments.uniform(0.1, 0.6))
+            before = len(received)
+            await wait_until(lambda before=before: len(received) > before + 1)
+            await asyncio.sleep(moments.uniform(0, 0.3))
             process.send_signal(signal.SIGKILL)
             await process.wait()
             await asyncio.gather(*callers)

@@ -84,7 +84,7 @@ async def test_the_server_is_restarted_while_many_write(server: Server) -> None:
             await asyncio.to_thread(server.stop)
             await asyncio.sleep(0.2)
             await asyncio.to_thread(server.start)
-            async with asyncio.timeout(30):
+            async with asyncio.timeout(120):
                 while sum(confirmed.values()) < written + 16:  # noqa: ASYNC110 (what is waited for has no event)
                     await asyncio.sleep(0.01)
         over.set()
@@ -287,7 +287,7 @@ async def test_processes_of_the_server_end(server: Server, how: str) -> None:
                         other.execute("SELECT pg_terminate_backend(%s)", (pid,))
 
     await store.create_session(session("s"))
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(120):
         ending = asyncio.create_task(end_some())
         for turn in turns:
             await store.append(turn)
@@ -423,7 +423,7 @@ async def test_a_process_that_is_frozen_holds_nobody_up(
     turns = [exchange(name, 0, [b"1"]) for name in ("s", "t")]
     wire.cut = "freeze"
     waiting = asyncio.create_task(frozen.append(turns[1]))
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(120):
         while not wire.cuts:  # noqa: ASYNC110 (what is waited for has no event)
             await asyncio.sleep(0.01)
         await store.append(turns[0])
@@ -451,20 +451,14 @@ async def test_a_session_goes_on_at_another_gateway_when_its_own_is_killed(
     session, key = await Sessions(store).create({})
     harness = Harness("PLAY:tools Do it.", TOOLS)
     async with ScriptedServer(PLAYS, drift=0.5) as engine:
-        first, first_url = await start_gateway(tmp_path / "first", engine.url)
-        second, second_url = await start_gateway(tmp_path / "second", engine.url)
-        try:
-            for _ in range(3):
-                await harness.turn(first_url, key)
-            first.kill()
-            await first.wait()
-            for _ in range(3):
-                await harness.turn(second_url, key)
-        finally:
-            for process in (first, second):
-                if process.returncode is None:
-                    process.kill()
-                    await process.wait()
+        for folder in ("first", "second"):  # one after the other: a server that finds a newer one stops
+            process, gateway_url = await start_gateway(tmp_path / folder, engine.url)
+            try:
+                for _ in range(3):
+                    await harness.turn(gateway_url, key)
+            finally:
+                process.kill()
+                await process.wait()
     exchanges = [exchange async for exchange in store.exchanges(session.session_id)]
     assert [exchange.seq for exchange in exchanges] == list(range(6))
     for before, after in pairwise(exchanges):

@@ -16,6 +16,7 @@ from polar.engines.scripted.server import TOKENIZER
 from polar.gateway.sessions import Sessions
 from polar.store import open_store
 from polar.store.base import Exchange
+from tests.conditions import wait_until
 from tests.fault.test_kill import start_gateway
 
 SAID = "Nothing of it was written by them, or by anybody else who was there."
@@ -107,7 +108,12 @@ async def test_a_call_that_died_with_the_gateway_is_made_again(tmp_path: Path, m
         for _ in range(3):
             process, url = await start_gateway(tmp_path, engine.url)
             running = [asyncio.create_task(turns_until_killed(harness, url, key)) for harness in harnesses]
-            await asyncio.sleep(0.4)
+            turns_before = [len(harness.messages) for harness in harnesses]
+            await wait_until(
+                lambda before=turns_before: all(
+                    len(harness.messages) > had for harness, had in zip(harnesses, before, strict=True)
+                )
+            )
             process.send_signal(signal.SIGKILL)
             await process.wait()
             await asyncio.gather(*running)

@@ -44,7 +44,7 @@ def run(tmp_path: Path, play: str, *arguments: str) -> list[dict[str, Any]]:
         "POLAR_NODE__RUN_WORKERS": "4",
     }
     command = [str(POLAR), "run", "--json", "--data", str(tmp_path / "data"), *arguments]
-    done = subprocess.run(command, env=os.environ | variables, capture_output=True, text=True, timeout=600)
+    done = subprocess.run(command, env=os.environ | variables, capture_output=True, text=True, timeout=3000)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     return [json.loads(line) for line in done.stdout.splitlines()]
 

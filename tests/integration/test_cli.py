@@ -25,7 +25,7 @@ with urllib.request.urlopen(urllib.request.Request(url, json.dumps(body).encode(
 def polar(*arguments: str, folder: Path, **variables: str) -> "subprocess.CompletedProcess[str]":
     environment = os.environ | variables
     return subprocess.run(
-        [*POLAR, *arguments], capture_output=True, text=True, cwd=folder, env=environment, timeout=60, check=False
+        [*POLAR, *arguments], capture_output=True, text=True, cwd=folder, env=environment, timeout=300, check=False
     )
 
 

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import threading
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -117,7 +118,7 @@ def test_who_waits_for_results_outlives_a_restart(server: Server, client: polar.
 
 def test_what_is_captured_comes_with_the_results(client: polar.Client) -> None:
     client.submit([task("asks", ASKS, num_samples=2), task("silent", run="default")])
-    results = client.wait(["silent", "asks"], timeout=60)
+    results = client.wait(["silent", "asks"], timeout=300)
     assert [result.task_id for result in results] == ["silent", "asks", "asks"]
     trajectory = results[1].trajectory
     assert trajectory is not None
@@ -134,10 +135,29 @@ def test_what_is_captured_comes_with_the_results(client: polar.Client) -> None:
         client.task("nobody")
 
 
+def test_evidence_of_tampering_comes_with_the_results(server: Server, client: polar.Client) -> None:
+    hidden = [{"type": "upload_file", "content": "1", "target": ".grader/expected.txt"}]
+    runtime = {"backend": "local", "eval_prepare": hidden}
+    client.submit([task("curious", "ln -s .grader/expected.txt out.txt", runtime=runtime), task("plain")])
+    curious, plain = client.wait(["curious", "plain"], timeout=60)
+    assert [(one.kind, one.subject, one.proven) for one in curious.evidence] == [
+        ("grader_path", ".grader/expected.txt", False),
+        ("grader_path", ".grader", False),
+    ]
+    assert (curious.reward, curious.metadata["suspicious"]) == (1.0, False)
+    assert (plain.evidence, plain.metadata["suspicious"]) == ([], False)
+    assert [one.session_id for one in client.results(suspicious="only", follow=False)] == []
+    assert len(list(client.results(suspicious="exclude", follow=False))) == 2
+    request = urllib.request.Request(f"{server.url}/metrics", headers={"Authorization": f"Bearer {TOKEN}"})
+    with urllib.request.urlopen(request) as answer:
+        told = answer.read().decode()
+    assert 'polar_tampering_evidence_total{kind="grader_path",proven="false",run="default"} 2.0' in told
+
+
 def test_tasks_that_are_cancelled_or_refused(client: polar.Client) -> None:
     client.submit(task("long", "sleep 600", num_samples=2))
-    assert client.cancel("long")["cancelled"] == 2
-    assert {result.reason for result in client.wait("long", timeout=60)} == {"cancelled"}
+    assert client.cancel("long").cancelled_sessions == 2
+    assert {result.reason for result in client.wait("long", timeout=300)} == {"cancelled"}
     with pytest.raises(ClientError, match="with other content"):
         client.submit(task("long", "sleep 1", num_samples=2))
     client.set_quotas(max_queued=0)
@@ -174,9 +194,9 @@ def test_engines_may_come_later(tmp_path: Path) -> None:
             assert client.engines()["replicas"] == []
             client.submit(task("asks", ASKS))
             assert [replica["version"] for replica in client.add_engine(url, 3)["replicas"]] == [3]
-            (result,) = client.wait(["asks"], timeout=60)
+            (result,) = client.wait(["asks"], timeout=300)
             assert result.trajectory is not None
-            assert {version for trace in result.trajectory.traces for version in trace.policy_versions} == {3}
+            assert {version for trace in result.trajectory.traces for version in trace.policy_versions} == {3}  # type: ignore[attr-defined]
         finally:
             engine.terminate()
             server.stop()

@@ -11,9 +11,11 @@ import pytest
 from polar.engines.scripted import Play, Turn
 from polar.engines.scripted.sampler import expected_logprobs
 from polar.store.base import Exchange, Verdict
+from tests.conditions import wait_until
 from tests.integration.stack import Stack, running
 
 WORDS = " ".join(f"word{number}" for number in range(60))
+PATIENT = {"grace": 600}  # a generation waits for its retry, however slow the machine is
 BODY = {"model": "m", "messages": [{"role": "user", "content": "hi"}], "stream": True}
 
 
@@ -41,15 +43,32 @@ async def read_some(response: aiohttp.ClientResponse, events: int) -> str:
     return text
 
 
-async def recorded(stack: Stack, count: int) -> list[Exchange]:
-    """Waits for exchanges to be recorded, and for corrections that follow at once."""
-    for _ in range(200):
-        found = await stack.exchanges()
-        if len(found) >= count:
-            await asyncio.sleep(0.1)
-            return await stack.exchanges()
-        await asyncio.sleep(0.05)
-    raise AssertionError(f"only {len(found)} exchanges were recorded")
+async def recorded(stack: Stack, *statuses: str) -> list[Exchange]:
+    """Waits until exchanges with these statuses are recorded, in this order."""
+
+    async def are_there() -> bool:
+        return [exchange.status for exchange in await stack.exchanges()] == list(statuses)
+
+    await wait_until(are_there)
+    return await stack.exchanges()
+
+
+async def abandon(stack: Stack, response: aiohttp.ClientResponse) -> None:
+    """Closes the connection, and waits until the gateway has noticed."""
+    response.close()
+    await has_orphans(stack)
+
+
+async def has_orphans(stack: Stack) -> None:
+    session = await stack.service.sessions.by_key(stack.key)
+    assert session is not None
+    await wait_until(lambda: bool(session.orphans))
+
+
+async def engine_log(stack: Stack, http: aiohttp.ClientSession) -> dict[str, int]:
+    async with http.get(f"{stack.engine.url}/scripted/log") as log:
+        counters: dict[str, int] = await log.json()
+        return counters
 
 
 def faithful(exchange: Exchange) -> None:
@@ -65,59 +84,57 @@ async def test_a_harness_that_stays_away_leaves_a_partial_exchange(tmp_path: Pat
         response = await post(stack, http)
         await read_some(response, 5)
         response.close()
-        (exchange,) = await recorded(stack, 1)
-        assert exchange.status == "partial"
+        (exchange,) = await recorded(stack, "partial")
         assert exchange.sampled_ids is not None
-        assert 5 <= exchange.delivered < len(exchange.sampled_ids) < 100
+        assert 5 <= exchange.delivered < len(exchange.sampled_ids)
         assert exchange.reply is not None
-        assert WORDS.startswith(exchange.reply.parts[0].text)
-        await asyncio.sleep(0.2)
-        async with http.get(f"{stack.engine.url}/scripted/log") as log:
-            counters = await log.json()
-        assert counters["aborted"] == 1
-        assert counters["running"] == 0
+        said = exchange.reply.parts[0].text
+        assert WORDS.startswith(said)
+        assert said != WORDS
+
+        async def has_ended() -> bool:
+            return (await engine_log(stack, http))["running"] == 0
+
+        await wait_until(has_ended)
+        assert (await engine_log(stack, http))["aborted"] == 1
 
 
 async def test_a_retry_attaches_and_is_served_from_the_first_byte(tmp_path: Path) -> None:
-    async with running(tmp_path, slow()) as stack, aiohttp.ClientSession() as http:
+    async with running(tmp_path, slow(), gateway=PATIENT) as stack, aiohttp.ClientSession() as http:
         first = await post(stack, http)
         begun = await read_some(first, 5)
-        first.close()
-        await asyncio.sleep(0.1)
+        await abandon(stack, first)
         again = await read_some(await post(stack, http), 10_000)
         assert again == WORDS
         assert again.startswith(begun)
-        (exchange,) = await recorded(stack, 1)
-        assert exchange.status == "complete"
+        (exchange,) = await recorded(stack, "complete")
         faithful(exchange)
         assert exchange.delivered == len(exchange.sampled_ids)
 
 
 async def test_a_retry_attaches_to_a_generation_that_ended_meanwhile(tmp_path: Path) -> None:
-    async with running(tmp_path, slow(0.005), gateway={"grace": 5}) as stack, aiohttp.ClientSession() as http:
+    async with running(tmp_path, slow(0.005), gateway=PATIENT) as stack, aiohttp.ClientSession() as http:
         first = await post(stack, http)
         await read_some(first, 2)
-        first.close()
-        (exchange,) = await recorded(stack, 1)
-        assert exchange.status == "partial"
+        await abandon(stack, first)
+        await recorded(stack, "partial")
         assert await read_some(await post(stack, http), 10_000) == WORDS
-        await asyncio.sleep(0.2)
-        (exchange,) = await stack.exchanges()
-        assert exchange.status == "complete"
+        (exchange,) = await recorded(stack, "complete")
         assert exchange.delivered == len(exchange.sampled_ids)
 
 
 async def test_whole_replies_are_retried_the_same_way(tmp_path: Path) -> None:
     body = BODY | {"stream": False}
-    async with running(tmp_path, Play([Turn(text=WORDS, delay=0.4)])) as stack, aiohttp.ClientSession() as http:
+    async with running(tmp_path, Play([Turn(text=WORDS)]), gateway=PATIENT) as stack, aiohttp.ClientSession() as http:
+        await http.post(f"{stack.engine.url}/pause?mode=keep")
         lost = asyncio.create_task(post(stack, http, body))
-        await asyncio.sleep(0.2)
+        await wait_until(lambda: bool(stack.service.pool.replicas[0].running))
         lost.cancel()
-        await asyncio.sleep(0.1)
+        await has_orphans(stack)
+        await http.post(f"{stack.engine.url}/resume")
         reply = await (await post(stack, http, body)).json()
         assert reply["choices"][0]["message"]["content"] == WORDS
-        (exchange,) = await recorded(stack, 1)
-        assert exchange.status == "complete"
+        await recorded(stack, "complete")
 
 
 async def test_two_open_connections_are_two_samples(tmp_path: Path) -> None:
@@ -125,29 +142,25 @@ async def test_two_open_connections_are_two_samples(tmp_path: Path) -> None:
         responses = await asyncio.gather(post(stack, http), post(stack, http))
         texts = await asyncio.gather(*(read_some(response, 10_000) for response in responses))
         assert texts == [WORDS, WORDS]
-        one, other = await recorded(stack, 2)
+        one, other = await recorded(stack, "complete", "complete")
         assert one.exchange_id != other.exchange_id
-        assert one.status == other.status == "complete"
 
 
 async def test_another_body_does_not_attach(tmp_path: Path) -> None:
     async with running(tmp_path, slow()) as stack, aiohttp.ClientSession() as http:
         first = await post(stack, http)
         await read_some(first, 5)
-        first.close()
-        await asyncio.sleep(0.05)
+        await abandon(stack, first)
         other = await post(stack, http, BODY | {"temperature": 0.5})
         assert await read_some(other, 10_000) == WORDS
-        one, two = await recorded(stack, 2)
-        assert (one.status, two.status) == ("partial", "complete")
+        await recorded(stack, "partial", "complete")
 
 
 async def test_the_first_token_does_not_wait_for_the_last(tmp_path: Path) -> None:
     async with running(tmp_path, slow(0.05)) as stack, aiohttp.ClientSession() as http:
         response = await post(stack, http)
         await read_some(response, 1)
-        async with http.get(f"{stack.engine.url}/scripted/log") as log:
-            assert (await log.json())["running"] == 1
+        assert (await engine_log(stack, http))["running"] == 1
         response.close()
 
 
@@ -167,8 +180,9 @@ async def test_the_first_token_does_not_wait_for_the_last(tmp_path: Path) -> Non
 async def test_streams_are_kept_alive_while_the_engine_thinks(
     tmp_path: Path, path: str, body: dict[str, object], sign: bytes
 ) -> None:
-    play = Play([Turn(text="done", delay=1.0)], aside="")
-    async with running(tmp_path, play, gateway={"keep_alive": 0.2}) as stack, aiohttp.ClientSession() as http:
+    # Both timers are of one event loop, and the engine's starts later: the keep-alive comes first on any machine.
+    play = Play([Turn(text="done", delay=0.5)], aside="")
+    async with running(tmp_path, play, gateway={"keep_alive": 0.1}) as stack, aiohttp.ClientSession() as http:
         headers = {"x-api-key": stack.key}
         async with http.post(stack.url + path, json=body, headers=headers) as response:
             assert response.status == 200
@@ -198,7 +212,6 @@ async def test_an_engine_that_breaks_off_leaves_what_came(tmp_path: Path) -> Non
         text = await response.read()
         assert b'"error"' in text
         assert b"[DONE]" not in text
-        (exchange,) = await recorded(stack, 1)
-        assert exchange.status == "partial"
+        (exchange,) = await recorded(stack, "partial")
         assert exchange.sampled_ids is not None
         assert len(exchange.sampled_ids) == exchange.delivered == 7

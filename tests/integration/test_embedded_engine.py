@@ -96,7 +96,7 @@ async def test_a_reply_that_is_given_up_has_the_version_that_sampled_it(folder: 
                 async for _ in stream:
                     break
                 await stream.close()
-            async with asyncio.timeout(30):
+            async with asyncio.timeout(120):
                 while not (exchanges := [it async for it in plane.store.exchanges(session.session_id)]):  # noqa: ASYNC110
                     await asyncio.sleep(0.01)
     (exchange,) = exchanges

@@ -58,7 +58,7 @@ async def ask(http: aiohttp.ClientSession, gateway_url: str, key: str, *, stream
 
 
 async def comes_true(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(120):
         while True:
             if condition():
                 return

@@ -15,9 +15,17 @@ import pytest
 from tests.integration.test_cli import POLAR
 from tests.swe import ROOT, UNITTEST
 
-# Asks with one tool, a shell, and runs what is called, until nothing is.
+pytestmark = pytest.mark.slow
+
+# Asks with one tool, a shell, and runs what is called, until nothing is. All but the first agent wait for a file `go`.
 AGENT = """
-import json, os, subprocess, urllib.request
+import json, os, pathlib, subprocess, time, urllib.request
+folder = pathlib.Path(__file__).parent
+try:
+    (folder / "first").mkdir()
+except FileExistsError:
+    while not (folder / "go").exists():
+        time.sleep(0.05)
 parameters = {"type": "object", "properties": {"command": {"type": "string"}}, "required": ["command"]}
 tool = {"type": "function", "function": {"name": "bash", "parameters": parameters}}
 messages = [{"role": "user", "content": os.environ["POLAR_INSTRUCTION"]}]
@@ -57,6 +65,7 @@ def folder(tmp_path: Path) -> Path:
     assert done.returncode == 0, done.stderr
     tasks = [json.loads(line) for line in (folder / "tasks.jsonl").read_text().splitlines()]
     (tmp_path / "agent.py").write_text(AGENT)
+    (tmp_path / "go").touch()
     agent = {"harness": "shell", "custom_shell": {"command": f"{sys.executable} {tmp_path / 'agent.py'}"}}
     (folder / "tasks.jsonl").write_text("".join(json.dumps(task | {"agent": agent}) + "\n" for task in tasks))
     return folder
@@ -81,7 +90,8 @@ def graded(folder: Path) -> set[str]:
 
 
 def test_pass_at_1_comes_out_as_scripted_whatever_is_killed(folder: Path) -> None:
-    errors = folder / "errors"
+    errors, go = folder / "errors", folder.parent / "go"
+    go.unlink()
     with errors.open("wb") as file:
         first = subprocess.Popen([*POLAR, "matrix", "matrix.toml"], cwd=folder, stderr=file)
     try:
@@ -91,6 +101,7 @@ def test_pass_at_1_comes_out_as_scripted_whatever_is_killed(folder: Path) -> Non
     finally:
         first.kill()
         first.wait()
+    go.touch()
     before = graded(folder)
     assert 0 < len(before) < SESSIONS
     done = polar("matrix", "matrix.toml", "--json", folder=folder)

@@ -56,7 +56,7 @@ async def every(opened: LocalRollout, *wanted: TaskRequest) -> list[Finished]:
 
 
 async def until(holds: Callable[[], bool]) -> None:
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(120):
         while not holds():  # noqa: ASYNC110 (what is waited for has no event)
             await asyncio.sleep(0.01)
 
@@ -83,7 +83,7 @@ async def test_a_session_goes_through_every_stage_and_is_told(tmp_path: Path) ->
     assert result.task_id == "a-task"
     assert result.trajectory is not None
     assert [trace.reward for trace in result.trajectory.traces] == [1]
-    assert result.timing["stages"] == finished.seconds
+    assert result.metadata["timing"]["stages"] == finished.seconds
     diff = (finished.folder / "workspace.diff").read_text()
     assert "+++ b/new.txt" in diff
     assert "--- a/old.txt" in diff
@@ -115,7 +115,7 @@ async def test_a_time_out_still_builds_what_there_is(
 ) -> None:
     evaluator = {"strategy": "command", "config": {"command": "test -f begun"}}
     async with rollout(tmp_path) as opened:
-        plans = await opened.plan([task(FOR_EVER, timeout_seconds=2, on_timeout=policy, evaluator=evaluator)])
+        plans = await opened.plan([task(FOR_EVER, timeout_seconds=4, on_timeout=policy, evaluator=evaluator)])
         (finished,) = [finished async for finished in opened.run(plans)]
         result = SessionResult.model_validate(await opened.result(plans[0], finished))
     assert finished.outcome is not None
@@ -129,10 +129,10 @@ async def test_a_time_out_still_builds_what_there_is(
 async def test_a_clock_stands_still_while_generation_is_paused(tmp_path: Path) -> None:
     async with rollout(tmp_path) as opened:
         await opened.plane.pool.pause()
-        plans = await opened.plan([task(ONE_CALL, timeout_seconds=2, on_timeout="mask", evaluator=GRADED)])
+        plans = await opened.plan([task(ONE_CALL, timeout_seconds=4, on_timeout="mask", evaluator=GRADED)])
         running = await opened.node.submit(plans[0])
         await until(lambda: opened.load().held == 1)
-        await asyncio.sleep(3)  # longer than the session has
+        await asyncio.sleep(5)  # longer than the session has
         await opened.plane.pool.resume()
         finished = await running.finished
     assert finished.verdict.reward == 1
@@ -192,7 +192,7 @@ async def test_cancel_works_in_any_stage_once(tmp_path: Path, stage: str) -> Non
             await until(lambda: bool(list((tmp_path / "data" / "runtimes").glob("**/begun"))))
         assert running.cancel()
         assert not running.cancel()
-        finished = await asyncio.wait_for(running.finished, 30)
+        finished = await asyncio.wait_for(running.finished, 120)
         assert finished.verdict.reason == "cancelled"
         session = await opened.plane.store.session(running.session_id)
         assert session is not None

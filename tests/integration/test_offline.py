@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -10,6 +11,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from polar.engines.scripted.server import TOKENIZER
 from tests.integration.test_cli import POLAR, polar
@@ -66,7 +69,7 @@ def test_the_same_command_goes_on_after_a_kill(tmp_path: Path) -> None:
     command = [*POLAR, "run", "tasks.jsonl", "--samples", "4", "--workers", "2", "--resume"]
     with (tmp_path / "log").open("wb") as log:
         running = subprocess.Popen(command, cwd=tmp_path, stdout=log, stderr=log, env=os.environ | {"COLUMNS": "80"})
-        while b"2/8" not in (tmp_path / "log").read_bytes():
+        while not re.search(rb"[2-6]/8", (tmp_path / "log").read_bytes()):
             assert running.poll() is None
             time.sleep(0.05)
         running.send_signal(signal.SIGKILL)
@@ -84,6 +87,7 @@ def test_the_same_command_goes_on_after_a_kill(tmp_path: Path) -> None:
     assert [cell.strip() for cell in line.strip("│").split("│")] == ["tasks.jsonl", "2", "2", "8", "8", "100.0%"]
 
 
+@pytest.mark.slow
 def test_tries_end_with_the_first_that_is_good_enough(tmp_path: Path) -> None:
     tries = tmp_path / "tries"
     third = f"echo x >> {tries} && test $(wc -l < {tries}) -ge 3 && echo hello > out.txt; true"
@@ -96,6 +100,7 @@ def test_tries_end_with_the_first_that_is_good_enough(tmp_path: Path) -> None:
     assert [pair["metadata"]["task_id"] for pair in pairs] == ["third"]
 
 
+@pytest.mark.slow
 def test_a_budget_ends_a_run_and_a_larger_one_lets_it_go_on(tmp_path: Path) -> None:
     write(tmp_path, task("a"))
     first = collect(tmp_path, "--samples", "4", "--workers", "1", "--budget-tokens", "1")
@@ -137,6 +142,7 @@ def teacher(*options: str) -> Iterator[str]:
             server.terminate()
 
 
+@pytest.mark.slow
 def test_a_teacher_that_tells_no_tokens(tmp_path: Path) -> None:
     """Behind an `openai` engine: words, thinking and calls are kept, and rendered for whoever learns from them."""
     write(tmp_path, task("a"))
@@ -159,6 +165,7 @@ def test_a_teacher_that_tells_no_tokens(tmp_path: Path) -> None:
     assert [one["rendered"] for one in rendered] == [True]
 
 
+@pytest.mark.slow
 def test_rendered_tokens_are_those_that_the_model_itself_would_have_sampled(tmp_path: Path) -> None:
     """Where teacher and student are the same model, and it writes as its tokenizer does."""
     write(tmp_path, task("a"))

@@ -280,7 +280,7 @@ class Harness:
 
     async def exchanges(self, count: int) -> list[Exchange]:
         """Waits until so many are recorded, and for corrections that follow at once."""
-        for _ in range(200):
+        for _ in range(6000):
             if len(await self.gateway.exchanges()) >= count:
                 await asyncio.sleep(0.1)
                 break
@@ -389,7 +389,15 @@ async def test_a_reply_that_came_whole_but_not_to_its_end(tmp_path: Path, wire: 
 # The engine breaks off: what had come of the turn is what the harness has
 
 
-@pytest.mark.parametrize(("fail", "after"), [("close", 3), ("midstream", 14), ("midstream", 33), ("close", 60)])
+@pytest.mark.parametrize(
+    ("fail", "after"),
+    [
+        pytest.param("close", 3, marks=pytest.mark.slow),
+        ("midstream", 14),
+        pytest.param("midstream", 33, marks=pytest.mark.slow),
+        ("close", 60),
+    ],
+)
 async def test_an_attempt_that_broke_off_is_dead(
     tmp_path: Path, wire: Wire, fail: Literal["midstream", "close"], after: int
 ) -> None:
@@ -410,7 +418,9 @@ async def test_an_attempt_that_broke_off_is_dead(
 
 
 @pytest.mark.parametrize("mode", ["auto", "sampled"])
-@pytest.mark.parametrize("after", [29, 37, 41])
+@pytest.mark.parametrize(
+    "after", [pytest.param(29, marks=pytest.mark.slow), 37, pytest.param(41, marks=pytest.mark.slow)]
+)
 async def test_a_partial_turn_that_is_kept_is_continued(tmp_path: Path, wire: Wire, after: int, mode: Mode) -> None:
     """The thought and some of the text came, and stay in the history, with a message that asks for the rest."""
     first = Turn(reasoning=THOUGHT, text=SAID, calls=[CALL], fail="close", fail_after=after, fail_times=1)

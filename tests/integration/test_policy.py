@@ -13,6 +13,7 @@ from polar.engines.base import VersionSpan
 from polar.engines.scripted import Play, ScriptedServer, Turn
 from polar.engines.scripted.sampler import expected_logprobs
 from polar.service import Service
+from tests.conditions import wait_until
 from tests.integration.stack import Stack, running, settings
 
 WORDS = " ".join(f"word{number}" for number in range(60))
@@ -33,6 +34,12 @@ async def control(stack: Stack, http: aiohttp.ClientSession, path: str, body: di
         return answer
 
 
+async def has_begun(stack: Stack) -> None:
+    """Waits until tokens of a call have come."""
+    running = stack.service.pool.replicas[0].running
+    await wait_until(lambda: any(getattr(call, "sampled", []) for call in running))
+
+
 async def test_calls_carry_the_version_that_sampled_them(tmp_path: Path) -> None:
     async with running(tmp_path, Play([Turn(text="short")])) as stack, aiohttp.ClientSession() as http:
         await ask(stack, http)
@@ -50,10 +57,9 @@ async def test_calls_carry_the_version_that_sampled_them(tmp_path: Path) -> None
 async def test_a_call_that_stood_frozen_across_an_update_has_two_versions(tmp_path: Path) -> None:
     async with running(tmp_path, SLOW) as stack, aiohttp.ClientSession() as http:
         call = asyncio.create_task(ask(stack, http))
-        await asyncio.sleep(0.25)
+        await has_begun(stack)
         paused = await control(stack, http, "/policy/pause", {})
         assert paused["frozen"]
-        await asyncio.sleep(0.1)
         await control(stack, http, "/policy", {"version": 1})
         await http.post(f"{stack.engine.url}/update_weight_version", json={"new_version": "1", "version": 1})
         await control(stack, http, "/policy/resume", {})
@@ -75,7 +81,7 @@ async def test_a_call_that_stood_frozen_across_an_update_has_two_versions(tmp_pa
 async def test_a_call_that_ran_on_across_an_update_is_not_trained(tmp_path: Path) -> None:
     async with running(tmp_path, SLOW) as stack, aiohttp.ClientSession() as http:
         call = asyncio.create_task(ask(stack, http))
-        await asyncio.sleep(0.2)
+        await has_begun(stack)
         await control(stack, http, "/policy", {"version": 1})
         await call
         (exchange,) = await stack.exchanges()
@@ -86,7 +92,7 @@ async def test_a_call_that_ran_on_across_an_update_is_not_trained(tmp_path: Path
 async def test_a_whole_reply_across_an_update_is_not_trained_even_if_frozen(tmp_path: Path) -> None:
     async with running(tmp_path, SLOW) as stack, aiohttp.ClientSession() as http:
         call = asyncio.create_task(ask(stack, http, stream=False))
-        await asyncio.sleep(0.2)
+        await wait_until(lambda: bool(stack.service.pool.replicas[0].running))
         await control(stack, http, "/policy/pause", {})
         await control(stack, http, "/policy", {"version": 1})
         await control(stack, http, "/policy/resume", {})
@@ -100,7 +106,8 @@ async def test_new_calls_are_held_and_kept_alive_while_paused(tmp_path: Path) ->
     async with running(tmp_path, play, gateway={"keep_alive": 0.1}) as stack, aiohttp.ClientSession() as http:
         await control(stack, http, "/policy/pause", {"mode": "hold"})
         call = asyncio.create_task(ask(stack, http))
-        await asyncio.sleep(0.4)
+        await wait_until(lambda: stack.service.pool.gate.held == 1)
+        await asyncio.sleep(0.3)  # the keep-alive is due before this, in the same event loop
         assert not call.done()
         state = await (await http.get(f"{stack.service.control_url}/policy")).json()
         assert (state["paused"], state["held"]) == (True, 1)
@@ -113,10 +120,10 @@ async def test_new_calls_are_held_and_kept_alive_while_paused(tmp_path: Path) ->
 async def test_draining_waits_for_what_runs(tmp_path: Path) -> None:
     async with running(tmp_path, SLOW) as stack, aiohttp.ClientSession() as http:
         call = asyncio.create_task(ask(stack, http))
-        await asyncio.sleep(0.1)
+        await has_begun(stack)
         state = await control(stack, http, "/policy/pause", {"mode": "drain"})
         assert [replica["running"] for replica in state["replicas"]] == [0]
-        assert call.done() or await asyncio.wait_for(call, 1)
+        assert call.done() or await asyncio.wait_for(call, 120)
         await control(stack, http, "/policy/resume", {})
 
 

@@ -61,7 +61,7 @@ class _Future(asyncio.Future[Any]):
 
     def __hash__(self) -> int:
         if not self.number:
-            self.number = self._loop.number()
+            self.number = self._loop.number()  # type: ignore[attr-defined]
         return self.number
 
 
@@ -70,7 +70,7 @@ class _Task(asyncio.Task[Any]):
 
     def __hash__(self) -> int:
         if not self.number:
-            self.number = self._loop.number()
+            self.number = self._loop.number()  # type: ignore[attr-defined]
         return self.number
 
 

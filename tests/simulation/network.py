@@ -93,7 +93,7 @@ class Network:
             except (UnknownNode, NotInForce) as raised:
                 error = raised
             except StoreError as raised:
-                error = Unreachable(str(raised))
+                error = Unreachable(str(raised))  # type: ignore[assignment]
             except Exception as raised:  # noqa: BLE001 - whatever it was, it should not have been
                 self._crashed(server.name, raised)
             if call is not None:

@@ -38,7 +38,7 @@ def run(what: str, it: Served, folder: Path, *launcher: str, **more: Any) -> Non
     file.write_text(json.dumps(given | more))
     own = {"PYTHONPATH": str(ROOT / "src"), "HF_HUB_OFFLINE": "1", "TRL_EXPERIMENTAL_SILENCE": "1"}
     command = [PYTHON, *launcher, PROGRAM, what, file]
-    done = subprocess.run(command, env=os.environ | own, capture_output=True, text=True, timeout=600)
+    done = subprocess.run(command, env=os.environ | own, capture_output=True, text=True, timeout=3000)
     assert done.returncode == 0, done.stderr[-4000:]
 
 

@@ -9,6 +9,7 @@ import asyncio
 import os
 import random
 import time
+from collections.abc import Collection
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -19,7 +20,7 @@ from polar.bench.client import Connection, post
 from polar.bench.pipeline_workload import Turn
 from polar.node.kinds import Kinds
 from polar.runtimes import files
-from polar.runtimes.base import Completed, Kind, SandboxError, Spec
+from polar.runtimes.base import Completed, FileState, Kind, SandboxError, Spec
 from polar.runtimes.state import remove_tree
 
 NAME = "simulated"
@@ -110,6 +111,12 @@ class SimulatedRuntime:
         if self._agent is not None:
             self._agent.taken_at = self._agent.taken_at or time.monotonic()
         await self._copies.get(self._opened(), inside, destination, max_bytes, all_links)
+
+    async def delete(self, paths: list[str]) -> None:
+        await self._copies.delete(self._opened(), paths)
+
+    async def entries(self, inside: str, *, without: Collection[str] = ()) -> dict[str, FileState]:
+        return await self._copies.entries(self._opened(), inside, without)
 
     def _opened(self) -> int:
         if self._root is None:

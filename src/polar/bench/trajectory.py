@@ -23,6 +23,7 @@ from msgspec import Struct, field
 from polar.bench import calls, rendering
 from polar.bench.client import BenchError
 from polar.dialects.base import Dialect
+from polar.engines.base import VersionSpan
 from polar.plugins import load
 from polar.store.base import Exchange, Session
 from polar.store.sqlite import SqliteStore
@@ -292,6 +293,7 @@ def conversation(turns: int) -> tuple[list[Exchange], list[int]]:
             logprob_kind="raw",
             delivered=len(sampled),
             sampling=Sampling(temperature=1.0),
+            versions=[VersionSpan(0, 0, len(sampled))],
             finish_reason="stop",
         )
         exchanges.append(exchange)

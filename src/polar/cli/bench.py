@@ -361,6 +361,34 @@ def tax(
         tax_report.show(measured, _wide())
 
 
+@command.command("stall")
+@click.option("--quick", is_flag=True, help="one round: a minute and a half instead of six")
+@click.option(
+    "--only", "kinds", multiple=True, help="measure only the kinds of bodies that begin so; may be given twice"
+)
+@_tokenizer_option
+@json_option
+def stall(quick: bool, kinds: tuple[str, ...], tokenizer: Path | None, as_json: bool) -> None:
+    """Measure what a caller with the longest allowed bodies costs other callers, /health and nodes.
+
+    Exit with status 1 where an innocent call or /health is more than 50 ms slower than idle (p99), or a node is lost.
+    """
+    from polar.bench import stall as stall_bench
+
+    plan = stall_bench.QUICK if quick else stall_bench.Plan()
+    if tokenizer is not None:
+        plan = msgspec.structs.replace(plan, tokenizer=_folder(tokenizer))
+    if kinds:
+        plan = msgspec.structs.replace(plan, kinds=tuple(kind for kind in plan.kinds if kind.startswith(kinds)))
+    measured = run(stall_bench.run(plan, _progress(Console(stderr=True))))
+    if as_json:
+        click.echo(msgspec.json.encode(measured))
+    else:
+        stall_bench.show(measured, _wide(150))
+    if not measured.passed:
+        raise SystemExit(1)
+
+
 def _wide(least: int = 130) -> Console:
     """Tables of figures: rather wrapped by the terminal than cut."""
     return Console(width=max(Console().width, least))

@@ -1,6 +1,5 @@
 """polar cancel: tasks at a server that nobody wants any more."""
 
-import json
 from pathlib import Path
 
 import click
@@ -37,8 +36,8 @@ def command(
                     click.echo(f"polar: {error}", err=True)
                     failed = 1
                     continue
-                ended = f"{count(answer['cancelled'], 'session')} cancelled"
-                click.echo(json.dumps(answer) if as_json else f"{task_id}: {ended}")
+                ended = f"{count(answer.cancelled_sessions or 0, 'session')} cancelled"
+                click.echo(answer.model_dump_json() if as_json else f"{task_id}: {ended}")
         return failed
 
     return run(cancel())

@@ -23,7 +23,9 @@ from polar.errors import ConfigError
 from polar.export.base import Exporter, InFolder
 from polar.export.pipeline import Builder, Selection, Tally, export, items
 from polar.plugins import load, names
+from polar.rollout.models import SuspiciousFilter
 from polar.store import open_store
+from polar.trajectory.checker import SessionChecker
 from polar.trajectory.types import ExchangeRole
 
 _BUILDER = "prefix_merging"
@@ -40,6 +42,13 @@ _QUIET_S = 2.0
 @click.option("--min-reward", type=float, metavar="R", help="only sessions of this reward or more")
 @click.option("--best", type=click.IntRange(1), metavar="N", help="only the N sessions of a task that earned most")
 @click.option("--unique", is_flag=True, help="of sessions that say the same, one")
+@click.option(
+    "--suspicious",
+    type=click.Choice(get_args(SuspiciousFilter)),
+    default="keep",
+    show_default=True,
+    help="keep sessions with proven tampering, export only those, or exclude them",
+)
 @click.option("--tokenizer", metavar="DIR", help="of the model that is to learn (sft-tokens): rendered in its template")
 @click.option("--role", "roles", multiple=True, type=click.Choice(get_args(ExchangeRole)), help="train only these")
 @click.option("--since", metavar="TIME", help="only sessions begun since: 2026-01-31, 2026-01-31T12:00, 90m, 12h, 7d")
@@ -54,6 +63,7 @@ def command(
     min_reward: float | None,
     best: int | None,
     unique: bool,
+    suspicious: SuspiciousFilter,
     tokenizer: str | None,
     roles: tuple[ExchangeRole, ...],
     since: str | None,
@@ -66,7 +76,7 @@ def command(
     What can't be exported is counted on stderr, with the reason.
     """
     begun = None if since is None else moment(since, time.time())
-    selection = Selection(sessions, begun, min_reward, frozenset(roles), best, unique)
+    selection = Selection(sessions, begun, min_reward, frozenset(roles), best, unique, suspicious)
     exporter = _exporter(format_name, tokenizer)
     if isinstance(exporter, InFolder) and (output is None or output.exists()):
         raise ConfigError(f"{format_name} is a folder: name one with -o that is not there yet.")
@@ -128,7 +138,8 @@ async def _export(
         with _written(output, exporter) as file:
             progress = asyncio.create_task(_progress(tally, file, len(selection.sessions) or None))
             try:
-                found = items(store, selection, exporter.needs, build, tally)
+                checker = SessionChecker(settings.verify.share)
+                found = items(store, selection, exporter.needs, build, tally, checker)
                 await export(found, exporter, file.write)
             finally:
                 progress.cancel()

@@ -58,7 +58,7 @@ async def _one(client: AsyncClient, task_id: str, as_json: bool) -> None:
     click.echo(
         f"{visible(task.task_id)}: {task.status}, {task.completed_sessions} of {task.total_sessions} sessions ended"
     )
-    if task.results:
+    if task.results and task.status != "running":
         console_of_width(Console()).print(results_view.sessions(_ended(task)))
     elif task.sessions:
         console_of_width(Console()).print(_sessions(task.sessions))

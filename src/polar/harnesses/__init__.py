@@ -22,6 +22,7 @@ def environment(gateway_url: str, key: str, model: str) -> dict[str, str]:
         "ANTHROPIC_API_KEY": key,
         "ANTHROPIC_MODEL": model,
         "GOOGLE_GEMINI_BASE_URL": gateway_url,
+        "GOOGLE_API_URL": gateway_url,
         "GEMINI_API_BASE": f"{gateway_url}/v1beta",
         "GEMINI_API_KEY": key,
         "GOOGLE_API_KEY": key,

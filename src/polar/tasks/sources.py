@@ -16,7 +16,7 @@ _UPLOADS = {"upload_file": os.path.isfile, "upload_dir": os.path.isdir}
 def resolve(task: TaskRequest, folder: Path) -> list[str]:
     """Makes every path of the task absolute; what is wrong with them."""
     problems = []
-    for name, steps in (("prepare", task.runtime.prepare), ("eval_prepare", task.runtime.eval_prepare)):
+    for name, steps in (("prepare", task.runtime.prepare), ("eval_prepare", task.runtime.eval_prepare or [])):
         for number, step in enumerate(steps):
             problems += _resolve_step(step, f"runtime.{name}[{number}]", folder)
     task.runtime.image, problem = _image(task.runtime.image, folder)

@@ -18,7 +18,7 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter
 from opentelemetry.trace import Span, SpanKind, Status, StatusCode, Tracer, set_span_in_context
 
-from polar.store.base import Exchange, Verdict
+from polar.store.base import Exchange, Verdict, is_suspicious
 from polar.telemetry.tracing import SessionSpan, Traced, Tracing
 from polar.types import Request
 
@@ -117,6 +117,8 @@ class _Session(SessionSpan):
         self._span.set_attribute("gen_ai.usage.output_tokens", tokens)
         if verdict.reward is not None:
             self._span.set_attribute("polar.reward", verdict.reward)
+        if verdict.evidence:
+            self._span.set_attribute("polar.suspicious", is_suspicious(verdict.evidence))
         if verdict.reason is not None:
             _failed(self._span, verdict.reason)
         self._span.end()

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 POLAR = [sys.executable, "-c", "from polar.cli.main import main; main()"]
-STARTING, ENDING = 60.0, 60.0  # seconds, at most
+STARTING, ENDING = 180.0, 180.0  # seconds, at most
 
 
 class Program:

@@ -26,11 +26,12 @@ async def jumping(folder: Path, sessions: int, tasks: int) -> None:
         await cluster.server.kill()
         await cluster.server.start()
         await cluster.check()  # still there
-        times = [one.timing["created_at"] for one in results.values()]
+        times = [one.metadata["timing"]["created_at"] for one in results.values()]
         assert max(times) - min(times) > 3600  # they did jump
         assert "lost" not in node.said() + cluster.server.said()
 
 
+@pytest.mark.slow
 async def test_for_a_moment(tmp_path: Path) -> None:
     await jumping(tmp_path, sessions=10, tasks=2)
 

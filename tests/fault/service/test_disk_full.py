@@ -82,6 +82,7 @@ async def refused(cluster: Cluster, name: str) -> tuple[int, str]:
         return response.status, await response.text()
 
 
+@pytest.mark.slow
 async def test_a_nodes_disk(tmp_path: Path, disk: Disk) -> None:
     """What runs there is tried again; and sessions that can't begin there are nobody's fault: none of that counts."""
     mark = tmp_path / "go"

@@ -162,7 +162,7 @@ async def test_told_to_end_before_any_server_answers(tmp_path: Path) -> None:
     node = Node(tmp_path / "node", "http://127.0.0.1:9", {"POLAR_NODE__RUNTIMES": '["local"]'})
     try:
         await node.start()
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(120):
             while "No rollout server answers" not in node.said():  # noqa: ASYNC110 (what is waited for has no event)
                 await asyncio.sleep(0.02)
         assert await node.end(signal.SIGTERM) == 0

@@ -5,7 +5,7 @@ import io
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
@@ -177,6 +177,7 @@ def test_baseline_keeps_agents_apart() -> None:
     assert [[span.exchange_id for span in it.spans] for it in built.trained] == [["x0", "x2"], ["x1", "x3"]]
 
 
+@settings(max_examples=20)
 @given(st.data())
 def test_any_session_is_true_under_our_builders(data: st.DataObject) -> None:
     """Prompts extend an earlier path, drop or change some of it, or repeat it. A token is right or it isn't, by both
@@ -210,6 +211,7 @@ def test_a_harness_that_is_not_installed_is_refused(monkeypatch: pytest.MonkeyPa
         fidelity_sessions.installed(["claude"])
 
 
+@pytest.mark.slow
 async def test_a_run_with_the_built_in_agent() -> None:
     agents = fidelity_sessions.installed([fidelity_sessions.BUILT_IN])
     steps: list[tuple[int, int]] = []

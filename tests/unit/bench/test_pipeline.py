@@ -71,6 +71,7 @@ def test_the_picture_shows_every_side() -> None:
     ]
 
 
+@pytest.mark.slow
 async def test_a_small_run() -> None:
     told: list[tuple[str, int, int]] = []
     plan = Plan(

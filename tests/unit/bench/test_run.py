@@ -12,6 +12,7 @@ from polar.bench.peers import FASTAPI, POLAR, RELAY
 
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
+@pytest.mark.slow
 async def test_run() -> None:
     plan = gateway.Plan(
         rounds=1,

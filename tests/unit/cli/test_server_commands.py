@@ -171,6 +171,24 @@ def test_results_as_tables_and_lines(polar: Polar, serving: Serving, plane: Plan
     assert plane.seen[-1][2]["builder"] == "per_request"
 
 
+def test_suspicious_sessions_are_shown_and_filtered(polar: Polar, serving: Serving, plane: Plane, task: str) -> None:
+    polar("submit", task)
+    serving.run(plane.end, "a", 0)
+    assert "suspicious" not in polar("results")[1]
+    evidence = [{"kind": "canary_passed", "subject": "t", "proven": True}, {"kind": "grader_path", "subject": "/tests"}]
+    told = {"evidence": evidence, "metadata": {"suspicious": True}, "reward": 0.0}
+    serving.run(lambda: plane.end("a", 1, **told))
+    for arguments in (("results",), ("status", "a")):
+        out = polar(*arguments)[1]
+        assert "suspicious" in out
+        assert "canary_passed" in out
+        assert "grader_path" not in out
+    assert "suspicious" in polar("results", "--unit", "group")[1]
+    assert "suspicious" not in plane.seen[-1][2]
+    polar("results", "--suspicious", "exclude")
+    assert plane.seen[-1][2]["suspicious"] == "exclude"
+
+
 def test_results_into_a_file(polar: Polar, serving: Serving, plane: Plane, tmp_path: Path) -> None:
     file = tmp_path / "out.jsonl"
     for number in range(3):
@@ -197,7 +215,7 @@ def test_cancelling(polar: Polar, plane: Plane) -> None:
     assert (code, out) == (1, "a: 1 session cancelled\nb: 1 session cancelled\n")
     assert "There is no /rollout/task/nobody." in err
     code, out, _ = polar("cancel", "a", "--json")
-    assert (code, json.loads(out)["cancelled"]) == (0, 1)
+    assert (code, json.loads(out)["cancelled_sessions"]) == (0, 1)
 
 
 def test_a_session_for_a_harness_that_is_run_by_hand(polar: Polar, plane: Plane) -> None:

@@ -23,7 +23,7 @@ from polar.types import Usage, Used
 
 def plan(name: str, samples: int = 3, source: str = "set.jsonl", **fields: Any) -> Plan:
     task = TaskRequest(task_id=name, instruction=f"Do {name}.", num_samples=samples, **fields)
-    return Plan(keyed(task, source), *cast("list[Any]", [None] * 7))
+    return Plan(keyed(task, source), *[None] * 7)
 
 
 class Data:
@@ -95,7 +95,7 @@ def test_a_task_gets_another_try_until_one_is_accepted() -> None:
 
 def test_what_has_an_outcome_is_not_run_again() -> None:
     data = Data()
-    plans = [plan("a", 7)]
+    plans = [plan("a", 8)]
     verdicts = [
         Verdict(1.0),
         Verdict(reason="node_lost"),
@@ -103,13 +103,14 @@ def test_what_has_an_outcome_is_not_run_again() -> None:
         Verdict(reason="timeout"),  # its task says so
         Verdict(reason="cancelled"),
         Verdict(reason="engine_failed"),
+        Verdict(reason="suspicious"),  # likewise
     ]
     for sample, verdict in enumerate(verdicts):
         data.end(data.begin((plans[0], sample)), verdict)
-    data.begin((plans[0], 6))  # its process died
+    data.begin((plans[0], 7))  # its process died
     collection = data.resumed(plans)
-    assert (collection.found, collection.left) == (3, 4)
-    assert run(collection, data, {}) == [("a", 1), ("a", 4), ("a", 5), ("a", 6)]
+    assert (collection.found, collection.left) == (4, 4)
+    assert run(collection, data, {}) == [("a", 1), ("a", 4), ("a", 5), ("a", 7)]
 
 
 def test_another_task_of_the_same_name_is_not_taken_for_it() -> None:
@@ -118,6 +119,7 @@ def test_another_task_of_the_same_name_is_not_taken_for_it() -> None:
     assert data.resumed([plan("a", 1)]).left == 0
     assert data.resumed([plan("a", 1, metadata={"note": "new"}, dispatch_priority=2)]).left == 0
     assert data.resumed([plan("a", 1, timeout_seconds=5)]).left == 1
+    assert data.resumed([plan("a", 1, suspicious="keep")]).left == 1
     assert data.resumed([plan("a", 1, agent={"harness": "pi"})]).left == 1
 
 

@@ -934,7 +934,7 @@ def decodes_or_is_refused(data: bytes) -> None:
             assert decode(DIALECT.encode_request(request)) == request
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(st.dictionaries(st.sampled_from(FIELDS), JSON, max_size=6))
 def test_any_object_decodes_or_is_refused(value: dict[str, Any]) -> None:
     decodes_or_is_refused(json.dumps({**body(), **value}).encode())
@@ -946,7 +946,7 @@ def test_any_body_decodes_or_is_refused(data: bytes) -> None:
     decodes_or_is_refused(data)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_mutated_captures_decode_or_are_refused(data: st.DataObject) -> None:
     value = json.loads(json.dumps(captures.load("pi_anthropic")[-1]["body"]))

@@ -1021,7 +1021,7 @@ def only_the_two(body: Any) -> None:
     assert again(request).messages == request.messages
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(st.dictionaries(NAMES, VALUES, max_size=5), st.lists(VALUES, max_size=3))
 def test_any_object(body: dict[str, Any], contents: list[Any]) -> None:
     only_the_two(body)
@@ -1052,7 +1052,7 @@ PARTS = st.lists(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(st.lists(st.fixed_dictionaries({"role": st.sampled_from(["user", "model"]), "parts": PARTS}), max_size=5))
 def test_any_conversation(contents: list[Any]) -> None:
     only_the_two({"contents": contents})
@@ -1076,7 +1076,7 @@ def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
 BODIES = [shortened(captures.load(name)[-1]["body"]) for name in CAPTURES]
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.data())
 def test_mutated_captures(data: st.DataObject) -> None:
     body = json.loads(json.dumps(data.draw(st.sampled_from(BODIES))))

@@ -1105,13 +1105,13 @@ def test_any_json_is_a_request_or_an_error(body: Any) -> None:
     accepted(body)
 
 
-@settings(max_examples=300)
+@settings(max_examples=60)
 @given(st.lists(LIKELY, max_size=4), st.dictionaries(st.sampled_from([*ECHO, "input", "include"]), LIKELY, max_size=3))
 def test_any_items_are_a_request_or_an_error(items: list[Any], fields: dict[str, Any]) -> None:
     accepted({"model": "m", "input": items, **fields})
 
 
-@settings(max_examples=200, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow])
 @given(st.data())
 def test_a_capture_with_anything_in_it_is_a_request_or_an_error(data: st.DataObject) -> None:
     """What is accepted can be sent on, and means the same then."""

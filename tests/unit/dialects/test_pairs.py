@@ -51,7 +51,7 @@ DIALECTS: tuple[Dialect, ...] = (CHAT, RESPONSES, ANTHROPIC, GOOGLE)
 PAIRS = list(itertools.product(DIALECTS, repeat=2))
 
 every_pair = pytest.mark.parametrize(("one", "other"), PAIRS, ids=[f"{a.name}-{b.name}" for a, b in PAIRS])
-quick = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+quick = settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
 def through(dialect: Dialect, request: Request) -> Request:

@@ -42,7 +42,7 @@ def quiet(step: str) -> None: ...
 
 
 async def until(holds: Callable[[], bool]) -> None:
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(120):
         while not holds():  # noqa: ASYNC110
             await asyncio.sleep(0.02)
 

@@ -22,7 +22,7 @@ def tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Tools:
 
 
 def polar(*arguments: str, folder: Path) -> "subprocess.CompletedProcess[str]":
-    return subprocess.run([*POLAR, *arguments], capture_output=True, text=True, cwd=folder, timeout=120, check=False)
+    return subprocess.run([*POLAR, *arguments], capture_output=True, text=True, cwd=folder, timeout=300, check=False)
 
 
 def listed(folder: Path) -> dict[str, Any]:

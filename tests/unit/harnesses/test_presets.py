@@ -43,7 +43,7 @@ def parsed(setup: Setup) -> dict[str, Any]:
         if path.endswith(".py"):
             compile(content, path, "exec")
         else:
-            found[path] = readers[PurePosixPath(path).suffix](content)
+            found[path] = readers[PurePosixPath(path).suffix](content)  # type: ignore[operator]
     return found
 
 

@@ -1,5 +1,6 @@
 """Where a store may be: a file of SQLite's, or a database of a PostgreSQL server."""
 
+import re
 import sqlite3
 from contextlib import closing
 from typing import Any
@@ -36,10 +37,15 @@ class Place:
     def schema(self) -> list[str]:
         """Every table with its columns, and every index, in words."""
         if self._file is not None:
-            return sorted(self.execute("SELECT sql FROM sqlite_master WHERE sql IS NOT NULL"))
+            return sorted(map(_normalised, self.execute("SELECT sql FROM sqlite_master WHERE sql IS NOT NULL")))
         columns = self.execute(
             "SELECT table_name || '.' || column_name || ' ' || data_type || ' ' || is_nullable "
             "FROM information_schema.columns WHERE table_schema = current_schema()"
         )
         indexes = self.execute("SELECT indexdef FROM pg_indexes WHERE schemaname = current_schema()")
         return sorted([*columns, *indexes])
+
+
+def _normalised(sql: str) -> str:
+    """A column that was added later is written on the last line."""
+    return re.sub(r"\s*([(),])\s*", r"\1", " ".join(sql.split()))

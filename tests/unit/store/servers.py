@@ -54,7 +54,7 @@ class Server:
         self._control("-w", "-o", '-h ""', "-o", f"-k {folder}", "-l", str(self._running.log), "start")
 
     def _control(self, *arguments: str) -> None:
-        from pgserver._commands import pg_ctl
+        from pgserver._commands import pg_ctl  # type: ignore[attr-defined]
 
         pg_ctl(list(arguments), pgdata=self._running.pgdata, user=self._running.system_user, timeout=60)
 

@@ -1,6 +1,6 @@
 """Polar's gateway as `polar up` runs it, with a watch on its event loop when one is asked for.
 
-    python -m polar.bench.peers.gateway ENGINE_URL DATA_DIR
+    python -m polar.bench.peers.gateway ENGINE_URL DATA_DIR [TOKENIZER_DIR]
 
 Prints its addresses. A line on its standard input begins a watch, the next one ends it and has its report printed,
 and so on until the input ends.
@@ -25,9 +25,9 @@ class Addresses(Struct):
     control: str
 
 
-async def serve(engine_url: str, data: Path) -> None:
+async def serve(engine_url: str, data: Path, tokenizer: str | None = None) -> None:
     settings = Settings(
-        engine=EngineSettings(kind="vllm", urls=[engine_url]),
+        engine=EngineSettings(kind="vllm", urls=[engine_url], tokenizer=tokenizer),
         gateway=GatewaySettings(port=0),
         server=ServerSettings(port=0),
     )
@@ -51,4 +51,4 @@ def _say(value: Struct) -> None:
 
 
 if __name__ == "__main__":
-    run(serve(sys.argv[1], Path(sys.argv[2])))
+    run(serve(sys.argv[1], Path(sys.argv[2]), *sys.argv[3:]))

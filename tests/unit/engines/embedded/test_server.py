@@ -14,6 +14,7 @@ from polar.engines.embedded.engine import EmbeddedEngine
 from polar.engines.embedded.server import EmbeddedServer
 from polar.engines.probe import probe
 from polar.errors import ConfigError
+from tests.conditions import wait_until
 from tests.unit.engines.embedded import tiny
 
 GENERATE = "/inference/v1/generate"
@@ -58,8 +59,7 @@ async def test_a_stream_says_the_same_as_a_whole_reply(http: Http) -> None:
     events = await http.events(GENERATE, body | {"stream_options": {"include_usage": True}})
     *steps, usage = events
     assert usage["usage"] == whole["usage"]
-    assert len(steps) > 1
-    choices = [step["choices"][0] for step in steps]
+    choices = [step["choices"][0] for step in steps]  # a step has all tokens that came since the last one was written
     assert [id for it in choices for id in it["token_ids"]] == choice["token_ids"]
     streamed = [entry for it in choices for entry in it["logprobs"]["content"]]
     assert [entry["logprob"] for entry in streamed] == pytest.approx(
@@ -79,7 +79,7 @@ async def test_every_chunk_says_which_weights_sampled_what_came_so_far(http: Htt
     for path, body in bodies.items():
         choices = [event["choices"][0] for event in await http.events(path, body)]
         steps = [choice for choice in choices if choice.get("token_ids")]
-        assert len(steps) > 1, path
+        assert steps, path
         came = 0
         for step in steps:
             came += len(step["token_ids"])
@@ -139,14 +139,12 @@ async def test_what_changes_nothing_is_taken(http: Http) -> None:
 
 
 async def test_a_client_that_goes_away_frees_its_place(http: Http) -> None:
+    await http.post("/pause?mode=keep")  # so that it can't end by itself
     body = {"token_ids": [5], "stream": True, "sampling_params": {"max_tokens": 400}}
-    async with http.session.post(http.server.url + GENERATE, json=body) as answer:
-        await answer.content.readany()
-        assert http.server.core.running == 1
-        answer.close()
-    async with asyncio.timeout(10):
-        while http.server.core.running:  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
+    call = asyncio.create_task(http.session.post(http.server.url + GENERATE, json=body))
+    await wait_until(lambda: http.server.core.running == 1)
+    call.cancel()
+    await wait_until(lambda: http.server.core.running == 0)
 
 
 async def test_new_weights_over_http(http: Http, folder: Path, tmp_path: Path) -> None:
@@ -169,7 +167,7 @@ async def test_pausing_over_http(http: Http) -> None:
     await http.post("/pause?mode=keep")
     assert await http.get("/is_paused") == {"is_paused": True}
     call = asyncio.create_task(http.post(GENERATE, {"token_ids": [5], "sampling_params": {"max_tokens": 2}}))
-    await asyncio.sleep(0.1)
+    await wait_until(lambda: http.server.core.running == 1)
     assert not call.done()
     await http.post("/resume")
     assert (await call)[0] == 200
