@@ -44,5 +44,8 @@ async def running(
         ScriptedServer(plays, **(engine or {})) as server,
         Service(settings([server.url], **changes), data) as service,
     ):
+        # The service puts engines into the state that it wants before it lets calls through: who pauses the engine itself
+        # must come after that.
+        await service.pool.gate.passed()
         session, key = await service.sessions.create({"test": True})
         yield Stack(service, server, session.session_id, key)
