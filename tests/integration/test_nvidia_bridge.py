@@ -17,6 +17,7 @@ from polar.gateway.meter import Limit, Meter
 from polar.rollout import models as our_models
 from polar.service import Service
 from tests import nvidia as their_models
+from tests.conditions import wait_until
 from tests.integration.agents import ASK
 from tests.integration.stack import settings
 from tests.nvidia_bridge import Bridge, Killed, Sample, Status, endless
@@ -47,18 +48,18 @@ if kind == "exits":
     sys.exit(3)
 if kind == "hangs":
     ask("third")
+    (places / "hangs.now").touch()
     time.sleep(600)
 """
 )
 
 
 @pytest.fixture
-def only_hanging_sessions_time_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By what a session did, and not by how long it took here."""
+def only_hanging_sessions_time_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By what a session did, and not by how long it took here: its agent has read its last reply."""
 
     async def used_up(self: Meter, _: float) -> Limit:
-        while self.turns < HANGS_AFTER:  # noqa: ASYNC110
-            await asyncio.sleep(0.02)
+        await wait_until(lambda: self.turns >= HANGS_AFTER and (tmp_path / "hangs.now").exists())
         return "timeout"
 
     monkeypatch.setattr(Meter, "used_up", used_up)
