@@ -59,7 +59,7 @@ def only_hanging_sessions_time_out(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     """By what a session did, and not by how long it took here: its agent has read its last reply."""
 
     async def used_up(self: Meter, _: float) -> Limit:
-        await wait_until(lambda: self.turns >= HANGS_AFTER and (tmp_path / "hangs.now").exists())
+        await wait_until(lambda: self.turns >= HANGS_AFTER and (tmp_path / "hangs.now").exists(), seconds=3600)
         return "timeout"
 
     monkeypatch.setattr(Meter, "used_up", used_up)
