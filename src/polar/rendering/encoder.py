@@ -12,15 +12,16 @@ remembered, so a conversation costs only what is new in it. `new_text_limit` bou
 may guard and encode, for callers that must not be kept busy.
 """
 
-import json
 import re
 import secrets
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import lru_cache
 from hashlib import blake2b
-from typing import Any
+from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 import tokenizers
 
@@ -34,6 +35,9 @@ _REMEMBERED = 64 * 1024 * 1024
 
 _SCANNED_CHARACTERS = 32 * 1024
 """Characters of a piece that is encoded by itself, only to see how many tokens it has."""
+
+_TOKEN_FIELDS = ("content", "single_word", "lstrip", "rstrip", "normalized", "special")
+"""Of an added token in tokenizer.json, besides its id."""
 
 _IDS_COMPARED = 1024
 """Ids up to which a Python set is the quickest way to find one among them."""
@@ -84,10 +88,10 @@ def utf8_size(text: str) -> int:
 
 class PromptEncoder:
     def __init__(self, tokenizer: Tokenizer) -> None:
-        definition = tokenizer.backend.to_str()
-        data = json.loads(definition)
-        self.text_bound = TextBound(data)
-        self.fingerprint = blake2b(definition.encode(), digest_size=16).digest()
+        plain = _plain_text_encoder(tokenizer)
+        self._plain, self._anchor = plain.backend, plain.anchor
+        self.text_bound = plain.text_bound
+        self.fingerprint = plain.fingerprint
         """Of the tokenizer: ids mean something only with the one that they are from."""
         self.control = _control_tokens(tokenizer)
         """Ids of the control tokens by their text."""
@@ -105,7 +109,6 @@ class PromptEncoder:
             if token.content in self.control and (token.lstrip or token.rstrip)
         }
         self._control_ids = np.array(list(self.control.values()), np.int32)
-        self._plain, self._anchor = _plain(tokenizer, data, set(self.control))
         self._guarded: Memo[str] = Memo(self._broken, _REMEMBERED, _charge)
         self._first_span: Memo[Ids] = Memo(self._encode_first, _REMEMBERED // 8, _charge)
         self._span: Memo[Ids] = Memo(self._encode_span, _REMEMBERED, _charge)
@@ -234,18 +237,43 @@ def _encodable(text: str) -> str:
     return text
 
 
-def _plain(tokenizer: Tokenizer, data: dict[str, Any], control: set[str]) -> tuple[tokenizers.Tokenizer, str | None]:
-    """The tokenizer (`data` is its definition) without its control tokens, and an anchor where one is needed: some
-    tokenizers treat the beginning of a text apart, which a span in the middle isn't."""
-    data["added_tokens"] = [token for token in data["added_tokens"] if token["content"] not in control]
-    data["post_processor"] = None
-    plain = tokenizers.Tokenizer.from_str(json.dumps(data))
-    kept = [token["content"] for token in data["added_tokens"]]
-    if any(plain.token_to_id(content) != tokenizer.backend.token_to_id(content) for content in kept):
-        data["added_tokens"] = []  # they would get other ids: better no such tokens than wrong ones
-        plain = tokenizers.Tokenizer.from_str(json.dumps(data))
+class _PlainTextEncoder(NamedTuple):
+    """A tokenizer without its control tokens."""
+
+    backend: tokenizers.Tokenizer
+    anchor: str | None
+    """Goes before a span where one is needed: some tokenizers treat the beginning of a text apart, which a span in the
+    middle isn't."""
+    text_bound: TextBound
+    fingerprint: bytes
+
+
+@lru_cache(8)
+def _plain_text_encoder(tokenizer: Tokenizer) -> _PlainTextEncoder:
+    """Takes up to two seconds, for a large vocabulary."""
+    definition = tokenizer.backend.to_str().encode()
+    data = msgspec.json.decode(definition)
+    control = _control_tokens(tokenizer)
+    kept = [token for token in data["added_tokens"] if token["content"] not in control]
+    plain = tokenizers.Tokenizer.from_buffer(msgspec.json.encode({**data, "added_tokens": [], "post_processor": None}))
+    if _keep_their_ids(plain, kept):  # better no such tokens than ones with other ids
+        plain.add_tokens([tokenizers.AddedToken(**{name: token[name] for name in _TOKEN_FIELDS}) for token in kept])
     anchor = f"\ue002{secrets.token_hex(8)}\ue003"
     plain.add_tokens([tokenizers.AddedToken(anchor, normalized=False)])
     text = "a b"
     same = encode_ids(plain, anchor + text)[1:] == encode_ids(plain, text)
-    return plain, None if same else anchor
+    fingerprint = blake2b(definition, digest_size=16).digest()
+    return _PlainTextEncoder(plain, None if same else anchor, TextBound(data), fingerprint)
+
+
+def _keep_their_ids(plain: tokenizers.Tokenizer, tokens: list[dict[str, Any]]) -> bool:
+    """Whether these tokens would get the ids that they have: a tokenizer numbers new ones from the end of its
+    vocabulary."""
+    following = plain.get_vocab_size()
+    for token in tokens:
+        given = plain.token_to_id(token["content"])
+        if given is None:
+            given, following = following, following + 1
+        if given != token["id"]:
+            return False
+    return True
