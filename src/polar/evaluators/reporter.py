@@ -179,8 +179,6 @@ def _pytest_run(
     if worker is not None:
         framework.hookimpl(tryfirst=True)(_Imports.pytest_load_initial_conftests)
         plugins.append(_Imports(worker.finder))
-        if importlib.util.find_spec("xdist") is not None and "no:xdist" not in args:
-            args = [*args, "-n0"]  # processes of its own would import the code under test
     start = framework.main
     return lambda: int(start(args, plugins=plugins))
 
@@ -190,13 +188,17 @@ def _record_canary(write: "Callable[[dict[str, Any]], None]") -> "Callable[[str,
 
 
 class _Imports:
-    """A plug-in of pytest's that keeps our finder in front of pytest's own, which reads whatever it takes for tests."""
+    """A plug-in of pytest's that keeps our finder in front of pytest's own, which reads whatever it takes for tests,
+    and all tests in this process: workers of pytest-xdist would import the code under test."""
 
     def __init__(self, finder: Any) -> None:
         self._finder = finder
 
-    def pytest_load_initial_conftests(self) -> None:
+    def pytest_load_initial_conftests(self, early_config: Any, args: "list[str]") -> None:
         self._finder.install()
+        loaded = early_config.pluginmanager.get_plugins()
+        if any(getattr(plugin, "__name__", "") == "xdist.plugin" for plugin in loaded):
+            args.append("-n0")
 
 
 class _Reporter:

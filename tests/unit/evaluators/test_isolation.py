@@ -16,7 +16,7 @@ from polar.evaluators.runs import Isolation, SignedRun
 from polar.plugins import load
 from polar.store.base import Evidence
 from tests.contract.image import OTHER, PLAIN, ensure_image
-from tests.unit.evaluators.work import Place
+from tests.unit.evaluators.work import WITH_PLUGINS, WITHOUT_PLUGINS, Place
 
 needs_landlock = pytest.mark.skipif(landlock_version() < MIN_LANDLOCK, reason="the kernel has no Landlock")
 
@@ -78,7 +78,9 @@ async def grade(
     named, default = (UNITTEST_NAMES, UNITTEST_COMMAND) if files is UNITTEST else (NAMES, COMMAND)
     plan = runs.named_plan(f"{python} {command or default}", "command")
     isolation = Isolation() if isolate else None
-    run = SignedRun(work.agent, plan, {"PYTHONPATH": "."}, work.scratch, named=named, isolation=isolation)
+    run = SignedRun(
+        work.agent, plan, WITHOUT_PLUGINS | {"PYTHONPATH": "."}, work.scratch, named=named, isolation=isolation
+    )
     try:
         ran = await run.run(work.logs / "tests.log", 60, stop=False)
     except BrokenResults as broken:
@@ -260,13 +262,19 @@ async def test_no_file_of_the_workspace_takes_the_place_of_an_installed_module(p
 
 @needs_landlock
 async def test_isolate_is_a_setting_of_tests(place: Place) -> None:
-    config = {
-        "command": f"{sys.executable} -m pytest tests",
-        "must_pass": NAMES[:1],
-        "env": {"PYTHONPATH": "."},
-        "isolate": True,
-    }
-    for code, reward in ((RIGHT, 1), (EQUAL, 0)):
+    runs_of_pytest = [  # pytest-xdist loaded, with and without workers, or not loaded
+        (RIGHT, 1, WITH_PLUGINS, ""),
+        (RIGHT, 1, WITH_PLUGINS, "-n 2"),
+        (RIGHT, 1, WITHOUT_PLUGINS, ""),
+        (EQUAL, 0, WITHOUT_PLUGINS, ""),
+    ]
+    for code, reward, plugins, option in runs_of_pytest:
+        config = {
+            "command": f"{sys.executable} -m pytest {option} tests",
+            "must_pass": NAMES[:1],
+            "env": {"PYTHONPATH": ".", **plugins},
+            "isolate": True,
+        }
         work = await place.work(f"cat > calc.py <<'END'\n{code}\nEND", files=FILES)
         verdict = await evaluator.Tests(config).evaluate(work)
         assert verdict.reward == reward, verdict
