@@ -64,7 +64,6 @@ ROW: dict[str, Any] = {
     "problem_statement": "It subtracts.",
     "created_at": "2024-01-01T00:00:00Z",
     "test_command": f"{sys.executable} -m pytest {{files}}",
-    "env": {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
 }
 
 

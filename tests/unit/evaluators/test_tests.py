@@ -15,7 +15,7 @@ from polar.evaluators.base import GraderError
 from polar.evaluators.protecting import Protected, Protecting
 from polar.evaluators.results import BrokenResults, Result
 from polar.store.base import Verdict
-from tests.unit.evaluators.work import Place
+from tests.unit.evaluators.work import WITH_PLUGINS, WITHOUT_PLUGINS, Place
 
 PYTEST = f"{sys.executable} -m pytest"
 FILES = {
@@ -29,12 +29,11 @@ FILES = {
 ADD, SAME = "tests/test_calc.py::test_add", "tests/test_calc.py::test_same"
 NAMED = {"must_pass": [ADD], "must_keep": [SAME]}
 FIX = "sed -i 's/a - b/a + b/' calc.py"
-QUICK = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}  # those of this project take half of the time
 
 
 async def judged(place: Place, agent: str, files: dict[str, str] | None = None, **config: Any) -> Verdict:
     work = await place.work(agent, files={**FILES, **(files or {})})
-    return await evaluator.Tests({"command": PYTEST, "env": QUICK, **NAMED, **config}).evaluate(work)
+    return await evaluator.Tests({"command": PYTEST, **NAMED, **config}).evaluate(work)
 
 
 async def test_honest_success(place: Place) -> None:
@@ -227,7 +226,7 @@ CHEATS = {
 
 @pytest.mark.parametrize("name", CHEATS)
 async def test_cheats_earn_nothing(place: Place, name: str) -> None:
-    verdict = await judged(place, CHEATS[name], env={} if name == "plugin_by_entry_point" else QUICK)
+    verdict = await judged(place, CHEATS[name], env=WITH_PLUGINS if name == "plugin_by_entry_point" else {})
     assert verdict.reward == 0.0, verdict
 
 
@@ -288,7 +287,7 @@ async def test_a_command_that_writes_no_results_for_unfinished_work(place: Place
 async def test_a_workspace_that_is_gone_after_the_command(place: Place, left: str) -> None:
     work = await place.work("touch gone", files=FILES, runtime={"workdir": "/a/b"})
     command = f"if [ -e gone ]; then cd ../..; rm -r a; {left}; exit; fi; {JUNIT['command']}"
-    verdict = await evaluator.Tests({**JUNIT, **NAMED, "env": QUICK, "command": command}).evaluate(work)
+    verdict = await evaluator.Tests({**JUNIT, **NAMED, "command": command}).evaluate(work)
     assert verdict.reward == 0.0
     assert verdict.detail["why"].startswith(("The workspace can't be read", "The tests wrote no results"))
 
@@ -316,14 +315,14 @@ async def test_an_interpreter_of_the_workspace_is_not_told_the_secret(place: Pla
     fresh = await work.fresh()
     plan = runs.Plan("pytest", fresh.path(python) if python.startswith("/") else python, [])
     with pytest.raises(GraderError, match="outside of /workspace"):
-        await runs.SignedRun(fresh, plan, QUICK, work.scratch).check(work.logs / "log")
+        await runs.SignedRun(fresh, plan, WITHOUT_PLUGINS, work.scratch).check(work.logs / "log")
 
 
 async def test_an_interpreter_that_the_agent_puts_before_another(place: Place) -> None:
     path = {"PATH": f"bin:{Path(sys.executable).parent}:/usr/bin:/bin"}
     shim = "mkdir bin; printf '#!/bin/sh\\ntouch ../called\\n' > bin/python3; chmod +x bin/python3"
     work = await place.work(f"{FIX}; {shim}", files=FILES, runtime={"env": path})
-    verdict = await evaluator.Tests({"env": QUICK, **NAMED}).evaluate(work)
+    verdict = await evaluator.Tests(NAMED).evaluate(work)
     assert verdict.reward == 1.0, verdict
 
 
@@ -341,7 +340,7 @@ async def test_deletions_need_no_more_than_rm(place: Place, tmp_path: Path) -> N
         "import pathlib\ndef test_add(): assert not [*pathlib.Path().glob('o*/*.py'), *pathlib.Path().glob('odd*')]\n"
     )
     file = {"type": "upload_file", "target": "tests/test_calc.py", "content": keeps}
-    config = {"command": PYTEST, "env": QUICK, "must_pass": [ADD], "files": [file]}
+    config = {"command": PYTEST, "must_pass": [ADD], "files": [file]}
     verdict = await evaluator.Tests(config).evaluate(work)
     assert verdict.reward == 1.0, verdict
 

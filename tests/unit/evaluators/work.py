@@ -13,6 +13,11 @@ from polar.store.base import Evidence, Exchange
 
 FINISHED = Outcome("finished", 0, 1.0)
 
+WITHOUT_PLUGINS = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+"""For graders that run pytest: this project's plug-ins take three quarters of the time, and no task has them."""
+
+WITH_PLUGINS = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": ""}
+
 
 class AgentWork:
     """A `Work` as the node would hand it over."""
@@ -72,12 +77,16 @@ class Place:
         """The script `agent` has run over `files` (of the prepared workspace), and is dead (unless the evaluator's
         `refresh_runtime` is false). `runtime`, `evaluator` and `task` are fields of the TaskRequest."""
         steps = [{"type": "upload_file", "target": path, "content": text} for path, text in (files or {}).items()]
-        runtime = runtime or {}
+        runtime, evaluator = runtime or {}, evaluator or {}
         request = TaskRequest.model_validate(
             {
                 "task_id": "task",
                 "instruction": "Do it.",
-                "evaluator": {"strategy": "session_completed", **(evaluator or {})},
+                "evaluator": {
+                    "strategy": "session_completed",
+                    **evaluator,
+                    "env": WITHOUT_PLUGINS | evaluator.get("env", {}),
+                },
                 "runtime": {"backend": "local", **runtime, "prepare": [*steps, *runtime.get("prepare", [])]},
                 **task,
             }
