@@ -90,7 +90,7 @@ def ended(lease: Lease, **fields: Any) -> dict[str, Any]:
 
 @asynccontextmanager
 async def leased(data: Path, samples: int = 3) -> AsyncIterator[tuple[Served, list[Lease]]]:
-    async with served(data) as it:
+    async with served(data, lease_seconds=600) as it:
         await it.submit(task(num_samples=samples))
         await it.join()
         yield it, await it.work()
@@ -111,23 +111,26 @@ FORGED: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", FORGED)
-async def test_ends_that_can_not_be(tmp_path: Path, name: str) -> None:
+async def test_ends_that_can_not_be(tmp_path: Path, subtests: pytest.Subtests) -> None:
     async with leased(tmp_path) as (it, (lease, *_)):
         before = it.rollout.status()
-        answer = await it.http.post(f"/nodes/{NODE}/finish", json=[ended(lease, **FORGED[name])])
-        assert answer.status_code == 422, answer.text
-        assert len(answer.text) < 500
-        assert it.rollout.status() == before
-        assert page_of(await it.http.get("/rollout/results"))[0] == []
+        for name, fields in FORGED.items():
+            with subtests.test(name):
+                answer = await it.http.post(f"/nodes/{NODE}/finish", json=[ended(lease, **fields)])
+                assert answer.status_code == 422, answer.text
+                assert len(answer.text) < 500
+                assert it.rollout.status() == before
+                assert page_of(await it.http.get("/rollout/results"))[0] == []
 
 
-@pytest.mark.parametrize("number", [b"NaN", b"Infinity", b"-Infinity", b"1e999", b'"NaN"', b"true"])
-async def test_rewards_that_are_no_numbers(tmp_path: Path, number: bytes) -> None:
+async def test_rewards_that_are_no_numbers(tmp_path: Path, subtests: pytest.Subtests) -> None:
     async with leased(tmp_path) as (it, (lease, *_)):
-        body = b'[{"work_id":%d,"fence":%d,"session_id":null,"reward":%b}]' % (lease.work_id, lease.fence, number)
-        answer = await it.http.post(f"/nodes/{NODE}/finish", content=body, headers=JSON)
-        assert answer.status_code in (400, 422)
+        for number in (b"NaN", b"Infinity", b"-Infinity", b"1e999", b'"NaN"', b"true"):
+            with subtests.test(number.decode()):
+                body = b'[{"work_id":%d,"fence":%d,"session_id":null,"reward":%b}]'
+                told = body % (lease.work_id, lease.fence, number)
+                answer = await it.http.post(f"/nodes/{NODE}/finish", content=told, headers=JSON)
+                assert answer.status_code in (400, 422)
 
 
 async def test_fences_that_were_never_given(tmp_path: Path) -> None:
@@ -201,14 +204,16 @@ async def test_no_node_gets_another_tasks_session_told(tmp_path: Path) -> None:
         assert own["trajectory"]["traces"]
 
 
-@pytest.mark.parametrize("load", [{"held": "x"}, {"calls": [1]}, {"run": {"a": 1}}, {"held": None}, {"a\nb": 1}])
-async def test_loads_that_are_no_numbers(tmp_path: Path, load: dict[str, Any]) -> None:
+async def test_loads_that_are_no_numbers(tmp_path: Path, subtests: pytest.Subtests) -> None:
     async with served(tmp_path) as it:
         await it.join()
-        answer = await it.http.post(f"/nodes/{NODE}/beat", json={"holding": [], "load": load})
-        assert answer.status_code == 422, answer.text
-        for path in ("/policy", "/engines", "/rollout/status", "/nodes", "/metrics"):
-            assert (await it.http.get(path)).status_code == 200, path
+        loads: list[dict[str, Any]] = [{"held": "x"}, {"calls": [1]}, {"run": {"a": 1}}, {"held": None}, {"a\nb": 1}]
+        for load in loads:
+            with subtests.test(str(load)):
+                answer = await it.http.post(f"/nodes/{NODE}/beat", json={"holding": [], "load": load})
+                assert answer.status_code == 422, answer.text
+                for path in ("/policy", "/engines", "/rollout/status", "/nodes", "/metrics"):
+                    assert (await it.http.get(path)).status_code == 200, path
 
 
 async def test_a_node_that_is_not_there_gets_and_ends_nothing(tmp_path: Path) -> None:
@@ -310,16 +315,18 @@ FORGERIES: dict[str, Callable[[Copy], None]] = {
 }
 
 
-@pytest.mark.parametrize("name", FORGERIES)
-async def test_forged_sessions_are_refused(tmp_path: Path, name: str) -> None:
+async def test_forged_sessions_are_refused(tmp_path: Path, subtests: pytest.Subtests) -> None:
     """With checksums that are right: whoever sends it made it so. Not 503: it would be sent again for ever."""
     async with served(tmp_path) as it:
         await it.join()
-        copy = await copied(tmp_path, "s", "t")
-        FORGERIES[name](copy)
-        answer = await it.http.put(f"/nodes/{NODE}/sessions", content=copying.pack(copy))
-        assert answer.status_code == 422, answer.text
-        assert (await it.http.get("/sessions")).json() == []
+        original = copying.pack(await copied(tmp_path, "s", "t"))
+        for name, forge in FORGERIES.items():
+            with subtests.test(name):
+                copy = copying.unpack(original)
+                forge(copy)
+                answer = await it.http.put(f"/nodes/{NODE}/sessions", content=copying.pack(copy))
+                assert answer.status_code == 422, answer.text
+                assert (await it.http.get("/sessions")).json() == []
 
 
 async def test_a_session_takes_nothing_from_another_one(tmp_path: Path) -> None:
@@ -549,15 +556,16 @@ BAD_ENGINES = [
 ]
 
 
-@pytest.mark.parametrize("url", BAD_ENGINES)
-async def test_engines_addresses_are_plain(tmp_path: Path, url: str) -> None:
+async def test_engines_addresses_are_plain(tmp_path: Path, subtests: pytest.Subtests) -> None:
     """They are shown, logged and sent to every node."""
     async with served(tmp_path) as it:
-        answer = await it.http.post("/engines", json={"url": url, "run": "r"})
-        assert answer.status_code == 422, answer.text
-        assert "password" not in answer.text.replace("a name or a password", "")
-        assert "secret" not in answer.text
-        assert (await it.http.get("/engines?run=r")).json()["replicas"][0]["url"] == "http://127.0.0.1:1"
+        for url in BAD_ENGINES:
+            with subtests.test(url):
+                answer = await it.http.post("/engines", json={"url": url, "run": "r"})
+                assert answer.status_code == 422, answer.text
+                assert "password" not in answer.text.replace("a name or a password", "")
+                assert "secret" not in answer.text
+                assert (await it.http.get("/engines?run=r")).json()["replicas"][0]["url"] == "http://127.0.0.1:1"
 
 
 # Names
@@ -594,26 +602,32 @@ ODD_NAMES = [
 ]
 
 
-@pytest.mark.parametrize("name", NAMES)
-async def test_names_that_are_none(tmp_path: Path, name: str) -> None:
+async def test_names_that_are_none(tmp_path: Path, subtests: pytest.Subtests) -> None:
     async with served(tmp_path) as it:
-        assert (await it.http.post("/rollout/task/submit", json=task(name))).status_code == 422
-        assert (await it.http.post("/rollout/task/submit", json=task(run=name))).status_code == 422
-        assert (await it.http.post("/sessions", json={"run": name})).status_code == 422
-        assert (await it.http.post("/engines", json={"url": "http://127.0.0.1:1", "run": name})).status_code == 422
-        assert (await it.http.get("/rollout/results", params={"consumer": name})).status_code == 422
-        if name and len(name) < 200:
-            joining = {"node_id": name, "name": name, "backends": [name], "slots": 1, "store": "s"}
-            assert (await it.http.post("/nodes/join", json=joining)).status_code == 422
+        for name in NAMES:
+            calls: list[tuple[str, dict[str, Any]]] = [
+                ("/rollout/task/submit", task(name)),
+                ("/rollout/task/submit", task(run=name)),
+                ("/sessions", {"run": name}),
+                ("/engines", {"url": "http://127.0.0.1:1", "run": name}),
+            ]
+            if name and len(name) < 200:
+                joining = {"node_id": name, "name": name, "backends": [name], "slots": 1, "store": "s"}
+                calls.append(("/nodes/join", joining))
+            with subtests.test(repr(name)):
+                for path, body in calls:
+                    assert (await it.http.post(path, json=body)).status_code == 422, path
+                assert (await it.http.get("/rollout/results", params={"consumer": name})).status_code == 422
 
 
-@pytest.mark.parametrize("name", ["..", ".", "../../etc/passwd", "a/../b", "a/.", "./a"])
-async def test_tasks_that_could_not_be_asked_for(tmp_path: Path, name: str) -> None:
+async def test_tasks_that_could_not_be_asked_for(tmp_path: Path, subtests: pytest.Subtests) -> None:
     """Clients make another path of such a one: it could be another task's."""
     async with served(tmp_path) as it:
-        answer = await it.http.post("/rollout/task/submit", json=task(name))
-        assert answer.status_code == 422
-        assert "clients shorten" in answer.json()["detail"]
+        for name in ("..", ".", "../../etc/passwd", "a/../b", "a/.", "./a"):
+            with subtests.test(name):
+                answer = await it.http.post("/rollout/task/submit", json=task(name))
+                assert answer.status_code == 422
+                assert "clients shorten" in answer.json()["detail"]
 
 
 async def test_odd_names_stay_what_they_are(tmp_path: Path) -> None:
