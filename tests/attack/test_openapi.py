@@ -266,7 +266,7 @@ def attack_all(attack: Attack, examples: int, *, boundaries: bool = False) -> No
         assert found >= {operation.label for operation in reading}
 
 
-@pytest.mark.parametrize("lived_in", [False, True])
+@pytest.mark.parametrize("lived_in", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_calls_are_answered_as_the_document_says(tmp_path: Path, lived_in: bool) -> None:
     with attacked(tmp_path, lived_in=lived_in) as attack:
         attack_all(attack, 4)

@@ -48,6 +48,7 @@ async def test_from_settings_to_a_model(tmp_path: Path) -> None:
     assert (tmp_path / "out" / "model" / "model.safetensors").exists()
 
 
+@pytest.mark.slow
 async def test_an_interrupted_run_keeps_its_weights_in_its_own_folder(tmp_path: Path) -> None:
     tiny.folder(tmp_path / "model")
     write_tasks(tmp_path)

@@ -40,10 +40,10 @@ def peak(make: Callable[[], Exporter], count: int) -> int:
         tracemalloc.stop()
 
 
-OTHERS = [pytest.param(make, marks=pytest.mark.slow) for make in (Slime, SkyRl, Sft, Atif, Tree)]
+OTHERS = [pytest.param(make, marks=pytest.mark.slow) for make in (Polar, Slime, SkyRl, Sft, Atif, Tree)]
 
 
-@pytest.mark.parametrize("make", [Polar, Parquet, *OTHERS], ids=lambda make: make.name)
+@pytest.mark.parametrize("make", [Parquet, *OTHERS], ids=lambda make: make.name)
 def test_memory_is_that_of_one_session(make: Callable[[], Exporter], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("polar.export.parquet._ROW_GROUP", MEGABYTE // 4)
     peak(make, 20)  # what is loaded once
