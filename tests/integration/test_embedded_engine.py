@@ -6,7 +6,7 @@ import contextlib
 import os
 import signal
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import aiohttp
 import pytest
@@ -30,16 +30,37 @@ from tests.unit.engines.embedded import tiny
 OPTIONS: dict[str, Any] = {"device": "cpu", "threads": 1, "memory_gib": 0.01, "context_length": 1024}
 
 
+class InThisProcess(EmbeddedServer):
+    """What an engine of this kind launches, but so that a test has a hold on its passes."""
+
+    launched: ClassVar["list[InThisProcess]"] = []
+
+    @classmethod
+    async def launch(cls, settings: EngineSettings) -> "InThisProcess":
+        server = cls(Path(str(settings.model)), settings.options_as(Options))
+        await server.start()
+        cls.launched.append(server)
+        return server
+
+    @property
+    def version(self) -> int:
+        return self.core.version
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny.make(tmp_path_factory.mktemp("model") / "tiny")
 
 
-async def test_a_session_through_the_gateway_is_what_the_model_says(folder: Path, tmp_path: Path) -> None:
+async def test_a_session_through_the_gateway_is_what_the_model_says(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Of an engine that begins with the weights of an update, and gets others in mid-call."""
     began, update = (tiny.perturbed(folder, tmp_path / f"weights{seed}", seed) for seed in (1, 2))
     state = tmp_path / "state.json"
     remember(state, Update(str(began), 5))
+    monkeypatch.setattr(InThisProcess, "launched", [])
+    monkeypatch.setattr(EmbeddedEngine, "launch", InThisProcess.launch)
     engine = {"kind": "embedded", "urls": [], "model": str(folder), "options": OPTIONS | {"state": str(state)}}
     async with DataPlane(settings([], engine=engine), tmp_path) as plane:
         (url,) = plane.pool.launched
@@ -54,16 +75,19 @@ async def test_a_session_through_the_gateway_is_what_the_model_says(folder: Path
                 )
                 history += [reply.choices[0].message.model_dump(include={"role", "content"})]
                 history += [{"role": "user", "content": "go on"}]
-            stream = await client.chat.completions.create(model="any", messages=history, max_tokens=200, stream=True)
-            told = False
+            with tiny.Passes(InThisProcess.launched[0].core) as passes:
+                passes.allow(20)
+                stream = await client.chat.completions.create(
+                    model="any", messages=history, max_tokens=200, stream=True
+                )
+                await anext(aiter(stream))
+                async with (
+                    aiohttp.ClientSession() as http,
+                    http.post(f"{url}/update_weights", json={"path": str(update), "version": 6}) as answer,
+                ):
+                    assert answer.status == 200
             async for _ in stream:
-                if not told:
-                    told = True
-                    async with (
-                        aiohttp.ClientSession() as http,
-                        http.post(f"{url}/update_weights", json={"path": str(update), "version": 6}) as answer,
-                    ):
-                        assert answer.status == 200
+                pass
         exchanges = [exchange async for exchange in plane.store.exchanges(session.session_id)]
         recorded = await plane.store.session(session.session_id)
     assert recorded is not None
@@ -92,13 +116,17 @@ async def test_a_reply_that_is_given_up_has_the_version_that_sampled_it(folder: 
             session, key = await plane.sessions.create({})
             async with AsyncOpenAI(api_key=key, base_url=f"{plane.gateway_url}/v1") as client:
                 ask = [{"role": "user", "content": "hi"}]
-                stream = await client.chat.completions.create(model="any", messages=ask, max_tokens=900, stream=True)
-                async for _ in stream:
-                    break
-                await stream.close()
-            async with asyncio.timeout(120):
-                while not (exchanges := [it async for it in plane.store.exchanges(session.session_id)]):  # noqa: ASYNC110
-                    await asyncio.sleep(0.01)
+                with tiny.Passes(server.core) as passes:
+                    passes.allow(20)
+                    stream = await client.chat.completions.create(
+                        model="any", messages=ask, max_tokens=900, stream=True
+                    )
+                    async for _ in stream:
+                        break
+                    await stream.close()
+                    async with asyncio.timeout(120):
+                        while not (exchanges := [it async for it in plane.store.exchanges(session.session_id)]):  # noqa: ASYNC110
+                            await asyncio.sleep(0.01)
     (exchange,) = exchanges
     assert (exchange.status, exchange.untrainable) == ("partial", None)
     assert exchange.sampled_ids is not None

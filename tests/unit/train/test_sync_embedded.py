@@ -17,12 +17,14 @@ from polar.train.sync import WeightSync
 from polar.train.syncing.kinds import sync_of
 from polar.train.syncing.probe import Probe, scorer, tolerance_of
 from polar.train.syncing.weights import weights_of
+from tests.conditions import wait_until
 from tests.integration.stack import settings
-from tests.integration.test_engines_by_run import comes_true
 from tests.unit.engines.embedded import tiny
 from tests.unit.train.test_sync import harness
 
 UPDATES = 2
+PASSES = 100
+"""Of the model, for each part of the test: too few for the call to end, and enough for a probe."""
 
 
 def loaded(folder: Path) -> Any:
@@ -41,7 +43,7 @@ async def until_more(service: Service) -> None:
     (call,) = service.pool.replicas[0].running
     assert hasattr(call, "sampled")
     wanted = len(call.sampled) + 3
-    await comes_true(lambda: len(call.sampled) >= wanted)
+    await wait_until(lambda: len(call.sampled) >= wanted)
 
 
 def check(exchange: Exchange, folder: Path) -> None:
@@ -71,13 +73,19 @@ async def test_weights_arrive_and_the_old_ones_would_not_pass(tmp_path: Path) ->
         files = sync_of("embedded", tmp_path / "weights")
         sync = WeightSync(client, files, EngineSettings(kind="embedded"), probe)
         assert (await sync.check(0)).difference.within(probe.tolerance)
-        async with harness(service) as (call, _):
-            for version in range(1, UPDATES + 1):
-                await until_more(service)
-                perturb(model, version)
-                report = await sync.update(weights_of(model), version)
-                assert report.told_apart
-                assert report.before is not None
-                assert report.before.mean > 100 * report.difference.mean
-            check(await call, folder)
+        with tiny.Passes(engine.core) as passes:
+            passes.allow(PASSES)
+            async with harness(service) as (call, _):
+                for version in range(1, UPDATES + 1):
+                    await until_more(service)
+                    perturb(model, version)
+                    updating = asyncio.create_task(sync.update(weights_of(model), version))
+                    await wait_until(lambda version=version: engine.core.version == version)
+                    passes.allow(PASSES)  # for the probe, and for the call to go on
+                    report = await updating
+                    assert report.told_apart
+                    assert report.before is not None
+                    assert report.before.mean > 100 * report.difference.mean
+                passes.allow(1000)
+                check(await call, folder)
         await sync.close()

@@ -159,20 +159,24 @@ async def test_ends_at_a_stop_id_a_stop_string_or_the_limit(folder: Path) -> Non
 
 async def test_what_nobody_waits_for_makes_room(folder: Path) -> None:
     async with tiny.core_of(folder, max_requests=1) as core:
-        endless = core.begin(Asked(PROMPTS[0], 400))
-        await sampled(endless, 2)
-        waiting = asyncio.create_task(tiny.whole(core, PROMPTS[1], 4))
-        core.end(endless)
-        assert endless.finish_reason == "abort"
+        with tiny.Passes(core) as passes:
+            passes.allow(2)
+            endless = core.begin(Asked(PROMPTS[0], 400))
+            await sampled(endless, 2)
+            waiting = asyncio.create_task(tiny.whole(core, PROMPTS[1], 4))
+            core.end(endless)
+            assert endless.finish_reason == "abort"
         assert len((await waiting).tokens) == 4
         assert core.running == 0
 
 
 async def test_nothing_is_sampled_while_it_is_paused(folder: Path) -> None:
     async with tiny.core_of(folder) as core:
-        generation = core.begin(Asked(PROMPTS[0], 400))
-        await sampled(generation, 3)
-        await core.pause()
+        with tiny.Passes(core) as passes:
+            passes.allow(200)
+            generation = core.begin(Asked(PROMPTS[0], 400))
+            await sampled(generation, 3)
+            await core.pause()
         await asyncio.sleep(0)  # what was on its way has come
         had = len(generation.tokens)
         late = core.begin(Asked(PROMPTS[1], 4))
@@ -191,14 +195,16 @@ async def test_new_weights_in_mid_generation(folder: Path, tmp_path: Path, pause
     updates = {version: tiny.perturbed(folder, tmp_path / f"{version}", version) for version in (3, 4)}
     teacher = tiny.Teacher(folder, updates)
     async with tiny.core_of(folder) as core:
-        generations = [core.begin(Asked(prompt, 60)) for prompt in PROMPTS]
-        for version, path in updates.items():
-            await asyncio.gather(*(sampled(generation, len(generation.tokens) + 5) for generation in generations))
-            if paused:
-                await core.pause()
-            await core.update(Update(str(path), version))
-            if paused:
-                await core.resume()
+        with tiny.Passes(core) as passes:
+            generations = [core.begin(Asked(prompt, 60)) for prompt in PROMPTS]
+            for version, path in updates.items():
+                passes.allow(20)
+                await asyncio.gather(*(sampled(generation, len(generation.tokens) + 5) for generation in generations))
+                if paused:
+                    await core.pause()
+                await core.update(Update(str(path), version))
+                if paused:
+                    await core.resume()
         late = await tiny.whole(core, PROMPTS[0], 8)
         await asyncio.gather(*(sampled(generation, 60) for generation in generations))
     assert [span.version for span in late.spans] == [4]

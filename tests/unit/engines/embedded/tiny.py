@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import threading
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -101,6 +102,34 @@ class Teacher:
             for version in {token.version for token in tokens}
         }
         return max(abs(float(said[token.version][at]) - token.logprob) for at, token in enumerate(tokens))
+
+
+class Passes:
+    """Within this context a core makes as many passes of its model as it is allowed to, and no more. Each samples a
+    token of every generation that runs."""
+
+    def __init__(self, core: Core) -> None:
+        self._batching = core._batching
+        self._step = self._batching._step
+        self._allowed = threading.Semaphore(0)
+
+    def __enter__(self) -> "Passes":
+        self._batching._step = self._wait_and_step  # type: ignore[method-assign]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._batching._step = self._step  # type: ignore[method-assign]
+        self.allow(1)  # for the one that waits
+
+    def allow(self, count: int) -> None:
+        self._allowed.release(count)
+
+    def _wait_and_step(self) -> bool:
+        self._allowed.acquire()
+        worked = self._step()
+        if not worked:
+            self._allowed.release()
+        return worked
 
 
 @asynccontextmanager
