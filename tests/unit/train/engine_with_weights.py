@@ -17,14 +17,32 @@ from aiohttp import web
 from safetensors import safe_open
 
 from polar.engines.scripted import Play, ScriptedServer
+from polar.engines.scripted.generation import Generation, Script
 
 Failure = Literal["refuses", "breaks", "lies", "missing"]
 _SPANS = re.compile(rb'"weight_versions":\[[^\]]*\]')
 
 
+class Unhurried(ScriptedServer):
+    """Samples at the pace of its play until it is told to hurry."""
+
+    def __init__(self, play: Play) -> None:
+        super().__init__(play)
+        self._generations: list[Generation] = []
+
+    def hurry(self) -> None:
+        for generation in self._generations:
+            generation.interval = 0.0
+
+    def _generation(self, script: Script) -> Generation:
+        self._generations.append(super()._generation(script))
+        return self._generations[-1]
+
+
 class EngineWithWeights:
-    def __init__(self, upstream: str, http: aiohttp.ClientSession) -> None:
-        self._upstream = upstream
+    def __init__(self, server: Unhurried, http: aiohttp.ClientSession) -> None:
+        self.hurry = server.hurry
+        self._upstream = server.url
         self._http = http
         self.url = ""
         self.label = "default"
@@ -79,10 +97,10 @@ class EngineWithWeights:
 @asynccontextmanager
 async def engine_with_weights(play: Play) -> AsyncIterator[EngineWithWeights]:
     async with (
-        ScriptedServer(play) as upstream,
+        Unhurried(play) as upstream,
         aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), read_bufsize=2**20) as http,
     ):
-        engine = EngineWithWeights(upstream.url, http)
+        engine = EngineWithWeights(upstream, http)
         runner = web.ServerRunner(web.Server(engine.handle, access_log=None), shutdown_timeout=0.1)
         await runner.setup()
         await web.TCPSite(runner, "127.0.0.1", 0).start()

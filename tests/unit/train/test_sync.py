@@ -21,18 +21,12 @@ from polar.store.base import Exchange
 from polar.train.sync import ProbeFailed, SyncError, WeightSync
 from polar.train.syncing.kinds import VllmSync
 from polar.train.syncing.probe import Probe, Tolerance
+from tests.conditions import wait_until
 from tests.integration.stack import settings
-from tests.integration.test_engines_by_run import comes_true
 from tests.unit.train.engine_with_weights import EngineWithWeights, engine_with_weights
 
-
-def said(words: int) -> Play:
-    """So slowly that calls run when updates come."""
-    return Play([Turn(text=" ".join(f"word{number}" for number in range(words)), token_delay=0.01)])
-
-
-SHORT, LONG = said(50), said(150)
-"""For calls that run when an update begins, and for those that still run some time later."""
+WORDS = Play([Turn(text=" ".join(f"word{number}" for number in range(100)), token_delay=0.1)])
+"""Said so slowly that a call runs through all updates, until the engine is told to hurry."""
 WEIGHTS = {"weight": torch.zeros(4)}
 EXACT = Tolerance(1e-6, 1e-6)
 
@@ -40,13 +34,15 @@ EXACT = Tolerance(1e-6, 1e-6)
 class Trainer:
     """One whose model is the scripted engine's: a version."""
 
-    def __init__(self, engine: EngineWithWeights, service: Service, client: AsyncClient, folder: Path) -> None:
+    def __init__(
+        self, engine: EngineWithWeights, service: Service, client: AsyncClient, folder: Path, patience: float
+    ) -> None:
         self.engine, self.service, self.client = engine, service, client
         self.folder = folder
         self.version = 0
         probe = Probe(self._score, 1000, EXACT)
-        kind = EngineSettings(kind="vllm", timeout=20)
-        self.sync = WeightSync(client, VllmSync(folder), kind, probe, patience=2)
+        kind = EngineSettings(kind="vllm", timeout=120)
+        self.sync = WeightSync(client, VllmSync(folder), kind, probe, patience=patience)
 
     def _score(self, prompt: list[int], sampled: list[int]) -> list[float]:
         found: list[float] = expected_logprobs(self.version, _ids(prompt), _ids(sampled)).tolist()
@@ -55,6 +51,11 @@ class Trainer:
     async def step(self, version: int) -> Any:
         self.version = version
         return await self.sync.update(WEIGHTS, version)
+
+    async def end(self, call: "asyncio.Task[Exchange]") -> Exchange:
+        """Lets a call run to its end."""
+        self.engine.hurry()
+        return await call
 
     async def policy(self) -> tuple[bool, int]:
         state = await self.client.policy()
@@ -67,13 +68,15 @@ def _ids(ids: list[int]) -> "np.ndarray[Any, np.dtype[np.int32]]":
 
 
 @asynccontextmanager
-async def trainer(data: Path, client: type[AsyncClient] = AsyncClient, play: Play = SHORT) -> AsyncIterator[Trainer]:
+async def trainer(
+    data: Path, client: type[AsyncClient] = AsyncClient, *, patience: float = 60
+) -> AsyncIterator[Trainer]:
     async with (
-        engine_with_weights(play) as engine,
+        engine_with_weights(WORDS) as engine,
         Service(settings([engine.url]), data / "service") as service,
-        client(service.control_url, patience=1) as control,
+        client(service.control_url, patience=patience) as control,
     ):
-        it = Trainer(engine, service, control, data / "weights")
+        it = Trainer(engine, service, control, data / "weights", patience)
         try:
             yield it
         finally:
@@ -97,7 +100,7 @@ async def harness(service: Service) -> AsyncIterator[tuple["asyncio.Task[Exchang
         return exchange
 
     task = asyncio.create_task(call())
-    await comes_true(lambda: any(getattr(call, "sampled", []) for call in service.pool.replicas[0].running))
+    await wait_until(lambda: any(getattr(call, "sampled", []) for call in service.pool.replicas[0].running))
     try:
         yield task, key
     finally:
@@ -118,7 +121,7 @@ def check_labels(exchange: Exchange) -> list[int]:
 
 
 async def test_a_call_goes_on_under_new_weights_and_its_tokens_are_labelled(tmp_path: Path) -> None:
-    async with trainer(tmp_path, play=LONG) as it, harness(it.service) as (call, _):
+    async with trainer(tmp_path) as it, harness(it.service) as (call, _):
         first = await it.step(1)
         second = await it.step(2)
         assert (first.version, first.replicas, first.told_apart) == (1, 1, False)
@@ -127,7 +130,7 @@ async def test_a_call_goes_on_under_new_weights_and_its_tokens_are_labelled(tmp_
         assert second.told_apart  # the weights of before are known from the first update's probe
         assert list(second.seconds) == ["prepare", "freeze", "load", "policy", "resume", "probe"]
         assert await it.policy() == (False, 2)
-        assert check_labels(await call) == [0, 1, 2]
+        assert check_labels(await it.end(call)) == [0, 1, 2]
         assert it.engine.asked["/reset_prefix_cache"] == 2
         assert [folder.name for folder in it.folder.iterdir()] == ["2"]
 
@@ -150,13 +153,13 @@ LOADING = ["/collective_rpc", "/reset_prefix_cache", "/update_weight_version", "
 
 @pytest.mark.parametrize("path", BEFORE_LOADING)
 async def test_what_fails_before_the_weights_change_lets_generation_go_on(tmp_path: Path, path: str) -> None:
-    async with trainer(tmp_path) as it, harness(it.service) as (call, _):
+    async with trainer(tmp_path, patience=1) as it, harness(it.service) as (call, _):
         it.engine.failing[path] = ("refuses", 1 if path == "/is_paused" else 1000)
         with pytest.raises(SyncError, match="Generation goes on as before") as failed:
             await it.step(1)
         assert not failed.value.paused
         assert await it.policy() == (False, 0)
-        assert check_labels(await call) == [0]
+        assert check_labels(await it.end(call)) == [0]
 
 
 @pytest.mark.parametrize("path", LOADING)
@@ -171,16 +174,16 @@ async def test_what_fails_while_weights_change_stops_generation_until_an_update_
         assert await it.policy() == (True, 0)
         await it.step(1)
         assert await it.policy() == (False, 1)
-        assert check_labels(await call) == [0, 1]
+        assert check_labels(await it.end(call)) == [0, 1]
 
 
 @pytest.mark.parametrize("path", [*LOADING, "/pause", "/inference/v1/generate"])
 async def test_an_engine_that_is_away_for_a_moment_is_waited_for(tmp_path: Path, path: str) -> None:
-    async with trainer(tmp_path, play=LONG if path == "/pause" else SHORT) as it, harness(it.service) as (call, _):
+    async with trainer(tmp_path) as it, harness(it.service) as (call, _):
         it.engine.failing[path] = ("breaks", 2)
         await it.step(1)
         assert await it.policy() == (False, 1)
-        assert check_labels(await call) == [0, 1]
+        assert check_labels(await it.end(call)) == [0, 1]
 
 
 async def test_an_engine_without_the_routes_says_how_it_is_started(tmp_path: Path) -> None:
@@ -272,15 +275,19 @@ async def test_a_service_that_is_away_leaves_generation_standing_still(
             await it.sync.check(1)
         it.client.deaf = ""
         await it.step(1)
-        assert check_labels(await call) == [0, 1]
+        assert check_labels(await it.end(call)) == [0, 1]
 
 
 async def test_an_engine_that_cannot_freeze_is_drained(tmp_path: Path) -> None:
     async with trainer(tmp_path) as it, harness(it.service) as (call, _):
         for path in ("/pause", "/is_paused"):
             it.engine.failing[path] = ("missing", 1000)
-        await it.step(1)
-        assert check_labels(await call) == [0]
+        updating = asyncio.create_task(it.step(1))
+        await wait_until(lambda: it.service.pool.gate.paused)
+        assert not call.done()
+        it.engine.hurry()
+        await updating
+        assert check_labels(await it.end(call)) == [0]
         assert await it.policy() == (False, 1)
 
 
