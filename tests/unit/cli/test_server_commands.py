@@ -90,13 +90,15 @@ def test_it_is_said_once_that_it_waits_for_room(polar: Polar, serving: Serving, 
 
 def test_waiting_shows_what_came_of_them(polar: Polar, serving: Serving, plane: Plane, task: str) -> None:
     def end() -> None:
+        while not plane.asked("/rollout/task/a"):  # it waits
+            time.sleep(0.01)
         serving.run(plane.end, "a", 0)
         serving.run(plane.end, "a", 1)
 
-    timer = threading.Timer(0.5, end)
-    timer.start()
+    ending = threading.Thread(target=end)
+    ending.start()
     code, out, _ = polar("submit", task, "--wait")
-    timer.join()
+    ending.join()
     assert code == 0
     assert "s1" in out
     assert "2 sessions: mean reward 1." in out

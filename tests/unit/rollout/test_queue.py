@@ -11,6 +11,7 @@ from polar.rollout.retention import Retention
 from polar.rollout.transactions import Superseded
 from polar.store.base import Verdict
 from polar.store.relational import RelationalStore
+from tests.conditions import wait_until
 from tests.unit.store.samples import exchange, session
 
 ATTEMPTS = 3
@@ -304,10 +305,11 @@ async def test_what_ended_long_ago_is_forgotten_and_cursors_go_on(queue: Queue, 
         await finished(queue, ended(lease, session_id=name))
     last = await queue.cursor()
     keeping = asyncio.create_task(Retention(queue, hours=0.2 / 3600).keep())
-    for _ in range(3000):
-        if await queue.task("default", "old") is None:
-            break
-        await asyncio.sleep(0.01)
+
+    async def is_forgotten() -> bool:
+        return await queue.task("default", "old") is None
+
+    await wait_until(is_forgotten)
     keeping.cancel()
     assert await store.session("session-1") is None
     assert await store.session("session-2") is not None  # nobody was told of it yet

@@ -1,6 +1,5 @@
 """A plain HTTP client for the scripted engine, and the check that every reply must pass."""
 
-import asyncio
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -11,6 +10,7 @@ import numpy as np
 
 from polar.engines.scripted import ScriptedServer
 from polar.engines.scripted.sampler import expected_logprobs
+from tests.conditions import wait_until
 
 BASH: dict[str, Any] = {
     "type": "function",
@@ -56,11 +56,11 @@ class Client:
 
     async def running(self, count: int) -> None:
         """Waits until so many generations run."""
-        for _ in range(2000):
-            if (await self.log())["running"] == count:
-                return
-            await asyncio.sleep(0.01)
-        raise AssertionError(f"never {count} running: {await self.log()}")
+
+        async def are_running() -> bool:
+            return (await self.log())["running"] == count
+
+        await wait_until(are_running)
 
 
 @asynccontextmanager

@@ -1,6 +1,5 @@
 """The small parts: order of tasks, settled groups, files, metrics, curve and picture."""
 
-import asyncio
 import io
 import os
 from pathlib import Path
@@ -18,6 +17,7 @@ from polar.train.checkpoint import Checkpoints, Entry, keep_up_to
 from polar.train.metrics import GpuWatch, Metrics, StepMetrics
 from polar.train.rollouts import Order, Settled
 from polar.train.settings import TrainSettings
+from tests.conditions import wait_until
 
 SETTINGS = TrainSettings(steps=3, tasks={"train": ["x"]})
 
@@ -116,10 +116,7 @@ async def test_how_busy_the_gpus_are(tmp_path: Path, monkeypatch: pytest.MonkeyP
     async with GpuWatch(wanted=False) as watch:
         assert watch.busy() is None
     async with GpuWatch(wanted=True) as watch:
-        for _ in range(200):
-            await asyncio.sleep(0.05)
-            if len(watch.seen) == 2:
-                break
+        await wait_until(lambda: len(watch.seen) == 2)
         assert watch.busy() == 0.75
         assert watch.busy() is None
 
