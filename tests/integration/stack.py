@@ -9,6 +9,7 @@ from polar.config import Settings
 from polar.engines.scripted import Play, Plays, ScriptedServer
 from polar.service import Service
 from polar.store.base import Exchange
+from tests.conditions import wait_until
 
 
 class Stack:
@@ -24,15 +25,22 @@ class Stack:
 
 
 def settings(engine_urls: list[str], **changes: dict[str, Any]) -> Settings:
-    """Free ports, short waits; `changes` go on top, section by section."""
+    """Free ports, a short grace; `changes` go on top, section by section."""
     sections: dict[str, dict[str, Any]] = {
-        "engine": {"kind": "scripted", "urls": engine_urls, "timeout": 20},
+        "engine": {"kind": "scripted", "urls": engine_urls, "timeout": 120},
         "gateway": {"port": 0, "grace": 0.5},
         "server": {"port": 0},
     }
     for name, values in changes.items():
         sections[name] = sections.get(name, {}) | values
     return Settings.model_validate(sections)
+
+
+async def wait_until_settled(service: Service) -> None:
+    """The service puts engines into the state that it wants, asks them what they can do, and only then leaves them
+    alone: who pauses an engine itself must come after that."""
+    await service.pool.gate.passed()
+    await wait_until(lambda: not service.pool._meeting)
 
 
 @asynccontextmanager
@@ -44,8 +52,6 @@ async def running(
         ScriptedServer(plays, **(engine or {})) as server,
         Service(settings([server.url], **changes), data) as service,
     ):
-        # The service puts engines into the state that it wants before it lets calls through: who pauses the engine itself
-        # must come after that.
-        await service.pool.gate.passed()
+        await wait_until_settled(service)
         session, key = await service.sessions.create({"test": True})
         yield Stack(service, server, session.session_id, key)

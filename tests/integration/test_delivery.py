@@ -10,6 +10,7 @@ import pytest
 
 from polar.engines.scripted import Play, Turn
 from polar.engines.scripted.sampler import expected_logprobs
+from polar.gateway.generation import Generation
 from polar.store.base import Exchange, Verdict
 from tests.conditions import wait_until
 from tests.integration.stack import Stack, running
@@ -60,9 +61,15 @@ async def abandon(stack: Stack, response: aiohttp.ClientResponse) -> None:
 
 
 async def has_orphans(stack: Stack) -> None:
+    found = await orphans(stack)
+    await wait_until(lambda: bool(found))
+
+
+async def orphans(stack: Stack) -> list[Generation]:
+    """The session's own list."""
     session = await stack.service.sessions.by_key(stack.key)
     assert session is not None
-    await wait_until(lambda: bool(session.orphans))
+    return session.orphans
 
 
 async def engine_log(stack: Stack, http: aiohttp.ClientSession) -> dict[str, int]:
@@ -80,10 +87,14 @@ def faithful(exchange: Exchange) -> None:
 
 
 async def test_a_harness_that_stays_away_leaves_a_partial_exchange(tmp_path: Path) -> None:
-    async with running(tmp_path, slow()) as stack, aiohttp.ClientSession() as http:
+    async with running(tmp_path, slow(), gateway=PATIENT) as stack, aiohttp.ClientSession() as http:
         response = await post(stack, http)
         await read_some(response, 5)
-        response.close()
+        await abandon(stack, response)
+        (orphan,) = await orphans(stack)
+        had = len(orphan.capture.sampled)
+        await wait_until(lambda: len(orphan.capture.sampled) > had + 5)
+        orphan.give_up()  # as it does itself after its grace
         (exchange,) = await recorded(stack, "partial")
         assert exchange.sampled_ids is not None
         assert 5 <= exchange.delivered < len(exchange.sampled_ids)
@@ -194,6 +205,7 @@ async def test_ending_a_session_cuts_what_runs_and_closes_its_key(tmp_path: Path
     async with running(tmp_path, slow()) as stack, aiohttp.ClientSession() as http:
         response = await post(stack, http)
         await read_some(response, 3)
+        await http.post(f"{stack.engine.url}/pause?mode=keep")
         await stack.service.sessions.end(stack.session_id, Verdict(0.5))
         rest = await response.read()
         assert b'"error"' in rest
@@ -214,4 +226,9 @@ async def test_an_engine_that_breaks_off_leaves_what_came(tmp_path: Path) -> Non
         assert b"[DONE]" not in text
         (exchange,) = await recorded(stack, "partial")
         assert exchange.sampled_ids is not None
-        assert len(exchange.sampled_ids) == exchange.delivered == 7
+        assert len(exchange.sampled_ids) == 7
+
+        async def all_is_delivered() -> bool:  # what was delivered is known a moment after the client has it
+            return [one.delivered for one in await stack.exchanges()] == [7]
+
+        await wait_until(all_is_delivered)

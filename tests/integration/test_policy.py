@@ -14,7 +14,7 @@ from polar.engines.scripted import Play, ScriptedServer, Turn
 from polar.engines.scripted.sampler import expected_logprobs
 from polar.service import Service
 from tests.conditions import wait_until
-from tests.integration.stack import Stack, running, settings
+from tests.integration.stack import Stack, running, settings, wait_until_settled
 
 WORDS = " ".join(f"word{number}" for number in range(60))
 SLOW = Play([Turn(text=WORDS, token_delay=0.01)])
@@ -40,6 +40,11 @@ async def has_begun(stack: Stack) -> None:
     await wait_until(lambda: any(getattr(call, "sampled", []) for call in running))
 
 
+async def pause_engine(stack: Stack, http: aiohttp.ClientSession) -> None:
+    """Without the service's knowing: no call that runs there can end before the engine is resumed."""
+    await http.post(f"{stack.engine.url}/pause?mode=keep")
+
+
 async def test_calls_carry_the_version_that_sampled_them(tmp_path: Path) -> None:
     async with running(tmp_path, Play([Turn(text="short")])) as stack, aiohttp.ClientSession() as http:
         await ask(stack, http)
@@ -58,6 +63,7 @@ async def test_a_call_that_stood_frozen_across_an_update_has_two_versions(tmp_pa
     async with running(tmp_path, SLOW) as stack, aiohttp.ClientSession() as http:
         call = asyncio.create_task(ask(stack, http))
         await has_begun(stack)
+        await pause_engine(stack, http)
         paused = await control(stack, http, "/policy/pause", {})
         assert paused["frozen"]
         await control(stack, http, "/policy", {"version": 1})
@@ -82,7 +88,9 @@ async def test_a_call_that_ran_on_across_an_update_is_not_trained(tmp_path: Path
     async with running(tmp_path, SLOW) as stack, aiohttp.ClientSession() as http:
         call = asyncio.create_task(ask(stack, http))
         await has_begun(stack)
+        await pause_engine(stack, http)
         await control(stack, http, "/policy", {"version": 1})
+        await http.post(f"{stack.engine.url}/resume")
         await call
         (exchange,) = await stack.exchanges()
         assert exchange.versions == []
@@ -91,6 +99,7 @@ async def test_a_call_that_ran_on_across_an_update_is_not_trained(tmp_path: Path
 
 async def test_a_whole_reply_across_an_update_is_not_trained_even_if_frozen(tmp_path: Path) -> None:
     async with running(tmp_path, SLOW) as stack, aiohttp.ClientSession() as http:
+        await pause_engine(stack, http)
         call = asyncio.create_task(ask(stack, http, stream=False))
         await wait_until(lambda: bool(stack.service.pool.replicas[0].running))
         await control(stack, http, "/policy/pause", {})
@@ -134,6 +143,7 @@ async def two_replicas(data: Path, **engine: Any) -> AsyncIterator[tuple[Stack, 
         ScriptedServer(SLOW) as two,
         Service(settings([one.url, two.url], engine=engine), data) as service,
     ):
+        await wait_until_settled(service)
         session, key = await service.sessions.create({})
         yield Stack(service, one, session.session_id, key), two
 
