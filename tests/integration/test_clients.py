@@ -4,7 +4,6 @@ After every call the store must have the exchange: whole, with the ids and log-p
 and with the counts that the client was told. What only one provider has stands in the files named after it.
 """
 
-import asyncio
 from collections.abc import AsyncIterator
 from itertools import pairwise
 from pathlib import Path
@@ -14,6 +13,7 @@ import pytest
 
 from polar.engines.scripted import Play, Plays, Turn
 from polar.engines.scripted.adapt import Call as PlayedCall
+from tests.conditions import wait_until
 from tests.integration.clients import (
     CLIENTS,
     GOOGLE_WARNS,
@@ -291,11 +291,12 @@ async def test_an_engine_that_breaks_off(running: Gateway, client: Client) -> No
     """A client must not take half a turn for a whole one."""
     with pytest.raises(client.error):
         await client.ask(client.user("PLAY:breaks"), stream=True)
-    for _ in range(100):  # what was delivered is known a moment after the client has it
-        (exchange,) = await running.exchanges()
-        if exchange.delivered >= 4:
-            break
-        await asyncio.sleep(0.02)
+
+    async def is_delivered() -> bool:  # what was delivered is known a moment after the client has it
+        return [exchange.delivered >= 4 for exchange in await running.exchanges()] == [True]
+
+    await wait_until(is_delivered)
+    (exchange,) = await running.exchanges()
     # The fifth may be white space, of which it isn't known yet whether it belongs to the text.
     assert exchange.status == "partial"
     assert exchange.delivered in (4, 5)
