@@ -29,7 +29,7 @@ def task(code: str, **fields: Any) -> TaskRequest:
     document = {
         "task_id": "a-task",
         "instruction": "do it",
-        "timeout_seconds": 60,
+        "timeout_seconds": 600,
         "runtime": {"backend": "local"},
         "agent": {"harness": "shell", "custom_shell": {"command": command(code)}},
         **fields,

@@ -83,7 +83,7 @@ def task(task_id: str, code: str = "print(ask())", **fields: Any) -> dict[str, A
         "task_id": task_id,
         "instruction": "do it",
         "num_samples": 2,
-        "timeout_seconds": 60,
+        "timeout_seconds": 600,
         "runtime": {"backend": "local", "prepare": [{"type": "exec", "command": "true"}], "env": {}},
         "agent": {"harness": "shell", "model_name": "m", "custom_shell": {"command": command(code)}},
         "builder": {"strategy": "prefix_merging", "config": {}},

@@ -12,6 +12,8 @@ import pytest
 
 from polar.config import load
 from polar.errors import ConfigError, StoreError
+from polar.gateway import meter
+from polar.gateway.meter import Clock, Limit, Meter
 from polar.node.finished import Finished
 from polar.node.local import LocalRollout
 from polar.node.node import Running
@@ -111,11 +113,22 @@ async def test_a_budget_ends_a_session(
     [("grade", 1, None, "COMPLETED"), ("zero", 0, None, "COMPLETED"), ("mask", None, "timeout", "TIMEOUT")],
 )
 async def test_a_time_out_still_builds_what_there_is(
-    tmp_path: Path, policy: str, reward: float | None, reason: str | None, status: str
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    policy: str,
+    reward: float | None,
+    reason: str | None,
+    status: str,
 ) -> None:
+    async def used_up(_: Meter, __: float) -> Limit:
+        """When the agent has done what it is to be graded for."""
+        await until(lambda: bool(list((tmp_path / "data" / "runtimes").glob("**/begun"))))
+        return "timeout"
+
+    monkeypatch.setattr(Meter, "used_up", used_up)
     evaluator = {"strategy": "command", "config": {"command": "test -f begun"}}
     async with rollout(tmp_path) as opened:
-        plans = await opened.plan([task(FOR_EVER, timeout_seconds=4, on_timeout=policy, evaluator=evaluator)])
+        plans = await opened.plan([task(FOR_EVER, on_timeout=policy, evaluator=evaluator)])
         (finished,) = [finished async for finished in opened.run(plans)]
         result = SessionResult.model_validate(await opened.result(plans[0], finished))
     assert finished.outcome is not None
@@ -126,16 +139,40 @@ async def test_a_time_out_still_builds_what_there_is(
     assert sum(sum(trace.loss_mask) for trace in result.trajectory.traces) > 0
 
 
-async def test_a_clock_stands_still_while_generation_is_paused(tmp_path: Path) -> None:
+class Time:
+    """Of the sessions' clocks; it passes when a test says so."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+async def test_a_clock_stands_still_while_generation_is_paused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    looks: list[float] = []
+    time, elapsed = Time(), Clock.elapsed
+
+    def look(clock: Clock) -> float:
+        looks.append(elapsed(clock))
+        return looks[-1]
+
+    monkeypatch.setattr(meter, "time", time)
+    monkeypatch.setattr(Clock, "elapsed", look)
     async with rollout(tmp_path) as opened:
         await opened.plane.pool.pause()
-        plans = await opened.plan([task(ONE_CALL, timeout_seconds=4, on_timeout="mask", evaluator=GRADED)])
+        plans = await opened.plan([task(ONE_CALL, timeout_seconds=0.1, on_timeout="mask", evaluator=GRADED)])
         running = await opened.node.submit(plans[0])
         await until(lambda: opened.load().held == 1)
-        await asyncio.sleep(5)  # longer than the session has
+        had = len(looks)
+        await until(lambda: len(looks) > had)  # by now the clock knows of the call
+        time.now += 3600  # longer than the session has
+        had = len(looks)
+        await until(lambda: len(looks) > had + 1)
         await opened.plane.pool.resume()
         finished = await running.finished
     assert finished.verdict.reward == 1
+    assert set(looks) == {0.0}
 
 
 async def test_a_clock_is_not_stopped_by_asking_over_and_over(tmp_path: Path) -> None:
@@ -228,7 +265,7 @@ async def test_a_grader_finds_its_runtime_ready(tmp_path: Path) -> None:
     prepare = [{"type": "exec", "command": "echo made >> made.txt"}]
     async with rollout(tmp_path) as opened:
         plans = await opened.plan(
-            [task(FOR_EVER, timeout_seconds=30, runtime={"backend": "local", "prepare": prepare}, evaluator=evaluator)]
+            [task(FOR_EVER, runtime={"backend": "local", "prepare": prepare}, evaluator=evaluator)]
         )
         running = await opened.node.submit(plans[0])
         # While the agent still runs, there are two of them: its own, and the one that waits for the grader.
@@ -320,7 +357,7 @@ async def test_a_reply_that_can_not_be_recorded_is_no_failure_of_the_agents(
 
 async def test_calls_at_the_same_time_share_what_tokens_are_left(tmp_path: Path) -> None:
     play = tmp_path / "play.json"
-    play.write_text(json.dumps({"turns": [{"text": "word " * 400, "token_delay": 0.01}]}))
+    play.write_text(json.dumps({"turns": [{"text": "word " * 400, "token_delay": 0.2}]}))
     engine = {"kind": "scripted", "options": {"play": str(play)}}
     code = (
         "import threading\n"

@@ -64,7 +64,7 @@ async def test_the_clock_covers_everything_from_init_on(
     slow = {"backend": "local", "prepare": [{"type": "exec", "command": "sleep 600"}] if stage == "init" else []}
     evaluator = {"strategy": "command", "config": {"command": "sleep 600"}}
     async with rollout(tmp_path) as opened:
-        (plan,) = await opened.plan([task(ONE_CALL, runtime=slow, evaluator=evaluator, **NVIDIA)])
+        (plan,) = await opened.plan([task(ONE_CALL, timeout_seconds=60, runtime=slow, evaluator=evaluator, **NVIDIA)])
         running = await opened.node.submit(plan)
         await until(lambda: running.stage == stage)
         over.set()
