@@ -90,7 +90,7 @@ def control(tmp_path: Path) -> Iterator[str]:
         assert server.stdout is not None
         yield json.loads(server.stdout.readline())["control"]
         server.send_signal(signal.SIGTERM)
-        assert server.wait(10) == 0
+        assert server.wait(300) == 0
 
 
 def test_a_session_by_hand(tmp_path: Path, control: str) -> None:

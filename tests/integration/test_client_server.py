@@ -45,7 +45,7 @@ class Server:
     def stop(self, number: int = signal.SIGTERM) -> None:
         assert self._process is not None
         self._process.send_signal(number)
-        self._process.wait(30)
+        self._process.wait(300)
         assert self._process.stdout is not None
         self._process.stdout.close()
 
@@ -60,7 +60,7 @@ def server(tmp_path: Path) -> Iterator[Server]:
 
 @pytest.fixture
 def client(server: Server) -> Iterator[polar.Client]:
-    with polar.Client(server.url, TOKEN, patience=60) as client:
+    with polar.Client(server.url, TOKEN, patience=600) as client:
         yield client
 
 
@@ -112,7 +112,7 @@ def test_who_waits_for_results_outlives_a_restart(server: Server, client: polar.
     server.stop(number)
     server.start()
     client.submit(task("after"))
-    waiting.join(60)
+    waiting.join(300)
     assert got == ["after"]
 
 
@@ -139,7 +139,7 @@ def test_evidence_of_tampering_comes_with_the_results(server: Server, client: po
     hidden = [{"type": "upload_file", "content": "1", "target": ".grader/expected.txt"}]
     runtime = {"backend": "local", "eval_prepare": hidden}
     client.submit([task("curious", "ln -s .grader/expected.txt out.txt", runtime=runtime), task("plain")])
-    curious, plain = client.wait(["curious", "plain"], timeout=60)
+    curious, plain = client.wait(["curious", "plain"], timeout=300)
     assert [(one.kind, one.subject, one.proven) for one in curious.evidence] == [
         ("grader_path", ".grader/expected.txt", False),
         ("grader_path", ".grader", False),
@@ -182,10 +182,10 @@ def test_the_policy_and_its_engines(client: polar.Client) -> None:
 
 def test_engines_may_come_later(tmp_path: Path) -> None:
     """Those of a trainer: what is run before they are there is run again."""
-    server = Server(tmp_path, POLAR_ENGINE__KIND="vllm", POLAR_ENGINE__URLS="[]")
+    server = Server(tmp_path, POLAR_ENGINE__KIND="vllm", POLAR_ENGINE__URLS="[]", POLAR_SERVER__ATTEMPTS="100")
     server.start()
     with (
-        polar.Client(server.url, TOKEN, patience=60) as client,
+        polar.Client(server.url, TOKEN, patience=600) as client,
         subprocess.Popen([sys.executable, "-m", "polar.engines.scripted"], stdout=subprocess.PIPE, text=True) as engine,
     ):
         try:

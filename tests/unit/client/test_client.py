@@ -19,7 +19,7 @@ from tests.unit.client.plane import Plane
 
 @pytest.fixture
 async def client(plane: Plane) -> AsyncIterator[AsyncClient]:
-    async with AsyncClient(plane.url, patience=20) as client:
+    async with AsyncClient(plane.url, patience=120) as client:
         yield client
 
 
@@ -311,7 +311,7 @@ async def test_a_call_that_breaks_the_server_is_not_made_for_ever(plane: Plane, 
 
 
 async def test_patience_ends(plane: Plane) -> None:
-    async with AsyncClient(plane.url, patience=0.3) as client:
+    async with AsyncClient(plane.url, patience=1) as client:
         plane.faults.extend(["drop"] * 100)
         with pytest.raises(ClientError, match=f"{plane.url} broke the connection off"):
             await client.policy()

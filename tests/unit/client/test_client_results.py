@@ -17,7 +17,7 @@ from tests.unit.client.plane import Plane
 
 @pytest.fixture
 async def client(plane: Plane) -> AsyncIterator[AsyncClient]:
-    async with AsyncClient(plane.url, patience=20) as client:
+    async with AsyncClient(plane.url, patience=120) as client:
         yield client
 
 

@@ -30,7 +30,7 @@ def plane(serving: Serving) -> Plane:
 
 @pytest.fixture
 def client(plane: Plane) -> Iterator[polar.Client]:
-    with polar.Client(plane.url, "token", "r", patience=20) as client:
+    with polar.Client(plane.url, "token", "r", patience=120) as client:
         yield client
 
 
@@ -98,7 +98,7 @@ def test_threads_share_it(serving: Serving, plane: Plane, client: polar.Client) 
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(20)
+        thread.join(120)
     assert sorted(got) == list(range(1, 41))
 
 
@@ -110,7 +110,7 @@ def test_closing_results_ends_a_thread_that_waits(client: polar.Client) -> None:
     thread.join(0.2)
     assert thread.is_alive()
     results.close()
-    thread.join(20)
+    thread.join(120)
     assert got == [[]]
     assert list(results) == []
 
@@ -129,7 +129,7 @@ def test_closing_the_client_lets_go_of_a_thread_that_waits(plane: Plane) -> None
     thread.start()
     thread.join(0.2)
     client.close()
-    thread.join(20)
+    thread.join(120)
     assert said == ["The client is closed."]
     client.close()
     with pytest.raises(ClientError, match="The client is closed"):
@@ -138,13 +138,13 @@ def test_closing_the_client_lets_go_of_a_thread_that_waits(plane: Plane) -> None
 
 def test_one_that_nobody_holds_any_more_leaves_no_thread(serving: Serving, plane: Plane) -> None:
     serving.run(plane.end, "a")
-    before = threading.active_count()
+    before = set(threading.enumerate())
     results = polar.Client(plane.url).results()
     assert next(results).task_id == "a"  # the iterator holds it
-    assert threading.active_count() == before + 1
+    assert len(set(threading.enumerate()) - before) == 1
     del results
     gc.collect()
-    assert threading.active_count() == before
+    assert not set(threading.enumerate()) - before
 
 
 def test_a_forked_process_is_told_to_make_its_own(client: polar.Client) -> None:

@@ -239,7 +239,7 @@ async def test_a_trainer_that_comes_back_on_another_port_is_called_there(tmp_pat
         assert await submit(it, callback_url=f"{url}/done") == 200
         if not ended:
             await it.run_all()
-        told = nvidia.TaskResult.model_validate(await asyncio.wait_for(heard.get(), 30))
+        told = nvidia.TaskResult.model_validate(await asyncio.wait_for(heard.get(), 120))
         assert (told.task_id, told.status, len(told.results)) == ("t", "completed", 1)
 
 
