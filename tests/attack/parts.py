@@ -12,6 +12,7 @@ from polar.data_plane import DataPlane
 from polar.service import Service
 from polar.store.base import Exchange
 from tests.attack.replies import DONE, GOOD, encode, response, stream
+from tests.conditions import wait_until
 from tests.integration.stack import settings
 
 PATIENCE = 120
@@ -294,28 +295,28 @@ class Bench:
 
 async def comes_true(condition: Callable[[], bool]) -> None:
     """Waits for what must come to be soon."""
-    for _ in range(10_000):
-        if condition():
-            return
-        await asyncio.sleep(0.01)
-    raise AssertionError("it did not come true")
+    await wait_until(condition)
 
 
 async def recorded(service: Service | DataPlane, session_id: str, count: int) -> list[Exchange]:
     found: list[Exchange] = []
-    for _ in range(400):
-        found = [exchange async for exchange in service.store.exchanges(session_id)]
-        if len(found) >= count and not any(replica.running for replica in service.pool.replicas):
-            return found
-        await asyncio.sleep(0.02)
-    raise AssertionError(f"{len(found)} exchanges were recorded instead of {count}")
+
+    async def are_there() -> bool:
+        found[:] = [exchange async for exchange in service.store.exchanges(session_id)]
+        return len(found) >= count and not any(replica.running for replica in service.pool.replicas)
+
+    try:
+        await wait_until(are_there)
+    except TimeoutError:
+        raise AssertionError(f"{len(found)} exchanges were recorded instead of {count}") from None
+    return found
 
 
 @asynccontextmanager
 async def bench(data: Path, *, control: bool = False, **changes: Any) -> AsyncIterator[Bench]:
     """`control`: with the control plane; `changes`: settings, section by section."""
     async with ByteEngine() as engine:
-        sections = {"engine": {"kind": "vllm", "timeout": 5} | changes.pop("engine", {})} | changes
+        sections = {"engine": {"kind": "vllm", "timeout": 120} | changes.pop("engine", {})} | changes
         chosen = settings([engine.url], **sections)
         async with Service(chosen, data) if control else DataPlane(chosen, data) as service:
             session, key = await service.sessions.create({})

@@ -438,7 +438,7 @@ async def test_a_gigantic_line(tmp_path: Path) -> None:
 @pytest.mark.parametrize("streaming", [False, True])
 async def test_an_engine_that_falls_silent(tmp_path: Path, streaming: bool) -> None:
     silences = [b"", b"HTTP/1.1 200 OK\r\n", STREAM_HEAD, STREAM_HEAD + chunked(*GOOD[:3], end=False)]
-    async with bench(tmp_path, engine={"timeout": 0.3}, gateway={"keep_alive": 0.1}) as it:
+    async with bench(tmp_path, engine={"timeout": 1}, gateway={"keep_alive": 0.1}) as it:
 
         async def silent(data: bytes) -> None:
             session, key = await it.service.sessions.create({})
@@ -462,7 +462,7 @@ async def test_an_engine_that_is_down_at_first_and_later(tmp_path: Path) -> None
     engine = ByteEngine()
     port = int((await engine.start()).rsplit(":", 1)[1])
     await engine.stop()
-    async with DataPlane(settings([engine.url], engine={"kind": "vllm", "timeout": 5}), tmp_path) as service:
+    async with DataPlane(settings([engine.url], engine={"kind": "vllm", "timeout": 120}), tmp_path) as service:
         session, key = await service.sessions.create({})
         for dialect in DIALECTS:
             for streaming in (False, True):
@@ -488,7 +488,7 @@ async def test_an_engine_that_comes_late_is_asked_what_it_can_do(tmp_path: Path)
         entry = {"token": "one two", "logprob": -1 / call["temperature"]}
         writer.write(response(whole(token_ids=[11], logprobs={"content": [entry]}, usage=None)))
 
-    async with DataPlane(settings([engine.url], engine={"kind": "vllm", "timeout": 5}), tmp_path) as service:
+    async with DataPlane(settings([engine.url], engine={"kind": "vllm", "timeout": 120}), tmp_path) as service:
         session, key = await service.sessions.create({})
         is_error(CHAT, await ask(service.gateway_url, key), 503)
         await engine.start(port)
@@ -504,7 +504,7 @@ async def test_an_engine_that_comes_late_is_asked_what_it_can_do(tmp_path: Path)
 async def test_an_engine_that_hangs_at_first_keeps_nothing_from_starting(tmp_path: Path) -> None:
     async with ByteEngine() as engine:
         engine.replay(b"", close=False)
-        config = settings([engine.url], engine={"kind": "vllm", "timeout": 0.3})
+        config = settings([engine.url], engine={"kind": "vllm", "timeout": 1})
         async with asyncio.timeout(PATIENCE), DataPlane(config, tmp_path) as service:
             _, key = await service.sessions.create({})
             engine.replay(response(whole()))

@@ -22,6 +22,7 @@ from polar.rendering.model import Model
 from polar.rendering.template import ChatTemplate
 from polar.rendering.tokenizer import Tokenizer
 from polar.types import Message, Request, Text
+from tests.conditions import wait_until
 from tests.integration.stack import Stack, running, settings
 
 WORDS = "word " * 40
@@ -167,14 +168,16 @@ async def test_counting_tokens_ends_no_turn(tmp_path: Path) -> None:
     """A harness that was cut off counts its tokens, and then tries again: the reply is still there."""
     plays = Plays(Play([Turn(reasoning="hm so", text=WORDS)] * 5))
     engine = {"rate": 50.0}
-    async with running(tmp_path, plays, engine=engine, gateway={"grace": 5.0}) as stack, talking(stack) as client:
+    async with running(tmp_path, plays, engine=engine, gateway={"grace": 600}) as stack, talking(stack) as client:
         body = {"model": "m", "max_tokens": 500, "stream": True, "messages": [user("go")]}
         reply = await client.post(f"{stack.url}/v1/messages", json=body)
         got = b""
         while b"word" not in got:
             got += await reply.content.readany()
         reply.close()
-        await asyncio.sleep(0.1)
+        opened = await stack.service.sessions.by_key(stack.key)
+        assert opened is not None
+        await wait_until(lambda: bool(opened.orphans))
         found = re.search(r"x[0-9a-f]{24}", got.decode())
         assert found is not None
         seal = {"type": "thinking", "thinking": "hm so", "signature": f"polar.{found.group()}.0"}

@@ -10,7 +10,7 @@ import pytest_asyncio
 
 from polar.gateway import http, prompting
 from polar.rendering import worker_pool
-from tests.attack.parts import ANTHROPIC, CHAT, DIALECTS, GOOGLE, RESPONSES, Answer, Dialect, Wire
+from tests.attack.parts import ANTHROPIC, CHAT, DIALECTS, GOOGLE, PATIENCE, RESPONSES, Answer, Dialect, Wire
 from tests.attack.replies import encode
 from tests.integration.stack import Stack, running
 
@@ -172,34 +172,48 @@ async def test_settings_of_any_number_are_answered_or_refused(it: Stack, dialect
 
 
 async def test_half_a_request_is_not_waited_for_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http, "SILENCE", 0.2)
-    monkeypatch.setattr("polar.control_plane.SILENCE", 0.2)
+    # Long enough for a whole request to come in time on any machine.
+    monkeypatch.setattr(http, "SILENCE", 3.0)
+    monkeypatch.setattr("polar.control_plane.SILENCE", 3.0)
     async with running(tmp_path) as stack:
         body = encode(CHAT.body)
-        for url in (stack.url, stack.service.control_url):
-            async with Wire.open(url) as wire:  # nothing at all
-                assert await asyncio.wait_for(wire.reader.read(), 30) == b""
-            async with Wire.open(url) as wire:  # half a header
+        authorization = {"Authorization": f"Bearer {stack.key}"}
+
+        async def nothing_at_all(url: str) -> None:
+            async with Wire.open(url) as wire:
+                await is_closed(wire)
+
+        async def half_a_header(url: str) -> None:
+            async with Wire.open(url) as wire:
                 await wire.send(b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nX-Half: ")
-                assert await asyncio.wait_for(wire.reader.read(), 30) == b""
-            async with Wire.open(url) as wire:  # half a body
+                await is_closed(wire)
+
+        async def half_a_body(url: str) -> None:
+            async with Wire.open(url) as wire:
                 path = CHAT.path if url == stack.url else "/sessions"
-                head = wire.head("POST", path, {"Authorization": f"Bearer {stack.key}"}, len(body))
-                await wire.send(head + body[:10])
+                await wire.send(wire.head("POST", path, authorization, len(body)) + body[:10])
                 if url == stack.url:
                     assert (await wire.answer()).status == 400
                 else:
-                    assert await asyncio.wait_for(wire.reader.read(), 30) == b""
-            async with Wire.open(url) as wire:  # whole, then half a header
-                path = "/v1/models" if url == stack.url else "/health"
-                await wire.send(wire.head("GET", path, {"Authorization": f"Bearer {stack.key}"}))
+                    await is_closed(wire)
+
+        async def half_a_header_behind_a_whole_request(url: str) -> None:
+            async with Wire.open(url) as wire:
+                await wire.send(wire.head("GET", "/v1/models" if url == stack.url else "/health", authorization))
                 assert (await wire.answer()).status == 200
                 await wire.send(b"GET / HT")
-                assert await asyncio.wait_for(wire.reader.read(), 30) == b""
+                await is_closed(wire)
+
+        halves = (nothing_at_all, half_a_header, half_a_body, half_a_header_behind_a_whole_request)
+        await asyncio.gather(*(half(url) for url in (stack.url, stack.service.control_url) for half in halves))
+
+
+async def is_closed(wire: Wire) -> None:
+    assert await asyncio.wait_for(wire.reader.read(), PATIENCE) == b""
 
 
 async def test_a_slow_upload_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http, "SILENCE", 3.0)
+    monkeypatch.setattr(http, "SILENCE", 60.0)
     monkeypatch.setattr(http, "SLOWEST_UPLOAD", 1)
     async with running(tmp_path) as stack, Wire.open(stack.url) as wire:
         body = encode(CHAT.body)
