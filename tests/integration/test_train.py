@@ -18,24 +18,39 @@ from polar.train.checkpoint import Entry
 from polar.train.forest import forest
 from polar.train.learner import Learner
 from polar.train.metrics import StepMetrics
+from polar.train.rollouts import Order
 from polar.train.running import read_tasks, train_at
 from polar.train.settings import SyncSettings, TrainSettings
 from polar.train.syncing.staging import clear
 from polar.train.trainer import Nobody, Updated
 from polar.train.weights import EngineWeights
+from tests.conditions import wait_until
 from tests.integration.stack import settings as service_settings
-from tests.integration.training import write_tasks
+from tests.integration.training import mark_of, write_tasks
 from tests.unit.train import tiny
+
+STEPS, GROUP_SIZE = 6, 4
 
 
 class Remembering(EngineWeights):
-    """Keeps the weights of every version, to ask them later what they would have said."""
+    """Keeps the weights of every version, to ask them later what they would have said. The last turns of each group
+    are sampled after as many updates as there were groups before it, and its first turn before the last of these."""
 
     kept: dict[int, dict[str, torch.Tensor]]
+    order: Order
+    marks: Path
 
     async def update(self, version: int) -> Updated:
         self.remember(version)
-        return await super().update(version)
+        if version < STEPS:
+            mark = mark_of(self.marks, *self.order.group(version))
+            await wait_until(lambda: len(list(self.marks.glob(f"{mark.name}.*"))) >= GROUP_SIZE)
+        updated = await super().update(version)
+        self.let_end(version)
+        return updated
+
+    def let_end(self, group: int) -> None:
+        mark_of(self.marks, *self.order.group(group)).touch()
 
     def remember(self, version: int) -> None:
         self.kept[version] = {name: tensor.clone() for name, tensor in self._learner.model.state_dict().items()}
@@ -57,9 +72,14 @@ async def test_updates_in_the_middle_of_sessions(tmp_path: Path) -> None:
     again, they give each token the log-probability that was recorded. And of tokens of the newest weights, trainer and
     engine say the same."""
     folder = tiny.folder(tmp_path / "model")
-    write_tasks(tmp_path, turns=3, tokens=24)
+    marks = tmp_path / "marks"
+    marks.mkdir()
+    write_tasks(tmp_path, turns=3, tokens=24, marks=marks)
     wanted = training_settings(
-        tmp_path, steps=6, rollout={"group_size": 4, "groups_per_step": 1, "max_lag": 3}, grpo={"filter": False}
+        tmp_path,
+        steps=STEPS,
+        rollout={"group_size": GROUP_SIZE, "groups_per_step": 1, "max_lag": 3},
+        grpo={"filter": False},
     )
     options = Options(device="cpu", threads=1, memory_gib=0.02)
     async with EmbeddedServer(folder, options) as engine:
@@ -70,9 +90,12 @@ async def test_updates_in_the_middle_of_sessions(tmp_path: Path) -> None:
         ):
             learner = Learner(folder, wanted)
             weights = Remembering(client, settings.engine, SyncSettings(), learner, wanted.output_folder)
-            weights.kept = {}
+            tasks = read_tasks(wanted)
+            weights.kept, weights.marks = {}, marks
+            weights.order = Order([task.task_id for task in tasks.train], wanted.seed)
             weights.remember(0)
-            history = await train_at(client, wanted, learner, weights, read_tasks(wanted), Nobody(), asyncio.Event())
+            weights.let_end(0)
+            history = await train_at(client, wanted, learner, weights, tasks, Nobody(), asyncio.Event())
             await weights.close()
             clear(wanted.output_folder)
             entries = read(wanted.output_folder / "journal.jsonl", Entry)
@@ -80,7 +103,7 @@ async def test_updates_in_the_middle_of_sessions(tmp_path: Path) -> None:
     check_labels(learner, weights.kept, found)
     check_metrics(history)
     trained = [name for entry in entries for name in entry.sessions]
-    assert len(trained) == len(set(trained)) == 24
+    assert len(trained) == len(set(trained)) == STEPS * GROUP_SIZE
 
 
 def read(path: Path, kind: type[msgspec.Struct]) -> list[Any]:
@@ -97,13 +120,13 @@ def check_labels(learner: Learner, kept: dict[int, Any], found: list[groups.Grou
     parts = [part for group in found for part in group.parts]
     versions = np.concatenate([part.columns.version for part in parts])
     behaviour = np.concatenate([part.columns.behaviour for part in parts])
-    assert len(np.unique(versions)) > 3
+    assert np.unique(versions).tolist() == list(range(STEPS))
     spanning = sum(
         len(np.unique(part.columns.version[part.columns.session == number])) > 1
         for part in parts
         for number in np.unique(part.columns.session)
     )
-    assert spanning > 0, "no update came in the middle of a session: let sessions take longer"
+    assert spanning == (STEPS - 1) * GROUP_SIZE  # all but those of the first group
     own = np.full(len(versions), np.nan)
     other = np.full(len(versions), np.nan)
     for version in np.unique(versions).tolist():
