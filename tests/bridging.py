@@ -42,7 +42,7 @@ def task(name: str, kind: str) -> dict[str, Any]:
     return {
         "task_id": name,
         "instruction": f"Say {name}.",
-        "timeout_seconds": 120,
+        "timeout_seconds": 600,
         "runtime": {"backend": "local"},
         "agent": {"custom_shell": {"command": f"{sys.executable} -S -E {AGENT} {kind}"}},
         "evaluator": {"strategy": "answer", "config": {"expected": "e.?$", "match": "regex", "pattern": "(?s)(.+)"}},

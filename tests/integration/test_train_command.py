@@ -32,7 +32,7 @@ async def test_from_settings_to_a_model(tmp_path: Path) -> None:
     (tmp_path / "train.toml").write_text(CONFIG)
     log = tmp_path / "log"
     async with Training(tmp_path / "train.toml", log) as training:
-        assert await training.ended(300) == 0, log.read_text()
+        assert await training.ended(600) == 0, log.read_text()
     told = json.loads(log.read_text().splitlines()[-1])
     assert told["steps"] == 2
     assert told["held_out_before"] is not None
@@ -63,7 +63,7 @@ async def test_an_interrupted_run_keeps_its_weights_in_its_own_folder(tmp_path: 
         pid = training.pid("trainer")
         assert pid is not None
         os.kill(pid, signal.SIGINT)
-        assert await training.ended(120) == 130, log.read_text()
+        assert await training.ended(600) == 130, log.read_text()
     state = json.loads((output / "engine.json").read_bytes())
     kept = output / "weights" / str(state["version"]) / "model.safetensors"
     assert state["path"] == str(kept)
@@ -76,6 +76,6 @@ async def test_a_service_that_cannot_start_says_why(tmp_path: Path) -> None:
     write_tasks(tmp_path)
     (tmp_path / "train.toml").write_text(CONFIG.replace("memory_gib", "memory_tib"))
     async with Training(tmp_path / "train.toml", tmp_path / "log") as training:
-        assert await training.ended(120) == 1
+        assert await training.ended(600) == 1
     assert "The rollout service did not start" in (tmp_path / "log").read_text()
     assert "memory_tib" in (tmp_path / "log").read_text()
