@@ -41,6 +41,7 @@ from tests.unit.rollout.served import NODE, Served, page_of, served, task
 TOKEN = "admin-token-5e1f"
 NODE_TOKEN = "node-token-77aa"
 JSON = {"Content-Type": "application/json"}
+PATIENT = {"beat_seconds": 0.05, "lease_seconds": 600}  # with nodes that a test plays, which never beat
 replace = msgspec.structs.replace
 
 
@@ -632,7 +633,7 @@ async def test_tasks_that_could_not_be_asked_for(tmp_path: Path, subtests: pytes
 
 async def test_odd_names_stay_what_they_are(tmp_path: Path) -> None:
     """In the feed, in events, in metrics, in paths, in tables."""
-    async with running(tmp_path, server={"beat_seconds": 0.05}) as it, aiohttp.ClientSession() as http:
+    async with running(tmp_path, server=PATIENT) as it, aiohttp.ClientSession() as http:
         url, rollout = it.service.control_url, it.service.rollout
         events = await http.get(f"{url}/events")
         for number, name in enumerate(ODD_NAMES):

@@ -90,7 +90,7 @@ class Served:
 async def served(
     data: Path, *, token: str | None = None, verify_share: float = 1.0, **server: Any
 ) -> AsyncIterator[Served]:
-    settings = ServerSettings.model_validate({"beat_seconds": 0.05, **server, "token": token})
+    settings = ServerSettings.model_validate({"beat_seconds": 0.05, "lease_seconds": 600, **server, "token": token})
     store = SqliteStore.open(data / "polar.db")
     pools = Pools(EngineSettings.model_validate({"kind": "vllm", "urls": [ENGINE]}))
     sessions = Sessions(store)
