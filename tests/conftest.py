@@ -16,8 +16,6 @@ settings.load_profile("polar")
 
 
 def pytest_collection_finish() -> None:
-    """Thousands of collected tests and what they import stay anyway: the garbage collector need not walk them again,
-    nor look for more as often as it would."""
+    """Thousands of collected tests and what they import stay anyway: the garbage collector need not walk them again."""
     gc.collect()
     gc.freeze()
-    gc.set_threshold(10_000, 20, 20)
