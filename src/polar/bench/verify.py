@@ -134,11 +134,11 @@ class _Bench:
         await self._ask(post("/rollout/task/submit", msgspec.json.encode(task)))
         while await self._is_running():  # noqa: ASYNC110 (it is told of nothing)
             await asyncio.sleep(_LOOK_SECONDS)
-        checked, passed = await self._checked()
+        checked, passed = await self._read_check_totals()
         handing = self._server.cpu()
         page = msgspec.json.decode(await self._ask(get(f"/rollout/results?unit=group&after={self._cursor}&limit=1")))
         ended = self._server.cpu()
-        seconds, passed_now = await self._checked()
+        seconds, passed_now = await self._read_check_totals()
         self._cursor, (group,) = page["cursor"], page["results"]
         traces = [result["trajectory"]["traces"] for result in group["results"]]
         if passed_now - passed != size.samples or any(len(one) != min(size.turns, 1) for one in traces):
@@ -157,7 +157,7 @@ class _Bench:
         counts = msgspec.json.decode(await self._ask(get("/rollout/status")))["runs"]["default"]
         return any(counts[state] for state in ("queued", "leased", "waiting"))
 
-    async def _checked(self) -> tuple[float, float]:
+    async def _read_check_totals(self) -> tuple[float, float]:
         """CPU seconds of all checks so far, and sessions that passed."""
         text = await self._ask(get("/metrics"))
         seconds, passed = _SECONDS.search(text), _PASSED.search(text)

@@ -22,7 +22,7 @@ from polar.errors import ConfigError
 from polar.export.base import Item
 from polar.rollout.models import SessionResult, TaskRequest
 from polar.trajectory.checker import SessionChecker
-from polar.trajectory.received import check_received, hold_reason
+from polar.trajectory.document_check import check_received, hold_reason
 from polar.trajectory.verify import Problem
 
 

@@ -38,7 +38,7 @@ def show(console: Console, tasks: dict[str, Tally], total: Tally, seconds: float
         highlight=False,
         soft_wrap=True,
     )
-    for line in (*_zeros(total), *_tampering(total)):
+    for line in (*_zeros(total), *_describe_tampering(total)):
         console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
@@ -117,7 +117,7 @@ def _zeros(total: Tally) -> Iterator[str]:
         yield f"  {count(rest, 'session')} for other reasons"
 
 
-def _tampering(total: Tally) -> Iterator[str]:
+def _describe_tampering(total: Tally) -> Iterator[str]:
     if total.suspicious:
         yield f"Proven tampering with the grading: {count(total.suspicious, 'session')} ({listed(total.evidence)})."
     if total.suspected:

@@ -176,7 +176,7 @@ class Taken(Struct, frozen=True):
                     await clear(fresh, piece.inside)
                 await fresh.put(piece.here, piece.inside)
             except OSError as error:
-                raise refused(fresh, piece.inside, error) from error
+                raise explain_put_error(fresh, piece.inside, error) from error
 
     async def _remove_what_globs_name(self, fresh: Runtime) -> None:
         doomed: list[str] = []
@@ -383,7 +383,7 @@ class _Selection:
     ) -> "_Selection":
         entries = await asyncio.to_thread(_entries, taken.pieces)
         workdir = runtime.spec.workdir
-        before = {} if work.before is None else await asyncio.to_thread(_listed, workdir, work.before)
+        before = {} if work.before is None else await asyncio.to_thread(_list_files, workdir, work.before)
         selection = cls(entries, workdir, before)
         places = grader_places(work, runtime, config)
         named = {absolute(runtime, path) for path in config.artifacts}
@@ -520,7 +520,7 @@ def _entries(pieces: list[Piece]) -> dict[str, _Entry]:
     }
 
 
-def _listed(inside: str, top: Path) -> dict[str, Path]:
+def _list_files(inside: str, top: Path) -> dict[str, Path]:
     return {_join(inside, path) if path else inside: here for path, here, _, _ in walk(top)}
 
 
@@ -620,7 +620,7 @@ async def put_over(work: Work, runtime: Runtime, config: Carrying) -> None:
                 await clear(runtime, target)
             await runtime.put(source, target)
         except OSError as error:
-            raise refused(runtime, target, error, live=work.live) from error
+            raise explain_put_error(runtime, target, error, live=work.live) from error
 
 
 async def blank(work: Work, runtime: Runtime, path: str, config: Carrying) -> str:
@@ -630,7 +630,7 @@ async def blank(work: Work, runtime: Runtime, path: str, config: Carrying) -> st
         await _make_way(work, runtime, target, _roots(runtime, config))
         await clear(runtime, target)
     except OSError as error:
-        raise refused(runtime, target, error, live=work.live) from error
+        raise explain_put_error(runtime, target, error, live=work.live) from error
     return target
 
 
@@ -701,7 +701,7 @@ def limit_evidence(evidence: list[Evidence]) -> list[Evidence]:
     return sorted(evidence, key=lambda one: not one.proven)[:_MAX_EVIDENCE]
 
 
-def refused(runtime: Runtime, inside: str, error: OSError, *, live: bool = False) -> PolarError:
+def explain_put_error(runtime: Runtime, inside: str, error: OSError, *, live: bool = False) -> PolarError:
     """What `put` could not do, with what the agent brought about told from what it didn't. `live`: the runtime is the
     agent's own."""
     if error.errno in _FULL and runtime.spec.limits.disk_mb is not None:

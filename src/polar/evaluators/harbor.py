@@ -31,7 +31,7 @@ from pydantic import AfterValidator, AliasChoices, Field, field_validator
 
 from polar.evaluators import settings
 from polar.evaluators.base import GraderError, Work
-from polar.evaluators.carrying import NotTaken, clear, get, imports_from_cwd, refused
+from polar.evaluators.carrying import NotTaken, clear, explain_put_error, get, imports_from_cwd
 from polar.evaluators.layer import carry
 from polar.rollout.models import Model
 from polar.runtimes.base import Completed, Runtime, SandboxError, Spoiled, TooLarge
@@ -161,7 +161,7 @@ class Harbor:
             if not any((Path(self._config.tests) / name).exists() for name in _PYTEST_FILES):
                 await runtime.put(b"[pytest]\n", f"{_TESTS}/pytest.ini")
         except OSError as error:
-            raise refused(runtime, _TESTS, error, live=work.live) from error
+            raise explain_put_error(runtime, _TESTS, error, live=work.live) from error
 
     async def _told(self, runtime: Runtime, completed: Completed, scratch: Path) -> _Ran:
         for name in ("reward.json", "reward.txt"):

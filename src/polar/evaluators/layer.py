@@ -29,11 +29,11 @@ from polar.evaluators.carrying import (
     MoreThanMayBe,
     NotTaken,
     delete,
+    explain_put_error,
     find_search_folders,
     get,
     installed_modules,
     limit_evidence,
-    refused,
 )
 from polar.evaluators.links import Carried, below, printable
 from polar.runtimes.base import FileState, Runtime, SandboxError, TooLarge
@@ -139,14 +139,14 @@ async def carry(
     whole = [path for path in new if rules.is_whole(path) and not any(below(folder, path) for folder in folders)]
     await _take(work.agent, _topmost(whole), wanted, after, staging, max_bytes)
     await asyncio.to_thread(_set_modes, staging, before, after)
-    evidence = _planted(after) + [Evidence("grader_environment", path) for path in not_counted]
+    evidence = _find_planted(after) + [Evidence("grader_environment", path) for path in not_counted]
     evidence += await _drop_links(work, fresh, staging, wanted, before, after, own)
     await delete(fresh, _topmost(gone))
     try:
         if staging.is_dir():
             await fresh.put(staging, "/")
     except OSError as error:
-        raise refused(fresh, "/", error) from error
+        raise explain_put_error(fresh, "/", error) from error
     return Layer(fresh, not_counted, limit_evidence(evidence))
 
 
@@ -180,7 +180,7 @@ def _is_module(path: str, folders: set[str], after: dict[str, FileState], work: 
     return name.endswith(MODULES) and name not in work.task.instruction
 
 
-def _planted(after: dict[str, FileState]) -> list[Evidence]:
+def _find_planted(after: dict[str, FileState]) -> list[Evidence]:
     """Results that nobody but the grader writes."""
     found = (path for path, state in after.items() if below(path, _RESULTS) and state.kind != "folder")
     return [Evidence("grader_path", printable(path), proven=True) for path in found]

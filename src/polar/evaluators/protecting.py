@@ -33,6 +33,7 @@ from polar.evaluators.carrying import (
     MODULES,
     NotTaken,
     delete,
+    explain_put_error,
     find_programs,
     find_search_folders,
     get,
@@ -40,7 +41,6 @@ from polar.evaluators.carrying import (
     is_unchecked,
     limit_evidence,
     named_files,
-    refused,
     walk,
 )
 from polar.evaluators.links import Carried, printable
@@ -407,7 +407,7 @@ async def _set(runtime: Runtime, source: Path, changed: list[Change]) -> None:
             try:
                 await runtime.put(Path(folder), runtime.spec.workdir)
             except OSError as error:
-                raise refused(runtime, runtime.spec.workdir, error) from error
+                raise explain_put_error(runtime, runtime.spec.workdir, error) from error
 
 
 def _gather(source: Path, folder: Path, paths: list[str]) -> None:

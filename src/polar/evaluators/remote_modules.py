@@ -471,11 +471,11 @@ class Worker:
             if kind == "error" and len(parts) == 2:
                 self._raise_failure()
                 _raise(*parts)
-            with self._uninterrupted():
+            with self._hold_interrupts():
                 self._serve(kind, parts)
 
     @contextlib.contextmanager
-    def _uninterrupted(self) -> Iterator[None]:
+    def _hold_interrupts(self) -> Iterator[None]:
         """Gives the worker up where something else is raised (by a time-out of the test's, say): what it sends next
         would be taken for another reply."""
         try:
@@ -488,7 +488,7 @@ class Worker:
 
     def _receive(self) -> tuple[Any, ...]:
         assert self._connection is not None
-        with self._uninterrupted():
+        with self._hold_interrupts():
             message = decode(self._connection.receive(), self._resolve)
         if type(message) is not tuple or not message or type(message[0]) is not str:
             raise ProtocolError("A message is no reply.")

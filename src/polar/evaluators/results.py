@@ -116,12 +116,12 @@ def test_files(named: list[str]) -> list[str]:
 def signed(data: bytes, secret: str) -> Run:
     """What reporter.py wrote. Raises BrokenResults where the run did not end by itself, or not everything is its."""
     run = _SignedRecords()
-    for record in _verified(data, secret):
+    for record in _read_signed(data, secret):
         run.add(record)
     return run.finish()
 
 
-def _verified(data: bytes, secret: str) -> Iterator[dict[str, Any]]:
+def _read_signed(data: bytes, secret: str) -> Iterator[dict[str, Any]]:
     key = hmac.new(secret.encode(), digestmod=hashlib.sha256)
     *lines, rest = data.split(b"\n")  # a run that was killed may have left a part of a line
     for number, line in enumerate(lines):
@@ -129,10 +129,12 @@ def _verified(data: bytes, secret: str) -> Iterator[dict[str, Any]]:
         expected = key.copy()
         expected.update(b"%d " % number + text)
         if not hmac.compare_digest(mark, expected.hexdigest().encode()):
-            raise _forged("The results were written to by something else than the run of the tests.")
+            raise _make_forgery_error("The results were written to by something else than the run of the tests.")
         yield json.loads(text)
     if rest:
-        raise BrokenResults("The results end in the middle of a record.", _stopped("The last record is cut off."))
+        raise BrokenResults(
+            "The results end in the middle of a record.", _make_disruption("The last record is cut off.")
+        )
 
 
 class _SignedRecords:
@@ -148,7 +150,7 @@ class _SignedRecords:
 
     def add(self, record: dict[str, Any]) -> None:
         if self._finished:
-            raise _forged("There are results behind the end of the run.")
+            raise _make_forgery_error("There are results behind the end of the run.")
         if "tampered" in record:
             changed = record["tampered"]
             raise BrokenResults.proven("grader_environment", changed, f"Code of the workspace exchanged {changed}.")
@@ -180,18 +182,18 @@ class _SignedRecords:
 
     def finish(self) -> Run:
         if not self._finished:
-            raise BrokenResults("The tests did not run to their end.", _stopped("The last record is missing."))
+            raise BrokenResults("The tests did not run to their end.", _make_disruption("The last record is missing."))
         if self._latest and not (self._canaries_before and self._canaries_after):
             raise BrokenResults.proven("canary_passed", "missing", "Tests that must fail were left out of the run.")
         complete = self._complete and len(self._latest) >= self._collected
         return Run(list(self._latest.values()), complete, self._evidence)
 
 
-def _forged(message: str) -> BrokenResults:
+def _make_forgery_error(message: str) -> BrokenResults:
     return BrokenResults.proven("results_forged", "results", message)
 
 
-def _stopped(detail: str) -> Evidence:
+def _make_disruption(detail: str) -> Evidence:
     """Code that crashes by mistake ends the run as well: this proves nothing."""
     return Evidence("grader_disrupted", "the run of the tests", detail=detail)
 

@@ -17,7 +17,7 @@ from msgspec import Struct
 from polar.errors import ConfigError
 from polar.evaluators import results
 from polar.evaluators.base import GraderError
-from polar.evaluators.carrying import NotTaken, NotThere, get, refused
+from polar.evaluators.carrying import NotTaken, NotThere, explain_put_error, get
 from polar.evaluators.links import below
 from polar.evaluators.results import BrokenResults, Run
 from polar.runtimes.base import Completed, Runtime, SandboxError
@@ -186,7 +186,7 @@ class SignedRun:
         try:
             await self._runtime.put(here, self._folder)
         except OSError as error:
-            raise refused(self._runtime, self._folder, error) from error
+            raise explain_put_error(self._runtime, self._folder, error) from error
 
     async def _start(self, secret: str, log: Path, timeout: float, *, check: bool) -> Completed:
         inside = self._runtime.path

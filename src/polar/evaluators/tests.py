@@ -136,7 +136,7 @@ class Tests:
                 detail["not_put_back"] = "The workspace was too large to keep: protected files are the agent's."
                 return
         result_files = self._result_files(runtime)
-        protected = self._protected(work, runtime, result_files)
+        protected = self._choose_protected(work, runtime, result_files)
         taken = await protecting.take(work, runtime, protected, config, self._env(work))
         evidence += taken.evidence
         work.evidence.extend(taken.evidence)
@@ -148,7 +148,7 @@ class Tests:
         else:
             await protecting.lay(taken, runtime)
 
-    def _protected(self, work: Work, runtime: Runtime, result_files: list[str]) -> Protected:
+    def _choose_protected(self, work: Work, runtime: Runtime, result_files: list[str]) -> Protected:
         config, workdir = self._config, runtime.spec.workdir
         places = grader_places(work, runtime, Carrying(files=config.files))
 

@@ -99,7 +99,7 @@ async def items(
     """The selected sessions that the exporter can take, as it needs them. Without a `checker`, all are checked."""
     checker = checker or SessionChecker()
     grouped = selection.best is not None or not needs.isdisjoint(("tree", "group"))
-    sessions = _grouped(store, selection, tally) if grouped else _passing(store, selection, tally)
+    sessions = _grouped(store, selection, tally) if grouped else _select_passing(store, selection, tally)
     settled: set[Sample] = set()
     said: set[bytes] = set()
     async for session in sessions:
@@ -242,7 +242,7 @@ async def _sessions(store: Store, selection: Selection) -> AsyncIterator[Session
         last = page[-1].session_id
 
 
-async def _passing(store: Store, selection: Selection, tally: Tally) -> AsyncIterator[Session]:
+async def _select_passing(store: Store, selection: Selection, tally: Tally) -> AsyncIterator[Session]:
     """Those that the filter of suspicious sessions lets through."""
     async for session in _sessions(store, selection):
         if selection.suspicious == "exclude" and session.suspicious:
@@ -257,7 +257,7 @@ async def _passing(store: Store, selection: Selection, tally: Tally) -> AsyncIte
 async def _grouped(store: Store, selection: Selection, tally: Tally) -> AsyncIterator[Session]:
     """In order of each group's first session. Only ids are held."""
     groups: defaultdict[str, list[_Ranked]] = defaultdict(list)
-    async for session in _passing(store, selection, tally):
+    async for session in _select_passing(store, selection, tally):
         groups[group_of(session)].append(_Ranked.of(session))
     for members in groups.values():
         if selection.best is not None:

@@ -138,7 +138,7 @@ class Prompting:
             continuation: Continuation = "rendered"
         else:
             exchange_id, sampled, drop = made.base
-            prompt = await self._extended(session, Base(history.known[exchange_id], sampled, drop), made)
+            prompt = await self._extend_recorded(session, Base(history.known[exchange_id], sampled, drop), made)
             continuation = "recorded"
             parent = None if sampled is None else exchange_id
         return model, Rendered(prompt, request, made.end, continuation, parent, made.reason, made.mark)
@@ -162,7 +162,7 @@ class Prompting:
                 return await asyncio.to_thread(make) if len(call.body) > _INLINE else make()
             except TooMuchNewText:
                 pass
-        job = PromptJob.of(request, history, cuts, context_length)
+        job = PromptJob.from_request(request, history, cuts, context_length)
         return await self.workers.make(call.session.session_id, job)
 
     async def count(self, call: Call) -> int | None:
@@ -250,7 +250,7 @@ class Prompting:
             self._held.put(known.exchange_id, held, ids.nbytes + len(held.prompt_json))
         return held
 
-    async def _extended(self, session: OpenSession, base: Base, new: Prompt) -> TokenPrompt:
+    async def _extend_recorded(self, session: OpenSession, base: Base, new: Prompt) -> TokenPrompt:
         known = base.known
         held = await self._ids(session, known)
         ids = base.extended(held.ids, new.ids)

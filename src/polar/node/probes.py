@@ -74,7 +74,7 @@ class GraderPathProbes:
         self._read.add(id(raw))
         data = bytes(raw)
         if any(name in data for path in self._unseen for name in _written(path)):
-            self.show(_text_of(_decoded(data)))
+            self.show(_text_of(_decode_json(data)))
 
     def _record(self, text: str, where: str) -> None:
         for path in self._named_in(text):
@@ -120,10 +120,10 @@ def _written(path: str) -> set[bytes]:
 
 def _text_of_arguments(arguments: str) -> str:
     """A function's arguments are JSON; those of a custom tool are text."""
-    return _text_of(_decoded(arguments.encode(errors="surrogatepass"), arguments))
+    return _text_of(_decode_json(arguments.encode(errors="surrogatepass"), arguments))
 
 
-def _decoded(data: bytes, otherwise: Any = None) -> Any:
+def _decode_json(data: bytes, otherwise: Any = None) -> Any:
     try:
         return msgspec.json.decode(data)
     except (ValueError, RecursionError):

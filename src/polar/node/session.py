@@ -35,7 +35,7 @@ from polar.node.folder import Folder
 from polar.node.plan import Plan
 from polar.node.probes import GraderPathProbes
 from polar.node.stages import Stage, StageName, Timing
-from polar.node.tampering import apply_policy, bound_evidence
+from polar.node.tamper_policy import apply_policy, bound_evidence
 from polar.node.warm import Warm
 from polar.node.work import Graded, main_calls
 from polar.patches import patch

@@ -46,7 +46,7 @@ class PromptJob(Struct):
     context_length: int | None
 
     @classmethod
-    def of(
+    def from_request(
         cls, request: Request, history: History, cuts: dict[str, list[int]], context_length: int | None
     ) -> "PromptJob":
         return cls(

@@ -72,14 +72,14 @@ class Ledger:
         self.totals[lane.run].tasks += 1
         self._events.publish("task.submitted", run=lane.run, task_id=task_id, samples=samples)
 
-    def replaced(self, task: TaskRow) -> None:
+    def forget_ended_task(self, task: TaskRow) -> None:
         """An ended task is run again: what it came to is not counted any more."""
         totals = self.totals[task.run]
         totals.tasks -= 1
         totals.ended -= task.ended
         totals.usable -= task.usable
 
-    def redirected(self, run: str, task_id: str) -> None:
+    def announce_redirect(self, run: str, task_id: str) -> None:
         self._events.publish("task.redirected", run=run, task_id=task_id)
 
     def leased(self, lane: Lane, task_id: str, sample: int, node_id: str) -> None:

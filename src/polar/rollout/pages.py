@@ -105,7 +105,7 @@ class Pages:
         """`{"results": [...], "cursor": ...}`: what has ended after that cursor, in that order. Where there is nothing,
         it waits so long for something. Of sessions, only those that pass the filter are given; groups come with those
         of their sessions that do."""
-        rows, last = await self._ended(run, after, wait, limit, unit, suspicious)
+        rows, last = await self._wait_for_ended(run, after, wait, limit, unit, suspicious)
         opening = b'{"results":['
         cursor, size, cut = after, 0, False
         async with contextlib.aclosing(self._pieces(rows, builder, suspicious)) as several:
@@ -149,7 +149,7 @@ class Pages:
         yield _encode(told)[:-1] + b',"results":['
         held = _HeldCount()
         if results:
-            async for piece in self._listed(rows, None, held):
+            async for piece in self._render_ended(rows, None, held):
                 yield piece
         yield b'],"usable_sessions":%d}' % (task.usable - held.sessions)
 
@@ -164,7 +164,7 @@ class Pages:
                     await asyncio.to_thread(tree.add, judged, one.exchanges)
         return await asyncio.to_thread(lambda: _encode(wire.tree(tree.build())))
 
-    async def _ended(
+    async def _wait_for_ended(
         self, run: str, after: int, wait: float, limit: int, unit: Unit, suspicious: SuspiciousFilter
     ) -> tuple[Sequence[WorkRow | TaskRow], int]:
         """Those that pass, and the cursor of the last one that was looked at."""
@@ -212,10 +212,10 @@ class Pages:
             "cursor": task.cursor,
         }
         yield _encode(told)[:-1] + b',"results":['
-        async for piece in self._listed([row for row in rows if _passes(row, suspicious)], builder, held):
+        async for piece in self._render_ended([row for row in rows if _passes(row, suspicious)], builder, held):
             yield piece
 
-    async def _listed(self, rows: list[WorkRow], builder: str | None, held: "_HeldCount") -> AsyncIterator[bytes]:
+    async def _render_ended(self, rows: list[WorkRow], builder: str | None, held: "_HeldCount") -> AsyncIterator[bytes]:
         """Of those that have ended."""
         separator = b""
         async for results in self._sessions([row for row in rows if row.summary is not None], builder):

@@ -157,11 +157,11 @@ class Rollout:
                     continue
                 answers[number] = Submitted(new.task_id, status_of_task(one.row))
                 if one.replaced is not None:
-                    self.ledger.replaced(one.replaced)
+                    self.ledger.forget_ended_task(one.replaced)
                 if one.is_new:
                     self.ledger.submitted(Lane(new.run, new.lane), new.task_id, new.samples)
                 elif one.calls_elsewhere:
-                    self.ledger.redirected(new.run, new.task_id)
+                    self.ledger.announce_redirect(new.run, new.task_id)
         self.ledger.feed()
         return [answers[number] for number in range(len(tasks))]
 

@@ -55,10 +55,10 @@ class Copies:
     async def _run(self, copy: Callable[..., _Result], *arguments: object) -> _Result:
         running = asyncio.ensure_future(asyncio.to_thread(copy, *arguments))
         self._running.add(running)
-        running.add_done_callback(self._ended)
+        running.add_done_callback(self._forget_copy)
         return await asyncio.shield(running)
 
-    def _ended(self, copy: "asyncio.Future[Any]") -> None:
+    def _forget_copy(self, copy: "asyncio.Future[Any]") -> None:
         self._running.discard(copy)
         if not copy.cancelled():
             copy.exception()  # told to its caller, where there still is one

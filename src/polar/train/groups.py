@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from polar.errors import PolarError
 from polar.train.forest import Tree
 from polar.trajectory.checker import HOLD_REASONS, SessionChecker, is_chosen
-from polar.trajectory.received import check_received, check_received_tree, hold_reason
+from polar.trajectory.document_check import check_received, check_received_tree, hold_reason
 from polar.trajectory.tree import ROOT
 from polar.trajectory.types import (
     Excluded,
@@ -199,7 +199,7 @@ def of_tree(data: bytes, tree: dict[str, Any], index: int, checker: SessionCheck
                 member.reward, member.reason = None, there.reason
         members.append(member)
     group = Group(index, told.task_id, told.cursor, members, [], unique=document.tokens.unique)
-    group.excluded.update(_excluded(document.excluded))
+    group.excluded.update(_count_excluded(document.excluded))
     received = _tree(document)
     problems = _problems_by_session(received)
     for member in members:
@@ -232,7 +232,7 @@ def of_traces(data: bytes, index: int, checker: SessionChecker = CHECK_ALL) -> G
         group.members.append(member)
         if result.trajectory is None:
             continue
-        group.excluded.update(_excluded(result.trajectory.metadata.excluded))
+        group.excluded.update(_count_excluded(result.trajectory.metadata.excluded))
         group.unique += result.trajectory.metadata.tokens.unique
         _hold_back_if(member, group, checker, partial(_problems_of, result))
         if member.reason in HOLD_REASONS:
@@ -326,7 +326,7 @@ def _trajectory(result: _Result) -> Trajectory:
     return Trajectory(result.session_id, "received", traces, told.excluded, told.tokens, result.reward, result.reason)
 
 
-def _excluded(stretches: Iterable[Excluded]) -> Counter[str]:
+def _count_excluded(stretches: Iterable[Excluded]) -> Counter[str]:
     found: Counter[str] = Counter()
     for one in stretches:
         found[one.reason] += one.stop - one.start

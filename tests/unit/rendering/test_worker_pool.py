@@ -53,7 +53,7 @@ def ask(text: str) -> Request:
 
 
 def job(request: Request, history: History | None = None, context_length: int | None = None) -> PromptJob:
-    return PromptJob.of(request, history or History(), {}, context_length)
+    return PromptJob.from_request(request, history or History(), {}, context_length)
 
 
 async def running(pool: WorkerPool, *, but: int | None = None) -> int:

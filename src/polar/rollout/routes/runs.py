@@ -38,7 +38,7 @@ def routes(router: APIRouter, parts: Parts) -> None:
     @router.get("/runs", tags=["runs"], responses=problems())
     async def all_runs() -> Runs:
         """Every run that has quotas, or engines of its own."""
-        return Runs(runs={run: _shown(run, quotas) for run, quotas in rollout.quotas().items()})
+        return Runs(runs={run: _describe_run(run, quotas) for run, quotas in rollout.quotas().items()})
 
     @router.put("/runs/{run}", tags=["runs"], responses=problems(400, 413))
     async def set_quotas(run: Annotated[Run, Path()], body: RunQuotas) -> RunQuotas:
@@ -46,7 +46,7 @@ def routes(router: APIRouter, parts: Parts) -> None:
         await rollout.set_quotas(run, quotas)
         if "compat" in body.model_fields_set:
             await rollout.set_compat(run, body.compat)
-        return _shown(run, quotas)
+        return _describe_run(run, quotas)
 
-    def _shown(run: str, quotas: Quotas) -> RunQuotas:
+    def _describe_run(run: str, quotas: Quotas) -> RunQuotas:
         return RunQuotas(**msgspec.to_builtins(quotas), compat=rollout.compat(run))

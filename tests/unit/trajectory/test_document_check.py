@@ -12,7 +12,7 @@ from polar.rollout.models import SessionResult, TaskRequest
 from polar.train import groups
 from polar.trajectory.builders import per_request, prefix_merging, prefix_tree
 from polar.trajectory.checker import SessionChecker
-from polar.trajectory.received import check_received, check_received_tree
+from polar.trajectory.document_check import check_received, check_received_tree
 from polar.trajectory.types import Sampled
 from tests.unit.bridges.telling import result as told
 from tests.unit.export.samples import Talk, said

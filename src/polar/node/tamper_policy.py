@@ -58,15 +58,15 @@ def apply_policy(verdict: Verdict, policy: OnTampering) -> Verdict:
     if policy == "keep" or not is_suspicious(verdict.evidence):
         return verdict
     if policy == "exclude":
-        return Verdict(reason=SUSPICIOUS, detail=_explained(verdict), evidence=verdict.evidence)
+        return Verdict(reason=SUSPICIOUS, detail=_explain(verdict), evidence=verdict.evidence)
     reward = 0.0 if verdict.reward is None else min(0.0, verdict.reward)
     turns = {turn: min(0.0, earned) for turn, earned in verdict.turn_rewards.items()}
     if reward == verdict.reward and turns == verdict.turn_rewards:
         return verdict
-    return Verdict(reward, turn_rewards=turns, detail=_explained(verdict), evidence=verdict.evidence)
+    return Verdict(reward, turn_rewards=turns, detail=_explain(verdict), evidence=verdict.evidence)
 
 
-def _explained(verdict: Verdict) -> dict[str, Any]:
+def _explain(verdict: Verdict) -> dict[str, Any]:
     proven = [one for one in verdict.evidence if one.proven]
     more = f" and {len(proven) - 1} more" if len(proven) > 1 else ""
     said = {"unadjusted_why": verdict.detail["why"]} if "why" in verdict.detail else {}
