@@ -171,7 +171,7 @@ def _print(summary: Summary, settings: Settings, data: Path) -> None:
         console.print(f"Calls that don't train: {_list_reasons(summary.untrained_calls)}.")
     if "forced_tool" in summary.untrained_calls:
         console.print(
-            "A call whose tool_choice forces a tool does not train: the engine masks tokens that are not part of the call,"
+            "A call whose tool_choice forces a tool does not train: the engine masks tokens that don't fit the call,"
             " so their log-probabilities are not those that were sampled with. Use tool_choice auto where you can."
         )
     if summary.excluded:
