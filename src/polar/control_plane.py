@@ -31,7 +31,7 @@ _HEALTH_HEADERS = [(b"content-type", b"application/json"), (b"cache-control", b"
 class ControlPlane:
     """Serves `app` on a listening socket. Use as an async context manager, on the loop that `app` belongs to.
 
-    `health` gives the HTTP status and the body of /health. It is called in the thread, so it must not change anything."""
+    `health` gives the HTTP status and body of /health. It is called in the thread, so it must not change anything."""
 
     def __init__(self, app: ASGIApp, health: HealthCheck, listener: socket) -> None:
         self._app = app

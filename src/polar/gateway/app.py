@@ -21,6 +21,7 @@ from polar.gateway import auth
 from polar.gateway.capture import Call
 from polar.gateway.generation import Context, Generation
 from polar.gateway.http import create_server, read_body, url_of
+from polar.gateway.media import refuse_addresses
 from polar.gateway.metrics import Metrics
 from polar.gateway.prompt_ids import PromptIds
 from polar.gateway.prompting import Prompting
@@ -51,6 +52,7 @@ class Gateway:
     def __init__(self, settings: Settings, *, store: Store, pools: Pools, sessions: Sessions, metrics: Metrics) -> None:
         self._settings = settings.gateway
         self._sampling = settings.engine.sampling
+        self._refuses_addresses = settings.engine.image_urls == "refuse"
         self._pools = pools
         self._sessions = sessions
         self.prompting = Prompting(settings.engine, pools, store)
@@ -181,6 +183,8 @@ class Gateway:
             params["alt"] = request.query["alt"]
         wire = match.dialect.split(mended)
         asked = match.dialect.decode_request(wire, params)
+        if self._refuses_addresses:
+            refuse_addresses(asked)
         self._sampling.apply(asked.sampling)
         if session.sampling is not None:
             session.sampling.apply(asked.sampling)
