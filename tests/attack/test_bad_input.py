@@ -662,6 +662,31 @@ async def test_harmless_headers_given_twice(it: Bench, dialect: Dialect) -> None
 
 
 @each_dialect
+async def test_a_repeated_header_never_moves_a_request(it: Bench, dialect: Dialect) -> None:
+    """Where a head began in the bytes of the request before, its rest is no request of its own; after a body that came
+    alone, whole or chunked, the next request may repeat its headers."""
+    text = good(dialect)
+    agents = ["User-Agent: a", "User-Agent: b"]
+    auth = {"Authorization": f"Bearer {it.key}"}
+    async with Wire.open(it.url) as wire:
+        hidden = f"POST {dialect.path} HTTP/1.1\r\nHost: x\r\nX: "
+        await wire.send(wire.head("POST", dialect.path, auth, len(text)) + text + hidden.encode())
+        assert (await wire.answer()).status == 200
+        smuggled = [f"GET /v1/models HTTP/1.0\r\nAuthorization: Bearer {it.key}", *agents, "", ""]
+        await wire.send("\r\n".join(smuggled).encode())
+        assert (await wire.answer()).status in (400, 401)
+    async with Wire.open(it.url) as wire:
+        head = wire.head("POST", dialect.path, auth | {"Transfer-Encoding": "chunked"})
+        for first in (head + chunked(text), wire.head("POST", dialect.path, auth, len(text)) + text):
+            for place in range(0, len(first), 50):
+                await wire.send(first[place : place + 50])
+                await asyncio.sleep(0)
+            assert (await wire.answer()).status == 200
+            await wire.send(head_with(it, dialect, agents, len(text)) + text)
+            assert (await wire.answer()).status == 200
+
+
+@each_dialect
 async def test_headers_that_must_stand_once(it: Bench, dialect: Dialect) -> None:
     """Those that say where a request goes and where it ends, alone and beside harmless ones."""
     text = good(dialect)

@@ -37,6 +37,7 @@ _DUPLICATE = re.compile(r"Duplicate '([\w-]+)' header found")
 _MAX_MERGES = 8
 """Attempts at one request's head. Each parses the head again, and a client could send it line by line."""
 
+_HEAD_END = b"\r\n\r\n"
 _REQUEST_LINE = re.compile(rb"\s*[^\s]{1,32} (/[^\s?#]*)")
 
 ParserResult = tuple[Sequence[tuple[RawRequestMessage, StreamReader]], bool, bytes]
@@ -94,15 +95,18 @@ class RequestParser:
     """aiohttp's request parser. Merges repeated harmless headers, and reports a broken body to whoever reads it.
 
     The bytes of a head are kept until the head is complete. When the parser refuses a repeated header, a new parser
-    gets the same head with that header merged, and stays strict about everything else."""
+    gets the same head with that header merged, and stays strict about everything else. This needs all bytes of the
+    head from its first: where pipelined requests hide that, repeated headers are refused."""
 
     def __init__(self, connection: Connection, loop: asyncio.AbstractEventLoop) -> None:
         self._connection = connection
         self._loop = loop
         self._parser = self._create()
         self._head: list[bytes] = []
+        self._is_aligned = True  # `_head` begins with a request's first byte
         self._merges = 0
         self._payload: StreamReader | None = None
+        self._body_left: int | None = 0  # bytes of the body that are still to come; None where it is chunked
         self.failed_path = "/"
         """The path of the last request that could not be parsed, as far as it could be read."""
 
@@ -118,9 +122,9 @@ class RequestParser:
                 return self._fail_body(payload, error)
             parsed = self._merge_and_parse(error)
         if parsed[0]:
-            self._payload = parsed[0][-1][1]
-            self._head.clear()
-            self._merges = 0
+            self._start_body(parsed, aligned=self._is_aligned and not in_body)
+        elif in_body:
+            self._continue_body(data, len(data))
         return parsed
 
     def message_consumed(self) -> None:
@@ -144,6 +148,26 @@ class RequestParser:
             auto_decompress=False,
         )
 
+    def _start_body(self, parsed: ParserResult, *, aligned: bool) -> None:
+        messages, upgraded, _ = parsed
+        message, self._payload = messages[-1]
+        self._is_aligned = aligned and len(messages) == 1 and not upgraded
+        if self._is_aligned:
+            received = b"".join(self._head)
+            self._body_left = None if message.chunked else int(message.headers.get("Content-Length", 0))
+            self._continue_body(received, len(received) - received.find(_HEAD_END) - len(_HEAD_END))
+        self._head.clear()
+        self._merges = 0
+
+    def _continue_body(self, data: bytes, size: int) -> None:
+        """Notes that `data`, whose last `size` bytes are of the body, was parsed."""
+        if self._body_left is not None:
+            self._body_left -= size
+            self._is_aligned &= self._body_left >= 0
+        elif self._payload is not None and self._payload.is_eof():
+            # The start of another head could follow, but would not end so: it would be complete, and another message.
+            self._is_aligned &= data.endswith(_HEAD_END)
+
     def _fail_body(self, payload: StreamReader, error: BadHttpMessage) -> ParserResult:
         """Whoever reads the body answers the request. Nothing can follow on this connection."""
         payload.set_exception(web.RequestPayloadError(_summarize(error)))
@@ -156,7 +180,7 @@ class RequestParser:
         while True:
             found = _DUPLICATE.match(error.message)
             merged = None
-            if found is not None and self._merges < _MAX_MERGES:
+            if found is not None and self._is_aligned and self._merges < _MAX_MERGES:
                 merged = _merge_header(head, found[1].lower().encode())
             if merged is None:
                 line = _REQUEST_LINE.match(head)
@@ -179,7 +203,7 @@ def _merge_header(data: bytes, name: bytes) -> bytes | None:
     touches what follows the first head."""
     if name not in _MERGED_HEADERS:
         return None
-    head, end, rest = data.partition(b"\r\n\r\n")
+    head, end, rest = data.partition(_HEAD_END)
     lines = head.split(b"\r\n")
     if len(lines) > MAX_HEADERS + 1:
         return None
