@@ -71,6 +71,10 @@ class EngineSettings(Section):
     render: Literal["gateway", "engine"] = Field(
         "gateway", description="who renders prompts; the engine does in any case what only it can (pictures, say)"
     )
+    image_urls: Literal["pass", "refuse"] = Field(
+        "refuse",
+        description="pictures and files by address, which the engine would fetch; data: URLs always pass",
+    )
     continuation: Literal["auto", "sampled", "off"] = "auto"
     template_kwargs: dict[str, Any] = Field({}, description="variables of the chat template, such as enable_thinking")
     logprobs: bool = True

@@ -24,15 +24,16 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from polar.gateway.http import SILENCE
 
 _SHUTDOWN_SECONDS = 2
+HealthCheck = Callable[[], tuple[int, bytes]]
 _HEALTH_HEADERS = [(b"content-type", b"application/json"), (b"cache-control", b"no-store")]
 
 
 class ControlPlane:
     """Serves `app` on a listening socket. Use as an async context manager, on the loop that `app` belongs to.
 
-    `health` gives the body of /health. It is called in the thread, so it must not change anything."""
+    `health` gives the HTTP status and body of /health. It is called in the thread, so it must not change anything."""
 
-    def __init__(self, app: ASGIApp, health: Callable[[], bytes], listener: socket) -> None:
+    def __init__(self, app: ASGIApp, health: HealthCheck, listener: socket) -> None:
         self._app = app
         self._health = health
         self._listener = listener
@@ -123,15 +124,16 @@ class _PatientProtocol(HttpToolsProtocol):
 class _Bridge:
     """An ASGI application that has another one answer on another event loop."""
 
-    def __init__(self, app: ASGIApp, health: Callable[[], bytes], loop: AbstractEventLoop) -> None:
+    def __init__(self, app: ASGIApp, health: HealthCheck, loop: AbstractEventLoop) -> None:
         self._app = app
         self._health = health
         self._loop = loop
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and (scope["method"], scope["path"]) == ("GET", "/health"):
-            await send({"type": "http.response.start", "status": 200, "headers": _HEALTH_HEADERS})
-            await send({"type": "http.response.body", "body": self._health()})
+            status, body = self._health()
+            await send({"type": "http.response.start", "status": status, "headers": _HEALTH_HEADERS})
+            await send({"type": "http.response.body", "body": body})
             return
         here = asyncio.get_running_loop()
         first = None if _announces_body(scope) else await receive()

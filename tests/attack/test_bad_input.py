@@ -376,7 +376,8 @@ async def test_bodies_that_are_too_large(it: Bench, dialect: Dialect) -> None:
 
 
 @each_dialect
-async def test_chunked_bodies(it: Bench, dialect: Dialect, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_chunked_bodies(it: Bench, dialect: Dialect) -> None:
+    """A broken chunk is refused at once, whenever it comes, and ends the connection."""
     auth = {"Authorization": f"Bearer {it.key}", "Transfer-Encoding": "chunked"}
     text = good(dialect)
     async with Wire.open(it.url) as wire:
@@ -389,12 +390,17 @@ async def test_chunked_bodies(it: Bench, dialect: Dialect, monkeypatch: pytest.M
         await wire.send(wire.head("POST", dialect.path, auth) + b"3;name=value\r\n" + text[:3] + b"\r\n")
         await wire.send(chunked(text[3:]))
         assert (await wire.answer()).status == 200
-    monkeypatch.setattr("polar.gateway.http.SILENCE", 0.05)  # a broken chunk is silence to the one who reads
     for broken in (b"zz\r\nabc\r\n0\r\n\r\n", b"-1\r\n\r\n", b"3\r\nabcdef\r\n0\r\n\r\n", b"fffffffffffffffffff\r\n"):
         async with Wire.open(it.url) as wire:
-            await wire.send(wire.head("POST", dialect.path, auth))
-            await asyncio.sleep(0.01)
+            await wire.send(wire.head("POST", dialect.path, auth | {"Expect": "100-continue"}))
+            assert (await wire.answer()).status == 100  # the body is being read
             await wire.send(broken)
+            answer = await wire.answer()
+            refused(dialect, answer)
+            assert "can't be read" in json.loads(answer.body)["error"]["message"]
+            assert await wire.reader.read() == b""
+        async with Wire.open(it.url) as wire:
+            await wire.send(wire.head("POST", dialect.path, auth) + broken)
             refused(dialect, await wire.answer())
     assert (await post(it, dialect, text)).status == 200
 
@@ -595,14 +601,116 @@ BROKEN_HTTP = (
 
 
 async def test_what_is_no_http(it: Bench, caplog: pytest.LogCaptureFixture) -> None:
-    """Not a request, so no provider's: a plain 400. No key is logged, wherever it stood."""
+    """Refused in the shape of the provider whose path stands in the request line, or OpenAI's where none does. No key
+    is logged or repeated, wherever it stood."""
     for data in (*BROKEN_HTTP, f"POST / HTTP/1.1\r\nAuthorization: Bearer {it.key}\0\r\n\r\n".encode()):
         async with Wire.open(it.url) as wire:
             await wire.send(data)
             answer = await wire.answer()
-            assert answer.status in (400, 404, 431), (data[:80], answer)
+            refused(ANTHROPIC if b" /v1/messages" in data else CHAT, answer)
+            assert it.key.encode() not in answer.body
+            assert await wire.reader.read() == b""
     assert it.key not in caplog.text
     assert (await post(it, CHAT, good(CHAT))).status == 200
+
+
+BROKEN_HEADS = (
+    (b"HTTP/9.9\r\n\r\n", "Invalid HTTP version"),
+    (b"HTTP/1.1\r\n\r\n", "Missing 'Host' header"),
+    (b"HTTP/1.1\r\nHost: x\r\nNo colon here\r\n\r\n", "Invalid header token"),
+    (b"HTTP/1.1\r\nHost: x\r\nX: " + b"y" * 100_000 + b"\r\n\r\n", "more than 65536 bytes"),
+    (b"HTTP/1.1\r\nHost: x\r\n" + b"X: y\r\n" * 1000 + b"\r\n", "Too many headers"),
+    (b"HTTP/1.1\r\nHost: x\r\nContent-Length: -1\r\n\r\n", "Content-Length"),
+)
+
+
+@each_dialect
+@pytest.mark.parametrize("prefix", ["", "/s/sk-polar-x"])
+async def test_broken_heads_get_the_providers_error(it: Bench, dialect: Dialect, prefix: str) -> None:
+    for rest, reason in BROKEN_HEADS:
+        async with Wire.open(it.url) as wire:
+            await wire.send(f"POST {prefix}{dialect.path} ".encode() + rest)
+            answer = await wire.answer()
+        refused(dialect, answer)
+        assert reason in json.loads(answer.body)["error"]["message"], answer
+
+
+def head_with(it: Bench, dialect: Dialect, lines: list[str], length: int) -> bytes:
+    own = [f"POST {dialect.path} HTTP/1.1", "Host: x", f"Authorization: Bearer {it.key}", f"Content-Length: {length}"]
+    return "\r\n".join([*own, *lines, "", ""]).encode()
+
+
+@each_dialect
+async def test_harmless_headers_given_twice(it: Bench, dialect: Dialect) -> None:
+    """As google-genai's clients send `User-Agent`. What they say is merged."""
+    lines = ["user-agent: first/1", "Content-Type: application/json", "User-Agent:second/2 ", "content-type: x"]
+    text = good(dialect)
+    request = head_with(it, dialect, lines, len(text)) + text
+    before = len(await it.exchanges())
+    async with Wire.open(it.url) as wire:
+        for _ in range(2):  # on one connection
+            await wire.send(request)
+            assert (await wire.answer()).status == 200
+        for place in range(0, len(request), 7):  # however the bytes are cut
+            await wire.send(request[place : place + 7])
+            await asyncio.sleep(0)
+        assert (await wire.answer()).status == 200
+        await wire.send(wire.head("POST", dialect.path, {"Authorization": f"Bearer {it.key}"}, len(text)) + text)
+        assert (await wire.answer()).status == 200
+    exchanges = (await it.exchanges())[before:]
+    assert [exchange.hints.get("user-agent") for exchange in exchanges] == ["first/1, second/2"] * 3 + [None]
+
+
+@each_dialect
+async def test_a_repeated_header_never_moves_a_request(it: Bench, dialect: Dialect) -> None:
+    """Where a head began in the bytes of the request before, its rest is no request of its own; after a body that came
+    alone, whole or chunked, the next request may repeat its headers."""
+    text = good(dialect)
+    agents = ["User-Agent: a", "User-Agent: b"]
+    auth = {"Authorization": f"Bearer {it.key}"}
+    async with Wire.open(it.url) as wire:
+        hidden = f"POST {dialect.path} HTTP/1.1\r\nHost: x\r\nX: "
+        await wire.send(wire.head("POST", dialect.path, auth, len(text)) + text + hidden.encode())
+        assert (await wire.answer()).status == 200
+        smuggled = [f"GET /v1/models HTTP/1.0\r\nAuthorization: Bearer {it.key}", *agents, "", ""]
+        await wire.send("\r\n".join(smuggled).encode())
+        assert (await wire.answer()).status in (400, 401)
+    async with Wire.open(it.url) as wire:
+        head = wire.head("POST", dialect.path, auth | {"Transfer-Encoding": "chunked"})
+        for first in (head + chunked(text), wire.head("POST", dialect.path, auth, len(text)) + text):
+            for place in range(0, len(first), 50):
+                await wire.send(first[place : place + 50])
+                await asyncio.sleep(0)
+            assert (await wire.answer()).status == 200
+            await wire.send(head_with(it, dialect, agents, len(text)) + text)
+            assert (await wire.answer()).status == 200
+
+
+@each_dialect
+async def test_headers_that_must_stand_once(it: Bench, dialect: Dialect) -> None:
+    """Those that say where a request goes and where it ends, alone and beside harmless ones."""
+    text = good(dialect)
+    before = len(await it.exchanges())
+    for lines in (
+        ["Host: y"],
+        [f"Content-Length: {len(text)}"],
+        ["Transfer-Encoding: chunked"],
+        ["Transfer-Encoding: chunked", "Transfer-Encoding: chunked"],
+        ["User-Agent: a", "User-Agent: b", "Host: y"],
+        ["User-Agent: a", "User-Agent: b", f"content-length: {len(text)}"],
+        ["User-Agent: a"] * 200,
+        ["User-Agent: " + "a" * 40_000] * 2,
+    ):
+        async with Wire.open(it.url) as wire:
+            await wire.send(head_with(it, dialect, lines, len(text)) + text)
+            refused(dialect, await wire.answer())
+    async with Wire.open(it.url) as wire:  # a head that never ends, line by line
+        await wire.send(head_with(it, dialect, [], len(text))[:-2])
+        while not wire.reader.at_eof() and wire.reader.exception() is None:
+            await wire.send(b"User-Agent: a\r\nX: y\r\n")
+            await asyncio.sleep(0)
+    assert (await post(it, dialect, text)).status == 200
+    assert len(await it.exchanges()) == before + 1
 
 
 async def test_odd_headers(it: Bench) -> None:

@@ -95,6 +95,36 @@ async def test_the_server_is_restarted_while_many_write(server: Server) -> None:
     await store.close()
 
 
+async def test_a_server_that_is_away_or_read_only_shows(server: Server) -> None:
+    """In `write_failure`, until a probe of ours succeeds: nobody else writes."""
+    url = server.new_database()
+    store = PostgresStore.open(url, patience_s=0.1)
+    try:
+        await store.create_session(session("s"))
+        assert store.write_failure is None
+        await asyncio.to_thread(server.stop)
+        with pytest.raises(StoreError):
+            await store.create_session(session("t"))
+        assert store.write_failure is not None
+        await asyncio.to_thread(server.start)
+        await wait_until(lambda: store.write_failure is None)
+        with psycopg.connect(url, autocommit=True) as admin:
+            name = admin.info.dbname
+            admin.execute(f'ALTER DATABASE "{name}" SET default_transaction_read_only = on'.encode())
+            admin.execute("SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE pid <> pg_backend_pid()")
+            with pytest.raises(StoreError, match="read-only"):
+                await store.create_session(session("u"))
+            assert "read-only" in (store.write_failure or "")
+            admin.execute(f'ALTER DATABASE "{name}" RESET default_transaction_read_only'.encode())
+            admin.execute("SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE pid <> pg_backend_pid()")
+        await wait_until(lambda: store.write_failure is None)
+        with pytest.raises(StoreError, match="used once"):
+            await store.create_session(session("s"))
+        assert store.write_failure is None
+    finally:
+        await store.close()
+
+
 async def test_a_server_that_stays_away_is_reported_and_may_come_back(server: Server) -> None:
     store = PostgresStore.open(server.new_database(), patience_s=0.3)
     await store.create_session(session("s"))

@@ -73,6 +73,14 @@ async def test_mini_swe_agent(tmp_path: Path) -> None:
     assert not refused(done)
 
 
+async def test_codex_knows_its_default_model(tmp_path: Path) -> None:
+    """It warns about a name that it doesn't know, and works with guesses."""
+    done = await run(tmp_path, ["codex", "exec", "--skip-git-repo-check", TASK], NODE)
+    assert done.summary["exit_code"] == 0
+    assert "Model metadata" not in done.errors
+    assert {asked(exchange).model for exchange in done.exchanges} == {"gpt-5.5"}
+
+
 async def test_codex_gives_up_its_websocket_at_once(tmp_path: Path) -> None:
     """With its built-in provider it tries a WebSocket first; one refusal must be enough."""
     script = (

@@ -38,9 +38,12 @@ def leader(call: dict[str, Any]) -> list[Turn]:
     return [*turns, {"reasoning": "All of it is done.", "text": "Everything is written."}]
 
 
-async def play(tmp_path: Path, command: list[str], call: dict[str, Any], mode: str) -> tuple[Run, list[Trace]]:
+async def play(
+    tmp_path: Path, command: list[str], call: dict[str, Any], mode: str, options: tuple[str, ...] = ()
+) -> tuple[Run, list[Trace]]:
+    variables = qwen3(tmp_path, mode)
     done = await run(
-        tmp_path, command, NODE, turns=leader(call), plays={"helper": HELPER}, variables=qwen3(tmp_path, mode)
+        tmp_path, command, NODE, options=options, turns=leader(call), plays={"helper": HELPER}, variables=variables
     )
     for number in (0, 2, 3, 4, 5):
         assert (workspace(tmp_path) / f"f{number}.txt").read_text() == f"{number * 7}\n"
@@ -69,9 +72,11 @@ async def test_claude(tmp_path: Path, mode: str, background: bool) -> None:
 
 @pytest.mark.parametrize("mode", ["auto", "sampled"])
 async def test_codex(tmp_path: Path, mode: str) -> None:
-    """That its helper is done, it is told by a user message, before which Qwen3's template drops thinking."""
+    """That its helper is done, it is told by a user message, before which Qwen3's template drops thinking. To a model
+    that it doesn't know it offers helpers at once, to others only in its search for tools."""
     call = {"name": "multi_agent_v1__spawn_agent", "arguments": {"message": HELP}}
-    done, traces = await play(tmp_path, ["codex", "exec", "--skip-git-repo-check", TASK], call, mode)
+    command = ["codex", "exec", "--skip-git-repo-check", TASK]
+    done, traces = await play(tmp_path, command, call, mode, ("--model", "gpt-5-codex"))
     helping = [trace for trace in traces if trace.role == "subagent"]
     leading = [trace for trace in traces if trace.role == "main"]
     assert [len(trace.exchange_ids) for trace in helping] == [4]

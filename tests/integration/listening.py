@@ -88,12 +88,12 @@ def exact(exchange: Exchange) -> tuple[int, int]:
 
 @asynccontextmanager
 async def gateway(
-    data: Path, plays: Plays | Play | None = None, *, render: str = "engine", **engine: Any
+    data: Path, plays: Plays | Play | None = None, *, render: str = "engine", image_urls: str = "refuse", **engine: Any
 ) -> AsyncIterator[Gateway]:
     """`engine`: options of the scripted server. What it is asked can be looked at where it renders."""
     async with (
         Listening(plays, **engine) as server,
-        DataPlane(settings([server.url], engine={"render": render}), data) as service,
+        DataPlane(settings([server.url], engine={"render": render, "image_urls": image_urls}), data) as service,
     ):
         session, key = await service.sessions.create({})
         assert isinstance(server, Listening)

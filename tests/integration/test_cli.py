@@ -45,6 +45,24 @@ def test_capture_keeps_what_an_agent_asks_and_show_shows_it(tmp_path: Path) -> N
     assert whole["exchanges"][0]["sampled_ids"]
 
 
+def test_capture_counts_calls_that_do_not_train(tmp_path: Path) -> None:
+    """By reason: a forced tool is the user's own choice, and costs them the call."""
+    tools = [{"type": "function", "function": {"name": name, "parameters": {"type": "object"}}} for name in "ab"]
+    choices = ["auto", "required", {"type": "function", "function": {"name": "a"}}]
+    calls = [AGENT.split("with ")[0]]
+    for choice in choices:
+        calls.append(f"body |= {{'tools': {tools!r}, 'tool_choice': {choice!r}}}")
+        calls.append("urllib.request.urlopen(urllib.request.Request(url, json.dumps(body).encode(), headers)).read()")
+    (tmp_path / "agent.py").write_text("\n".join(calls))
+    done = polar("capture", "--json", "--", sys.executable, "agent.py", folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    captured = json.loads(done.stdout.strip().rpartition("\n")[2])
+    assert (captured["exchanges"], captured["untrained_calls"]) == (3, {"forced_tool": 2})
+    shown = polar("capture", "--", sys.executable, "agent.py", folder=tmp_path).stderr
+    assert "Calls that don't train: forced_tool: 2." in shown
+    assert "tool_choice" in shown
+
+
 def test_the_commands_own_exit_status_is_kept(tmp_path: Path) -> None:
     (tmp_path / "agent.py").write_text(AGENT + "raise SystemExit(7)")
     assert polar("capture", "--", sys.executable, "agent.py", folder=tmp_path).returncode == 7

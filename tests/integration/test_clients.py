@@ -4,6 +4,7 @@ After every call the store must have the exchange: whole, with the ids and log-p
 and with the counts that the client was told. What only one provider has stands in the files named after it.
 """
 
+import json
 from collections.abc import AsyncIterator
 from itertools import pairwise
 from pathlib import Path
@@ -20,10 +21,13 @@ from tests.integration.clients import (
     MODEL,
     PICTURE_URL,
     PNG,
+    Chat,
     Client,
     Content,
+    Messages,
     Output,
     Picture,
+    Responses,
     Wish,
     status_of,
     tool,
@@ -58,10 +62,15 @@ PLAYS = Plays(
 )
 
 
+@pytest.fixture
+def image_urls() -> str:
+    return "refuse"
+
+
 @pytest.fixture(params=["gateway", "engine"])
-async def running(tmp_path: Path, request: pytest.FixtureRequest) -> AsyncIterator[Gateway]:
+async def running(tmp_path: Path, request: pytest.FixtureRequest, image_urls: str) -> AsyncIterator[Gateway]:
     """Whoever renders, clients see the same."""
-    async with gateway(tmp_path, PLAYS, render=request.param, max_model_len=4096) as started:
+    async with gateway(tmp_path, PLAYS, render=request.param, image_urls=image_urls, max_model_len=4096) as started:
         yield started
 
 
@@ -147,6 +156,7 @@ async def test_a_tool_loop_of_three_turns(running: Gateway, client: Client, stre
     assert "<tool_response>from look</tool_response><tool_response>from shell</tool_response>" in last
 
 
+@pytest.mark.parametrize("image_urls", ["pass"])
 async def test_pictures_are_passed_on(running: Gateway, client: Client, stream: bool) -> None:
     content: list[Content] = ["Before.", Picture(data=PNG), "Between.", Picture(url=PICTURE_URL), "After."]
     answer = await client.ask(client.user(*content), stream=stream)
@@ -158,6 +168,29 @@ async def test_pictures_are_passed_on(running: Gateway, client: Client, stream: 
         {"type": "image_url", "image_url": {"url": PICTURE_URL}},
         {"type": "text", "text": "After."},
     ]
+
+
+@pytest.mark.parametrize(
+    "address", [PICTURE_URL, "http://169.254.169.254/latest", "file:///etc/passwd", "FTP://a/b", "gs://bucket/cat.png"]
+)
+async def test_addresses_are_refused(running: Gateway, client: Client, stream: bool, address: str) -> None:
+    """The engine would fetch them."""
+    message = await fails(client, 400, client.user("Look:", Picture(url=address)), stream)
+    assert "[engine] image_urls" in message
+    assert address in message
+    assert address not in json.dumps(running.engine.heard)
+    assert await running.exchanges() == []
+
+
+@pytest.mark.parametrize("client", [Chat, Responses, Messages], indirect=True)  # Google's results carry data alone
+async def test_addresses_in_results_are_refused(running: Gateway, client: Client, stream: bool) -> None:
+    wish = Wish(tools=TOOLS)
+    history = client.user("PLAY:calls_twice")
+    first = await client.ask(history, stream=stream, wish=wish)
+    seen = [Output(call, ["A picture:", Picture(url=PICTURE_URL)]) for call in first.calls]
+    message = await fails(client, 400, [*history, *first.echo, *client.results(*seen)], stream, wish)
+    assert "[engine] image_urls" in message
+    await running.recorded(first)
 
 
 async def test_results_with_pictures_and_errors(running: Gateway, client: Client, stream: bool) -> None:

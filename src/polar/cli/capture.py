@@ -4,6 +4,7 @@ import asyncio
 import os
 import shutil
 import signal
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +30,10 @@ from polar.errors import ConfigError
 from polar.harnesses import environment, inherited, known_by_command, load_harness
 from polar.harnesses.base import Wanted
 from polar.harnesses.files import write_setup
-from polar.store.base import Verdict
+from polar.store.base import Exchange, Verdict
 from polar.trajectory.builders import prefix_merging
 from polar.trajectory.session import sampled
+from polar.trajectory.types import Excluded
 
 
 @click.command("capture", context_settings={"allow_interspersed_args": False})
@@ -73,6 +75,7 @@ class Summary(Struct):
     exit_code: int = 0
     prompt_tokens: int = 0
     untrainable: int = 0
+    untrained_calls: dict[str, int] = field(default_factory=dict)  # calls without a token that trains, by reason
     excluded: dict[str, int] = field(default_factory=dict)  # sampled tokens that don't train, by reason
     branches: dict[str, int] = field(default_factory=dict)  # by reason
 
@@ -128,6 +131,7 @@ async def capture(
     for excluded in built.excluded:
         count = excluded.stop - excluded.start
         summary.excluded[excluded.reason] = summary.excluded.get(excluded.reason, 0) + count
+    summary.untrained_calls = _count_untrained_calls(exchanges, built.excluded)
     if as_json:
         # The command's own output may not have ended its line.
         click.echo("\n" + msgspec.json.encode(summary).decode())
@@ -163,11 +167,39 @@ def _print(summary: Summary, settings: Settings, data: Path) -> None:
         )
     if summary.branches:
         console.print(f"Prompts that don't just go on from recorded tokens: {_listed(summary.branches)}.")
+    if summary.untrained_calls:
+        console.print(f"Calls that don't train: {_list_reasons(summary.untrained_calls)}.")
+    if "forced_tool" in summary.untrained_calls:
+        console.print(
+            "A call whose tool_choice forces a tool does not train: the engine masks tokens that don't fit the call,"
+            " so their log-probabilities are not those that were sampled with. Use tool_choice auto where you can."
+        )
     if summary.excluded:
         console.print(f"Sampled tokens that don't train: {_listed(summary.excluded)}.")
     if (note := scripted_note(settings)) is not None:
         console.print(note)
     console.print(f"Look at it with: {show_command(summary.session_id, data)}")
+
+
+def _count_untrained_calls(exchanges: list[Exchange], excluded: list[Excluded]) -> dict[str, int]:
+    """Calls none of whose sampled tokens train, by reason: the call's own, or that of its first excluded tokens."""
+    reasons: dict[str, str] = {}
+    tokens: Counter[str] = Counter()
+    for span in excluded:
+        reasons.setdefault(span.exchange_id, span.reason)
+        tokens[span.exchange_id] += span.stop - span.start
+    counts: Counter[str] = Counter()
+    for exchange in exchanges:
+        name = exchange.exchange_id
+        if exchange.untrainable is not None:
+            counts[exchange.untrainable] += 1
+        elif name in reasons and exchange.sampled_ids is not None and tokens[name] == len(exchange.sampled_ids):
+            counts[reasons[name]] += 1
+    return dict(counts)
+
+
+def _list_reasons(counts: dict[str, int]) -> str:
+    return ", ".join(f"{reason}: {count}" for reason, count in sorted(counts.items()))
 
 
 def _listed(counts: dict[str, int]) -> str:

@@ -196,8 +196,9 @@ class AsyncClient(AsyncClosing):
     # the service
 
     async def health(self) -> dict[str, Any]:
-        """Raises ClientError at once where nothing answers."""
-        return await self._calls.call("GET", "/health", decode=_table, patience=0)
+        """Raises ClientError at once where nothing answers. `status` is "ok", or "degraded" with a `reason`: then the
+        service answers, but can't write."""
+        return await self._calls.call("GET", "/health", decode=_table, patience=0, accept=503)
 
     async def status(self) -> dict[str, Any]:
         return await self._calls.call("GET", "/rollout/status", decode=_table)

@@ -110,12 +110,14 @@ class Calls:
         wait: float = 0.0,
         patience: float | None = None,
         once: bool = False,
+        accept: int | None = None,
     ) -> T:
         """What `decode` makes of the answer: an answer that is cut off counts as none. The server may take `wait`
-        seconds longer than usual. `once`: it is not asked again after it may have been heard. Raises ClientError."""
+        seconds longer than usual. `once`: it is not asked again after it may have been heard. `accept`: an HTTP status
+        that is no error here. Raises ClientError."""
         trying = _Trying(self.patience if patience is None else patience)
         while True:
-            got = await self._once(method, path, query, body, decode, wait)
+            got = await self._once(method, path, query, body, decode, wait, accept)
             if not isinstance(got, _Failure):
                 return got
             if once and not got.unheard:
@@ -149,14 +151,21 @@ class Calls:
             await trying.again_after(failure)
 
     async def _once(
-        self, method: str, path: str, query: Query | None, body: bytes | None, decode: Callable[[bytes], T], wait: float
+        self,
+        method: str,
+        path: str,
+        query: Query | None,
+        body: bytes | None,
+        decode: Callable[[bytes], T],
+        wait: float,
+        accept: int | None,
     ) -> T | _Failure:
         try:
             async with self._request(method, path, query, body, wait) as response:
                 text = await response.read()
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             return self._broken(error)
-        if response.status >= 300:
+        if response.status >= 300 and response.status != accept:
             return self._refused(response, text)
         try:
             return decode(text)

@@ -70,7 +70,7 @@ class Google:
     def recognises(self, path: str, headers: Mapping[str, str]) -> bool:
         """The newest clients ask under /v1, where the model list is also OpenAI's and Anthropic's: the key tells."""
         return (
-            path.startswith(("/v1beta/", "/v1alpha/"))
+            path.startswith(("/v1beta", "/v1alpha"))
             or path.endswith((":generateContent", ":streamGenerateContent", ":countTokens"))
             or "x-goog-api-key" in headers
         )

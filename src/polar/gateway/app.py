@@ -7,6 +7,7 @@ Whatever goes wrong, the harness gets its provider's own error shape; a bug of o
 
 import asyncio
 import logging
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from aiohttp import web
@@ -20,6 +21,7 @@ from polar.gateway import auth
 from polar.gateway.capture import Call
 from polar.gateway.generation import Context, Generation
 from polar.gateway.http import create_server, read_body, url_of
+from polar.gateway.media import refuse_addresses
 from polar.gateway.metrics import Metrics
 from polar.gateway.prompt_ids import PromptIds
 from polar.gateway.prompting import Prompting
@@ -50,6 +52,7 @@ class Gateway:
     def __init__(self, settings: Settings, *, store: Store, pools: Pools, sessions: Sessions, metrics: Metrics) -> None:
         self._settings = settings.gateway
         self._sampling = settings.engine.sampling
+        self._refuses_addresses = settings.engine.image_urls == "refuse"
         self._pools = pools
         self._sessions = sessions
         self.prompting = Prompting(settings.engine, pools, store)
@@ -63,7 +66,7 @@ class Gateway:
     async def start(self) -> str:
         """Listens; the address that harnesses are pointed at."""
         await self.prompting.model(self._pools.default)  # before the first harness has to wait for it
-        self._runner = web.ServerRunner(create_server(self.handle), shutdown_timeout=2)
+        self._runner = web.ServerRunner(create_server(self.handle, self._encode_http_error), shutdown_timeout=2)
         await self._runner.setup()
         site = web.TCPSite(self._runner, self._settings.host, self._settings.port, backlog=4096, reuse_address=True)
         try:
@@ -88,7 +91,7 @@ class Gateway:
         try:
             match = self._route(request.method, path, request)
         except ApiError as error:
-            return _tell(self._spoken(path, request), error, shown)
+            return _tell(self._spoken(path, request.headers), error, shown)
         try:
             return await self._answer(match, path_key, request)
         except ApiError as error:
@@ -124,12 +127,16 @@ class Gateway:
             return _json(match.dialect.encode_count(tokens))
         return await self._generate(request, call)
 
-    def _spoken(self, path: str, request: web.BaseRequest) -> Dialect:
+    def _spoken(self, path: str, headers: Mapping[str, str]) -> Dialect:
         """The dialect that a client of this request most likely speaks, for errors before a route is found."""
         for dialect in self._dialects:
-            if dialect.recognises(path, request.headers):
+            if dialect.recognises(path, headers):
                 return dialect
         return self._dialects[-1]
+
+    def _encode_http_error(self, path: str, error: ApiError) -> web.Response:
+        """An error of a request that could not be parsed: its path is all that is known of it."""
+        return _error(self._spoken(auth.split_path(path)[1], {}), error)
 
     def _route(self, method: str, path: str, request: web.BaseRequest) -> Match:
         matches = []
@@ -176,6 +183,8 @@ class Gateway:
             params["alt"] = request.query["alt"]
         wire = match.dialect.split(mended)
         asked = match.dialect.decode_request(wire, params)
+        if self._refuses_addresses:
+            refuse_addresses(asked)
         self._sampling.apply(asked.sampling)
         if session.sampling is not None:
             session.sampling.apply(asked.sampling)

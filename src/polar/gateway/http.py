@@ -4,15 +4,12 @@ import asyncio
 import ipaddress
 import logging
 import zlib
-from collections.abc import Awaitable, Callable
 
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
 from polar.errors import ApiError
-
-_HEADER_LIMIT = 64 * 1024
-"""Bytes of one header; harnesses put JSON into theirs."""
+from polar.gateway.connection import ErrorEncoder, Handler, Server
 
 SILENCE = 60.0
 """Seconds without a byte after which a request body is given up; and seconds in which a request's headers have to come,
@@ -20,8 +17,6 @@ counted from the connection's beginning or the request before."""
 
 SLOWEST_UPLOAD = 1024
 """Bytes a second that a body has to come with, after the first minute."""
-
-Handler = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
 
 
 class _WithoutBytes(logging.Filter):
@@ -38,17 +33,15 @@ _log = logging.getLogger(__name__)
 _log.addFilter(_WithoutBytes())
 
 
-def create_server(handler: Handler) -> web.Server:
-    """A handler is cancelled when its client goes away. Bodies come as they were sent (`read_body` unpacks them)."""
-    return web.Server(
+def create_server(handler: Handler, encode_error: ErrorEncoder) -> web.Server:
+    """A handler is cancelled when its client goes away. Bodies come as they were sent (`read_body` unpacks them).
+    `encode_error` shapes errors of requests that never reach the handler."""
+    return Server(
         handler,
+        encode_error,
         access_log=None,
         logger=_log,
-        handler_cancellation=True,
-        auto_decompress=False,
         keepalive_timeout=SILENCE,  # aiohttp closes a connection then that has no whole request, half a one or none
-        max_line_size=_HEADER_LIMIT,
-        max_field_size=_HEADER_LIMIT,
     )
 
 

@@ -28,6 +28,8 @@ def environment(gateway_url: str, key: str, model: str) -> dict[str, str]:
         "GOOGLE_API_KEY": key,
         "POLAR_BASE_URL": gateway_url,
         "POLAR_API_KEY": key,
+        # openai-agents uploads traces to OpenAI, with the session's key; a user's own choice stands.
+        "OPENAI_AGENTS_DISABLE_TRACING": os.environ.get("OPENAI_AGENTS_DISABLE_TRACING", "1"),
         "NO_PROXY": no_proxy,
         "no_proxy": no_proxy,
     }

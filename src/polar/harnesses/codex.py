@@ -45,7 +45,7 @@ apps = false
 class Codex:
     name = "codex"
     executables = ("codex",)
-    default_model = "gpt-5-codex"
+    default_model = "gpt-5.5"  # known to this version: it warns about unknown names, and guesses what they can do
     knowledge = Knowledge(
         agents=("thread-id",),  # the session id is the same for all of them
         subagents=("x-codex-parent-thread-id", "x-openai-subagent"),

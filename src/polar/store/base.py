@@ -136,6 +136,11 @@ class Recorded(Struct):
 class Store(Protocol):
     """Raises StoreError, which says what to do."""
 
+    @property
+    def write_failure(self) -> str | None:
+        """Why nothing can be written now, as the last writes showed; None where they succeeded. Any thread may ask."""
+        ...
+
     async def create_session(self, session: Session) -> None: ...
 
     async def end_session(self, session_id: str, *, ended_at: float, verdict: Verdict) -> Session | None:

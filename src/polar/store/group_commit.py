@@ -4,6 +4,9 @@ A caller hands in work and awaits it; the work runs in the writer's thread. Whil
 next one's work gathers, so the more there is to do the cheaper each write becomes, and a lone write waits for nobody.
 
 Invariant: `submit` returns only after the commit, and work that was handed in is done even if nobody waits for it.
+
+When the database can't write, `failure` says why. The writer then probes it from time to time, so that `failure` is
+cleared soon after the cause is gone, also where nobody writes.
 """
 
 import asyncio
@@ -12,6 +15,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from queue import Empty, SimpleQueue
 from threading import Lock, Thread
+from time import monotonic
 from typing import Any, Protocol, TypeVar
 
 from polar.errors import StoreError
@@ -20,6 +24,8 @@ T = TypeVar("T")
 
 BATCH_LIMIT = 256
 TRIES = 5
+PROBE_SECONDS = 1.0
+"""How often a database that can't write is probed."""
 
 
 class Transactions(Protocol):
@@ -39,6 +45,14 @@ class Transactions(Protocol):
         ...
 
     def explain(self, error: Exception) -> StoreError: ...
+
+    def cannot_write(self, error: Exception) -> bool:
+        """Whether this error says that the database can't write now, whatever the work is."""
+        ...
+
+    def probe(self) -> None:
+        """Writes as much as usual work does, inside a transaction; raises where that fails."""
+        ...
 
     def close(self) -> None: ...
 
@@ -72,7 +86,10 @@ class GroupCommit:
         self._queue: SimpleQueue[_Job | None] = SimpleQueue()
         self._lock = Lock()  # nothing enters the queue after the None that ends it
         self._closed = False
+        self._next_probe = 0.0
         self.commits = 0
+        self.failure: StoreError | None = None
+        """Why the database can't write, or None. May be read in any thread."""
         self._thread = Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
@@ -101,12 +118,17 @@ class GroupCommit:
             if batch:
                 self._settle(batch)
                 _answer(batch)
+            if self.failure is not None and not self._closed and monotonic() >= self._next_probe:
+                self._probe()
         self._transactions.close()
 
     def _take(self) -> tuple[list[_Job], bool]:
         """Everything that is waiting, and whether there may be more."""
         batch: list[_Job] = []
-        job = self._queue.get()
+        try:
+            job = self._queue.get(timeout=None if self.failure is None else PROBE_SECONDS)
+        except Empty:
+            return batch, True
         while job is not None:
             batch.append(job)
             if len(batch) == BATCH_LIMIT:
@@ -155,7 +177,26 @@ class GroupCommit:
         reason = self._transactions.explain(error)
         if reason is not error:
             reason.__cause__ = error
+        if self._transactions.cannot_write(error):
+            self.failure = reason
         job.settle(None, reason)
+
+    def _probe(self) -> None:
+        """A success of ordinary work would prove less: a small write may still fit where larger ones don't."""
+        try:
+            self._transactions.begin()
+            try:
+                self._transactions.probe()
+                self._transactions.commit()
+            except Exception as error:
+                self._transactions.undo(error)
+                raise
+            self._transactions.settled()
+        except Exception as error:  # noqa: BLE001 - whatever it is, the database could not write
+            self.failure = self._transactions.explain(error)
+        else:
+            self.failure = None
+        self._next_probe = monotonic() + PROBE_SECONDS
 
 
 def _answer(batch: Sequence[_Job]) -> None:

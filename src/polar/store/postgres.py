@@ -24,6 +24,9 @@ READING_THREADS = 4
 PATIENCE_S = 30.0
 """How long callers wait for a server that has gone away."""
 
+_CANNOT_WRITE = ("08", "53", "55", "57", "58")
+"""Classes of SQLSTATE: connection, resources, locks, intervention, system."""
+
 WORDS = Words(
     begin_alone=("BEGIN", "SELECT pg_advisory_xact_lock(7102853467290175)"),  # any number, but the same for all
     tables="SELECT table_name FROM information_schema.tables "
@@ -103,6 +106,16 @@ class _Writer:
 
     def explain(self, error: Exception) -> StoreError:
         return explain(error, self._address)
+
+    def cannot_write(self, error: Exception) -> bool:
+        if isinstance(error, errors.ReadOnlySqlTransaction):
+            return True
+        if not isinstance(error, psycopg.OperationalError) or isinstance(error, errors.PipelineAborted):
+            return False
+        return error.sqlstate is None or error.sqlstate.startswith(_CANNOT_WRITE)
+
+    def probe(self) -> None:
+        self.recorder.write_probe()
 
     def close(self) -> None:
         self._leave_pipeline()

@@ -9,6 +9,9 @@ SELECT value FROM facts WHERE name = 'store_id';
 -- name: make_store_id
 INSERT INTO facts (name, value) VALUES ('store_id', :value) ON CONFLICT DO NOTHING;
 
+-- name: write_probe
+INSERT INTO facts (name, value) VALUES ('write_probe', :value) ON CONFLICT (name) DO UPDATE SET value = excluded.value;
+
 -- name: insert_session
 INSERT INTO sessions (
     session_id, key_hash, created_at, run, status, ended_at, reward, metadata, reason, turn_rewards, evidence

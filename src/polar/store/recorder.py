@@ -96,6 +96,10 @@ class Recorder:
         self._db.execute(self._q.make_store_id, {"value": secrets.token_hex(16)})
         return str(self._db.execute(self._q.store_id, {}).fetchone()[0])
 
+    def write_probe(self) -> None:
+        """Writes something that nobody reads."""
+        self._db.execute(self._q.write_probe, {"value": secrets.token_hex(16)})
+
     def create_session(self, session: Session) -> None:
         _check_reward(session.reward)
         if self.again and self._stored_session(session):

@@ -84,6 +84,11 @@ class RelationalStore:
         return self._writing.commits
 
     @property
+    def write_failure(self) -> str | None:
+        failure = self._writing.failure
+        return None if failure is None else str(failure)
+
+    @property
     def lineage_bytes(self) -> int:
         """Memory held for storing by difference, about."""
         return self._recorder.lineages.size

@@ -48,6 +48,7 @@ class Queries:
     schema_version: str
     store_id: str
     make_store_id: str
+    write_probe: str
     insert_session: str
     end_session: str
     disown_session: str

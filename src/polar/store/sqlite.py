@@ -5,8 +5,10 @@ reached the log survives the end of the process. `durability="power"` syncs the 
 loss of power too.
 """
 
+import errno
 import sqlite3
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Literal
 
@@ -21,6 +23,7 @@ Durability = Literal["process", "power"]
 """What a write survives once it is confirmed: the end of the process (kill -9), or loss of power as well."""
 
 _AGAIN = 0.01  # seconds
+_PROBE_BYTES = 1024 * 1024
 
 WORDS = Words(
     begin_alone=("BEGIN IMMEDIATE",),
@@ -87,6 +90,23 @@ class _Writer:
 
     def explain(self, error: Exception) -> StoreError:
         return error if isinstance(error, StoreError) else _explain(error, self._path)
+
+    def cannot_write(self, error: Exception) -> bool:
+        return getattr(error, "sqlite_errorcode", 0) & 0xFF in _CANNOT_WRITE
+
+    def probe(self) -> None:
+        """Writes to the database, and a file beside it: the log has room for a small write when the disk is full."""
+        file = self._path.with_name(f"{self._path.name}.probe")
+        try:
+            file.write_bytes(bytes(_PROBE_BYTES))
+        except OSError as error:
+            full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+            advice = "the disk is full; free some space" if full else "nothing can be written beside it; check the disk"
+            raise StoreError(f"{self._path}: {advice} ({error.strerror}).") from error
+        finally:
+            with suppress(OSError):
+                file.unlink()
+        self.recorder.write_probe()
 
     def close(self) -> None:
         self.connection.close()
@@ -155,6 +175,18 @@ _ADVICE = {
     sqlite3.SQLITE_CONSTRAINT_PRIMARYKEY: "a record of this id is there already; ids and seqs are used once",
     sqlite3.SQLITE_CONSTRAINT_UNIQUE: "a record of this key or seq is there already; keys and seqs are used once",
 }
+
+_CANNOT_WRITE = frozenset(
+    {
+        sqlite3.SQLITE_FULL,
+        sqlite3.SQLITE_IOERR,
+        sqlite3.SQLITE_BUSY,
+        sqlite3.SQLITE_READONLY,
+        sqlite3.SQLITE_CANTOPEN,
+        sqlite3.SQLITE_NOTADB,
+        sqlite3.SQLITE_CORRUPT,
+    }
+)
 
 
 def _explain(error: Exception, path: Path) -> StoreError:

@@ -109,6 +109,14 @@ class Turn(Struct, eq=False):
         here, work = set(self.keys), other.work()
         return 2 * sum(key in here for key in work) <= len(work)
 
+    def keeps(self, other: "Turn") -> bool:
+        """Its history begins with the other's, system prompts aside, and goes on with a turn of the model."""
+        old = [key for message, key in zip(other.messages, other.keys, strict=True) if message.role not in _SYSTEM]
+        here = [pair for pair in zip(self.messages, self.keys, strict=True) if pair[0].role not in _SYSTEM]
+        if len(here) <= len(old) or [key for _, key in here[: len(old)]] != old:
+            return False
+        return here[len(old)][0].role in _WORK
+
     def fresh(self) -> list[Message]:
         """Its messages that the turn before did not have."""
         old = set() if self.before is None else set(self.before.keys)

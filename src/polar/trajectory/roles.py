@@ -82,6 +82,7 @@ class _Session:
         self._found: dict[tuple[str, str], bool] = {}  # which words stand in which system prompt
         self._turns = find(calls, self._hint)
         self._marked = {turn.call.exchange_id: mark.role for turn in self._turns if (mark := self._mark(turn))}
+        self._join_last_answers()
         self._dead = self._dead_attempts()
         self._compactions = self._find_compactions()
         self._main = self._main_talk()
@@ -113,6 +114,24 @@ class _Session:
     def _is_subagent(self, talk: Talk) -> bool:
         own = [turn.call for turn in talk.turns if turn.call.exchange_id not in self._marked]
         return any(name in call.hints for call in own for name in self._known.subagents)
+
+    # Last answers
+
+    def _join_last_answers(self) -> None:
+        """Some harnesses make an agent that ran out of steps answer under another system prompt, without tools and
+        with its calls rewritten as prose. Its history shows which conversation that ends: one whose last turn acted,
+        and that nothing else goes on from. Titles and summaries of agents that were done end none."""
+        for index, turn in enumerate(self._turns):
+            call = turn.call
+            if turn.before is not None or len(turn.talk.turns) > 1 or call.request.tools:
+                continue
+            if call.exchange_id in self._marked or not any(message.role == "assistant" for message in turn.messages):
+                continue
+            ended = next((earlier for earlier in reversed(self._turns[:index]) if _is_ended_by(earlier, turn)), None)
+            if ended is not None:
+                turn.before = ended
+                ended.next.append(turn)
+                ended.talk.absorb(turn.talk)
 
     # Retries
 
@@ -199,14 +218,15 @@ class _Session:
         return "subagent" if _has_tools(talk) or goes_on or self._is_subagent(talk) else "auxiliary"
 
     def _aside(self, turn: Turn) -> bool:
-        """Without tools, where the talk has some. The last turn may be: an agent that is made to answer now."""
+        """Without tools, where the talk has some. The last turn may be: an agent that is made to answer now, perhaps
+        under another system prompt where it was still at work."""
         call, before = turn.call, turn.before
         if call.request.tools or not _has_tools(turn.talk):
             return False
         answers = (
             before is not None
             and turn is turn.talk.turns[-1]
-            and turn.system == before.system
+            and (turn.system == before.system or (before.call.acts and turn.keeps(before)))
             and call.request.response_format.kind == before.call.request.response_format.kind
         )
         return not answers
@@ -245,6 +265,19 @@ class _Session:
 
 def _has_tools(talk: Talk) -> bool:
     return any(turn.call.request.tools for turn in talk.turns)
+
+
+def _is_ended_by(earlier: Turn, answer: Turn) -> bool:
+    talk, asked = earlier.talk, earlier.call.request
+    return (
+        talk.hint == answer.talk.hint
+        and earlier is talk.turns[-1]
+        and not earlier.next
+        and earlier.call.acts
+        and bool(asked.tools)
+        and asked.response_format.kind == answer.call.request.response_format.kind
+        and answer.keeps(earlier)
+    )
 
 
 def _inherits(later: Turn, summary: Turn, home: Talk) -> bool:

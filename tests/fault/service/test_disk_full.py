@@ -4,6 +4,8 @@ import contextlib
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
+from unittest.mock import ANY
 
 import aiohttp
 import pytest
@@ -54,6 +56,9 @@ async def test_the_servers_disk(tmp_path: Path, disk: Disk) -> None:
             status, answer = await refused(cluster, "refused")
             assert status == 503
             assert "the disk is full; free some space" in answer
+            status, health = await current_health(cluster)
+            assert (status, health["status"]) == (503, "degraded")
+            assert "the disk is full; free some space" in health["reason"]
             mark.touch()
 
             async def all_ended(_: Cluster) -> bool:
@@ -68,10 +73,40 @@ async def test_the_servers_disk(tmp_path: Path, disk: Disk) -> None:
             assert held["leases"] == 6
             assert (await refused(cluster, "refused"))[0] == 503
             assert len(cluster.reader.got) == 1
+            assert (await current_health(cluster))[0] == 503
         finally:
             disk.empty()
+
+        async def is_healthy(_: Cluster) -> bool:
+            return await current_health(cluster) == (200, ANY)
+
+        await cluster.until(is_healthy)
+        assert (await current_health(cluster))[1]["reason"] is None
         await cluster.submit(quick("refused"), quick("after", 3))
         await cluster.check()
+
+
+async def test_health_recovers_without_traffic(tmp_path: Path, disk: Disk) -> None:
+    """Nobody has to write before a server whose disk was full is well again."""
+    async with Cluster(tmp_path, data=disk.folder / "data") as cluster:
+        assert (await current_health(cluster))[0] == 200
+        disk.fill()
+        try:
+            assert (await refused(cluster, "refused"))[0] == 503
+            assert (await current_health(cluster))[0] == 503
+        finally:
+            disk.empty()
+
+        async def is_healthy(_: Cluster) -> bool:
+            return (await current_health(cluster))[0] == 200
+
+        await cluster.until(is_healthy)
+        assert not list(disk.folder.rglob("*.probe"))
+
+
+async def current_health(cluster: Cluster) -> tuple[int, dict[str, Any]]:
+    async with aiohttp.ClientSession(cluster.server.url) as http, http.get("/health") as response:
+        return response.status, await response.json()
 
 
 async def refused(cluster: Cluster, name: str) -> tuple[int, str]:

@@ -31,6 +31,16 @@ def wanted(name: str, servers: tuple[McpServer, ...] = (), model: str = "a-model
     return Wanted(HOME, "/somewhere/work", URL, KEY, model, servers, NEEDED.get(name, {}) | settings)
 
 
+@pytest.mark.parametrize(("own", "given"), [(None, "1"), ("0", "0"), ("", "")])
+def test_openai_agents_upload_no_traces(monkeypatch: pytest.MonkeyPatch, own: str | None, given: str) -> None:
+    """They would go to OpenAI, with a session's key. What the user has set stands."""
+    monkeypatch.delenv("OPENAI_AGENTS_DISABLE_TRACING", raising=False)
+    if own is not None:
+        monkeypatch.setenv("OPENAI_AGENTS_DISABLE_TRACING", own)
+    variables = inherited(os.environ) | environment(URL, KEY, "a-model")
+    assert variables["OPENAI_AGENTS_DISABLE_TRACING"] == given
+
+
 def set_up(name: str, *servers: McpServer) -> Setup:
     return load_harness(name).setup(wanted(name, servers))
 

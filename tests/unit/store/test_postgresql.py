@@ -87,6 +87,8 @@ def test_everything_runs_on_postgresql(server: Server) -> None:
         assert recorder.take_in(copying.unpack(reader.copy("s"))) == "s"  # and so is this
 
         assert recorder.store_id() == recorder.store_id()
+        for _ in range(2):
+            recorder.write_probe()
         assert reader.standing_session("default", "t", 1) is None
         recorder.disown_session("s", "superseded")
         disowned = reader.session("s")

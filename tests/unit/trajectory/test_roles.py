@@ -223,6 +223,72 @@ def test_an_agent_that_is_made_to_answer(session: Session) -> None:
     assert session.roles() == ["main"] * 3
 
 
+STUCK = "An agent tried to answer, but got stuck. You are tasked with providing an answer instead."
+
+
+def as_prose(history: list[Message]) -> list[Message]:
+    """As smolagents writes its calls and their results."""
+    told = []
+    for message in history:
+        if message.role == "assistant":
+            calls = [part for part in message.parts if isinstance(part, ToolCall)]
+            texts = [part for part in message.parts if isinstance(part, Text)]
+            told += [Message("assistant", [part]) for part in texts]
+            told += [Message("assistant", [Text(f"Calling tools: {call.name} {call.arguments}")]) for call in calls]
+        elif message.role == "tool":
+            results = [part for part in message.parts if isinstance(part, ToolResult)]
+            told += [
+                user(f"Observation: {text.text}") for part in results for text in part.parts if isinstance(text, Text)
+            ]
+        else:
+            told.append(message)
+    return told
+
+
+def prose_steps(session: Session, start: list[Message], steps: int, says: str) -> list[Message]:
+    for _ in range(steps):
+        start = as_prose(session.ask(start, says, acts=True))
+    return start
+
+
+@pytest.mark.parametrize("says", ["", "Looking."], ids=["calls alone", "words and calls"])
+@pytest.mark.parametrize("steps", [1, 2, 4])
+def test_a_last_answer_under_another_prompt(session: Session, steps: int, says: str) -> None:
+    """smolagents after max_steps: the history goes on, and the system prompt is another one."""
+    history = prose_steps(session, [system(), user("Please write the two files.")], steps, says)
+    post = user("Based on the above, please answer this: Please write the two files.")
+    session.ask([system(STUCK), *history[1:], post], "They are half done.", tools=[])
+    assert session.roles() == ["main"] * (steps + 1)
+    assert session.agents() == ["main"] * (steps + 1)
+
+
+def test_a_last_answer_of_a_subagent(session: Session) -> None:
+    history = begun(session)
+    other = [system("You help."), user("Look for the file that is missing.")]
+    work = prose_steps(session, other, 2, "")
+    session.ask([system(STUCK), *work[1:], user("Answer now.")], "It is nowhere.", tools=[])
+    session.ask(history, "Done.")
+    assert session.roles() == ["main", "main", "subagent", "subagent", "subagent", "main"]
+    assert session.agents() == ["main", "main", "agent-1", "agent-1", "agent-1", "main"]
+
+
+def test_a_title_of_the_whole_history_is_none(session: Session) -> None:
+    """Of an agent that was done; of one that goes on; and without what the agent did."""
+    history = prose_steps(session, [system(), user("Please write the two files.")], 2, "")
+    title, ask = system("You write titles."), user("Write a title.")
+    session.ask([title, *history[1:], ask], "Two files", tools=[])
+    session.ask([title, history[1], ask], "Two files", tools=[])
+    done = session.ask(history, "Done.")
+    session.ask([title, *done[1:], ask], "Two files", tools=[])
+    assert session.roles() == ["main", "main", "auxiliary", "auxiliary", "main", "auxiliary"]
+
+
+def test_a_check_under_another_prompt_is_none(session: Session) -> None:
+    history = prose_steps(session, [system(), user("Please write the two files.")], 2, "")
+    session.ask([system("You check."), *history[1:], user("Is it done?")], "{}", tools=[], json=True)
+    assert session.roles() == ["main", "main", "auxiliary"]
+
+
 def test_a_commit_message_where_nobody_has_tools(session: Session) -> None:
     history = session.ask([system(), user("Please write the two files.")], "Here they are.", tools=[])
     session.ask([system("You write commit messages."), user("diff --git a/one b/one")], "Add two files", tools=[])

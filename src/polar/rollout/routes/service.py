@@ -26,7 +26,8 @@ class EngineHealth(BaseModel):
 
 
 class Health(BaseModel):
-    status: Literal["ok"] = "ok"
+    status: Literal["ok", "degraded"] = Field("ok", description="degraded, with HTTP status 503: see `reason`")
+    reason: str | None = Field(None, description="why the store can't write")
     paused: bool
     sessions: int = Field(description="whose keys work here now")
     engines: list[EngineHealth] = Field(description="those of the default run")
@@ -54,19 +55,33 @@ class Status(BaseModel):
 def _health(parts: Parts) -> Health:
     pool = parts.pools.default
     engines = [EngineHealth(down=replica.down, running=len(replica.running)) for replica in pool.replicas]
-    return Health(paused=pool.gate.paused, sessions=len(parts.sessions), engines=engines)
+    reason = parts.store.write_failure
+    return Health(
+        status="ok" if reason is None else "degraded",
+        reason=reason,
+        paused=pool.gate.paused,
+        sessions=len(parts.sessions),
+        engines=engines,
+    )
 
 
-def current_health(parts: Parts) -> bytes:
-    """The body of /health. Reads only, so that any thread may call it."""
-    return _health(parts).model_dump_json().encode()
+def current_health(parts: Parts) -> tuple[int, bytes]:
+    """The HTTP status and body of /health. Reads memory only, so that any thread may call it."""
+    health = _health(parts)
+    return _http_status(health), health.model_dump_json().encode()
+
+
+def _http_status(health: Health) -> int:
+    return 200 if health.status == "ok" else 503
 
 
 def open_routes(router: APIRouter, parts: Parts) -> None:
-    @router.get("/health", tags=["service"])
-    async def health() -> Health:
-        """Whether the service is up. Needs no token."""
-        return _health(parts)
+    @router.get("/health", tags=["service"], responses={503: {"model": Health, "description": "It can't write."}})
+    async def health(response: Response) -> Health:
+        """Whether the service is up and can write. Needs no token."""
+        health = _health(parts)
+        response.status_code = _http_status(health)
+        return health
 
 
 def routes(router: APIRouter, parts: Parts) -> None:
