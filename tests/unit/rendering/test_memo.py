@@ -1,15 +1,17 @@
 """A memo holds no more bytes than it may, whatever it is asked for."""
 
 import json
+import random
 import sys
 import tracemalloc
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 
 from polar.rendering import messages, saying
-from polar.rendering.memo import Memo
+from polar.rendering.memo import ENTRY_BYTES, Memo
 from polar.types import ToolCall
 
 BUDGET = 1_000_000
@@ -52,7 +54,7 @@ def test_a_memo_computes_once_and_forgets_what_was_asked_for_longest_ago() -> No
         computed.append(text)
         return text
 
-    memo = Memo(compute, 3 * (sys.getsizeof("a") + 192))
+    memo = Memo(compute, 3 * (sys.getsizeof("a") + ENTRY_BYTES))
     for text in "abcadb":
         assert memo(text) == text
     assert computed == ["a", "b", "c", "d", "b"]
@@ -99,3 +101,18 @@ def test_tools_are_remembered_up_to_a_limit_in_bytes(monkeypatch: pytest.MonkeyP
             assert spec.json
 
     assert traced_growth(fill) < 1.2 * BUDGET
+
+
+def test_threads_share_a_memo() -> None:
+    """Entries are forgotten by one thread while others ask for them."""
+    memo = Memo(str.strip, 10 * (sys.getsizeof("abc") + ENTRY_BYTES))
+    texts = [f"{number:03d}" for number in range(30)]
+
+    def ask(seed: int) -> None:
+        for text in random.Random(seed).choices(texts, k=20_000):
+            assert memo(text) == text
+
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(ask, range(4)))
+    assert len(memo) == 10
+    assert memo.size == 10 * (sys.getsizeof("abc") + ENTRY_BYTES)
