@@ -9,7 +9,8 @@ unexport PYTHONDONTWRITEBYTECODE
 PYTEST = $(BIN)/python -m pytest $(PYTEST_OPTIONS)
 
 .PHONY: setup demo test check lint types imports harnesses test-slow test-harnesses test-engines test-trainers \
-	test-runtimes test-faults test-containers test-cluster test-simulation test-all test-repeat bench-stall bench-verify
+	test-runtimes test-faults test-containers test-cluster test-simulation test-all test-repeat bench-stall bench-verify \
+	bench-soak
 
 setup: $(VENV)/.ready
 
@@ -133,6 +134,10 @@ bench-verify: setup
 # What a caller with the longest allowed bodies costs everybody else: docs/benchmarks.md. BENCH="--quick" passes options.
 bench-stall: setup
 	$(BIN)/polar bench stall $(BENCH)
+
+# Whether the service's memory stops growing: docs/benchmarks.md. SOAK="--calls 10000" makes fewer calls.
+bench-soak: setup
+	$(BIN)/polar bench soak --csv .cache/soak.csv --plot .cache/soak.svg $(SOAK)
 
 lint: setup
 	$(BIN)/ruff check .

@@ -389,6 +389,37 @@ def stall(quick: bool, kinds: tuple[str, ...], tokenizer: Path | None, as_json: 
         raise SystemExit(1)
 
 
+@command.command("soak")
+@click.option("--calls", default=50_000, show_default=True, type=click.IntRange(min=2_000), help="make this many")
+@click.option("--csv", "table", type=click.Path(path_type=Path, dir_okay=False), help="write the samples to this file")
+@click.option(
+    "--plot", type=click.Path(path_type=Path, dir_okay=False), help="draw the samples into this file: .svg or .png"
+)
+@json_option
+def soak(calls: int, table: Path | None, plot: Path | None, as_json: bool) -> None:
+    """Make many calls in many sessions and watch the service's resident memory.
+
+    Exit with status 1 where the memory grows by 2 % or more in the last half of the calls.
+    """
+    from polar.bench import soak as soak_bench
+
+    measured = run(soak_bench.run(soak_bench.Plan(calls=calls), _progress(Console(stderr=True))))
+    if table is not None:
+        soak_bench.write_csv(measured, table)
+    if plot is not None:
+        soak_bench.draw(measured, plot)
+    if as_json:
+        click.echo(msgspec.json.encode(measured))
+    else:
+        last = measured.samples[-1]
+        click.echo(
+            f"{last.calls:,} calls in {last.sessions:,} sessions, {last.seconds:.0f} s: {last.resident / 1e6:.0f} MB "
+            f"resident, {measured.growth:+.2%} in the last half (allowed: +{soak_bench.ALLOWED_GROWTH:.0%})"
+        )
+    if not measured.passed:
+        raise SystemExit(1)
+
+
 def _wide(least: int = 130) -> Console:
     """Tables of figures: rather wrapped by the terminal than cut."""
     return Console(width=max(Console().width, least))

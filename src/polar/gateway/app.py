@@ -59,6 +59,7 @@ class Gateway:
         self._context = Context(
             pools, store, metrics, PromptIds(), self.prompting, settings.engine.logprobs, settings.gateway.grace
         )
+        sessions.add_end_listener(self._forget)
         self._dialects: list[Dialect] = [load("dialects", name)() for name in names("dialects")]
         self._runner: web.ServerRunner | None = None
         self._stopping = False
@@ -126,6 +127,11 @@ class Gateway:
                 tokens = await pool.count_tokens(call.request, session.group, session.replica)
             return _json(match.dialect.encode_count(tokens))
         return await self._generate(request, call)
+
+    def _forget(self, session: OpenSession) -> None:
+        """A session has ended: its ids are in the store, and no prompt will begin with them."""
+        self.prompting.forget(session)
+        self._context.prompts.forget(session.session_id)
 
     def _spoken(self, path: str, headers: Mapping[str, str]) -> Dialect:
         """The dialect that a client of this request most likely speaks, for errors before a route is found."""

@@ -36,6 +36,15 @@ class PromptIds:
         self._known.put(session_id, prompt, len(text) + ids.nbytes)
         return ids
 
+    @property
+    def memory_bytes(self) -> int:
+        """Memory held for the next prompts of open sessions."""
+        return self._known.size
+
+    def forget(self, session_id: str) -> None:
+        """Its session has ended."""
+        self._known.drop(session_id)
+
 
 def _parse(text: bytes) -> Ids:
     return np.frombuffer(array("i", _ids.decode(text)), dtype=np.int32)

@@ -213,12 +213,22 @@ class Prompting:
         if session.history is None or exchange.prompt_ids is None or exchange.sampled_ids is None:
             return
         _remember(session.history, exchange)
-        if rendered is not None:
+        if rendered is not None and exchange.exchange_id in session.history.known:
             ids = np.concatenate([exchange.prompt_ids, exchange.sampled_ids])
             held = _Held(ids, rendered.prompt.json)
             if rendered.parent is not None:
                 self._held.drop(rendered.parent)  # who goes on from there again finds it in the store
-            self._held.put(exchange.exchange_id, held, ids.nbytes + len(held.prompt_json))
+            self._keep(session, exchange.exchange_id, held)
+
+    @property
+    def memory_bytes(self) -> int:
+        """Memory held for the next prompts of open sessions."""
+        return self._held.size
+
+    def forget(self, session: OpenSession) -> None:
+        """The session has ended, and goes on from none of its turns."""
+        for exchange_id in session.history.known if session.history else ():
+            self._held.drop(exchange_id)
 
     def amend(self, session: OpenSession, exchange_id: str, delivered: int) -> None:
         """It turned out that a harness got more, or less, of a turn."""
@@ -247,8 +257,12 @@ class Prompting:
         if held is None:
             ids = await self._store.context(session.session_id, known.seq)
             held = _Held(ids, await _written(ids[: known.prompt]))
-            self._held.put(known.exchange_id, held, ids.nbytes + len(held.prompt_json))
+            self._keep(session, known.exchange_id, held)
         return held
+
+    def _keep(self, session: OpenSession, exchange_id: str, held: _Held) -> None:
+        if not session.ended:
+            self._held.put(exchange_id, held, held.ids.nbytes + len(held.prompt_json))
 
     async def _extend_recorded(self, session: OpenSession, base: Base, new: Prompt) -> TokenPrompt:
         known = base.known

@@ -6,6 +6,7 @@ A key is random, unrelated to the session's id, stored only as a hash, and works
 import asyncio
 import hashlib
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
@@ -72,6 +73,12 @@ class Sessions:
         self._open: dict[bytes, OpenSession] = {}
         self._keys: dict[str, bytes] = {}
         self._locks: WeakValueDictionary[bytes, asyncio.Lock] = WeakValueDictionary()  # see `_alone`
+        self._end_listeners: list[Callable[[OpenSession], None]] = []
+
+    def add_end_listener(self, listener: Callable[[OpenSession], None]) -> None:
+        """Calls `listener` with each session that has ended, once all of its calls are recorded. From then on nobody
+        needs what is kept in memory for its next call."""
+        self._end_listeners.append(listener)
 
     async def create(
         self,
@@ -133,6 +140,8 @@ class Sessions:
         if opened is not None:
             opened.ended = True
             await give_up(opened)
+            for listener in self._end_listeners:
+                listener(opened)
         return ended
 
     async def close(self) -> None:

@@ -30,8 +30,11 @@ from polar.rendering.length import TextBound
 from polar.rendering.memo import Memo
 from polar.rendering.tokenizer import Ids, Tokenizer, encode_ids
 
-_REMEMBERED = 64 * 1024 * 1024
-"""Characters of texts whose guarded form is kept, and of spans whose ids are."""
+_GUARDED_BYTES = _SPAN_BYTES = 64 * 1024 * 1024
+"""For texts with their guarded form, and for spans of rendered text with their ids."""
+
+_FIRST_SPAN_BYTES = 8 * 1024 * 1024
+"""For spans that begin a prompt, with their ids."""
 
 _SCANNED_CHARACTERS = 32 * 1024
 """Characters of a piece that is encoded by itself, only to see how many tokens it has."""
@@ -109,9 +112,9 @@ class PromptEncoder:
             if token.content in self.control and (token.lstrip or token.rstrip)
         }
         self._control_ids = np.array(list(self.control.values()), np.int32)
-        self._guarded: Memo[str] = Memo(self._broken, _REMEMBERED, _charge)
-        self._first_span: Memo[Ids] = Memo(self._encode_first, _REMEMBERED // 8, _charge)
-        self._span: Memo[Ids] = Memo(self._encode_span, _REMEMBERED, _charge)
+        self._guarded: Memo[str, str] = Memo(self._broken, _GUARDED_BYTES, charge=_charge)
+        self._first_span: Memo[str, Ids] = Memo(self._encode_first, _FIRST_SPAN_BYTES, charge=_charge)
+        self._span: Memo[str, Ids] = Memo(self._encode_span, _SPAN_BYTES, charge=_charge)
 
     def guard(self, text: str) -> str:
         """Content as it may go into a template."""
@@ -156,7 +159,8 @@ class PromptEncoder:
             core = self._fragile.sub(lambda found: found.group() + BREAK, core)
         if not start and core.strip() and any(core.strip() in token for token in self.control):
             start = BREAK  # ... on both sides: '<|' + name + '|>'
-        return before + start + core + end + behind
+        guarded = before + start + core + end + behind
+        return text if guarded == text else guarded  # nearly always: one object instead of two
 
     def _split(self, text: str) -> Iterator[tuple[str | None, str]]:
         """Control tokens and the plain spans between them, in order."""

@@ -18,18 +18,24 @@ Everything that a harness wrote is guarded (encoder.py), as whole as it will sta
 
 import json
 from collections.abc import Callable, Iterator, Sequence
-from functools import lru_cache
 from typing import Any
 
 import msgspec
 from msgspec import Struct, field
 
+from polar.rendering.memo import Memo, held_bytes
 from polar.rendering.template import ChatMessage, TemplateError, ToolSpec
 from polar.types import Media, Message, Part, Reasoning, Text, Tool, ToolCall, ToolResult
 
 Guard = Callable[[str], str]
 CallId = Callable[[str, int], str]
 """A call's id as the model itself writes it, from its name and its number in the conversation."""
+
+_SPEC_BYTES = 32 * 1024 * 1024
+"""For tools as templates take them."""
+
+_BYTES_PER_JSON_BYTE = 10
+"""What a byte of a tool's schema takes: in the key, as objects, and as JSON again."""
 
 
 class Traits(Struct, frozen=True):
@@ -110,7 +116,7 @@ def conversation(
     for item in items:
         if isinstance(item, Turn):
             _fill(item, guard, traits, ids)
-    specs = [_spec(tool.name, tool.description, bytes(tool.parameters or b"{}"), guard) for tool in tools]
+    specs = [_spec((tool.name, tool.description, bytes(tool.parameters or b"{}"), guard)) for tool in tools]
     conversation = Conversation(items, specs or None, kwargs)
     return conversation if _fits(traits) else _adapted(conversation, traits)
 
@@ -198,16 +204,29 @@ def _context(message: Message, guard: Guard, names: dict[str, tuple[str, str]]) 
     return rendered
 
 
-@lru_cache(4096)
-def _spec(name: str, description: str, parameters: bytes, guard: Guard) -> ToolSpec:
+_ToolKey = tuple[str, str, bytes, Guard]
+"""A tool's name, description and parameters, and what guards them."""
+
+
+def _make_spec(tool: _ToolKey) -> ToolSpec:
     """One per tool, however often it is sent; its JSON is written once. Raises TemplateError for a schema with numbers
     that are out of range."""
+    name, description, parameters, guard = tool
     try:
         schema = _guarded(msgspec.json.decode(parameters), guard)
     except msgspec.DecodeError as error:
         raise TemplateError(f"The parameters of the tool {name!r} can't be read: {error}.") from error
     function = {"name": guard(name), "description": guard(description), "parameters": schema}
     return ToolSpec({"type": "function", "function": function})
+
+
+def _spec_bytes(tool: _ToolKey, _: ToolSpec) -> int:
+    """Estimated from the key: walking through the objects would take longer than making them."""
+    name, description, parameters, _guard = tool
+    return 4 * held_bytes((name, description)) + _BYTES_PER_JSON_BYTE * len(parameters)
+
+
+_spec = Memo(_make_spec, _SPEC_BYTES, measure=_spec_bytes)
 
 
 def _guarded(value: Any, guard: Guard) -> Any:

@@ -7,16 +7,19 @@ same names in the same order, with arguments that are equal as JSON (1.0 is 1).
 
 import json
 from collections.abc import Iterable, Sequence
-from functools import lru_cache
 from hashlib import blake2b
 from typing import Any
 
 from msgspec import Struct
 
+from polar.rendering.memo import Memo
 from polar.types import Part, Reasoning, Text, ToolCall
 
 NOTHING = b""
 _SIZE = 8
+
+_CALL_BYTES = 32 * 1024 * 1024
+"""For calls with their digests. Arguments may be whole files."""
 
 
 class Saying(Struct, frozen=True, gc=False):
@@ -40,7 +43,7 @@ def saying(parts: Iterable[Part]) -> Saying:
             case Text():
                 text.append(part.text)
             case ToolCall():
-                calls.append(_call(part.namespace, part.name, part.kind, part.arguments))
+                calls.append(_call((part.namespace, part.name, part.kind, part.arguments)))
     return Saying(_joined(thinking), _joined(text), _digest(calls) if calls else NOTHING)
 
 
@@ -62,14 +65,17 @@ def _joined(pieces: Sequence[str]) -> bytes:
     return _digest((joined.encode("utf-8", "surrogatepass"),)) if joined else NOTHING
 
 
-@lru_cache(8192)
-def _call(namespace: str | None, name: str, kind: str, arguments: str) -> bytes:
+def _digest_of_call(call: tuple[str | None, str, str, str]) -> bytes:
+    namespace, name, kind, arguments = call
     value = arguments_value(arguments) if kind == "function" and arguments else arguments or {}
     try:
         canonical = json.dumps(_plain(value), sort_keys=True, ensure_ascii=False, separators=(",", ":"))
     except RecursionError:  # too deep to be compared by value
         canonical = arguments
     return _digest(text.encode("utf-8", "surrogatepass") for text in (namespace or "", name, canonical))
+
+
+_call = Memo(_digest_of_call, _CALL_BYTES)
 
 
 def _plain(value: Any) -> Any:

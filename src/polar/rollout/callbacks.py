@@ -8,12 +8,12 @@ asked for nothing but what the operator allows: hosts by name, no redirects, no 
 import asyncio
 import hashlib
 import logging
-from collections import defaultdict
 from collections.abc import Callable
 from itertools import count
 from types import TracebackType
 from typing import Protocol
 from urllib.parse import urlsplit
+from weakref import WeakValueDictionary
 
 import aiohttp
 from yarl import URL
@@ -90,7 +90,7 @@ class Callbacks:
         self._rollout = rollout
         self._pages = pages
         self._patience = settings.callback_hours * 3600
-        self._turns: defaultdict[str, asyncio.Semaphore] = defaultdict(lambda: asyncio.Semaphore(AT_ONCE))
+        self._turns: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()  # by host, while it is called
         self._telling: dict[tuple[str, str], asyncio.Task[None]] = {}
         self._watching: asyncio.Task[None]
         self._http: aiohttp.ClientSession
@@ -206,7 +206,7 @@ class Callbacks:
             "X-Polar-Attempt": str(attempt),
         }
         shown = urlsplit(url)._replace(query="", fragment="").geturl()  # a secret of the receiver's may stand there
-        async with self._turns[urlsplit(url).netloc]:
+        async with self._turns.setdefault(urlsplit(url).netloc, asyncio.Semaphore(AT_ONCE)):
             try:
                 async with self._http.post(
                     url, data=self._pages.status(task, results=True), headers=headers, allow_redirects=False

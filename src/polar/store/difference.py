@@ -37,6 +37,7 @@ class Digester:
     LARGE = 4096
     ITEMS_BUDGET = 32 * 1024 * 1024
     FIELDS_BUDGET = 16 * 1024 * 1024
+    _ITEM_SIZE = 170  # bytes, about: an item's objects and its digest, beside its text
 
     def __init__(self) -> None:
         self._items: Lru[Hashable, tuple[list[Raw], list[bytes]]] = Lru(self.ITEMS_BUDGET)
@@ -51,8 +52,20 @@ class Digester:
             shared += 1
         digests = digests[:shared] + [digest_of(item) for item in items[shared:]]
         kept = known[:shared] + [item.copy() for item in items[shared:]]  # a copy, since a Raw holds its whole request
-        self._items.put(conversation, (kept, digests), sum(memoryview(item).nbytes for item in kept))
+        self._items.put(conversation, (kept, digests), self._size(kept))
         return digests
+
+    def forget(self, conversation: Hashable) -> None:
+        """It has ended."""
+        self._items.drop(conversation)
+
+    @property
+    def size(self) -> int:
+        """Bytes held, about."""
+        return self._items.size + self._fields.size
+
+    def _size(self, items: list[Raw]) -> int:
+        return sum(memoryview(item).nbytes for item in items) + self._ITEM_SIZE * len(items)
 
     def field(self, field: bytes) -> bytes:
         if len(field) < self.LARGE:

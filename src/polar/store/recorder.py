@@ -67,6 +67,11 @@ class Recorder:
         self._pieces: Pieces = {}
         self._encode = msgspec.msgpack.Encoder().encode
 
+    @property
+    def memory_bytes(self) -> int:
+        """Memory held for lineages, items and fields, about."""
+        return self.lineages.size + self._digester.size
+
     def finish(self) -> None:
         """The last of a transaction."""
         if self._pieces:
@@ -120,7 +125,7 @@ class Recorder:
             "evidence": encode_evidence(verdict.evidence),
         }
         rows = self._db.execute(self._q.end_session, parameters).fetchall()
-        self.lineages.drop(session_id)
+        self._forget(session_id)
         return to_session(rows[0]) if rows else None
 
     def disown_session(self, session_id: str, reason: str) -> None:
@@ -141,13 +146,17 @@ class Recorder:
         if self.again and (stored := self._stored_exchange(exchange)) is not None:
             return stored.parent
         session_id, seq, items = exchange.session_id, exchange.seq, exchange.wire.items
-        lineage = self.lineages.get(session_id) or self._load_lineage(session_id)
+        lineage = self.lineages.get(session_id)
+        open_still = lineage is not None or self._is_open(session_id)
+        lineage = lineage or self._load_lineage(session_id)
         self._touched.add(session_id)
         digests = self._digester.items(session_id, items)
         base, parent, shared_items = lineage.match(seq, digests)
         new = digests[shared_items:]
         fields, field_pieces = self._split_fields(exchange.wire.fields)
-        own_fields = None if base is not None and fields == lineage.fields(base) else fields
+        own_fields: bytes | None = fields
+        if base is not None and fields == lineage.fields(base):
+            own_fields, fields = None, lineage.fields(base)  # one object for all turns
 
         context = NO_IDS if base is None else self._context(lineage, session_id, base)
         shared_tokens = prompt = None
@@ -171,7 +180,10 @@ class Recorder:
             self._pieces.update(field_pieces)
         lineage.add(seq, exchange.exchange_id, base, shared_items, new, fields)
         lineage.advance(base, seq, context)
-        self.lineages.put(session_id, lineage, lineage.size)
+        if open_still:
+            self.lineages.put(session_id, lineage, lineage.size)
+        else:  # a call that was given up when its session ended
+            self._forget(session_id)
         return difference.parent
 
     def take_in(self, copy: Copy) -> str:
@@ -180,8 +192,16 @@ class Recorder:
         _check_reward(copy.session.reward)
         if copying.insert(self._db, self._q, copy):
             self._pieces.update(copy.pieces)
-        self.lineages.drop(session_id)
+        self._forget(session_id)
         return session_id
+
+    def _forget(self, session_id: str) -> None:
+        self.lineages.drop(session_id)
+        self._digester.forget(session_id)
+
+    def _is_open(self, session_id: str) -> bool:
+        row = self._db.execute(self._q.session, {"session_id": session_id}).fetchone()
+        return row is not None and to_session(row).status == "open"
 
     def _stored_session(self, session: Session) -> bool:
         row = self._db.execute(self._q.session, {"session_id": session.session_id}).fetchone()

@@ -93,6 +93,11 @@ class RelationalStore:
         """Memory held for storing by difference, about."""
         return self._recorder.lineages.size
 
+    @property
+    def memory_bytes(self) -> int:
+        """Memory held for storing by difference, about: lineages, and recent items and fields with their digests."""
+        return self._recorder.memory_bytes
+
     async def transact(self, work: Callable[[WritingConnection], T]) -> T:
         """Runs `work` in the writing thread, inside a transaction that it may share with other work; returns its result
         once that is durable.

@@ -44,6 +44,7 @@ class Served:
     rollout: Rollout
     store: Store
     sessions: Sessions
+    callbacks: Callbacks
 
     async def submit(self, *tasks: dict[str, Any]) -> None:
         answers = await self.rollout.submit([TaskRequest.model_validate(one) for one in tasks])
@@ -113,7 +114,7 @@ async def served(
                 app = create_app(parts)
                 transport = httpx.ASGITransport(app, raise_app_exceptions=True)
                 async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as http:
-                    yield Served(app, http, rollout, store, sessions)
+                    yield Served(app, http, rollout, store, sessions, callbacks)
             rollout.events.close()
     finally:
         await pools.close()

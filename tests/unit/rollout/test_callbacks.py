@@ -13,6 +13,7 @@ from polar.config import ServerSettings
 from polar.rollout import callbacks
 from polar.rollout.callbacks import Allowed
 from polar.rollout.models import TaskResult
+from tests.conditions import wait_until
 from tests.unit.rollout.served import Served, served, task
 
 Told = tuple[str, dict[str, str], dict[str, Any]]
@@ -92,6 +93,15 @@ async def test_a_finished_task_is_posted_whole(tmp_path: Path) -> None:
         assert "Authorization" not in headers
         await settled(it)
     assert len(receiver.told) == 1
+
+
+async def test_hosts_that_were_told_are_forgotten(tmp_path: Path) -> None:
+    async with receiving() as one, receiving() as other, served(tmp_path) as it:
+        await it.submit(task("a", callback_url=one.url), task("b", callback_url=other.url))
+        await it.run_all()
+        await settled(it)
+        await wait_until(lambda: not it.callbacks.pending())
+        assert len(it.callbacks._turns) == 0
 
 
 async def test_it_is_told_again_until_it_is_acknowledged(tmp_path: Path) -> None:

@@ -1,5 +1,7 @@
+import tracemalloc
 from hashlib import sha256
 
+import msgspec
 import numpy as np
 from msgspec import Raw
 
@@ -78,6 +80,18 @@ def test_digests_are_those_of_the_bytes_whatever_is_remembered() -> None:
             assert digester.items(conversation, [Raw(piece) for piece in request]) == plain(request)
     for field in (b"a" * 5000, b"a" * 4999 + b"b", b"a" * 5000, b"a" * 100):
         assert [digester.field(field)] == plain([field])
+
+
+def test_items_are_counted_with_what_surrounds_them() -> None:
+    digester = Digester()
+    items = msgspec.json.decode(msgspec.json.encode([*range(10_000)]), type=list[Raw])  # as a request has them
+    tracemalloc.start()
+    digester.items("s", items)
+    held, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert 0.8 * held < digester.size < 1.5 * held
+    digester.forget("s")
+    assert digester.size == 0
 
 
 def test_contexts_are_held_for_the_tips_only() -> None:

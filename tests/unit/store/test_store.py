@@ -289,6 +289,24 @@ async def test_memory_is_bounded_however_many_sessions_are_open(place: Place) ->
     await store.close()
 
 
+async def test_sessions_that_ended_are_not_in_memory(place: Place) -> None:
+    store = place.open()
+    held = []
+    for number in range(5):
+        name = f"s{number}"
+        *turns, late = conversation(name, 4)
+        await store.create_session(session(name))
+        for turn in turns:
+            await store.append(turn)
+        await store.end_session(name, ended_at=1.0, verdict=Verdict())
+        held.append(store.memory_bytes)
+        await store.append(late)  # it was given up when its session ended
+        held.append(store.memory_bytes)
+        await check(store, name, [*turns, late])
+    assert set(held) == {len(bytes(late.wire.fields["tools"]))}, "tools are kept: sessions share them"
+    await store.close()
+
+
 # Closing and failing
 
 

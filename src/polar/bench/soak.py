@@ -1,0 +1,237 @@
+"""`polar bench soak`: whether the service's memory stops growing.
+
+    callers (here) ─► service (process: gateway, control plane, store) ─► scripted engine (process)
+
+Callers go through sessions as harnesses do: each is created through the control plane, makes calls that grow by a turn
+and a tool result, and is ended there. One caller has long sessions of short turns, the others short ones of long turns;
+every second caller streams. The service's resident memory is read as calls are answered. Caches fill up to their bounds
+in the first half; in the second half it must not grow by more than 2 %.
+"""
+
+import asyncio
+import contextlib
+import csv
+import random
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from msgspec import Struct, field
+
+from polar.bench.client import BenchError, Connection, post
+from polar.bench.peers.gateway import Addresses
+from polar.bench.process import Server
+from polar.dialects.sse import Parser
+from polar.engines.scripted import TOKENIZER
+from polar.errors import ConfigError
+
+ALLOWED_GROWTH = 0.02
+MB = 1_000_000
+_CALLERS = 4
+_REPLY_WORDS = 30
+_VOCABULARY = """self value return index request error for in range result handle session token stream parse None import
+from yield await class def test assert path lines buffer state event config update with open the of a is not"""
+_WORDS = _VOCABULARY.split()
+_TOOL = {
+    "type": "function",
+    "function": {
+        "name": "bash",
+        "description": "Run a shell command and return its output.",
+        "parameters": {"type": "object", "properties": {"command": {"type": "string"}}, "required": ["command"]},
+    },
+}
+
+
+class Plan(Struct, frozen=True):
+    calls: int = 50_000
+    sample_every: int = 500  # calls
+    turns: int = 8  # of a short session
+    result_words: int = 600  # of a short session's tool results: about 4 KB
+    long_turns: int = 300
+    long_result_words: int = 20
+
+
+class Sample(Struct, frozen=True):
+    calls: int
+    sessions: int  # that have ended
+    seconds: float
+    resident: int  # bytes
+
+
+class Report(Struct):
+    plan: Plan
+    samples: list[Sample] = field(default_factory=list)
+
+    @property
+    def growth(self) -> float:
+        """Of the last half, as a share: from the median of its first tenth to the median of its last one."""
+        half = self.samples[len(self.samples) // 2 :]
+        some = max(1, len(half) // 10)
+        begin, end = _median(half[:some]), _median(half[-some:])
+        return end / begin - 1
+
+    @property
+    def passed(self) -> bool:
+        return self.growth < ALLOWED_GROWTH
+
+
+class _Created(Struct):
+    session_id: str
+    api_key: str
+
+
+async def run(plan: Plan, progress: Callable[[str], None]) -> Report:
+    report = Report(plan)
+    async with contextlib.AsyncExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="polar-soak-")))
+
+        async def start(name: str, *argv: str) -> Server:
+            server = Server([sys.executable, "-m", *argv], None, folder / f"{name}.log", speaks=True)
+            return await stack.enter_async_context(server)
+
+        engine = await start("engine", "polar.bench.soak_engine", str(plan.long_turns), str(_REPLY_WORDS))
+        engine_url = await engine.hear(str)
+        service = await start("service", "polar.bench.peers.gateway", engine_url, str(folder / "data"), str(TOKENIZER))
+        addresses = await service.hear(Addresses)
+        load = _Load(plan, addresses, service, report, progress)
+        await asyncio.gather(*(load.call_until_done(number) for number in range(_CALLERS)))
+    return report
+
+
+class _Load:
+    def __init__(
+        self, plan: Plan, addresses: Addresses, service: Server, report: Report, progress: Callable[[str], None]
+    ) -> None:
+        self._plan = plan
+        self._gateway, self._control = _port(addresses.gateway), _port(addresses.control)
+        self._service = service
+        self._report = report
+        self._progress = progress
+        self._calls = self._sessions = 0
+        self._began = time.monotonic()
+
+    async def call_until_done(self, number: int) -> None:
+        rng = random.Random(number)
+        connection = await Connection.open(self._gateway)
+        turns, words = self._plan.turns, self._plan.result_words
+        if number == 0:
+            turns, words = self._plan.long_turns, self._plan.long_result_words
+        while self._calls < self._plan.calls:
+            answer = await self._ask_control("/sessions", {"metadata": {"task_id": f"task-{rng.randrange(10**9)}"}})
+            session = msgspec.json.decode(answer, type=_Created)
+            await self._hold_session(connection, session.api_key, rng, turns, words, stream=number % 2 == 1)
+            await self._ask_control(f"/sessions/{session.session_id}/end", {"reward": 1.0})
+            self._sessions += 1
+        connection.close()
+
+    async def _hold_session(
+        self, connection: Connection, key: str, rng: random.Random, turns: int, words: int, *, stream: bool
+    ) -> None:
+        messages: list[dict[str, Any]] = [
+            {"role": "system", "content": "You are an agent that repairs programs. " * 50},
+            {"role": "user", "content": _text(rng, words)},
+        ]
+        for _ in range(turns):
+            body = {"model": "m", "messages": messages, "tools": [_TOOL], "stream": stream}
+            answer = await connection.call(post("/v1/chat/completions", msgspec.json.encode(body), key))
+            turn = _read_stream(answer.content()) if stream else _read_whole(answer.content())
+            messages.append(turn)
+            calls = turn.get("tool_calls") or []
+            messages += [
+                {"role": "tool", "tool_call_id": call["id"], "content": _text(rng, words)} for call in calls
+            ] or [{"role": "user", "content": _text(rng, words)}]
+            self._count_call()
+            if self._calls >= self._plan.calls:
+                return
+
+    def _count_call(self) -> None:
+        self._calls += 1
+        if self._calls % self._plan.sample_every == 0:
+            seconds = time.monotonic() - self._began
+            sample = Sample(self._calls, self._sessions, seconds, self._service.memory())
+            self._report.samples.append(sample)
+            if len(self._report.samples) % 10 == 0:
+                self._progress(f"{sample.calls:,} calls, {sample.sessions:,} sessions: {sample.resident / MB:.1f} MB")
+
+    async def _ask_control(self, path: str, fields: dict[str, object]) -> bytes:
+        """On a connection of its own: the control plane closes those that are idle."""
+        connection = await Connection.open(self._control)
+        answer = await connection.call(post(path, msgspec.json.encode(fields)))
+        connection.close()
+        return answer.content()
+
+
+def _text(rng: random.Random, words: int) -> str:
+    """Unlike any other, as tools' results are."""
+    return f"{rng.getrandbits(64):x} {' '.join(rng.choices(_WORDS, k=words))}"
+
+
+def _read_whole(body: bytes) -> dict[str, Any]:
+    turn: dict[str, Any] = msgspec.json.decode(body)["choices"][0]["message"]
+    return turn
+
+
+def _read_stream(body: bytes) -> dict[str, Any]:
+    """The turn put together from its deltas."""
+    turn: dict[str, Any] = {"role": "assistant"}
+    calls: list[dict[str, Any]] = []
+    parser = Parser()
+    for data in parser.feed(body):
+        if data == b"[DONE]":
+            break
+        for choice in msgspec.json.decode(data).get("choices", ()):
+            delta = choice["delta"]
+            for name, value in delta.items():
+                if isinstance(value, str) and name != "role":
+                    turn[name] = turn.get(name, "") + value
+            for piece in delta.get("tool_calls") or ():
+                if piece["index"] == len(calls):
+                    calls.append({"id": piece["id"], "type": "function", "function": {"name": "", "arguments": ""}})
+                for name in ("name", "arguments"):
+                    calls[piece["index"]]["function"][name] += piece["function"].get(name) or ""
+    if not calls and "content" not in turn:
+        raise BenchError(f"The gateway streamed no turn: {body[:300].decode(errors='replace')}")
+    return turn | {"tool_calls": calls} if calls else turn
+
+
+def _port(url: str) -> int:
+    return int(url.rpartition(":")[2])
+
+
+def _median(samples: Sequence[Sample]) -> float:
+    return statistics.median(sample.resident for sample in samples)
+
+
+def write_csv(report: Report, path: Path) -> None:
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file)
+        writer.writerow(Sample.__struct_fields__)
+        for sample in report.samples:
+            writer.writerow([sample.calls, sample.sessions, f"{sample.seconds:.1f}", sample.resident])
+
+
+def draw(report: Report, path: Path) -> None:
+    """As SVG or PNG, by the path's suffix."""
+    try:
+        import matplotlib
+    except ImportError as error:
+        raise ConfigError("The plot needs matplotlib: pip install matplotlib, or leave --plot out.") from error
+    matplotlib.use("Agg")
+    matplotlib.rcParams["svg.hashsalt"] = "soak"  # the same figures give the same file
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
+    calls = [sample.calls for sample in report.samples]
+    axes.plot(calls, [sample.resident / MB for sample in report.samples], color="#1a7f5a")
+    axes.axvspan(calls[len(calls) // 2], calls[-1], color="#eef1f4", zorder=0)
+    axes.set(xlabel="captured calls", ylabel="resident memory (MB)", ylim=(0, None))
+    axes.set_title(f"The service's memory; shaded: the last half, {report.growth:+.1%}")
+    axes.grid(alpha=0.3)
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=150, metadata={"Date": None} if path.suffix == ".svg" else None)
+    pyplot.close(figure)
