@@ -1,6 +1,7 @@
 """What captures calls, in one process: the store, the engines, and the gateway that harnesses talk to."""
 
 import contextlib
+import ctypes
 import gc
 import os
 import resource
@@ -26,15 +27,31 @@ def settle_process() -> None:
     A full garbage collection stops every stream for as long as it takes to walk all objects. What is imported stays
     anyway, and calls leave no cycles behind: young objects are looked at in small portions, old ones hardly ever. The
     store's thread gives way to the event loop soon. Tokenizers start no threads of their own: they have ours, and
-    processes for what is long.
+    processes for what is long. All threads allocate from one arena.
     """
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     gc.collect()
     gc.freeze()
     gc.set_threshold(1_000, 5, 10_000)
     sys.setswitchinterval(0.0005)
+    _share_malloc_arena()
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # each open call takes two
+
+
+_M_ARENA_MAX = -8
+"""mallopt's parameter, of glibc's malloc.h."""
+
+
+def _share_malloc_arena() -> None:
+    """Has glibc give new threads no arenas of their own.
+
+    What one thread allocates and another frees goes back to the first one's arena, where holes are left. Caches that
+    many threads fill then take ever more memory, though they hold no more. The interpreter's lock keeps most threads
+    from allocating at the same time anyway. Other C libraries have no such parameter.
+    """
+    if sys.platform == "linux" and (mallopt := getattr(ctypes.CDLL(None), "mallopt", None)) is not None:
+        mallopt(_M_ARENA_MAX, 1)
 
 
 class DataPlane:

@@ -50,8 +50,8 @@ _TOOL = {
 class Plan(Struct, frozen=True):
     calls: int = 50_000
     sample_every: int = 500  # calls
-    turns: int = 8  # of a short session
-    result_words: int = 600  # of a short session's tool results: about 4 KB
+    turns: int = 6  # of a short session
+    result_words: int = 1600  # of a short session's tool results: about 10 KB
     long_turns: int = 300
     long_result_words: int = 20
 
