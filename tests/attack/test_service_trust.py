@@ -741,7 +741,8 @@ async def test_what_is_open_to_all_says_little(tmp_path: Path) -> None:
     async with running(tmp_path, server={"token": TOKEN}) as it, aiohttp.ClientSession() as http:
         async with http.get(f"{it.service.control_url}/health") as answer:
             health = await answer.json()
-        assert health.keys() == {"status", "paused", "sessions", "engines"}
+        assert health.keys() == {"status", "reason", "paused", "sessions", "engines"}
+        assert health["reason"] is None
         assert all(engine.keys() == {"down", "running"} for engine in health["engines"])
 
 

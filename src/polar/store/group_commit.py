@@ -10,6 +10,7 @@ cleared soon after the cause is gone, also where nobody writes.
 """
 
 import asyncio
+import logging
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -19,6 +20,8 @@ from time import monotonic
 from typing import Any, Protocol, TypeVar
 
 from polar.errors import StoreError
+
+log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -178,8 +181,13 @@ class GroupCommit:
         if reason is not error:
             reason.__cause__ = error
         if self._transactions.cannot_write(error):
-            self.failure = reason
+            self._set_failure(reason)
         job.settle(None, reason)
+
+    def _set_failure(self, failure: StoreError) -> None:
+        if self.failure is None:
+            log.error("The store can't write: %s", failure)
+        self.failure = failure
 
     def _probe(self) -> None:
         """A success of ordinary work would prove less: a small write may still fit where larger ones don't."""
@@ -193,9 +201,10 @@ class GroupCommit:
                 raise
             self._transactions.settled()
         except Exception as error:  # noqa: BLE001 - whatever it is, the database could not write
-            self.failure = self._transactions.explain(error)
+            self._set_failure(self._transactions.explain(error))
         else:
             self.failure = None
+            log.warning("The store can write again.")
         self._next_probe = monotonic() + PROBE_SECONDS
 
 

@@ -58,7 +58,8 @@ async def test_the_servers_disk(tmp_path: Path, disk: Disk) -> None:
             assert "the disk is full; free some space" in answer
             status, health = await current_health(cluster)
             assert (status, health["status"]) == (503, "degraded")
-            assert "the disk is full; free some space" in health["reason"]
+            assert health["reason"] == "The store can't write; the service's log says why."
+            assert "the disk is full; free some space" in cluster.server.said()
             mark.touch()
 
             async def all_ended(_: Cluster) -> bool:

@@ -20,6 +20,10 @@ _HEARTBEAT = 15.0
 """Seconds of silence before a listener hears that the connection stands."""
 
 
+_CANNOT_WRITE = "The store can't write; the service's log says why."
+"""Without the cause, which names a path or a database's address."""
+
+
 class EngineHealth(BaseModel):
     down: bool
     running: int = Field(description="calls of this process")
@@ -27,7 +31,7 @@ class EngineHealth(BaseModel):
 
 class Health(BaseModel):
     status: Literal["ok", "degraded"] = Field("ok", description="degraded, with HTTP status 503: see `reason`")
-    reason: str | None = Field(None, description="why the store can't write")
+    reason: str | None = Field(None, description="what is wrong, in a sentence for everybody: it needs no token")
     paused: bool
     sessions: int = Field(description="whose keys work here now")
     engines: list[EngineHealth] = Field(description="those of the default run")
@@ -55,10 +59,10 @@ class Status(BaseModel):
 def _health(parts: Parts) -> Health:
     pool = parts.pools.default
     engines = [EngineHealth(down=replica.down, running=len(replica.running)) for replica in pool.replicas]
-    reason = parts.store.write_failure
+    can_write = parts.store.write_failure is None
     return Health(
-        status="ok" if reason is None else "degraded",
-        reason=reason,
+        status="ok" if can_write else "degraded",
+        reason=None if can_write else _CANNOT_WRITE,
         paused=pool.gate.paused,
         sessions=len(parts.sessions),
         engines=engines,
