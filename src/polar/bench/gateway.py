@@ -16,7 +16,7 @@ import resource
 import statistics
 import tempfile
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
 import msgspec
@@ -27,13 +27,20 @@ from polar.bench.calls import TURNS, L, S, Size
 from polar.bench.client import BenchError, Connection, get
 from polar.bench.engine import FakeEngine
 from polar.bench.load import CALLERS, Cost, Target, check, measure
-from polar.bench.peers import FASTAPI, LITELLM, LITELLM_VLLM, POLAR, RELAY
+from polar.bench.peers import FASTAPI, LITELLM, LITELLM_VLLM, OTHER, POLAR, RELAY
 from polar.bench.report import Added, Memory, Report, Streams
 from polar.bench.servers import Servers
 from polar.bench.watch import Watched
 from polar.errors import ConfigError
 
-CALLS_EACH = {POLAR: (40, 20), RELAY: (40, 20), FASTAPI: (10, 5), LITELLM: (2, 1), LITELLM_VLLM: (2, 1)}
+CALLS_EACH = {
+    POLAR: (40, 20),
+    OTHER: (40, 20),
+    RELAY: (40, 20),
+    FASTAPI: (10, 5),
+    LITELLM: (2, 1),
+    LITELLM_VLLM: (2, 1),
+}
 """Calls that each caller makes per round, S and L: about a second of work each."""
 
 
@@ -77,8 +84,16 @@ class Bench:
         return self.targets[POLAR]
 
 
-async def run(plan: Plan, litellm_environment: Path | None, progress: Progress) -> Report:
-    """All measurements. Without an environment LiteLLM is left out."""
+async def run(
+    plan: Plan,
+    litellm_environment: Path | None,
+    progress: Progress,
+    *,
+    against: Path | None = None,
+    measurements: Sequence["Measurement"] | None = None,
+) -> Report:
+    """Runs all measurements, or those given. Without an environment LiteLLM is left out; `against` is another
+    checkout of Polar, measured beside this one."""
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) < 2:
         raise ConfigError("The benchmark needs two cores: one for the server, one for the load.")
@@ -91,8 +106,8 @@ async def run(plan: Plan, litellm_environment: Path | None, progress: Progress) 
             servers = await stack.enter_async_context(Servers(engine.url, cores[-1], folder))
             bench = Bench(plan, engine, servers, progress)
             progress("starting the servers")
-            bench.targets = await servers.start_all(litellm_environment)
-            for measurement in MEASUREMENTS:
+            bench.targets = await servers.start_all(litellm_environment, against)
+            for measurement in MEASUREMENTS if measurements is None else measurements:
                 _calm()
                 await measurement(bench)
             return bench.report

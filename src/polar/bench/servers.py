@@ -8,7 +8,7 @@ from pathlib import Path
 from types import TracebackType
 
 from polar.bench.load import Target
-from polar.bench.peers import FASTAPI, LITELLM, LITELLM_VLLM, POLAR, RELAY, litellm
+from polar.bench.peers import FASTAPI, LITELLM, LITELLM_VLLM, OTHER, POLAR, RELAY, litellm
 from polar.bench.peers.gateway import Addresses
 from polar.bench.process import Server
 from polar.errors import ConfigError
@@ -33,9 +33,11 @@ class Servers:
     ) -> None:
         await self._stack.aclose()
 
-    async def start_all(self, litellm_environment: Path | None) -> dict[str, Target]:
-        """Without an environment LiteLLM is left out."""
+    async def start_all(self, litellm_environment: Path | None, against: Path | None = None) -> dict[str, Target]:
+        """Starts every server. Without an environment LiteLLM is left out; `against` is another checkout of Polar."""
         targets = {}
+        if against is not None:
+            targets[OTHER] = await self._start_other(against)
         if litellm_environment is not None:
             targets[LITELLM] = await self._start_litellm(LITELLM, "openai", litellm_environment)
             targets[LITELLM_VLLM] = await self._start_litellm(LITELLM_VLLM, "hosted_vllm", litellm_environment)
@@ -53,13 +55,19 @@ class Servers:
         targets[POLAR] = await self.start_polar("polar")
         return targets
 
-    async def start_polar(self, name: str) -> Target:
-        argv = [*_MODULE, "polar.bench.peers.gateway", self._engine_url, str(self._folder / name)]
-        server = await self._start(name, argv, speaks=True)
+    async def start_polar(self, folder: str, name: str = POLAR, *, env: dict[str, str] | None = None) -> Target:
+        argv = [*_MODULE, "polar.bench.peers.gateway", self._engine_url, str(self._folder / folder)]
+        server = await self._start(folder, argv, speaks=True, env=env)
         addresses = await server.hear(Addresses)
         control = _port(addresses.control)
         await server.answers(control, "/health", 30)
-        return Target(POLAR, _port(addresses.gateway), server, control_port=control)
+        return Target(name, _port(addresses.gateway), server, control_port=control)
+
+    async def _start_other(self, checkout: Path) -> Target:
+        source = checkout / "src"
+        if not (source / "polar").is_dir():
+            raise ConfigError(f"{checkout} is not a checkout of Polar: it has no folder src/polar.")
+        return await self.start_polar("other", OTHER, env={"PYTHONPATH": str(source.absolute())})
 
     async def _start_litellm(self, name: str, provider: str, environment: Path) -> Target:
         command = litellm.executable(environment)

@@ -63,13 +63,22 @@ def command() -> None:
     help=f"a virtual environment with LiteLLM [default: {_ENVIRONMENT}, made if it is not there]",
 )
 @click.option("--no-litellm", is_flag=True, help="leave LiteLLM out")
+@click.option(
+    "--against",
+    type=click.Path(path_type=Path, exists=True, file_okay=False),
+    help="Another checkout of Polar to measure in the same run, with this one's dependencies.",
+)
+@click.option("--cpu-only", is_flag=True, help="Measure CPU per call only: no latencies, streams or idle sessions.")
 @json_option
-def gateway(quick: bool, environment: Path | None, no_litellm: bool, as_json: bool) -> None:
+def gateway(
+    quick: bool, environment: Path | None, no_litellm: bool, against: Path | None, cpu_only: bool, as_json: bool
+) -> None:
     """CPU per captured call, added latency, many streams and idle sessions."""
     console = Console(stderr=True)
     where = None if no_litellm else environment or _install(console)
     plan = gateway_bench.QUICK if quick else gateway_bench.Plan()
-    measured = run(gateway_bench.run(plan, where, _progress(console)))
+    measurements = (gateway_bench.cpu_per_call,) if cpu_only else gateway_bench.MEASUREMENTS
+    measured = run(gateway_bench.run(plan, where, _progress(console), against=against, measurements=measurements))
     if as_json:
         click.echo(report.as_json(measured))
     else:
