@@ -61,6 +61,7 @@ async def check_talks(store: PostgresStore, confirmed: dict[str, int]) -> None:
             assert it == fingerprint(expected)
 
 
+@pytest.mark.faults
 async def test_the_server_is_restarted_while_many_write(server: Server) -> None:
     """Callers wait; they don't hear of it."""
     store = PostgresStore.open(server.new_database())
@@ -293,6 +294,7 @@ async def test_work_beside_a_failure_after_a_lost_commit(server: Server, tmp_pat
     wire.close()
 
 
+@pytest.mark.faults
 @pytest.mark.parametrize("how", ["terminated", "killed"])
 async def test_processes_of_the_server_end(server: Server, how: str) -> None:
     """Those that write and read for the store, each in the middle of something. Callers don't hear of it."""

@@ -97,6 +97,7 @@ async def test_turns_go_on_after_a_restart(tmp_path: Path, monkeypatch: pytest.M
     assert (await verify(Settings(), tmp_path, [])).traces["prefix_merging"] == 2
 
 
+@pytest.mark.faults
 async def test_a_call_that_died_with_the_gateway_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Killed at any moment: what the harness got whole is there, and it goes on from that."""
     monkeypatch.setenv("POLAR_ENGINE__TOKENIZER", str(TOKENIZER))

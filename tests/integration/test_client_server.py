@@ -99,7 +99,7 @@ def test_every_result_comes_once_though_the_server_is_killed(server: Server, cli
     assert [one.cursor for one in client.results(follow=False)] == cursors
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGTERM, marks=pytest.mark.slow), signal.SIGKILL])
 def test_who_waits_for_results_outlives_a_restart(server: Server, client: polar.Client, number: int) -> None:
     client.submit(task("before"))
     results = client.results()

@@ -43,6 +43,7 @@ def test_who_never_answers_earns_nothing(folder: Path) -> None:
     assert earned(folder, "I would rather not.") == [0.0, 0.0]
 
 
+@pytest.mark.slow
 async def test_a_demo_from_its_questions_to_its_picture(tmp_path: Path) -> None:
     """With a model that knows nothing: it earns nothing, and what it said is verified all the same."""
     wanted = preparing.Wanted(tiny.folder(tmp_path / "model"), layers=1, steps=1, groups=1, sessions=4, held_out=1)

@@ -133,6 +133,7 @@ async def test_a_reply_that_is_given_up_has_the_version_that_sampled_it(folder: 
     assert exchange.versions == [VersionSpan(7, 0, len(exchange.sampled_ids))]
 
 
+@pytest.mark.faults
 async def test_a_killed_engine_comes_back_at_its_address_with_its_weights(folder: Path, tmp_path: Path) -> None:
     update = tiny.perturbed(folder, tmp_path / "weights", 1)
     process = await EmbeddedEngine.launch(EngineSettings(kind="embedded", model=str(folder), options=OPTIONS))

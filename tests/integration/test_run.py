@@ -234,7 +234,7 @@ def alive(folder: Path) -> list[int]:
     return [pid for pid in pids(folder) if Path(f"/proc/{pid}").exists()]
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 def test_an_interrupt_cancels_and_leaves_nothing_behind(tmp_path: Path, number: signal.Signals) -> None:
     process = start(tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     assert len(alive(tmp_path)) == 2

@@ -1,5 +1,6 @@
 """polar verify and polar show, run as their users run them, on what a small agent really asked."""
 
+import functools
 import json
 import shutil
 import sqlite3
@@ -12,6 +13,8 @@ from pathlib import Path
 import pytest
 
 from tests.integration.test_cli import polar
+
+slow = functools.partial(pytest.param, marks=pytest.mark.slow)
 
 AGENT = """
 import json, os, urllib.request
@@ -86,10 +89,10 @@ def test_one_session_alone(captured: Path) -> None:
     [
         # One bit of one log-probability, one token, one version: the smallest things that can go wrong.
         ("UPDATE exchanges SET logprobs = flip(logprobs) WHERE seq = 2", "checksum"),
-        ("UPDATE exchanges SET sampled = flip(sampled) WHERE seq = 0", "checksum"),
-        ("UPDATE exchanges SET detail = replace(detail, '[[0,', '[[1,') WHERE seq = 3", "checksum"),
-        ("UPDATE exchanges SET delivered = 99 WHERE seq = 1", "delivered"),
-        ("UPDATE exchanges SET sampled = substr(sampled, 2) WHERE seq = 1", "unreadable"),
+        slow("UPDATE exchanges SET sampled = flip(sampled) WHERE seq = 0", "checksum"),
+        slow("UPDATE exchanges SET detail = replace(detail, '[[0,', '[[1,') WHERE seq = 3", "checksum"),
+        slow("UPDATE exchanges SET delivered = 99 WHERE seq = 1", "delivered"),
+        slow("UPDATE exchanges SET sampled = substr(sampled, 2) WHERE seq = 1", "unreadable"),
         ("UPDATE exchanges SET detail = 'nonsense' WHERE seq = 1", "unreadable"),
     ],
 )

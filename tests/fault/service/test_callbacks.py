@@ -2,10 +2,13 @@
 
 from pathlib import Path
 
+import pytest
+
 from tests.fault.service.cluster import Cluster, quick
 from tests.fault.service.receiver import Receiver
 
 
+@pytest.mark.faults
 async def test_everything_is_told_when_it_is_back(tmp_path: Path) -> None:
     """Though the server was killed meanwhile."""
     receiver = Receiver(failures=1)

@@ -43,6 +43,7 @@ def disk(tmp_path: Path) -> Iterator[Disk]:
         subprocess.run(["umount", "-l", str(folder)], check=True)
 
 
+@pytest.mark.faults
 async def test_the_servers_disk(tmp_path: Path, disk: Disk) -> None:
     """Calls fail and say why, nodes hold what has ended, and all of it comes when there is space again."""
     mark = tmp_path / "go"

@@ -132,6 +132,7 @@ async def _gone(pid: int) -> bool:
     return state == "Z"
 
 
+@pytest.mark.faults
 async def test_frozen_past_its_lease(tmp_path: Path) -> None:
     async with Cluster(tmp_path, lease_seconds=3) as cluster:
         await frozen(cluster, tmp_path, times=1)
@@ -143,6 +144,7 @@ async def test_frozen_again_and_again(tmp_path: Path) -> None:
         await frozen(cluster, tmp_path, times=4)
 
 
+@pytest.mark.faults
 async def test_told_to_end_it_hands_its_sessions_back(tmp_path: Path) -> None:
     """More often than a session may be tried: none of it counts."""
     mark = tmp_path / "go"

@@ -59,6 +59,7 @@ async def away(folder: Path, postgres: Server, times: int, nodes: int, seed: int
         assert {node["name"] for node in await cluster.client.nodes()} == set(names)
 
 
+@pytest.mark.faults
 async def test_once(tmp_path: Path, postgres: Server) -> None:
     await away(tmp_path, postgres, times=1, nodes=1, seed=1)
 

@@ -3,10 +3,13 @@
 import asyncio
 from pathlib import Path
 
+import pytest
+
 from polar.client.async_client import AsyncClient
 from tests.fault.service.cluster import ASK, PATIENCE, Cluster, Reader, quick, task, until_there
 
 
+@pytest.mark.faults
 async def test_the_older_one_stops(tmp_path: Path) -> None:
     mark = tmp_path / "go"
     data = tmp_path / "data"

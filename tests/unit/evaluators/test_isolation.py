@@ -16,6 +16,7 @@ from polar.evaluators.runs import Isolation, SignedRun
 from polar.plugins import load
 from polar.store.base import Evidence
 from tests.contract.image import OTHER, PLAIN, ensure_image
+from tests.selection import leave_to_slow
 from tests.unit.evaluators.work import WITH_PLUGINS, WITHOUT_PLUGINS, Place
 
 needs_landlock = pytest.mark.skipif(landlock_version() < MIN_LANDLOCK, reason="the kernel has no Landlock")
@@ -226,9 +227,9 @@ CHEATS = {
 
 
 @needs_landlock
-@pytest.mark.parametrize("code", CHEATS.values(), ids=CHEATS)
-async def test_code_in_a_process_of_its_own_earns_nothing_by_cheating(place: Place, code: str) -> None:
-    graded = await grade(place, code, FILES, isolate=True)
+@pytest.mark.parametrize("cheat", leave_to_slow(CHEATS, but=("equal to everything", "traces the tests")))
+async def test_code_in_a_process_of_its_own_earns_nothing_by_cheating(place: Place, cheat: str) -> None:
+    graded = await grade(place, CHEATS[cheat], FILES, isolate=True)
     assert (graded.passed, graded.finished) == (False, True)  # the run came to its end, and the tests failed
 
 
@@ -261,23 +262,27 @@ async def test_no_file_of_the_workspace_takes_the_place_of_an_installed_module(p
 
 
 @needs_landlock
-async def test_isolate_is_a_setting_of_tests(place: Place) -> None:
-    runs_of_pytest = [  # pytest-xdist loaded, with and without workers, or not loaded
-        (RIGHT, 1, WITH_PLUGINS, ""),
-        (RIGHT, 1, WITH_PLUGINS, "-n 2"),
+@pytest.mark.parametrize(
+    ("code", "reward", "plugins", "option"),
+    [  # pytest-xdist loaded, with and without workers, or not loaded
+        pytest.param(RIGHT, 1, WITH_PLUGINS, "", marks=pytest.mark.slow),
+        pytest.param(RIGHT, 1, WITH_PLUGINS, "-n 2", marks=pytest.mark.slow),
         (RIGHT, 1, WITHOUT_PLUGINS, ""),
         (EQUAL, 0, WITHOUT_PLUGINS, ""),
-    ]
-    for code, reward, plugins, option in runs_of_pytest:
-        config = {
-            "command": f"{sys.executable} -m pytest {option} tests",
-            "must_pass": NAMES[:1],
-            "env": {"PYTHONPATH": ".", **plugins},
-            "isolate": True,
-        }
-        work = await place.work(f"cat > calc.py <<'END'\n{code}\nEND", files=FILES)
-        verdict = await evaluator.Tests(config).evaluate(work)
-        assert verdict.reward == reward, verdict
+    ],
+)
+async def test_isolate_is_a_setting_of_tests(
+    place: Place, code: str, reward: int, plugins: dict[str, str], option: str
+) -> None:
+    config = {
+        "command": f"{sys.executable} -m pytest {option} tests",
+        "must_pass": NAMES[:1],
+        "env": {"PYTHONPATH": ".", **plugins},
+        "isolate": True,
+    }
+    work = await place.work(f"cat > calc.py <<'END'\n{code}\nEND", files=FILES)
+    verdict = await evaluator.Tests(config).evaluate(work)
+    assert verdict.reward == reward, verdict
 
 
 def test_isolate_takes_signed_results() -> None:
@@ -308,9 +313,9 @@ async def test_two_processes_in_a_container(tmp_path: Path, engine: str, image: 
 SHOWN = {"traces the tests": TRACED, "hooks the reports": HOOKED, "marks the tests": MARKED, "forges records": FORGED}
 
 
-@pytest.mark.parametrize("code", SHOWN.values(), ids=SHOWN)
-async def test_canaries_show_what_code_does_in_the_test_process(place: Place, code: str) -> None:
-    graded = await grade(place, code, FILES)
+@pytest.mark.parametrize("cheat", leave_to_slow(SHOWN, but=["traces the tests"]))
+async def test_canaries_show_what_code_does_in_the_test_process(place: Place, cheat: str) -> None:
+    graded = await grade(place, SHOWN[cheat], FILES)
     assert not graded.passed
     assert graded.proven == {"canary_passed"}, graded
 

@@ -9,6 +9,7 @@ import pytest
 
 from polar.evaluators import runs
 from polar.evaluators import tests as evaluator
+from tests.selection import leave_to_slow
 from tests.unit.evaluators.work import Place
 
 FIX = "sed -i 's/a - b/a + b/' calc.py"
@@ -62,31 +63,31 @@ async def test_those_of_unittest_too(place: Place) -> None:
     assert await reward(place, "", UNITTEST, "unittest test_calc") == 0
 
 
-@pytest.mark.parametrize(
-    "calc",
-    [
-        "import pytest\ndef add(a, b): pytest.xfail('x')",
-        "import pytest\ndef add(a, b): pytest.skip('x')",
-        "import pytest\npytest.skip('x', allow_module_level=True)",
-        "import unittest\ndef add(a, b): raise unittest.SkipTest('x')",
-        "import unittest\nraise unittest.SkipTest('x')",
-        "import builtins, pytest\nbuiltins.AssertionError = pytest.xfail.Exception\ndef add(a, b): return 0",
-    ],
-)
+GIVES_UP = [
+    "import pytest\ndef add(a, b): pytest.xfail('x')",
+    "import pytest\ndef add(a, b): pytest.skip('x')",
+    "import pytest\npytest.skip('x', allow_module_level=True)",
+    "import unittest\ndef add(a, b): raise unittest.SkipTest('x')",
+    "import unittest\nraise unittest.SkipTest('x')",
+    "import builtins, pytest\nbuiltins.AssertionError = pytest.xfail.Exception\ndef add(a, b): return 0",
+]
+
+
+@pytest.mark.parametrize("calc", leave_to_slow(GIVES_UP, but=[GIVES_UP[0], GIVES_UP[-1]]))
 async def test_code_can_not_give_up_its_tests(place: Place, calc: str) -> None:
     assert await reward(place, f"cat > calc.py <<'END'\n{calc}\nEND", PYTEST, "pytest tests") == 0
 
 
-@pytest.mark.parametrize(
-    "calc",
-    [
-        "import unittest\ndef add(a, b): raise unittest.SkipTest('x')",
-        "import unittest\nraise unittest.SkipTest('x')",
-        "import unittest\nunittest.TestCase.assertEqual = lambda *a, **k: None\ndef add(a, b): return 0",
-        "import unittest\nunittest.TestCase.failureException = unittest.SkipTest\ndef add(a, b): return 0",
-        "import unittest\nunittest.TestCase.__getattribute__ = lambda s, n: print\ndef add(a, b): return 0",
-    ],
-)
+GIVES_UP_UNITTEST = [
+    "import unittest\ndef add(a, b): raise unittest.SkipTest('x')",
+    "import unittest\nraise unittest.SkipTest('x')",
+    "import unittest\nunittest.TestCase.assertEqual = lambda *a, **k: None\ndef add(a, b): return 0",
+    "import unittest\nunittest.TestCase.failureException = unittest.SkipTest\ndef add(a, b): return 0",
+    "import unittest\nunittest.TestCase.__getattribute__ = lambda s, n: print\ndef add(a, b): return 0",
+]
+
+
+@pytest.mark.parametrize("calc", leave_to_slow(GIVES_UP_UNITTEST, but=[GIVES_UP_UNITTEST[0]]))
 async def test_nor_those_of_unittest(place: Place, calc: str) -> None:
     files = {**UNITTEST, "test_sane.py": "import unittest\nclass T(unittest.TestCase):\n    def test_it(self): pass\n"}
     agent = f"cat > calc.py <<'END'\n{calc}\nEND"

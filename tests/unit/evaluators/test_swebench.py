@@ -15,6 +15,7 @@ from polar.evaluators.base import GraderError
 from polar.evaluators.swebench import SweBench
 from polar.patches import patch
 from polar.store.base import Verdict
+from tests.selection import leave_to_slow
 from tests.unit.evaluators.work import AgentWork, Place
 
 FILES = {
@@ -137,17 +138,17 @@ async def test_a_live_runtime_is_refused(place: Place) -> None:
         await SweBench(ROW).evaluate(work)
 
 
-@pytest.mark.parametrize(
-    "agent",
-    [
-        "printf 'def test_add(): pass\\ndef test_same(): pass\\n' > calc/tests/test_calc.py; echo >> calc/__init__.py",
-        "rm -r calc/tests; mkdir mine; echo 'x = 1' > mine/x.py; ln -s ../mine calc/tests",
-        "mv calc real; ln -s real calc; rm -r real/tests",
-        "printf '[tool:pytest]\\naddopts = --collect-only\\n' > setup.cfg; echo >> calc/__init__.py",
-        "printf 'import os\\nos._exit(0)\\n' >> calc/__init__.py",
-        "printf '[core]\\nfsmonitor = \"touch /tmp/ran; false\"\\n' >> .git/config; echo >> calc/__init__.py",
-    ],
-)
+CHEATS = [
+    "printf 'def test_add(): pass\\ndef test_same(): pass\\n' > calc/tests/test_calc.py; echo >> calc/__init__.py",
+    "rm -r calc/tests; mkdir mine; echo 'x = 1' > mine/x.py; ln -s ../mine calc/tests",
+    "mv calc real; ln -s real calc; rm -r real/tests",
+    "printf '[tool:pytest]\\naddopts = --collect-only\\n' > setup.cfg; echo >> calc/__init__.py",
+    "printf 'import os\\nos._exit(0)\\n' >> calc/__init__.py",
+    "printf '[core]\\nfsmonitor = \"touch /tmp/ran; false\"\\n' >> .git/config; echo >> calc/__init__.py",
+]
+
+
+@pytest.mark.parametrize("agent", leave_to_slow(CHEATS, but=[CHEATS[1], CHEATS[-1]]))
 async def test_cheats_earn_nothing(place: Place, agent: str) -> None:
     assert (await judged(place, agent)).reward == 0.0
 

@@ -15,6 +15,7 @@ from polar.evaluators.base import GraderError
 from polar.evaluators.protecting import Protected, Protecting
 from polar.evaluators.results import BrokenResults, Result
 from polar.store.base import Verdict
+from tests.selection import leave_to_slow
 from tests.unit.evaluators.work import WITH_PLUGINS, WITHOUT_PLUGINS, Place
 
 PYTEST = f"{sys.executable} -m pytest"
@@ -224,13 +225,18 @@ CHEATS = {
 }
 
 
-@pytest.mark.parametrize("name", CHEATS)
+QUICK = ("linked_test", "conftest", "exit_at_import", "skip", "exchanged_report", "written_results")
+
+
+@pytest.mark.parametrize("name", leave_to_slow(CHEATS, but=QUICK))
 async def test_cheats_earn_nothing(place: Place, name: str) -> None:
     verdict = await judged(place, CHEATS[name], env=WITH_PLUGINS if name == "plugin_by_entry_point" else {})
     assert verdict.reward == 0.0, verdict
 
 
-@pytest.mark.parametrize("name", ["deleted_tests", "exit_when_called", "pytest_exit", "skip"])
+@pytest.mark.parametrize(
+    "name", leave_to_slow(["deleted_tests", "exit_when_called", "pytest_exit", "skip"], but=["skip"])
+)
 async def test_nor_where_no_test_is_named(place: Place, name: str) -> None:
     assert (await judged(place, CHEATS[name], must_pass=[], must_keep=[])).reward == 0.0
 
@@ -238,7 +244,7 @@ async def test_nor_where_no_test_is_named(place: Place, name: str) -> None:
 NAIVE = ("rewritten_test", "linked_test", "conftest", "plugin_by_ini", "exit_at_import", "exchanged_function")
 
 
-@pytest.mark.parametrize("name", NAIVE)
+@pytest.mark.parametrize("name", leave_to_slow(NAIVE, but=("linked_test", "exit_at_import")))
 async def test_they_would_elsewhere(place: Place, name: str) -> None:
     """In the agent's own folder, by pytest's exit code."""
     work = await place.work(CHEATS[name], files=FILES, evaluator={"refresh_runtime": False})

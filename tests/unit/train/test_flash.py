@@ -124,7 +124,7 @@ def _some(heads: int, tokens: int) -> Tensor:
     return made.transpose(1, 2).requires_grad_()
 
 
-@pytest.fixture(params=[False, True])
+@pytest.fixture(params=[False, pytest.param(True, marks=pytest.mark.slow)])
 def compiled(request: pytest.FixtureRequest) -> bool:
     given: bool = request.param
     return given
@@ -189,6 +189,7 @@ def test_few_queries_have_few_that_nobody_asked_for(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of PyTorch's own compiler
+@pytest.mark.slow
 def test_few_variants_are_compiled_for_parts_of_all_kinds() -> None:
     """One where nothing is left of a context, one where something is: PyTorch tells parts from the first token on from
     others."""

@@ -45,6 +45,7 @@ async def test_a_fused_feed_forward_part_keeps_two_products(monkeypatch: pytest.
     assert sum(tensor.numel() == tokens * sizes.intermediate_size for tensor in kept) == 2
 
 
+@pytest.mark.slow
 def test_rotations_by_tokens_are_rotations() -> None:
     from transformers.models.qwen3.modeling_qwen3 import apply_rotary_pos_emb
 

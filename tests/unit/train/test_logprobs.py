@@ -15,7 +15,7 @@ def _plain(logits: Tensor, targets: Tensor, temperature: Tensor) -> Tensor:
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of PyTorch's own compiler
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("kind", "close"), [(torch.float32, 1e-6), (torch.bfloat16, 1e-2)])
 def test_it_is_the_logarithm_of_a_softmax(kind: torch.dtype, close: float, compiled: bool) -> None:
     torch.manual_seed(0)

@@ -158,7 +158,7 @@ async def test_what_is_sampled_ahead_is_within_the_bound(tmp_path: Path, folder:
         assert (most == 0) == all(one.ratio_max == pytest.approx(1, abs=1e-3) for one in told if one.ratio_max)
 
 
-@pytest.mark.parametrize("every", [1, 2])
+@pytest.mark.parametrize("every", [pytest.param(1, marks=pytest.mark.slow), 2])
 async def test_a_crash_changes_nothing(tmp_path: Path, folder: Path, every: int) -> None:
     """Wherever it comes: the weights in the end are the same, to the last bit."""
     options = {"checkpoint": {"every": every}, "steps": 4}
