@@ -59,7 +59,8 @@ class Server:
         if process.returncode is None:
             process.terminate()
             try:
-                await asyncio.wait_for(process.wait(), 10)
+                async with asyncio.timeout(10):
+                    await process.wait()
             except TimeoutError:
                 process.kill()
                 await process.wait()
@@ -82,7 +83,8 @@ class Server:
         process = self._running()
         assert process.stdout is not None
         try:
-            line = await asyncio.wait_for(process.stdout.readline(), timeout)
+            async with asyncio.timeout(timeout):
+                line = await process.stdout.readline()
             return msgspec.json.decode(line, type=type)
         except (TimeoutError, msgspec.DecodeError) as error:
             raise self.failed("did not say what it was asked") from error

@@ -158,7 +158,8 @@ async def _call(argv: list[str], stdin: bytes = b"") -> str | None:
     pipe = asyncio.subprocess.PIPE
     process = await asyncio.create_subprocess_exec(*argv, stdin=pipe, stdout=asyncio.subprocess.DEVNULL, stderr=pipe)
     try:
-        _, errors = await asyncio.wait_for(process.communicate(stdin), _LONGEST)
+        async with asyncio.timeout(_LONGEST):
+            _, errors = await process.communicate(stdin)
     except TimeoutError:
         process.kill()
         await process.wait()

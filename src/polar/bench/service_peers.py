@@ -56,7 +56,8 @@ async def _ask(python: Path, peer: str, jobs: int, place: str, kind: Kind) -> Pe
     except OSError as error:
         return f"{python}: {error.strerror}"
     try:
-        told, complaints = await asyncio.wait_for(process.communicate(), _LONGEST)
+        async with asyncio.timeout(_LONGEST):
+            told, complaints = await process.communicate()
     except TimeoutError:
         process.kill()
         await process.wait()

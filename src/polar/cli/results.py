@@ -93,7 +93,8 @@ async def _each(results: Results[RawResult], tell: Callable[[RawResult], None], 
                     status.update(f"{count(seen, 'result')}, up to {result.cursor}")
         except asyncio.CancelledError:  # interrupted: what was told is taken
             with contextlib.suppress(ClientError, TimeoutError):
-                await asyncio.wait_for(results.acknowledge(), _LAST_WORD)
+                async with asyncio.timeout(_LAST_WORD):
+                    await results.acknowledge()
             raise
     return seen
 

@@ -86,7 +86,8 @@ class NodeActor:
                 log.exception("The node failed; it is started again in %g seconds.", wait)
                 self._problem = f"{type(error).__name__}: {error}"
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._stop.wait(), wait)
+                async with asyncio.timeout(wait):
+                    await self._stop.wait()
 
 
 def _found(place: str) -> Serve:

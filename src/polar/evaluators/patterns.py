@@ -25,7 +25,8 @@ async def last_match(pattern: str, text: str) -> str | None:
     pipe = asyncio.subprocess.PIPE
     process = await asyncio.create_subprocess_exec(sys.executable, "-I", "-S", "-c", _SEARCH, stdin=pipe, stdout=pipe)
     try:
-        said, _ = await asyncio.wait_for(process.communicate(json.dumps([pattern, text]).encode()), _SECONDS)
+        async with asyncio.timeout(_SECONDS):
+            said, _ = await process.communicate(json.dumps([pattern, text]).encode())
     except TimeoutError as error:
         raise TooSlow(f"the pattern was not done after {_SECONDS:g} seconds") from error
     finally:

@@ -115,7 +115,8 @@ class BubblewrapRuntime:
                 self._bwrap = await self._kind.spawner.spawn(job, lent)
                 self._parent = self._kind.spawner.process
             try:
-                pid = await asyncio.wait_for(self._up(info, ready), _START_SECONDS)
+                async with asyncio.timeout(_START_SECONDS):
+                    pid = await self._up(info, ready)
             except TimeoutError:
                 pid = None
             if pid is None:
@@ -265,7 +266,8 @@ class BubblewrapRuntime:
             return False
         init = os.dup(self._init)  # of this call alone: a loop tells one of a descriptor's followers only
         try:
-            await asyncio.wait_for(_readable(init), _DYING_SECONDS)
+            async with asyncio.timeout(_DYING_SECONDS):
+                await _readable(init)
         except TimeoutError:
             return False
         finally:

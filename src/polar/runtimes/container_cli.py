@@ -52,7 +52,8 @@ class Cli:
             out, said = (held.enter_context(os.fdopen(os.memfd_create(self.name), "rb")) for _ in range(2))
             process = await self._start(arguments, DEVNULL, out.fileno(), said.fileno())
             try:
-                await asyncio.wait_for(process.wait(), seconds)
+                async with asyncio.timeout(seconds):
+                    await process.wait()
             except TimeoutError:
                 raise SandboxError(f"{self.name} {arguments[0]} took longer than {seconds:g} seconds.") from None
             finally:
@@ -141,7 +142,8 @@ async def _end(process: Process) -> None:
     if not below:
         process.terminate()
     try:
-        await asyncio.wait_for(process.wait(), _ENDING_SECONDS)
+        async with asyncio.timeout(_ENDING_SECONDS):
+            await process.wait()
     except TimeoutError:
         process.kill()
         await process.wait()

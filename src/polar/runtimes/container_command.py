@@ -125,7 +125,8 @@ async def _keep(client: Client, output: Path | None, most: int) -> bool:
 
 async def _ended(client: Client, seconds: float | None) -> bool:
     try:
-        await asyncio.wait_for(client.wait(), seconds)
+        async with asyncio.timeout(seconds):
+            await client.wait()
     except TimeoutError:
         return False
     return True

@@ -98,7 +98,8 @@ class Inside:
         ended = asyncio.Event()
         loop.add_reader(first, ended.set)
         try:
-            await asyncio.wait_for(ended.wait(), seconds)
+            async with asyncio.timeout(seconds):
+                await ended.wait()
         except TimeoutError:
             return False
         finally:

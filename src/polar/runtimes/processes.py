@@ -244,7 +244,8 @@ async def run(
         taken.started()
         follow(spawned)
         try:
-            await asyncio.wait_for(asyncio.shield(spawned.ended), timeout)
+            async with asyncio.timeout(timeout):
+                await asyncio.shield(spawned.ended)
         except TimeoutError:
             timed_out = spawned.code is None
             await kill(spawned)

@@ -159,7 +159,8 @@ class ServiceProcess:
             return
         process.terminate()
         try:
-            await asyncio.wait_for(process.wait(), _STOP_SECONDS)
+            async with asyncio.timeout(_STOP_SECONDS):
+                await process.wait()
         except TimeoutError:
             process.kill()
             await process.wait()

@@ -75,7 +75,8 @@ class EngineProcess:
         if self._process is not None and self._process.returncode is None:
             self._process.terminate()
             try:
-                await asyncio.wait_for(self._process.wait(), _STOP_LIMIT)
+                async with asyncio.timeout(_STOP_LIMIT):
+                    await self._process.wait()
             except TimeoutError:
                 self._process.kill()
                 await self._process.wait()

@@ -98,7 +98,8 @@ class Tools:
         except OSError as error:
             raise InstallError(f"{argv[0]} can't be run: {error.strerror}.") from error
         try:
-            said, _ = await asyncio.wait_for(process.communicate(), timeout)
+            async with asyncio.timeout(timeout):
+                said, _ = await process.communicate()
         except TimeoutError:
             raise InstallError(f"{argv[0]} did not end within {timeout:g} s.") from None
         finally:
