@@ -8,6 +8,7 @@ folders that are real, but not above the top. Who asks for all links gets them a
 
 import asyncio
 import contextlib
+import functools
 import os
 import posixpath
 import secrets
@@ -15,7 +16,7 @@ import shutil
 import stat
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path, PurePosixPath
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from polar.runtimes import emptying, linux
 from polar.runtimes.base import FileState, TooLarge
@@ -33,11 +34,18 @@ Owner = tuple[int, int]
 """A user and a group, by number. Where none is named, what is made belongs to this process's."""
 
 
+class Caller(Protocol):
+    """Calls one of this module's functions, by name, where it has the rights that it takes."""
+
+    def call(self, operation: str, root: int, *arguments: object) -> Any: ...
+
+
 class Copies:
     """Those of one runtime that are under way. They run in threads, which go on when nobody waits for them any more:
-    until they are `done`, the root must stay open."""
+    until they are `done`, the root must stay open. Where a caller is given, it does the work."""
 
-    def __init__(self) -> None:
+    def __init__(self, caller: Caller | None = None) -> None:
+        self._caller = caller
         self._running: set[asyncio.Future[Any]] = set()
 
     async def put(self, root: int, source: Path | bytes, inside: str, owner: "Owner | None" = None) -> None:
@@ -52,8 +60,9 @@ class Copies:
     async def entries(self, root: int, inside: str, without: Collection[str]) -> dict[str, FileState]:
         return await self._run(entries, root, inside, without)
 
-    async def _run(self, copy: Callable[..., _Result], *arguments: object) -> _Result:
-        running = asyncio.ensure_future(asyncio.to_thread(copy, *arguments))
+    async def _run(self, copy: Callable[..., _Result], *arguments: Any) -> _Result:
+        work = copy if self._caller is None else functools.partial(self._caller.call, copy.__name__)
+        running = asyncio.ensure_future(asyncio.to_thread(work, *arguments))
         self._running.add(running)
         running.add_done_callback(self._forget_copy)
         return await asyncio.shield(running)

@@ -20,7 +20,7 @@ from polar.runtimes import linux
 PORT = 8100  # inside, where every sandbox has its ports to itself: the same in every session
 _CHUNK = 1 << 16
 _MOST = 128  # connections of one sandbox at a time: each takes two of the node's descriptors
-_BACKLOG = 128
+BACKLOG = 128
 _stepping = ThreadPoolExecutor(1, "polar-relay")
 
 
@@ -35,7 +35,7 @@ class Relay:
     async def serve(self, listening: socket.socket) -> None:
         """Takes the socket over: it is closed with the relay, or here and now."""
         try:
-            self._server = await asyncio.start_server(self._connected, sock=listening, backlog=_BACKLOG)
+            self._server = await asyncio.start_server(self._connected, sock=listening, backlog=BACKLOG)
         except BaseException:
             listening.close()
             raise
@@ -148,7 +148,7 @@ def listen(port: int = 0) -> socket.socket:
     with contextlib.ExitStack() as undone:
         undone.callback(listening.close)
         listening.bind(("127.0.0.1", port))
-        listening.listen(_BACKLOG)
+        listening.listen(BACKLOG)
         listening.setblocking(False)
         undone.pop_all()
     return listening
