@@ -237,6 +237,7 @@ class BubblewrapRuntime:
             "env": {"PATH": _PATH, "HOME": self.spec.home, "LANG": "C.UTF-8"} | self.spec.env | (env or {}),
             "cwd": cwd or self.spec.workdir,
             "file_size": self._max_file_size(),
+            "shares_network": self.spec.network == "internet",
         }
 
         async def kill(spawned: Spawned) -> None:

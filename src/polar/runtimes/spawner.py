@@ -283,7 +283,8 @@ def _inside(job: Job, _: int, fds: list[int]) -> None:
     """The command, in the sandbox's other namespaces as well. The spawner waits for it."""
     stdin, output, init = fds
     _join(job, signal.SIGKILL)
-    linux.setns(init, _WORLDS)
+    # The machine's own network, which the spawner is in as well, only root may enter.
+    linux.setns(init, _WORLDS & ~linux.CLONE_NEWNET if job["shares_network"] else _WORLDS)
     linux.setns(init, linux.CLONE_NEWUSER)  # last, since the others belong to its parent
     linux.drop_capabilities(_NO_CAPABILITIES)
     linux.no_new_privileges()
