@@ -1,4 +1,6 @@
-"""Runs a command as a user without any right: `python -m tests.contract.ordinary_user FOLDER [--groups] -- COMMAND...`, as root.
+"""Runs a command as a user without any right. As root:
+
+    python -m tests.contract.ordinary_user FOLDER [--groups] -- COMMAND...
 
 The user is one that no file of the machine knows, with the home FOLDER/home. The interpreter and this repository are
 readable for it at their own paths, also where they are below folders that are not: only in the command's own mount
@@ -75,11 +77,11 @@ def _first_closed(path: Path) -> list[Path]:
 @contextlib.contextmanager
 def _delegated_groups() -> Iterator[list[Path]]:
     unified, v1 = own_groups(Path("/proc/self/cgroup").read_text(), Path("/proc/self/mountinfo").read_text())
-    parents = {folder for folder in (unified, *v1.values()) if folder is not None and (folder / "cgroup.procs").exists()}
+    found = {folder for folder in (unified, *v1.values()) if folder is not None}
     name = f"polar-user-{secrets.token_hex(4)}"
     made = []
     try:
-        for parent in sorted(parents):
+        for parent in sorted(folder for folder in found if (folder / "cgroup.procs").exists()):
             group = parent / name
             group.mkdir()
             made.append(group)

@@ -32,7 +32,6 @@ import posixpath
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import time
 from collections.abc import Collection
@@ -43,7 +42,7 @@ from msgspec.structs import replace
 from polar.runtimes import files, privileges, processes, relay, roots
 from polar.runtimes.base import Completed, FileState, SandboxError, Spec, Spoiled
 from polar.runtimes.cgroups import Cgroups, Group
-from polar.runtimes.file_worker import FileWorker
+from polar.runtimes.namespace_worker import NamespaceWorkers
 from polar.runtimes.processes import Spawned, Spawner
 from polar.runtimes.relay import PORT, Relay
 from polar.runtimes.state import State, remove_tree
@@ -68,7 +67,7 @@ class BubblewrapRuntime:
         self._bwrap: Spawned | None = None
         self._preparing: asyncio.Future[None] | None = None
         self._relay: Relay | None = None
-        self._copies = files.Copies(kind.file_worker)
+        self._copies = files.Copies()
         self._disk_mb = None if kind.unprivileged else spec.limits.disk_mb  # of a disk that is mounted
         self._stopped = False
         self._stops = 0  # how often: a command that was running then has no exit code
@@ -93,7 +92,7 @@ class BubblewrapRuntime:
         if self.spec.network == "gateway":
             assert self._init is not None
             self._relay = Relay(self._kind.gateway)
-            await self._relay.serve(await self._kind.listen(self._init))
+            await self._relay.serve(await relay.listen_inside(self._init, self._copies.worker))
 
     async def _launch(self, *, again: bool = False) -> None:
         try:
@@ -124,6 +123,8 @@ class BubblewrapRuntime:
             if pid is None:
                 said = os.pread(errors, 4096, 0).decode(errors="replace").strip()
                 raise _not_up(self._bwrap, said, again=again)
+        if self._kind.unprivileged and self._parent is not None:
+            self._copies.worker = self._kind.workers.of_process(self._parent.pid)
         world = os.open(f"/proc/{pid}/ns/mnt", os.O_RDONLY | os.O_CLOEXEC)  # its mounts stay while this is open
         self._held.callback(os.close, world)
         self._root = os.open(f"/proc/{pid}/root", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -136,7 +137,7 @@ class BubblewrapRuntime:
         if told is None:
             return None
         assert self._bwrap is not None
-        pid = int(told[1]) if not self._kind.unprivileged else await _only_child(self._bwrap)
+        pid = int(told[1]) if not self._kind.unprivileged else await _child_of(self._bwrap)
         if pid is None:
             return None
         try:
@@ -378,7 +379,7 @@ class Bubblewrap:
         self.kernel_locked, self.kernel_hidden = roots.kernel_files()
         self.unprivileged = not privileges.may_mount()
         self.spawner = Spawner(unprivileged=self.unprivileged)
-        self.file_worker = FileWorker() if self.unprivileged else None
+        self.workers = NamespaceWorkers()  # where there is no root
         self._said_disk = False
         self.runtimes: dict[str, BubblewrapRuntime] = {}
 
@@ -419,24 +420,6 @@ class Bubblewrap:
             return folders, roots.image_root(spec.image)
         return folders, roots.machine_root(self._state.shared("root"), Spec().home)
 
-    async def listen(self, init: int) -> socket.socket:
-        """A socket that listens in the network of a sandbox, whose first process is given."""
-        if not self.unprivileged:
-            return await relay.listen_inside(init)
-        ours, its = socket.socketpair()
-        with ours, its:
-            ours.setblocking(False)
-            job = {"job": "listen", "port": PORT, "backlog": relay.BACKLOG, **_entry(None)}
-            spawned = await self.spawner.spawn(job, (its.fileno(), init))
-            await spawned.gone
-            try:
-                _, fds, _, _ = socket.recv_fds(ours, 1, 1)
-            except BlockingIOError:
-                raise SandboxError(f"The gateway's port can't be opened inside: {spawned.error}.") from None
-        listening = socket.socket(fileno=fds[0])
-        listening.setblocking(False)
-        return listening
-
     @property
     def mount_point(self) -> Path:
         """The same for all, since each mounts where only it sees it."""
@@ -472,8 +455,7 @@ class Bubblewrap:
             await self._relay.close()
             self._relay = None
         self.spawner.close()
-        if self.file_worker is not None:
-            self.file_worker.close()
+        self.workers.close()
         await asyncio.to_thread(self._state.close)
 
 
@@ -519,10 +501,10 @@ async def _readable(*fds: int) -> None:
             loop.remove_reader(fd)
 
 
-async def _only_child(bwrap: Spawned) -> int | None:
-    """Its id on this machine, which bwrap, in a pid namespace of the spawner's, does not know."""
+async def _child_of(bwrap: Spawned) -> int | None:
+    """The id on this machine of bwrap's only child; bwrap itself is in the spawner's pid namespace, and tells another.
+    None where it ended."""
     await bwrap.process()
-    try:
-        return int(Path(f"/proc/{bwrap.pid}/task/{bwrap.pid}/children").read_text())
-    except (OSError, ValueError):  # it ended
-        return None
+    with contextlib.suppress(OSError, ValueError), open(f"/proc/{bwrap.pid}/task/{bwrap.pid}/children") as file:  # noqa: ASYNC230
+        return int(file.read())
+    return None

@@ -34,18 +34,18 @@ Owner = tuple[int, int]
 """A user and a group, by number. Where none is named, what is made belongs to this process's."""
 
 
-class Caller(Protocol):
-    """Calls one of this module's functions, by name, where it has the rights that it takes."""
+class NamespaceCaller(Protocol):
+    """Calls a function that works on an open descriptor, by its name, in another user namespace."""
 
-    def call(self, operation: str, root: int, *arguments: object) -> Any: ...
+    def call(self, operation: str, subject: int, *arguments: object) -> Any: ...
 
 
 class Copies:
     """Those of one runtime that are under way. They run in threads, which go on when nobody waits for them any more:
-    until they are `done`, the root must stay open. Where a caller is given, it does the work."""
+    until they are `done`, the root must stay open. A node without root has a worker do them."""
 
-    def __init__(self, caller: Caller | None = None) -> None:
-        self._caller = caller
+    def __init__(self) -> None:
+        self.worker: NamespaceCaller | None = None
         self._running: set[asyncio.Future[Any]] = set()
 
     async def put(self, root: int, source: Path | bytes, inside: str, owner: "Owner | None" = None) -> None:
@@ -61,7 +61,7 @@ class Copies:
         return await self._run(entries, root, inside, without)
 
     async def _run(self, copy: Callable[..., _Result], *arguments: Any) -> _Result:
-        work = copy if self._caller is None else functools.partial(self._caller.call, copy.__name__)
+        work = copy if self.worker is None else functools.partial(self.worker.call, copy.__name__)
         running = asyncio.ensure_future(asyncio.to_thread(work, *arguments))
         self._running.add(running)
         running.add_done_callback(self._forget_copy)

@@ -49,8 +49,7 @@ class Failure(msgspec.Struct, frozen=True):
 async def why_no_sandbox(folder: Path, *, unprivileged: bool) -> str | None:
     """Why no sandbox can be mounted with its layer in this folder, with what to do; None where one can."""
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        scratch = Path(tempfile.mkdtemp(prefix=".probe-", dir=folder))
+        scratch = await asyncio.to_thread(_make_scratch, folder)
     except OSError as error:
         return f"The folder {folder} can't be written to ({error.strerror}): name another one with --data."
     try:
@@ -58,6 +57,11 @@ async def why_no_sandbox(folder: Path, *, unprivileged: bool) -> str | None:
     finally:
         await asyncio.to_thread(remove_tree, scratch)
     return None if failure is None else explain(failure, folder, unprivileged=unprivileged)
+
+
+def _make_scratch(folder: Path) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    return Path(tempfile.mkdtemp(prefix=".probe-", dir=folder))
 
 
 async def _probe(scratch: Path, *, unprivileged: bool) -> Failure | None:
@@ -87,9 +91,10 @@ def explain(failure: Failure, folder: Path, *, unprivileged: bool) -> str:
     reason = os.strerror(failure.errno)
     if failure.step in ("namespace", "mounts") and unprivileged:
         if failure.errno in (errno.ENOSPC, errno.EUSERS):
+            most = _setting("user/max_user_namespaces")
             return (
-                "No user namespace can be made: the limit user.max_user_namespaces is "
-                f"{_setting('user/max_user_namespaces')}. As root: `sysctl user.max_user_namespaces=15000`, {_OTHERWISE}."
+                f"No user namespace can be made: the limit user.max_user_namespaces is {most}. As root: "
+                f"`sysctl user.max_user_namespaces=15000`, {_OTHERWISE}."
             )
         if failure.errno in (errno.EINVAL, errno.ENOSYS):
             return f"This kernel has no user namespaces (CONFIG_USER_NS): use another one, {_OTHERWISE}."

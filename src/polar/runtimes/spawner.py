@@ -11,10 +11,11 @@ job and tells on its own status pipe, a JSON line each, how it goes:
     end of file      it was killed, or (for a sandbox) bwrap has taken over
 
 The jobs: `sandbox` (mounts in a namespace of its own, then bwrap), `inside` (a command in a running sandbox),
-`listen` (a socket in a sandbox's network), `kill_inside` and `local` (a command with a supervisor, below which everything that it starts stays, daemons too).
+`kill_inside` and `local` (a command with a supervisor, below which everything that it starts stays, daemons too).
 
 When the node dies, however it dies, the socket closes, the spawner ends, and with it every sandbox and every
-supervisor. A node without root has it in a user namespace (user_namespace.py). Nothing of the node's environment or memory is here. Only the standard library is used.
+supervisor. A node without root has it in a user namespace (user_namespace.py). Nothing of the node's environment or
+memory is here. Only the standard library is used.
 """
 
 import contextlib
@@ -291,18 +292,6 @@ def _inside(job: Job, _: int, fds: list[int]) -> None:
     _become(job, stdin, output)
 
 
-def _listen(job: Job, status: int, fds: list[int]) -> None:
-    """A socket that listens on loopback in a sandbox's network, sent through the first descriptor."""
-    channel, init = fds
-    _join(job, signal.SIGKILL)
-    linux.setns(init, linux.CLONE_NEWNET)
-    with socket.socket() as listening, socket.socket(fileno=channel) as sending:
-        listening.bind(("127.0.0.1", job["port"]))
-        listening.listen(job["backlog"])
-        socket.send_fds(sending, [b"+"], [listening.fileno()])
-    _tell(status, exit=0)
-
-
 def _kill_inside(job: Job, status: int, fds: list[int]) -> None:
     """Everything in a sandbox but its first process."""
     (init,) = fds
@@ -431,7 +420,6 @@ def _code(status: int) -> int:
 _JOBS: dict[str, Callable[[Job, int, list[int]], None]] = {
     "sandbox": _sandbox,
     "inside": _inside,
-    "listen": _listen,
     "kill_inside": _kill_inside,
     "local": _local,
 }

@@ -72,4 +72,4 @@ def probe() -> None:
         os.rmdir(f"{root}/below")
         os.mkdir(f"{root}/below")
     except OSError as error:
-        print(json.dumps({"step": step, "errno": error.errno}))
+        os.write(1, json.dumps({"step": step, "errno": error.errno}).encode())
