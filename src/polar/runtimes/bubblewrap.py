@@ -35,6 +35,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Collection
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 
 from msgspec.structs import replace
@@ -92,7 +93,11 @@ class BubblewrapRuntime:
         if self.spec.network == "gateway":
             assert self._init is not None
             self._relay = Relay(self._kind.gateway)
-            await self._relay.serve(await relay.listen_inside(self._init, self._copies.worker))
+            try:
+                listening = await relay.listen_inside(self._init, self._copies.worker)
+            except OSError as error:
+                raise SandboxError(f"The gateway's port can't be opened in the sandbox: {error}.") from error
+            await self._relay.serve(listening)
 
     async def _launch(self, *, again: bool = False) -> None:
         try:
@@ -436,6 +441,13 @@ class Bubblewrap:
         runtime = BubblewrapRuntime(id, spec, self, self._state.runtime(id), group)
         self.runtimes[id] = runtime
         return runtime
+
+    def trial_image(self) -> AbstractAsyncContextManager[None]:
+        return contextlib.nullcontext()
+
+    def missing(self) -> list[str]:
+        disk = ["disk limit (only the size of each file)"] if self.unprivileged else []
+        return Cgroups.of_this_process().missing_limits + disk
 
     async def sweep(self) -> list[str]:
         """Processes and mounts ended with the node; what is left are groups and folders."""

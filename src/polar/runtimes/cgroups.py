@@ -62,6 +62,12 @@ class Cgroups:
         return tuple(name for name in CONTROLLERS if name not in self._delegated and name not in self._v1)
 
     @property
+    def missing_limits(self) -> list[str]:
+        """The same for people."""
+        names = {"memory": "memory limit", "pids": "process limit", "cpu": "CPU limit"}
+        return [names[name] for name in self.missing]
+
+    @property
     def parents(self) -> list[Path]:
         """All that groups are made in, the one for killing first."""
         found = [] if self._killing is None else [self._killing]

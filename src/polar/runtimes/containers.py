@@ -12,12 +12,14 @@ import asyncio
 import logging
 import os
 import shutil
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 
 from polar.runtimes.base import Limits, SandboxError, Spec
 from polar.runtimes.container import INIT, Container, discard, name_of
 from polar.runtimes.container_cli import CallError, Cli
 from polar.runtimes.images import Image, Images
+from polar.runtimes.trial import small_image
 
 log = logging.getLogger(__name__)
 
@@ -119,6 +121,12 @@ class Containers:
             )
         size = limits.disk_mb << 20
         return await self._cli.call("create", *options, "--ulimit", f"fsize={size}:{size}", *what)
+
+    def trial_image(self) -> AbstractAsyncContextManager[str]:
+        return small_image(self._cli)
+
+    def missing(self) -> list[str]:
+        return [] if self._limits_disk else ["disk limit (only the size of each file)"]
 
     async def sweep(self) -> list[str]:
         swept = []

@@ -139,6 +139,7 @@ async def test_everything_ends_with_the_spawner(kind: Bubblewrap) -> None:
     process = kind.spawner.process
     assert process is not None
     process.kill()
+    await asyncio.to_thread(process.wait)
     with pytest.raises(SandboxError):
         await running
     with pytest.raises(SandboxError):
