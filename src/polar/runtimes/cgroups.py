@@ -22,6 +22,7 @@ from polar.runtimes.base import Limits, SandboxError
 
 Controller = Literal["memory", "pids", "cpu"]
 CONTROLLERS: tuple[Controller, ...] = ("memory", "pids", "cpu")
+LIMIT_NAMES: dict[Controller, str] = {"memory": "memory limit", "pids": "process limit", "cpu": "CPU limit"}
 _PERIOD_US = 100_000
 _REMOVAL_SECONDS = 10.0
 
@@ -64,8 +65,7 @@ class Cgroups:
     @property
     def missing_limits(self) -> list[str]:
         """The same for people."""
-        names = {"memory": "memory limit", "pids": "process limit", "cpu": "CPU limit"}
-        return [names[name] for name in self.missing]
+        return [LIMIT_NAMES[name] for name in self.missing]
 
     @property
     def parents(self) -> list[Path]:
