@@ -1,13 +1,15 @@
 """Runs a command as a user without any right. As root:
 
-    python -m tests.contract.ordinary_user FOLDER [--groups] -- COMMAND...
+    python -m tests.contract.ordinary_user FOLDER [--groups] [--ids] -- COMMAND...
 
 The user is one that no file of the machine knows, with the home FOLDER/home. The interpreter and this repository are
 readable for it at their own paths, also where they are below folders that are not: only in the command's own mount
-namespace. With --groups it has cgroups of its own, as a service manager delegates them.
+namespace. With --groups it has cgroups of its own, as a service manager delegates them; with --ids a name and
+subordinate ids, in files of /etc that only the command sees.
 """
 
 import contextlib
+import functools
 import os
 import secrets
 import subprocess
@@ -23,37 +25,55 @@ _REPOSITORY = Path(__file__).parents[2]
 _BIND, _RECURSIVE = 0x1000, 0x4000
 
 
-def command(folder: Path, argv: list[str], *, groups: bool = False) -> list[str]:
+def command(folder: Path, argv: list[str], *options: str) -> list[str]:
     """The arguments of a process that runs `argv` as that user."""
-    return [sys.executable, "-m", __name__, str(folder), *(["--groups"] if groups else []), "--", *argv]
+    return [sys.executable, "-m", __name__, str(folder), *options, "--", *argv]
 
 
 def _environment(folder: Path) -> dict[str, str]:
     kept = {name: value for name, value in os.environ.items() if name in ("PATH", "LANG") or name.startswith("POLAR_")}
-    return kept | {"HOME": str(folder / "home"), "TMPDIR": str(folder / "tmp")}
+    own = {"HOME": "home", "TMPDIR": "tmp", "XDG_RUNTIME_DIR": "run"}
+    return kept | {name: str(folder / below) for name, below in own.items()}
 
 
 def main() -> None:
     split = sys.argv.index("--")
     folder, argv = Path(sys.argv[1]), sys.argv[split + 1 :]
-    for path in (folder, folder / "home", folder / "tmp"):
+    for path in (folder, *(folder / name for name in ("home", "tmp", "run"))):
         path.mkdir(exist_ok=True)
         os.chown(path, USER, USER)
-    with _delegated_groups() if "--groups" in sys.argv[:split] else contextlib.nullcontext([]) as groups:
-        child = subprocess.Popen(argv, env=_environment(folder), preexec_fn=lambda: _become_user(folder, groups))
+    options = sys.argv[2:split]
+    with _delegated_groups() if "--groups" in options else contextlib.nullcontext([]) as groups:
+        become = functools.partial(_become_user, folder, groups, ids="--ids" in options)
+        child = subprocess.Popen(argv, env=_environment(folder), preexec_fn=become)
         sys.exit(child.wait())
 
 
-def _become_user(folder: Path, groups: list[Path]) -> None:
+def _become_user(folder: Path, groups: list[Path], *, ids: bool) -> None:
     for group in groups:
         (group / "cgroup.procs").write_text("0")
     linux.unshare(linux.CLONE_NEWNS)
     linux.mount("none", "/", "none", linux.MS_REC | linux.MS_PRIVATE)
     _open_ways([Path(sys.prefix), Path(sys.base_prefix), _REPOSITORY, folder])
+    if ids:
+        _give_ids(folder)
     os.setgroups([])
     os.setresgid(USER, USER, USER)
     os.setresuid(USER, USER, USER)
     os.chdir(_REPOSITORY)
+
+
+def _give_ids(folder: Path) -> None:
+    added = {
+        "passwd": f"polar-user:x:{USER}:{USER}::{folder / 'home'}:/bin/sh\n",
+        "group": f"polar-user:x:{USER}:\n",
+        "subuid": "polar-user:400000:65536\n",
+        "subgid": "polar-user:400000:65536\n",
+    }
+    for name, line in added.items():
+        known = Path("/etc", name)
+        (folder / name).write_text(known.read_text() + line)
+        linux.mount(str(folder / name), str(known), "none", _BIND)
 
 
 def _open_ways(needed: list[Path]) -> None:

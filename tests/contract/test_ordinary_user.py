@@ -3,6 +3,7 @@
 import os
 import secrets
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -14,6 +15,7 @@ import pytest
 from tests.contract import left, ordinary_user
 
 CONTRACT = "tests/contract/test_bubblewrap.py"
+PODMAN = "tests/contract/test_podman.py"
 OWN = "tests/unit/runtimes/test_unprivileged.py"
 EXAMPLES = "tests/harnesses/test_examples.py"
 
@@ -29,12 +31,12 @@ def folder() -> Iterator[Path]:
     shutil.rmtree(folder)
 
 
-def run_suite(folder: Path, *arguments: str, groups: bool = False, mark: str = "runtimes") -> None:
+def run_suite(folder: Path, *arguments: str, options: tuple[str, ...] = (), mark: str = "runtimes") -> None:
     words = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", mark, "--basetemp", str(folder / "tmp" / "pytest")]
     secret = secrets.token_hex(8)
     argv = [sys.executable, *words, *arguments]
     ran = subprocess.run(
-        ordinary_user.command(folder, argv, groups=groups),
+        ordinary_user.command(folder, argv, *options),
         env=os.environ | {"POLAR_TEST_RUN": secret},
         capture_output=True,
         text=True,
@@ -45,12 +47,21 @@ def run_suite(folder: Path, *arguments: str, groups: bool = False, mark: str = "
 
 @pytest.mark.runtimes
 def test_the_contract_with_delegated_cgroups(folder: Path) -> None:
-    run_suite(folder, CONTRACT, "tests/unit/runtimes/test_bubblewrap.py", OWN, groups=True)
+    run_suite(folder, CONTRACT, "tests/unit/runtimes/test_bubblewrap.py", OWN, options=("--groups",))
 
 
 @pytest.mark.runtimes
-def test_the_contract_without_cgroups(folder: Path) -> None:
-    run_suite(folder, CONTRACT, OWN)
+def test_what_cgroups_are_for_without_them(folder: Path) -> None:
+    run_suite(folder, CONTRACT, "-k", "time_out or cancelled or stop or killed or outlives or restarted or many")
+
+
+@pytest.mark.containers
+def test_the_contract_of_podman(folder: Path) -> None:
+    try:
+        run_suite(folder, PODMAN, options=("--ids",), mark="containers")
+    finally:
+        for file in (folder / "run").rglob("pause.pid"):  # the process that keeps podman's user namespace
+            os.kill(int(file.read_text()), signal.SIGKILL)
 
 
 @pytest.mark.harnesses
