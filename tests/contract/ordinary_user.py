@@ -43,7 +43,8 @@ def main() -> None:
         path.mkdir(exist_ok=True)
         os.chown(path, USER, USER)
     options = sys.argv[2:split]
-    with _delegated_groups() if "--groups" in options else contextlib.nullcontext([]) as groups:
+    nothing: contextlib.AbstractContextManager[list[Path]] = contextlib.nullcontext([])
+    with _delegated_groups() if "--groups" in options else nothing as groups:
         become = functools.partial(_become_user, folder, groups, ids="--ids" in options)
         child = subprocess.Popen(argv, env=_environment(folder), preexec_fn=become)
         sys.exit(child.wait())

@@ -14,6 +14,7 @@ import pytest
 from polar.runtimes import privileges
 from polar.runtimes.base import Limits, Mount, SandboxError, Spec
 from polar.runtimes.bubblewrap import Bubblewrap, BubblewrapRuntime
+from polar.runtimes.trial import why_trial_fails
 from tests.conditions import wait_until
 from tests.contract import left
 
@@ -130,6 +131,12 @@ async def test_a_disk_limit_limits_files_and_says_so(
     script = "ulimit -f unlimited; head -c 2000000 /dev/zero > big; stat -c %s big"
     _, said = await shell(runtime, script, tmp_path / "output")
     assert str(1 << 20) in said.split()
+
+
+async def test_a_trial_works_and_names_what_is_missing(kind: Bubblewrap) -> None:
+    assert await why_trial_fails(kind) is None
+    assert kind.missing()[-1] == "disk limit (only the size of each file)"
+    assert kind.runtimes == {}
 
 
 async def test_everything_ends_with_the_spawner(kind: Bubblewrap) -> None:
