@@ -66,11 +66,11 @@ class NamespaceWorker:
             _, fds, _, _ = socket.recv_fds(ours, 1, 1)
             with ours.makefile("rb") as reply:
                 try:
-                    error, result = pickle.load(reply)
+                    raised, result = pickle.load(reply)
                 except EOFError:
                     raise SandboxError("The process that works in sandboxes was killed.") from None
-        if error is not None:
-            raise error
+        if raised is not None:
+            raise raised
         return socket.socket(fileno=fds[0]) if fds else result
 
     def _connected(self) -> socket.socket:

@@ -1,6 +1,7 @@
 """Why sandboxes can't be made here: each reason is named with its own fix."""
 
 import errno
+import platform
 from pathlib import Path
 
 import pytest
@@ -33,13 +34,13 @@ def test_each_reason_has_its_fix(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, step: str, number: int, values: dict[str, str], said: str
 ) -> None:
     settings(monkeypatch, **values)
-    monkeypatch.setattr(privileges.platform, "release", lambda: "6.1.0-18-amd64")
+    monkeypatch.setattr(platform, "release", lambda: "6.1.0-18-amd64")
     assert said in explain(Failure(step, number), tmp_path, unprivileged=True)
 
 
 def test_an_old_kernel_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     settings(monkeypatch)
-    monkeypatch.setattr(privileges.platform, "release", lambda: "5.10.0-28-amd64")
+    monkeypatch.setattr(platform, "release", lambda: "5.10.0-28-amd64")
     said = explain(Failure("overlay", errno.EPERM), tmp_path, unprivileged=True)
     assert said.startswith("Linux 5.10.0-28-amd64 mounts no overlay in a user namespace: use Linux 5.11 or later")
 
