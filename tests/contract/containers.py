@@ -104,6 +104,7 @@ class ContainerContract(RuntimeContract):
         await running
 
     async def test_a_full_container_is_not_our_failure(self, place: Place) -> None:
+        self.needs("processes")
         runtime = await place.new(limits=Limits(processes=20))
         await runtime.run(["sh", "-c", FILL])
         assert (await place.shell(runtime, "echo alive")).output == "alive\n"
@@ -122,6 +123,7 @@ class ContainerContract(RuntimeContract):
 
     async def test_a_container_that_what_runs_inside_has_ended_is_not_our_failure(self, place: Place) -> None:
         """The first process can't start its sleep again: no process is left to it."""
+        self.needs("processes")
         runtime = await place.new(limits=Limits(processes=20))
         await runtime.run(["sh", "-c", f"touch up; {FILL}"])
         others = [asyncio.create_task(place.shell(runtime, f": > up{i}; exec sleep 60")) for i in range(2)]

@@ -1,13 +1,24 @@
-"""The contract, kept by `bubblewrap`: all of it, with the machine's own root. Needs root and the package bubblewrap."""
+"""The contract, kept by `bubblewrap`, with the machine's own root: all of it as root; for an ordinary user, what the
+kernel allows. Needs the package bubblewrap."""
 
 import pytest
 
 from polar.runtimes.bubblewrap import Bubblewrap
-from tests.contract.runtimes import EVERYTHING, RuntimeContract
+from polar.runtimes.cgroups import Cgroups
+from polar.runtimes.privileges import may_mount
+from tests.contract.runtimes import EVERYTHING, Promise, RuntimeContract
 
 pytestmark = pytest.mark.runtimes
+
+_PROMISES: dict[str, Promise] = {"memory": "memory", "pids": "processes", "cpu": "cpu"}
+
+
+def _kept() -> frozenset[Promise]:
+    if may_mount():
+        return EVERYTHING
+    return EVERYTHING - {"disk"} - {_PROMISES[name] for name in Cgroups.of_this_process().missing}
 
 
 class TestBubblewrap(RuntimeContract):
     kind_class = Bubblewrap
-    promises = EVERYTHING
+    promises = _kept()

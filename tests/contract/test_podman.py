@@ -1,12 +1,24 @@
-"""The contract, kept by `podman` (make test-containers)."""
+"""The contract, kept by `podman` (make test-containers). As an ordinary user it keeps limits on cgroups v2 only."""
+
+import os
+from pathlib import Path
 
 import pytest
 
 from polar.runtimes.podman import Podman
 from tests.contract.containers import ContainerContract
+from tests.contract.runtimes import EVERYTHING, Promise
 
 pytestmark = pytest.mark.containers
+
+_LIMITS: frozenset[Promise] = frozenset({"cpu", "memory", "processes", "disk"})
+
+
+def _kept() -> frozenset[Promise]:
+    limited = os.geteuid() == 0 or Path("/sys/fs/cgroup/cgroup.controllers").exists()
+    return EVERYTHING - {"disk"} if limited else EVERYTHING - _LIMITS
 
 
 class TestPodman(ContainerContract):
     kind_class = Podman
+    promises = _kept()

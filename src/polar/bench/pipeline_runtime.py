@@ -6,10 +6,12 @@ session went through is noted, by its number.
 """
 
 import asyncio
+import contextlib
 import os
 import random
 import time
 from collections.abc import Collection
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -174,6 +176,12 @@ class SimulatedKind:
         runtime = self.runtimes[id] = SimulatedRuntime(id, spec, self, folder, seconds)
         self.most = max(self.most, len(self.runtimes))
         return runtime
+
+    def trial_image(self) -> AbstractAsyncContextManager[None]:
+        return contextlib.nullcontext()
+
+    def missing(self) -> list[str]:
+        return []
 
     async def sweep(self) -> list[str]:
         return []

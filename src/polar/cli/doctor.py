@@ -1,6 +1,8 @@
 """polar doctor: what works on this machine, and what an engine really does."""
 
 import json
+import logging
+import os
 import shutil
 import sqlite3
 import sys
@@ -8,7 +10,7 @@ import tempfile
 from pathlib import Path
 
 import click
-from msgspec import structs
+from msgspec import Struct, structs
 from rich.console import Console
 from rich.table import Table
 
@@ -21,6 +23,7 @@ from polar.harnesses.base import Harness
 from polar.harnesses.cache import cache_folder, damage, installed
 from polar.plugins import load, names
 from polar.runtimes.base import Kind
+from polar.runtimes.trial import why_trial_fails
 
 
 @click.command("doctor")
@@ -37,19 +40,20 @@ def command(config_path: Path | None, data: Path, kind: str | None, as_json: boo
     with Console(stderr=True).status("this machine") as status:
         machine = _machine(data)
         status.update("runtimes")
-        runtimes = run(_runtimes(settings))
+        runtimes = run(_runtimes(settings, data))
         status.update("harnesses")
         harnesses = _harnesses(settings)
         status.update(f"engine {', '.join(settings.engine.urls) or f'of the kind {settings.engine.kind}'}")
         found = run(_engines(settings))
     if as_json:
-        shown = {"machine": machine, "runtimes": runtimes, "harnesses": harnesses}
+        shown = {"machine": machine, "harnesses": harnesses}
         told: dict[str, object] = {name: _plain(rows) for name, rows in shown.items()}
+        told["runtimes"] = [structs.asdict(row.finding) | {"missing": row.missing} for row in runtimes]
         click.echo(json.dumps(told | {"engines": {url: _plain(rows) for url, rows in found.items()}}))
     else:
         console = Console()
         _print(console, "This machine", machine)
-        _print(console, "Runtimes: where polar run puts agents", runtimes)
+        _print_runtimes(console, runtimes)
         _print(console, "Harnesses", harnesses)
         for url, rows in found.items():
             _print(console, f"Engine {url} ({settings.engine.kind})", rows)
@@ -69,29 +73,44 @@ def _machine(data: Path) -> list[Finding]:
     return [Finding("Python", sys.version_info >= (3, 11), version, "3.11 or newer is needed"), _store(data)]
 
 
-async def _runtimes(settings: Settings) -> list[Finding]:
+class _TriedRuntime(Struct):
+    finding: Finding
+    missing: list[str]  # what it does not isolate or limit here
+
+
+async def _runtimes(settings: Settings, data: Path) -> list[_TriedRuntime]:
     allowed = settings.node.runtimes or names("runtimes")
-    with tempfile.TemporaryDirectory() as state:
+    logging.getLogger("polar.runtimes").setLevel(logging.ERROR)  # its warnings are in the table
+    with tempfile.TemporaryDirectory(dir=data if os.access(data, os.W_OK) else None) as state:
         return [await _runtime(name, Path(state), allowed=name in allowed) for name in names("runtimes")]
 
 
-async def _runtime(name: str, state: Path, *, allowed: bool) -> Finding:
+async def _runtime(name: str, state: Path, *, allowed: bool) -> _TriedRuntime:
     kind: Kind = load("runtimes", name)(state, _NO_GATEWAY)
     try:
-        why = await kind.unavailable()
+        why = await (why_trial_fails(kind) if allowed else kind.unavailable())
+        missing = kind.missing() if why is None and allowed else []
     finally:
         await kind.close()
     if why is not None:
-        return Finding(name, False, "can't be made here", why)
+        return _TriedRuntime(Finding(name, False, "can't be made here", why), missing)
+    follows = _RUNTIMES.get(name, f'backend = "{name}" in a task')
+    if os.geteuid() != 0:
+        follows += _WITHOUT_ROOT.get(name, "")
+        if any(limit in missing for limit in ("memory limit", "process limit", "CPU limit")):
+            follows += "; for its limits: systemd-run --user --scope -p Delegate=yes polar ..."
     if not allowed:
-        return Finding(name, False, "works, but is not allowed", "name it in [node] runtimes")
-    return Finding(name, True, "works", _RUNTIMES.get(name, f'backend = "{name}" in a task'))
+        return _TriedRuntime(Finding(name, False, "works, but is not allowed", "name it in [node] runtimes"), missing)
+    return _TriedRuntime(Finding(name, True, "works", follows), missing)
 
 
-_NO_GATEWAY = "http://127.0.0.1:1"  # nothing is run
+_NO_GATEWAY = "http://127.0.0.1:1"  # nothing asks it
 _RUNTIMES = {
     "local": "for code that you trust: nothing is hidden or forbidden",
     "bubblewrap": "the default: a sandbox over this machine's files, or an unpacked image's",
+}
+_WITHOUT_ROOT = {
+    "bubblewrap": "; without root, in a user namespace: all files inside are one user's",
 }
 
 
@@ -142,6 +161,16 @@ def _print(console: Console, title: str, rows: list[Finding]) -> None:
         table.add_column(column, overflow="fold")
     for row in rows:
         table.add_row(_MARKS[row.ok], row.check, row.seen, row.follows)
+    console.print(table)
+
+
+def _print_runtimes(console: Console, rows: list[_TriedRuntime]) -> None:
+    table = Table(title="Runtimes: where polar run puts agents; one of each was tried", title_justify="left")
+    for column in ("", "runtime", "seen", "not isolated or limited", "what follows"):
+        table.add_column(column, overflow="fold")
+    for row in rows:
+        finding = row.finding
+        table.add_row(_MARKS[finding.ok], finding.check, finding.seen, "; ".join(row.missing), finding.follows)
     console.print(table)
 
 

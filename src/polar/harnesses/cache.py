@@ -21,6 +21,7 @@ from msgspec import Struct
 
 from polar.harnesses.base import Harness
 from polar.runtimes.base import Mount
+from polar.user_cache import user_cache_folder
 
 INSIDE = "/opt/polar/harnesses"  # in every runtime
 MARKER = "installed.json"
@@ -57,9 +58,7 @@ def cache_folder(settings_value: str | None, environment: Mapping[str, str] = os
     """The folder of `[node] harness_cache`, or the user's own."""
     if settings_value is not None:
         return Path(settings_value).expanduser().resolve()
-    base = environment.get("XDG_CACHE_HOME", "")
-    home = Path(base) if os.path.isabs(base) else Path("~/.cache").expanduser()
-    return (home / "polar" / "harnesses").resolve()
+    return (user_cache_folder(environment) / "harnesses").resolve()
 
 
 def find(cache: Path, harness: Harness, version: str | None = None) -> Installed | None:

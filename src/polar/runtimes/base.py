@@ -12,6 +12,7 @@ Kinds are plug-ins (entry points `polar.runtimes`); `tests/contract/runtimes.py`
 """
 
 from collections.abc import Collection
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Literal, Protocol
 
@@ -169,6 +170,14 @@ class Kind(Protocol):
 
     async def create(self, id: str, spec: Spec) -> Runtime:
         """Not started yet."""
+        ...
+
+    def trial_image(self) -> AbstractAsyncContextManager[str | None]:
+        """An image for a trial of this kind, made here and for as long as it is needed; None where none is needed."""
+        ...
+
+    def missing(self) -> list[str]:
+        """What runtimes made here do not isolate, or which limits they do not keep. Known once one was made."""
         ...
 
     async def sweep(self) -> list[str]:

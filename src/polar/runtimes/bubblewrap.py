@@ -35,23 +35,25 @@ import signal
 import subprocess
 import time
 from collections.abc import Collection
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 
 from msgspec.structs import replace
 
-from polar.runtimes import files, processes, relay, roots
+from polar.runtimes import files, privileges, processes, relay, roots
 from polar.runtimes.base import Completed, FileState, SandboxError, Spec, Spoiled
 from polar.runtimes.cgroups import Cgroups, Group
+from polar.runtimes.namespace_worker import NamespaceWorkers
 from polar.runtimes.processes import Spawned, Spawner
 from polar.runtimes.relay import PORT, Relay
 from polar.runtimes.state import State, remove_tree
+from polar.runtimes.user_namespace import overlay_options
 
 _log = logging.getLogger(__name__)
 _PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 _START_SECONDS = 60.0
 _DYING_SECONDS = 2.0  # a sandbox takes no more processes a moment before its first has ended
 _OWN_PROCESSES = 2  # bwrap, and the first inside
-_SYS_ADMIN = 21
 _DISK = "disk.img"
 _CHUNK = 1 << 16
 
@@ -67,6 +69,7 @@ class BubblewrapRuntime:
         self._preparing: asyncio.Future[None] | None = None
         self._relay: Relay | None = None
         self._copies = files.Copies()
+        self._disk_mb = None if kind.unprivileged else spec.limits.disk_mb  # of a disk that is mounted
         self._stopped = False
         self._stops = 0  # how often: a command that was running then has no exit code
         self._ending = asyncio.Lock()
@@ -80,8 +83,8 @@ class BubblewrapRuntime:
             raise SandboxError(f"Runtime {self.id} was started before.")
         if self._group is not None:
             self._group.make()
-        if self.spec.limits.disk_mb is not None:
-            self._preparing = asyncio.ensure_future(asyncio.to_thread(self._make_disk, self.spec.limits.disk_mb))
+        if self._disk_mb is not None:
+            self._preparing = asyncio.ensure_future(asyncio.to_thread(self._make_disk, self._disk_mb))
             await asyncio.shield(self._preparing)
         await self._launch()
         await self._listen()
@@ -90,7 +93,11 @@ class BubblewrapRuntime:
         if self.spec.network == "gateway":
             assert self._init is not None
             self._relay = Relay(self._kind.gateway)
-            await self._relay.serve(await relay.listen_inside(self._init))
+            try:
+                listening = await relay.listen_inside(self._init, self._copies.worker)
+            except OSError as error:
+                raise SandboxError(f"The gateway's port can't be opened in the sandbox: {error}.") from error
+            await self._relay.serve(listening)
 
     async def _launch(self, *, again: bool = False) -> None:
         try:
@@ -122,6 +129,8 @@ class BubblewrapRuntime:
             if pid is None:
                 said = os.pread(errors, 4096, 0).decode(errors="replace").strip()
                 raise _not_up(self._bwrap, said, again=again)
+        if self._kind.unprivileged and self._parent is not None:
+            self._copies.worker = self._kind.workers.of_process(self._parent.pid)
         world = os.open(f"/proc/{pid}/ns/mnt", os.O_RDONLY | os.O_CLOEXEC)  # its mounts stay while this is open
         self._held.callback(os.close, world)
         self._root = os.open(f"/proc/{pid}/root", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -133,7 +142,10 @@ class BubblewrapRuntime:
         told = re.search(rb'"child-pid": (\d+)', os.read(info, _CHUNK))
         if told is None:
             return None
-        pid = int(told[1])
+        assert self._bwrap is not None
+        pid = int(told[1]) if not self._kind.unprivileged else await _child_of(self._bwrap)
+        if pid is None:
+            return None
         try:
             self._init = os.pidfd_open(pid)
         except ProcessLookupError:
@@ -145,12 +157,17 @@ class BubblewrapRuntime:
             return pid if os.read(ready, 1) == b"\n" else None
         return None
 
+    def _max_file_size(self) -> int | None:
+        """In bytes: all that is left of a disk limit where no disk can be mounted."""
+        megabytes = self.spec.limits.disk_mb
+        return None if megabytes is None or self._disk_mb is not None else megabytes << 20
+
     def _make_disk(self, megabytes: int) -> None:
         (self._folder / "disk").mkdir()
         roots.copy_with_holes(self._kind.disk(megabytes), self._folder / _DISK)
 
     def _job(self, again: bool) -> dict[str, object]:
-        limited = self.spec.limits.disk_mb is not None
+        limited = self._disk_mb is not None
         layer, image = self._folder / "disk" if limited else self._folder, self._folder / _DISK
         upper, work = layer / "upper", layer / "work"
         below = ":".join(_escaped(folder) for folder in self._kind.lower(self.spec))
@@ -161,8 +178,9 @@ class BubblewrapRuntime:
             "upper": str(upper),
             "work": str(work),
             "mended": self._mounted_over() if again else None,
+            "own_processes": self._kind.unprivileged,
             "root": str(self._kind.mount_point),
-            "overlay": f"lowerdir={below},upperdir={_escaped(upper)},workdir={_escaped(work)},volatile",
+            "overlay": overlay_options(below, _escaped(upper), _escaped(work), unprivileged=self._kind.unprivileged),
             "argv": self._argv(self._kind.mount_point),
             "env": {"PATH": _PATH},
         }
@@ -225,6 +243,8 @@ class BubblewrapRuntime:
             "argv": argv,
             "env": {"PATH": _PATH, "HOME": self.spec.home, "LANG": "C.UTF-8"} | self.spec.env | (env or {}),
             "cwd": cwd or self.spec.workdir,
+            "file_size": self._max_file_size(),
+            "shares_network": self.spec.network == "internet",
         }
 
         async def kill(spawned: Spawned) -> None:
@@ -328,7 +348,7 @@ class BubblewrapRuntime:
             if self._root is None or not self._stopped:
                 raise SandboxError(f"Runtime {self.id} can't be restarted: it is not stopped, or not there.")
             await self._let_go()
-            if self.spec.limits.disk_mb is not None:
+            if self._disk_mb is not None:
                 await roots.unused(self._folder / _DISK)  # two mounts of one disk would spoil it
             if self._group is not None:
                 await self._group.remove()
@@ -364,17 +384,16 @@ class Bubblewrap:
         self.shared_url = gateway  # for sandboxes that share the machine's network
         self.program = shutil.which("bwrap") or "bwrap"
         self.kernel_locked, self.kernel_hidden = roots.kernel_files()
-        self.spawner = Spawner()
+        self.unprivileged = not privileges.may_mount()
+        self.spawner = Spawner(unprivileged=self.unprivileged)
+        self.workers = NamespaceWorkers()  # where there is no root
+        self._said_disk = False
         self.runtimes: dict[str, BubblewrapRuntime] = {}
 
     async def unavailable(self) -> str | None:
         if shutil.which("bwrap") is None:
             return "bwrap is not there: install the package bubblewrap (0.8 or later)."
-        if not _may_mount():
-            return "It needs root here (CAP_SYS_ADMIN): run it as root, or use the runtime local for trusted code."
-        if not _has_overlay():
-            return "The kernel has no overlayfs: load it with `modprobe overlay`."
-        return None
+        return await privileges.why_no_sandbox(self._state.root, unprivileged=self.unprivileged)
 
     def refuses(self, image: str | None) -> str | None:
         return None if image is None else roots.wrong_root(image)
@@ -417,10 +436,20 @@ class Bubblewrap:
         return roots.formatted_disk(self._state.shared(f"disk-{megabytes}.img"), megabytes)
 
     async def create(self, id: str, spec: Spec) -> BubblewrapRuntime:
+        if self.unprivileged and spec.limits.disk_mb is not None and not self._said_disk:
+            self._said_disk = True
+            _log.warning("The disk of a sandbox can't be limited without root: only the size of each file is limited.")
         group = (await self._set_up()).group(id, spec.limits, own=_OWN_PROCESSES)
         runtime = BubblewrapRuntime(id, spec, self, self._state.runtime(id), group)
         self.runtimes[id] = runtime
         return runtime
+
+    def trial_image(self) -> AbstractAsyncContextManager[None]:
+        return contextlib.nullcontext()
+
+    def missing(self) -> list[str]:
+        disk = ["disk limit (only the size of each file)"] if self.unprivileged else []
+        return Cgroups.of_this_process().missing_limits + disk
 
     async def sweep(self) -> list[str]:
         """Processes and mounts ended with the node; what is left are groups and folders."""
@@ -440,6 +469,7 @@ class Bubblewrap:
             await self._relay.close()
             self._relay = None
         self.spawner.close()
+        self.workers.close()
         await asyncio.to_thread(self._state.close)
 
 
@@ -485,11 +515,10 @@ async def _readable(*fds: int) -> None:
             loop.remove_reader(fd)
 
 
-def _may_mount() -> bool:
-    status = Path("/proc/self/status").read_text().splitlines()
-    capabilities = next(int(line.split()[1], 16) for line in status if line.startswith("CapEff:"))
-    return bool(capabilities >> _SYS_ADMIN & 1)
-
-
-def _has_overlay() -> bool:
-    return "overlay" in Path("/proc/filesystems").read_text().split()
+async def _child_of(bwrap: Spawned) -> int | None:
+    """The id on this machine of bwrap's only child; bwrap itself is in the spawner's pid namespace, and tells another.
+    None where it ended."""
+    await bwrap.process()
+    with contextlib.suppress(OSError, ValueError), open(f"/proc/{bwrap.pid}/task/{bwrap.pid}/children") as file:  # noqa: ASYNC230
+        return int(file.read())
+    return None

@@ -22,6 +22,7 @@ from polar.runtimes.base import Limits, SandboxError
 
 Controller = Literal["memory", "pids", "cpu"]
 CONTROLLERS: tuple[Controller, ...] = ("memory", "pids", "cpu")
+LIMIT_NAMES: dict[Controller, str] = {"memory": "memory limit", "pids": "process limit", "cpu": "CPU limit"}
 _PERIOD_US = 100_000
 _REMOVAL_SECONDS = 10.0
 
@@ -60,6 +61,11 @@ class Cgroups:
     def missing(self) -> tuple[Controller, ...]:
         """Controllers whose limits can't be kept."""
         return tuple(name for name in CONTROLLERS if name not in self._delegated and name not in self._v1)
+
+    @property
+    def missing_limits(self) -> list[str]:
+        """The same for people."""
+        return [LIMIT_NAMES[name] for name in self.missing]
 
     @property
     def parents(self) -> list[Path]:

@@ -16,6 +16,7 @@ from polar.runtimes import container_command, files, processes
 from polar.runtimes.base import Completed, FileState, SandboxError, Spec, Spoiled
 from polar.runtimes.container_cli import CallError, Cli
 from polar.runtimes.inside import Inside
+from polar.runtimes.namespace_worker import NamespaceWorkers
 from polar.runtimes.relay import PORT, Relay
 
 INIT = "while :; do sleep 86400 & wait; done"
@@ -35,6 +36,7 @@ class Container:
         user: str,
         gateway: str,
         removed: Callable[[str], object],
+        workers: NamespaceWorkers | None,
     ) -> None:
         self.id = id
         self.spec = spec
@@ -44,6 +46,7 @@ class Container:
         self._owner: files.Owner | None = None  # the same by number, once its files can be read
         self._relay = Relay(gateway)
         self._removed = removed
+        self._workers = workers  # of a node without root
         self._inside: Inside | None = None  # from the start until it is removed
         self._copies = files.Copies()
         self._stopped = False
@@ -56,11 +59,13 @@ class Container:
                 raise SandboxError(f"Runtime {self.id} is stopped.")
             await self._cli.call("start", self._container)
             self._inside = await self._entered()
-            await asyncio.to_thread(self._make_folders, self._inside.root)
+            await asyncio.to_thread(self._make_folders, self._inside)
             await self._listen(self._inside)
 
     async def _entered(self) -> Inside:
-        return await Inside.of(int(await self._state("Pid")), self._container, name_of(self.id))
+        inside = await Inside.of(int(await self._state("Pid")), self._container, name_of(self.id), self._workers)
+        self._copies.worker = inside.worker
+        return inside
 
     async def _listen(self, inside: Inside) -> None:
         if self.spec.network != "none":
@@ -86,7 +91,7 @@ class Container:
         inside = self._opened()
         if self._stopped:
             raise SandboxError(f"Runtime {self.id} is stopped.")
-        killed, refused, stops = inside.group.out_of_memory(), inside.forks_refused(), self._stops
+        killed, refused, stops = inside.out_of_memory(), inside.forks_refused(), self._stops
         try:
             completed = await container_command.run(
                 self._cli,
@@ -103,7 +108,7 @@ class Container:
         except SandboxError:
             if self._stops > stops:
                 return Completed(None, 0.0)
-            if inside.group.out_of_memory() > killed:  # what else runs inside has left no room to start it
+            if inside.out_of_memory() > killed:  # what else runs inside has left no room to start it
                 return Completed(None, 0.0, out_of_memory=True)
             if inside.forks_refused() > refused:
                 return Completed(_CANT_START, 0.0)
@@ -114,7 +119,7 @@ class Container:
             return msgspec.structs.replace(completed, exit_code=None)
         if inside.ended():
             return await self._end_of_all(completed)
-        return processes.with_memory(completed, inside.group.out_of_memory() > killed)
+        return processes.with_memory(completed, inside.out_of_memory() > killed)
 
     async def _end_of_all(self, completed: Completed) -> Completed:
         """The first process is gone, and not by us: what runs inside can bring that about (by its limits, or by writing
@@ -191,10 +196,10 @@ class Container:
             raise SandboxError(f"Runtime {self.id} is not there: it was not started, or is removed.")
         return self._inside
 
-    def _make_folders(self, root: int) -> None:
+    def _make_folders(self, inside: Inside) -> None:
         try:
-            self._owner = files.owner_named(root, self._user)
-            files.make_folders(root, (self.spec.workdir, self.spec.home), self._owner)
+            self._owner = inside.call(files.owner_named, self._user)
+            inside.call(files.make_folders, (self.spec.workdir, self.spec.home), self._owner)
         except (OSError, ValueError) as error:
             raise SandboxError(f"The folders of user {self._user} can't be made in the container: {error}.") from error
 

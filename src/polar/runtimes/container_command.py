@@ -19,7 +19,7 @@ from pathlib import Path
 from polar.runtimes.base import Completed
 from polar.runtimes.cgroups import Group
 from polar.runtimes.container_cli import CALL_SECONDS, CallError, Cli, Client
-from polar.runtimes.inside import Inside, holds
+from polar.runtimes.inside import EverythingInside, Inside, holds
 
 # Standard error carries nothing of the command, so that the engine's own complaints are told from it. What is read is
 # run at a line with the mark ($0), not if it ends before. Shells read a pipe byte by byte: the rest is the command's.
@@ -48,7 +48,7 @@ async def run(
 ) -> Completed:
     mark = secrets.token_hex(8)
     client = await cli.open("exec", "--interactive", container, "/bin/sh", "-c", WAIT, mark)
-    group: Group | None = None
+    group: Group | EverythingInside | None = None
     keeping = asyncio.create_task(_keep(client, output, max_output))
     tasks: list[asyncio.Task[None] | asyncio.Task[bool] | asyncio.Task[bytes]] = [keeping]
     try:
@@ -80,8 +80,7 @@ async def run(
         await asyncio.gather(client.wait(), *tasks, return_exceptions=True)
         client.close()
         if group is not None:
-            with contextlib.suppress(OSError):  # daemons of the command are still in it, or the container is gone
-                group.folders[0].rmdir()
+            group.drop()
     return Completed(None if timed_out else client.returncode, seconds, timed_out, output_cut=cut)
 
 

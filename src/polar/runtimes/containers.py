@@ -12,12 +12,16 @@ import asyncio
 import logging
 import os
 import shutil
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 
 from polar.runtimes.base import Limits, SandboxError, Spec
+from polar.runtimes.cgroups import CONTROLLERS, LIMIT_NAMES, Controller
 from polar.runtimes.container import INIT, Container, discard, name_of
 from polar.runtimes.container_cli import CallError, Cli
 from polar.runtimes.images import Image, Images
+from polar.runtimes.namespace_worker import NamespaceWorkers
+from polar.runtimes.trial import small_image
 
 log = logging.getLogger(__name__)
 
@@ -40,7 +44,15 @@ class Containers:
         self._cli = Cli(*self.command())
         self._images = Images(self._cli)
         self._limits_disk = True  # until the engine says otherwise
+        self.missing_controllers: frozenset[Controller] = frozenset()
+        self._said_limits = False
         self._runtimes: dict[str, Container] = {}
+        self._workers = NamespaceWorkers() if self.rootless else None
+
+    @property
+    def rootless(self) -> bool:
+        """Whether the engine runs containers as this user, who is not root, in a user namespace."""
+        return False
 
     def command(self) -> tuple[str, ...]:
         return (self.name,)
@@ -52,8 +64,12 @@ class Containers:
     async def unavailable(self) -> str | None:
         if shutil.which(self.name) is None:
             return f"There is no program {self.name}: {self.advice}."
-        if os.geteuid() != 0:
-            return f"The runtime {self.name} needs root, to listen in a container's network and to end its commands."
+        if os.geteuid() != 0 and not self.rootless:
+            return (
+                f"The runtime {self.name} needs root, to listen in a container's network and to end its commands: run "
+                "Polar with sudo. (Members of the group docker can be root on this machine anyway.) Without root, use "
+                "bubblewrap or podman."
+            )
         try:
             await self._cli.call("ps", "--quiet")
         except SandboxError as error:
@@ -80,7 +96,7 @@ class Containers:
             *("--label", f"{MAKER_LABEL}={_process(os.getpid())}"),
             *(() if spec.network == "internet" else ("--network", "none")),
             *(f"--mount=type=bind,source={mount.source},target={mount.inside},readonly" for mount in spec.mounts),
-            *_limits(spec.limits),
+            *_limits(self._kept(spec.limits)),
             *self.options(),
         ]
         try:
@@ -99,6 +115,7 @@ class Containers:
             user=image.user,
             gateway=self._gateway,
             removed=lambda id: self._runtimes.pop(id, None),
+            workers=self._workers,
         )
         return self._runtimes[id]
 
@@ -109,7 +126,7 @@ class Containers:
             try:
                 return await self._cli.call("create", *options, "--storage-opt", f"size={limits.disk_mb}m", *what)
             except CallError as error:
-                if not error.says("xfs"):
+                if not error.says("xfs", "size option", "project quota"):
                     raise
             self._limits_disk = False
             log.warning(
@@ -119,6 +136,27 @@ class Containers:
             )
         size = limits.disk_mb << 20
         return await self._cli.call("create", *options, "--ulimit", f"fsize={size}:{size}", *what)
+
+    def _kept(self, limits: Limits) -> Limits:
+        """Without those that can't be kept, which engines may refuse."""
+        if not self.missing_controllers:
+            return limits
+        if not self._said_limits:
+            self._said_limits = True
+            log.warning("%s can't keep limits of %s here.", self.name, ", ".join(sorted(self.missing_controllers)))
+        return Limits(
+            cpus=None if "cpu" in self.missing_controllers else limits.cpus,
+            memory_mb=None if "memory" in self.missing_controllers else limits.memory_mb,
+            processes=None if "pids" in self.missing_controllers else limits.processes,
+            disk_mb=limits.disk_mb,
+        )
+
+    def trial_image(self) -> AbstractAsyncContextManager[str]:
+        return small_image(self._cli)
+
+    def missing(self) -> list[str]:
+        disk = [] if self._limits_disk else ["disk limit (only the size of each file)"]
+        return [LIMIT_NAMES[name] for name in CONTROLLERS if name in self.missing_controllers] + disk
 
     async def sweep(self) -> list[str]:
         swept = []
@@ -139,6 +177,8 @@ class Containers:
     async def close(self) -> None:
         await self._images.close()
         await asyncio.gather(*(runtime.remove() for runtime in self._runtimes.values()))
+        if self._workers is not None:
+            self._workers.close()
 
     async def _labelled(self, label: str) -> list[str]:
         listed = await self._cli.call("ps", "--all", "--quiet", "--no-trunc", "--filter", f"label={label}")

@@ -8,6 +8,7 @@ folders that are real, but not above the top. Who asks for all links gets them a
 
 import asyncio
 import contextlib
+import functools
 import os
 import posixpath
 import secrets
@@ -15,7 +16,7 @@ import shutil
 import stat
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path, PurePosixPath
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from polar.runtimes import emptying, linux
 from polar.runtimes.base import FileState, TooLarge
@@ -33,11 +34,18 @@ Owner = tuple[int, int]
 """A user and a group, by number. Where none is named, what is made belongs to this process's."""
 
 
+class NamespaceCaller(Protocol):
+    """Calls a function that works on an open descriptor, by its name, in another user namespace."""
+
+    def call(self, operation: str, subject: int, *arguments: object) -> Any: ...
+
+
 class Copies:
     """Those of one runtime that are under way. They run in threads, which go on when nobody waits for them any more:
-    until they are `done`, the root must stay open."""
+    until they are `done`, the root must stay open. A node without root has a worker do them."""
 
     def __init__(self) -> None:
+        self.worker: NamespaceCaller | None = None
         self._running: set[asyncio.Future[Any]] = set()
 
     async def put(self, root: int, source: Path | bytes, inside: str, owner: "Owner | None" = None) -> None:
@@ -52,8 +60,9 @@ class Copies:
     async def entries(self, root: int, inside: str, without: Collection[str]) -> dict[str, FileState]:
         return await self._run(entries, root, inside, without)
 
-    async def _run(self, copy: Callable[..., _Result], *arguments: object) -> _Result:
-        running = asyncio.ensure_future(asyncio.to_thread(copy, *arguments))
+    async def _run(self, copy: Callable[..., _Result], *arguments: Any) -> _Result:
+        work = copy if self.worker is None else functools.partial(self.worker.call, copy.__name__)
+        running = asyncio.ensure_future(asyncio.to_thread(work, *arguments))
         self._running.add(running)
         running.add_done_callback(self._forget_copy)
         return await asyncio.shield(running)

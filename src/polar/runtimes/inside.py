@@ -9,27 +9,33 @@ import asyncio
 import contextlib
 import os
 import select
+import signal
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Self
+from typing import Any, Self, TypeVar
 
 from polar.runtimes.base import SandboxError
 from polar.runtimes.cgroups import Group
+from polar.runtimes.namespace_worker import NamespaceWorker, NamespaceWorkers
 from polar.runtimes.relay import listen_inside
 
 _FOR_KILLING = ("", "freezer", "pids")  # v2's one hierarchy first: it kills a group at once
 _FIRST_SECONDS = 5.0
 _DEATH_SECONDS = 30.0
+_KILLING_PAUSE_SECONDS = 0.02
 _ENGINE_PROCESSES = 24  # threads that the engine has inside for a moment, to start one command
+
+_Result = TypeVar("_Result")
 
 
 class Inside:
     @classmethod
-    async def of(cls, first: int, container: str, name: str) -> Self:
+    async def of(cls, first: int, container: str, name: str, workers: NamespaceWorkers | None = None) -> Self:
         """`name` is the last argument of the first process, which has it a moment after the engine says that it runs.
-        An engine elsewhere, or in another pid namespace than ours, would give us the number of somebody else's."""
+        An engine elsewhere, or in another pid namespace than ours, would give us the number of somebody else's. A node
+        without root works in the container's user namespace, through `workers`."""
         deadline = time.monotonic() + _FIRST_SECONDS
         while _last_argument(first) != name.encode():
             if time.monotonic() > deadline:
@@ -38,12 +44,13 @@ class Inside:
                     "another machine or in another pid namespace than Polar."
                 )
             await asyncio.sleep(0.005)
-        return cls(first, container)
+        return cls(first, container, workers)
 
-    def __init__(self, first: int, container: str) -> None:
+    def __init__(self, first: int, container: str, workers: NamespaceWorkers | None) -> None:
         self._held = contextlib.ExitStack()
+        self.worker: NamespaceWorker | None = None
         try:
-            self._open(first, container)
+            self._open(first, container, workers)
         except OSError as error:
             self.close()
             raise SandboxError(f"The container can't be entered: {error}.") from error
@@ -51,23 +58,28 @@ class Inside:
             self.close()
             raise
 
-    def _open(self, first: int, container: str) -> None:
+    def _open(self, first: int, container: str, workers: NamespaceWorkers | None) -> None:
         self._first = self._hold(os.pidfd_open(first))
         proc = Path(f"/proc/{first}")
-        if (proc / "uid_map").read_text().split()[:2] != ["0", "0"]:
+        if workers is not None:
+            self.worker = workers.of_process(first)
+        elif (proc / "uid_map").read_text().split()[:2] != ["0", "0"]:
             raise SandboxError("The engine maps users of containers to others (userns-remap), which Polar can't use.")
         self._namespace = (proc / "ns/pid").stat().st_ino
         self._hold(os.open(proc / "ns/mnt", os.O_RDONLY | os.O_CLOEXEC))
         self.root = self._hold(os.open(proc / "root", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC))
         self._groups = _groups(proc, container)
         killing = next((self._groups[name] for name in _FOR_KILLING if name in self._groups), None)
-        if killing is None:
+        if killing is None and workers is None:
             raise SandboxError(
                 "The container has no cgroup that Polar sees: it needs the machine's own /sys/fs/cgroup."
             )
-        self.group = Group.left((killing, self._groups.get("memory", killing)))
+        if workers is not None and killing is not None and not os.access(killing, os.W_OK):
+            killing = None
+        self._first_id = first
+        self._group = None if killing is None else Group.left((killing, self._groups.get("memory", killing)))
         self._pids = self._groups.get("pids", killing)
-        self._most_processes = _read(self._pids / "pids.max")
+        self._most_processes = None if self._pids is None else _read(self._pids / "pids.max")
         self._starting = 0
 
     def _hold(self, fd: int) -> int:
@@ -77,8 +89,19 @@ class Inside:
     def close(self) -> None:
         self._held.close()
 
+    def call(self, operation: Callable[..., _Result], *arguments: Any) -> _Result:
+        """Runs a function of `files` on the root, where its files can be opened."""
+        if self.worker is None:
+            return operation(self.root, *arguments)
+        result: _Result = self.worker.call(operation.__name__, self.root, *arguments)
+        return result
+
     async def listen(self) -> socket.socket:
-        return await listen_inside(self._first)
+        return await listen_inside(self._first, self.worker)
+
+    def out_of_memory(self) -> int:
+        """How many processes were killed for want of memory so far."""
+        return 0 if self._group is None else self._group.out_of_memory()
 
     def ended(self) -> bool:
         """Whether the first process is gone, and with it all others: the kernel sees to that."""
@@ -109,7 +132,8 @@ class Inside:
 
     def forks_refused(self) -> int:
         """How often a new process was more than the container may have."""
-        return int((_read(self._pids / "pids.events") or "max 0").split()[1])
+        events = None if self._pids is None else _read(self._pids / "pids.events")
+        return int((events or "max 0").split()[1])
 
     @contextlib.contextmanager
     def room(self) -> Iterator[None]:
@@ -124,25 +148,76 @@ class Inside:
             self._limit_processes()
 
     def _limit_processes(self) -> None:
-        if self._most_processes not in (None, "max"):
+        if self._pids is not None and self._most_processes not in (None, "max"):
             with contextlib.suppress(OSError):  # the container is gone, and its groups with it
                 most = int(self._most_processes) + self._starting * _ENGINE_PROCESSES
                 (self._pids / "pids.max").write_text(str(most))
 
-    def new_group(self) -> Group:
+    def new_group(self) -> "Group | EverythingInside":
+        """For a command. Where there are no cgroups, what ends a command ends all that runs inside."""
+        if self._group is None:
+            return EverythingInside(self._first_id, self._namespace)
         try:
-            return self.group.child()
+            return self._group.child()
         except OSError as error:
             raise SandboxError(f"A command can't have a group of its own: {error}.") from error
 
-    def move(self, pid: int, group: Group) -> int:
+    def move(self, pid: int, group: "Group | EverythingInside") -> int:
         """Puts the process that has the id `pid` inside into a group; its id on the machine."""
-        for entry in filter(str.isdigit, os.listdir("/proc")):
+        for entry in _processes_in(self._namespace):
             with contextlib.suppress(FileNotFoundError, ProcessLookupError, PermissionError):  # ended, or not ours
-                if os.stat(f"/proc/{entry}/ns/pid").st_ino == self._namespace and _innermost(entry) == pid:
-                    (group.folders[0] / "cgroup.procs").write_text(entry)
+                if _innermost(entry) == pid:
+                    if isinstance(group, Group):
+                        (group.folders[0] / "cgroup.procs").write_text(entry)
                     return int(entry)
         raise SandboxError(f"The container has no process {pid}.")
+
+
+class EverythingInside:
+    """All processes of a container but its first: what a command's group is where there are no cgroups."""
+
+    def __init__(self, first: int, namespace: int) -> None:
+        self._first = first
+        self._namespace = namespace
+
+    async def kill(self) -> None:
+        """Ends once there is nothing but the first process and the sleep that it starts again and again."""
+        deadline = time.monotonic() + _DEATH_SECONDS
+        while found := self._processes():
+            for entry in found:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(int(entry), signal.SIGKILL)
+            if time.monotonic() > deadline:
+                raise SandboxError(f"Processes {', '.join(found)} of a container don't die.")
+            await asyncio.sleep(_KILLING_PAUSE_SECONDS)
+            if len(left := self._processes()) == 1 and _parent(left[0]) == self._first and left[0] not in found:
+                return
+
+    def holds(self, pid: int) -> bool:
+        return str(pid) in self._processes()
+
+    def drop(self) -> None:
+        pass
+
+    def _processes(self) -> list[str]:
+        return [entry for entry in _processes_in(self._namespace) if int(entry) != self._first and _parent(entry)]
+
+
+def _processes_in(namespace: int) -> list[str]:
+    """Those of a pid namespace, by their ids on the machine."""
+    found = []
+    for entry in filter(str.isdigit, os.listdir("/proc")):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError, PermissionError):  # ended, or not ours
+            if os.stat(f"/proc/{entry}/ns/pid").st_ino == namespace:
+                found.append(entry)
+    return found
+
+
+def _parent(pid: str) -> int | None:
+    """The parent of a process that lives."""
+    stat = _read(Path("/proc", pid, "stat"))
+    fields = [] if stat is None else stat.rpartition(")")[2].split()
+    return int(fields[1]) if fields and fields[0] != "Z" else None
 
 
 def _last_argument(pid: int) -> bytes:
@@ -152,7 +227,9 @@ def _last_argument(pid: int) -> bytes:
         return b""
 
 
-def holds(group: Group, pid: int) -> bool:
+def holds(group: Group | EverythingInside, pid: int) -> bool:
+    if isinstance(group, EverythingInside):
+        return group.holds(pid)
     return str(pid) in (_read(group.folders[0] / "cgroup.procs") or "").split()
 
 

@@ -18,6 +18,7 @@ import os
 import posixpath
 import signal
 from collections.abc import Collection
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 
 from polar.runtimes import files, processes, relay
@@ -199,6 +200,16 @@ class Local:
         runtime = LocalRuntime(id, spec, self, self._state.runtime(id), group)
         self.runtimes[id] = runtime
         return runtime
+
+    def trial_image(self) -> AbstractAsyncContextManager[None]:
+        return contextlib.nullcontext()
+
+    def missing(self) -> list[str]:
+        return [
+            "files, processes and network are the machine's",
+            *Cgroups.of_this_process().missing_limits,
+            "disk limit",
+        ]
 
     async def sweep(self) -> list[str]:
         swept = []

@@ -1,9 +1,13 @@
 """`podman`: containers without a daemon (podman 4 or later)."""
 
+import os
 import resource
 import shutil
 from pathlib import Path
 
+import msgspec
+
+from polar.runtimes.cgroups import CONTROLLERS
 from polar.runtimes.containers import Containers
 
 _MOST_FILES = 1 << 20  # podman's own limits, as far as we may keep them
@@ -12,6 +16,19 @@ _MOST_FILES = 1 << 20  # podman's own limits, as far as we may keep them
 class Podman(Containers):
     name = "podman"
     advice = "install podman"
+
+    @property
+    def rootless(self) -> bool:
+        return os.geteuid() != 0
+
+    async def unavailable(self) -> str | None:
+        if (why := await super().unavailable()) is not None or not self.rootless:
+            return why
+        told = await self._cli.call("info", "--format", "{{.Host.CgroupsVersion}} {{json .Host.CgroupControllers}}")
+        version, _, controllers = told.partition(" ")
+        offered = (msgspec.json.decode(controllers) or []) if version == "v2" else []
+        self.missing_controllers = frozenset(name for name in CONTROLLERS if name not in offered)
+        return None
 
     def command(self) -> tuple[str, ...]:
         # crun, the default, refuses machines where v2 has controllers of its own besides v1 ("hybrid"); runc doesn't.

@@ -18,7 +18,7 @@ import msgspec
 
 import polar
 from polar.runtimes.base import Completed, SandboxError
-from polar.runtimes.spawner import IN_FILE, MESSAGE
+from polar.runtimes.spawner import IN_FILE, MESSAGE, UNPRIVILEGED
 
 _CODE = "import sys; sys.path.append(sys.argv[1]); from polar.runtimes.spawner import main; main()"
 _CHUNK = 1 << 16
@@ -27,7 +27,8 @@ _CHUNK = 1 << 16
 class Spawner:
     """The process of `spawner.py`, started when it is first needed, and anew if it is gone."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, unprivileged: bool = False) -> None:
+        self._arguments = (UNPRIVILEGED,) if unprivileged else ()
         self._process: subprocess.Popen[bytes] | None = None
         self._socket: socket.socket | None = None
         self._lock = threading.Lock()
@@ -46,7 +47,7 @@ class Spawner:
                 self.close()
                 ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
                 package = str(Path(polar.__file__).parent.parent)
-                argv = [sys.executable, "-I", "-S", "-c", _CODE, package]
+                argv = [sys.executable, "-I", "-S", "-c", _CODE, package, *self._arguments]
                 environment = {"PATH": os.defpath}
                 with its:
                     self._process = subprocess.Popen(
@@ -116,6 +117,7 @@ class Spawned:
         self._loop = asyncio.get_running_loop()
         self._lines = b""
         self._process: int | None = None
+        self.pid: int | None = None  # once `process` has said that there is one
         self._named: asyncio.Future[None] = self._loop.create_future()
         self.code: int | None = None
         self.error: str | None = None
@@ -133,6 +135,7 @@ class Spawned:
             if told.pid is not None:
                 with contextlib.suppress(ProcessLookupError):
                     self._process = os.pidfd_open(told.pid)
+                    self.pid = told.pid
                 _done(self._named)
             self.error = told.error if told.error is not None else self.error
             self.spoiled |= told.spoiled

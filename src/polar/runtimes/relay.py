@@ -8,6 +8,7 @@ for another address.
 
 import asyncio
 import contextlib
+import functools
 import os
 import socket
 from collections.abc import Awaitable, Coroutine
@@ -16,6 +17,7 @@ from urllib.parse import urlsplit
 
 from polar.errors import ConfigError
 from polar.runtimes import linux
+from polar.runtimes.files import NamespaceCaller
 
 PORT = 8100  # inside, where every sandbox has its ports to itself: the same in every session
 _CHUNK = 1 << 16
@@ -119,9 +121,11 @@ async def _cancelled(tasks: set[asyncio.Task[None]]) -> None:
     await asyncio.gather(*ended, return_exceptions=True)
 
 
-async def listen_inside(process: int) -> socket.socket:
-    """A socket that listens on loopback in the network namespace of a process (its pidfd)."""
-    making = asyncio.get_running_loop().run_in_executor(_stepping, _step_in, process)
+async def listen_inside(process: int, worker: NamespaceCaller | None = None) -> socket.socket:
+    """A socket that listens on loopback in the network namespace of a process (its pidfd). A node without root has a
+    worker step in."""
+    step = _step_in if worker is None else functools.partial(worker.call, enter_and_listen.__name__)
+    making: asyncio.Future[socket.socket] = asyncio.get_running_loop().run_in_executor(_stepping, step, process)
     try:
         return await asyncio.shield(making)
     except asyncio.CancelledError:
@@ -131,12 +135,17 @@ async def listen_inside(process: int) -> socket.socket:
         raise
 
 
+def enter_and_listen(process: int) -> socket.socket:
+    """For a fork, which stays in the network of the process."""
+    linux.setns(process, linux.CLONE_NEWNET)
+    return listen(PORT)
+
+
 def _step_in(process: int) -> socket.socket:
     own = os.open("/proc/thread-self/ns/net", os.O_RDONLY | os.O_CLOEXEC)
     try:
-        linux.setns(process, linux.CLONE_NEWNET)
         try:
-            return listen(PORT)
+            return enter_and_listen(process)
         finally:
             linux.setns(own, linux.CLONE_NEWNET)
     finally:

@@ -78,8 +78,10 @@ def machine_root(folder: Path, home: str) -> Path:
         for found in Path("/etc").glob(pattern):
             target = etc / found.relative_to("/etc")
             target.parent.mkdir(parents=True, exist_ok=True)
+            if not _may_read(found):
+                continue
             if found.is_dir():
-                shutil.copytree(found, target, symlinks=True)
+                shutil.copytree(found, target, symlinks=True, ignore=_unreadable)
             else:
                 shutil.copy2(found, target, follow_symlinks=False)
     (etc / "passwd").write_text(f"root:x:0:0:root:{home}:/bin/sh\nnobody:x:65534:65534:nobody:/:/usr/sbin/nologin\n")
@@ -87,6 +89,15 @@ def machine_root(folder: Path, home: str) -> Path:
     (etc / "hosts").write_text("127.0.0.1 localhost sandbox\n")
     _rename(making, folder)
     return folder
+
+
+def _may_read(path: Path) -> bool:
+    return path.is_symlink() or os.access(path, os.R_OK | (os.X_OK if path.is_dir() else 0))
+
+
+def _unreadable(folder: str, names: list[str]) -> list[str]:
+    """What only root may read, the programs of an ordinary user do without as well."""
+    return [name for name in names if not _may_read(Path(folder, name))]
 
 
 def machine_mounts() -> list[str]:

@@ -14,7 +14,8 @@ The jobs: `sandbox` (mounts in a namespace of its own, then bwrap), `inside` (a 
 `kill_inside` and `local` (a command with a supervisor, below which everything that it starts stays, daemons too).
 
 When the node dies, however it dies, the socket closes, the spawner ends, and with it every sandbox and every
-supervisor. Nothing of the node's environment or memory is here. Only the standard library is used.
+supervisor. A node without root has it in a user namespace (user_namespace.py). Nothing of the node's environment or
+memory is here. Only the standard library is used.
 """
 
 import contextlib
@@ -33,8 +34,9 @@ import warnings  # noqa: F401  needed by os.execvpe, which imports it only then
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from polar.runtimes import linux
+from polar.runtimes import linux, user_namespace
 
+UNPRIVILEGED = "unprivileged"
 NOT_FOUND, NOT_EXECUTABLE = 127, 126  # as shells say it
 MESSAGE = 1 << 16  # bytes
 IN_FILE = b"+"
@@ -52,7 +54,9 @@ Job = dict[str, Any]
 
 
 def main() -> None:
-    """Takes jobs from the socket on descriptor 0 until the node is gone."""
+    """Takes jobs from the socket on descriptor 0 until the node is gone. Argument 2 says whether without root."""
+    if sys.argv[2:] == [UNPRIVILEGED]:
+        user_namespace.enter_with_processes()
     asked = socket.socket(fileno=os.dup(0))
     gc.disable()  # its passes write to every object, and each page written to is copied in every fork
     linux.adopt_orphans()  # a sandbox can't end while a process of it waits to be reaped by a slow init
@@ -195,6 +199,9 @@ def _sandbox(job: Job, status: int, fds: list[int]) -> None:
         _write("/proc/self/oom_score_adj", b"-900")  # what runs inside goes first, where we may say so
     linux.unshare(linux.CLONE_NEWNS)
     linux.mount("none", "/", "none", linux.MS_REC | linux.MS_PRIVATE)
+    pid = _pid_on_machine()
+    if job["own_processes"]:  # bwrap looks for its child, by the number that it has here
+        linux.mount("proc", "/proc", "proc", linux.MS_NOSUID | linux.MS_NODEV)
     with contextlib.suppress(OSError):  # it is no mount of its own
         linux.unmount("/sys")  # a dozen mounts that no sandbox has: bwrap reads the list of all for each of its own
     if (disk := job["disk"]) is not None:
@@ -213,8 +220,13 @@ def _sandbox(job: Job, status: int, fds: list[int]) -> None:
     argv = [word.replace("{info}", str(info)) for word in job["argv"]]
     _plain_signals()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # inherited by the first process inside: orphans leave no zombies
-    _tell(status, pid=os.getpid(), replaced=job["mended"] is not None and _replaced(job["upper"], job["env"]["PATH"]))
+    _tell(status, pid=pid, replaced=job["mended"] is not None and _replaced(job["upper"], job["env"]["PATH"]))
     os.execve(argv[0], argv, job["env"])
+
+
+def _pid_on_machine() -> int:
+    """This process's id where the node looks: /proc is the node's, also where the spawner has a pid namespace."""
+    return int(os.readlink("/proc/self"))
 
 
 def _mount_root(job: Job) -> None:
@@ -272,7 +284,8 @@ def _inside(job: Job, _: int, fds: list[int]) -> None:
     """The command, in the sandbox's other namespaces as well. The spawner waits for it."""
     stdin, output, init = fds
     _join(job, signal.SIGKILL)
-    linux.setns(init, _WORLDS)
+    # The machine's own network, which the spawner is in as well, only root may enter.
+    linux.setns(init, _WORLDS & ~linux.CLONE_NEWNET if job["shares_network"] else _WORLDS)
     linux.setns(init, linux.CLONE_NEWUSER)  # last, since the others belong to its parent
     linux.drop_capabilities(_NO_CAPABILITIES)
     linux.no_new_privileges()
@@ -377,6 +390,8 @@ def _become(job: Job, stdin: int, output: int) -> NoReturn:
         for at, fd in enumerate((stdin, output, output)):
             os.dup2(fd, at)
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        if (size := job.get("file_size")) is not None:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
         os.umask(0o022)
         _plain_signals()
         os.chdir(job["cwd"])

@@ -28,8 +28,8 @@ class State:
     """The folder of this process."""
 
     def __init__(self, root: Path) -> None:
-        self._root = root.absolute()
-        self.folder = self._root / f"{os.getpid()}-{secrets.token_hex(4)}"
+        self.root = root.absolute()
+        self.folder = self.root / f"{os.getpid()}-{secrets.token_hex(4)}"
         self._lock: int | None = None
 
     def runtime(self, id: str) -> Path:
@@ -52,7 +52,7 @@ class State:
 
     def _own(self) -> None:
         if self._lock is None:
-            making = self._root / f".{self.folder.name}"  # another's sweep must not find it without its lock
+            making = self.root / f".{self.folder.name}"  # another's sweep must not find it without its lock
             (making / "runtimes").mkdir(parents=True, mode=0o700)
             lock = _locked(making)
             if lock is None:
@@ -62,7 +62,7 @@ class State:
 
     def left(self) -> Iterator["Left"]:
         """What owners left that are no more. Each is held while it is looked at."""
-        for folder in sorted(self._root.iterdir()) if self._root.is_dir() else ():
+        for folder in sorted(self.root.iterdir()) if self.root.is_dir() else ():
             if folder == self.folder or _being_made(folder) or (lock := _locked(folder)) is None:
                 continue
             try:

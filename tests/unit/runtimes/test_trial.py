@@ -1,0 +1,35 @@
+"""A trial says whether a runtime can be made and used, within its time, and leaves nothing."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from polar.runtimes.base import SandboxError, Spec
+from polar.runtimes.local import Local, LocalRuntime
+from polar.runtimes.trial import why_trial_fails
+from tests.contract import left
+
+
+class Broken(Local):
+    async def create(self, id: str, spec: Spec) -> LocalRuntime:
+        raise SandboxError(f"{id} is not made, whatever {spec.workdir} says.")
+
+
+class Hanging(Local):
+    async def create(self, id: str, spec: Spec) -> LocalRuntime:
+        runtime = await super().create(id, spec)
+        await asyncio.Event().wait()
+        return runtime
+
+
+@pytest.mark.parametrize(("kind_class", "said"), [(Local, None), (Broken, "not made"), (Hanging, "within 0.2 seconds")])
+async def test_what_a_trial_says(kind_class: type[Local], said: str | None, tmp_path: Path) -> None:
+    kind = kind_class(tmp_path, "http://127.0.0.1:1")
+    try:
+        why = await why_trial_fails(kind, 30.0 if said is None else 0.2)
+        assert why is None if said is None else said in (why or "")
+    finally:
+        await kind.close()
+    assert left.processes(str(tmp_path)) == []
+    assert list((tmp_path / "local").iterdir()) == []
