@@ -77,3 +77,10 @@ UPDATE polar_schema SET version = 3;
 -- from: 3
 ALTER TABLE sessions ADD COLUMN evidence TEXT;
 UPDATE polar_schema SET version = 4;
+
+-- from: 4
+ALTER TABLE work ADD COLUMN exposure DOUBLE PRECISION NOT NULL DEFAULT 0;
+ALTER TABLE work ADD COLUMN control DOUBLE PRECISION NOT NULL DEFAULT 0;
+ALTER TABLE work ADD COLUMN control_deaths BIGINT NOT NULL DEFAULT 0;
+CREATE INDEX work_marked ON work (work_id) WHERE kills > 0 AND state <> 'done';
+UPDATE polar_schema SET version = 5;

@@ -5,7 +5,7 @@ CREATE TABLE polar_schema (
     version BIGINT NOT NULL
 );
 
-INSERT INTO polar_schema (version) VALUES (4);
+INSERT INTO polar_schema (version) VALUES (5);
 
 CREATE TABLE sessions (
     session_id TEXT NOT NULL PRIMARY KEY,
@@ -124,7 +124,10 @@ CREATE TABLE work (
     state TEXT NOT NULL,  -- queued, leased, waiting (for another try), done
     fence BIGINT NOT NULL,  -- leases so far
     attempt BIGINT NOT NULL,  -- tries that count
-    kills BIGINT NOT NULL,  -- nodes that died while they had it
+    kills BIGINT NOT NULL,  -- nodes that died while they had it, and had not been told to end
+    exposure DOUBLE PRECISION NOT NULL DEFAULT 0,  -- since the first of them: seconds that nodes lived with it,
+    control DOUBLE PRECISION NOT NULL DEFAULT 0,  -- seconds that nodes lived without any such work,
+    control_deaths BIGINT NOT NULL DEFAULT 0,  -- and how many of those died
     node TEXT,  -- that has it, or had it last
     version BIGINT,  -- of the policy when it was leased
     cursor BIGINT,  -- of its end
@@ -138,6 +141,7 @@ CREATE TABLE work (
 CREATE INDEX work_queued ON work (run, lane, rank, work_id) WHERE state = 'queued';
 CREATE INDEX work_leased ON work (node) WHERE state = 'leased';
 CREATE INDEX work_waiting ON work (work_id) WHERE state = 'waiting';
+CREATE INDEX work_marked ON work (work_id) WHERE kills > 0 AND state <> 'done';
 CREATE INDEX work_by_cursor ON work (run, cursor) WHERE cursor IS NOT NULL;
 
 CREATE TABLE consumers (

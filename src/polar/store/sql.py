@@ -13,7 +13,7 @@ from typing import Any, Literal, Protocol, TypeVar, cast
 
 T = TypeVar("T")
 
-SCHEMA_VERSION = 4
+SCHEMA_VERSION = 5
 
 Style = Literal["named", "pyformat"]
 """`:name` (sqlite3) or `%(name)s` (psycopg)."""
