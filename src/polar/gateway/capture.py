@@ -19,7 +19,7 @@ from polar.gateway.prompt_ids import PromptIds
 from polar.gateway.sessions import OpenSession
 from polar.parts import Parts
 from polar.rendering.mark import ContextMark
-from polar.store.base import Continuation, Exchange, ExchangeStatus
+from polar.store.base import BegunCall, Continuation, Exchange, ExchangeStatus
 from polar.types import (
     CallStart,
     FinishReason,
@@ -91,6 +91,19 @@ class Capture:
         self._stop_sequence: str | None = None
         self._replica: Replica | None = None
         self._versions = _Versions()
+
+    def begun_call(self) -> BegunCall:
+        call = self.call
+        return BegunCall(
+            exchange_id=self.exchange_id,
+            session_id=call.session.session_id,
+            seq=self.seq,
+            dialect=call.dialect.name,
+            list_name=call.wire.list_name,
+            model=call.request.model,
+            started_at=self._started_at,
+            body=call.body,
+        )
 
     def rendered(self, rendered: Rendered) -> None:
         """The prompt is ours: its ids are known before anything is sampled."""

@@ -34,6 +34,10 @@ class State:
         self.folder = self._root / f"{os.getpid()}-{secrets.token_hex(4)}"
         self._lock: int | None = None
 
+    def lock(self) -> None:
+        """Holds the folder's lock from now on, also where nothing is kept in it."""
+        self._own()
+
     def runtime(self, id: str) -> Path:
         """A new runtime's folder."""
         self._own()

@@ -69,6 +69,20 @@ CREATE TABLE exchanges (
     FOREIGN KEY (session_id, base) REFERENCES exchanges (session_id, seq)
 );
 
+-- Calls that are under way for longer than a moment; a row goes when its exchange comes.
+CREATE TABLE begun_calls (
+    exchange_id TEXT NOT NULL PRIMARY KEY,
+    owner TEXT NOT NULL,  -- the process that answers it
+    session_id TEXT NOT NULL,
+    seq BIGINT NOT NULL,
+    dialect TEXT NOT NULL,
+    list_name TEXT NOT NULL,
+    model TEXT NOT NULL,
+    started_at DOUBLE PRECISION NOT NULL,
+    request_bytes BIGINT NOT NULL,
+    request_digest TEXT NOT NULL  -- SHA-256, in hexadecimal
+);
+
 CREATE TABLE policies (
     replica TEXT NOT NULL PRIMARY KEY,  -- its URL
     version BIGINT NOT NULL
@@ -125,15 +139,15 @@ CREATE TABLE work (
     fence BIGINT NOT NULL,  -- leases so far
     attempt BIGINT NOT NULL,  -- tries that count
     kills BIGINT NOT NULL,  -- nodes that died while they had it, and had not been told to end
-    exposure DOUBLE PRECISION NOT NULL DEFAULT 0,  -- since the first of them: seconds that nodes lived with it,
-    control DOUBLE PRECISION NOT NULL DEFAULT 0,  -- seconds that nodes lived without any such work,
-    control_deaths BIGINT NOT NULL DEFAULT 0,  -- and how many of those died
     node TEXT,  -- that has it, or had it last
     version BIGINT,  -- of the policy when it was leased
     cursor BIGINT,  -- of its end
     session_id TEXT,
     usable BIGINT,  -- 1 where it is graded, 0 where there is a reason why not
     summary TEXT,  -- JSON: what its node told of its end
+    exposure DOUBLE PRECISION NOT NULL DEFAULT 0,  -- since the first of `kills`: seconds that nodes lived with it,
+    control DOUBLE PRECISION NOT NULL DEFAULT 0,  -- seconds that nodes lived without any such work,
+    control_deaths BIGINT NOT NULL DEFAULT 0,  -- and how many of those died
     UNIQUE (run, task_id, sample),
     FOREIGN KEY (run, task_id) REFERENCES tasks (run, task_id)
 );

@@ -72,6 +72,10 @@ class Queries:
     set_policy: str
     policies: str
     session_exchanges: str
+    insert_begun: str
+    drop_begun: str
+    begun_by: str
+    drop_begun_by: str
 
 
 @cache
