@@ -115,6 +115,8 @@ class Capture:
         """The call goes to this replica (and to another, if it gets no answer there)."""
         self._replica = self.call.session.replica = replica
         self._versions = _Versions(replica.version, believed=replica.engine.capabilities.knows_weights)
+        if replica.weights_lost:
+            self._versions.change(replica.version, 0, known=False)
         if not self.call.request.stream:
             self.begun()  # its first chunk will be its last
 
