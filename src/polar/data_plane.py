@@ -14,7 +14,7 @@ from types import TracebackType
 from polar.config import Settings
 from polar.engines.pool import Pool
 from polar.engines.pools import Pools
-from polar.errors import ConfigError
+from polar.errors import ConfigError, StoreError
 from polar.gateway.app import Gateway
 from polar.gateway.metrics import Metrics
 from polar.gateway.sessions import Sessions
@@ -133,8 +133,17 @@ class DataPlane:
                 )
             await asyncio.to_thread(left.remove)
         await asyncio.to_thread(state.lock)
-        stack.push_async_callback(asyncio.to_thread, state.close)
+        stack.push_async_callback(self._end_notes, state)
         self.store.note_calls_as(state.folder.name)
+
+    async def _end_notes(self, state: State) -> None:
+        """All calls have ended. Those that could not be recorded are, as interrupted, now or by the next process."""
+        try:
+            await self.store.record_interrupted(state.folder.name)
+        except StoreError as error:
+            log.warning("Calls that were not recorded are looked after by the next process: %s", error)
+            return
+        await asyncio.to_thread(state.close)
 
     async def versions(self) -> dict[str, int]:
         """What the engines hold, as far as it is known. One that was launched just now holds what it began with,
