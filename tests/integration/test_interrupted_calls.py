@@ -42,7 +42,7 @@ async def test_a_session_with_an_interrupted_call(tmp_path: Path) -> None:
         await call(stack, [*messages, {"role": "assistant", "content": said}, {"role": "user", "content": "go on"}])
         async with aiohttp.ClientSession(stack.service.control_url) as http:
             async with http.get(f"/sessions/{session_id}/exchanges") as response:
-                exchanges = (await response.json())["exchanges"]
+                exchanges = await response.json()
             async with http.get(f"/sessions/{session_id}/trajectory") as response:
                 trajectory = await response.json()
         first, lost, second = exchanges
