@@ -96,14 +96,14 @@ async def _up(settings: Settings, data: Path, node: bool, as_json: bool) -> None
             console.print(f"nodes          {_nodes(settings, node)}")
             console.print("Tasks: polar submit. An agent run by hand: polar session new. Stop with Ctrl-C.")
         over = asyncio.ensure_future(service.over())
-        told = [asyncio.ensure_future(event.wait()) for event in (orders.drain, orders.now)]
-        await asyncio.wait({over, *told}, return_when=asyncio.FIRST_COMPLETED)
+        ordered = [asyncio.ensure_future(event.wait()) for event in (orders.drain, orders.now)]
+        await asyncio.wait({over, *ordered}, return_when=asyncio.FIRST_COMPLETED)
         if over.done():
             raise PolarError(f"{over.result()} This server stops.")
         over.cancel()
         if not orders.now.is_set():
             await service.drain(orders.now)
-        for one in told:
+        for one in ordered:
             one.cancel()
 
 
