@@ -23,7 +23,7 @@ async def call(stack: Stack, messages: list[dict[str, Any]]) -> str:
 
 async def test_a_session_with_an_interrupted_call(tmp_path: Path) -> None:
     async with running(tmp_path) as stack:
-        store, session_id = stack.service.store, stack.session_id
+        store, session_id = stack.service.plane.store, stack.session_id
         messages = [{"role": "user", "content": "hi"}]
         said = await call(stack, messages)
         (session,) = stack.service.sessions._open.values()
