@@ -162,6 +162,9 @@ class NodeSettings(Section):
     ready_buffer: int = Field(4, gt=0, description="prepared ones that wait for a free run slot")
     run_workers: int = Field(16, gt=0, description="harnesses that run at the same time")
     postrun_workers: int = Field(4, gt=0, description="evaluations at the same time")
+    drain_seconds: float = Field(
+        20, ge=0, description="that running sessions may go on after SIGTERM, before others get them"
+    )
     disk_mb: int | None = Field(None, gt=0, description="of each runtime, where a task names no limit of its own")
     runtimes: list[str] = Field([], description="backends that tasks may use [default: all that work here]")
     prewarm: list[Prewarm] = []

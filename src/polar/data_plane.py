@@ -1,8 +1,10 @@
 """What captures calls, in one process: the store, the engines, and the gateway that harnesses talk to."""
 
+import asyncio
 import contextlib
 import ctypes
 import gc
+import logging
 import os
 import resource
 import sys
@@ -12,13 +14,16 @@ from types import TracebackType
 from polar.config import Settings
 from polar.engines.pool import Pool
 from polar.engines.pools import Pools
-from polar.errors import ConfigError
+from polar.errors import ConfigError, StoreError
 from polar.gateway.app import Gateway
 from polar.gateway.metrics import Metrics
 from polar.gateway.sessions import Sessions
+from polar.runtimes.state import State
 from polar.store import open_store
 from polar.store.relational import RelationalStore
 from polar.telemetry import tracing
+
+log = logging.getLogger(__name__)
 
 
 def settle_process() -> None:
@@ -100,6 +105,7 @@ class DataPlane:
         url = settings.store.url or f"sqlite:{self.data / 'polar.db'}"
         self.store = open_store(url, settings.store.durability)
         stack.push_async_callback(self.store.close)
+        await self._note_calls(stack)
         engine = settings.engine
         self.pools = await Pools.from_settings(engine) if self._engines else Pools(engine)
         stack.push_async_callback(self.pools.close)
@@ -114,6 +120,30 @@ class DataPlane:
         )
         stack.push_async_callback(self.gateway.stop)
         self.gateway_url = await self.gateway.start()
+
+    async def _note_calls(self, stack: contextlib.AsyncExitStack) -> None:
+        """Calls under way are noted as this process's; those of processes on this folder that are no more are recorded
+        as interrupted."""
+        state = State(self.data / "gateways")
+        for left in state.left():
+            interrupted = await self.store.record_interrupted(left.folder.name)
+            if interrupted:
+                log.warning(
+                    "%d calls were under way when their gateway's process ended: interrupted.", len(interrupted)
+                )
+            await asyncio.to_thread(left.remove)
+        await asyncio.to_thread(state.lock)
+        stack.push_async_callback(self._end_notes, state)
+        self.store.note_calls_as(state.folder.name)
+
+    async def _end_notes(self, state: State) -> None:
+        """All calls have ended. Those that could not be recorded are, as interrupted, now or by the next process."""
+        try:
+            await self.store.record_interrupted(state.folder.name)
+        except StoreError as error:
+            log.warning("Calls that were not recorded are looked after by the next process: %s", error)
+            return
+        await asyncio.to_thread(state.close)
 
     async def versions(self) -> dict[str, int]:
         """What the engines hold, as far as it is known. One that was launched just now holds what it began with,

@@ -46,6 +46,7 @@ class Service:
         self._with_node = node
         self._node: Node | None = None
         self._stop = asyncio.Event()
+        self._drain = asyncio.Event()
         self._working: asyncio.Task[None]
         self._callbacks: Callbacks
         self._stack = contextlib.AsyncExitStack()
@@ -102,7 +103,7 @@ class Service:
         name = socket.gethostname()
         worker = await worker_of(rollout.leasing, plane, self._node, name=name, store_id=store_id, stays=True)
         rollout.leasing.sleeper = worker.node_id
-        self._working = asyncio.create_task(worker.run(self._stop))
+        self._working = asyncio.create_task(worker.run(self._stop, self._drain))
         stack.push_async_callback(self._stop_working)
         checker = SessionChecker(settings.verify.share, VerifyMetrics(plane.metrics.registry))
         pages = Pages(rollout, plane.store, checker)
@@ -137,6 +138,14 @@ class Service:
     async def _stop_working(self) -> None:
         self._stop.set()
         await self._working
+
+    async def drain(self, until: asyncio.Event) -> None:
+        """Lets sessions of this process's node end, for `drain_seconds` or until the event; none begins any more. All
+        else goes on meanwhile."""
+        self._drain.set()
+        cut_short = asyncio.ensure_future(until.wait())
+        await asyncio.wait({self._working, cut_short}, return_when=asyncio.FIRST_COMPLETED)
+        cut_short.cancel()
 
     async def over(self) -> str:
         """Until the service can't go on by itself: why."""

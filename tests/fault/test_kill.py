@@ -105,3 +105,28 @@ async def test_nothing_that_was_received_is_lost(tmp_path: Path, seed: int) -> N
         assert exchange.logprobs is not None
         assert len(exchange.sampled_ids) == len(exchange.logprobs)
     assert len({exchange.seq for exchange in kept.values()}) == len(kept)
+
+
+async def test_a_call_in_flight_is_listed_as_interrupted(tmp_path: Path) -> None:
+    database = f"sqlite:{tmp_path / 'polar.db'}"
+    store = open_store(database, "process")
+    session, key = await Sessions(store).create({})
+
+    async def is_noted() -> bool:
+        return bool(await store.query(lambda db: db.execute("SELECT 1 FROM begun_calls").fetchall()))
+
+    async with ScriptedServer(Play([Turn(text=TEXT, token_delay=1e6)])) as engine:
+        process, url = await start_gateway(tmp_path, engine.url)
+        calling = asyncio.create_task(caller(url, key, [0], set()))
+        await wait_until(is_noted)
+        process.send_signal(signal.SIGKILL)
+        await process.wait()
+        await calling
+        process, _ = await start_gateway(tmp_path, engine.url)
+        process.send_signal(signal.SIGTERM)
+        await process.wait()
+    (found,) = [it async for it in store.exchanges(session.session_id)]
+    await store.close()
+    assert (found.status, found.untrainable, found.dialect) == ("interrupted", "no_reply", "anthropic")
+    assert found.reply is None
+    assert found.sampled_ids is None

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from msgspec import Struct
 
-from polar.rollout.choosing import SUSPECT
+from polar.rollout.blame import SUSPECT
 from polar.rollout.protocol import INTERRUPTED, PLATFORM, Answer, Ended
 
 if TYPE_CHECKING:
@@ -123,7 +123,8 @@ class Audit:
         more = (1,) if step == ("leased", "waiting") else (0, 1) if stopped else (0,)
         if work.attempt - was.attempt not in more or work.attempt >= self._world.schedule.attempts:
             self._fail(f"Attempts go from {was} to {work}.")
-        if work.kills not in (was.kills, was.kills + (step == ("leased", "queued"))):
+        acquitted = was.kills - 1 if was.state == work.state else was.kills  # its node was only silent
+        if work.kills not in (was.kills, was.kills + (step == ("leased", "queued")), acquitted):
             self._fail(f"Kills go from {was} to {work}.")
         if work.kills and not self._world.schedule.deadly and not self._world.killers:
             self._fail(f"No node died, and yet {work}.")
@@ -165,12 +166,8 @@ class Audit:
         if ended.reason not in _SESSIONLESS:
             self._fail(f"{work} ends without a session: {ended.reason}.")
         task = self._world.tasks[work.run, work.task_id]
-        if ended.reason == "node_killer":
-            # Where there are several killers, one that nobody knows of yet may be beside somebody who is a suspect.
-            unclear = self._world.schedule.deadly or self._world.killers > 1
-            guilty = task.poison or (unclear and was.kills >= SUSPECT)
-            if not guilty or was.kills < SUSPECT:
-                self._fail(f"Innocent work is set aside: {was}.")
+        if ended.reason == "node_killer" and (not task.poison or was.kills < SUSPECT):
+            self._fail(f"Innocent work is set aside: {was}.")
         cancelled = self.tasks[work.run, work.task_id].cancelled
         if ended.reason in ("cancelled", "early_stop") and cancelled is None:
             self._fail(f"{work} ends as {ended.reason}, and nobody has cancelled its task.")

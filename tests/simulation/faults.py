@@ -75,6 +75,18 @@ class Faults:
             self._world.stopped.add(node.node_id)
             node.process.soon(node.stop.set)
 
+    def _preempt_node(self, seconds: float, rng: random.Random) -> None:
+        node = self._some_node(rng)
+        if node is not None and not node.machine.spec.inside:
+            self._world.note(node.node_id, "is preempted")
+            self._world.stopped.add(node.node_id)
+            node.process.soon(node.drain.set)
+            self._world.loop.later(seconds, self._kill_preempted, node)
+
+    def _kill_preempted(self, node: "Node") -> None:
+        if not node.process.dead:
+            self._world.died(node)
+
     def _drain_node(self, seconds: float, rng: random.Random) -> None:
         node = self._some_node(rng)
         server = self._world.address

@@ -144,6 +144,7 @@ class Node:
         self.process = process
         self.engines = Engines(-1)
         self.stop = asyncio.Event()
+        self.drain = asyncio.Event()
         self.host = Host(self, world, machine.spec.slots, world.rng(f"host {self.node_id}"))
         self._world = world
         self._rng = world.rng(self.node_id)
@@ -158,14 +159,17 @@ class Node:
             slots=spec.slots,
             store=f"{spec.name}'s own" if spec.own_store else _STORE,
             replaces=replaces,
+            stopped=[node_id for node_id in replaces if node_id in self.machine.told_to_end],
             load=dict,
             apply=self._apply,
             export=self._export,
             disown=self._disown,
+            mark_ending=lambda: self.machine.told_to_end.add(self.node_id),
+            drain_seconds=3.0,
         )
         try:
             self.worker = self._world.parts.worker(server, self.host, place)
-            await self.worker.run(self.stop)
+            await self.worker.run(self.stop, self.drain)
         except Exception as error:  # noqa: BLE001 - whatever it was, it should not have been
             self._world.crashed(f"The worker of {self.node_id}", error)
             return
@@ -198,6 +202,7 @@ class MachineState:
         self._world = world
         self._starts = 0
         self._left: list[str] = []  # nodes that left something here
+        self.told_to_end: set[str] = set()  # as its disk says
 
     @property
     def alive(self) -> bool:

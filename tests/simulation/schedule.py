@@ -23,6 +23,7 @@ FAULTS = (
     "bad_database",
     "set_clock",
     "kill_trainer",
+    "preempt_node",  # it is told to end, and killed a little later
 )
 HARMLESS = frozenset({"set_clock", "kill_trainer", "drain_node"})
 """Faults that make no node look dead."""

@@ -28,6 +28,7 @@ from tests.simulation.servers import ServerProcess
 from tests.simulation.trainers import Trainer
 
 _PATIENCE = 400.0  # seconds, after all trouble, until everything is done
+_PATIENCE_FOR_KILLERS = 300.0  # more of them for each session that kills its nodes
 _COLLECTED = 5  # schedules, after which what they left is: while it is few, and still in the processor's cache
 
 
@@ -172,7 +173,7 @@ class World:
     def left(self, node: Node) -> None:
         """It ended in order."""
         self.note(node.node_id, "has left")
-        if not (node.stop.is_set() or node.worker._draining.is_set()):
+        if not (node.stop.is_set() or node.drain.is_set() or node.worker._draining.is_set()):
             self.fail(f"{node.node_id} ends, and nobody asked it to.")
         if not node.machine.spec.inside:
             node.process.kill()
@@ -238,7 +239,7 @@ class World:
         except TimeoutError:
             self.note("WORLD", "all goes well from here on")
             self._faults.end()
-        deadline = self.loop.time() + _PATIENCE
+        deadline = self.loop.time() + _PATIENCE + _PATIENCE_FOR_KILLERS * self.killers
         while not self._finished.done() and (left := undone(self)):
             if self.loop.time() > deadline:
                 self.fail(f"It does not come to an end: {left}")

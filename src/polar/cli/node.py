@@ -9,7 +9,7 @@ import click
 from rich.console import Console
 
 from polar.cli.common import json_option, load_settings, log_options, run, settings_options, start_log
-from polar.cli.up import stopping
+from polar.cli.up import EndOrders
 from polar.config import Settings
 from polar.data_plane import settle_process
 from polar.node.working import serve_node
@@ -45,8 +45,9 @@ def command(
 
 async def _node(settings: Settings, data: Path, server: str, token: str | None, name: str, as_json: bool) -> None:
     settle_process()
+    orders = EndOrders()
     if as_json:
         click.echo(json.dumps({"server": server, "name": name}))
     else:
         Console().print(f"node {name} for {server}; stop with Ctrl-C")
-    await serve_node(settings, data, server, token, name=name, stop=stopping())
+    await serve_node(settings, data, server, token, name=name, stop=orders.now, drain=orders.drain)

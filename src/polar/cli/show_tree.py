@@ -19,7 +19,7 @@ from polar.store.base import Evidence, Exchange, Session
 from polar.trajectory.types import Path
 from polar.types import Message, Part, Reasoning, Text, ToolCall, ToolResult
 
-_STATUS = {"complete": "green", "partial": "yellow", "failed": "red"}
+_STATUS = {"complete": "green", "partial": "yellow", "failed": "red", "interrupted": "red"}
 _WIDTH = 160
 
 

@@ -52,13 +52,29 @@ def stopping() -> asyncio.Event:
     return stop
 
 
+class EndOrders:
+    """How this process, which has a node in it, was told to end."""
+
+    def __init__(self) -> None:
+        self.drain = asyncio.Event()  # SIGTERM: sessions that run get some time
+        self.now = asyncio.Event()  # SIGINT, or a second signal: they are handed back
+        loop = asyncio.get_running_loop()
+        loop.add_signal_handler(signal.SIGTERM, self._terminate)
+        loop.add_signal_handler(signal.SIGINT, self.now.set)
+
+    def _terminate(self) -> None:
+        if self.drain.is_set():
+            self.now.set()
+        self.drain.set()
+
+
 async def _up(settings: Settings, data: Path, node: bool, as_json: bool) -> None:
     try:
         from polar.service import Service
     except ImportError as error:
         raise ConfigError(f"polar up needs the extra `server`: pip install 'polar[server]' ({error}).") from error
     settle_process()
-    stop = stopping()
+    orders = EndOrders()
     async with contextlib.AsyncExitStack() as stack:
         service = await stack.enter_async_context(Service(settings, data, node=node))
         if settings.cluster.engine == "ray":
@@ -80,11 +96,15 @@ async def _up(settings: Settings, data: Path, node: bool, as_json: bool) -> None
             console.print(f"nodes          {_nodes(settings, node)}")
             console.print("Tasks: polar submit. An agent run by hand: polar session new. Stop with Ctrl-C.")
         over = asyncio.ensure_future(service.over())
-        stopped = asyncio.ensure_future(stop.wait())
-        await asyncio.wait({over, stopped}, return_when=asyncio.FIRST_COMPLETED)
-        over.cancel()
-        if not stop.is_set():
+        ordered = [asyncio.ensure_future(event.wait()) for event in (orders.drain, orders.now)]
+        await asyncio.wait({over, *ordered}, return_when=asyncio.FIRST_COMPLETED)
+        if over.done():
             raise PolarError(f"{over.result()} This server stops.")
+        over.cancel()
+        if not orders.now.is_set():
+            await service.drain(orders.now)
+        for one in ordered:
+            one.cancel()
 
 
 def _nodes(settings: Settings, node: bool) -> str:

@@ -107,6 +107,15 @@ class Engine(Protocol):
         """How many calls are being sampled right now; None where the engine doesn't tell."""
         ...
 
+    @property
+    def connections(self) -> int:
+        """Made to the server so far."""
+        ...
+
+    async def process_start(self) -> float | None:
+        """When the server's process was started; None where the engine doesn't tell."""
+        ...
+
     async def standing(self) -> Standing | None:
         """How it stands, whoever told it to; None where the engine doesn't tell."""
         ...

@@ -110,6 +110,13 @@ class ChatEngine:
     async def running(self) -> int | None:
         return None
 
+    @property
+    def connections(self) -> int:
+        return self._http.connections
+
+    async def process_start(self) -> float | None:
+        return None
+
     async def standing(self) -> Standing | None:
         return None
 

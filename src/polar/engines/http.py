@@ -33,6 +33,8 @@ class EngineHttp:
         if api_key:
             self._headers["Authorization"] = f"Bearer {api_key}"
         self._silence = silence
+        self.connections = 0
+        """Made so far. A process that was started again is reached by new ones only."""
         self._http: aiohttp.ClientSession | None = None
 
     async def close(self) -> None:
@@ -42,7 +44,10 @@ class EngineHttp:
 
     def _session(self) -> aiohttp.ClientSession:
         if self._http is None:
+            traced = aiohttp.TraceConfig()
+            traced.on_connection_create_end.append(self._count)
             self._http = aiohttp.ClientSession(
+                trace_configs=[traced],
                 connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=60),
                 timeout=aiohttp.ClientTimeout(total=None, sock_connect=10, sock_read=self._silence),
                 headers=self._headers,
@@ -50,6 +55,9 @@ class EngineHttp:
                 auto_decompress=True,
             )
         return self._http
+
+    async def _count(self, *_: object) -> None:
+        self.connections += 1
 
     async def open(self, path: str, body: bytes) -> aiohttp.ClientResponse:
         try:

@@ -78,6 +78,7 @@ class Pool:
         """Calls go there from now on."""
         replica = Replica(engine, version)
         self.replicas.append(replica)
+        replica.look_for_restart()
         if not self.gate.paused:  # else when calls may go on: an engine that stands still can't tell
             self._meet(replica)
         return replica
@@ -160,6 +161,7 @@ class Pool:
                     if not begun:
                         begun = True
                         replica.answered()
+                        replica.look_for_restart()
                     yield chunk
                 return
             except EngineError as error:
@@ -170,6 +172,7 @@ class Pool:
                 if not self._try_on(tried, replica):
                     raise
             finally:
+                await replica.know_process()  # before the call is recorded, and long known where sampling took a while
                 replica.leave(call)
                 # An abandoned stream must end at the engine now, not when the garbage collector comes by.
                 await chunks.aclose()

@@ -32,6 +32,10 @@ class Replica:
         self.frozen = False
         self.stuck = False  # it may stand frozen: nobody knows whether it heard what it was told
         self.asleep = False
+        self.weights_lost = False  # its process was started again: nobody knows what it samples with
+        self._process: float | None = None  # when the process was started that has the version's weights
+        self._known_connections = -1  # how many there were when the process was looked at last
+        self._look: asyncio.Task[None] | None = None
         self.unsure = False  # another process may have frozen it, or sent it to sleep, before this one began
         self.running: set[Running] = set()
         self._told = version  # the version that running calls know of
@@ -189,9 +193,51 @@ class Replica:
         self._tell(known=self.frozen)
 
     def set_version(self, version: int) -> None:
-        self.version = version
+        if version != self.version:
+            self.weights_lost, self._process, self._known_connections = False, None, -1
+            self.version = version
+            self.look_for_restart()
         if not self.frozen:
             self._tell(known=False)
+
+    def look_for_restart(self) -> None:
+        """Asks the engine when its process was started, where connections were made since that was known: a process
+        that was started again has other weights than it was given. Version 0 are those that it starts with."""
+        stale = self.engine.connections != self._known_connections
+        if stale and self._look is None and self.version and not self.engine.capabilities.knows_weights:
+            self._look = asyncio.get_running_loop().create_task(self._look_at_process())
+
+    async def know_process(self) -> None:
+        """Until an answer that is under way has come."""
+        if self._look is not None:
+            await asyncio.wait({self._look})
+
+    async def _look_at_process(self) -> None:
+        try:
+            version = self.version
+            started = await self.engine.process_start()
+            if started is None or version != self.version:
+                return
+            self._known_connections = self.engine.connections
+            if self._process is not None and started > self._process:
+                self._lose_weights()
+            self._process = started
+        except EngineError as error:
+            log.debug("%s does not say when its process was started: %s", self.url, error)
+        finally:
+            self._look = None
+
+    def _lose_weights(self) -> None:
+        if not self.weights_lost:
+            self.weights_lost = True
+            log.warning(
+                "%s was started again: it may have lost the weights of version %d, and what it samples has no known "
+                "version until POST /policy names another one.",
+                self.url,
+                self.version,
+            )
+        for call in self.running:
+            call.version_changed(self.version, frozen=False)
 
     def _tell(self, *, known: bool) -> None:
         if self.version != self._told:

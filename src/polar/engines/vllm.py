@@ -36,6 +36,7 @@ class _Standing(Struct):
 _count = msgspec.json.Decoder(_Count)
 _standing = msgspec.json.Decoder(_Standing)
 _GENERATE = "/inference/v1/generate"
+_PROCESS_START = re.compile(r"^process_start_time_seconds ([0-9.e+]+)$", re.MULTILINE)
 _RUNNING = re.compile(r"^vllm:num_requests_running(?:\{.*\})? ([0-9.]+)$", re.MULTILINE)
 _AWAKE = re.compile(r'^vllm:engine_sleep_state\{.*sleep_state="awake".*\} 1(?:\.0)?$', re.MULTILINE)
 
@@ -235,6 +236,10 @@ class VllmEngine(ChatEngine):
             return None
         counts = _RUNNING.findall(metrics)
         return sum(int(float(count)) for count in counts) if counts else None
+
+    async def process_start(self) -> float | None:
+        found = _PROCESS_START.search((await self._http.ask("/metrics") or b"").decode())
+        return float(found[1]) if found else None
 
     async def standing(self) -> Standing | None:
         """A server without these routes can neither be frozen nor sent to sleep. vLLM 0.32 says that it sleeps when it

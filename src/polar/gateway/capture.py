@@ -19,7 +19,7 @@ from polar.gateway.prompt_ids import PromptIds
 from polar.gateway.sessions import OpenSession
 from polar.parts import Parts
 from polar.rendering.mark import ContextMark
-from polar.store.base import Continuation, Exchange, ExchangeStatus
+from polar.store.base import BegunCall, Continuation, Exchange, ExchangeStatus
 from polar.types import (
     CallStart,
     FinishReason,
@@ -92,6 +92,19 @@ class Capture:
         self._replica: Replica | None = None
         self._versions = _Versions()
 
+    def begun_call(self) -> BegunCall:
+        call = self.call
+        return BegunCall(
+            exchange_id=self.exchange_id,
+            session_id=call.session.session_id,
+            seq=self.seq,
+            dialect=call.dialect.name,
+            list_name=call.wire.list_name,
+            model=call.request.model,
+            started_at=self._started_at,
+            body=call.body,
+        )
+
     def rendered(self, rendered: Rendered) -> None:
         """The prompt is ours: its ids are known before anything is sampled."""
         self._rendered = rendered
@@ -102,6 +115,8 @@ class Capture:
         """The call goes to this replica (and to another, if it gets no answer there)."""
         self._replica = self.call.session.replica = replica
         self._versions = _Versions(replica.version, believed=replica.engine.capabilities.knows_weights)
+        if replica.weights_lost:
+            self._versions.change(replica.version, 0, known=False)
         if not self.call.request.stream:
             self.begun()  # its first chunk will be its last
 

@@ -73,6 +73,7 @@ class Generation:
         self._amendment: asyncio.Task[None] | None = None
         call.session.running.add(self)
         context.metrics.running.inc()
+        context.store.note_begun(self.capture.begun_call())
         self._task = asyncio.get_running_loop().create_task(self._run())
 
     # The reader's side
@@ -187,6 +188,7 @@ class Generation:
         try:
             if self._is_refused_giant():
                 meter.too_long = True
+                self._context.store.drop_begun(self.capture.exchange_id)
             else:
                 await self._record(status)
             meter.unrecorded = None

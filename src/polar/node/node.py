@@ -119,6 +119,7 @@ class Node:
         self._tokens = 0  # of sessions that have ended
         self._used = Used()  # likewise
         self.replaced: list[str] = []  # ids of nodes that are no more, and left something here
+        self.stopped: list[str] = []  # those of them that had been told to end
 
     @property
     def node_id(self) -> str:
@@ -147,6 +148,8 @@ class Node:
         lost = []
         for left in self._state.left():
             self.replaced.append(left.folder.name)
+            if left.was_ending:
+                self.stopped.append(left.folder.name)
             for folder in left.runtimes:
                 lost.append(folder.name)
                 verdict = Verdict(reason="node_lost")
@@ -158,6 +161,10 @@ class Node:
         if lost:
             log.warning("%d sessions of a node that is no more are ended without a reward (node_lost).", len(lost))
         return lost
+
+    def mark_ending(self) -> None:
+        """This node was told to end. The next one on its folder says so to the server, should this one not come to."""
+        self._state.mark_ending()
 
     async def plan(self, task: TaskRequest) -> Plan:
         """Raises ConfigError where the task can't be run here, with what to do."""

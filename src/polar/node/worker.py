@@ -83,6 +83,9 @@ class Place(Struct):
     apply: Callable[[Engines], Awaitable[Problems]]  # makes engines and policy be like this here
     export: Callable[[str], Awaitable[bytes]]  # a copy of a session
     disown: Callable[[str, str], Awaitable[None]]  # a session, for a reason: another one stands for its sample
+    stopped: list[str] = []  # of those that it replaces, the ones that had been told to end
+    mark_ending: Callable[[], None] | None = None  # leaves a note that this one was told to end
+    drain_seconds: float = 0.0  # that sessions may go on when the node is told to drain
     stays: bool = False  # drained, it takes no more sessions, but goes on following what is said of engines
 
 
@@ -121,6 +124,7 @@ class Worker:
         self._tell = asyncio.Event()  # there is something to say before the next beat
         self._following = Following(place.apply, self._tell.set)
         self._draining = asyncio.Event()
+        self._ending = False  # somebody told this process to end
         self._pause = 0.0  # seconds before more is leased, where sessions can't begin
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -128,27 +132,35 @@ class Worker:
     def node_id(self) -> str:
         return self._place.node_id
 
-    async def run(self, stop: asyncio.Event) -> None:
-        """Until `stop`, or until the server has it drained. Then what still runs is handed back, and it leaves."""
+    async def run(self, stop: asyncio.Event, drain: asyncio.Event | None = None) -> None:
+        """Until `stop`, or until the server has it drained. Then what still runs is handed back, and it leaves. With
+        `drain`, sessions first get `drain_seconds` to end by themselves, and no more begin."""
         stopping = asyncio.ensure_future(stop.wait())
+        winding_down = asyncio.ensure_future((drain or asyncio.Event()).wait())
+        ends = {stopping, winding_down}
         joining = asyncio.ensure_future(self._join())
-        await asyncio.wait({stopping, joining}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({*ends, joining}, return_when=asyncio.FIRST_COMPLETED)
         if not joining.done():  # it is told to end before a server answered
-            joining.cancel()
+            for task in (joining, *ends):
+                task.cancel()
             return
         joining.result()
         loops = [self._spawn(work) for work in (self._lease, self._beat, self._send, self._follow_engines)]
         draining = asyncio.ensure_future(self._drained())
         try:
-            await asyncio.wait({stopping, draining, *loops}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({*ends, draining, *loops}, return_when=asyncio.FIRST_COMPLETED)
+            if winding_down.done() and not stopping.done():
+                await self._wind_down({stopping, *loops})
+            elif stopping.done():
+                self._announce_end()
             failed = [loop for loop in loops if loop.done()]
             await self._part(leasing=loops[0], beating=loops[1])
             for loop in failed:
                 loop.result()  # raises
         finally:
-            for task in (stopping, draining, *self._tasks):
+            for task in (*ends, draining, *self._tasks):
                 task.cancel()
-            await asyncio.gather(stopping, draining, *self._tasks, return_exceptions=True)
+            await asyncio.gather(*ends, draining, *self._tasks, return_exceptions=True)
 
     def _spawn(self, work: Callable[..., Awaitable[None]], *arguments: Any) -> "asyncio.Task[None]":
         async def done() -> None:
@@ -170,6 +182,7 @@ class Worker:
             slots=place.slots,
             store=place.store,
             replaces=place.replaces,
+            stopped=place.stopped,
         )
         self._joined = await self._reach(lambda: self._server.join(joining))
         self._following.want(self._joined.engines)
@@ -245,6 +258,9 @@ class Worker:
         ended = Ended(lease.work_id, lease.fence, None)
         try:
             plan = await self._plans.of(lease)
+            if self._ending:  # it was on its way here: others may have it
+                ended.reason = INTERRUPTED
+                return ended
             try:
                 session.running = await host.submit(plan, lease.sample, lease.work_id)
             except (StoreError, OSError) as error:
@@ -350,6 +366,7 @@ class Worker:
             seen=self._following.wanted.generation,
             applied=self._following.applied,
             problems=self._following.problems,
+            ending=self._ending,
         )
         if self._keep_alive is not None and self._joined is not None:
             self._keep_alive.record(self._place.node_id, beat, self._joined.beat)
@@ -380,6 +397,25 @@ class Worker:
         await self._draining.wait()
         log.info("The server has this node drained: it takes no more sessions.")
         await (asyncio.Event() if self._place.stays else self._idle).wait()
+
+    def _announce_end(self) -> None:
+        self._ending = True
+        if self._place.mark_ending is not None:
+            self._place.mark_ending()
+        self._draining.set()
+        self._tell.set()
+
+    async def _wind_down(self, until: "set[asyncio.Future[Any]]") -> None:
+        """Sessions get some time to end; the server gives this node no more, and blames none should it be killed."""
+        self._announce_end()
+        if self._held:
+            log.warning("Told to end: %d sessions get %g seconds.", len(self._held), self._place.drain_seconds)
+        idle = asyncio.ensure_future(self._idle.wait())
+        until = {*until, idle}
+        await asyncio.wait(until, timeout=self._place.drain_seconds, return_when=asyncio.FIRST_COMPLETED)
+        idle.cancel()
+        if self._held:
+            log.warning("%d sessions did not end in time: others get them.", len(self._held))
 
     async def _part(self, leasing: "asyncio.Task[None]", beating: "asyncio.Task[None]") -> None:
         """Hands back what still runs, tells all that is known, and leaves; as far as the server can be reached."""

@@ -53,19 +53,30 @@ async def worker_of(
         slots=0 if node is None else plane.settings.node.run_workers,
         store=store_id,
         replaces=[] if node is None else node.replaced,
+        stopped=[] if node is None else node.stopped,
         load=load,
         apply=plane.pools.apply,
         export=plane.store.export_session,
         disown=plane.store.disown_session,
+        mark_ending=None if node is None else node.mark_ending,
+        drain_seconds=plane.settings.node.drain_seconds,
         stays=stays,
     )
     return Worker(server, node, place, keep_alive)
 
 
 async def serve_node(
-    settings: Settings, data: Path, server_url: str, token: str | None, *, name: str, stop: asyncio.Event
+    settings: Settings,
+    data: Path,
+    server_url: str,
+    token: str | None,
+    *,
+    name: str,
+    stop: asyncio.Event,
+    drain: asyncio.Event | None = None,
 ) -> None:
-    """A gateway node for a rollout server elsewhere, until `stop`. Its engines are those that the server names."""
+    """A gateway node for a rollout server elsewhere, until `stop` or the end of what `drain` begins (Worker.run). Its
+    engines are those that the server names."""
     async with contextlib.AsyncExitStack() as stack:
         server = await stack.enter_async_context(RemoteServer(server_url, token))
         plane = await stack.enter_async_context(DataPlane(settings, data, engines=False))
@@ -73,4 +84,4 @@ async def serve_node(
         keep_alive = stack.enter_context(KeepAlive(lambda: RemoteServer(server_url, token)))
         store_id = await plane.store.identity()
         worker = await worker_of(server, plane, node, name=name, store_id=store_id, keep_alive=keep_alive)
-        await worker.run(stop)
+        await worker.run(stop, drain)

@@ -2,10 +2,8 @@
 
 from collections.abc import Callable, Collection, Sequence
 
+from polar.rollout.blame import LONER, SUSPECT
 from polar.rollout.records import Allowance, Head, Lane
-
-SUSPECT = 2
-"""Nodes that have died with some work before it is suspected of killing them."""
 
 ANY = 1 << 31
 _BEHIND = 1000  # of a lane that are looked through
@@ -19,12 +17,15 @@ def choose(
     allowances: Sequence[Allowance],
     room: int,
     slots: int,
-    marked: list[int],
+    has: Collection[int],
     unfit: Collection[tuple[str, str]] = (),
 ) -> list[tuple[Head, Allowance]]:
-    """The most urgent first, whatever lane it is in; of equally urgent ones, those of the least busy run. `marked`: of
-    what the node has, how many nodes have died under each, where some have. `unfit`: tasks, with their runs, that the
+    """The most urgent first, whatever lane it is in; of equally urgent ones, those of the least busy run. `has`: for
+    each lease that the node has, how many nodes have died under that work. `unfit`: tasks, with their runs, that the
     node can't run."""
+    marked = [kills for kills in has if kills]
+    if any(kills >= LONER for kills in marked):
+        return []
     heads: list[tuple[Head, Allowance]] = []
     for allowance in allowances:
         limit = min(room, allowance.most)
@@ -33,7 +34,7 @@ def choose(
         limit += _BEHIND * bool(unfit)  # what the node can run may stand behind what it can't
         found = heads_of(allowance.lane, limit, ANY)
         if any(head.kills for head in found):  # they may not be let in
-            for most_kills in (SUSPECT - 1, 0):
+            for most_kills in (LONER - 1, SUSPECT - 1, 0):
                 found += heads_of(allowance.lane, limit, most_kills)
         heads += [(head, allowance) for head in found]
     chosen: dict[int, tuple[Head, Allowance]] = {}
@@ -43,6 +44,12 @@ def choose(
             break
         run = allowance.lane.run
         if head.work_id in chosen or left[run] <= 0 or (run, head.task_id) in unfit:
+            continue
+        if head.kills >= LONER:
+            if not has and not chosen:
+                return [(head, allowance)]
+            if allowance.isolates:
+                break
             continue
         if head.kills:
             if not may_be_together([*marked, head.kills], slots):

@@ -35,6 +35,7 @@ log = logging.getLogger(__name__)
 
 _UNLIMITED = 1 << 31
 _SLOWEST_RETRY = 30.0  # seconds
+_REMEMBERED = 1000  # nodes that seem to have died
 
 
 class Leasing:
@@ -65,6 +66,8 @@ class Leasing:
         self._resting: set[int] = set()  # work that waits for another try, and will get it
         self._taking = asyncio.Lock()  # quotas are looked at and used up by one at a time
         self._moved = asyncio.Condition()  # a node has applied something, or is no more
+        self._watching = False  # there may be work under which nodes have died
+        self._marked_by: dict[str, list[int]] = {}  # nodes that seem to have died, and the work that was marked for it
         self.members: dict[str, Member] = {}
         self.sleeper: str | None = None  # the node that sends engines to sleep, and wakes them
 
@@ -75,16 +78,20 @@ class Leasing:
             member = self.members.setdefault(tracked.node, Member(tracked.node))
             if not member.lost:
                 member.has(tracked)
+        self._watching = True
         for work_id in await self._queue.waiting():
             self._rest(work_id, self._settings.beat_seconds)
 
     async def join(self, joining: Joining) -> Joined:
         for dead in joining.replaces:
             if dead in self.members:
+                self.members[dead].ending |= dead in joining.stopped
                 await self.lose(self.members[dead], died=True)
         member = self.members.get(joining.node_id)
         if member is not None and member.lost:
             await self.lose(member, died=True)  # to its end: it is not to be taken from the one that joins now
+        if (marked := self._marked_by.pop(joining.node_id, None)) is not None:  # it was only silent
+            await self._queue.acquit(marked)
         if self.members.get(joining.node_id) is None:
             member = Member(joining.node_id)
             for tracked in await self._queue.leases_of(joining.node_id):  # what the database says it has, it has
@@ -150,8 +157,14 @@ class Leasing:
             if counts.queued > 0 and lane.name in member.backends:
                 most = self._may_begin(lane.run, busy[lane.run])
                 if most > 0:
-                    found.append(Allowance(lane, most, busy[lane.run], self._policy.newest(lane.run)))
+                    version, isolates = self._policy.newest(lane.run), self._isolates(member, lane)
+                    found.append(Allowance(lane, most, busy[lane.run], version, isolates))
         return found
+
+    def _isolates(self, member: Member, lane: Lane) -> bool:
+        """One node is kept free for work that is to run alone, so that it gets its turn while all are busy."""
+        able = (one.node_id for one in self.members.values() if lane.name in one.backends and not one.draining)
+        return member.node_id == min(able, default=None)
 
     def _unfit(self, member: Member) -> frozenset[tuple[str, str]]:
         """Tasks that a node can't run, and that others may be able to."""
@@ -247,6 +260,8 @@ class Leasing:
 
     async def beat(self, node_id: str, beat: Beat) -> Orders:
         member = self._member(node_id)
+        if beat.ending:
+            member.draining = member.ending = True
         told = beat.seen, beat.applied, beat.problems
         if told != (member.heard, member.applied, member.problems):
             member.heard, member.applied, member.problems = told
@@ -334,7 +349,16 @@ class Leasing:
     async def lose(self, member: Member, *, died: bool) -> None:
         """A node is no more. Where the database fails, it is to be tried again."""
         member.lost = True  # from here on it has to join again
-        changes = await self._queue.lose(member.node_id, died=died)
+        marks = died and not member.ending
+        if marks and self._watching:
+            # Of one that was here before this server, nobody knows how long: rather too long, to the work's favour.
+            await self.record_lifetimes({} if member.joined else {member.node_id: self._settings.lease_seconds})
+        changes = await self._queue.lose(member.node_id, died=marks)
+        if marks and changes:
+            self._watching = True
+            self._marked_by[member.node_id] = [one.ended.work_id for one in changes if one.became == "queued"]
+            while len(self._marked_by) > _REMEMBERED:
+                del self._marked_by[next(iter(self._marked_by))]
         if self.members.get(member.node_id) is member:
             del self.members[member.node_id]
         for change in changes:
@@ -351,6 +375,12 @@ class Leasing:
         for member in list(self.members.values()):
             if member.lost or now - member.seen > self._settings.lease_seconds:
                 await self.lose(member, died=True)
+
+    async def record_lifetimes(self, others: dict[str, float] | None = None) -> None:
+        """Where nodes have died under some work: how long others live meanwhile (blame.py)."""
+        lived = {member.node_id: member.take_lifetime() for member in self.members.values() if member.joined}
+        if self._watching:
+            self._watching = await self._queue.record_lifetimes(lived | (others or {}))
 
     def give_term(self) -> None:
         """We stood still ourselves, and have heard of nobody meanwhile."""

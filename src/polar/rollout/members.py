@@ -24,8 +24,10 @@ class Member:
         self.applied = -1
         self.problems: dict[str, list[str]] = {}  # by run
         self.draining = False
+        self.ending = False  # somebody told it to end
         self.lost = False
         self.seen = asyncio.get_running_loop().time()
+        self._recorded = self.seen
         self._news = asyncio.Event()
 
     @property
@@ -42,6 +44,11 @@ class Member:
 
     def hear(self) -> None:
         self.seen = asyncio.get_running_loop().time()
+
+    def take_lifetime(self) -> float:
+        """The seconds that it is known to have lived since the last time that this was asked."""
+        seconds, self._recorded = self.seen - self._recorded, self.seen
+        return seconds
 
     def has(self, tracked: Tracked) -> None:
         """A lease of its own, which may be cancelled already."""

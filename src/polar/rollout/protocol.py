@@ -49,6 +49,7 @@ class Joining(Struct):
     slots: int  # sessions that it runs at the same time
     store: str  # the id of the store that it writes to
     replaces: list[str] = []  # nodes that are certainly dead: this one found what they left
+    stopped: list[str] = []  # those of them that had been told to end: nothing that ran there killed them
 
 
 class Joined(Struct):
@@ -79,6 +80,7 @@ class Beat(Struct):
     seen: int = -1  # the generation of the engines that it has heard of
     applied: int = -1  # the one that is in force there
     problems: dict[str, list[str]] = {}  # by run: what of it could not be done, and is tried again
+    ending: bool = False  # it was told to end: it begins nothing more, and nothing that runs there is to blame
 
 
 class Cancel(Struct):

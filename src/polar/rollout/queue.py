@@ -10,12 +10,13 @@ that writes here: each start takes the next epoch.
 """
 
 import time
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import partial
 
 import msgspec
 
-from polar.rollout.choosing import SUSPECT, choose
+from polar.rollout.blame import CONTROL_RATIO, SUSPECT, Case
+from polar.rollout.choosing import choose
 from polar.rollout.protocol import INTERRUPTED, PLATFORM, Answer, Ended, Held, Lease
 from polar.rollout.queue_reads import QueueReads
 from polar.rollout.records import (
@@ -47,7 +48,7 @@ from polar.rollout.rows import (
 from polar.rollout.transactions import number
 from polar.store.sql import Connection, WritingConnection
 
-_KILLER = "Node after node died under this session, the last one under no other suspect: set aside."
+_KILLER = "Node after node died under this session, the last one under it alone, while others lived: set aside."
 
 
 class Queue(QueueReads):
@@ -137,13 +138,12 @@ class Queue(QueueReads):
 
         def lease(db: WritingConnection) -> list[tuple[Lease, Tracked]]:
             has = self._has(db, node)
-            marked = [kills for kills in has.values() if kills]
             unknown = sorted(has.keys() - known, key=_work_id)
             found = self.all(db, self.q.leased_work, [{"work_id": held.work_id} for held in unknown])
             again = [leased_again(rows[0], node) for rows in found]
             was = any(held.work_id in given for held in unknown)
             heads = partial(self._heads, db)
-            chosen = [] if was else choose(heads, allowances, room - len(again), slots, marked, unfit)
+            chosen = [] if was else choose(heads, allowances, room - len(again), slots, has.values(), unfit)
             given.update(head.work_id for head, _ in chosen)
             if chosen:
                 db.executemany(
@@ -158,7 +158,14 @@ class Queue(QueueReads):
         return await self.transact(lease)
 
     def _heads(self, db: Connection, lane: Lane, limit: int, most_kills: int) -> list[Head]:
-        parameters = {"run": lane.run, "lane": lane.name, "limit": limit, "most_kills": most_kills}
+        parameters = {
+            "run": lane.run,
+            "lane": lane.name,
+            "limit": limit,
+            "most_kills": most_kills,
+            "suspect": SUSPECT,
+            "rest": CONTROL_RATIO,
+        }
         return [Head(*row) for row in db.execute(self.q.heads, parameters).fetchall()]
 
     def _has(self, db: Connection, node: str) -> dict[Held, int]:
@@ -238,12 +245,16 @@ class Queue(QueueReads):
         return "taken" if heard and work.fence == ended.fence else "lost"
 
     async def lose(self, node: str, *, died: bool) -> list[Change]:
-        """All that a node had, which is no more: others may have it. What seems to have killed it is set aside."""
+        """All that a node had, which is no more: others may have it. `died`: nobody had told it to end, so that what
+        it had is marked, and what has killed it is set aside (blame.py)."""
 
         def lose(db: WritingConnection) -> list[Change]:
             has = self._has(db, node)
-            marked = [held for held, kills in has.items() if kills]
-            convicted = marked if died and len(marked) == 1 and has[marked[0]] >= SUSPECT else []
+            convicted: list[Held] = []
+            if died and not any(has.values()):
+                db.execute(self.q.add_control_death)
+            elif died and len(has) == 1:
+                convicted = [held for held in has if self._case_against(db, held).is_proven]
             ended = {
                 held: Ended(held.work_id, held.fence, None, reason="node_lost", node_id=node)
                 for held in sorted(has, key=_work_id)
@@ -262,6 +273,34 @@ class Queue(QueueReads):
             return [change for change in (*changes.values(), *told) if change is not None]
 
         return await self.transact(lose)
+
+    def _case_against(self, db: Connection, held: Held) -> Case:
+        return Case(*db.execute(self.q.case_against, {"work_id": held.work_id}).fetchone())
+
+    async def record_lifetimes(self, seconds: Mapping[str, float]) -> bool:
+        """That nodes have lived so much longer, for the cases against marked work. False where there is none."""
+
+        def record(db: WritingConnection) -> bool:
+            rows = db.execute(self.q.marked).fetchall()
+            hosts = {work_id: node for work_id, node, state in rows if state == "leased"}
+            for work_id, node in hosts.items():
+                db.execute(self.q.add_exposure, {"work_id": work_id, "seconds": seconds.get(node, 0.0)})
+            suspicious = set(hosts.values())
+            control = sum(lived for node, lived in seconds.items() if node not in suspicious)
+            if rows:
+                db.execute(self.q.add_control, {"seconds": control})
+            return bool(rows)
+
+        return await self.transact(record)
+
+    async def acquit(self, work_ids: Iterable[int]) -> None:
+        """Takes back a death that was none: the node lives."""
+
+        def acquit(db: WritingConnection) -> None:
+            for work_id in work_ids:
+                db.execute(self.q.acquit, {"work_id": work_id})
+
+        await self.transact(acquit)
 
     async def go_on(self, work_ids: Iterable[int]) -> list[Lane]:
         """Work that waited for another try; in which lanes some is queued now."""

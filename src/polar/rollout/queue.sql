@@ -89,6 +89,7 @@ SELECT w.work_id, w.rank, w.kills, w.fence, w.task_id, w.sample, w.attempt, t.di
 FROM work w
 JOIN tasks t ON t.run = w.run AND t.task_id = w.task_id
 WHERE w.state = 'queued' AND w.run = :run AND w.lane = :lane AND w.kills <= :most_kills
+    AND (w.kills < :suspect OR w.control >= :rest * w.exposure)
 ORDER BY w.rank, w.work_id
 LIMIT :limit;
 
@@ -150,6 +151,25 @@ WHERE work_id = :work_id AND fence = :fence AND state = 'leased'
         SELECT 1 FROM tasks t WHERE t.run = work.run AND t.task_id = work.task_id AND t.cancelled IS NOT NULL
     )
 RETURNING run, task_id, sample, lane;
+
+-- name: marked
+-- Work under which nodes have died, and that has not ended.
+SELECT work_id, node, state FROM work WHERE kills > 0 AND state <> 'done';
+
+-- name: add_exposure
+UPDATE work SET exposure = exposure + :seconds WHERE work_id = :work_id;
+
+-- name: add_control
+UPDATE work SET control = control + :seconds WHERE kills > 0 AND state <> 'done';
+
+-- name: add_control_death
+UPDATE work SET control_deaths = control_deaths + 1 WHERE kills > 0 AND state <> 'done';
+
+-- name: case_against
+SELECT kills, exposure, control, control_deaths FROM work WHERE work_id = :work_id;
+
+-- name: acquit
+UPDATE work SET kills = kills - 1 WHERE work_id = :work_id AND kills > 0 AND state <> 'done';
 
 -- name: go_on
 UPDATE work SET state = 'queued' WHERE work_id = :work_id AND state = 'waiting' RETURNING run, lane;

@@ -35,6 +35,12 @@ class Queries:
     count_end: str
     try_again: str
     hand_back: str
+    marked: str
+    add_exposure: str
+    add_control: str
+    add_control_death: str
+    case_against: str
+    acquit: str
     go_on: str
     waiting: str
     cancel_task: str

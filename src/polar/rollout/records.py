@@ -79,6 +79,7 @@ class Allowance(Struct, frozen=True):
     most: int  # of the run, shared by its lanes
     busy: int  # of the run, by now: of equally urgent work, that of the least busy run goes first
     version: int | None  # of the policy
+    isolates: bool = False  # the node gets nothing that is less urgent than work that is to run alone, until it is idle
 
 
 class Head(Struct):

@@ -319,6 +319,7 @@ class Rollout:
             try:
                 await self._queue.check()
                 await self.leasing.lose_silent(now)
+                await self.leasing.record_lifetimes()
                 if now - counted > _RECOUNT or self._queue.doubtful:
                     counted = now
                     await self._recount()

@@ -2,6 +2,7 @@
 
     STATE/OWNER/lock           held for as long as the process that made it lives
     STATE/OWNER/cgroups        the groups that those of its runtimes are made in, one a line
+    STATE/OWNER/ending         the owner was told to end
     STATE/OWNER/runtimes/ID/   a runtime's folder
     STATE/OWNER/...            what its runtimes share
     STATE/.OWNER/              the same, before it is locked
@@ -21,6 +22,7 @@ from polar.runtimes.base import SandboxError
 from polar.runtimes.cgroups import Cgroups, Group, group_name
 
 _CGROUPS = "cgroups"
+_ENDING = "ending"
 _MAKING_SECONDS = 60.0  # that an owner may take to make and lock its folder
 
 
@@ -31,6 +33,10 @@ class State:
         self.root = root.absolute()
         self.folder = self.root / f"{os.getpid()}-{secrets.token_hex(4)}"
         self._lock: int | None = None
+
+    def lock(self) -> None:
+        """Holds the folder's lock from now on, also where nothing is kept in it."""
+        self._own()
 
     def runtime(self, id: str) -> Path:
         """A new runtime's folder."""
@@ -49,6 +55,11 @@ class State:
     def note(self, cgroups: Cgroups) -> None:
         """Before the first group is made, so that none is without a note of it."""
         self.shared(_CGROUPS).write_text("".join(f"{folder}\n" for folder in cgroups.parents))
+
+    def mark_ending(self) -> None:
+        """Tells the next process that this one was told to end, should it be killed before it has."""
+        if self._lock is not None:  # else it leaves nothing to be found
+            (self.folder / _ENDING).touch()
 
     def _own(self) -> None:
         if self._lock is None:
@@ -87,6 +98,10 @@ class Left:
     def runtimes(self) -> list[Path]:
         below = self.folder / "runtimes"
         return sorted(below.iterdir()) if below.is_dir() else []
+
+    @property
+    def was_ending(self) -> bool:
+        return (self.folder / _ENDING).exists()
 
     def group(self, id: str) -> Group | None:
         """The groups that a runtime may have had."""

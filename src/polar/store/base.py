@@ -17,7 +17,8 @@ from polar.rendering.mark import ContextMark
 from polar.types import FinishReason, Reply, Sampling, Usage, Used
 
 Logprobs = NDArray[np.float32]
-ExchangeStatus = Literal["complete", "partial", "failed"]
+ExchangeStatus = Literal["complete", "partial", "failed", "interrupted"]
+"""interrupted: the gateway's process ended before the call did, and left no more than a note that it had begun."""
 Continuation = Literal["recorded", "rendered", "engine"]
 
 
@@ -125,6 +126,19 @@ class Exchange(Struct):
         return body
 
 
+class BegunCall(Struct, frozen=True):
+    """A call that is under way: what is known of it should its process be killed."""
+
+    exchange_id: str
+    session_id: str
+    seq: int
+    dialect: str
+    list_name: str  # of the field that grows from turn to turn (Wire)
+    model: str
+    started_at: float
+    body: bytes  # of the request, of which a digest is kept
+
+
 class Recorded(Struct):
     """A session, whole."""
 
@@ -162,6 +176,15 @@ class Store(Protocol):
 
     async def sessions(self, *, limit: int = 100, before: str | None = None) -> list[Session]:
         """Newest first; `before` is the last session id of the page before."""
+        ...
+
+    def note_begun(self, call: BegunCall) -> None:
+        """Writes down that a call has begun, a moment later and while nobody waits for it; unless it has ended by then
+        (`append`, `drop_begun`)."""
+        ...
+
+    def drop_begun(self, exchange_id: str) -> None:
+        """The call has ended, and is not to be recorded."""
         ...
 
     async def append(self, exchange: Exchange) -> None:

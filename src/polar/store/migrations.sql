@@ -77,3 +77,22 @@ UPDATE polar_schema SET version = 3;
 -- from: 3
 ALTER TABLE sessions ADD COLUMN evidence TEXT;
 UPDATE polar_schema SET version = 4;
+
+-- from: 4
+ALTER TABLE work ADD COLUMN exposure DOUBLE PRECISION NOT NULL DEFAULT 0;
+ALTER TABLE work ADD COLUMN control DOUBLE PRECISION NOT NULL DEFAULT 0;
+ALTER TABLE work ADD COLUMN control_deaths BIGINT NOT NULL DEFAULT 0;
+CREATE INDEX work_marked ON work (work_id) WHERE kills > 0 AND state <> 'done';
+CREATE TABLE begun_calls (
+    exchange_id TEXT NOT NULL PRIMARY KEY,
+    owner TEXT NOT NULL,
+    session_id TEXT NOT NULL,
+    seq BIGINT NOT NULL,
+    dialect TEXT NOT NULL,
+    list_name TEXT NOT NULL,
+    model TEXT NOT NULL,
+    started_at DOUBLE PRECISION NOT NULL,
+    request_bytes BIGINT NOT NULL,
+    request_digest TEXT NOT NULL
+);
+UPDATE polar_schema SET version = 5;

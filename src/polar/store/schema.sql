@@ -5,7 +5,7 @@ CREATE TABLE polar_schema (
     version BIGINT NOT NULL
 );
 
-INSERT INTO polar_schema (version) VALUES (4);
+INSERT INTO polar_schema (version) VALUES (5);
 
 CREATE TABLE sessions (
     session_id TEXT NOT NULL PRIMARY KEY,
@@ -69,6 +69,20 @@ CREATE TABLE exchanges (
     FOREIGN KEY (session_id, base) REFERENCES exchanges (session_id, seq)
 );
 
+-- Calls that are under way for longer than a moment; a row goes when its exchange comes.
+CREATE TABLE begun_calls (
+    exchange_id TEXT NOT NULL PRIMARY KEY,
+    owner TEXT NOT NULL,  -- the process that answers it
+    session_id TEXT NOT NULL,
+    seq BIGINT NOT NULL,
+    dialect TEXT NOT NULL,
+    list_name TEXT NOT NULL,
+    model TEXT NOT NULL,
+    started_at DOUBLE PRECISION NOT NULL,
+    request_bytes BIGINT NOT NULL,
+    request_digest TEXT NOT NULL  -- SHA-256, in hexadecimal
+);
+
 CREATE TABLE policies (
     replica TEXT NOT NULL PRIMARY KEY,  -- its URL
     version BIGINT NOT NULL
@@ -124,13 +138,16 @@ CREATE TABLE work (
     state TEXT NOT NULL,  -- queued, leased, waiting (for another try), done
     fence BIGINT NOT NULL,  -- leases so far
     attempt BIGINT NOT NULL,  -- tries that count
-    kills BIGINT NOT NULL,  -- nodes that died while they had it
+    kills BIGINT NOT NULL,  -- nodes that died while they had it, and had not been told to end
     node TEXT,  -- that has it, or had it last
     version BIGINT,  -- of the policy when it was leased
     cursor BIGINT,  -- of its end
     session_id TEXT,
     usable BIGINT,  -- 1 where it is graded, 0 where there is a reason why not
     summary TEXT,  -- JSON: what its node told of its end
+    exposure DOUBLE PRECISION NOT NULL DEFAULT 0,  -- since the first of `kills`: seconds that nodes lived with it,
+    control DOUBLE PRECISION NOT NULL DEFAULT 0,  -- seconds that nodes lived without any such work,
+    control_deaths BIGINT NOT NULL DEFAULT 0,  -- and how many of those died
     UNIQUE (run, task_id, sample),
     FOREIGN KEY (run, task_id) REFERENCES tasks (run, task_id)
 );
@@ -138,6 +155,7 @@ CREATE TABLE work (
 CREATE INDEX work_queued ON work (run, lane, rank, work_id) WHERE state = 'queued';
 CREATE INDEX work_leased ON work (node) WHERE state = 'leased';
 CREATE INDEX work_waiting ON work (work_id) WHERE state = 'waiting';
+CREATE INDEX work_marked ON work (work_id) WHERE kills > 0 AND state <> 'done';
 CREATE INDEX work_by_cursor ON work (run, cursor) WHERE cursor IS NOT NULL;
 
 CREATE TABLE consumers (

@@ -60,8 +60,6 @@ class Call(Struct, frozen=True):
 
 
 def call_of(exchange: Exchange) -> Call:
-    dialect = plugins.load("dialects", exchange.dialect)()
-    request: Request = dialect.decode_request(exchange.wire, exchange.params)
     return Call(
         exchange_id=exchange.exchange_id,
         seq=exchange.seq,
@@ -70,9 +68,16 @@ def call_of(exchange: Exchange) -> Call:
         delivered=exchange.delivered,
         parent=exchange.parent,
         hints=exchange.hints,
-        request=request,
+        request=_request_of(exchange),
         reply=exchange.reply,
     )
+
+
+def _request_of(exchange: Exchange) -> Request:
+    if exchange.status == "interrupted":  # of its request only a digest was kept
+        return Request("", [])
+    request: Request = plugins.load("dialects", exchange.dialect)().decode_request(exchange.wire, exchange.params)
+    return request
 
 
 class Talk(Struct, eq=False):

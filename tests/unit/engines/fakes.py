@@ -29,6 +29,8 @@ class FakeEngine:
         self.can_sleep = True
         self.can_freeze = True
         self.stands: Standing | None = "running"  # as it says when it is asked
+        self.made = 0  # connections
+        self.process: float | None = None  # when it was started, as it says
         self.closed = False
 
     async def start(self) -> Capabilities:
@@ -65,6 +67,15 @@ class FakeEngine:
 
     async def running(self) -> int | None:
         return self.others
+
+    @property
+    def connections(self) -> int:
+        return self.made
+
+    async def process_start(self) -> float | None:
+        if "process_start" in self.failing:
+            raise self.failing["process_start"]
+        return self.process
 
     async def standing(self) -> Standing | None:
         if "standing" in self.failing:

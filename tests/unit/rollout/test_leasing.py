@@ -206,3 +206,50 @@ async def test_sessions_that_are_too_old_are_ended_or_marked(rollout: Rollout) -
         assert '"stale":true' in rows["mark"]
         assert '"lag":1' in rows["mark"]
         assert '"reason":"stale"' in rows["cancel"]
+
+
+async def kills_of(rollout: Rollout, task_id: str = "t") -> int:
+    return (await rollout.work_of("default", task_id))[0].kills
+
+
+async def test_a_node_that_says_that_it_ends_gets_no_more_and_its_death_marks_nothing(rollout: Rollout) -> None:
+    await rollout.submit([task("t")])
+    async with Node(rollout, "a") as a:
+        (lease,) = await a.lease()
+    await rollout.leasing.beat("a", Beat([], ending=True))
+    assert [node.draining for node in rollout.nodes()] == [True]
+    await rollout.submit([task("more")])
+    assert await rollout.leasing.lease("a", [lease.held], 10) == []
+    await rollout.leasing.lose(rollout.leasing.members["a"], died=True)
+    assert await kills_of(rollout) == 0
+
+
+async def test_a_node_that_was_stopped_marks_nothing_whoever_says_so(rollout: Rollout) -> None:
+    """It was killed before the server heard of its end; the next one on its folder finds a note of it."""
+    await rollout.submit([task("t")])
+    async with Node(rollout, "a") as a:
+        await a.lease()
+    await rollout.leasing.join(Joining("b", "b", ["local"], 4, "here", replaces=["a"], stopped=["a"]))
+    assert await kills_of(rollout) == 0
+
+
+async def test_a_node_that_comes_back_had_not_died(rollout: Rollout) -> None:
+    await rollout.submit([task("t")])
+    async with Node(rollout, "a") as a:
+        await a.lease()
+    await rollout.leasing.lose(rollout.leasing.members["a"], died=True)
+    assert await kills_of(rollout) == 1
+    await rollout.leasing.join(Joining("a", "a", ["local"], 4, "here"))
+    assert await kills_of(rollout) == 0
+
+
+async def test_one_node_of_a_lane_is_kept_free_for_what_runs_alone(rollout: Rollout) -> None:
+    await rollout.submit([task("t")])
+    leasing = rollout.leasing
+    async with Node(rollout, "b"), Node(rollout, "a"), Node(rollout, "0", backends=("docker",)):
+        assert {name: [one.isolates for one in leasing._allowances(leasing.members[name])] for name in "ab"} == {
+            "a": [True],
+            "b": [False],
+        }
+        await leasing.drain("a")
+        assert [one.isolates for one in leasing._allowances(leasing.members["b"])] == [True]

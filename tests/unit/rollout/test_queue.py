@@ -2,6 +2,7 @@
 
 import asyncio
 
+import msgspec
 import pytest
 
 from polar.rollout.protocol import Ended, Held, Lease
@@ -178,6 +179,7 @@ async def test_what_kills_its_nodes_is_set_aside_and_what_was_nearby_is_not(queu
     for round in range(60):
         node = f"n{round}"
         got = await leased(queue, 8, node=node, slots=8)
+        await queue.record_lifetimes({node: 5.0, "idle": 60.0})
         if not got:
             break
         if any(lease.task_id == "poison" for lease in got):
@@ -190,7 +192,87 @@ async def test_what_kills_its_nodes_is_set_aside_and_what_was_nearby_is_not(queu
     assert results.pop("poison") == "node_killer"
     assert len(results) == 20
     assert set(results.values()) == {None}
-    assert 3 <= lost <= 6
+    assert 4 <= lost <= 8
+
+
+async def lose_with(queue: Queue, task_id: str, node: str, *, others: float, deaths: int) -> Change:
+    """A node dies that has only this task, after 5 seconds; other nodes live so long, and so many of them die."""
+    (lease,) = await leased(queue, 8, node=node)
+    assert lease.task_id == task_id
+    await queue.record_lifetimes({node: 5.0, "idle": others})
+    for number in range(deaths):
+        assert await queue.lose(f"{node}-{number}", died=True) == []
+    (change,) = await queue.lose(node, died=True)
+    return change
+
+
+async def test_nothing_is_blamed_where_nodes_die_without_it_as_well(queue: Queue) -> None:
+    await queue.submit([new("innocent")])
+    for number in range(20):
+        change = await lose_with(queue, "innocent", f"n{number}", others=60, deaths=12)
+        assert change.became == "queued"
+    assert (await leased(queue))[0].attempt == 0
+
+
+async def test_what_kills_every_node_is_set_aside_while_others_live(queue: Queue) -> None:
+    await queue.submit([new("killer")])
+    changes = [await lose_with(queue, "killer", f"n{number}", others=60, deaths=0) for number in range(4)]
+    while changes[-1].became == "queued":
+        changes.append(await lose_with(queue, "killer", f"n{len(changes)}", others=60, deaths=0))
+    assert changes[-1].ended.reason == "node_killer"
+    assert len(changes) <= 8
+
+
+async def test_a_suspect_waits_until_nodes_have_lived_long_enough_without_it(queue: Queue) -> None:
+    await queue.submit([new("suspect")])
+    for node in ("a", "b"):
+        await leased(queue, node=node)
+        await queue.record_lifetimes({node: 100.0})
+        await queue.lose(node, died=True)
+    assert await leased(queue, node="c") == []
+    await queue.record_lifetimes({"c": 299.0})
+    assert await leased(queue, node="c") == []
+    await queue.record_lifetimes({"c": 2.0})
+    assert len(await leased(queue, node="c")) == 1
+
+
+async def test_a_loner_runs_alone_and_one_node_is_kept_free_for_it(queue: Queue) -> None:
+    await queue.submit([new("loner")])
+    for number in range(3):
+        await lose_with(queue, "loner", f"n{number}", others=60, deaths=0)
+    await queue.record_lifetimes({"idle": 600.0})
+    await queue.submit([new("urgent", priority=1), *(new(f"other-{number}") for number in range(6))])
+    (first,) = await leased(queue, 1, node="busy")
+    assert first.task_id == "urgent"
+    got = await leased(queue, 2, node="busy", holding=[first.held])  # it is not alone there, so that it is passed by
+    assert [lease.task_id for lease in got] == ["other-0", "other-1"]
+    (other,) = await leased(queue, 1, node="kept", allowances=[allowed(lane="local", most=1)])
+    assert other.task_id == "loner"
+    assert await leased(queue, 8, node="kept", holding=[other.held]) == []
+    await queue.lose("kept", died=False)
+    isolating = msgspec.structs.replace(allowed(), isolates=True)
+    assert (
+        await leased(queue, 8, node="busy", holding=[first.held, *(one.held for one in got)], allowances=[isolating])
+        == []
+    )
+
+
+async def test_a_node_that_was_told_to_end_leaves_no_mark(queue: Queue) -> None:
+    await queue.submit([new("a")])
+    for number in range(20):
+        await leased(queue, node=f"n{number}")
+        (change,) = await queue.lose(f"n{number}", died=False)
+        assert change.became == "queued"
+    assert not await queue.record_lifetimes({"idle": 1.0})
+
+
+async def test_a_death_that_was_none_is_taken_back(queue: Queue) -> None:
+    await queue.submit([new("a")])
+    (lease,) = await leased(queue)
+    await queue.lose("n", died=True)
+    assert await queue.record_lifetimes({})
+    await queue.acquit([lease.work_id])
+    assert not await queue.record_lifetimes({})
 
 
 async def test_enough_graded_sessions_end_a_task(queue: Queue) -> None:

@@ -7,7 +7,15 @@ from polar.store.relational import RelationalStore
 from tests.unit.store.places import Place
 from tests.unit.store.samples import exchange, fingerprint, session
 
+FOURTH_VERSION = (
+    "DROP TABLE begun_calls",
+    "DROP INDEX work_marked",
+    *(f"ALTER TABLE work DROP COLUMN {name}" for name in ("exposure", "control", "control_deaths")),
+    "UPDATE polar_schema SET version = 4",
+)
+
 THIRD_VERSION = (
+    *FOURTH_VERSION,
     "ALTER TABLE sessions DROP COLUMN evidence",
     "UPDATE polar_schema SET version = 3",
 )

@@ -14,7 +14,7 @@ import pytest
 from polar.config import StoreSettings
 from polar.errors import StoreError
 from polar.store import copying, open_store
-from polar.store.base import Verdict
+from polar.store.base import BegunCall, Verdict
 from polar.store.postgres import PostgresStore
 from polar.store.reading import Reader
 from polar.store.recorder import Recorder
@@ -94,6 +94,14 @@ def test_everything_runs_on_postgresql(server: Server) -> None:
         disowned = reader.session("s")
         assert disowned is not None
         assert (disowned.reward, disowned.reason) == (None, "superseded")
+
+        calls = [
+            BegunCall(f"x-{number}", "s", 1000 + number, "openai_chat", "messages", "m", 1.0, b"{}")
+            for number in (1, 2)
+        ]
+        recorder.insert_begun("killed", calls)
+        recorder.drop_begun("x-1")
+        assert recorder.record_interrupted("killed") == ["x-2"]
 
         assert db.execute(named.schema_version, {}).fetchone() == (SCHEMA_VERSION,)
         assert db.ran == {getattr(named, field.name) for field in fields(Queries)}

@@ -85,6 +85,7 @@ class ScriptedServer:
         self._counts: Counter[str] = Counter()
         self._faults: Counter[tuple[str | None, int]] = Counter()
         self._created = int(time())
+        self._process_start = time()
         self._address = (host, port)
         self._runner: web.AppRunner | None = None
         self._threads: ThreadPoolExecutor | None = None
@@ -127,6 +128,7 @@ class ScriptedServer:
                 web.get("/v1/models", self._models),
                 web.get("/health", self._health),
                 web.get("/version", self._version),
+                web.get("/metrics", self._metrics),
                 web.post("/pause", self._pause),
                 web.post("/resume", self._resume),
                 web.get("/is_paused", self._is_paused),
@@ -281,6 +283,9 @@ class ScriptedServer:
 
     async def _health(self, _: web.Request) -> web.Response:
         return web.Response()
+
+    async def _metrics(self, _: web.Request) -> web.Response:
+        return web.Response(text=f"process_start_time_seconds {self._process_start!r}\n")
 
     async def _version(self, _: web.Request) -> web.Response:
         return _json(_encode({"version": f"scripted-{package_version('polar')}"}))

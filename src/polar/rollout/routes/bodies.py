@@ -146,7 +146,7 @@ def unusable(why: str) -> HTTPException:
     return HTTPException(422, f"The body can't be used: {why}.")
 
 
-_NAMES = frozenset(("node_id", "name", "store", "session_id", "backends", "replaces", "reason"))
+_NAMES = frozenset(("node_id", "name", "store", "session_id", "backends", "replaces", "stopped", "reason"))
 _LONGEST = 1000
 """Characters of a name: it comes to stand in lists, logs and metrics."""
 _FREE = frozenset(("outcome", "detail"))
