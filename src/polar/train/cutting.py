@@ -65,6 +65,7 @@ class Budget(Struct, frozen=True):
     branching: float = 0.0  # as well, in a chunk that branches
     keys: float = 0.0  # and values
     gradients: float = 0.0  # of its keys and values, while others see them
+    scores: float = 0.0  # of a pair of tokens, where attention writes them down
     memory: float = 0.0  # of recurrent layers behind a token that others go on from, and its gradient
     grain: int | None = None  # of flash attention's lengths, where it is used; else each chunk copies its context
     splits: bool = False  # whether flash attention takes what all of a branching chunk sees
@@ -81,7 +82,8 @@ class Budget(Struct, frozen=True):
         copied = self._copied(chunk)
         # Twice: as inputs, and in a row with the chunk's own. Then what comes back to the inputs.
         copies = 3 * copied + len(chunk) if copied else 0
-        return len(chunk) * token + copies * self.keys + chunk.forks * self.memory
+        pairs = len(chunk) * (chunk.depth + len(chunk))
+        return len(chunk) * token + copies * self.keys + pairs * self.scores + chunk.forks * self.memory
 
     def _copied(self, chunk: Chunk) -> float:
         """Tokens of its context whose keys and values it has copies of."""

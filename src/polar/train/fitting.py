@@ -54,10 +54,13 @@ def _costs(model: Any, grain: int, fused: bool) -> dict[str, Any]:
     layers = config.num_hidden_layers - recurrent
     numbers = layers * 2 * shared * width
     flash = first.is_cuda and first.dtype in (torch.bfloat16, torch.float16) and width in WIDTHS
+    # Not compiled, a mask and shared keys leave PyTorch's plainest kernel on a GPU, which works in fp32.
+    plainest = first.is_cuda and not fused and shared != heads
     return {
         "keys": float(numbers * first.element_size()),
         "gradients": float(numbers * 4),
         "branching": float(layers * heads * width * first.element_size()),
+        "scores": 4.0 * layers * heads if plainest else 0.0,
         "memory": 2.0 * recurrent * _memory(config, first.element_size()) if recurrent else 0.0,
         "grain": grain if flash else None,
         "splits": flash and fused,
