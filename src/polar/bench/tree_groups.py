@@ -99,12 +99,12 @@ def with_subagents(name: str, *, sessions: int, system: int, turns: int, errands
             first = sessions + number * errands + errand
             calls += _conversation(drawn, first, helper, errand_turns, _SAMPLED, _OBSERVED)
         group.append(_session(number, calls, _SAMPLED))
-    about = f"{sessions} sessions, system prompt {system:,}, {turns} turns, {errands} sub-agents of {errand_turns} turns"
+    about = f"{sessions} sessions, system prompt {system:,}, {turns} turns, {errands} sub-agents of {errand_turns}"
     return Group(name, about, group)
 
 
 def compacting(name: str, *, sessions: int, system: int, turns: int, windows: int) -> Group:
-    """Sessions that sum up what they have done after so many turns, and go on from there. Turns are as in `synthetic`."""
+    """Sessions that sum up what they have done after so many turns, and go on from there."""
     drawn = np.random.default_rng(_SEED)
     prefix = _draw(drawn, system)
     group = []

@@ -118,9 +118,8 @@ _COLUMNS = (
 _LEGEND = (
     "a unique: tokens computed for each unique one; timed: whole, or the share of the FLOPs that was timed and scaled "
     "up; x tree, in FLOPs: its seconds and its FLOPs over the tree's; of peak, nominal: FLOPs a second over those of "
-    "large matrix products here, and over the vendor's figure; GB, reserved: most memory in use, and held by the allocator; "
-    "retries: how often memory ran out; logprobs: mean difference to "
-    "the group's first row."
+    "large matrix products here, and over the vendor's figure; GB, reserved: most memory in use, and held by "
+    "the allocator; retries: how often memory ran out; logprobs: mean difference to the group's first row."
 )
 
 

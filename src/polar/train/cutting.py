@@ -24,7 +24,6 @@ from polar.train.flash import round_part
 from polar.train.forest import Forest, Indices
 from polar.trajectory.tree import ROOT
 
-
 LEAST = 256
 """Tokens of a chunk: fewer take about as long as so many, and free next to no memory."""
 
@@ -56,8 +55,8 @@ class Chunk(Struct):
 
 
 class Budget(Struct, frozen=True):
-    """How many tokens' activations may be kept at the same time, and how many bytes all that is in memory may take: with
-    what a token takes of them, by what it is there for."""
+    """How many tokens' activations may be kept at the same time, and how many bytes all that is in memory may take:
+    with what a token takes of them, by what it is there for."""
 
     kept_tokens: int
     room: float = math.inf

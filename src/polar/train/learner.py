@@ -155,9 +155,7 @@ class Learner:
         told.seconds = {"score": scored - began, "learn": time.perf_counter() - scored}
         return told
 
-    def _gradient(
-        self, what: str, batch: Batch, old: Tensor | None, initial: Tensor | None
-    ) -> tuple["Update", Tensor]:
+    def _gradient(self, what: str, batch: Batch, old: Tensor | None, initial: Tensor | None) -> tuple["Update", Tensor]:
         """Of an update, which is not made yet; and the log-probabilities before it."""
 
         def compute() -> tuple[Update, Tensor]:
@@ -182,7 +180,7 @@ class Learner:
         settings = self._settings.model
         if settings.lora is None and settings.trainable_layers is None:
             size = sum(it.numel() * it.element_size() for it in self._parameters.values())
-            return f"Set model.lora = {{}}: what is trained, its gradients and the optimizer take {4 * size / 1e9:.1f} GB."
+            return f"Set model.lora = {{}}: gradients and optimizer take {3 * size / 1e9:.1f} GB without it."
         if settings.dtype == "float32":
             return 'Set model.dtype = "bfloat16".'
         return "Give tasks a smaller budget of tokens: the longest session decides."

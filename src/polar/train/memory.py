@@ -89,6 +89,7 @@ class Retries:
             release(self._device)
             different = keep_less()
             if different is None:
-                raise OutOfMemory(f"{what} does not fit into memory, with as little kept as possible. {advice()} ({reason})")
+                short = f"{what} does not fit into memory, with as little kept as possible."
+                raise OutOfMemory(f"{short} {advice()} ({reason})")
             self.count += 1
             log.warning("%s ran out of memory and is computed again, %s: %s", what, different, reason)

@@ -35,7 +35,7 @@ class PlainModel:
             torch.autograd.backward(loss(index, logprobs))
         return found
 
-    def keep_less(self, forest: Forest, *, training: bool) -> str | None:
+    def keep_less(self, forest: Forest, *, training: bool) -> str | None:  # noqa: ARG002
         """A sequence goes through whole."""
         return None
 
