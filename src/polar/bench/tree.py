@@ -19,7 +19,8 @@ from msgspec import Struct, field
 
 from polar.bench.client import BenchError
 from polar.bench.tree_flops import Flops, Sizes, added, flops
-from polar.bench.tree_groups import BUILDERS, Batch, Group, read, recorded, synthetic
+from polar.bench.tree_groups import BUILDERS, Batch, Group, compacting, read, recorded, synthetic, with_subagents
+from polar.errors import PolarError
 from polar.train.forest import Floats, Indices, forest
 
 if TYPE_CHECKING:
@@ -68,6 +69,8 @@ class Cell(Struct):
     memory: int | None  # most bytes of the device in use
     difference: float | None  # mean, of log-probabilities to those of the group's first cell
     optimizer: float = 0.0  # seconds of a step that are the same for a sample as for all of it
+    reserved: int | None = None  # most bytes that the allocator had, in use or not
+    retries: int = 0  # how often memory ran out in all rounds, and the step was computed again
 
     @property
     def sampled(self) -> bool:
@@ -103,7 +106,7 @@ class Report(Struct):
 def groups(folder: Path | None, wanted: Sequence[str] = (), *, quick: bool = False) -> list[Group]:
     """The synthetic ones and those recorded in a folder, 16 sessions each and the first 8 of them; those whose name
     begins with one of `wanted`, in its order (default: all). A quick run has the synthetic ones alone, at a tenth of
-    the lengths."""
+    the lengths. Large ones, which show whether memory suffices, are there only for who names them."""
     scale = 10 if quick else 1
     found = [
         synthetic(
@@ -119,10 +122,20 @@ def groups(folder: Path | None, wanted: Sequence[str] = (), *, quick: bool = Fal
     for file in sorted(folder.glob("*.json")) if folder is not None and not quick else ():
         group = recorded(read(file))
         found += [group.first(count, f"{group.name}, n = {count}") for count in (8, 16) if count <= len(group.sessions)]
+    if wanted and not quick:
+        found += large_groups()
     chosen = [group for name in wanted or [""] for group in found if group.name.startswith(name)]
     if not chosen:
         raise BenchError(f"No group is called {', '.join(wanted)}. There are: {', '.join(it.name for it in found)}.")
     return chosen
+
+
+def large_groups() -> list[Group]:
+    return [
+        with_subagents("sub-agents, n = 8", sessions=8, system=9000, turns=20, errands=2, errand_turns=14),
+        compacting("compacting, n = 8", sessions=8, system=10_000, turns=38, windows=2),
+        synthetic("long, n = 2", sessions=2, system=4000, turns=192, sampled=150, observed=350),
+    ]
 
 
 def small_group(scale: int = 1) -> Group:
@@ -161,7 +174,9 @@ def run(plan: Plan, chosen: Sequence[Group], progress: Progress, keep: Callable[
     import transformers
 
     from polar.bench import tree_model
+    from polar.train.memory import join_free_memory
 
+    join_free_memory()  # before anything is on the GPU
     until = None if plan.seconds is None else time.monotonic() + plan.seconds
     where = tree_model.device(plan.device)
     progress(f"{plan.shape} on {tree_model.told(where)}")
@@ -174,7 +189,7 @@ def run(plan: Plan, chosen: Sequence[Group], progress: Progress, keep: Callable[
     def attempt(what: str, measure: Callable[[], str]) -> None:
         try:
             progress(f"{what}: {measure()}")
-        except (BenchError, RuntimeError) as error:  # a device's memory, a kernel that doesn't compile
+        except (PolarError, RuntimeError) as error:  # a device's memory, a kernel that doesn't compile
             report.absent[what] = " ".join(str(error).split())[:300]
             progress(f"{what}: not measured: {report.absent[what]}")
         keep(report)
@@ -203,7 +218,9 @@ def run(plan: Plan, chosen: Sequence[Group], progress: Progress, keep: Callable[
 def _told(cell: Cell) -> str:
     scaled = f" (scaled: {cell.share:.1%} was timed)" if cell.sampled else ""
     memory = "" if cell.memory is None else f", {cell.memory / 1e9:.1f} GB"
-    return f"{cell.seconds:.2f} s{scaled}, {cell.rate / 1e12:.3g} TFLOP/s{memory}"
+    reserved = "" if cell.reserved is None else f" of {cell.reserved / 1e9:.1f} GB reserved"
+    retries = f", memory ran out {cell.retries} times" if cell.retries else ""
+    return f"{cell.seconds:.2f} s{scaled}, {cell.rate / 1e12:.3g} TFLOP/s{memory}{reserved}{retries}"
 
 
 class _Group:
@@ -275,6 +292,8 @@ class _Group:
             memory=steps[0].memory,
             difference=self._difference(np.concatenate(batch.numbers), steps[0].logprobs, counted.trained),
             optimizer=min(it.optimizer for it in steps),
+            reserved=steps[0].reserved,
+            retries=sum(it.retries for it in steps),
         )
 
     def _difference(self, numbers: Indices, logprobs: Floats, trained: int) -> float | None:

@@ -20,6 +20,7 @@ from polar.trajectory.types import Path as TokenPath
 from polar.trajectory.types import Sampled, Trajectory
 
 _SEED = 6
+_SAMPLED, _OBSERVED = 150, 350  # tokens of a turn
 _IDS = 1024  # ids are below this one: every model's vocabulary has them
 
 
@@ -81,14 +82,55 @@ def synthetic(name: str, *, sessions: int, system: int, turns: int, sampled: int
     prefix = _draw(drawn, system)
     group = []
     for number in range(sessions):
-        rest = _draw(drawn, turns * (observed + sampled))
-        rest[0] = number  # so that they part there
-        whole = np.concatenate([prefix, rest])
-        ends = [system + turn * (observed + sampled) for turn in range(1, turns + 1)]
-        paths = [_path(number, turn, whole[:end], sampled) for turn, end in enumerate(ends)]
-        group.append(Sampled(str(number), paths))
+        calls = _conversation(drawn, number, prefix, turns, sampled, observed)
+        group.append(_session(number, calls, sampled))
     about = f"{sessions} sessions, system prompt {system:,}, {turns} turns of {sampled} sampled + {observed} observed"
     return Group(name, about, group)
+
+
+def with_subagents(name: str, *, sessions: int, system: int, turns: int, errands: int, errand_turns: int) -> Group:
+    """Sessions that give errands to agents with a system prompt of their own. Turns are as in `synthetic`."""
+    drawn = np.random.default_rng(_SEED)
+    prefix, helper = _draw(drawn, system), _draw(drawn, system // 2)
+    group = []
+    for number in range(sessions):
+        calls = _conversation(drawn, number, prefix, turns, _SAMPLED, _OBSERVED)
+        for errand in range(errands):
+            first = sessions + number * errands + errand
+            calls += _conversation(drawn, first, helper, errand_turns, _SAMPLED, _OBSERVED)
+        group.append(_session(number, calls, _SAMPLED))
+    about = f"{sessions} sessions, system prompt {system:,}, {turns} turns, {errands} sub-agents of {errand_turns}"
+    return Group(name, about, group)
+
+
+def compacting(name: str, *, sessions: int, system: int, turns: int, windows: int) -> Group:
+    """Sessions that sum up what they have done after so many turns, and go on from there."""
+    drawn = np.random.default_rng(_SEED)
+    prefix = _draw(drawn, system)
+    group = []
+    for number in range(sessions):
+        calls: list[Ints] = []
+        begin = prefix
+        for window in range(windows):
+            calls += _conversation(drawn, number * windows + window, begin, turns, _SAMPLED, _OBSERVED)
+            begin = np.concatenate([prefix, calls[-1][-_SAMPLED:]])  # the last turn was the summary
+        group.append(_session(number, calls, _SAMPLED))
+    about = f"{sessions} sessions, system prompt {system:,}, {windows} windows of {turns} turns"
+    return Group(name, about, group)
+
+
+def _conversation(
+    drawn: np.random.Generator, first: int, prefix: Ints, turns: int, sampled: int, observed: int
+) -> list[Ints]:
+    """What each turn's call sees and samples. The token behind the prefix is `first`: so conversations part there."""
+    rest = _draw(drawn, turns * (observed + sampled))
+    rest[0] = first
+    whole = np.concatenate([prefix, rest])
+    return [whole[: len(prefix) + turn * (observed + sampled)] for turn in range(1, turns + 1)]
+
+
+def _session(number: int, calls: Sequence[Ints], sampled: int) -> Sampled:
+    return Sampled(str(number), [_path(number, seq, ids, sampled) for seq, ids in enumerate(calls)])
 
 
 def outline(name: str, about: str, sessions: Sequence[Sampled]) -> Outline:

@@ -16,8 +16,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, Qwen3Config
 
 from polar.bench.client import BenchError
 from polar.bench.tree_groups import BUILDERS, Batch, Group
-from polar.train.fitting import join_free_memory
 from polar.train.forest import Floats, Forest, forest
+from polar.train.memory import Retries
 from polar.train.passes import TreeModel
 
 _NOMINAL = {"H100": 989e12, "H200": 989e12}
@@ -53,6 +53,8 @@ class Stepped(Struct):
     optimizer: float  # seconds of them
     memory: int | None  # most bytes of the device that were in use; None on the CPU
     logprobs: Floats  # of the batch's entries, in their order
+    reserved: int | None = None  # most bytes that the allocator had, in use or not
+    retries: int = 0  # how often memory ran out, and the step was computed again
 
 
 def config(shape: str) -> Any:
@@ -96,8 +98,8 @@ class Stepper:
     """A model, its optimizer, and steps of them."""
 
     def __init__(self, shape: str, where: torch.device, *, chunk_tokens: int | None, kept_tokens: int | None) -> None:
-        join_free_memory()
         self._where = where
+        self._retries = Retries(where)
         self._model = random_model(config(shape), where, dtype(where))
         self._tree = TreeModel(self._model, chunk_tokens=chunk_tokens, kept_tokens=kept_tokens)
         self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=0.0, weight_decay=0.0, fused=True)
@@ -109,8 +111,7 @@ class Stepper:
             self._layer = random_model(type(layer)(**layer.to_dict()), where, dtype(where))
             self._one_layer = TreeModel(
                 self._layer,
-                chunk_tokens=self._tree.chunk_tokens,
-                kept_tokens=self._tree.kept_tokens,
+                cutter=self._tree.cutter,
                 attention_grain=self._tree.attention_grain,
             )
 
@@ -130,11 +131,22 @@ class Stepper:
         """Packing is not timed: a trainer does it while another step runs."""
         packed = forest(batch.trees)
         weights = torch.from_numpy(np.concatenate(batch.weights)).to(self._where)
-        return self.timed(lambda: backward(self._tree, packed, weights))
+        return self.timed(lambda: self._within_memory(packed, weights))
+
+    def _within_memory(self, packed: Forest, weights: Tensor) -> Tensor:
+        """As a trainer does it."""
+        return self._retries.run(
+            "The step",
+            lambda: backward(self._tree, packed, weights),
+            discard=lambda: self._optimizer.zero_grad(set_to_none=True),
+            keep_less=lambda: self._tree.keep_less(packed, training=True),
+            advice=lambda: "Take a GPU with more of it.",
+        )
 
     def timed(self, compute: Callable[[], Tensor]) -> Stepped:
         """A step whose gradients somebody else computes; it returns log-probabilities."""
         logprobs: list[Tensor] = []
+        retries = self._retries.count
 
         def update() -> None:
             self._optimizer.step()
@@ -151,8 +163,12 @@ class Stepper:
         computing = _seconds(self._where, lambda: logprobs.append(compute()))
         optimizer = _seconds(self._where, update)
         self._failed = False
-        memory = torch.cuda.max_memory_allocated(self._where) if self._where.type == "cuda" else None
-        return Stepped(computing + optimizer, optimizer, memory, logprobs[0].float().cpu().numpy())
+        memory = reserved = None
+        if self._where.type == "cuda":
+            memory = torch.cuda.max_memory_allocated(self._where)
+            reserved = torch.cuda.max_memory_reserved(self._where)
+        told = logprobs[0].float().cpu().numpy()
+        return Stepped(computing + optimizer, optimizer, memory, told, reserved, self._retries.count - retries)
 
 
 def random_model(shape: Any, where: torch.device, kind: torch.dtype) -> Any:

@@ -111,13 +111,15 @@ _COLUMNS = (
     "of peak",
     "nominal",
     "GB",
+    "reserved",
+    "retries",
     "logprobs",
 )
 _LEGEND = (
     "a unique: tokens computed for each unique one; timed: whole, or the share of the FLOPs that was timed and scaled "
     "up; x tree, in FLOPs: its seconds and its FLOPs over the tree's; of peak, nominal: FLOPs a second over those of "
-    "large matrix products here, and over the vendor's figure; GB: most memory in use; logprobs: mean difference to "
-    "the group's first row."
+    "large matrix products here, and over the vendor's figure; GB, reserved: most memory in use, and held by "
+    "the allocator; retries: how often memory ran out; logprobs: mean difference to the group's first row."
 )
 
 
@@ -156,7 +158,9 @@ def _row(report: Report, cell: Cell, tree: Cell | None) -> Iterator[str]:
     yield f"{cell.rate / 1e12:.3g}"
     for peak in (report.peak, report.nominal):
         yield "" if peak is None else f"{cell.rate / peak:.1%}"
-    yield "" if cell.memory is None else f"{cell.memory / 1e9:.1f}"
+    for memory in (cell.memory, cell.reserved):
+        yield "" if memory is None else f"{memory / 1e9:.1f}"
+    yield "" if cell.memory is None else str(cell.retries)
     yield "" if cell.difference is None else f"{cell.difference:.1e}"
 
 

@@ -323,7 +323,7 @@ def tree(
     if as_json:
         click.echo(tree_report.as_json(measured))
     else:
-        tree_report.show(measured, _wide(170))
+        tree_report.show(measured, _wide(190))
 
 
 @command.command("tax")

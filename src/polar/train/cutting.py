@@ -6,18 +6,26 @@ that sees it has been done; what came back to its keys and values by then is par
 exact wherever the cuts are.
 
 A chunk whose activations are kept goes through the model once; the others twice, like a checkpoint. Kept are the ends
-of paths, as many tokens as may be: what lies below a branching is entered often, and left soon.
+of paths, as many tokens as may be: what lies below a branching is entered often, and left soon. How many may be depends
+on all that is in memory at the same time (`Budget`): a long path leaves less for activations, since the keys and values
+of its chunks wait, and the gradients of these.
 """
 
+import math
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator
 from itertools import pairwise
 
 import numpy as np
 from msgspec import Struct
+from msgspec.structs import replace
 
+from polar.train.flash import round_part
 from polar.train.forest import Forest, Indices
 from polar.trajectory.tree import ROOT
+
+LEAST = 256
+"""Tokens of a chunk: fewer take about as long as so many, and free next to no memory."""
 
 
 class Chunk(Struct):
@@ -29,6 +37,7 @@ class Chunk(Struct):
     needed: int  # up to this packed token others see it
     whole: int  # tokens of its context, from its beginning on, that all of it sees
     one_path: bool
+    forks: int = 0  # its tokens that later chunks go on from
     kept: bool = True  # its activations are, until its backward pass
 
     def __len__(self) -> int:
@@ -45,6 +54,51 @@ class Chunk(Struct):
         return self.one_path and self.whole == self.depth
 
 
+class Budget(Struct, frozen=True):
+    """How many tokens' activations may be kept at the same time, and how many bytes all that is in memory may take:
+    with what a token takes of them, by what it is there for."""
+
+    kept_tokens: int
+    room: float = math.inf
+    activations: float = 0.0  # of a chunk on its way, or kept
+    branching: float = 0.0  # as well, in a chunk that branches
+    keys: float = 0.0  # and values
+    gradients: float = 0.0  # of its keys and values, while others see them
+    scores: float = 0.0  # of a pair of tokens, where attention writes them down
+    memory: float = 0.0  # of recurrent layers behind a token that others go on from, and its gradient
+    grain: int | None = None  # of flash attention's lengths, where it is used; else each chunk copies its context
+    splits: bool = False  # whether flash attention takes what all of a branching chunk sees
+    windowed: float = 0.0  # share of layers with a sliding window, which copy any context
+
+    def while_waiting(self, chunk: Chunk) -> float:
+        """Bytes of a chunk that others see, without activations."""
+        return len(chunk) * (self.keys + self.gradients) + chunk.forks * self.memory
+
+    def with_activations(self, chunk: Chunk) -> float:
+        """Bytes of a chunk that is kept, or that goes through the model for its backward pass."""
+        token = self.activations + (0 if chunk.plain else self.branching)
+        token += self.gradients if chunk.needed > chunk.stop else 0
+        copied = self._copied(chunk)
+        # Twice: as inputs, and in a row with the chunk's own. Then what comes back to the inputs.
+        copies = 3 * copied + len(chunk) if copied else 0
+        pairs = len(chunk) * (chunk.depth + len(chunk))
+        return len(chunk) * token + copies * self.keys + pairs * self.scores + chunk.forks * self.memory
+
+    def _copied(self, chunk: Chunk) -> float:
+        """Tokens of its context whose keys and values it has copies of."""
+        if self.grain is None or not (chunk.plain or self.splits):
+            return chunk.depth
+        left = 0 if chunk.plain else chunk.depth - round_part(chunk.whole, self.grain)
+        return left + self.windowed * (chunk.depth - left)
+
+
+class Need(Struct, frozen=True):
+    """What some chunks take at most at the same time."""
+
+    bytes: float
+    kept_tokens: int
+
+
 class _Way(Struct):
     """What can be done one way or the other."""
 
@@ -55,16 +109,25 @@ class _Way(Struct):
     """Long parts that wait for others are cut into such pieces: of several, some may be kept."""
 
 
-def cut(forest: Forest, chunk_tokens: int, kept_tokens: int) -> list[Chunk]:
-    """Chunks of `chunk_tokens` at most."""
+def cut(forest: Forest, chunk_tokens: int, budget: Budget) -> list[Chunk]:
+    """Chunks of `chunk_tokens` at most. Where the budget has no room for such a chunk's activations behind all that
+    waits, they are shorter."""
     if not len(forest):
         return []
-    parts = list(_parts(forest, chunk_tokens))
     runs = _runs(forest)
+    while True:
+        chunks = _cheapest(forest, runs, chunk_tokens, budget)
+        if chunk_tokens <= LEAST or keep(chunks, budget).bytes <= budget.room:
+            return chunks
+        chunk_tokens = max(LEAST, chunk_tokens // 2)
+
+
+def _cheapest(forest: Forest, runs: Indices, chunk_tokens: int, budget: Budget) -> list[Chunk]:
+    parts = list(_parts(forest, chunk_tokens))
 
     def chunks(way: _Way) -> list[Chunk]:
         made = [_chunk(forest, runs, start, stop) for start, stop in _intervals(forest, parts, chunk_tokens, way)]
-        _keep(made, kept_tokens)
+        keep(made, budget)
         return made
 
     def cost(chunks: list[Chunk]) -> float:
@@ -177,7 +240,13 @@ def _chunk(forest: Forest, runs: Indices, start: int, stop: int) -> Chunk:
         needed=max(needed, stop),
         whole=whole,
         one_path=_one_path(forest, start, stop),
+        forks=_forks(forest, start, stop, needed),
     )
+
+
+def _forks(forest: Forest, start: int, stop: int, needed: int) -> int:
+    before = forest.before[stop:needed]
+    return len(np.unique(before[(before >= start) & (before < stop)]))
 
 
 def _one_path(forest: Forest, start: int, stop: int) -> bool:
@@ -194,14 +263,85 @@ def _path(forest: Forest, runs: Indices, token: int) -> list[tuple[int, int]]:
     return path[::-1]
 
 
-def _keep(chunks: list[Chunk], budget: int) -> None:
-    """Kept are those from which on, themselves included, no more than `budget` tokens wait at any time."""
-    waiting: list[list[int]] = []  # number, tokens that wait before it, and the most that ever did with it
-    for number, chunk in enumerate(chunks):
-        before = waiting[-1][1] + len(chunks[waiting[-1][0]]) if waiting else 0
-        waiting.append([number, before, before + len(chunk)])
-        while waiting and chunks[waiting[-1][0]].needed <= chunk.stop:
-            ended, before, most = waiting.pop()
-            chunks[ended].kept = most - before <= budget
+class _Waiting(Struct):
+    """A chunk that others see, and what is in memory with it."""
+
+    chunk: Chunk
+    before: float  # bytes of what waits before it
+    tokens: int  # that ever waited from it on, itself included
+    bytes: float  # of these, with all their activations
+
+
+def keep(chunks: Iterable[Chunk], budget: Budget) -> Need:
+    """Decides which chunks are kept: those from which on, themselves included, no more than `kept_tokens` wait at any
+    time, and for whose activations there is room beside all that waits before them. What is done with at once is no
+    larger if it is kept."""
+    waiting: list[_Waiting] = []
+    most_bytes, most_tokens = 0.0, 0
+    for chunk in chunks:
+        before = waiting[-1].before + budget.while_waiting(waiting[-1].chunk) if waiting else 0.0
+        own = budget.with_activations(chunk)
+        waiting.append(_Waiting(chunk, before, len(chunk), own))
+        while waiting and waiting[-1].chunk.needed <= chunk.stop:
+            ended = waiting.pop()
+            own = budget.with_activations(ended.chunk)
+            fits = ended.bytes == own or ended.before + ended.bytes <= budget.room
+            ended.chunk.kept = fits and ended.tokens <= budget.kept_tokens
+            most_bytes = max(most_bytes, ended.before + (ended.bytes if ended.chunk.kept else own))
+            most_tokens = max(most_tokens, ended.tokens if ended.chunk.kept else 0)
             if waiting:
-                waiting[-1][2] = max(waiting[-1][2], most)
+                last = waiting[-1]
+                last.tokens = max(last.tokens, len(last.chunk) + ended.tokens)
+                last.bytes = max(last.bytes, budget.with_activations(last.chunk) + ended.bytes)
+    return Need(most_bytes, most_tokens)
+
+
+class Cut(Struct):
+    chunks: list[Chunk]
+    need: Need
+
+
+class Cutter:
+    """Cuts forests for one model. What ran out of memory is cut again with less kept, and so is whatever follows it."""
+
+    def __init__(self, chunk_tokens: int, budget: Budget) -> None:
+        self._most = chunk_tokens
+        self._budget = budget
+        self._share = 1.0  # of what the budget lets be kept
+        self._halvings = 0  # of chunks
+
+    @property
+    def chunk_tokens(self) -> int:
+        return self._most >> self._halvings
+
+    def cut(self, forest: Forest, *, training: bool) -> Cut:
+        """Where nothing trains, no activations are kept."""
+        budget = self._budget
+        if not training:
+            budget = replace(budget, kept_tokens=0, room=math.inf, activations=0.0, branching=0.0, gradients=0.0)
+        chunks = cut(forest, self.chunk_tokens, budget)
+        need = keep(chunks, budget)
+        if training and self._share < 1:  # of the same chunks: so the gradient is the same, too
+            most = max(self.chunk_tokens, int(self._share * need.kept_tokens))
+            need = keep(chunks, replace(budget, kept_tokens=min(budget.kept_tokens, most)))
+        return Cut(chunks, need)
+
+    def keep_less(self, forest: Forest, *, training: bool) -> str | None:
+        """From now on: half of what was kept, then no more than one chunk, then shorter chunks. Says what it is now;
+        None where no less is possible for this forest."""
+        before = self.cut(forest, training=training)
+        while self._reduce(training):
+            now = self.cut(forest, training=training)
+            if now.chunks != before.chunks:
+                kept = f", activations of {now.need.kept_tokens} kept" if training else ""
+                return f"{max(map(len, now.chunks))} tokens at a time{kept}"
+        return None
+
+    def _reduce(self, training: bool) -> bool:
+        if training and self._share:
+            self._share = self._share / 2 if self._share == 1 else 0.0
+        elif self.chunk_tokens > LEAST:
+            self._halvings += 1
+        else:
+            return False
+        return True

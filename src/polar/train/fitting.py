@@ -1,13 +1,15 @@
 """How many tokens a machine holds on their way through a model."""
 
-import os
+import math
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from polar.train.flash import FINE, GRAIN
+from polar.train.cutting import LEAST, Budget
+from polar.train.flash import FINE, GRAIN, WIDTHS
+from polar.train.logprobs import LOGITS
 
 CHUNK = {"cuda": 16384, "cpu": 2048}
 """Tokens that go through at once. A large model's kernels take
@@ -15,16 +17,69 @@ CHUNK = {"cuda": 16384, "cpu": 2048}
 _LARGE = 3 * 10**9
 """Parameters of a model for which plans for more lengths are worth it (flash.py)."""
 _SHARE = {"cuda": 0.8, "cpu": 0.3}
-"""Of the memory that is left: keys, values, their gradients and logits need some too."""
+"""Of the memory that is left: what activations may take of it."""
+_ROOM = {"cuda": 0.87, "cpu": 0.35}
+"""Likewise, with keys and values that wait, their gradients, and copies of them. The rest is for what a layer takes
+while it computes, and for what the allocator has in pieces that nobody can use."""
 
 
-def sizes(model: Any, chunk_tokens: int | None, kept_tokens: int | None, *, fused: bool) -> tuple[int, int]:
-    """How many tokens go through at once, and of how many activations are kept, where nobody says."""
+def fit(
+    model: Any, chunk_tokens: int | None, kept_tokens: int | None, *, grain: int, fused: bool
+) -> tuple[int, Budget]:
+    """How many tokens go through at once, and what is kept of them. Where somebody says how many, that is what counts,
+    whatever room there is."""
     device = next(model.parameters()).device
     left = max(0, _free(device) - _to_come(model))
-    room = max(256, int(_SHARE.get(device.type, 0.3) * left / _bytes(model, fused)))
-    chunk = chunk_tokens or min(CHUNK.get(device.type, CHUNK["cuda"]), room)
-    return chunk, kept_tokens if kept_tokens is not None else room
+    activations = _bytes(model, fused)
+    most = max(LEAST, int(_SHARE.get(device.type, 0.3) * left / activations))
+    chunk = chunk_tokens or min(CHUNK.get(device.type, CHUNK["cuda"]), most)
+    room = _ROOM.get(device.type, 0.35) * left - _logits(model)
+    budget = Budget(
+        kept_tokens=most if kept_tokens is None else kept_tokens,
+        room=max(0.0, room) if kept_tokens is None else math.inf,
+        activations=activations,
+        **_costs(model, grain, fused),
+    )
+    return chunk, budget
+
+
+def _costs(model: Any, grain: int, fused: bool) -> dict[str, Any]:
+    """What tokens take besides activations, as cutting.Budget has it."""
+    config = model.config.get_text_config()
+    first = next(model.parameters())
+    heads, width = config.num_attention_heads, _width(config)
+    shared = getattr(config, "num_key_value_heads", None) or heads
+    kinds = getattr(config, "layer_types", None) or []
+    recurrent = kinds.count("linear_attention")
+    layers = config.num_hidden_layers - recurrent
+    numbers = layers * 2 * shared * width
+    flash = first.is_cuda and first.dtype in (torch.bfloat16, torch.float16) and width in WIDTHS
+    # Not compiled, a mask and shared keys leave PyTorch's plainest kernel on a GPU, which works in fp32.
+    plainest = first.is_cuda and not fused and shared != heads
+    return {
+        "keys": float(numbers * first.element_size()),
+        "gradients": float(numbers * 4),
+        "branching": float(layers * heads * width * first.element_size()),
+        "scores": 4.0 * layers * heads if plainest else 0.0,
+        "memory": 2.0 * recurrent * _memory(config, first.element_size()) if recurrent else 0.0,
+        "grain": grain if flash else None,
+        "splits": flash and fused,
+        "windowed": kinds.count("sliding_attention") / layers if layers else 0.0,
+    }
+
+
+def _memory(config: Any, size: int) -> int:
+    """Bytes of what one recurrent layer knows behind a token: its state, in fp32, and its convolution's last inputs."""
+    value_heads, value_width = config.linear_num_value_heads, config.linear_value_head_dim
+    key_width = config.linear_key_head_dim
+    channels = 2 * config.linear_num_key_heads * key_width + value_heads * value_width
+    state: int = value_heads * key_width * value_width * 4
+    return state + int((config.linear_conv_kernel_dim - 1) * channels * size)
+
+
+def _logits(model: Any) -> float:
+    """Of LOGITS terms, and what comes back to them, in fp32 at worst."""
+    return 2.0 * 4 * LOGITS * int(model.config.get_text_config().vocab_size)
 
 
 def grain(model: Any) -> int:
@@ -33,18 +88,11 @@ def grain(model: Any) -> int:
     return FINE if large else GRAIN
 
 
-def join_free_memory() -> None:
-    """For a process that trains: chunks have all lengths, and what one leaves free in pieces is of use to the next only
-    if the allocator can join it. PyTorch reads this when a GPU is used for the first time."""
-    if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
-        os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
-
-
 def _bytes(model: Any, fused: bool) -> float:
     """Of a token's activations, about: what each layer's steps keep for the backward pass."""
     config = model.config.get_text_config()
     heads = config.num_attention_heads
-    width = getattr(config, "head_dim", None) or config.hidden_size // heads
+    width = _width(config)
     hidden, inner = config.hidden_size, getattr(config, "intermediate_size", 4 * config.hidden_size)
     size = next(model.parameters()).element_size()
     finer = any(it.element_size() > size for it in model.parameters() if it.requires_grad)
@@ -66,6 +114,11 @@ def _bytes(model: Any, fused: bool) -> float:
         * (20 * getattr(config, "linear_value_head_dim", 0) + 384)
     )
     return float(layers * numbers * size + more)
+
+
+def _width(config: Any) -> int:
+    """Of a head."""
+    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
 
 
 def _experts(config: Any) -> bool:

@@ -39,9 +39,13 @@ _SHORT = 4
 a second call, its joining and its sum take longer."""
 
 
+WIDTHS = (64, 96, 128)
+"""Of heads that the kernel takes."""
+
+
 def takes(query: Tensor) -> bool:
     """Whether there is a kernel for such tensors."""
-    return query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and query.shape[-1] in (64, 96, 128)
+    return query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and query.shape[-1] in WIDTHS
 
 
 class Piece(Struct):
@@ -93,12 +97,9 @@ def extended_attention(
 ) -> Tensor:
     """`out` and `normaliser` ([1, heads, queries]) are what somebody else's attention says of other keys. The context
     has a round length: see `round_part`."""
-    count = query.shape[2]
-    fill = -count % grain
-    normaliser = functional.pad(normaliser, (0, fill))[..., None]
     apply: Any = _Extended.apply
-    result: Tensor = apply(_filled(query, 0, fill), _filled(out, 0, fill), normaliser, context, scale, compiled)
-    return result[:, :, :count]
+    result: Tensor = apply(query, out, normaliser[..., None], context, scale, grain, compiled)
+    return result
 
 
 class _Joined(torch.autograd.Function):
@@ -173,6 +174,8 @@ class _Layout(Struct, frozen=True):
 
 
 class _Extended(torch.autograd.Function):
+    """What is filled up goes to the kernels alone: kept is what others keep anyway, and the joint output."""
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -181,9 +184,13 @@ class _Extended(torch.autograd.Function):
         own_normaliser: Tensor,
         context: Sequence[Piece],
         scale: float,
+        grain: int,
         compiled: bool,
     ) -> Tensor:
-        more, other, ctx.state = _forward(query, *_gathered(context, query), False, scale)
+        count = query.shape[2]
+        ctx.fill = -count % grain
+        more, other, ctx.state = _forward(_filled(query, 0, ctx.fill), *_gathered(context, query), False, scale)
+        more, other = more[:, :, :count], other[:, :, :count]
         out, normaliser = _fused(_joined, compiled)(own, own_normaliser, more, other)
         ctx.save_for_backward(query, own, own_normaliser, out, normaliser)
         ctx.context, ctx.scale, ctx.compiled = context, scale, compiled
@@ -193,11 +200,14 @@ class _Extended(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """The joint output is a mean of the parts, weighed by their normalisers' shares."""
         query, own, own_normaliser, out, normaliser = ctx.saved_tensors
-        grad = _laid_out(grad, out)
         keys, values = _gathered(ctx.context, query)
-        dq, *theirs = _backward(grad, query, keys, values, out, normaliser, ctx.state, False, ctx.scale)
+        asked, answered = _filled(query, 0, ctx.fill), _filled(out, 0, ctx.fill)
+        back = _laid_out(_filled(grad, 0, ctx.fill), answered)
+        log = functional.pad(normaliser, (0, 0, 0, ctx.fill)).contiguous()
+        dq, *theirs = _backward(back, asked, keys, values, answered, log, ctx.state, False, ctx.scale)
         _give_back(ctx.context, 0, *theirs)
-        return dq, *_fused(_parted, ctx.compiled)(grad, own, own_normaliser, out, normaliser), None, None, None
+        parts = _fused(_parted, ctx.compiled)(grad, own, own_normaliser, out, normaliser)
+        return dq[:, :, : query.shape[2]], *parts, None, None, None, None
 
 
 def _filled(tensor: Tensor, before: int, behind: int) -> Tensor:

@@ -1,9 +1,9 @@
 """The optimiser's side of training: a batch goes in, and the weights have changed."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -13,13 +13,15 @@ from torch import Tensor
 from polar.errors import ConfigError, PolarError
 from polar.train import grpo
 from polar.train.batch import Batch, Trained
-from polar.train.fitting import join_free_memory
 from polar.train.forest import Forest, forest, path_tree
 from polar.train.groups import Columns
+from polar.train.memory import OutOfMemory, Retries, is_out_of_memory, join_free_memory
 from polar.train.model import frozen_copy, load_model, trainable
 from polar.train.passes import Loss, TreeModel
 from polar.train.plain import PlainModel
 from polar.train.settings import GrpoSettings, TrainSettings
+
+T = TypeVar("T")
 
 
 class Passes(Protocol):
@@ -28,6 +30,8 @@ class Passes(Protocol):
     def logprobs(self, forest: Forest) -> Tensor: ...
 
     def backward(self, forest: Forest, loss: Loss) -> Tensor: ...
+
+    def keep_less(self, forest: Forest, *, training: bool) -> str | None: ...
 
 
 class Learned(Struct):
@@ -45,6 +49,7 @@ class Learned(Struct):
     ratio_max: float
     truncated: float  # share of tokens whose importance weight was cut
     clipped: float  # share of tokens whose ratio was, over all updates
+    memory_retries: int = 0  # how often memory ran out, and something was computed again
     kl_initial: float | None = None
     logprobs: Any = field(default=None)  # of each entry of the batch, before the first update
     seconds: dict[str, float] = field(default_factory=dict)
@@ -67,15 +72,9 @@ class Learner:
         self._passes = self._passes_of(self.model)
         self.vocabulary: int = self.model.get_input_embeddings().num_embeddings
         self._parameters = trainable(self.model)
-        optimizer = settings.optimizer
-        self._optimizer = torch.optim.AdamW(
-            self._parameters.values(),
-            lr=optimizer.lr,
-            betas=optimizer.betas,
-            eps=optimizer.eps,
-            weight_decay=optimizer.weight_decay,
-        )
+        self._optimizer = self._made_optimizer()
         self._updates = 0
+        self._retries = Retries(self.model.device)
 
     def _passes_of(self, model: Any) -> Passes:
         """Models that can't run over trees read one sequence at a time."""
@@ -91,6 +90,32 @@ class Learner:
             self.not_over_trees = str(error)
             return PlainModel(model)
 
+    def _made_optimizer(self) -> torch.optim.AdamW:
+        """With its state, which AdamW would make in its first step: whether there is memory for it shows at the start.
+        On a GPU a step is one kernel, which takes none."""
+        settings = self._settings.optimizer
+        fused = True if self.model.device.type == "cuda" else None
+        optimizer = torch.optim.AdamW(
+            self._parameters.values(),
+            lr=settings.lr,
+            betas=settings.betas,
+            eps=settings.eps,
+            weight_decay=settings.weight_decay,
+            fused=fused,
+        )
+        try:
+            for one in self._parameters.values():
+                optimizer.state[one] = {
+                    "step": torch.zeros((), device=one.device if fused else None),
+                    "exp_avg": torch.zeros_like(one),
+                    "exp_avg_sq": torch.zeros_like(one),
+                }
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            raise OutOfMemory(f"The optimizer's state does not fit into memory. {self._advice()}") from error
+        return optimizer
+
     # A step
 
     def step(self, groups: Sequence[Trained], number: int) -> Learned:
@@ -100,8 +125,8 @@ class Learner:
         parts = [self._minibatches(groups, number, epoch) for epoch in range(settings.optimizer.epochs)]
         updates = [some for epoch in parts for some in epoch]
         once = len(updates) == 1
-        began = time.perf_counter()
-        old = None if once else self._passes.logprobs(whole.forest)
+        began, retries = time.perf_counter(), self._retries.count
+        old = None if once else self.logprobs(whole.forest)
         initial = self._initial_logprobs(whole) if settings.grpo.kl else None
         scored = time.perf_counter()
         told = Learned(0.0, 0.0, 0.0, 0, 0 if once else len(whole.forest), len(whole), 0.0, 1.0, 1.0, 0.0, 0.0)
@@ -111,14 +136,8 @@ class Learner:
             entries = np.concatenate([np.arange(places[one], places[one + 1]) for one in some])
             index = torch.from_numpy(entries).to(self.model.device)
             batch = whole if once else Batch.of([groups[one] for one in some], settings.grpo.normalise)
-            update = Update(
-                batch,
-                settings.grpo,
-                self.model.device,
-                None if old is None else old[index],
-                None if initial is None else initial[index],
-            )
-            logprobs = self._passes.backward(batch.forest, update.loss)
+            then = None if old is None else old[index], None if initial is None else initial[index]
+            update, logprobs = self._gradient(f"Step {number}", batch, *then)
             norms.append(self._updated(number))
             told.loss += update.total / len(updates)
             told.computed_tokens += len(batch.forest)
@@ -129,11 +148,42 @@ class Learner:
         told.updates, told.learning_rate = len(norms), self._optimizer.param_groups[0]["lr"]
         told.grad_norm, told.clipped = float(np.mean(norms)), float(np.mean(clipped))
         told.logprobs = old.double().cpu().numpy()
+        told.memory_retries = self._retries.count - retries
         if initial is not None:
             told.kl_initial = float((grpo.divergence(old, initial)).mean())
         _compare(told, whole.columns, settings.grpo.tis_cap)
         told.seconds = {"score": scored - began, "learn": time.perf_counter() - scored}
         return told
+
+    def _gradient(self, what: str, batch: Batch, old: Tensor | None, initial: Tensor | None) -> tuple["Update", Tensor]:
+        """Of an update, which is not made yet; and the log-probabilities before it."""
+
+        def compute() -> tuple[Update, Tensor]:
+            update = Update(batch, self._settings.grpo, self.model.device, old, initial)
+            return update, self._passes.backward(batch.forest, update.loss)
+
+        return self._within_memory(what, self._passes, batch.forest, compute, training=True)
+
+    def _within_memory(
+        self, what: str, passes: Passes, forest: Forest, compute: Callable[[], T], *, training: bool
+    ) -> T:
+        return self._retries.run(
+            what,
+            compute,
+            discard=lambda: self._optimizer.zero_grad(set_to_none=True),
+            keep_less=lambda: passes.keep_less(forest, training=training),
+            advice=self._advice,
+        )
+
+    def _advice(self) -> str:
+        """The one setting that makes the most room."""
+        settings = self._settings.model
+        if settings.lora is None and settings.trainable_layers is None:
+            size = sum(it.numel() * it.element_size() for it in self._parameters.values())
+            return f"Set model.lora = {{}}: gradients and optimizer take {3 * size / 1e9:.1f} GB without it."
+        if settings.dtype == "float32":
+            return 'Set model.dtype = "bfloat16".'
+        return "Give tasks a smaller budget of tokens: the longest session decides."
 
     def _minibatches(self, groups: Sequence[Trained], number: int, epoch: int) -> list[list[int]]:
         """Which groups go into each update."""
@@ -173,9 +223,9 @@ class Learner:
 
     def _initial_logprobs(self, batch: Batch) -> Tensor:
         if self._initial is not None:
-            return self._initial.logprobs(batch.forest)
+            return self._logprobs(self._initial, batch.forest)
         with self.model.disable_adapter():
-            return self._passes.logprobs(batch.forest)
+            return self.logprobs(batch.forest)
 
     # What others need of the model
 
@@ -188,7 +238,11 @@ class Learner:
         return scored
 
     def logprobs(self, forest: Forest) -> Tensor:
-        return self._passes.logprobs(forest)
+        return self._logprobs(self._passes, forest)
+
+    def _logprobs(self, passes: Passes, forest: Forest) -> Tensor:
+        what = f"A forest of {len(forest)} tokens, whose log-probabilities are computed,"
+        return self._within_memory(what, passes, forest, lambda: passes.logprobs(forest), training=False)
 
     # What a checkpoint holds
 
@@ -213,7 +267,11 @@ class Learner:
         with torch.no_grad():
             for name, parameter in self._parameters.items():
                 parameter.copy_(weights[name])
-        self._optimizer.load_state_dict(state["optimizer"])
+        saved = state["optimizer"]
+        for group, own in zip(saved["param_groups"], self._optimizer.param_groups, strict=True):
+            group["fused"] = own["fused"]  # of this device; older checkpoints say nothing of it
+        self._optimizer.state.clear()  # or there would be two for a moment
+        self._optimizer.load_state_dict(saved)
         self._updates = state["updates"]
         torch.set_rng_state(state["random"])
         if state["random_cuda"] and torch.cuda.is_available():

@@ -12,6 +12,9 @@ from torch import Tensor
 
 from polar.train import fusing
 
+LOGITS = 1024
+"""Terms whose logits exist at the same time: a vocabulary is wide."""
+
 
 def chosen(
     logits: Tensor, targets: Tensor, temperature: Tensor, *, rows: Tensor | None = None, compiled: bool = False

@@ -42,6 +42,7 @@ class StepMetrics(Struct):
     tokens_computed: int = 0
     tokens_unique: int = 0
     tokens_trained: int = 0
+    memory_retries: int = 0  # how often memory ran out, and something was computed again with less kept
     groups: int = 0  # that were trained on
     groups_filtered: dict[str, int] = field(default_factory=dict)
     groups_on_their_way: int = 0

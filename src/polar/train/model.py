@@ -9,6 +9,7 @@ import torch
 
 from polar.errors import ConfigError
 from polar.train import files
+from polar.train.memory import OutOfMemory, is_out_of_memory
 from polar.train.settings import LoraSettings, ModelSettings
 
 
@@ -33,7 +34,15 @@ def load_model(folder: Path, settings: ModelSettings) -> Any:
         )
     except (OSError, ValueError, RuntimeError, KeyError) as error:
         raise ConfigError(f"The model in {folder} can't be loaded: {error}.") from error
-    model.to(device_of(settings)).eval()  # without dropout: log-probabilities are to be those of the policy
+    device = device_of(settings)
+    try:
+        model.to(device)
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        hint = 'model.dtype = "bfloat16"' if settings.dtype == "float32" else "model.device, or a smaller model"
+        raise OutOfMemory(f"The model in {folder} does not fit into the memory of {device}: set {hint}.") from error
+    model.eval()  # without dropout: log-probabilities are to be those of the policy
     if settings.lora is not None:
         return _with_adapters(model, settings.lora)
     if settings.trainable_layers is not None:

@@ -18,16 +18,14 @@ from torch import Tensor
 from polar.errors import ConfigError
 from polar.train import checking, flash
 from polar.train.attention import Sight
-from polar.train.cutting import Chunk, cut
-from polar.train.fitting import grain, sizes
+from polar.train.cutting import Chunk, Cutter
+from polar.train.fitting import fit, grain
 from polar.train.forest import Forest
 from polar.train.fusing import compiling, fuse
-from polar.train.logprobs import chosen
+from polar.train.logprobs import LOGITS, chosen
+from polar.train.memory import release_pieces
 from polar.train.moving import moved
 from polar.train.recurrent import Recurrence, follow_trees
-
-LOGITS = 1024
-"""Terms whose logits exist at the same time: a vocabulary is wide."""
 
 _ATTENTION = "polar_tree"
 
@@ -147,19 +145,24 @@ class TreeModel:
         chunk_tokens: int | None = None,
         kept_tokens: int | None = None,
         attention_grain: int | None = None,
+        cutter: Cutter | None = None,
         compiled: bool = True,
     ) -> None:
         """At most `chunk_tokens` go through at once; of at most `kept_tokens` are activations kept for the backward
-        pass, while the rest goes through twice. Default: as the machine's memory allows. Lengths of attention's calls
-        are multiples of `attention_grain`. Default: as flash.py has it for such a model. `compiled` is for CUDA alone:
-        without it small models start sooner, and large ones are slow."""
+        pass, while the rest goes through twice. Default: as the machine's memory allows. `cutter` is another model's,
+        whose chunks are wanted here. Lengths of attention's calls are multiples of `attention_grain`. Default: as
+        flash.py has it for such a model. `compiled` is for CUDA alone: without it small models start sooner, and large
+        ones are slow."""
         self._model = model.get_base_model() if hasattr(model, "get_base_model") else model
         self._device = next(self._model.parameters()).device
         self._decoder, self._head = _parts(self._model)
         self._compiled = compiled and self._device.type == "cuda"
         self._recurrent = follow_trees(self._decoder)
         self.attention_grain = attention_grain or grain(self._model)
-        self.chunk_tokens, self.kept_tokens = sizes(self._model, chunk_tokens, kept_tokens, fused=self._compiled)
+        if cutter is None:
+            sizes = fit(self._model, chunk_tokens, kept_tokens, grain=self.attention_grain, fused=self._compiled)
+            cutter = Cutter(*sizes)
+        self.cutter = cutter
         own = self._model.config._attn_implementation
         expected = checking.by_itself(self._model) if own != _ATTENTION else None
         _use_tree_attention(self._model)
@@ -178,27 +181,40 @@ class TreeModel:
         found = torch.zeros(len(forest.terms), device=self._device)
         waiting: list[_Pass] = []
         with compiling():
-            for chunk in cut(forest, self.chunk_tokens, 0):
-                one = self._begin(forest, chunk, waiting)
-                self._forward(forest, one)
-                for index, logprobs in self._chosen(forest, one):
+            for chunk in self._cut(forest, training=False):
+                waiting.append(self._begin(forest, chunk, waiting))
+                self._forward(forest, waiting[-1])
+                for index, logprobs in self._chosen(forest, waiting[-1]):
                     found[index] = logprobs
-                one.hidden = None
-                _done(waiting, one)
+                waiting[-1].hidden = None
+                while _is_done(waiting, chunk):
+                    waiting.pop()
         return found
 
     def backward(self, forest: Forest, loss: Loss) -> Tensor:
-        """Adds the loss's gradient to the parameters'. Returns the log-probabilities, as `logprobs` does."""
+        """Adds the loss's gradient to the parameters'. Returns the log-probabilities, as `logprobs` does.
+
+        Where memory runs out, a part of the gradient has been added: it must be discarded."""
         found = torch.zeros(len(forest.terms), device=self._device)
-        waiting: list[_Pass] = []
+        waiting: list[_Pass] = []  # nobody else refers to them: what one holds is free when it has ended
         with compiling():
-            for chunk in cut(forest, self.chunk_tokens, self.kept_tokens):
-                one = self._begin(forest, chunk, waiting)
+            for chunk in self._cut(forest, training=True):
+                waiting.append(self._begin(forest, chunk, waiting))
                 with torch.set_grad_enabled(chunk.kept):
-                    self._forward(forest, one)
-                for ended in _done(waiting, one):
-                    self._backward(forest, ended, loss, found)
+                    self._forward(forest, waiting[-1])
+                while _is_done(waiting, chunk):
+                    self._backward(forest, waiting[-1], loss, found)
+                    waiting.pop()
         return found
+
+    def keep_less(self, forest: Forest, *, training: bool) -> str | None:
+        """For what ran out of memory, and whatever follows it: says what is different now; None if nothing can be."""
+        return self.cutter.keep_less(forest, training=training)
+
+    def _cut(self, forest: Forest, *, training: bool) -> list[Chunk]:
+        cut = self.cutter.cut(forest, training=training)
+        release_pieces(self._device, cut.need.bytes)
+        return cut.chunks
 
     # One chunk
 
@@ -279,13 +295,9 @@ def _terms(forest: Forest, chunk: Chunk) -> slice:
     return slice(int(low), int(high))
 
 
-def _done(waiting: list[_Pass], one: _Pass) -> list[_Pass]:
-    """Those that nothing behind this chunk sees, the last one first."""
-    waiting.append(one)
-    ended = []
-    while waiting and waiting[-1].chunk.needed <= one.chunk.stop:
-        ended.append(waiting.pop())
-    return ended
+def _is_done(waiting: list[_Pass], chunk: Chunk) -> bool:
+    """The last of them is, if nothing behind this chunk sees it."""
+    return bool(waiting) and waiting[-1].chunk.needed <= chunk.stop
 
 
 # The model

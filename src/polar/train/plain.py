@@ -35,6 +35,10 @@ class PlainModel:
             torch.autograd.backward(loss(index, logprobs))
         return found
 
+    def keep_less(self, forest: Forest, *, training: bool) -> str | None:  # noqa: ARG002
+        """A sequence goes through whole."""
+        return None
+
     def _scored(self, forest: Forest, path: Indices, terms: Indices) -> Tensor:
         device = self._model.device
         ids = torch.from_numpy(forest.ids[path]).long().to(device)

@@ -338,6 +338,7 @@ class Trainer:
             setattr(metrics, name, getattr(learned, name))
         metrics.ratio_max, metrics.truncated, metrics.clipped = learned.ratio_max, learned.truncated, learned.clipped
         metrics.tokens_computed, metrics.tokens_trained = learned.computed_tokens, learned.trained_tokens
+        metrics.memory_retries = learned.memory_retries
         columns = _columns(groups)
         newest = columns.version == self._progress.version
         metrics.ratio_on_policy = ratio_of(columns, learned.logprobs, newest)

@@ -13,7 +13,18 @@ from polar.bench import tree, tree_model, tree_report
 from polar.bench.client import BenchError
 from polar.bench.tree import Cell, Counted, Plan, Report
 from polar.bench.tree_flops import Flops, Sizes, flops
-from polar.bench.tree_groups import BUILDERS, Group, Outline, Walk, outline, read, recorded, synthetic
+from polar.bench.tree_groups import (
+    BUILDERS,
+    Group,
+    Outline,
+    Walk,
+    compacting,
+    outline,
+    read,
+    recorded,
+    synthetic,
+    with_subagents,
+)
 from polar.bench.tree_picture import picture
 from polar.cli.bench import command
 from polar.errors import ConfigError
@@ -61,6 +72,20 @@ def test_a_synthetic_group_shares_its_system_prompt_and_nothing_else() -> None:
         "prefix_merging": 3 * 130,
         "per_request": 3 * (70 + 90 + 110 + 130),
     }
+
+
+def test_sub_agents_and_windows_share_system_prompts_and_nothing_else() -> None:
+    helped = with_subagents("helped", sessions=2, system=100, turns=3, errands=2, errand_turns=1)
+    assert BUILDERS["prefix_tree"](helped).tokens == 100 + 2 * 3 * 500 + 50 + 2 * 2 * 500
+    compacted = compacting("compacted", sessions=2, system=100, turns=2, windows=2)
+    tree = BUILDERS["prefix_tree"](compacted)
+    assert tree.tokens == 100 + 2 * (1000 + 150 + 1000)  # each summary stands in two windows
+    assert len(tree.numbers[0]) == 2 * 4 * 150
+
+
+def test_large_groups_are_there_for_who_names_them() -> None:
+    assert not [it.name for it in tree.groups(None) if not it.name.startswith("synthetic")]
+    assert [it.name for it in tree.groups(None, ["sub-agents", "long"])] == ["sub-agents, n = 8", "long, n = 2"]
 
 
 def test_an_outline_has_the_group_s_tree_without_its_tokens() -> None:
@@ -250,10 +275,12 @@ def test_a_sampled_cell_is_scaled_and_says_so() -> None:
     found = report(
         [cell("pi, n = 8", "prefix_tree", 10, 1e15), cell("pi, n = 8", "per_request", 200, 20e15, share=0.1)]
     )
+    found.cells[0].reserved, found.cells[0].retries = 123_400_000_000, 7
     console = Console(file=io.StringIO(), width=200)
     tree_report.show(found, console)
     shown = console.file.getvalue()  # type: ignore[attr-defined]
     assert "200.00" in shown
+    assert "123.4 │       7" in shown
     assert "10.0%" in shown
     assert "scaled: 10.0% was timed" in picture(found)
     written = tree_report.as_json(found)

@@ -1,11 +1,13 @@
 """How much goes through a model at once, and how much of it is kept."""
 
+import math
 from typing import Any
 
 import pytest
 import torch
 
 from polar.train import fitting, fusing
+from polar.train.cutting import Budget
 from polar.train.flash import FINE, GRAIN
 from tests.unit.train import tiny
 
@@ -25,20 +27,26 @@ def _bytes(model: torch.nn.Module) -> int:
     return sum(one.numel() * one.element_size() for one in model.parameters())
 
 
+def _fit(model: torch.nn.Module) -> tuple[int, Budget]:
+    return fitting.fit(model, None, None, grain=GRAIN, fused=False)
+
+
 def test_what_is_kept_leaves_room_for_gradients_and_the_optimizer(
     monkeypatch: pytest.MonkeyPatch, model: torch.nn.Module
 ) -> None:
     monkeypatch.setattr(fitting, "_free", lambda _: 3 * _bytes(model) + 10**9)
-    chunk, kept = fitting.sizes(model, None, None, fused=False)
+    chunk, budget = _fit(model)
     assert chunk == fitting.CHUNK["cpu"]
     model.requires_grad_(False)  # nothing of the kind will come
-    more = fitting.sizes(model, None, None, fused=False)[1]
-    assert more == pytest.approx(kept * (3 * _bytes(model) + 10**9) / 10**9, rel=1e-3)
+    more = _fit(model)[1]
+    assert more.kept_tokens == pytest.approx(budget.kept_tokens * (3 * _bytes(model) + 10**9) / 10**9, rel=1e-3)
+    assert more.room > budget.room
 
 
 def test_little_memory_means_small_chunks(monkeypatch: pytest.MonkeyPatch, model: torch.nn.Module) -> None:
     monkeypatch.setattr(fitting, "_free", lambda _: 0)
-    assert fitting.sizes(model, None, None, fused=False) == (256, 256)
+    chunk, budget = _fit(model)
+    assert (chunk, budget.kept_tokens, budget.room) == (256, 256, 0)
 
 
 @pytest.mark.slow
@@ -85,4 +93,5 @@ def test_a_large_model_has_finer_lengths(monkeypatch: pytest.MonkeyPatch, model:
 
 
 def test_who_says_is_heard(model: torch.nn.Module) -> None:
-    assert fitting.sizes(model, 77, 0, fused=True) == (77, 0)
+    chunk, budget = fitting.fit(model, 77, 0, grain=GRAIN, fused=True)
+    assert (chunk, budget.kept_tokens, budget.room) == (77, 0, math.inf)

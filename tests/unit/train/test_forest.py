@@ -6,7 +6,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from polar.train import forest as forest_module
-from polar.train.cutting import cut
+from polar.train.cutting import Budget, cut
 from polar.train.forest import Forest, Tree, forest
 from polar.trajectory.tree import ROOT
 from tests.unit.train.trees import before, trees
@@ -52,7 +52,7 @@ def test_every_path_is_there_and_sees_itself_alone(given: list[Tree]) -> None:
 @given(st.lists(trees(), max_size=3), st.integers(1, 40), st.integers(0, 60))
 def test_chunks_hold_all_tokens_once_and_know_their_context(given: list[Tree], most: int, budget: int) -> None:
     packed = forest(given)
-    chunks = cut(packed, most, budget)
+    chunks = cut(packed, most, Budget(budget))
     assert [token for chunk in chunks for token in range(chunk.start, chunk.stop)] == list(range(len(packed)))
     waiting = []
     for chunk in chunks:
@@ -86,7 +86,7 @@ def test_what_fits_is_kept() -> None:
     packed = _drawn([8, 16, 16], [ROOT, 0, 0])
 
     def kept(budget: int) -> list[tuple[int, bool]]:
-        return [(chunk.start, chunk.kept) for chunk in cut(packed, 16, budget)]
+        return [(chunk.start, chunk.kept) for chunk in cut(packed, 16, Budget(budget))]
 
     assert kept(24) == [(0, True), (8, True), (24, True)]
     assert kept(23) == [(0, False), (8, True), (24, True)]
@@ -95,7 +95,7 @@ def test_what_fits_is_kept() -> None:
 
 def test_of_a_long_trunk_some_is_kept() -> None:
     packed = _drawn([32, 32, 32], [ROOT, 0, 0])
-    assert [(chunk.start, chunk.stop, chunk.kept) for chunk in cut(packed, 32, 48)] == [
+    assert [(chunk.start, chunk.stop, chunk.kept) for chunk in cut(packed, 32, Budget(48))] == [
         (0, 16, False), (16, 32, True), (32, 64, True), (64, 96, True),
     ]  # fmt: skip
 
@@ -110,7 +110,7 @@ def test_what_branches_often_is_cut_where_its_subtrees_end() -> None:
             spine = len(lengths) - 1
             lengths += [2, 3]
             parents += [spine, spine]
-    chunks = cut(_drawn(lengths, parents), 40, 1000)
+    chunks = cut(_drawn(lengths, parents), 40, Budget(1000))
     assert [(chunk.start, chunk.stop) for chunk in chunks] == [(0, 20), (20, 48), (48, 76), (76, 104), (104, 132)]
     assert all(chunk.needed == chunk.stop for chunk in chunks[1:])
 
@@ -118,7 +118,7 @@ def test_what_branches_often_is_cut_where_its_subtrees_end() -> None:
 def test_few_tokens_before_a_branching_go_with_the_trunk() -> None:
     """Replies that begin alike: two of three share a token, and stand right behind the trunk with it."""
     packed = _drawn([64, 1, 50, 40, 60], [ROOT, 0, 1, 1, 0])
-    assert [(chunk.start, chunk.stop, chunk.needed) for chunk in cut(packed, 128, 1000)] == [
+    assert [(chunk.start, chunk.stop, chunk.needed) for chunk in cut(packed, 128, Budget(1000))] == [
         (0, 65, 215), (65, 115, 115), (115, 155, 155), (155, 215, 215),
     ]  # fmt: skip
 
@@ -126,7 +126,7 @@ def test_few_tokens_before_a_branching_go_with_the_trunk() -> None:
 def test_a_few_tokens_are_a_chunk_where_others_would_wait_with_them() -> None:
     """There are three such beginnings, and one trunk. With memory for all it is cheaper to wait."""
     packed = _drawn([64, 1, 50, 40, 1, 60, 60, 1, 60, 60], [ROOT, 0, 1, 1, 0, 4, 4, 0, 7, 7])
-    roomy, narrow = ([len(chunk) for chunk in cut(packed, 64, budget)] for budget in (1000, 62))
+    roomy, narrow = ([len(chunk) for chunk in cut(packed, 64, Budget(budget))] for budget in (1000, 62))
     assert 61 in roomy
     assert 61 not in narrow
     assert 1 in narrow
@@ -169,7 +169,7 @@ def test_a_short_beginning_goes_with_the_shortest_end() -> None:
     """All others come behind them, while both wait."""
     long = forest_module._END
     packed = _drawn([long // 2, 7 * long, 6 * long, 8 * long], [ROOT, 0, 0, 0])
-    roomy, narrow = ([len(chunk) for chunk in cut(packed, 8 * long, kept)] for kept in (15 * long, 14 * long))
+    roomy, narrow = ([len(chunk) for chunk in cut(packed, 8 * long, Budget(kept))] for kept in (15 * long, 14 * long))
     assert roomy == [long // 2 + 6 * long, 7 * long, 8 * long]
     assert narrow == [long // 2, 6 * long, 7 * long, 8 * long]  # together they would go through twice
 

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from polar.errors import ConfigError
+from polar.train.memory import is_out_of_memory, release
 
 _BASE = "base_layer."
 
@@ -16,7 +17,20 @@ def weights_of(model: Any) -> dict[str, Tensor]:
     it is: merging an adapter into it and out again would leave rounding errors behind with every update.
 
     Tied tensors appear under each of their names. Engines that pack their output layer for speed (vLLM on CPUs) would
-    otherwise go on with the old one."""
+    otherwise go on with the old one.
+
+    Merged ones are the model once more. Where its device has no memory for that, they lie in the machine's."""
+    try:
+        return _weights(model, None)
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+    release(next(model.parameters()).device)
+    return _weights(model, torch.device("cpu"))
+
+
+def _weights(model: Any, device: torch.device | None) -> dict[str, Tensor]:
+    """Merged ones go to the device, one after the other; without one they stay where they are."""
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     adapted = {name: module for name, module in base.named_modules() if hasattr(module, "get_delta_weight")}
     weights: dict[str, Tensor] = {}
@@ -29,7 +43,7 @@ def weights_of(model: Any) -> dict[str, Tensor]:
             continue
         own = name.removeprefix(f"{owner}.")
         if own.startswith(_BASE):
-            merged = _merged(tensor, adapted[owner]) if own == f"{_BASE}weight" else tensor
+            merged = _merged(tensor, adapted[owner]).to(device) if own == f"{_BASE}weight" else tensor
             weights[f"{owner}.{own.removeprefix(_BASE)}"] = merged
     return weights
 

@@ -1,0 +1,393 @@
+"""What happens where memory ends: what is reckoned with, and what is computed again."""
+
+import copy
+import gc
+import logging
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from polar.train import cutting, memory, passes
+from polar.train.cutting import Budget, Cutter, cut, keep
+from polar.train.forest import Forest, forest
+from polar.train.learner import Learned, Learner
+from polar.train.memory import OutOfMemory, Retries
+from polar.train.passes import TreeModel
+from polar.train.syncing import weights as sent_weights
+from tests.unit.train import tiny
+from tests.unit.train.test_learner import batch, learner
+from tests.unit.train.test_passes import gradients, llama
+from tests.unit.train.trees import group, group_tree
+
+
+class Memory(TorchDispatchMode):
+    """Of a device that has only so many bytes: whatever would take it beyond raises what a GPU's allocator raises."""
+
+    def __init__(self, limit: float = float("inf")) -> None:
+        super().__init__()
+        self.limit = limit
+        self.used = self.most = self.ended = 0
+        self._known: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        before = {one.untyped_storage()._cdata for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor)}
+        for one in tree_leaves(out):
+            if isinstance(one, Tensor) and one.untyped_storage()._cdata not in before | self._known:
+                self._take(one.untyped_storage())
+        return out
+
+    def _take(self, storage: Any) -> None:
+        size, key = storage.nbytes(), storage._cdata
+        if self.used + size > self.limit:
+            self.ended += 1
+            raise torch.OutOfMemoryError(f"CUDA out of memory. Tried to allocate {size} bytes.\nMore of it.")
+        self._known.add(key)
+        self.used += size
+        self.most = max(self.most, self.used)
+        weakref.finalize(storage, self._free, key, size)
+
+    def _free(self, key: int, size: int) -> None:
+        self._known.discard(key)
+        self.used -= size
+
+
+def packed(kind: str = "think_stripped") -> Forest:
+    return forest([group_tree(group(kind))[0]])
+
+
+def total(_: Tensor, logprobs: Tensor) -> Tensor:
+    return logprobs.sum()
+
+
+class Ending:
+    """Memory ends at some moments: before a chunk goes forward, and before it goes back."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, at: set[int], error: type[RuntimeError] = torch.OutOfMemoryError):
+        self.at, self.moments, self._error = at, 0, error
+        for name in ("_forward", "_backward"):
+            patch.setattr(TreeModel, name, self._before(getattr(TreeModel, name)))
+
+    def _before(self, original: Callable[..., None]) -> Callable[..., None]:
+        def call(*args: Any) -> None:
+            self.moments += 1
+            if self.moments in self.at:
+                raise self._error("CUDA out of memory. Tried to allocate 2.00 GiB.")
+            original(*args)
+
+        return call
+
+
+# What is reckoned with
+
+
+@pytest.mark.parametrize("kept", [0, 48, 10**6])
+def test_as_much_is_needed_as_is_reckoned_with(kept: int) -> None:
+    """Keys and values that wait, their gradients, copies and activations."""
+    torch.manual_seed(1)
+    model = llama()
+    over_trees = TreeModel(model, chunk_tokens=24, kept_tokens=kept)
+    need = over_trees.cutter.cut(packed(), training=True).need.bytes
+    with Memory() as device:
+        over_trees.backward(packed(), total)
+    found = device.most - sum(it.numel() * it.element_size() for it in model.parameters())  # less their gradients
+    assert 0.7 < found / need < 1.1
+
+
+def test_what_waits_leaves_less_to_be_kept() -> None:
+    """The same budget, once without what keys and values take."""
+    forest = packed("linear")
+
+    def kept(**costs: float) -> int:
+        budget = Budget(10**6, room=4000.0, activations=40.0, **costs)
+        chunks = cut(forest, 24, budget)
+        need = keep(chunks, budget)
+        assert need.bytes <= budget.room
+        return need.kept_tokens
+
+    assert kept() > kept(keys=10.0) > kept(keys=10.0, gradients=20.0)
+
+
+def test_chunks_are_shorter_where_there_is_no_room_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cutting, "LEAST", 4)
+    budget = Budget(10**6, room=1600.0, activations=40.0, keys=4.0)
+    chunks = cut(packed("linear"), 64, budget)
+    assert 4 < max(map(len, chunks)) <= 32
+    assert keep(chunks, budget).bytes <= budget.room
+
+
+# What ran out of memory
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tiny.folder(tmp_path, vocab_size=16)
+
+
+def changed(one: Learner, step: int = 1) -> tuple[Learned, dict[str, Tensor]]:
+    told = one.step(batch(), step)
+    state = one._optimizer.state_dict()["state"]
+    moments = {f"{number} {name}": value for number, values in state.items() for name, value in values.items()}
+    return told, {name: value.clone() for name, value in (one.weights() | moments).items()}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"epochs": 2, "minibatches": 2}],
+    ids=["one update", "several, with scores before"],
+)
+def test_nothing_is_lost_wherever_memory_ends(
+    folder: Path, changes: dict[str, int], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Weights, optimizer and metrics are the same, to the last bit."""
+    options = {"optimizer": {"chunk_tokens": 4, "kept_tokens": 12} | changes}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cutting, "LEAST", 1)
+        one = learner(folder, **options)
+        counting = Ending(patch, set())
+        told, right = changed(one)
+        assert told.memory_retries == 0
+        moments = counting.moments
+    assert moments > 8
+    for at in range(1, moments + 1, max(1, moments // 6)):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(cutting, "LEAST", 1)
+            one = learner(folder, **options)
+            Ending(patch, {at})
+            with caplog.at_level(logging.WARNING, "polar.train.memory"):
+                again, found = changed(one)
+        assert again.memory_retries == 1
+        assert "ran out of memory and is computed again" in caplog.text
+        for name, tensor in right.items():
+            if changes:  # scores are computed in shorter chunks then, which rounds otherwise
+                torch.testing.assert_close(found[name], tensor, rtol=1e-2, atol=1e-4)
+            else:
+                assert torch.equal(found[name], tensor), f"{name}, memory ended at moment {at}"
+        assert (again.loss, again.clipped) == pytest.approx((told.loss, told.clipped), abs=1e-6)
+        assert again.updates == told.updates
+
+
+def test_gradients_are_exact_wherever_memory_ends() -> None:
+    """Of a forest with many chunks, at every one of them."""
+    torch.manual_seed(1)
+    model, forest = llama(), packed("forked")
+
+    TreeModel(model)  # which tries it, once
+
+    def gradient() -> tuple[Tensor, int]:
+        over_trees, retries = TreeModel(model, chunk_tokens=24, kept_tokens=48), Retries(torch.device("cpu"))
+        model.zero_grad()
+        retries.run(
+            "It",
+            lambda: over_trees.backward(forest, total),
+            discard=lambda: model.zero_grad(set_to_none=True),
+            keep_less=lambda: over_trees.keep_less(forest, training=True),
+            advice=str,
+        )
+        return gradients(model), retries.count
+
+    with pytest.MonkeyPatch.context() as patch:
+        counting = Ending(patch, set())
+        right, _ = gradient()
+    for at in range(1, counting.moments + 1):
+        with pytest.MonkeyPatch.context() as patch:
+            Ending(patch, {at})
+            found, retries = gradient()
+        assert retries == 1
+        assert torch.equal(found, right), f"memory ended at moment {at} of {counting.moments}"
+
+
+def test_a_real_end_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device has less than all that is to be kept takes, and more than a step needs at least."""
+    monkeypatch.setattr(cutting, "LEAST", 12)
+    torch.manual_seed(1)
+    model, forest = llama(), packed("linear")
+    over_trees = TreeModel(model, chunk_tokens=48, kept_tokens=10**6)
+    with Memory() as roomy:
+        over_trees.backward(forest, total)
+    right = gradients(model)
+    retries = Retries(torch.device("cpu"))
+    model.zero_grad()
+    with Memory(limit=0.6 * roomy.most) as narrow:
+        retries.run(
+            "It",
+            lambda: over_trees.backward(forest, total),
+            discard=lambda: model.zero_grad(set_to_none=True),
+            keep_less=lambda: over_trees.keep_less(forest, training=True),
+            advice=str,
+        )
+    assert retries.count == narrow.ended >= 1
+    assert (gradients(model) - right).norm() / right.norm() < 1e-5
+    with narrow:
+        over_trees.backward(forest, total)  # what follows is cut the same way at once
+    assert narrow.ended == retries.count
+
+
+def test_what_never_fits_is_told_and_changes_nothing(folder: Path) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cutting, "LEAST", 2)
+        one = learner(folder, optimizer={"chunk_tokens": 4, "kept_tokens": 12})
+        before = {name: tensor.clone() for name, tensor in one.weights().items()}
+        ending = Ending(patch, set(range(1, 1000)))
+        with pytest.raises(OutOfMemory, match=r"^Step 7 does not fit into memory.*Set model.lora = \{\}: "):
+            one.step(batch(), 7)
+        assert ending.moments <= 5  # tries are bounded
+    assert all(torch.equal(one.weights()[name], tensor) for name, tensor in before.items())
+    assert all(parameter.grad is None for parameter in one.model.parameters())
+    one.step(batch(), 7)
+
+
+@pytest.mark.parametrize(
+    ("changes", "advice"),
+    [
+        ({"lora": {"rank": 2}}, 'Set model.dtype = "bfloat16".'),
+        ({"lora": {"rank": 2}, "dtype": "bfloat16"}, "Give tasks a smaller budget of tokens"),
+    ],
+)
+def test_the_setting_that_helps_is_named(folder: Path, changes: dict[str, Any], advice: str) -> None:
+    assert learner(folder, model=changes)._advice().startswith(advice)
+
+
+def test_other_errors_are_not_taken_for_it(folder: Path) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        one = learner(folder)
+        patch.setattr(TreeModel, "backward", lambda *_: (_ for _ in ()).throw(RuntimeError("shapes differ")))
+        with pytest.raises(RuntimeError, match="shapes differ"):
+            one.step(batch(), 1)
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory."), True),
+        (RuntimeError("Triton Error [CUDA]: out of memory"), True),
+        (RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"), True),
+        (RuntimeError("[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: can't allocate memory"), True),
+        (MemoryError(), True),
+        (ValueError("out of memory"), False),
+        (RuntimeError("an illegal memory access was encountered"), False),
+    ],
+)
+def test_which_errors_say_so(error: Exception, expected: bool) -> None:
+    assert memory.is_out_of_memory(error) is expected
+
+
+# What is left behind
+
+
+@pytest.fixture
+def no_collector() -> Iterator[None]:
+    """What is freed is freed because nobody refers to it."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.usefixtures("no_collector")
+def test_no_chunk_outlives_its_backward_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next one has its memory."""
+    alive: list[weakref.ref[Tensor]] = []
+    after: list[int] = []
+    backward = TreeModel._backward
+
+    def watched(self: TreeModel, forest: Forest, one: passes._Pass, *others: Any) -> None:
+        backward(self, forest, one, *others)
+        after.append(sum(it() is not None for it in alive))
+        alive[:] = [weakref.ref(it) for it in one.keys.values()]
+
+    monkeypatch.setattr(TreeModel, "_backward", watched)
+    TreeModel(llama(), chunk_tokens=24, kept_tokens=48).backward(packed(), total)
+    assert len(after) > 5
+    assert set(after) == {0}
+    assert all(it() is None for it in alive)
+
+
+@pytest.mark.usefixtures("no_collector")
+def test_what_failed_is_freed_before_the_next_try() -> None:
+    alive: list[weakref.ref[Tensor]] = []
+    seen: list[int] = []
+
+    def compute() -> str:
+        if seen:
+            return "done"
+        large = torch.ones(3)
+        alive.append(weakref.ref(large))
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    def keep_less() -> str:
+        seen.append(sum(it() is not None for it in alive))
+        return "less"
+
+    found = Retries(torch.device("cpu")).run("It", compute, discard=lambda: None, keep_less=keep_less, advice=str)
+    assert (found, seen) == ("done", [0])
+
+
+def test_free_memory_can_be_joined_unless_somebody_says_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in memory._VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    memory.join_free_memory()
+    emptied: list[None] = []
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (100, 1000))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append(None))
+    memory.release_pieces(torch.device("cuda"), 500)
+    assert not emptied  # the allocator does it by itself
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:False")
+    memory.join_free_memory()  # which leaves that as it is
+    memory.release_pieces(torch.device("cuda"), 50)
+    assert not emptied
+    memory.release_pieces(torch.device("cuda"), 500)
+    memory.release_pieces(torch.device("cpu"), 500)
+    assert len(emptied) == 1
+
+
+def test_adapters_are_merged_elsewhere_where_the_device_is_full(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = learner(folder, model={"lora": {"rank": 2}}).model
+    right = sent_weights.weights_of(model)
+    merged, calls = sent_weights._merged, []
+
+    def full(*args: Any) -> Tensor:
+        calls.append(args)
+        if len(calls) == 3:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return merged(*args)
+
+    monkeypatch.setattr(sent_weights, "_merged", full)
+    found = sent_weights.weights_of(model)
+    assert all(torch.equal(found[name], tensor) for name, tensor in right.items())
+
+
+def test_a_checkpoint_of_another_device_has_its_optimizer_here(folder: Path) -> None:
+    """Steps of a GPU's are one kernel, which takes no memory; a CPU's are not."""
+    one, other = learner(folder), learner(folder)
+    one.step(batch(), 1)
+    state = copy.deepcopy(one.state())
+    for part in state["optimizer"]["param_groups"]:
+        part["fused"] = True
+    other.restore(one.weights(), state)
+    assert [part["fused"] for part in other._optimizer.param_groups] == [None]
+    one.step(batch(), 2)
+    other.step(batch(), 2)
+    assert all(torch.equal(tensor, other.weights()[name]) for name, tensor in one.weights().items())
+
+
+def test_less_is_kept_of_the_same_chunks_before_they_are_shorter(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cutting, "LEAST", 8)
+    cutter, forest = Cutter(32, Budget(10**6)), packed()
+    cuts = [cutter.cut(forest, training=True)]
+    while cutter.keep_less(forest, training=True) is not None:
+        cuts.append(cutter.cut(forest, training=True))
+    assert len(cuts) <= 6
+    edges = [[(chunk.start, chunk.stop) for chunk in one.chunks] for one in cuts]
+    kept = [one.need.kept_tokens for one in cuts]
+    assert edges[0] == edges[1]
+    assert kept == sorted(kept, reverse=True)
+    assert max(map(len, cuts[-1].chunks)) <= 8
+    assert cutter.cut(forest, training=False).need.kept_tokens == 0
