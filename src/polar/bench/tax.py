@@ -104,8 +104,7 @@ def _check(sessions: list[list[Exchange]], plan: Plan) -> None:
         if len(exchanges) != plan.turns:
             raise BenchError(f"Polar stored {len(exchanges)} of {plan.turns} calls.")
         for turn, exchange in enumerate(exchanges):
-            whole = len(exchange.sampled_ids or ()) == len(exchange.logprobs or ()) > 0
-            if not whole or exchange.untrainable or (turn and exchange.continuation != "recorded"):
+            if not exchange.is_whole or (turn and exchange.continuation != "recorded"):
                 raise BenchError(
                     f"Polar did not capture a call whole: {exchange.untrainable}, {exchange.continuation}."
                 )

@@ -157,6 +157,17 @@ class Exchange(Struct):
     untrainable: str | None
     continuation: str | None
 
+    @property
+    def is_whole(self) -> bool:
+        """It can be trained on."""
+        return len(self.sampled_ids or ()) == len(self.logprobs or ()) > 0 and not self.untrainable
+
+
+async def read_exchanges(http: aiohttp.ClientSession, control_url: str, session_id: str) -> list[Exchange]:
+    """A session's calls, as they were stored."""
+    async with http.get(f"{control_url}/sessions/{session_id}/exchanges") as answer:
+        return msgspec.json.decode(await answer.read(), type=list[Exchange])
+
 
 class Captured:
     """OpenAI's chat API at the gateway; a session a conversation."""
@@ -189,11 +200,7 @@ class Captured:
 
     async def stored(self, control_url: str) -> list[list[Exchange]]:
         """Of the last round, by session."""
-        found = []
-        for session in self.sessions:
-            async with self._http.get(f"{control_url}/sessions/{session['session_id']}/exchanges") as answer:
-                found.append(msgspec.json.decode(await answer.read(), type=list[Exchange]))
-        return found
+        return [await read_exchanges(self._http, control_url, session["session_id"]) for session in self.sessions]
 
 
 async def _read(answer: aiohttp.ClientResponse) -> tuple[str, int]:

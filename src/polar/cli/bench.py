@@ -370,6 +370,65 @@ def tax(
         tax_report.show(measured, _wide())
 
 
+@command.command("vllm")
+@click.argument("url")
+@click.option("--level", "levels", type=click.IntRange(min=1), multiple=True, help="Sessions at once; may be repeated.")
+@click.option("--turns", type=click.IntRange(min=1), help="Turns of a session.")
+@click.option("--rounds", type=click.IntRange(min=1), help="Rounds of every level and way.")
+@click.option("--clients", type=click.IntRange(min=1), help="Processes that make the load.")
+@click.option("--seconds", type=float, help="Seconds of the whole run; rounds that would exceed them are left out.")
+@click.option("--whole", is_flag=True, help="Ask for whole replies instead of streams.")
+@click.option("--quick", is_flag=True, help="Few and short sessions, for a look.")
+@click.option(
+    "--tokenizer",
+    type=click.Path(path_type=Path, exists=True, file_okay=False),
+    help="The model's folder, with tokenizer and chat template [default: where the server has its model from].",
+)
+@click.option(
+    "--data", type=click.Path(path_type=Path, file_okay=False), help="Keep what was captured here, for `polar verify`."
+)
+@click.option(
+    "--output", type=click.Path(path_type=Path, dir_okay=False), help="Write a JSON file, anew after each measurement."
+)
+@json_option
+def vllm(
+    url: str,
+    levels: tuple[int, ...],
+    whole: bool,
+    quick: bool,
+    tokenizer: Path | None,
+    data: Path | None,
+    output: Path | None,
+    as_json: bool,
+    turns: int | None,
+    **sizes: float | None,
+) -> None:
+    """Measure tokens a second of the vLLM server at URL: through a capturing gateway, its chat API, and with ids.
+
+    Exit with status 1 where a call failed, or where one that was captured can't be trained on.
+    """
+    from polar.bench import vllm as vllm_bench
+    from polar.bench import vllm_report
+
+    plan = vllm_bench.QUICK if quick else vllm_bench.Plan()
+    shape = msgspec.structs.replace(plan.shape, stream=not whole, turns=turns or plan.shape.turns)
+    given = {name: size for name, size in sizes.items() if size is not None}
+    plan = msgspec.structs.replace(plan, levels=levels or plan.levels, shape=shape, **given)
+
+    def keep(report: vllm_bench.Report) -> None:
+        if output is not None:
+            output.write_bytes(vllm_report.as_json(report))
+
+    progress = _progress(Console(stderr=True))
+    measured = run(vllm_bench.run(plan, url, progress, tokenizer=_folder(tokenizer), data=data, keep=keep))
+    if as_json:
+        click.echo(vllm_report.as_json(measured))
+    else:
+        vllm_report.show(measured, _wide(150))
+    if not measured.passed:
+        raise SystemExit(1)
+
+
 @command.command("stall")
 @click.option("--quick", is_flag=True, help="one round: a minute and a half instead of six")
 @click.option(

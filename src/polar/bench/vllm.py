@@ -1,0 +1,239 @@
+"""`polar bench vllm`: tokens a second of a vLLM server through a capturing gateway, and without it.
+
+    load (processes) ─┬─ gateway (process: ids to the engine, every call captured) ─┐
+                      ├─ the engine's own chat API, with log-probabilities ──────────┼─► engine
+                      └─ ids straight to the engine, with log-probabilities ─────────┘
+
+The three ways take turns: in a round, each level (sessions at once) is measured once by every way, and the order of the
+ways moves on from round to round. Sessions are as agents hold them: each turn sends the history and something new.
+"""
+
+import asyncio
+import contextlib
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import aiohttp
+import msgspec
+from msgspec import Struct, field
+
+from polar.bench.peers.gateway import Addresses
+from polar.bench.process import Server
+from polar.bench.tax_load import Exchange, read_exchanges
+from polar.bench.vllm_load import Job, Shape, Tally, WayName
+from polar.client.async_client import AsyncClient
+from polar.config import EngineSettings
+from polar.engines.vllm import VllmEngine
+from polar.errors import ConfigError
+
+GATEWAY: WayName = "gateway"
+CHAT: WayName = "chat"
+IDS: WayName = "ids"
+WAYS = (CHAT, GATEWAY, IDS)
+_START_SECONDS = 120
+_PREPARE_SECONDS = 300
+_ROUND_SECONDS = 3_600
+_ENDS_AT_ONCE = 16
+_GROWTH = 0.75
+"""Exponent with which a level's time grows with its sessions: an engine samples more of them at once."""
+
+
+class Plan(Struct, frozen=True):
+    levels: tuple[int, ...] = (16, 128, 256, 512)  # sessions at once
+    rounds: int = 2
+    shape: Shape = Shape()
+    clients: int = 4  # processes that make the load
+    kept: int = 4  # sessions of each round whose capture is checked and whose ids are reported
+    seconds: float | None = None  # of the whole run: what would take it beyond is left out
+
+
+QUICK = Plan(levels=(2, 8), rounds=1, shape=Shape(turns=3, least_tokens=24, most_tokens=32), clients=2, kept=2)
+
+
+class Measured(Struct):
+    """One way at one level in one round."""
+
+    way: WayName
+    sessions: int
+    seconds: float
+    tally: Tally
+    gateway_cpu: float = 0.0  # seconds that the gateway's process took
+    not_whole: int = 0  # captured calls, of those that were looked at, that are not trainable from recorded ids
+
+    @property
+    def rate(self) -> float:
+        return self.tally.tokens / self.seconds
+
+    @property
+    def summary(self) -> str:
+        line = f"{self.sessions} sessions, {self.way}: {self.rate:,.0f} tokens/s, {self.tally.errors} errors"
+        return f"{line} ({self.tally.first_errors[0]})" if self.tally.first_errors else line
+
+
+class Report(Struct):
+    plan: Plan
+    model: str = ""
+    measured: list[Measured] = field(default_factory=list)
+    captured: list[str] = field(default_factory=list)  # some of the gateway's sessions, for `polar verify`
+    left_out: list[str] = field(default_factory=list)
+
+    @property
+    def passed(self) -> bool:
+        """Whether every call was answered, and every captured one that was looked at is whole."""
+        return not any(it.tally.errors or it.not_whole for it in self.measured)
+
+    def of(self, way: WayName, sessions: int) -> list[Measured]:
+        return [it for it in self.measured if it.way == way and it.sessions == sessions]
+
+
+async def run(
+    plan: Plan,
+    url: str,
+    progress: Callable[[str], None],
+    *,
+    tokenizer: str | None = None,
+    data: Path | None = None,
+    keep: Callable[[Report], None] = lambda _: None,
+) -> Report:
+    """`data`: where the gateway keeps what it captures [default: a folder that is deleted]. `keep` gets the report
+    after every measurement."""
+    began = time.monotonic()
+    model, folder = await _inspect(url, tokenizer)
+    report = Report(plan, model)
+    async with contextlib.AsyncExitStack() as stack:
+        scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="polar-bench-")))
+        job = Job(CHAT, url.rstrip("/"), model, folder, plan.shape, first=0, sessions=0)
+        bench = await _Bench.start(stack, plan, job, data or scratch / "data", scratch)
+        progress("warming up")
+        warm = min(8, min(plan.levels))
+        for way in WAYS:
+            progress((await bench.measure(way, warm))[0].summary)
+        for number in range(plan.rounds):
+            order = WAYS[number % len(WAYS) :] + WAYS[: number % len(WAYS)]
+            for level in plan.levels:
+                left = None if plan.seconds is None else plan.seconds - (time.monotonic() - began)
+                if left is not None and _expected_seconds(report, level) > left:
+                    report.left_out.append(f"round {number + 1} of {level} sessions: too little time was left")
+                    continue
+                for way in order:
+                    measured, captured = await bench.measure(way, level)
+                    report.measured.append(measured)
+                    report.captured += captured
+                    progress(f"round {number + 1}, {measured.summary}")
+                    keep(report)
+    return report
+
+
+def _expected_seconds(report: Report, level: int) -> float:
+    """What all ways will take at a level: as they did there, or at the nearest level."""
+    known = {it.sessions for it in report.measured}
+    if not known:
+        return 0.0
+    nearest = min(known, key=lambda sessions: abs(sessions - level))
+    ways = (report.of(way, nearest) for way in WAYS)
+    seconds = sum(max((it.seconds for it in measured), default=0.0) for measured in ways)
+    growth: float = (level / nearest) ** _GROWTH
+    return seconds * growth
+
+
+async def _inspect(url: str, tokenizer: str | None) -> tuple[str, str]:
+    """The model's name, and where its tokenizer lies."""
+    engine = VllmEngine(url, EngineSettings(kind="vllm", tokenizer=tokenizer))
+    try:
+        await engine.start()
+        folder = engine.tokenizer_folder()
+    finally:
+        await engine.close()
+    if folder is None:
+        raise ConfigError(f"{url} does not say where its model lies on this machine: name it with --tokenizer DIR.")
+    assert engine.model is not None
+    return engine.model, folder
+
+
+class _Bench:
+    """The gateway and the load's processes."""
+
+    def __init__(
+        self, plan: Plan, job: Job, gateway: Server, addresses: Addresses, client: AsyncClient, loads: list[Server]
+    ) -> None:
+        """`job` has what all jobs have in common."""
+        self._plan = plan
+        self._job = job
+        self._gateway = gateway
+        self._addresses = addresses
+        self._client = client
+        self._loads = loads
+        self._begun = 0  # sessions so far: no two have the same number, so none finds another one's turns cached
+
+    @classmethod
+    async def start(cls, stack: contextlib.AsyncExitStack, plan: Plan, job: Job, data: Path, scratch: Path) -> "_Bench":
+        async def start(name: str, *argv: str) -> Server:
+            server = Server([sys.executable, "-m", *argv], None, scratch / f"{name}.log", speaks=True)
+            return await stack.enter_async_context(server)
+
+        gateway = await start("gateway", "polar.bench.peers.gateway", job.url, str(data), job.tokenizer)
+        loads = [await start(f"load-{number}", "polar.bench.vllm_load") for number in range(plan.clients)]
+        addresses = await gateway.hear(Addresses, _START_SECONDS)
+        client = await stack.enter_async_context(AsyncClient(addresses.control))
+        return cls(plan, job, gateway, addresses, client, loads)
+
+    async def measure(self, way: WayName, sessions: int) -> tuple[Measured, list[str]]:
+        """With the ids of some sessions that the gateway captured."""
+        opened = [await self._client.new_session() for _ in range(sessions)] if way == GATEWAY else []
+        await asyncio.gather(*(self._prepare(number, way, sessions, opened) for number in range(len(self._loads))))
+        self._begun += sessions
+        cpu, began = self._gateway.cpu(), time.monotonic()
+        for load in self._loads:
+            load.tell("go")
+        tally = Tally()
+        for part in await asyncio.gather(*(load.hear(Tally, _ROUND_SECONDS) for load in self._loads)):
+            tally.add(part)
+        measured = Measured(way, sessions, time.monotonic() - began, tally)
+        captured: list[str] = []
+        if way == GATEWAY:
+            measured.gateway_cpu = self._gateway.cpu() - cpu
+            step = max(1, sessions // self._plan.kept)
+            captured = [session["session_id"] for session in opened[::step]][: self._plan.kept]
+            measured.not_whole = await self._count_not_whole(captured)
+            await self._end([session["session_id"] for session in opened])
+        return measured, captured
+
+    async def _prepare(self, number: int, way: WayName, sessions: int, opened: list[dict[str, str]]) -> None:
+        """Gives a process its share of the sessions."""
+        start, stop = (sessions * share // len(self._loads) for share in (number, number + 1))
+        job = msgspec.structs.replace(
+            self._job,
+            way=way,
+            url=self._addresses.gateway if way == GATEWAY else self._job.url,
+            first=self._begun + start,
+            sessions=stop - start,
+            keys=[session["api_key"] for session in opened[start:stop]],
+        )
+        self._loads[number].tell(msgspec.json.encode(job).decode())
+        await self._loads[number].hear(bool, _PREPARE_SECONDS)
+
+    async def _count_not_whole(self, session_ids: list[str]) -> int:
+        async with aiohttp.ClientSession() as http:
+            sessions = [await read_exchanges(http, self._addresses.control, name) for name in session_ids]
+        return sum(count_not_whole(exchanges, self._plan.shape.turns) for exchanges in sessions)
+
+    async def _end(self, session_ids: list[str]) -> None:
+        gate = asyncio.Semaphore(_ENDS_AT_ONCE)
+
+        async def end(session_id: str) -> None:
+            async with gate:
+                await self._client.end_session(session_id)
+
+        await asyncio.gather(*(end(session_id) for session_id in session_ids))
+
+
+def count_not_whole(exchanges: list[Exchange], turns: int) -> int:
+    """Calls of a session that are missing, not trainable, or not continued from the recorded ids."""
+    return (
+        abs(turns - len(exchanges))
+        + sum(not exchange.is_whole for exchange in exchanges)
+        + sum(exchange.continuation != "recorded" for exchange in exchanges[1:])
+    )
