@@ -116,6 +116,7 @@ class Spawned:
         self._loop = asyncio.get_running_loop()
         self._lines = b""
         self._process: int | None = None
+        self.pid: int | None = None  # known once it is named; it may be another's where the process has ended
         self._named: asyncio.Future[None] = self._loop.create_future()
         self.code: int | None = None
         self.error: str | None = None
@@ -131,6 +132,7 @@ class Spawned:
         for line in lines:
             told = msgspec.json.decode(line, type=_Status)
             if told.pid is not None:
+                self.pid = told.pid
                 with contextlib.suppress(ProcessLookupError):
                     self._process = os.pidfd_open(told.pid)
                 _done(self._named)
