@@ -138,15 +138,12 @@ MESSAGE_QUEUES = Rule(
     "POSIX message queues are counted by user id: refused where sandboxes have no user ids of their own.",
 )
 
-NAMESPACES_REASON = "New namespaces (`CLONE_NEW*`): user namespaces open much of the kernel to whoever is root in them."
-FAMILIES_REASON = "Address families but AF_UNIX, AF_INET, AF_INET6 and AF_NETLINK (AF_VSOCK, AF_ALG, AF_PACKET, ...)."
-PROTOCOLS_REASON = "DCCP, L2TP, SCTP, UDP-Lite and SMC over IP, and netlink but for ROUTE and SOCK_DIAG."
-
 _CLONE = Call("clone", 56, 220)
 _UNSHARE = Call("unshare", 272, 97)
 _SOCKET = Call("socket", 41, 198)
 _SOCKETPAIR = Call("socketpair", 53, 199)
-_CHECKED = (_CLONE, _UNSHARE, _SOCKET, _SOCKETPAIR)
+CHECKED = (_CLONE, _UNSHARE, _SOCKET, _SOCKETPAIR)
+"""Calls that are refused by their arguments: new namespaces, and families and protocols of sockets."""
 
 _NEW_NAMESPACES = 0x7E02_0000  # NEWNS, NEWCGROUP, NEWUTS, NEWIPC, NEWUSER, NEWPID, NEWNET
 _NEW_TIME = 0x80  # of unshare; in clone these bits are the signal at the end
@@ -170,7 +167,7 @@ NO_EXCEPTIONS = Exceptions()
 
 def exceptions(names: Collection[str]) -> Exceptions:
     """By the names that a task gives. Raises ConfigError for one that is not refused anyway."""
-    known = {call.name for rule in (*RULES, MESSAGE_QUEUES) for call in rule.calls} | {call.name for call in _CHECKED}
+    known = {call.name for rule in (*RULES, MESSAGE_QUEUES) for call in rule.calls} | {call.name for call in CHECKED}
     calls: set[str] = set()
     families: set[int] = set()
     for name in names:
