@@ -108,8 +108,8 @@ def kernel_files() -> tuple[list[str], list[str]]:
     """Of /proc: what must be read-only inside, and what must not be read.
 
     Root inside is a user outside who has no capability, but who may own the kernel's files: where the node runs as
-    root, /proc/sys/kernel/core_pattern is one that such a user may write to, and its content is run by the machine. Some
-    may be written to by anyone: /proc/pressure keeps the kernel busy with watching.
+    root, /proc/sys/kernel/core_pattern is one that such a user may write to, and its content is run by the machine.
+    Some may be written to by anyone: /proc/pressure keeps the kernel busy with watching.
     """
     names = (name for name in sorted(os.listdir("/proc")) if not name.isdigit())
     locked = [f"/proc/{name}" for name in names if _has_writable_file(f"/proc/{name}")]
