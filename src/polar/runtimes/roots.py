@@ -52,8 +52,17 @@ _SETTINGS = (
 """Of /etc: what programs need and nobody must keep secret. No keys, no passwords, no names of hosts."""
 
 
-_HIDDEN = ("/proc/kcore", "/proc/kmsg", "/proc/kpagecgroup", "/proc/kpagecount", "/proc/kpageflags", "/proc/timer_list")
-"""The machine's memory and what goes on in it."""
+_HIDDEN = (
+    "/proc/kcore",
+    "/proc/key-users",
+    "/proc/keys",
+    "/proc/kmsg",
+    "/proc/kpagecgroup",
+    "/proc/kpagecount",
+    "/proc/kpageflags",
+    "/proc/timer_list",
+)
+"""The machine's memory, its keyrings, and what goes on in it."""
 
 _UNMOUNT_SECONDS = 30.0
 
@@ -111,19 +120,20 @@ def kernel_files() -> tuple[list[str], list[str]]:
 
     Root inside is a user outside who has no capability, but who may own the kernel's files: where the node runs as
     root, /proc/sys/kernel/core_pattern is one that such a user may write to, and its content is run by the machine.
+    Some may be written to by anyone: /proc/pressure keeps the kernel busy with watching.
     """
     names = (name for name in sorted(os.listdir("/proc")) if not name.isdigit())
-    locked = [f"/proc/{name}" for name in names if _can_be_told(f"/proc/{name}")]
+    locked = [f"/proc/{name}" for name in names if _has_writable_file(f"/proc/{name}")]
     return locked, [path for path in _HIDDEN if os.path.exists(path)]
 
 
-def _can_be_told(path: str) -> bool:
-    """Whether its owner, and not just anyone, may write to it or to something in it."""
+def _has_writable_file(path: str) -> bool:
+    """Whether it is a file that somebody may write to, or holds one."""
     mode = os.lstat(path).st_mode
     if stat.S_ISDIR(mode):
         found = (os.path.join(folder, name) for folder, _, names in os.walk(path) for name in names)
-        return any(_can_be_told(file) for file in found)
-    return stat.S_ISREG(mode) and bool(mode & 0o220) and not mode & 0o002
+        return any(_has_writable_file(file) for file in found)
+    return stat.S_ISREG(mode) and bool(mode & 0o222)
 
 
 def folders(below: Path, inside: tuple[str, ...]) -> Path:
