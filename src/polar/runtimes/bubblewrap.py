@@ -223,9 +223,10 @@ class BubblewrapRuntime:
         words += ["--dev-bind", f"{STAGE}/terminals", "/dev/pts"]
         if self._filter is not None:
             words += ["--seccomp", "{filter}"]
-        for path in self._kind.kernel_locked:
+        kernel = self._kind.kernel_files[self._users is not None]
+        for path in kernel.locked:
             words += ["--ro-bind", path, path]
-        for path in self._kind.kernel_hidden:
+        for path in kernel.hidden:
             words += ["--ro-bind", "/dev/null", path]
         if spec.network != "internet":
             words += ["--unshare-net"]
@@ -410,7 +411,7 @@ class Bubblewrap:
         self.gateway = gateway
         self.shared_url = gateway  # for sandboxes that share the machine's network
         self.program = shutil.which("bwrap") or "bwrap"
-        self.kernel_locked, self.kernel_hidden = roots.kernel_files()
+        self.kernel_files = {own: roots.kernel_files(own_users=own) for own in (False, True)}
         self.unprivileged = not privileges.may_mount()
         self.spawner = Spawner(unprivileged=self.unprivileged)
         self.workers = NamespaceWorkers()  # where there is no root

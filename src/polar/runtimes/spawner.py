@@ -215,8 +215,9 @@ def _sandbox(job: Job, status: int, fds: list[int]) -> None:
         device, held = linux.attach_loop(disk["image"])
         linux.mount(device, job["layer"], "ext4", linux.MS_NOSUID | linux.MS_NODEV, "discard")
         os.close(held)
+    replaced = job["mended"] is not None and _replaced(f"{job['layer']}/upper", job["env"]["PATH"])
     try:
-        _mount_root(job, users)
+        _mount_root(job, users)  # from here on the stage hides what the machine has in its place
     except OSError as error:
         filled = job["mended"] is not None and disk is not None and error.errno == errno.ENOSPC
         _tell(status, error=str(error), spoiled=filled)
@@ -226,7 +227,6 @@ def _sandbox(job: Job, status: int, fds: list[int]) -> None:
     os.set_inheritable(info, True)
     given = {"{info}": info, "{filter}": _filter_file(job["filter"])}
     argv = [str(given.get(word, word)) for word in job["argv"]]
-    replaced = job["mended"] is not None and _replaced(f"{job['layer']}/upper", job["env"]["PATH"])
     for namespace in users:
         os.setgroups([])
         linux.setns(namespace, linux.CLONE_NEWUSER)
