@@ -76,7 +76,8 @@ async def _probe(scratch: Path, *, unprivileged: bool) -> Failure | None:
         cwd=scratch,  # whose own path may have characters in it that separate options
     )
     try:
-        printed, said = await asyncio.wait_for(process.communicate(), _PROBE_SECONDS)
+        async with asyncio.timeout(_PROBE_SECONDS):
+            printed, said = await process.communicate()
     except TimeoutError:
         process.kill()
         await process.wait()
