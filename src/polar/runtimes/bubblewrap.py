@@ -55,7 +55,7 @@ from polar.runtimes.processes import Spawned, Spawner
 from polar.runtimes.relay import PORT, Relay
 from polar.runtimes.spawner import STAGE
 from polar.runtimes.state import State, remove_tree
-from polar.runtimes.user_ranges import UserRange, UserRanges
+from polar.runtimes.user_ranges import SHARED_USERS, UserRange, UserRanges
 
 _log = logging.getLogger(__name__)
 _PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
@@ -63,7 +63,7 @@ _START_SECONDS = 60.0
 _DYING_SECONDS = 2.0  # a sandbox takes no more processes a moment before its first has ended
 _OWN_PROCESSES = 2  # bwrap, and the first inside
 _DISK = "disk.img"
-_SHARED_USERS = (
+_USERS_ARE_SHARED = (
     "Sandboxes have no user ids of their own here, and can use up what the kernel counts by user (inotify, pipes, "
     "signals): %s."
 )
@@ -465,7 +465,7 @@ class Bubblewrap:
 
     def _share_users(self, why: object) -> None:
         self._shares_users = True
-        _log.warning(_SHARED_USERS, why)
+        _log.warning(_USERS_ARE_SHARED, why)
 
     def lower(self, spec: Spec) -> tuple[Path, ...]:
         """The layers below, the same for all sandboxes of an image. Folders that the sandbox must have are among them:
@@ -547,7 +547,7 @@ class Bubblewrap:
         if self.unprivileged:
             found.append("disk limit (only the size of each file)")
         if self._shares_users:
-            found.append("user ids (inotify, pipes and signals are shared)")
+            found.append(SHARED_USERS)
         if self._machine is None:
             found.append("system calls (no filter)")
         return found

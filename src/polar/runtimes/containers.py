@@ -19,7 +19,7 @@ from pathlib import Path
 
 import msgspec
 
-from polar.runtimes import seccomp
+from polar.runtimes import linux, seccomp
 from polar.runtimes.base import Limits, SandboxError, Spec
 from polar.runtimes.cgroups import CONTROLLERS, LIMIT_NAMES, Controller
 from polar.runtimes.container import INIT, Container, discard, name_of
@@ -27,6 +27,7 @@ from polar.runtimes.container_cli import CallError, Cli
 from polar.runtimes.images import Image, Images
 from polar.runtimes.namespace_worker import NamespaceWorkers
 from polar.runtimes.trial import small_image
+from polar.runtimes.user_ranges import SHARED_USERS
 
 log = logging.getLogger(__name__)
 
@@ -46,7 +47,7 @@ class Containers:
     def __init__(self, state: Path, gateway: str) -> None:
         self._label = f"{STATE_LABEL}={state.absolute()}"
         self._state = state.absolute()
-        self._machine = seccomp.machine()
+        self._machine = seccomp.machine() if linux.can_filter() else None
         self._gateway = gateway
         self._cli = Cli(*self.command())
         self._images = Images(self._cli)
@@ -177,8 +178,13 @@ class Containers:
         return small_image(self._cli)
 
     def missing(self) -> list[str]:
-        disk = [] if self._limits_disk else ["disk limit (only the size of each file)"]
-        return [LIMIT_NAMES[name] for name in CONTROLLERS if name in self.missing_controllers] + disk
+        found = [LIMIT_NAMES[name] for name in CONTROLLERS if name in self.missing_controllers]
+        if not self._limits_disk:
+            found.append("disk limit (only the size of each file)")
+        found.append(SHARED_USERS)
+        if self._machine is None:
+            found.append("system calls (only the engine's own filter)")
+        return found
 
     async def sweep(self) -> list[str]:
         swept = []

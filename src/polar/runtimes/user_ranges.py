@@ -21,6 +21,8 @@ from msgspec import Struct
 from polar.runtimes.base import SandboxError
 from polar.runtimes.processes import Spawner
 
+SHARED_USERS = "user ids (inotify, pipes and signals are shared)"
+"""What is not isolated where sandboxes have no range of their own."""
 SIZE = 65536  # ids in a range, as in an image
 FIRST = 0x7000_0000  # above what systemd gives to containers
 _COUNT = 0xFFE  # below what systemd keeps for foreign images
