@@ -18,6 +18,7 @@ from polar.errors import ConfigError, StoreError
 from polar.gateway.app import Gateway
 from polar.gateway.metrics import Metrics
 from polar.gateway.sessions import Sessions
+from polar.private_files import make_private_folder
 from polar.runtimes.state import State
 from polar.store import open_store
 from polar.store.relational import RelationalStore
@@ -93,7 +94,7 @@ class DataPlane:
     async def _start(self, stack: contextlib.AsyncExitStack) -> None:
         settings = self.settings
         try:
-            self.data.mkdir(parents=True, exist_ok=True)
+            make_private_folder(self.data)
         except OSError as error:
             raise ConfigError(
                 f"Can't keep anything in {self.data}: {error.strerror}. Name a folder with --data."

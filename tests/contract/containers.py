@@ -1,6 +1,7 @@
 """The contract for kinds whose runtimes are containers, and what it asks of these besides."""
 
 import asyncio
+import json
 import shutil
 import subprocess
 from collections.abc import Iterator
@@ -9,9 +10,11 @@ from typing import Any
 
 import pytest
 
-from polar.runtimes.base import Limits, SandboxError
+from polar.runtimes import seccomp
+from polar.runtimes.base import Limits, Runtime, SandboxError
 from polar.runtimes.container_cli import Cli
 from polar.runtimes.containers import STATE_LABEL
+from tests.attack import sandbox_attacks as attacks
 from tests.contract import left
 from tests.contract.image import OTHER, PLAIN, ensure_image
 from tests.contract.runtimes import EVERYTHING, Place, RuntimeContract
@@ -58,6 +61,31 @@ class ContainerContract(RuntimeContract):
 
         monkeypatch.setattr(Cli, "call", noting)
         return asked
+
+    async def test_system_calls_are_refused_as_the_table_says(self, place: Place) -> None:
+        table = dict(seccomp.denied(seccomp.NO_EXCEPTIONS, own_users=False))
+        numbers = {call.name: getattr(call, str(seccomp.machine())) for call in table}
+        asked = json.dumps([it for it in numbers.items() if it[1] is not None]).encode()
+        wanted = {call.name: answer for call, answer in table.items() if numbers[call.name] is not None}
+
+        async def told(runtime: Runtime, program: str) -> dict[str, Any]:
+            output = place.scratch / "told"
+            done = await runtime.run(["python3", "-c", program], stdin=asked, output=output)
+            assert done.exit_code == 0, output.read_text()
+            return dict(json.loads(output.read_text()))
+
+        runtime = await place.new()
+        assert (await told(runtime, attacks.CALLS))["answers"] == wanted
+        assert await told(runtime, attacks.FAMILIES) == {
+            "opened": [],
+            "usual": [None] * 5,
+            "modules": [],
+            "netlink": [],
+        }
+        assert await told(runtime, attacks.NAMESPACES) == {"clone3": 38, "unshare": [], "clone": [], "setns": []}
+        other = await place.new(seccomp=("keyctl",))
+        answers = (await told(other, attacks.CALLS))["answers"]
+        assert {name for name in answers if answers[name] != wanted[name]} == {"keyctl"}
 
     async def test_a_cancelled_creation_leaves_nothing(self, place: Place) -> None:
         creating = asyncio.create_task(place.kind.create(place.new_id(), place.spec()))

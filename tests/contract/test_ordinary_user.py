@@ -16,6 +16,8 @@ from tests.contract import left, ordinary_user
 
 CONTRACT = "tests/contract/test_bubblewrap.py"
 PODMAN = "tests/contract/test_podman.py"
+WALLS = "tests/attack/test_sandbox_walls.py"
+OWN_USERS = "used_up or another_user"  # what sandboxes that share a user id can't keep
 OWN = "tests/unit/runtimes/test_unprivileged.py"
 EXAMPLES = "tests/harnesses/test_examples.py"
 
@@ -55,6 +57,11 @@ def test_the_contract_with_delegated_cgroups(folder: Path) -> None:
 @pytest.mark.runtimes
 def test_what_cgroups_are_for_without_them(folder: Path) -> None:
     run_suite(folder, CONTRACT, "-k", "time_out or cancelled or stop or killed or outlives or restarted or many")
+
+
+@pytest.mark.runtimes
+def test_the_walls_but_those_of_user_ids(folder: Path) -> None:
+    run_suite(folder, WALLS, "-k", f"not ({OWN_USERS})", options=("--groups",))
 
 
 @pytest.mark.containers

@@ -13,6 +13,7 @@ import click
 
 from polar import config
 from polar.errors import ConfigError
+from polar.private_files import erase_variables
 from polar.telemetry import logs
 from polar.telemetry.secrets import secrets_of
 
@@ -43,6 +44,11 @@ def log_options(function: F) -> F:
     )
     level = click.option("--log-level", type=click.Choice(get_args(logs.Level)), help="and above [default: warning]")
     return form(level(function))
+
+
+def forget_secrets(settings: config.Settings) -> None:
+    """For commands that run for long: nothing that they start finds the settings' secrets in its environment."""
+    erase_variables(config.PREFIX, secrets_of(settings))
 
 
 def start_log(settings: config.Settings, log_format: logs.Format | None, log_level: logs.Level | None) -> None:

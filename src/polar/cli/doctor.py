@@ -22,6 +22,7 @@ from polar.harnesses import load_harness
 from polar.harnesses.base import Harness
 from polar.harnesses.cache import cache_folder, damage, installed
 from polar.plugins import load, names
+from polar.private_files import make_private_folder
 from polar.runtimes.base import Kind
 from polar.runtimes.trial import why_trial_fails
 
@@ -141,7 +142,7 @@ def _harness(preset: Harness, cache: Path) -> Finding:
 
 def _store(data: Path) -> Finding:
     try:
-        data.mkdir(parents=True, exist_ok=True)
+        make_private_folder(data)
         with tempfile.TemporaryDirectory(dir=data) as folder:
             connection = sqlite3.connect(Path(folder) / "probe.db")
             mode = connection.execute("PRAGMA journal_mode=WAL").fetchone()[0]

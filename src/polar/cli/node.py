@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 from rich.console import Console
 
-from polar.cli.common import json_option, load_settings, log_options, run, settings_options, start_log
+from polar.cli.common import forget_secrets, json_option, load_settings, log_options, run, settings_options, start_log
 from polar.cli.up import EndOrders
 from polar.config import Settings
 from polar.data_plane import settle_process
@@ -39,6 +39,7 @@ def command(
     the server's store is a PostgreSQL, name the same one ([store] url)."""
     settings = load_settings(config_path, gateway={"port": port})
     start_log(settings, log_format, log_level)
+    forget_secrets(settings)
     told = token or settings.server.node_token or settings.server.token
     run(_node(settings, data, server, told, name or f"{socket.gethostname()}-{os.getpid()}", as_json))
 

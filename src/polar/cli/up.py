@@ -9,7 +9,7 @@ from pathlib import Path
 import click
 from rich.console import Console
 
-from polar.cli.common import json_option, load_settings, log_options, run, settings_options, start_log
+from polar.cli.common import forget_secrets, json_option, load_settings, log_options, run, settings_options, start_log
 from polar.config import Settings
 from polar.data_plane import settle_process
 from polar.errors import ConfigError, PolarError
@@ -40,6 +40,7 @@ def command(
         server={} if control_port is None else {"port": control_port},
     )
     start_log(settings, log_format, log_level)
+    forget_secrets(settings)
     run(_up(settings, data, settings.cluster.engine == "local" if node is None else node, as_json))
 
 

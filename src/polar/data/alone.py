@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from polar.errors import ConfigError
+from polar.private_files import make_private_folder
 
 _FILE = "collecting.lock"
 
@@ -13,7 +14,7 @@ _FILE = "collecting.lock"
 @contextlib.contextmanager
 def alone(data: Path) -> Iterator[None]:
     """Raises ConfigError where another process collects there. What is killed holds nothing."""
-    data.mkdir(parents=True, exist_ok=True)
+    make_private_folder(data)
     with (data / _FILE).open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

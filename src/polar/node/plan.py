@@ -17,6 +17,7 @@ from polar.node.probes import upload_targets
 from polar.node.warm import Recipe
 from polar.plugins import load
 from polar.rollout.models import AgentRequest, RuntimeRequest, Step, TaskRequest
+from polar.runtimes import seccomp
 from polar.runtimes.base import Limits, Mount, Network, Spec
 
 
@@ -119,6 +120,9 @@ def _not_installed(harness: str) -> ConfigError:
 
 def _spec(runtime: RuntimeRequest, network: Network, mounts: tuple[Mount, ...], settings: NodeSettings) -> Spec:
     limits = Limits(runtime.cpus, runtime.memory_mb, runtime.processes, runtime.disk_mb or settings.disk_mb)
+    filtered = runtime.seccomp if isinstance(runtime.seccomp, bool) else tuple(sorted(set(runtime.seccomp)))
+    if not isinstance(filtered, bool):
+        seccomp.exceptions(filtered)  # and says what it does not know
     return Spec(
         image=runtime.image,
         workdir=runtime.workdir,
@@ -126,4 +130,5 @@ def _spec(runtime: RuntimeRequest, network: Network, mounts: tuple[Mount, ...], 
         limits=limits,
         network=network,
         mounts=mounts,
+        seccomp=filtered,
     )

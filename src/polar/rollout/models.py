@@ -143,6 +143,9 @@ class RuntimeRequest(Model):
     disk_mb: int | None = Field(None, gt=0, validation_alias=AliasChoices("disk_mb", "storage_mb"))
     processes: int | None = Field(1024, gt=0)
     gpus: int = Field(0, ge=0)
+    seccomp: bool | list[str] = Field(
+        True, description="false: system calls are not filtered; a list: calls and address families allowed besides"
+    )
     kwargs: Annotated[
         None, _replaced_by("set the fields of `runtime` itself: cpus, memory_mb, disk_mb, network, env")
     ] = Field(None, exclude=True)

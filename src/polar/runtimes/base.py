@@ -49,6 +49,7 @@ class Spec(Struct, frozen=True):
     limits: Limits = Limits()
     network: Network = "gateway"
     mounts: tuple[Mount, ...] = ()
+    seccomp: bool | tuple[str, ...] = True  # whether system calls are filtered; the names of those allowed besides
 
 
 class Completed(Struct, frozen=True):

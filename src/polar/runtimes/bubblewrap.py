@@ -9,8 +9,14 @@ every process is dead. A disk limit is a file of that size with ext4 in it, on a
 tmpfs files would eat the sandbox's memory limit, and quotas are not set up on most machines. /dev/shm counts as
 memory.
 
-*Users.* Root inside is the node's own user outside, without any capability there, and with the kernel's files in /proc
-read-only or hidden. Inside it may do with files what root may; it can't mount, set up networks or make user namespaces.
+*Users.* Root inside is a user outside that no other sandbox has (user_ranges.py), so that what the kernel counts by
+user is the sandbox's own. The layers below are mounted with their owners mapped into its range; its own layer belongs
+to it. Where the kernel or a file system can't, it is the node's own user outside, without any capability there, and
+with the kernel's files in /proc read-only or hidden. Inside it may do with files what root may; it can't mount, set up
+networks or make user namespaces, and a filter refuses system calls that no agent needs (seccomp.py).
+
+*Names.* Whoever is inside can read what is mounted, and from where (/proc/self/mountinfo). Layers are therefore named
+by descriptors, and folders of the machine are seen through an overlay, which does not tell where they are.
 
 *Processes.* A command is forked by the spawner into the sandbox's namespaces and a cgroup of its own, which dies as
 one at the time-out. No signal from inside ends process 1, but there are other ways (its limits, its memory): whoever
@@ -26,6 +32,7 @@ machine's network, its loopback included: only for what is trusted with that.
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import os
 import posixpath
@@ -40,14 +47,15 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from polar.runtimes import files, privileges, processes, relay, roots
+from polar.runtimes import files, linux, privileges, processes, relay, roots, seccomp
 from polar.runtimes.base import Completed, FileState, SandboxError, Spec, Spoiled
 from polar.runtimes.cgroups import Cgroups, Group
 from polar.runtimes.namespace_worker import NamespaceWorkers
 from polar.runtimes.processes import Spawned, Spawner
 from polar.runtimes.relay import PORT, Relay
+from polar.runtimes.spawner import STAGE
 from polar.runtimes.state import State, remove_tree
-from polar.runtimes.user_namespace import overlay_options
+from polar.runtimes.user_ranges import SHARED_USERS, UserRange, UserRanges
 
 _log = logging.getLogger(__name__)
 _PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
@@ -55,16 +63,25 @@ _START_SECONDS = 60.0
 _DYING_SECONDS = 2.0  # a sandbox takes no more processes a moment before its first has ended
 _OWN_PROCESSES = 2  # bwrap, and the first inside
 _DISK = "disk.img"
+_USERS_ARE_SHARED = (
+    "Sandboxes have no user ids of their own here, and can use up what the kernel counts by user (inotify, pipes, "
+    "signals): %s."
+)
 _CHUNK = 1 << 16
 
 
 class BubblewrapRuntime:
-    def __init__(self, id: str, spec: Spec, kind: "Bubblewrap", folder: Path, group: Group | None) -> None:
+    def __init__(
+        self, id: str, spec: Spec, kind: "Bubblewrap", folder: Path, group: Group | None, users: UserRange | None
+    ) -> None:
         self.id = id
         self.spec = spec
         self._kind = kind
         self._folder = folder
         self._group = group
+        self._users = users  # this sandbox's own, until it is removed
+        self._owner = -1 if users is None else users.first  # of its files; -1 is the node's user
+        self._filter = kind.filter(spec, own_users=users is not None)
         self._bwrap: Spawned | None = None
         self._preparing: asyncio.Future[None] | None = None
         self._relay: Relay | None = None
@@ -118,7 +135,8 @@ class BubblewrapRuntime:
                 for fd in (inside_hold, inside_ready, inside_info):
                     theirs.callback(os.close, fd)
                 os.write(hold, b"\n")  # `cat` writes it back once it runs
-                lent = (inside_hold, inside_ready, inside_info, errors)
+                users = () if self._users is None else (self._users.namespace,)
+                lent = (inside_hold, inside_ready, inside_info, errors, *users)
                 self._bwrap = await self._kind.spawner.spawn(job, lent)
                 self._parent = self._kind.spawner.process
             try:
@@ -168,20 +186,20 @@ class BubblewrapRuntime:
 
     def _job(self, again: bool) -> dict[str, object]:
         limited = self._disk_mb is not None
-        layer, image = self._folder / "disk" if limited else self._folder, self._folder / _DISK
-        upper, work = layer / "upper", layer / "work"
-        below = ":".join(_escaped(folder) for folder in self._kind.lower(self.spec))
+        below = [str(folder) for folder in self._kind.lower(self.spec)]
         return {
             "job": "sandbox",
             **_entry(self._group),
-            "disk": {"image": str(image), "at": str(layer)} if limited else None,
-            "upper": str(upper),
-            "work": str(work),
+            "owner": self._owner,
+            "filter": self._filter,
+            "disk": {"image": str(self._folder / _DISK)} if limited else None,
+            "layer": str(self._folder / "disk" if limited else self._folder),
+            "below": below,
+            "mapped": [*below, *self._kind.seen_folders(self.spec)],
+            "shown": [str(mount.source) for mount in self.spec.mounts if mount.source.is_dir()],
             "mended": self._mounted_over() if again else None,
-            "own_processes": self._kind.unprivileged,
-            "root": str(self._kind.mount_point),
-            "overlay": overlay_options(below, _escaped(upper), _escaped(work), unprivileged=self._kind.unprivileged),
-            "argv": self._argv(self._kind.mount_point),
+            "unprivileged": self._kind.unprivileged,
+            "argv": self._argv(),
             "env": {"PATH": _PATH},
         }
 
@@ -196,15 +214,19 @@ class BubblewrapRuntime:
             (folders if mount.source.is_dir() else files).append(mount.inside)
         return {"folders": [*map(posixpath.normpath, folders)], "files": [*map(posixpath.normpath, files)]}
 
-    def _argv(self, root: Path) -> list[str]:
+    def _argv(self) -> list[str]:
         spec = self.spec
         words = [self._kind.program, "--unshare-user", "--unshare-pid", "--unshare-ipc", "--unshare-uts"]
         words += ["--unshare-cgroup-try", "--uid", "0", "--gid", "0", "--cap-drop", "ALL", "--disable-userns"]
         words += ["--hostname", "sandbox", "--die-with-parent", "--as-pid-1", "--info-fd", "{info}"]
-        words += ["--bind", str(root), "/", "--proc", "/proc", "--dev", "/dev", "--dir", "/tmp"]
-        for path in self._kind.kernel_locked:
+        words += ["--bind", f"{STAGE}/root", "/", "--proc", "/proc", "--dev", "/dev", "--dir", "/tmp"]
+        words += ["--dev-bind", f"{STAGE}/terminals", "/dev/pts"]
+        if self._filter is not None:
+            words += ["--seccomp", "{filter}"]
+        kernel = self._kind.kernel_files[self._users is not None]
+        for path in kernel.locked:
             words += ["--ro-bind", path, path]
-        for path in self._kind.kernel_hidden:
+        for path in kernel.hidden:
             words += ["--ro-bind", "/dev/null", path]
         if spec.network != "internet":
             words += ["--unshare-net"]
@@ -213,8 +235,10 @@ class BubblewrapRuntime:
         if spec.image is None:
             for folder in roots.machine_mounts():
                 words += ["--ro-bind", folder, folder]
+        folders = itertools.count()  # on the stage, in this order
         for mount in spec.mounts:
-            words += ["--ro-bind", str(mount.source), mount.inside]
+            staged = f"{STAGE}/{next(folders)}" if mount.source.is_dir() else str(mount.source)
+            words += ["--ro-bind", staged, mount.inside]
         return [*words, "--dir", spec.workdir, "--dir", spec.home, "--chdir", "/", "--", "cat"]
 
     def gateway_url(self) -> str:
@@ -240,6 +264,8 @@ class BubblewrapRuntime:
         job = {
             "job": "inside",
             **_entry(group),
+            "owner": self._owner,
+            "filter": self._filter,
             "argv": argv,
             "env": {"PATH": _PATH, "HOME": self.spec.home, "LANG": "C.UTF-8"} | self.spec.env | (env or {}),
             "cwd": cwd or self.spec.workdir,
@@ -303,7 +329,8 @@ class BubblewrapRuntime:
             raise SandboxError(f"What runs inside could not be killed: {spawned.error}.")
 
     async def put(self, source: Path | bytes, inside: str) -> None:
-        await self._copies.put(self._opened(), source, inside)
+        owner = None if self._owner < 0 else (self._owner, self._owner)
+        await self._copies.put(self._opened(), source, inside, owner)
 
     async def get(self, inside: str, destination: Path, *, max_bytes: int = 1 << 30, all_links: bool = False) -> None:
         await self._copies.get(self._opened(), inside, destination, max_bytes, all_links)
@@ -370,7 +397,8 @@ class BubblewrapRuntime:
             if self._group is not None:
                 await self._group.remove()
             await asyncio.to_thread(remove_tree, self._folder)
-            self._kind.runtimes.pop(self.id, None)
+            self._kind.forget(self.id, self._users)
+            self._users = None
 
 
 class Bubblewrap:
@@ -383,11 +411,16 @@ class Bubblewrap:
         self.gateway = gateway
         self.shared_url = gateway  # for sandboxes that share the machine's network
         self.program = shutil.which("bwrap") or "bwrap"
-        self.kernel_locked, self.kernel_hidden = roots.kernel_files()
+        self.kernel_files = {own: roots.kernel_files(own_users=own) for own in (False, True)}
         self.unprivileged = not privileges.may_mount()
         self.spawner = Spawner(unprivileged=self.unprivileged)
         self.workers = NamespaceWorkers()  # where there is no root
         self._said_disk = False
+        self._machine = seccomp.machine() if linux.can_filter() else None
+        self._filters: dict[tuple[tuple[str, ...], bool], str] = {}
+        self._ranges: UserRanges | None = None
+        self._shares_users = False  # among sandboxes, as far as they were made
+        self._mappable: dict[frozenset[int], bool] = {}  # by the devices that a sandbox's folders are on
         self.runtimes: dict[str, BubblewrapRuntime] = {}
 
     async def unavailable(self) -> str | None:
@@ -409,14 +442,30 @@ class Bubblewrap:
             if missing := self._cgroups.missing:
                 _log.warning("No cgroups for %s can be made here: such limits are not kept.", ", ".join(missing))
             self._state.note(self._cgroups)
-            self.mount_point.mkdir(exist_ok=True)
             self.spawner.start()
+            if self._machine is None:
+                _log.warning("System calls are not filtered here: the filter needs seccomp, on x86_64 or aarch64.")
+            self._ranges = self._user_ranges()
         if self._relay is None and self.gateway.startswith("unix:"):
             self._relay = Relay(self.gateway)
             listening = relay.listen()
             self.shared_url = f"http://127.0.0.1:{listening.getsockname()[1]}"
             await self._relay.serve(listening)
         return self._cgroups
+
+    def _user_ranges(self) -> UserRanges | None:
+        if self.unprivileged:
+            self._share_users("only root can give them")
+            return None
+        try:
+            return UserRanges(self.spawner)
+        except (OSError, SandboxError) as error:
+            self._share_users(error)
+            return None
+
+    def _share_users(self, why: object) -> None:
+        self._shares_users = True
+        _log.warning(_USERS_ARE_SHARED, why)
 
     def lower(self, spec: Spec) -> tuple[Path, ...]:
         """The layers below, the same for all sandboxes of an image. Folders that the sandbox must have are among them:
@@ -427,10 +476,50 @@ class Bubblewrap:
             return folders, roots.image_root(spec.image)
         return folders, roots.machine_root(self._state.shared("root"), Spec().home)
 
-    @property
-    def mount_point(self) -> Path:
-        """The same for all, since each mounts where only it sees it."""
-        return self._state.shared("mount")
+    def seen_folders(self, spec: Spec) -> list[str]:
+        """Folders of the machine that are mounted in the sandbox."""
+        machine = roots.machine_mounts() if spec.image is None else []
+        return [*machine, *sorted({str(mount.source) for mount in spec.mounts})]
+
+    def filter(self, spec: Spec, *, own_users: bool) -> str | None:
+        """The program of system calls that are refused, in hexadecimal."""
+        if self._machine is None or spec.seccomp is False:
+            return None
+        names = () if spec.seccomp is True else spec.seccomp
+        if (names, own_users) not in self._filters:
+            program = seccomp.program(self._machine, seccomp.exceptions(names), own_users=own_users)
+            self._filters[names, own_users] = program.hex()
+        return self._filters[names, own_users]
+
+    async def _acquire_users(self, spec: Spec) -> UserRange | None:
+        """User ids that no other sandbox has; None where the machine has none to give."""
+        if self._ranges is None:
+            return None
+        folders = [*map(str, self.lower(spec)), *self.seen_folders(spec)]
+        devices = frozenset(os.stat(folder).st_dev for folder in folders)
+        if self._mappable.get(devices) is False:
+            return None
+        users = await self._ranges.acquire()
+        if devices not in self._mappable and (why := await self._why_not_mappable(folders, users)) is not None:
+            self._share_users(why)
+            self._ranges.release(users)
+            self._mappable[devices] = False
+            return None
+        self._mappable[devices] = True
+        return users
+
+    async def _why_not_mappable(self, folders: list[str], users: UserRange) -> str | None:
+        """Tries whether the kernel can show these folders' files as owned by others, under an overlay (Linux 5.19)."""
+        job = {"job": "map_owners", **_entry(None), "mapped": folders}
+        with contextlib.closing(await self.spawner.spawn(job, (users.namespace,))) as spawned:
+            await spawned.gone
+            return spawned.error
+
+    def forget(self, id: str, users: UserRange | None) -> None:
+        """A runtime that is removed."""
+        self.runtimes.pop(id, None)
+        if users is not None and self._ranges is not None:
+            self._ranges.release(users)
 
     def disk(self, megabytes: int) -> Path:
         return roots.formatted_disk(self._state.shared(f"disk-{megabytes}.img"), megabytes)
@@ -440,7 +529,13 @@ class Bubblewrap:
             self._said_disk = True
             _log.warning("The disk of a sandbox can't be limited without root: only the size of each file is limited.")
         group = (await self._set_up()).group(id, spec.limits, own=_OWN_PROCESSES)
-        runtime = BubblewrapRuntime(id, spec, self, self._state.runtime(id), group)
+        users = await self._acquire_users(spec)
+        try:
+            folder = self._state.runtime(id)
+        except SandboxError:
+            self.forget("", users)
+            raise
+        runtime = BubblewrapRuntime(id, spec, self, folder, group, users)
         self.runtimes[id] = runtime
         return runtime
 
@@ -448,8 +543,14 @@ class Bubblewrap:
         return contextlib.nullcontext()
 
     def missing(self) -> list[str]:
-        disk = ["disk limit (only the size of each file)"] if self.unprivileged else []
-        return Cgroups.of_this_process().missing_limits + disk
+        found = Cgroups.of_this_process().missing_limits
+        if self.unprivileged:
+            found.append("disk limit (only the size of each file)")
+        if self._shares_users:
+            found.append(SHARED_USERS)
+        if self._machine is None:
+            found.append("system calls (no filter)")
+        return found
 
     async def sweep(self) -> list[str]:
         """Processes and mounts ended with the node; what is left are groups and folders."""
@@ -470,17 +571,15 @@ class Bubblewrap:
             self._relay = None
         self.spawner.close()
         self.workers.close()
+        if self._ranges is not None:
+            self._ranges.close()
+            self._ranges = None
         await asyncio.to_thread(self._state.close)
 
 
 def _entry(group: Group | None) -> dict[str, object]:
     entry = None if group is None else group.entry
     return {"into": None if entry is None else entry.into, "tasks": () if entry is None else entry.tasks}
-
-
-def _escaped(path: Path) -> str:
-    """As a mount option, where these separate."""
-    return "".join(f"\\{letter}" if letter in "\\,:" else letter for letter in str(path))
 
 
 def _not_up(bwrap: Spawned, said: str, *, again: bool) -> SandboxError | Spoiled:

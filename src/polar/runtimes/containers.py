@@ -9,12 +9,17 @@ removes those of its own state folder whose process is gone, and touches no othe
 """
 
 import asyncio
+import hashlib
 import logging
 import os
+import secrets
 import shutil
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 
+import msgspec
+
+from polar.runtimes import linux, seccomp
 from polar.runtimes.base import Limits, SandboxError, Spec
 from polar.runtimes.cgroups import CONTROLLERS, LIMIT_NAMES, Controller
 from polar.runtimes.container import INIT, Container, discard, name_of
@@ -22,6 +27,7 @@ from polar.runtimes.container_cli import CallError, Cli
 from polar.runtimes.images import Image, Images
 from polar.runtimes.namespace_worker import NamespaceWorkers
 from polar.runtimes.trial import small_image
+from polar.runtimes.user_ranges import SHARED_USERS
 
 log = logging.getLogger(__name__)
 
@@ -40,6 +46,8 @@ class Containers:
 
     def __init__(self, state: Path, gateway: str) -> None:
         self._label = f"{STATE_LABEL}={state.absolute()}"
+        self._state = state.absolute()
+        self._machine = seccomp.machine() if linux.can_filter() else None
         self._gateway = gateway
         self._cli = Cli(*self.command())
         self._images = Images(self._cli)
@@ -97,6 +105,7 @@ class Containers:
             *(() if spec.network == "internet" else ("--network", "none")),
             *(f"--mount=type=bind,source={mount.source},target={mount.inside},readonly" for mount in spec.mounts),
             *_limits(self._kept(spec.limits)),
+            *self._filter(spec.seccomp),
             *self.options(),
         ]
         try:
@@ -118,6 +127,20 @@ class Containers:
             workers=self._workers,
         )
         return self._runtimes[id]
+
+    def _filter(self, wanted: bool | tuple[str, ...]) -> list[str]:
+        """Polar's list of refused system calls, which replaces the engine's own; without it the engine's own stays."""
+        if wanted is False or self._machine is None:
+            return []
+        allowed = seccomp.NO_EXCEPTIONS if wanted is True else seccomp.exceptions(wanted)
+        content = msgspec.json.encode(seccomp.profile(self._machine, allowed))
+        file = self._state / f"seccomp-{hashlib.sha256(content).hexdigest()[:16]}.json"
+        if not file.exists():
+            self._state.mkdir(parents=True, exist_ok=True)
+            beside = file.with_suffix(f".{secrets.token_hex(4)}")
+            beside.write_bytes(content)
+            beside.replace(file)
+        return ["--security-opt", f"seccomp={file}"]
 
     async def _create(self, options: list[str], what: tuple[str, ...], limits: Limits) -> str:
         if limits.disk_mb is None:
@@ -155,8 +178,13 @@ class Containers:
         return small_image(self._cli)
 
     def missing(self) -> list[str]:
-        disk = [] if self._limits_disk else ["disk limit (only the size of each file)"]
-        return [LIMIT_NAMES[name] for name in CONTROLLERS if name in self.missing_controllers] + disk
+        found = [LIMIT_NAMES[name] for name in CONTROLLERS if name in self.missing_controllers]
+        if not self._limits_disk:
+            found.append("disk limit (only the size of each file)")
+        found.append(SHARED_USERS)
+        if self._machine is None:
+            found.append("system calls (only the engine's own filter)")
+        return found
 
     async def sweep(self) -> list[str]:
         swept = []

@@ -18,18 +18,32 @@ CLONE_NEWPID = 0x2000_0000
 CLONE_NEWNET = 0x4000_0000
 _CLONE_INTO_CGROUP = 0x2_0000_0000
 
-MS_NOSUID, MS_NODEV = 0x2, 0x4
+MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC = 0x1, 0x2, 0x4, 0x8
 MS_REC, MS_PRIVATE = 0x4000, 0x4_0000
 _MNT_DETACH = 2
 
 _PR_SET_PDEATHSIG = 1
+_PR_SET_SECCOMP = 22
 _PR_CAPBSET_DROP = 24
+_PR_SET_SECUREBITS = 28
 _PR_SET_CHILD_SUBREAPER = 36
 _PR_SET_NO_NEW_PRIVS = 38
 
+_SECCOMP_MODE_FILTER = 2
+_SECBIT_NO_SETUID_FIXUP = 4
+_INSTRUCTION = 8  # bytes of struct sock_filter
+
 RESOLVE_NO_MAGICLINKS = 0x02
 RESOLVE_IN_ROOT = 0x10
-_SYS_CLONE3, _SYS_OPENAT2 = 435, 437  # the same on every architecture
+_SYS_OPEN_TREE, _SYS_MOVE_MOUNT, _SYS_MOUNT_SETATTR = 428, 429, 442  # the same on every architecture, as the next
+_SYS_CLONE3, _SYS_OPENAT2 = 435, 437
+
+_AT_FDCWD = -100
+_AT_EMPTY_PATH = 0x1000
+_AT_RECURSIVE = 0x8000
+_OPEN_TREE_CLONE = 1
+_MOVE_MOUNT_F_EMPTY_PATH = 4
+_MOUNT_ATTR_IDMAP = 0x10_0000
 
 _LOOP_CTL_GET_FREE = 0x4C82
 _LOOP_CONFIGURE = 0x4C0A
@@ -69,8 +83,8 @@ def unmount(target: str) -> None:
 _libc.prctl.argtypes = (ctypes.c_int, *(ctypes.c_ulong,) * 4)
 
 
-def _prctl(option: int, value: int) -> None:
-    _checked(_libc.prctl(option, value, 0, 0, 0))
+def _prctl(option: int, value: int, other: int = 0) -> None:
+    _checked(_libc.prctl(option, value, other, 0, 0))
 
 
 def die_with_parent(signal: int) -> None:
@@ -95,6 +109,44 @@ def drop_capabilities(dropped: tuple[int, ...]) -> None:
     """They are gone with the next exec."""
     for capability in dropped:
         _prctl(_PR_CAPBSET_DROP, capability)
+
+
+class _Program(ctypes.Structure):
+    _fields_ = (("length", ctypes.c_ushort), ("instructions", ctypes.c_char_p))
+
+
+def install_filter(program: bytes) -> None:
+    """Filters the system calls of this process and of all that it starts; it needs `no_new_privileges`."""
+    filled = _Program(len(program) // _INSTRUCTION, program)
+    _prctl(_PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, ctypes.addressof(filled))
+
+
+def can_filter() -> bool:
+    """Whether the kernel has filters: then it misses the program, and otherwise it does not know the option."""
+    try:
+        _prctl(_PR_SET_SECCOMP, _SECCOMP_MODE_FILTER)
+    except OSError as error:
+        return error.errno == errno.EFAULT
+    return False
+
+
+def keep_capabilities() -> None:
+    """Changing user ids no longer takes this process's capabilities away."""
+    _prctl(_PR_SET_SECUREBITS, _SECBIT_NO_SETUID_FIXUP)
+
+
+def map_owners(path: str, namespace: int) -> None:
+    """Mounts a folder over itself, with its files owned as a user namespace maps their owners."""
+    flags = _OPEN_TREE_CLONE | os.O_CLOEXEC | _AT_RECURSIVE
+    tree = _checked(_libc.syscall(_SYS_OPEN_TREE, _AT_FDCWD, path.encode(), flags), path)
+    try:
+        attributes = struct.pack("=QQQQ", _MOUNT_ATTR_IDMAP, 0, 0, namespace)
+        flags = _AT_EMPTY_PATH | _AT_RECURSIVE
+        _checked(_libc.syscall(_SYS_MOUNT_SETATTR, tree, b"", flags, attributes, len(attributes)), path)
+        target = (_AT_FDCWD, path.encode())
+        _checked(_libc.syscall(_SYS_MOVE_MOUNT, tree, b"", *target, _MOVE_MOUNT_F_EMPTY_PATH), path)
+    finally:
+        os.close(tree)
 
 
 _CLONE_FIELDS = "flags pidfd child_tid parent_tid exit_signal stack stack_size tls set_tid set_tid_size cgroup"

@@ -117,7 +117,7 @@ class Spawned:
         self._loop = asyncio.get_running_loop()
         self._lines = b""
         self._process: int | None = None
-        self.pid: int | None = None  # once `process` has said that there is one
+        self.pid: int | None = None  # known once it is named; it may be another's where the process has ended
         self._named: asyncio.Future[None] = self._loop.create_future()
         self.code: int | None = None
         self.error: str | None = None

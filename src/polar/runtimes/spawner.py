@@ -11,7 +11,8 @@ job and tells on its own status pipe, a JSON line each, how it goes:
     end of file      it was killed, or (for a sandbox) bwrap has taken over
 
 The jobs: `sandbox` (mounts in a namespace of its own, then bwrap), `inside` (a command in a running sandbox),
-`kill_inside` and `local` (a command with a supervisor, below which everything that it starts stays, daemons too).
+`kill_inside`, `user_namespace`, `map_owners` (whether sandboxes can have user ids of their own) and `local` (a command
+with a supervisor, below which everything that it starts stays, daemons too).
 
 When the node dies, however it dies, the socket closes, the spawner ends, and with it every sandbox and every
 supervisor. A node without root has it in a user namespace (user_namespace.py). Nothing of the node's environment or
@@ -34,7 +35,8 @@ import warnings  # noqa: F401  needed by os.execvpe, which imports it only then
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from polar.runtimes import linux, user_namespace
+from polar.runtimes import linux
+from polar.runtimes.user_namespace import enter_with_processes, overlay_options
 
 UNPRIVILEGED = "unprivileged"
 NOT_FOUND, NOT_EXECUTABLE = 127, 126  # as shells say it
@@ -47,6 +49,11 @@ _CAPABILITIES = frozenset({0, 1, 3, 4, 5, 6, 7, 10, 18})
 """What root inside may do, within its own user namespace: chown, dac_override, fowner, fsetid, kill, setgid, setuid,
 net_bind_service, sys_chroot. No mounts, no network settings."""
 _LIBRARIES = ("lib", "lib64", "usr/lib", "usr/lib64")
+STAGE = "/mnt"
+"""Where a sandbox's mounts are made, in a mount namespace of their own: a folder that every machine has, and that
+anyone may look into. What the machine has there is not touched."""
+_READ_ONLY = linux.MS_RDONLY | linux.MS_NOSUID | linux.MS_NODEV
+_TERMINALS = 64  # a sandbox's share of the machine's, of which there are some 3,000 besides the machine's own
 _THREADS = 17  # index of num_threads in /proc/PID/stat, counted from the state
 _NO_CAPABILITIES = tuple(set(range(linux.last_capability() + 1)) - _CAPABILITIES)
 
@@ -56,7 +63,7 @@ Job = dict[str, Any]
 def main() -> None:
     """Takes jobs from the socket on descriptor 0 until the node is gone. Argument 2 says whether without root."""
     if sys.argv[2:] == [UNPRIVILEGED]:
-        user_namespace.enter_with_processes()
+        enter_with_processes()
     asked = socket.socket(fileno=os.dup(0))
     gc.disable()  # its passes write to every object, and each page written to is copied in every fork
     linux.adopt_orphans()  # a sandbox can't end while a process of it waits to be reaped by a slow init
@@ -192,7 +199,7 @@ def _write(path: str, value: bytes) -> None:
 
 def _sandbox(job: Job, status: int, fds: list[int]) -> None:
     """Mounts, seen by this process and the sandbox only, and then bwrap in its place."""
-    hold, ready, info, errors = fds
+    hold, ready, info, errors, *users = fds
     _join(job, signal.SIGKILL)
     os.setsid()
     with contextlib.suppress(PermissionError):
@@ -200,16 +207,17 @@ def _sandbox(job: Job, status: int, fds: list[int]) -> None:
     linux.unshare(linux.CLONE_NEWNS)
     linux.mount("none", "/", "none", linux.MS_REC | linux.MS_PRIVATE)
     pid = _pid_on_machine()
-    if job["own_processes"]:  # bwrap looks for its child, by the number that it has here
+    if job["unprivileged"]:  # bwrap looks for its child, by the number that it has here
         linux.mount("proc", "/proc", "proc", linux.MS_NOSUID | linux.MS_NODEV)
     with contextlib.suppress(OSError):  # it is no mount of its own
         linux.unmount("/sys")  # a dozen mounts that no sandbox has: bwrap reads the list of all for each of its own
     if (disk := job["disk"]) is not None:
         device, held = linux.attach_loop(disk["image"])
-        linux.mount(device, disk["at"], "ext4", linux.MS_NOSUID | linux.MS_NODEV, "discard")
+        linux.mount(device, job["layer"], "ext4", linux.MS_NOSUID | linux.MS_NODEV, "discard")
         os.close(held)
+    replaced = job["mended"] is not None and _replaced(f"{job['layer']}/upper", job["env"]["PATH"])
     try:
-        _mount_root(job)
+        _mount_root(job, users)  # from here on the stage hides what the machine has in its place
     except OSError as error:
         filled = job["mended"] is not None and disk is not None and error.errno == errno.ENOSPC
         _tell(status, error=str(error), spoiled=filled)
@@ -217,10 +225,15 @@ def _sandbox(job: Job, status: int, fds: list[int]) -> None:
     for at, fd in enumerate((hold, ready, errors)):
         os.dup2(fd, at)
     os.set_inheritable(info, True)
-    argv = [word.replace("{info}", str(info)) for word in job["argv"]]
+    given = {"{info}": info, "{filter}": _filter_file(job["filter"])}
+    argv = [str(given.get(word, word)) for word in job["argv"]]
+    for namespace in users:
+        os.setgroups([])
+        linux.setns(namespace, linux.CLONE_NEWUSER)
+        _become_root_inside(job, signal.SIGKILL)
     _plain_signals()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # inherited by the first process inside: orphans leave no zombies
-    _tell(status, pid=pid, replaced=job["mended"] is not None and _replaced(job["upper"], job["env"]["PATH"]))
+    _tell(status, pid=pid, replaced=replaced)
     os.execve(argv[0], argv, job["env"])
 
 
@@ -229,26 +242,104 @@ def _pid_on_machine() -> int:
     return int(os.readlink("/proc/self"))
 
 
-def _mount_root(job: Job) -> None:
-    work = job["work"]
+def _user_namespace(job: Job, status: int, fds: list[int]) -> None:
+    """A user namespace that belongs to a user. The node gives it its ids and lets go of the pipe."""
+    (held,) = fds
+    first = job["first"]
+    linux.keep_capabilities()  # some machines let only root make user namespaces
+    os.setresgid(first, first, first)
+    os.setresuid(first, first, first)
+    linux.unshare(linux.CLONE_NEWUSER)
+    _tell(status, pid=os.getpid())
+    os.read(held, 1)
+
+
+def _become_root_inside(job: Job, death: signal.Signals) -> None:
+    """Who is root in the user namespace that was entered just now."""
+    os.setresgid(0, 0, 0)
+    os.setresuid(0, 0, 0)
+    linux.die_with_parent(death)  # which another user id undoes
+    if os.getppid() != job["parent"]:
+        raise RuntimeError("the spawner is gone")
+
+
+def _filter_file(program: str | None) -> int:
+    if program is None:
+        return -1
+    file = os.memfd_create("filter", 0)
+    os.write(file, bytes.fromhex(program))
+    os.lseek(file, 0, os.SEEK_SET)
+    return file
+
+
+def _mount_root(job: Job, users: list[int]) -> None:
+    """Everything that bwrap binds is mounted on a stage, which whoever bwrap is can reach. What is mounted is named by
+    descriptors: those inside see the names."""
+    for namespace in users:
+        for path in job["mapped"]:
+            linux.map_owners(path, namespace)
+    below, layer = [_opened(path) for path in job["below"]], _opened(job["layer"])
+    shown = [_opened(path) for path in job["shown"]]
+    owner = job["owner"]
+    _mount_stage("root", "terminals", "empty", *map(str, range(len(shown))))
+    os.fchdir(_opened("/proc/self/fd"))
     if job["mended"] is None:
-        os.mkdir(job["upper"])
-        os.mkdir(work)
+        os.mkdir(f"{layer}/upper")
+        os.chown(f"{layer}/upper", owner, owner)
+        os.mkdir(f"{layer}/work")
     else:
-        os.unlink(f"{work}/work/incompat/volatile/dirty")  # a mark that it was mounted before, and is refused for
-        os.removedirs(f"{work}/work/incompat/volatile")
-        os.makedirs(work, exist_ok=True)
-    linux.mount("overlay", job["root"], "overlay", linux.MS_NOSUID | linux.MS_NODEV, job["overlay"])
+        os.unlink(f"{layer}/work/work/incompat/volatile/dirty")  # a mark that it was mounted, and is refused for
+        os.removedirs(f"{layer}/work/work/incompat/volatile")
+        os.makedirs(f"{layer}/work", exist_ok=True)
+    layers = overlay_options(below, str(layer), unprivileged=job["unprivileged"])
+    linux.mount("overlay", f"{STAGE}/root", "overlay", linux.MS_NOSUID | linux.MS_NODEV, layers)
+    empty = _opened(f"{STAGE}/empty")
+    for number, folder in enumerate(shown):
+        _mount_unnamed(f"{STAGE}/{number}", empty, folder, unprivileged=job["unprivileged"])
+    terminals = f"newinstance,ptmxmode=0666,mode=0620,max={_TERMINALS}"
+    linux.mount("devpts", f"{STAGE}/terminals", "devpts", linux.MS_NOSUID | linux.MS_NOEXEC, terminals)
+    os.chdir("/")
     if (mended := job["mended"]) is not None:
         for path in mended["folders"]:
-            os.close(_real_folder(job["root"], path))
+            os.close(_real_folder(f"{STAGE}/root", path, owner))
         for path in mended["files"]:
             above, _, name = path.rpartition("/")
-            folder = _real_folder(job["root"], above)
+            folder = _real_folder(f"{STAGE}/root", above, owner)
             with contextlib.suppress(FileNotFoundError):
                 if stat.S_ISLNK(os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode):
                     os.unlink(name, dir_fd=folder)
             os.close(folder)
+
+
+def _mount_stage(*folders: str) -> None:
+    linux.mount("none", STAGE, "tmpfs", linux.MS_NOSUID | linux.MS_NODEV, "mode=0755")
+    for folder in folders:
+        os.mkdir(f"{STAGE}/{folder}")
+
+
+def _mount_unnamed(target: str, empty: int, folder: int, *, unprivileged: bool) -> None:
+    """A folder of the machine, read-only, without its name. An overlay takes two layers at least."""
+    linux.mount("overlay", target, "overlay", _READ_ONLY, overlay_options([empty, folder], unprivileged=unprivileged))
+
+
+def _opened(path: str) -> int:
+    return os.open(path, _MACHINE_FOLDER)
+
+
+def _map_owners(job: Job, _: int, fds: list[int]) -> None:
+    """Tries what a sandbox with user ids of its own needs. The mounts are gone with this process."""
+    (users,) = fds
+    _join(job, signal.SIGKILL)
+    linux.unshare(linux.CLONE_NEWNS)
+    linux.mount("none", "/", "none", linux.MS_REC | linux.MS_PRIVATE)
+    for path in job["mapped"]:
+        linux.map_owners(path, users)
+    folders = [_opened(path) for path in job["mapped"] if os.path.isdir(path)]
+    _mount_stage("root", "empty")
+    empty = _opened(f"{STAGE}/empty")
+    os.fchdir(_opened("/proc/self/fd"))
+    for folder in folders:
+        _mount_unnamed(f"{STAGE}/root", empty, folder, unprivileged=False)
 
 
 def _replaced(upper: str, path: str) -> bool:
@@ -264,8 +355,9 @@ def _replaced(upper: str, path: str) -> bool:
     return any(name.startswith(("ld-", "libc.")) for names in found for name in names)
 
 
-def _real_folder(root: str, path: str) -> int:
-    """A folder that is reached through no link; whatever else has its name is removed."""
+def _real_folder(root: str, path: str, owner: int) -> int:
+    """A folder that is reached through no link; whatever else has its name is removed. One that is made is the owner's
+    (-1: root's)."""
     folder = os.open(root, _MACHINE_FOLDER)
     for name in filter(None, path.split("/")):
         try:
@@ -274,6 +366,7 @@ def _real_folder(root: str, path: str) -> int:
             if error.errno != errno.ENOENT:
                 os.unlink(name, dir_fd=folder)
             os.mkdir(name, 0o755, dir_fd=folder)
+            os.chown(name, owner, owner, dir_fd=folder, follow_symlinks=False)
             opened = os.open(name, _MACHINE_FOLDER | os.O_NOFOLLOW, dir_fd=folder)
         os.close(folder)
         folder = opened
@@ -284,11 +377,19 @@ def _inside(job: Job, _: int, fds: list[int]) -> None:
     """The command, in the sandbox's other namespaces as well. The spawner waits for it."""
     stdin, output, init = fds
     _join(job, signal.SIGKILL)
+    if own_users := job["owner"] >= 0:
+        os.setgroups([])
+        for fd in (stdin, output):
+            os.fchown(fd, job["owner"], job["owner"])  # so that /dev/stdin and /dev/stdout can be opened
     # The machine's own network, which the spawner is in as well, only root may enter.
     linux.setns(init, _WORLDS & ~linux.CLONE_NEWNET if job["shares_network"] else _WORLDS)
     linux.setns(init, linux.CLONE_NEWUSER)  # last, since the others belong to its parent
+    if own_users:
+        _become_root_inside(job, signal.SIGKILL)
     linux.drop_capabilities(_NO_CAPABILITIES)
     linux.no_new_privileges()
+    if (program := job["filter"]) is not None:
+        linux.install_filter(bytes.fromhex(program))
     _become(job, stdin, output)
 
 
@@ -421,6 +522,8 @@ _JOBS: dict[str, Callable[[Job, int, list[int]], None]] = {
     "sandbox": _sandbox,
     "inside": _inside,
     "kill_inside": _kill_inside,
+    "user_namespace": _user_namespace,
+    "map_owners": _map_owners,
     "local": _local,
 }
 

@@ -14,6 +14,7 @@ import json
 import os
 import signal
 import sys
+from collections.abc import Sequence
 
 from polar.runtimes import linux
 
@@ -44,9 +45,13 @@ def enter_with_processes() -> None:
     os._exit(min(abs(os.waitstatus_to_exitcode(status)), 255))
 
 
-def overlay_options(lower: str, upper: str, work: str, *, unprivileged: bool) -> str:
-    """`userxattr`: in a user namespace an overlay may mark files only with attributes that their owner may set."""
-    return f"lowerdir={lower},upperdir={upper},workdir={work},volatile{',userxattr' if unprivileged else ''}"
+def overlay_options(below: Sequence[str | int], layer: str | None = None, *, unprivileged: bool) -> str:
+    """Of an overlay over these folders. Without a layer, a folder that holds `upper` and `work`, it is read-only.
+    `userxattr`: in a user namespace an overlay may mark files only with attributes that their owner may set."""
+    options = [f"lowerdir={':'.join(map(str, below))}"]
+    if layer is not None:
+        options += [f"upperdir={layer}/upper", f"workdir={layer}/work", "volatile"]
+    return ",".join([*options, "userxattr"] if unprivileged else options)
 
 
 def probe() -> None:
@@ -54,7 +59,7 @@ def probe() -> None:
     that failed and its error number, or nothing. The folder must be empty, and free of characters that overlays
     separate options with."""
     folder, unprivileged = sys.argv[2], sys.argv[3] == "unprivileged"
-    lower, upper, work, root = folders = [os.path.join(folder, name) for name in ("lower", "upper", "work", "root")]
+    lower, _, _, root = folders = [os.path.join(folder, name) for name in ("lower", "upper", "work", "root")]
     step = "namespace"
     try:
         if unprivileged:
@@ -66,7 +71,7 @@ def probe() -> None:
         for path in (*folders, f"{lower}/below"):
             os.mkdir(path)
         step = "overlay"
-        options = overlay_options(lower, upper, work, unprivileged=unprivileged)
+        options = overlay_options([lower], folder, unprivileged=unprivileged)
         linux.mount("overlay", root, "overlay", linux.MS_NOSUID | linux.MS_NODEV, options)
         step = "layer"  # network file systems mount, and then fail at what marks a removed file
         os.rmdir(f"{root}/below")

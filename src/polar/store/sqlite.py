@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Literal
 
 from polar.errors import StoreError
+from polar.private_files import make_private_file
 from polar.store.reading import Reader
 from polar.store.recorder import Recorder
 from polar.store.relational import MEMORY, RelationalStore
@@ -48,6 +49,7 @@ class SqliteStore(RelationalStore):
         connection: sqlite3.Connection | None = None
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
+            make_private_file(path)  # SQLite gives the files beside it the same permissions
             connection = _connect(path, lock_timeout_s)
             settle_schema(connection, named, WORDS, str(path))
             _set_durability(connection, durability, path, lock_timeout_s)

@@ -119,6 +119,34 @@ async def test_setuid_programs_give_nothing(kind: Bubblewrap, tmp_path: Path) ->
     assert "uid=65534" not in said
 
 
+async def test_system_calls_are_filtered(kind: Bubblewrap, tmp_path: Path) -> None:
+    """For the first process as for commands, and not where the task wants none."""
+    keys = "import ctypes, errno, os, sys; libc = ctypes.CDLL(None, use_errno=True)\n"
+    keys += "libc.syscall({'x86_64': 250, 'aarch64': 219}[os.uname().machine], 0, 0)\n"
+    keys += "print(errno.errorcode.get(ctypes.get_errno()))"
+    script = f'grep -h "^Seccomp:" /proc/1/status /proc/self/status; python3 -c "{keys}"'
+    _, said = await shell(await start(kind), script, tmp_path / "output")
+    assert said.split() == ["Seccomp:", "2", "Seccomp:", "2", "ENOSYS"]
+    _, said = await shell(await start(kind, "open", Spec(seccomp=False)), script, tmp_path / "output")
+    assert said.split()[:4] == ["Seccomp:", "0", "Seccomp:", "0"]
+    assert said.split()[-1] != "ENOSYS"
+
+
+async def test_mounts_are_unnamed_and_terminals_counted(kind: Bubblewrap, tmp_path: Path) -> None:
+    shown = tmp_path / "shown:with,separators"
+    shown.mkdir()
+    (shown / "tool").write_text("of the machine")
+    runtime = await start(kind, spec=Spec(mounts=(Mount(shown, "/opt/shown"),)))
+    script = "cat /opt/shown/tool /proc/self/mountinfo /proc/self/mounts"
+    _, said = await shell(runtime, script, tmp_path / "output")
+    assert said.startswith("of the machine")
+    assert tmp_path.name not in said
+    many = "import os; held = []\ntry:\n  while len(held) < 100: held.append(os.openpty())\n"
+    many += "except OSError: print(len(held))"
+    _, said = await shell(runtime, f'python3 -c "{many}"', tmp_path / "output")
+    assert said == "64\n"
+
+
 async def test_a_disk_limit_limits_files_and_says_so(
     kind: Bubblewrap, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -135,7 +163,10 @@ async def test_a_disk_limit_limits_files_and_says_so(
 
 async def test_a_trial_works_and_names_what_is_missing(kind: Bubblewrap) -> None:
     assert await why_trial_fails(kind) is None
-    assert kind.missing()[-1] == "disk limit (only the size of each file)"
+    assert kind.missing()[-2:] == [
+        "disk limit (only the size of each file)",
+        "user ids (inotify, pipes and signals are shared)",
+    ]
     assert kind.runtimes == {}
 
 
