@@ -1,6 +1,7 @@
 """Calls to an engine's HTTP server, and its failures as `EngineError`s that say what follows."""
 
 import io
+from types import SimpleNamespace
 
 import aiohttp
 import msgspec
@@ -25,6 +26,17 @@ _CONTEXT_WORDS = (b"context length", b"context_length", b"context window", b"max
 _LIMIT_WORDS = (b"max_tokens", b"max_completion_tokens", b"max_model_len")
 
 
+class _Attempt:
+    """One request to the engine."""
+
+    reuses_connection = False
+
+
+async def _note_reuse(_: aiohttp.ClientSession, context: SimpleNamespace, __: object) -> None:
+    if context.trace_request_ctx is not None:
+        context.trace_request_ctx.reuses_connection = True
+
+
 class EngineHttp:
     def __init__(self, url: str, api_key: str | None, silence: float) -> None:
         """`silence` is how many seconds may pass without a byte before a call is given up."""
@@ -44,10 +56,11 @@ class EngineHttp:
 
     def _session(self) -> aiohttp.ClientSession:
         if self._http is None:
-            traced = aiohttp.TraceConfig()
-            traced.on_connection_create_end.append(self._count)
+            trace = aiohttp.TraceConfig()
+            trace.on_connection_create_end.append(self._count)
+            trace.on_connection_reuseconn.append(_note_reuse)
             self._http = aiohttp.ClientSession(
-                trace_configs=[traced],
+                trace_configs=[trace],
                 connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=60),
                 timeout=aiohttp.ClientTimeout(total=None, sock_connect=10, sock_read=self._silence),
                 headers=self._headers,
@@ -61,20 +74,23 @@ class EngineHttp:
 
     async def open(self, path: str, body: bytes) -> aiohttp.ClientResponse:
         try:
-            try:
-                return await self._post(path, body)
-            except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError) as error:
-                if isinstance(error, aiohttp.ClientConnectorError):
-                    raise
-                # Most likely a kept connection that the server closed, being idle, just as we used it: once more.
-                return await self._post(path, body)
+            while True:
+                attempt = _Attempt()
+                try:
+                    return await self._post(path, body, attempt)
+                except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError):
+                    # A server closes idle connections after some seconds, many at once, and may do so just as one is
+                    # used. Each failure removes one from the pool, so a new one comes in the end: that one must work.
+                    if not attempt.reuses_connection:
+                        raise
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             raise self.broken(error) from error
 
-    async def _post(self, path: str, body: bytes) -> aiohttp.ClientResponse:
+    async def _post(self, path: str, body: bytes, attempt: "_Attempt") -> aiohttp.ClientResponse:
         # Redirects are refused: prompts and keys go only where somebody said that they should.
         data = body if len(body) <= _AT_ONCE else io.BytesIO(body)  # which is written piece by piece
-        return await self._session().post(self.url + path, data=data, allow_redirects=False)
+        url = self.url + path
+        return await self._session().post(url, data=data, allow_redirects=False, trace_request_ctx=attempt)
 
     async def read(self, response: aiohttp.ClientResponse) -> bytes:
         try:
