@@ -732,7 +732,7 @@ async def test_tokens_and_keys_are_told_nobody(tmp_path: Path, caplog: pytest.Lo
         for secret in secrets:
             assert not [one for one in told if secret.encode() in one]
             assert secret not in caplog.text
-    for file in tmp_path.iterdir():  # noqa: ASYNC240
+    for file in filter(Path.is_file, tmp_path.rglob("*")):  # noqa: ASYNC240
         for secret in secrets:
             assert secret.encode() not in file.read_bytes(), file
 

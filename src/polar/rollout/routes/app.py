@@ -46,7 +46,7 @@ def create_app(parts: Parts) -> FastAPI:
     if not access.open:
         admin.add_api_route("/openapi.json", lambda: app.openapi(), include_in_schema=False)
     for router in (anybody, admin, node):
-        app.include_router(router)
+        app.router.routes += router.routes  # include_router would make each of them a second time
     return app
 
 

@@ -27,9 +27,17 @@ _SAYINGS = {
 }
 
 
+_COMPONENTS = "#/components/schemas/"
+_PROBLEM = {"$ref": f"{_COMPONENTS}Problem"}
+"""By reference: FastAPI would make a model of its own for each status of each route, most of what a start takes."""
+
+
 def problems(*codes: int) -> Responses:
     """Besides those that any route may answer."""
-    return {code: {"model": Problem, "description": _SAYINGS[code]} for code in sorted({401, 403, 422, 503, *codes})}
+    return {
+        code: {"description": _SAYINGS[code], "content": {"application/json": {"schema": _PROBLEM}}}
+        for code in sorted({401, 403, 422, 503, *codes})
+    }
 
 
 def streamed(description: str, schema: dict[str, Any], media: str = "application/json") -> Responses:
@@ -51,7 +59,7 @@ class Structs:
         return streamed(description, self.schema(kind))
 
     def schema(self, kind: Any) -> dict[str, Any]:
-        (found,), components = msgspec.json.schema_components([kind], ref_template="#/components/schemas/{name}")
+        (found,), components = msgspec.json.schema_components([kind], ref_template=_COMPONENTS + "{name}")
         self._components |= components
         return found
 
@@ -59,7 +67,8 @@ class Structs:
         def document() -> dict[str, Any]:
             if app.openapi_schema is None:
                 made = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
-                made["components"]["schemas"] |= self._components
+                problem = Problem.model_json_schema(ref_template=_COMPONENTS + "{model}")
+                made["components"]["schemas"] |= problem.pop("$defs") | {"Problem": problem} | self._components
                 app.openapi_schema = made
             return app.openapi_schema
 
