@@ -20,7 +20,7 @@ from polar.engines.base import Capabilities, Chunk, Standing, TokenPrompt
 from polar.engines.chat import ChatEngine
 from polar.engines.tools import flatten
 from polar.errors import EngineError
-from polar.rendering.tokenizer import Tokenizer
+from polar.rendering.tokenizer import Tokenizer, load_tokenizer
 from polar.types import Request, Sampling
 
 
@@ -206,7 +206,7 @@ class VllmEngine(ChatEngine):
         if self._tokenizer is None:
             folder = self.tokenizer_folder()
             assert folder is not None  # ids come from a prompt that was rendered with it
-            self._tokenizer = Tokenizer.load(folder)
+            self._tokenizer = load_tokenizer(Path(folder))
         return self._tokenizer.token_text(id)
 
     # Beside sampling

@@ -4,7 +4,6 @@ Request -> Conversation -> Plan (recorded ids + text) -> ids        sampled ids 
 """
 
 from collections.abc import Sequence
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from polar.rendering.messages import Conversation, conversation
 from polar.rendering.saying import Saying, saying
 from polar.rendering.seams import Seams
 from polar.rendering.skeleton import Renderer
-from polar.rendering.tokenizer import Ids, Tokenizer
+from polar.rendering.tokenizer import Ids, Tokenizer, load_tokenizer
 from polar.rendering.traits import find_traits
 from polar.types import (
     Media,
@@ -47,7 +46,7 @@ class Model:
 
     @classmethod
     def load(cls, folder: str | Path, mode: Mode = "auto", template_kwargs: dict[str, Any] | None = None) -> "Model":
-        return cls(_tokenizer(resolve_folder(folder)), mode, template_kwargs)
+        return cls(load_tokenizer(resolve_folder(folder)), mode, template_kwargs)
 
     def plan(self, request: Request, history: History, cut: Cut) -> Plan:
         """How the prompt of a request (of plain function tools) comes about. Raises TemplateError."""
@@ -125,12 +124,6 @@ def _together(first: Message, second: Message) -> bool:
     """Two assistant messages in a row are one turn where both name the same exchange."""
     one = named(first.parts)
     return one is not None and one == named(second.parts)
-
-
-@lru_cache(4)
-def _tokenizer(folder: Path) -> Tokenizer:
-    """Reading one takes a second or so; it never changes."""
-    return Tokenizer.load(folder)
 
 
 def resolve_folder(folder: str | Path) -> Path:

@@ -213,3 +213,9 @@ def pieces(tokenizer: Tokenizer, ids: Iterable[int]) -> list[str]:
     if out:
         out[-1] += detokenizer.flush()
     return out
+
+
+@lru_cache(8)
+def load_tokenizer(folder: Path) -> Tokenizer:
+    """The tokenizer in a folder, which is read once: that takes up to a second, and it never changes."""
+    return Tokenizer.load(folder)

@@ -28,7 +28,7 @@ from polar.engines.scripted.play import Fault, Play, Plays
 from polar.engines.scripted.reading import Reader, Refusal, read
 from polar.engines.scripted.replies import DONE, ChatWriter, CompletionWriter, GenerateWriter, Writer
 from polar.engines.scripted.sampler import Sampler
-from polar.rendering.tokenizer import Tokenizer
+from polar.rendering.tokenizer import load_tokenizer
 
 TOKENIZER = Path(__file__).parent / "tokenizer"
 """The folder of the tokenizer that comes with the package."""
@@ -71,7 +71,7 @@ class ScriptedServer:
         With `experts`, replies to token ids say which of so many each token was routed to."""
         self.model = model
         self.max_model_len = max_model_len
-        self.tokenizer = Tokenizer.load(tokenizer)
+        self.tokenizer = load_tokenizer(Path(tokenizer))
         self.url = ""
         self.version = version  # that it began with
         plays = play if isinstance(play, Plays) else Plays(play)
