@@ -26,6 +26,7 @@ polar.engine.options = { threads = 1, device = "cpu", memory_gib = 0.02 }
 """
 
 
+@pytest.mark.slow
 async def test_from_settings_to_a_model(tmp_path: Path) -> None:
     tiny.folder(tmp_path / "model")
     write_tasks(tmp_path)
