@@ -42,6 +42,7 @@ async def run_bare(
     settings: Mapping[str, Any] | None = None,
     mcp_servers: tuple[McpServer, ...] = (),
     files: Mapping[str, str] | None = None,
+    model: str | None = None,
 ) -> Bare:
     """`files` are put into the home besides the preset's."""
     preset, chosen = load_harness(name), dict(settings or {})
@@ -54,7 +55,7 @@ async def run_bare(
     engine = {"kind": "scripted", "options": {"play": str(play)}}
     configured = Settings.model_validate({"engine": engine, "gateway": {"port": 0}})
     async with DataPlane(configured, data) as service:
-        model, url = preset.default_model, service.gateway_url
+        model, url = model or preset.default_model, service.gateway_url
         session, key = await service.sessions.create({"harness": name, "model": model})
         setup = preset.setup(Wanted(str(home), str(folder), url, key, model, mcp_servers, chosen))
         write_setup(setup, home)
