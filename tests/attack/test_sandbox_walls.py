@@ -55,7 +55,7 @@ async def sandboxes(tmp_path: Path) -> AsyncIterator[Sandboxes]:
 
 def calls(*, own_users: bool) -> list[list[Any]]:
     machine = seccomp.machine()
-    found = seccomp.denied(seccomp.NO_EXCEPTIONS, own_users=own_users)
+    found = seccomp.list_denied(seccomp.NO_EXCEPTIONS, own_users=own_users)
     return [[call.name, number] for call, _ in found if (number := getattr(call, str(machine))) is not None]
 
 
@@ -63,7 +63,7 @@ async def test_refused_calls_answer_as_the_table_says(sandboxes: Sandboxes) -> N
     runtime = await sandboxes.new()
     asked = json.dumps(calls(own_users=True)).encode()
     answers = (await sandboxes.run(runtime, attacks.CALLS, asked))["answers"]
-    table = {call.name: number for call, number in seccomp.denied(seccomp.NO_EXCEPTIONS, own_users=True)}
+    table = {call.name: number for call, number in seccomp.list_denied(seccomp.NO_EXCEPTIONS, own_users=True)}
     assert answers == {name: table[name] for name in answers}
     assert len(answers) > 40
 

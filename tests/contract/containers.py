@@ -63,7 +63,7 @@ class ContainerContract(RuntimeContract):
         return asked
 
     async def test_system_calls_are_refused_as_the_table_says(self, place: Place) -> None:
-        table = dict(seccomp.denied(seccomp.NO_EXCEPTIONS, own_users=False))
+        table = dict(seccomp.list_denied(seccomp.NO_EXCEPTIONS, own_users=False))
         numbers = {call.name: getattr(call, str(seccomp.machine())) for call in table}
         asked = json.dumps([it for it in numbers.items() if it[1] is not None]).encode()
         wanted = {call.name: answer for call, answer in table.items() if numbers[call.name] is not None}

@@ -85,7 +85,7 @@ class Report(Struct):
         """Whether every call was answered, and every captured one that was looked at is whole."""
         return not any(it.tally.errors or it.not_whole for it in self.measured)
 
-    def of(self, way: WayName, sessions: int) -> list[Measured]:
+    def find_rounds(self, way: WayName, sessions: int) -> list[Measured]:
         return [it for it in self.measured if it.way == way and it.sessions == sessions]
 
 
@@ -133,7 +133,7 @@ def _expected_seconds(report: Report, level: int) -> float:
     if not known:
         return 0.0
     nearest = min(known, key=lambda sessions: abs(sessions - level))
-    ways = (report.of(way, nearest) for way in WAYS)
+    ways = (report.find_rounds(way, nearest) for way in WAYS)
     seconds = sum(max((it.seconds for it in measured), default=0.0) for measured in ways)
     growth: float = (level / nearest) ** _GROWTH
     return seconds * growth

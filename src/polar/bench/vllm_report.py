@@ -19,7 +19,9 @@ _TITLES = {CHAT: "the engine's chat API", GATEWAY: "through Polar, captured", ID
 
 def ratios(report: Report, against: WayName, level: int) -> list[float]:
     """Round by round: what else the machine does changes slowly."""
-    pairs = zip(report.of(GATEWAY, level), report.of(against, level), strict=False)  # a run may end within a round
+    pairs = zip(
+        report.find_rounds(GATEWAY, level), report.find_rounds(against, level), strict=False
+    )  # a run may end within a round
     return [gateway.rate / other.rate for gateway, other in pairs if other.tally.tokens]
 
 
@@ -113,7 +115,7 @@ def show(report: Report, console: Console) -> None:
 
 def _rows(report: Report, level: int) -> Iterator[tuple[str, ...]]:
     for way in WAYS:
-        measured = report.of(way, level)
+        measured = report.find_rounds(way, level)
         if not measured:
             continue
         tokens, seconds = sum(it.tally.tokens for it in measured), sum(it.seconds for it in measured)

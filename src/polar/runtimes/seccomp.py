@@ -189,7 +189,7 @@ def machine() -> str | None:
     return name if name in _ARCHITECTURES and sys.byteorder == "little" and sys.maxsize > 1 << 32 else None
 
 
-def denied(allowed: Exceptions, *, own_users: bool) -> Iterator[tuple[Call, int]]:
+def list_denied(allowed: Exceptions, *, own_users: bool) -> Iterator[tuple[Call, int]]:
     """The calls that are refused whatever their arguments, each with its answer."""
     for rule in RULES if own_users else (*RULES, MESSAGE_QUEUES):
         for call in rule.calls:
@@ -212,7 +212,7 @@ def program(machine: str, allowed: Exceptions = NO_EXCEPTIONS, *, own_users: boo
     """The filter. `own_users`: the sandbox has user ids of its own, and what is counted by user is its own too."""
     block: _Block = [(_LOAD, 0, 0, _ARCHITECTURE), (_EQUAL, 1, 0, _ARCHITECTURES[machine]), _fail(errno.ENOSYS)]
     block += [(_LOAD, 0, 0, _NUMBER), (_GREATER, 0, 1, _LAST_CALL), _fail(errno.ENOSYS)]
-    for call, answer in denied(allowed, own_users=own_users):
+    for call, answer in list_denied(allowed, own_users=own_users):
         block += _for_call(call, machine, [_fail(answer)])
     for call, checks in _checks(allowed).items():
         block += _for_call(call, machine, checks)
@@ -286,7 +286,7 @@ _I386_CALLS = ("socketcall", "umount", "vm86", "vm86old")
 def profile(machine: str, allowed: Exceptions = NO_EXCEPTIONS) -> dict[str, Any]:
     """Containers of an engine share root's user id, so message queues are refused."""
     answers: dict[int, list[str]] = {errno.EPERM: list(_I386_CALLS)}
-    for call, answer in denied(allowed, own_users=False):
+    for call, answer in list_denied(allowed, own_users=False):
         answers.setdefault(answer, []).append(call.name)
     rules = [_profile_rule(names, answer) for answer, names in answers.items()]
     for name, bits in (("clone", _NEW_NAMESPACES), ("unshare", _NEW_NAMESPACES | _NEW_TIME)):

@@ -278,11 +278,11 @@ def _mount_root(job: Job, users: list[int]) -> None:
     for namespace in users:
         for path in job["mapped"]:
             linux.map_owners(path, namespace)
-    below, layer = [_opened(path) for path in job["below"]], _opened(job["layer"])
-    shown = [_opened(path) for path in job["shown"]]
+    below, layer = [_open_path(path) for path in job["below"]], _open_path(job["layer"])
+    shown = [_open_path(path) for path in job["shown"]]
     owner = job["owner"]
     _mount_stage("root", "terminals", "empty", *map(str, range(len(shown))))
-    os.fchdir(_opened("/proc/self/fd"))
+    os.fchdir(_open_path("/proc/self/fd"))
     if job["mended"] is None:
         os.mkdir(f"{layer}/upper")
         os.chown(f"{layer}/upper", owner, owner)
@@ -293,7 +293,7 @@ def _mount_root(job: Job, users: list[int]) -> None:
         os.makedirs(f"{layer}/work", exist_ok=True)
     layers = overlay_options(below, str(layer), unprivileged=job["unprivileged"])
     linux.mount("overlay", f"{STAGE}/root", "overlay", linux.MS_NOSUID | linux.MS_NODEV, layers)
-    empty = _opened(f"{STAGE}/empty")
+    empty = _open_path(f"{STAGE}/empty")
     for number, folder in enumerate(shown):
         _mount_unnamed(f"{STAGE}/{number}", empty, folder, unprivileged=job["unprivileged"])
     terminals = f"newinstance,ptmxmode=0666,mode=0620,max={_TERMINALS}"
@@ -322,7 +322,7 @@ def _mount_unnamed(target: str, empty: int, folder: int, *, unprivileged: bool) 
     linux.mount("overlay", target, "overlay", _READ_ONLY, overlay_options([empty, folder], unprivileged=unprivileged))
 
 
-def _opened(path: str) -> int:
+def _open_path(path: str) -> int:
     return os.open(path, _MACHINE_FOLDER)
 
 
@@ -334,10 +334,10 @@ def _map_owners(job: Job, _: int, fds: list[int]) -> None:
     linux.mount("none", "/", "none", linux.MS_REC | linux.MS_PRIVATE)
     for path in job["mapped"]:
         linux.map_owners(path, users)
-    folders = [_opened(path) for path in job["mapped"] if os.path.isdir(path)]
+    folders = [_open_path(path) for path in job["mapped"] if os.path.isdir(path)]
     _mount_stage("root", "empty")
-    empty = _opened(f"{STAGE}/empty")
-    os.fchdir(_opened("/proc/self/fd"))
+    empty = _open_path(f"{STAGE}/empty")
+    os.fchdir(_open_path("/proc/self/fd"))
     for folder in folders:
         _mount_unnamed(f"{STAGE}/root", empty, folder, unprivileged=False)
 

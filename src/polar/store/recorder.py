@@ -213,7 +213,7 @@ class Recorder:
         """What a process that is no more had begun becomes exchanges of that status. Their ids."""
         found = self._db.execute(self._q.begun_by, {"owner": owner}).fetchall()
         for row in found:
-            self.append(_interrupted(*row))
+            self.append(_make_interrupted(*row))
         self._db.execute(self._q.drop_begun_by, {"owner": owner})
         return [row[0] for row in found]
 
@@ -281,7 +281,7 @@ class Recorder:
         return lineage
 
 
-def _interrupted(
+def _make_interrupted(
     exchange_id: str,
     session_id: str,
     seq: int,

@@ -78,13 +78,13 @@ class Budget(Struct, frozen=True):
         """Bytes of a chunk that is kept, or that goes through the model for its backward pass."""
         token = self.activations + (0 if chunk.plain else self.branching)
         token += self.gradients if chunk.needed > chunk.stop else 0
-        copied = self._copied(chunk)
+        copied = self._count_copied(chunk)
         # Twice: as inputs, and in a row with the chunk's own. Then what comes back to the inputs.
         copies = 3 * copied + len(chunk) if copied else 0
         pairs = len(chunk) * (chunk.depth + len(chunk))
         return len(chunk) * token + copies * self.keys + pairs * self.scores + chunk.forks * self.memory
 
-    def _copied(self, chunk: Chunk) -> float:
+    def _count_copied(self, chunk: Chunk) -> float:
         """Tokens of its context whose keys and values it has copies of."""
         if self.grain is None or not (chunk.plain or self.splits):
             return chunk.depth
