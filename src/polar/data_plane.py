@@ -16,6 +16,7 @@ from polar.engines.pool import Pool
 from polar.engines.pools import Pools
 from polar.errors import ConfigError, StoreError
 from polar.gateway.app import Gateway
+from polar.gateway.call_journal import CallJournal, read_journal
 from polar.gateway.metrics import Metrics
 from polar.gateway.sessions import Sessions
 from polar.private_files import make_private_folder
@@ -25,6 +26,8 @@ from polar.store.relational import RelationalStore
 from polar.telemetry import tracing
 
 log = logging.getLogger(__name__)
+
+_JOURNAL = "calls.jsonl"
 
 
 def settle_process() -> None:
@@ -106,7 +109,7 @@ class DataPlane:
         url = settings.store.url or f"sqlite:{self.data / 'polar.db'}"
         self.store = open_store(url, settings.store.durability)
         stack.push_async_callback(self.store.close)
-        await self._note_calls(stack)
+        journal = await self._open_journal(stack)
         engine = settings.engine
         self.pools = await Pools.from_settings(engine) if self._engines else Pools(engine)
         stack.push_async_callback(self.pools.close)
@@ -117,30 +120,37 @@ class DataPlane:
         self.metrics = Metrics()
         self.metrics.watch(self.pools.by_run)
         self.gateway = Gateway(
-            settings, store=self.store, pools=self.pools, sessions=self.sessions, metrics=self.metrics
+            settings,
+            store=self.store,
+            journal=journal,
+            pools=self.pools,
+            sessions=self.sessions,
+            metrics=self.metrics,
         )
         stack.push_async_callback(self.gateway.stop)
         self.gateway_url = await self.gateway.start()
 
-    async def _note_calls(self, stack: contextlib.AsyncExitStack) -> None:
-        """Calls under way are noted as this process's; those of processes on this folder that are no more are recorded
+    async def _open_journal(self, stack: contextlib.AsyncExitStack) -> CallJournal:
+        """Where this process notes its calls. Those in journals of processes on this folder that are gone are recorded
         as interrupted."""
         state = State(self.data / "gateways")
         for left in state.left():
-            interrupted = await self.store.record_interrupted(left.folder.name)
+            interrupted = await self.store.record_interrupted(read_journal(left.folder / _JOURNAL))
             if interrupted:
                 log.warning(
                     "%d calls were under way when their gateway's process ended: interrupted.", len(interrupted)
                 )
             await asyncio.to_thread(left.remove)
         await asyncio.to_thread(state.lock)
-        stack.push_async_callback(self._end_notes, state)
-        self.store.note_calls_as(state.folder.name)
+        journal = CallJournal(state.folder / _JOURNAL)
+        stack.push_async_callback(self._close_journal, journal, state)
+        return journal
 
-    async def _end_notes(self, state: State) -> None:
+    async def _close_journal(self, journal: CallJournal, state: State) -> None:
         """All calls have ended. Those that could not be recorded are, as interrupted, now or by the next process."""
+        journal.close()
         try:
-            await self.store.record_interrupted(state.folder.name)
+            await self.store.record_interrupted(journal.running)
         except StoreError as error:
             log.warning("Calls that were not recorded are looked after by the next process: %s", error)
             return

@@ -25,6 +25,7 @@ from polar.engines.base import VersionSpan
 from polar.engines.pool import Pool
 from polar.engines.scripted import Play, ScriptedServer, Turn
 from polar.errors import EngineError
+from polar.gateway.call_journal import CallJournal
 from polar.gateway.capture import Call
 from polar.gateway.generation import Context, Generation
 from polar.gateway.metrics import Metrics
@@ -236,7 +237,8 @@ async def test_a_call_that_is_given_up_before_it_begins(tmp_path: Path) -> None:
         wire = dialect.split(body)
         call = Call(opened, dialect, {}, {}, body, wire, dialect.decode_request(wire, {}))
         prompting = Prompting(EngineSettings(), pools, store)
-        generation = Generation(call, Context(pools, store, Metrics(), PromptIds(), prompting, True, 0.1))
+        journal = CallJournal(tmp_path / "calls.jsonl")
+        generation = Generation(call, Context(pools, store, journal, Metrics(), PromptIds(), prompting, True, 0.1))
         generation.give_up()
         async with asyncio.timeout(120):
             await generation.settled()
@@ -244,6 +246,8 @@ async def test_a_call_that_is_given_up_before_it_begins(tmp_path: Path) -> None:
         assert generation.finished
         assert generation.error is not None
         assert opened.running == set()
+        assert journal.running == []
+        journal.close()
         (exchange,) = await it.exchanges()
         assert exchange.status == "failed"
 

@@ -11,6 +11,7 @@ import aiohttp
 
 from polar.engines.pools import Pools
 from polar.gateway.app import Gateway
+from polar.gateway.call_journal import CallJournal
 from polar.gateway.metrics import Metrics
 from polar.gateway.sessions import Sessions
 from polar.store.sqlite import SqliteStore
@@ -100,13 +101,15 @@ async def impatient(folder: Path) -> AsyncIterator[tuple[str, str]]:
         pools = await Pools.from_settings(config.engine)
         await pools.start()
         sessions = Sessions(store)
-        gateway = Gateway(config, store=store, pools=pools, sessions=sessions, metrics=Metrics())
+        journal = CallJournal(folder / "calls.jsonl")
+        gateway = Gateway(config, store=store, journal=journal, pools=pools, sessions=sessions, metrics=Metrics())
         url = await gateway.start()
         _, key = await sessions.create({})
         try:
             yield url, key
         finally:
             await gateway.stop()
+            journal.close()
             await pools.close()
             await store.close()
 

@@ -13,6 +13,7 @@ import pytest
 
 from polar import ids
 from polar.engines.scripted import Play, ScriptedServer, Turn
+from polar.gateway.call_journal import read_journal
 from polar.gateway.sessions import Sessions
 from polar.store import open_store
 from tests.conditions import wait_until
@@ -112,8 +113,8 @@ async def test_a_call_in_flight_is_listed_as_interrupted(tmp_path: Path) -> None
     store = open_store(database, "process")
     session, key = await Sessions(store).create({})
 
-    async def is_noted() -> bool:
-        return bool(await store.query(lambda db: db.execute("SELECT 1 FROM begun_calls").fetchall()))
+    def is_noted() -> bool:
+        return any(read_journal(path) for path in tmp_path.glob("gateways/*/calls.jsonl"))
 
     async with ScriptedServer(Play([Turn(text=TEXT, token_delay=1e6)])) as engine:
         process, url = await start_gateway(tmp_path, engine.url)

@@ -5,8 +5,7 @@ from typing import Any
 
 import aiohttp
 
-from polar.store.base import BegunCall
-from tests.conditions import wait_until
+from polar.store.base import StartedCall
 from tests.integration.stack import Stack, running
 
 
@@ -27,18 +26,8 @@ async def test_a_session_with_an_interrupted_call(tmp_path: Path) -> None:
         messages = [{"role": "user", "content": "hi"}]
         said = await call(stack, messages)
         (session,) = stack.service.sessions._open.values()
-        owner = store._owner
-        await wait_until(lambda: store._noting is None)
-        store.note_calls_as("killed")
-        store.note_begun(
-            BegunCall("x-lost", session_id, session.take_seq(), "openai_chat", "messages", "m", 17.0, b"{}")
-        )
-        noting = store._noting
-        assert noting is not None
-        await wait_until(noting.done)
-        assert owner is not None
-        store.note_calls_as(owner)
-        assert await store.record_interrupted("killed") == ["x-lost"]
+        lost_call = StartedCall("x-lost", session_id, session.take_seq(), "openai_chat", "messages", "m", 17.0, 2)
+        assert await store.record_interrupted([lost_call]) == ["x-lost"]
         await call(stack, [*messages, {"role": "assistant", "content": said}, {"role": "user", "content": "go on"}])
         async with aiohttp.ClientSession(stack.service.control_url) as http:
             async with http.get(f"/sessions/{session_id}/exchanges") as response:

@@ -19,6 +19,7 @@ from polar.dialects.wire import mend
 from polar.engines.pools import Pools
 from polar.errors import ApiError, ConfigError, EngineError, StoreError
 from polar.gateway import auth
+from polar.gateway.call_journal import CallJournal
 from polar.gateway.capture import Call
 from polar.gateway.generation import Context, Generation
 from polar.gateway.http import create_server, read_body, url_of
@@ -50,7 +51,16 @@ class Match(NamedTuple):
 
 
 class Gateway:
-    def __init__(self, settings: Settings, *, store: Store, pools: Pools, sessions: Sessions, metrics: Metrics) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        *,
+        store: Store,
+        journal: CallJournal,
+        pools: Pools,
+        sessions: Sessions,
+        metrics: Metrics,
+    ) -> None:
         self._settings = settings.gateway
         self._sampling = settings.engine.sampling
         self._refuses_addresses = settings.engine.image_urls == "refuse"
@@ -58,7 +68,14 @@ class Gateway:
         self._sessions = sessions
         self.prompting = Prompting(settings.engine, pools, store)
         self._context = Context(
-            pools, store, metrics, PromptIds(), self.prompting, settings.engine.logprobs, settings.gateway.grace
+            pools,
+            store,
+            journal,
+            metrics,
+            PromptIds(),
+            self.prompting,
+            settings.engine.logprobs,
+            settings.gateway.grace,
         )
         sessions.add_end_listener(self._forget)
         self._dialects: list[Dialect] = [load("dialects", name)() for name in names("dialects")]

@@ -19,7 +19,7 @@ from polar.gateway.prompt_ids import PromptIds
 from polar.gateway.sessions import OpenSession
 from polar.parts import Parts
 from polar.rendering.mark import ContextMark
-from polar.store.base import BegunCall, Continuation, Exchange, ExchangeStatus
+from polar.store.base import Continuation, Exchange, ExchangeStatus, StartedCall
 from polar.types import (
     CallStart,
     FinishReason,
@@ -92,9 +92,10 @@ class Capture:
         self._replica: Replica | None = None
         self._versions = _Versions()
 
-    def begun_call(self) -> BegunCall:
+    @property
+    def started_call(self) -> StartedCall:
         call = self.call
-        return BegunCall(
+        return StartedCall(
             exchange_id=self.exchange_id,
             session_id=call.session.session_id,
             seq=self.seq,
@@ -102,7 +103,7 @@ class Capture:
             list_name=call.wire.list_name,
             model=call.request.model,
             started_at=self._started_at,
-            body=call.body,
+            request_bytes=len(call.body),
         )
 
     def rendered(self, rendered: Rendered) -> None:

@@ -19,6 +19,7 @@ from msgspec import Struct
 from polar.engines.base import Chunk, TokenPrompt
 from polar.engines.pools import Pools
 from polar.errors import ApiError, EngineError, StoreError
+from polar.gateway.call_journal import CallJournal
 from polar.gateway.capture import Call, Capture, Rendered
 from polar.gateway.metrics import Metrics
 from polar.gateway.prompt_ids import PromptIds
@@ -43,6 +44,7 @@ class Context(Struct, frozen=True):
 
     pools: Pools
     store: Store
+    journal: CallJournal
     metrics: Metrics
     prompts: PromptIds
     prompting: Prompting
@@ -73,7 +75,7 @@ class Generation:
         self._amendment: asyncio.Task[None] | None = None
         call.session.running.add(self)
         context.metrics.running.inc()
-        context.store.note_begun(self.capture.begun_call())
+        context.journal.start(self.capture.started_call)
         self._task = asyncio.get_running_loop().create_task(self._run())
 
     # The reader's side
@@ -188,7 +190,7 @@ class Generation:
         try:
             if self._is_refused_giant():
                 meter.too_long = True
-                self._context.store.drop_begun(self.capture.exchange_id)
+                self._context.journal.drop(self.capture.exchange_id)
             else:
                 await self._record(status)
             meter.unrecorded = None
@@ -242,6 +244,7 @@ class Generation:
         self.capture.read_prompt(self._context.prompts)
         exchange = self.capture.exchange(status, delivered, error, wants_logprobs=self._context.wants_logprobs)
         await self._context.store.append(exchange)
+        self._context.journal.mark_recorded(exchange.exchange_id)
         self._recorded = status, delivered
         self._context.prompting.learn(self.call.session, exchange, self._rendered)
         self._context.metrics.captured(exchange)

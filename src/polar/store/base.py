@@ -4,7 +4,7 @@ The store is the truth. `append` returns when the exchange would survive kill -9
 configured), and only then does the harness get the last byte of the reply.
 """
 
-from collections.abc import AsyncIterator, Iterable, Mapping
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from typing import Annotated, Any, Literal, Protocol
 
 import numpy as np
@@ -18,7 +18,7 @@ from polar.types import FinishReason, Reply, Sampling, Usage, Used
 
 Logprobs = NDArray[np.float32]
 ExchangeStatus = Literal["complete", "partial", "failed", "interrupted"]
-"""interrupted: the gateway's process ended before the call did, and left no more than a note that it had begun."""
+"""interrupted: the gateway's process ended before the call did, and only its start is known."""
 Continuation = Literal["recorded", "rendered", "engine"]
 
 
@@ -126,7 +126,7 @@ class Exchange(Struct):
         return body
 
 
-class BegunCall(Struct, frozen=True):
+class StartedCall(Struct, frozen=True):
     """A call that is under way: what is known of it should its process be killed."""
 
     exchange_id: str
@@ -136,7 +136,7 @@ class BegunCall(Struct, frozen=True):
     list_name: str  # of the field that grows from turn to turn (Wire)
     model: str
     started_at: float
-    body: bytes  # of the request, of which a digest is kept
+    request_bytes: int
 
 
 class Recorded(Struct):
@@ -178,17 +178,13 @@ class Store(Protocol):
         """Newest first; `before` is the last session id of the page before."""
         ...
 
-    def note_begun(self, call: BegunCall) -> None:
-        """Writes down that a call has begun, a moment later and while nobody waits for it; unless it has ended by then
-        (`append`, `drop_begun`)."""
-        ...
-
-    def drop_begun(self, exchange_id: str) -> None:
-        """The call has ended, and is not to be recorded."""
-        ...
-
     async def append(self, exchange: Exchange) -> None:
         """Durable on return."""
+        ...
+
+    async def record_interrupted(self, calls: Sequence[StartedCall]) -> list[str]:
+        """Records calls whose gateway's process ended first, but for those that are recorded already and those whose
+        session is gone. The ids of their exchanges. Durable on return."""
         ...
 
     async def amend(self, exchange_id: str, *, status: ExchangeStatus, delivered: int) -> None:

@@ -96,3 +96,7 @@ CREATE TABLE begun_calls (
     request_digest TEXT NOT NULL
 );
 UPDATE polar_schema SET version = 5;
+
+-- from: 5
+DROP TABLE begun_calls;  -- gateways keep a journal of running calls beside the store
+UPDATE polar_schema SET version = 6;

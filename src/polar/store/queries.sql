@@ -135,25 +135,9 @@ FROM exchanges
 WHERE session_id = :session_id
 ORDER BY seq;
 
--- name: insert_begun
-INSERT INTO begun_calls (
-    exchange_id, owner, session_id, seq, dialect, list_name, model, started_at, request_bytes, request_digest
-) VALUES (
-    :exchange_id, :owner, :session_id, :seq, :dialect, :list_name, :model, :started_at, :request_bytes, :request_digest
-)
-ON CONFLICT DO NOTHING;
-
--- name: drop_begun
-DELETE FROM begun_calls WHERE exchange_id = :exchange_id;
-
--- name: begun_by
--- Whose session is gone (retention), or whose place is another call's, is nobody's any more.
-SELECT exchange_id, session_id, seq, dialect, list_name, model, started_at, request_bytes, request_digest
-FROM begun_calls b
-WHERE owner = :owner
-    AND EXISTS (SELECT 1 FROM sessions s WHERE s.session_id = b.session_id)
-    AND NOT EXISTS (SELECT 1 FROM exchanges e WHERE e.session_id = b.session_id AND e.seq = b.seq)
-ORDER BY session_id, seq;
-
--- name: drop_begun_by
-DELETE FROM begun_calls WHERE owner = :owner;
+-- name: can_record_interrupted
+-- A row where the session exists, and neither this call nor another one in its place is recorded.
+SELECT 1 FROM sessions s
+WHERE s.session_id = :session_id
+    AND NOT EXISTS (SELECT 1 FROM exchanges WHERE exchange_id = :exchange_id)
+    AND NOT EXISTS (SELECT 1 FROM exchanges WHERE session_id = :session_id AND seq = :seq);

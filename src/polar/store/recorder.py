@@ -9,7 +9,6 @@ Where a commit was interrupted, nobody knows whether it happened. The same work 
 written already, by its id, it leaves as it is.
 """
 
-import hashlib
 import math
 import secrets
 from collections.abc import Mapping, Sequence
@@ -24,7 +23,7 @@ from polar.engines.base import Ids
 from polar.errors import StoreError
 from polar.store import copying
 from polar.store.arrays import NO_IDS, ids_to_bytes, shared_prefix
-from polar.store.base import BegunCall, Exchange, ExchangeStatus, Session, Verdict
+from polar.store.base import Exchange, ExchangeStatus, Session, StartedCall, Verdict
 from polar.store.checksum import checksum
 from polar.store.copying import Copy
 from polar.store.difference import DIGEST_SIZE, Digester, Lineage
@@ -188,34 +187,14 @@ class Recorder:
             self._forget(session_id)
         return difference.parent
 
-    def insert_begun(self, owner: str, calls: Sequence[BegunCall]) -> None:
-        rows = [
-            {
-                "exchange_id": call.exchange_id,
-                "owner": owner,
-                "session_id": call.session_id,
-                "seq": call.seq,
-                "dialect": call.dialect,
-                "list_name": call.list_name,
-                "model": call.model,
-                "started_at": call.started_at,
-                "request_bytes": len(call.body),
-                "request_digest": hashlib.sha256(call.body).hexdigest(),
-            }
-            for call in calls
-        ]
-        self._db.executemany(self._q.insert_begun, rows)
-
-    def drop_begun(self, exchange_id: str) -> None:
-        self._db.execute(self._q.drop_begun, {"exchange_id": exchange_id})
-
-    def record_interrupted(self, owner: str) -> list[str]:
-        """What a process that is no more had begun becomes exchanges of that status. Their ids."""
-        found = self._db.execute(self._q.begun_by, {"owner": owner}).fetchall()
-        for row in found:
-            self.append(_make_interrupted(*row))
-        self._db.execute(self._q.drop_begun_by, {"owner": owner})
-        return [row[0] for row in found]
+    def record_interrupted(self, calls: Sequence[StartedCall]) -> list[str]:
+        """Skips calls that are recorded already, and calls of sessions that are gone (retention)."""
+        recorded = []
+        for call in calls:
+            if self._db.execute(self._q.can_record_interrupted, msgspec.to_builtins(call)).fetchone() is not None:
+                self.append(_make_interrupted(call))
+                recorded.append(call.exchange_id)
+        return recorded
 
     def take_in(self, copy: Copy) -> str:
         """A session of another store's. Returns its id."""
@@ -281,31 +260,21 @@ class Recorder:
         return lineage
 
 
-def _make_interrupted(
-    exchange_id: str,
-    session_id: str,
-    seq: int,
-    dialect: str,
-    list_name: str,
-    model: str,
-    started_at: float,
-    request_bytes: int,
-    request_digest: str,
-) -> Exchange:
+def _make_interrupted(call: StartedCall) -> Exchange:
     return Exchange(
-        exchange_id=exchange_id,
-        session_id=session_id,
-        seq=seq,
-        dialect=dialect,
+        exchange_id=call.exchange_id,
+        session_id=call.session_id,
+        seq=call.seq,
+        dialect=call.dialect,
         params={},
         hints={},
-        wire=Wire({"model": Raw(msgspec.json.encode(model))}, list_name, []),
+        wire=Wire({"model": Raw(msgspec.json.encode(call.model))}, call.list_name, []),
         status="interrupted",
-        started_at=started_at,
-        ended_at=started_at,  # when it really ended nobody knows
+        started_at=call.started_at,
+        ended_at=call.started_at,  # when it really ended nobody knows
         error=(
             "The gateway's process ended before this call did; what was sampled is not known. Its request had "
-            f"{request_bytes} bytes (SHA-256 {request_digest})."
+            f"{call.request_bytes} bytes."
         ),
         untrainable="no_reply",
     )

@@ -5,14 +5,14 @@ One thread writes on a connection of its own, with group commit; others read.
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol, TypeVar
 
 from polar.engines.base import Ids
 from polar.errors import StoreError
 from polar.store import copying
-from polar.store.base import BegunCall, Exchange, ExchangeStatus, Recorded, Session, Verdict
+from polar.store.base import Exchange, ExchangeStatus, Recorded, Session, StartedCall, Verdict
 from polar.store.group_commit import GroupCommit, Transactions, closed
 from polar.store.links import damaged
 from polar.store.reading import Reader
@@ -23,9 +23,6 @@ from polar.types import Used
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-
-_NOTE_SECONDS = 0.1
-"""After which a call that has not ended is noted as begun."""
 
 MEMORY = 64 * 1024 * 1024
 """For what the writer keeps of sessions, to store the next exchange by difference."""
@@ -78,11 +75,6 @@ class RelationalStore:
         self._reader = readers.reader
         self._reading = ThreadPoolExecutor(readers.threads, f"polar-store-reader {place}")
         self._closed = False
-        self._owner: str | None = None  # under which calls are noted
-        self._begun: dict[str, BegunCall] = {}  # that are not written down yet
-        self._noted: set[str] = set()  # that are, or are about to be
-        self._noting: asyncio.Task[None] | None = None
-        self._dropping: set[asyncio.Task[None]] = set()
 
     @property
     def style(self) -> Style:
@@ -139,59 +131,10 @@ class RelationalStore:
         await self._writing.submit(lambda: self._recorder.disown_session(session_id, reason))
 
     async def append(self, exchange: Exchange) -> None:
-        exchange_id = exchange.exchange_id
-        self._begun.pop(exchange_id, None)
-        noted = exchange_id in self._noted
+        exchange.parent = await self._writing.submit(lambda: self._recorder.append(exchange))
 
-        def append() -> str | None:
-            if noted:
-                self._recorder.drop_begun(exchange_id)
-            return self._recorder.append(exchange)
-
-        exchange.parent = await self._writing.submit(append)
-        self._noted.discard(exchange_id)
-
-    def note_calls_as(self, owner: str) -> None:
-        """From now on calls are noted when they begin, as those of this process."""
-        self._owner = owner
-
-    def note_begun(self, call: BegunCall) -> None:
-        if self._owner is not None:
-            self._begun[call.exchange_id] = call
-            if self._noting is None:
-                self._noting = asyncio.get_running_loop().create_task(self._note(self._owner))
-
-    def drop_begun(self, exchange_id: str) -> None:
-        self._begun.pop(exchange_id, None)
-        if exchange_id in self._noted:
-            self._noted.discard(exchange_id)
-            dropping = asyncio.get_running_loop().create_task(self._drop_begun(exchange_id))
-            self._dropping.add(dropping)
-            dropping.add_done_callback(self._dropping.discard)
-
-    async def _drop_begun(self, exchange_id: str) -> None:
-        try:
-            await self._writing.submit(lambda: self._recorder.drop_begun(exchange_id))
-        except StoreError as error:
-            log.warning(
-                "Call %s will be listed as interrupted after a restart, though it ended: %s", exchange_id, error
-            )
-
-    async def _note(self, owner: str) -> None:
-        """A fast engine's calls have mostly ended before their notes are written; the others share a transaction."""
-        await asyncio.sleep(_NOTE_SECONDS)
-        calls, self._begun, self._noting = list(self._begun.values()), {}, None
-        if not calls:
-            return
-        self._noted.update(call.exchange_id for call in calls)
-        try:
-            await self._writing.submit(lambda: self._recorder.insert_begun(owner, calls))
-        except StoreError as error:
-            log.warning("%d calls are under way without a note of them: %s", len(calls), error)
-
-    async def record_interrupted(self, owner: str) -> list[str]:
-        """Records what a process that is no more had begun as `interrupted`. The exchanges' ids."""
-        return await self._writing.submit(lambda: self._recorder.record_interrupted(owner))
+    async def record_interrupted(self, calls: Sequence[StartedCall]) -> list[str]:
+        return await self._writing.submit(lambda: self._recorder.record_interrupted(calls))
 
     async def amend(self, exchange_id: str, *, status: ExchangeStatus, delivered: int) -> None:
         await self._writing.submit(lambda: self._recorder.amend(exchange_id, status, delivered))
@@ -245,8 +188,6 @@ class RelationalStore:
     async def close(self) -> None:
         """Writes what is waiting, then closes. Calling it again does no harm."""
         self._closed = True
-        if self._noting is not None:
-            self._noting.cancel()
         await self._writing.close()
         await asyncio.to_thread(self._reading.shutdown)
         self._readers.close()

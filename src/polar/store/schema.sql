@@ -5,7 +5,7 @@ CREATE TABLE polar_schema (
     version BIGINT NOT NULL
 );
 
-INSERT INTO polar_schema (version) VALUES (5);
+INSERT INTO polar_schema (version) VALUES (6);
 
 CREATE TABLE sessions (
     session_id TEXT NOT NULL PRIMARY KEY,
@@ -67,20 +67,6 @@ CREATE TABLE exchanges (
     checksum BYTEA,  -- checksum.py
     UNIQUE (session_id, seq),
     FOREIGN KEY (session_id, base) REFERENCES exchanges (session_id, seq)
-);
-
--- Calls that are under way for longer than a moment; a row goes when its exchange comes.
-CREATE TABLE begun_calls (
-    exchange_id TEXT NOT NULL PRIMARY KEY,
-    owner TEXT NOT NULL,  -- the process that answers it
-    session_id TEXT NOT NULL,
-    seq BIGINT NOT NULL,
-    dialect TEXT NOT NULL,
-    list_name TEXT NOT NULL,
-    model TEXT NOT NULL,
-    started_at DOUBLE PRECISION NOT NULL,
-    request_bytes BIGINT NOT NULL,
-    request_digest TEXT NOT NULL  -- SHA-256, in hexadecimal
 );
 
 CREATE TABLE policies (

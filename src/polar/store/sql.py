@@ -13,7 +13,7 @@ from typing import Any, Literal, Protocol, TypeVar, cast
 
 T = TypeVar("T")
 
-SCHEMA_VERSION = 5
+SCHEMA_VERSION = 6
 
 Style = Literal["named", "pyformat"]
 """`:name` (sqlite3) or `%(name)s` (psycopg)."""
@@ -72,10 +72,7 @@ class Queries:
     set_policy: str
     policies: str
     session_exchanges: str
-    insert_begun: str
-    drop_begun: str
-    begun_by: str
-    drop_begun_by: str
+    can_record_interrupted: str
 
 
 @cache

@@ -8,7 +8,6 @@ from tests.unit.store.places import Place
 from tests.unit.store.samples import exchange, fingerprint, session
 
 FOURTH_VERSION = (
-    "DROP TABLE begun_calls",
     "DROP INDEX work_marked",
     *(f"ALTER TABLE work DROP COLUMN {name}" for name in ("exposure", "control", "control_deaths")),
     "UPDATE polar_schema SET version = 4",

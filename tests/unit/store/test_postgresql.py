@@ -14,7 +14,7 @@ import pytest
 from polar.config import StoreSettings
 from polar.errors import StoreError
 from polar.store import copying, open_store
-from polar.store.base import BegunCall, Verdict
+from polar.store.base import StartedCall, Verdict
 from polar.store.postgres import PostgresStore
 from polar.store.reading import Reader
 from polar.store.recorder import Recorder
@@ -96,12 +96,10 @@ def test_everything_runs_on_postgresql(server: Server) -> None:
         assert (disowned.reward, disowned.reason) == (None, "superseded")
 
         calls = [
-            BegunCall(f"x-{number}", "s", 1000 + number, "openai_chat", "messages", "m", 1.0, b"{}")
-            for number in (1, 2)
+            StartedCall(f"x-{number}", "s", 1000 + number, "openai_chat", "messages", "m", 1.0, 2) for number in (1, 2)
         ]
-        recorder.insert_begun("killed", calls)
-        recorder.drop_begun("x-1")
-        assert recorder.record_interrupted("killed") == ["x-2"]
+        assert recorder.record_interrupted(calls) == ["x-1", "x-2"]
+        assert recorder.record_interrupted(calls) == []
 
         assert db.execute(named.schema_version, {}).fetchone() == (SCHEMA_VERSION,)
         assert db.ran == {getattr(named, field.name) for field in fields(Queries)}

@@ -1,0 +1,115 @@
+"""Which calls a gateway is answering, on disk, so that a killed process's calls are listed as `interrupted`.
+
+    Generation --start--> journal file --(the process is killed)--> read_journal --> Store.record_interrupted
+
+A line of the file is a call that has started, or the id of one that ended and is not to be recorded.
+
+A file beside the store, not a table in it: a line costs microseconds, where a row costs a transaction and more than a
+short call's own record. A line is in the kernel's hands when `start` returns, so it survives kill -9. Nothing is
+written when a call is recorded: the store knows its exchange, and skips it.
+"""
+
+import errno
+import logging
+import os
+from pathlib import Path
+
+import msgspec
+
+from polar.store.base import StartedCall
+
+log = logging.getLogger(__name__)
+
+MAX_JOURNAL_BYTES = 256 * 1024
+"""Beyond which the journal is written anew, with the calls that still run; more where those alone take more."""
+
+_encoder = msgspec.json.Encoder()
+
+
+class CallJournal:
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._running: dict[str, StartedCall] = {}
+        self._file = _open_for_appending(path)
+        self._bytes = 0
+        self._limit = MAX_JOURNAL_BYTES
+        self._failed = False
+
+    @property
+    def running(self) -> list[StartedCall]:
+        return list(self._running.values())
+
+    def start(self, call: StartedCall) -> None:
+        self._running[call.exchange_id] = call
+        self._write(call)
+
+    def mark_recorded(self, exchange_id: str) -> None:
+        self._running.pop(exchange_id, None)
+
+    def drop(self, exchange_id: str) -> None:
+        """The call has ended, and is not to be recorded."""
+        if self._running.pop(exchange_id, None) is not None:
+            self._write(exchange_id)
+
+    def close(self) -> None:
+        os.close(self._file)
+
+    def _write(self, entry: StartedCall | str) -> None:
+        line = _encoder.encode(entry) + b"\n"
+        try:
+            if self._bytes + len(line) > self._limit:
+                self._rewrite()
+            # What a full disk left of a line must not spoil the next one.
+            _write_all(self._file, b"\n" + line if self._failed else line)
+        except OSError as error:
+            if not self._failed:
+                log.warning("If this process is killed, calls under way will not be listed as interrupted: %s", error)
+            self._failed = True
+            return
+        self._failed = False
+        self._bytes += len(line)
+
+    def _rewrite(self) -> None:
+        """By another file that takes the name at once: a process killed here leaves the old journal or the new one."""
+        lines = b"".join(_encoder.encode(call) + b"\n" for call in self._running.values())
+        unfinished = self._path.with_suffix(".partial")
+        file = _open_for_appending(unfinished)
+        try:
+            os.ftruncate(file, 0)
+            _write_all(file, lines)
+            unfinished.rename(self._path)
+        except OSError:
+            os.close(file)
+            raise
+        os.close(self._file)
+        self._file = file
+        self._bytes = len(lines)
+        self._limit = max(MAX_JOURNAL_BYTES, 2 * len(lines))
+
+
+def _open_for_appending(path: Path) -> int:
+    return os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+
+
+def _write_all(file: int, data: bytes) -> None:
+    if os.write(file, data) < len(data):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def read_journal(path: Path) -> list[StartedCall]:
+    """The calls that a journal's process left. Some of them may be recorded: the store tells."""
+    try:
+        lines = path.read_bytes().splitlines()
+    except FileNotFoundError:
+        return []
+    calls: dict[str, StartedCall] = {}
+    for line in lines:
+        try:
+            entry = msgspec.json.decode(line, type=StartedCall | str)
+        except msgspec.DecodeError:  # cut by the end of its process, or by a full disk
+            continue
+        if isinstance(entry, StartedCall):
+            calls[entry.exchange_id] = entry
+        else:
+            calls.pop(entry, None)
+    return list(calls.values())
