@@ -185,4 +185,5 @@ def test_few_logits_exist_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     over_trees._head = lambda hidden: rows.append(len(hidden)) or head(hidden)  # type: ignore[func-returns-value]
     assert torch.allclose(over_trees.logprobs(forest([tree])), whole)
     assert max(rows) <= 8
-    assert torch.equal(whole, whole.view(-1, 5)[:, :1].expand(-1, 5).flatten())
+    # Rows of one token may differ in their last bits: they are computed in batches of different sizes.
+    assert torch.allclose(whole, whole.view(-1, 5)[:, :1].expand(-1, 5).flatten())
