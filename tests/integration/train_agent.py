@@ -1,7 +1,9 @@
 """An agent for the tests of training: so many turns with the model, and nothing but the standard library.
 
-Where a folder is named, it leaves a mark there after its first turn, and waits for the mark of its group."""
+Where a folder is named, it leaves a mark there after its first turn, and waits for the mark of its group. The first
+session of a group to do so also leaves a file called "first" in its workspace."""
 
+import contextlib
 import json
 import os
 import sys
@@ -19,6 +21,9 @@ for _ in range(turns):
         said = json.load(answer)["choices"][0]["message"]["content"] or ""
     messages += [{"role": "assistant", "content": said}, {"role": "user", "content": "Go on."}]
     if mark is not None:
+        with contextlib.suppress(FileExistsError):
+            open(f"{mark}-first", "x").close()
+            open("first", "w").close()
         open(f"{mark}.{os.environ['SESSION_ID']}", "w").close()
         while not os.path.exists(mark):
             time.sleep(0.02)

@@ -1,4 +1,5 @@
-"""Tasks that a tiny model with random weights can learn: to say something with the letter e in it at last."""
+"""Tasks that a tiny model with random weights can learn: to say something with the letter e in it at last. With marks,
+one session of each group is rewarded whatever was sampled, so that every group changes the weights."""
 
 import json
 import sys
@@ -10,13 +11,15 @@ AGENT = Path(__file__).with_name("train_agent.py")
 
 def task(name: str, turns: int, tokens: int, marks: Path | None = None) -> dict[str, Any]:
     arguments = " ".join(map(str, (turns, tokens, *([] if marks is None else [marks]))))
+    ends_in_e = {"strategy": "answer", "config": {"expected": "e.?$", "match": "regex", "pattern": "(?s)(.+)"}}
+    is_first = {"strategy": "command", "config": {"command": "test -e first"}}
     return {
         "task_id": name,
         "instruction": f"Say {name}.",
         "timeout_seconds": 600,
         "runtime": {"backend": "local"},
         "agent": {"custom_shell": {"command": f"{sys.executable} -S -E {AGENT} {arguments}"}},
-        "evaluator": {"strategy": "answer", "config": {"expected": "e.?$", "match": "regex", "pattern": "(?s)(.+)"}},
+        "evaluator": ends_in_e if marks is None else is_first,
     }
 
 
