@@ -2,14 +2,17 @@
 
 One thread writes and another reads, each on a connection of its own. WAL lets both go on at once, and a commit that
 reached the log survives the end of the process. `durability="power"` syncs the log at every commit, so that it survives
-loss of power too.
+loss of power too. A third thread moves what is committed from the log to the database file, so that no commit waits
+for the disk.
 """
 
 import errno
+import logging
 import sqlite3
 import time
 from contextlib import suppress
 from pathlib import Path
+from threading import Event, Thread
 from typing import Literal
 
 from polar.errors import StoreError
@@ -20,11 +23,17 @@ from polar.store.relational import MEMORY, RelationalStore
 from polar.store.schema import Words, settle_schema
 from polar.store.sql import queries
 
+log = logging.getLogger(__name__)
+
 Durability = Literal["process", "power"]
 """What a write survives once it is confirmed: the end of the process (kill -9), or loss of power as well."""
 
 _AGAIN = 0.01  # seconds
 _PROBE_BYTES = 1024 * 1024
+CHECKPOINT_SECONDS = 1.0
+"""How long commits gather in the write-ahead log before they are moved to the database file."""
+MAX_LOG_PAGES = 65_536
+"""256 MB. The writing thread moves a longer log itself: commits came without a pause, so it could not be restarted."""
 
 WORDS = Words(
     begin_alone=("BEGIN IMMEDIATE",),
@@ -55,22 +64,28 @@ class SqliteStore(RelationalStore):
             _set_durability(connection, durability, path, lock_timeout_s)
             reader = _connect(path, lock_timeout_s)
             reader.execute("PRAGMA query_only = ON")
+            moving = _connect(path, lock_timeout_s)
+            _set_sync(moving, durability)
         except BaseException as error:
             if connection is not None:
                 connection.close()
             if isinstance(error, (sqlite3.Error, OSError)):
                 raise _explain(error, path) from error
             raise
-        writer = _Writer(connection, Recorder(connection, named, memory=memory), path)
+        recorder = Recorder(connection, named, memory=memory)
+        writer = _Writer(connection, recorder, Checkpointer(moving, path), path)
         return cls(writer, _Readers(reader, Reader(reader, named), path), str(path), "named")
 
 
 class _Writer:
     """SQLite's side of group commit."""
 
-    def __init__(self, connection: sqlite3.Connection, recorder: Recorder, path: Path) -> None:
+    def __init__(
+        self, connection: sqlite3.Connection, recorder: Recorder, checkpointer: "Checkpointer", path: Path
+    ) -> None:
         self.connection = connection
         self.recorder = recorder
+        self._checkpointer = checkpointer
         self._path = path
 
     def begin(self) -> None:
@@ -79,6 +94,7 @@ class _Writer:
     def commit(self) -> None:
         self.recorder.finish()
         self.connection.execute("COMMIT")
+        self._checkpointer.notify()
         self.recorder.committed()
 
     def undo(self, error: Exception) -> bool:  # noqa: ARG002 - whatever it was
@@ -111,7 +127,51 @@ class _Writer:
         self.recorder.write_probe()
 
     def close(self) -> None:
+        self._checkpointer.close()
         self.connection.close()
+
+
+class Checkpointer:
+    """Moves what is committed from the log to the database file, in a thread and on a connection of its own.
+
+    Writing goes on meanwhile. SQLite would do this inside a commit, which then waits until the disk has all of it."""
+
+    def __init__(self, connection: sqlite3.Connection, path: Path) -> None:
+        self._connection = connection
+        self._path = path
+        self._committed = Event()
+        self._closed = Event()
+        self._failed = False
+        self._thread = Thread(target=self._run, name=f"polar-store-checkpoints {path}", daemon=True)
+        self._thread.start()
+
+    def notify(self) -> None:
+        """Something was committed."""
+        self._committed.set()
+
+    def close(self) -> None:
+        self._closed.set()
+        self._committed.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        self._committed.wait()
+        while not self._closed.wait(CHECKPOINT_SECONDS):
+            self._committed.clear()
+            self._checkpoint()
+            self._committed.wait()
+        self._connection.close()
+
+    def _checkpoint(self) -> None:
+        try:
+            self._connection.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchall()
+        except sqlite3.Error as error:
+            # Nothing is lost: it stays in the log, and the writing thread says so when it can't write.
+            if not self._failed:
+                log.warning("%s: committed data stays in the write-ahead log for now: %s", self._path, error)
+            self._failed = True
+        else:
+            self._failed = False
 
 
 class _Readers:
@@ -141,9 +201,13 @@ def _connect(path: Path, lock_timeout_s: float) -> sqlite3.Connection:
 
 def _set_durability(connection: sqlite3.Connection, durability: Durability, path: Path, lock_timeout_s: float) -> None:
     mode = _write_ahead(connection, lock_timeout_s)
-    connection.execute("PRAGMA wal_autocheckpoint = 8000")  # pages, 32 MB: pages that change often are moved less often
+    connection.execute(f"PRAGMA wal_autocheckpoint = {MAX_LOG_PAGES}")
     if mode != "wal":
         raise StoreError(f"{path} can't have a write-ahead log; choose a path on a local disk.")
+    _set_sync(connection, durability)
+
+
+def _set_sync(connection: sqlite3.Connection, durability: Durability) -> None:
     if durability == "power":
         connection.execute("PRAGMA synchronous = FULL")
         connection.execute("PRAGMA fullfsync = ON")  # on macOS a plain sync leaves the data in the drive's own memory

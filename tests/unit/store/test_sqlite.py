@@ -12,8 +12,9 @@ import pytest
 import pytest_asyncio
 
 from polar.errors import StoreError
-from polar.store import open_store
-from polar.store.sqlite import SqliteStore
+from polar.store import open_store, sqlite
+from polar.store.sqlite import MAX_LOG_PAGES, Checkpointer, SqliteStore
+from tests.conditions import wait_until
 from tests.unit.store.samples import conversation, session
 from tests.unit.store.test_store import check, read
 
@@ -78,6 +79,41 @@ async def test_durability(tmp_path: Path, durability: str, level: int) -> None:
     assert db.execute("PRAGMA synchronous", {}).fetchone()[0] == level
     assert db.execute("PRAGMA journal_mode", {}).fetchone()[0] == "wal"
     await store.close()
+
+
+async def test_commits_reach_the_database_file_outside_commits(store: SqliteStore, tmp_path: Path) -> None:
+    """A checkpoint inside a commit kept every caller waiting until the disk had 32 MB."""
+    empty = (tmp_path / "polar.db").stat().st_size
+    turns = list(conversation("s", 12))
+    await store.create_session(session("s"))
+    for turn in turns:
+        await store.append(turn)
+    await wait_until(lambda: (tmp_path / "polar.db").stat().st_size > empty)
+    (level,) = store._connection.execute("PRAGMA wal_autocheckpoint").fetchone()
+    assert level == MAX_LOG_PAGES
+    await check(store, "s", turns)
+
+
+async def test_a_checkpoint_that_fails_is_reported_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sqlite, "CHECKPOINT_SECONDS", 0.001)
+    tried: list[str] = []
+
+    class Failing(sqlite3.Connection):
+        def execute(self, statement: str, *_: object) -> sqlite3.Cursor:
+            tried.append(statement)
+            raise sqlite3.OperationalError("disk I/O error")
+
+    failing = sqlite3.connect(tmp_path / "polar.db", check_same_thread=False, factory=Failing)
+    checkpointer = Checkpointer(failing, tmp_path / "polar.db")
+    for count in range(3):
+        checkpointer.notify()
+        await wait_until(lambda count=count: len(tried) > count)  # type: ignore[misc]
+    checkpointer.close()
+    assert [record.getMessage() for record in caplog.records] == [
+        f"{tmp_path / 'polar.db'}: committed data stays in the write-ahead log for now: disk I/O error"
+    ]
 
 
 async def test_open_store(tmp_path: Path) -> None:
