@@ -8,6 +8,9 @@ k-1. So an exchange is stored against a base: how many leading items and tokens 
     context  an exchange's prompt and sampled ids, which the next prompt usually begins with
 
 Items are compared by digest. Invariant: any base gives back what was stored; the choice only decides how much is saved.
+
+So a session whose lineage has become too large begins a new one, with an exchange that has no base. Otherwise a session
+of huge requests would cost more with every call, in memory and wherever its lineage has to be loaded again.
 """
 
 from array import array
@@ -104,6 +107,8 @@ class Lineage:
     """
 
     TIPS = 8
+    MAX_SIZE = 8 * 1024 * 1024
+    """Bytes, contexts apart: about 36,000 different items."""
     _NODE_SIZE = 230  # bytes, about: a key of two objects, its value, their slot, two array entries
     _STORED_SIZE = 420
 
@@ -119,7 +124,16 @@ class Lineage:
     @property
     def size(self) -> int:
         """Bytes held, about."""
-        return self._NODE_SIZE * len(self._above) + self._STORED_SIZE * len(self._stored) + self._context_size
+        return self._trie_size + self._context_size
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the session's next exchange is to begin a new lineage."""
+        return self._trie_size > self.MAX_SIZE
+
+    @property
+    def _trie_size(self) -> int:
+        return self._NODE_SIZE * len(self._above) + self._STORED_SIZE * len(self._stored)
 
     def match(self, seq: int, digests: Sequence[bytes]) -> Match:
         if not self._stored:

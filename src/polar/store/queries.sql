@@ -106,10 +106,15 @@ SELECT status, detail FROM exchanges WHERE session_id = :session_id;
 -- name: next_seq
 SELECT COALESCE(MAX(seq) + 1, 0) FROM exchanges WHERE session_id = :session_id;
 
--- name: request_links
+-- name: latest_request_links
+-- All of a session with one lineage; of one with several, those from the exchange on that began the latest.
 SELECT seq, exchange_id, base, shared_items, items, fields
 FROM exchanges
-WHERE session_id = :session_id
+WHERE session_id = :session_id AND seq >= (
+    SELECT CASE WHEN COUNT(*) > 1 THEN MAX(seq) ELSE 0 END
+    FROM exchanges
+    WHERE session_id = :session_id AND base IS NULL
+)
 ORDER BY seq;
 
 -- name: request_link

@@ -153,6 +153,8 @@ class Recorder:
         self._touched.add(session_id)
         digests = self._digester.items(session_id, items)
         base, parent, shared_items = lineage.match(seq, digests)
+        if lineage.is_full:
+            lineage, base, shared_items = Lineage(), None, 0
         new = digests[shared_items:]
         fields, field_pieces = self._split_fields(exchange.wire.fields)
         own_fields: bytes | None = fields
@@ -243,15 +245,18 @@ class Recorder:
 
     def _load_lineage(self, session_id: str) -> Lineage:
         """From the database: after a restart, or when the session was idle for long. A base may have a higher `seq`
-        (calls end in any order), so each goes in after its own base."""
+        (calls end in any order), so each goes in after its own base. One whose base is of an earlier lineage is left
+        out."""
         lineage = Lineage()
-        found = self._db.execute(self._q.request_links, {"session_id": session_id}).fetchall()
+        found = self._db.execute(self._q.latest_request_links, {"session_id": session_id}).fetchall()
         rows = {seq: row for seq, *row in found}
         fields: dict[int, bytes] = {}
         for first in rows:
             chain = [first]
-            while (base := rows[chain[-1]][1]) is not None and base not in fields:
+            while (base := rows[chain[-1]][1]) in rows and base not in fields:
                 chain.append(base)
+            if base is not None and base not in fields:
+                continue
             for seq in reversed(chain):
                 if seq not in fields:
                     exchange_id, base, shared_items, items, own = rows[seq]

@@ -66,7 +66,7 @@ class Queries:
     next_exchanges: str
     details: str
     next_seq: str
-    request_links: str
+    latest_request_links: str
     request_link: str
     token_link: str
     set_policy: str

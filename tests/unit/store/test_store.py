@@ -8,6 +8,7 @@ import pytest
 
 from polar.errors import StoreError
 from polar.store.base import Exchange, Store, Verdict
+from polar.store.difference import Lineage
 from polar.store.relational import RelationalStore
 from tests import captures
 from tests.unit.store.places import Place
@@ -286,6 +287,25 @@ async def test_memory_is_bounded_however_many_sessions_are_open(place: Place) ->
     for name in names:
         assert talks[name][2].parent == talks[name][1].exchange_id
         await check(store, name, talks[name])
+    await store.close()
+
+
+async def test_a_session_of_huge_requests_is_bounded(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also what is loaded for it after a restart."""
+    monkeypatch.setattr(Lineage, "MAX_SIZE", 100_000)  # about 430 items
+    bound = 100_000 + 300 * 250
+    store = place.open()
+    await store.create_session(session("s"))
+    turns = []
+    for seq in range(12):
+        items = [msgspec.json.encode(f"message {n} of call {seq}") for n in range(300)]
+        turns.append(exchange("s", seq, [], wire=wire(items)))
+        await store.append(turns[-1])
+        assert store.lineage_bytes <= bound
+        if seq == 8:
+            await store.close()
+            store = place.open()
+    await check(store, "s", turns)
     await store.close()
 
 
