@@ -66,7 +66,7 @@ harnesses: setup
 	-$(BIN)/polar harness install --cache $(INSTALLED) $(if $(PYTHON312),--python $(PYTHON312)) openhands
 
 test-harnesses: setup harnesses $(NODE)/.ready $(HARNESSES)/.ready $(HARNESSES)-venv/.ready
-	$(PYTEST) -n 2 -m harnesses tests/harnesses
+	$(PYTEST) -n 2 -m harnesses
 
 # A real vLLM with real weights, in an environment of its own. torch comes first and alone: at this version pip takes
 # the CPU build, and vLLM is content with it.
@@ -81,7 +81,7 @@ $(ENGINES)/.ready: tests/engines/requirements.txt tests/engines/prepare_model.py
 	touch $@
 
 test-engines: setup $(ENGINES)/.ready
-	$(PYTEST) -m engines tests/engines
+	$(PYTEST) -m engines
 
 # What trainers make of our exports, in an environment of their own. The second list is installed without what it asks
 # for, which is not needed to read a file.
@@ -102,7 +102,7 @@ $(TRAINERS)/newer/.ready: tests/trainers/newer.sh tests/trainers/requirements-ne
 	touch $@
 
 test-trainers: setup harnesses $(TRAINERS)/.ready $(TRAINERS)/newer/.ready
-	$(PYTEST) -n 2 --dist worksteal -m trainers tests/trainers
+	$(PYTEST) -n 2 --dist worksteal -m trainers
 
 # Sandboxes: bubblewrap (Debian: apt-get install bubblewrap) and root; engines of Docker and podman that are running.
 test-runtimes: setup
@@ -113,7 +113,7 @@ test-faults: setup
 	$(PYTEST) -m faults
 
 test-containers: setup
-	$(PYTEST) -m containers tests/contract tests/harnesses tests/attack
+	$(PYTEST) -m containers
 
 # A real Ray cluster of two "machines" here, PostgreSQL, 500 sessions; a node and the server are killed on the way.
 $(VENV)/.ray: $(VENV)/.ready
@@ -121,7 +121,7 @@ $(VENV)/.ray: $(VENV)/.ready
 	touch $@
 
 test-cluster: setup $(VENV)/.ray
-	$(PYTEST) -m cluster tests/cluster
+	$(PYTEST) -m cluster
 
 # Many thousands of schedules of the rollout service, with faults, each from its seed.
 test-simulation: setup

@@ -2,16 +2,19 @@
 
 import importlib.util
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
+import tomllib
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
-TOOL = Path(__file__).parent.parent.parent / "tools" / "run_suites.py"
+ROOT = Path(__file__).parent.parent.parent
+TOOL = ROOT / "tools" / "run_suites.py"
 JUNIT = """<testsuites><testsuite>
 <testcase name="a"/>
 <testcase name="b"><failure message="no"/></testcase>
@@ -110,3 +113,15 @@ def test_a_suite_ends_with_the_run_that_is_told_to_end(suites: ModuleType, tmp_p
         assert running.wait(300) == 128 + signal.SIGTERM
     assert ended.exists()
     assert not list((tmp_path / "results").glob("*/test.json"))
+
+
+def test_every_marked_test_belongs_to_a_target() -> None:
+    """A target that named folders would leave out tests that are marked elsewhere."""
+    options = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["pytest"]["ini_options"]
+    markers = sorted(marker.partition(":")[0] for marker in options["markers"])
+    makefile = (ROOT / "Makefile").read_text()
+    commands = re.findall(r"^\t\$\(PYTEST\)(.*)$", makefile, re.MULTILINE)
+    selected = [re.fullmatch(r"(?: -n \d)?(?: --dist \w+)? -m (\w+)", command) for command in commands]
+    assert sorted(match[1] for match in selected if match is not None) == markers
+    (others,) = re.findall(r"^OTHER_SUITES := (.*)$", makefile, re.MULTILINE)
+    assert sorted(others.split(" or ")) == markers  # what `make test` leaves out
