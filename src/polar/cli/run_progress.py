@@ -178,7 +178,10 @@ class _Above(logging.Handler):
         self._console = console
 
     def emit(self, record: logging.LogRecord) -> None:
-        self._console.print(self.format(record), highlight=False, markup=False)
+        try:
+            self._console.print(self.format(record), highlight=False, markup=False)
+        except Exception:  # as in logging's own handlers: a message that can't be formatted stops nobody
+            self.handleError(record)
 
 
 def stages(load: Load, tally: Tally, total: int) -> str:

@@ -2,7 +2,8 @@
 
 Sessions come newest first, as the store lists them; of a list of ids, in its order. An exporter that wants groups gets
 the sessions of a task together: for that, all ids are read first, and the largest group is what memory has to hold. So
-it is where only the best of a task are asked for; those come best first.
+it is where only the best of a task are asked for; those come best first, and are counted as they go out, so that the
+next best takes the place of one that is left out.
 
 Every session that the selection names is counted once: as exported, or as left out with the reason.
 """
@@ -102,6 +103,7 @@ async def items(
     sessions = _grouped(store, selection, tally) if grouped else _select_passing(store, selection, tally)
     settled: set[Sample] = set()
     said: set[bytes] = set()
+    passed: Counter[str] = Counter()  # sessions that went out, by group
     async for session in sessions:
         if session.status == "open" and not selection.sessions:
             tally.leave("still open", "named with --session they are exported as they are")
@@ -111,6 +113,9 @@ async def items(
             continue
         if replaced or await _superseded(store, session):
             tally.leave("whose sample another session stands for", "superseded")
+            continue
+        if selection.best is not None and passed[group_of(session)] >= selection.best:
+            tally.leave("that others of their task outdo", f"not among the best {selection.best}")
             continue
         exchanges = [exchange async for exchange in store.exchanges(session.session_id)]
         check = checker.begin(session)
@@ -137,6 +142,7 @@ async def items(
                 tally.leave("that say the same as another", "duplicate")
                 continue
             said.add(digest)
+        passed[group_of(session)] += 1
         tally.sessions += 1
         tally.tokenless += _in_tokens(needs) and not item.trajectory.traces and not item.trajectory.excluded
         tally.pictures += _in_tokens(needs) and any(path.images for path in sampled.paths if path.trainable)
@@ -262,10 +268,7 @@ async def _grouped(store: Store, selection: Selection, tally: Tally) -> AsyncIte
     for members in groups.values():
         if selection.best is not None:
             # Of equal ones the first sample, whenever it was run: so a run that was stopped on the way gives the same.
-            ranked = sorted((one for one in members if one.reward is not None), key=_Ranked.rank)
-            for _ in ranked[selection.best :]:
-                tally.leave("that others of their task outdo", f"not among the best {selection.best}")
-            members = ranked[: selection.best] + [one for one in members if one.reward is None]
+            members.sort(key=_Ranked.rank)
         async for session in _sessions(store, Selection(tuple(one.session_id for one in members))):
             yield session
 
@@ -281,5 +284,6 @@ class _Ranked(NamedTuple):
         sample = session.metadata.get("sample")
         return cls(session.session_id, session.reward, sample if isinstance(sample, int) else 0, session.created_at)
 
-    def rank(self) -> tuple[float, int, float]:
-        return -(self.reward or 0.0), self.sample, self.created_at
+    def rank(self) -> tuple[bool, float, int, float]:
+        """The highest rewards first, sessions without one last."""
+        return self.reward is None, -(self.reward or 0.0), self.sample, self.created_at

@@ -46,6 +46,8 @@ class Seen(Struct):
                         continue
                     verdict = outcome_of(session)
                     if verdict is not None and verdict.reward is not None:
+                        if sample in seen.graded:  # of two, the newer one counts, as where a collection resumes
+                            continue
                         used = await store.used(session.session_id)
                         seen.graded[sample] = Outcome(verdict.reward, used.sampled)
                     elif session.reason is not None:

@@ -2,7 +2,7 @@
 
 Each model has a data folder of its own, whose store is the truth: a session that has a reward there is never run again,
 so whoever starts anew goes on. One that the platform failed is tried again, a bounded number of times in each run. A
-session that its task would mask at a limit earns 0 here: it did not solve it.
+session that its task would mask at a limit, or exclude for tampering, earns 0 here: it did not solve it.
 """
 
 from collections.abc import Callable
@@ -87,6 +87,8 @@ def _wanted(task: TaskRequest, source: str, harness: str, settings: MatrixSettin
     if task.evaluator is None:
         raise ConfigError(f"The task {task.task_id} has no evaluator, so nothing tells whether it was solved.")
     request = Overrides(harness, samples=settings.samples, timeout=settings.timeout).apply(task)
-    limits = {name: "zero" for name in ("on_timeout", "on_length") if getattr(request, name) == "mask"}
-    request = request.model_copy(update={"task_id": f"{harness}/{task.task_id}", **limits})
+    changes = {name: "zero" for name in ("on_timeout", "on_length") if getattr(request, name) == "mask"}
+    if request.suspicious == "exclude":
+        changes["suspicious"] = "zero"
+    request = request.model_copy(update={"task_id": f"{harness}/{task.task_id}", **changes})
     return _Wanted(harness, task.task_id, keyed(request, source))

@@ -1,5 +1,6 @@
 """Formats for whoever only wants data: pairs, labels, a folder for datasets; and which sessions go into them."""
 
+import asyncio
 import json
 from pathlib import Path
 from typing import Any
@@ -191,6 +192,20 @@ def test_the_best_of_a_task_and_of_equal_ones_the_first_sample(data: Path) -> No
     assert ids(result) == ["again"]
     assert "2 sessions that others of their task outdo were left out: not among the best 1 x 2" in result.stderr
     assert ids(export(data, "--format", "polar", "--best", "2")) == ["again", "late"]
+
+
+def test_the_next_best_takes_the_place_of_one_that_is_left_out(tmp_path: Path) -> None:
+    nothing_trains = {Talk("untrained").name(turn): "auxiliary" for turn in range(2)}
+    made = [
+        session("untrained", 0, reward=1.0, metadata={"task_id": "t", "sample": 0, "roles": nothing_trains}),
+        session("good", 1, reward=0.75, metadata={"task_id": "t", "sample": 1}),
+        session("bad", 2, reward=0.5, metadata={"task_id": "t", "sample": 2}),
+    ]
+    asyncio.run(fill(tmp_path / "polar.db", made))
+    result = export(tmp_path, "--format", "slime", "--best", "1")
+    assert [json.loads(line)["metadata"]["session_id"] for line in result.stdout.splitlines()] == ["good"] * 2, result
+    assert "1 session with nothing to train was left out" in result.stderr
+    assert "1 session that others of their task outdo was left out" in result.stderr
 
 
 def test_of_sessions_that_say_the_same_one(data: Path) -> None:

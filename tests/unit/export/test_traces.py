@@ -3,6 +3,7 @@ log-probabilities, to the bit; and every row is what the trainer's class takes."
 
 import math
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -27,6 +28,7 @@ from polar.trajectory.builders import per_request, prefix_merging
 from polar.trajectory.types import Sampled
 from tests.unit.export import reading, schemas
 from tests.unit.export.samples import exported, item
+from tests.unit.export.test_messages import two_turns
 from tests.unit.trajectory.samples import path, sampled_sessions, session
 
 FORMATS: list[Callable[[], Exporter]] = [
@@ -201,3 +203,13 @@ def test_a_tree_for_each_group() -> None:
     assert [one["reason"] for one in group["sessions"]] == [None, "timeout"]
     assert alone["task_id"] == "c"
     assert exporter.rows == 2
+
+
+def test_the_documented_exporter_of_your_own_works() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "export.md").read_text()
+    example = page.rpartition("```python\n")[2].partition("```")[0]
+    names: dict[str, Any] = {}
+    exec(example, names)
+    rows = reading.lines(exported(names["Mine"](), [two_turns().item(1.0)]))
+    assert all(row["ids"] and row["reward"] == 1.0 for row in rows)
+    assert rows

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from polar.matrix.results import Cell, Matrix, Outcome, Seen, cell
+from tests.unit.export.stored import fill, session
 
 KEYS = {"a": "key of a", "b": "key of b"}
 
@@ -38,6 +39,13 @@ def test_what_does_not_count() -> None:
 
 def test_part_of_a_reward_is_not_solved() -> None:
     assert counted(seen(("a", 0, 0.9)), samples=1).solved == 0
+
+
+async def test_of_two_sessions_of_a_sample_the_newer_counts(tmp_path: Path) -> None:
+    of_sample = {"task_key": "key of a", "sample": 0}
+    older = session("older", 0, reward=0.0, metadata=of_sample)
+    await fill(tmp_path / "polar.db", [older, session("newer", 1, reward=1.0, metadata=of_sample)])
+    assert [outcome.reward for outcome in (await Seen.of(tmp_path)).graded.values()] == [1.0]
 
 
 async def test_nothing_yet(tmp_path: Path) -> None:
