@@ -8,7 +8,7 @@ NODE := .cache/node
 unexport PYTHONDONTWRITEBYTECODE
 PYTEST = $(BIN)/python -m pytest $(PYTEST_OPTIONS)
 
-.PHONY: setup demo test check lint types imports harnesses test-slow test-harnesses test-engines test-trainers \
+.PHONY: setup demo test check lint types imports harnesses test-slow test-properties test-harnesses test-engines test-trainers \
 	test-runtimes test-faults test-containers test-cluster test-simulation test-all test-repeat bench-stall bench-verify \
 	bench-soak
 
@@ -42,6 +42,10 @@ test: setup $(NODE)/.ready
 # What `make test` proves with few cases, with many of them.
 test-slow: setup $(NODE)/.ready
 	$(PYTEST) -n 4 --dist worksteal -m slow
+
+# The property tests of `make test`, with more than ten times as many examples.
+test-properties: setup $(NODE)/.ready
+	$(PYTEST) -n 4 --dist worksteal -m "hypothesis and not ($(OTHER_SUITES))" --hypothesis-profile=thorough
 
 # The real harnesses: 1.6 GB of npm packages, and mini-swe-agent in an environment of its own.
 HARNESSES := .cache/harnesses

@@ -79,6 +79,7 @@ def find_npm_problem() -> str | None:
 SUITES: dict[str, tuple[str, Callable[[], str | None]]] = {
     "test": ("test", find_npm_problem),
     "slow": ("test-slow", find_npm_problem),
+    "properties": ("test-properties", find_npm_problem),
     "harnesses": ("test-harnesses", find_npm_problem),
     "engines": ("test-engines", lambda: None),
     "trainers": ("test-trainers", lambda: None),

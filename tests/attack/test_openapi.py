@@ -269,7 +269,7 @@ def attack_all(attack: Attack, examples: int, *, boundaries: bool = False) -> No
 @pytest.mark.parametrize("lived_in", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_calls_are_answered_as_the_document_says(tmp_path: Path, lived_in: bool) -> None:
     with attacked(tmp_path, lived_in=lived_in) as attack:
-        attack_all(attack, 4 if not lived_in else 2)
+        attack_all(attack, 4 if not lived_in else 1)
 
 
 @pytest.mark.faults

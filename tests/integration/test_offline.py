@@ -120,6 +120,7 @@ def test_a_budget_ends_a_run_and_a_larger_one_lets_it_go_on(tmp_path: Path) -> N
     assert "prompt tokens" in done.stdout
 
 
+@pytest.mark.slow
 def test_a_failure_of_the_engine_is_tried_again(tmp_path: Path) -> None:
     (tmp_path / "play.toml").write_text('[[turns]]\ntext = "Hello."\nfail = 500\nfail_times = 4\n')
     write(tmp_path, task("a"))

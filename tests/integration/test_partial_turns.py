@@ -26,6 +26,7 @@ from polar.trajectory.types import Sampled
 from tests.conditions import wait_until
 from tests.integration.listening import Gateway, Listening
 from tests.integration.stack import settings
+from tests.selection import leave_to_slow
 
 Mode = Literal["auto", "sampled"]
 THOUGHT = "Having thought about the others, I am sure of it."
@@ -238,7 +239,7 @@ GOOGLE = Wire(
 WIRES = {"chat": CHAT, "responses": RESPONSES, "anthropic": ANTHROPIC, "google": GOOGLE}
 
 
-@pytest.fixture(params=WIRES)
+@pytest.fixture(params=leave_to_slow(WIRES, but=["chat", "anthropic"]))
 def wire(request: pytest.FixtureRequest) -> Wire:
     return WIRES[request.param]
 
@@ -443,9 +444,7 @@ async def test_an_attempt_that_broke_off_is_dead(
 
 
 @pytest.mark.parametrize("mode", ["auto", "sampled"])
-@pytest.mark.parametrize(
-    "after", [pytest.param(29, marks=pytest.mark.slow), 37, pytest.param(41, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("after", leave_to_slow([29, 37, 41], but=[37]))
 async def test_a_partial_turn_that_is_kept_is_continued(tmp_path: Path, wire: Wire, after: int, mode: Mode) -> None:
     """The thought and some of the text came, and stay in the history, with a message that asks for the rest."""
     first = Turn(reasoning=THOUGHT, text=SAID, calls=[CALL], fail="close", fail_after=after, fail_times=1)
@@ -470,7 +469,7 @@ async def test_a_partial_turn_that_is_kept_is_continued(tmp_path: Path, wire: Wi
         assert len(merged.traces) == 1
 
 
-@pytest.mark.parametrize("after", [36, 37, 38])
+@pytest.mark.parametrize("after", leave_to_slow([36, 37, 38], but=[37]))
 async def test_what_was_written_but_not_kept_still_trains_once(tmp_path: Path, wire: Wire, after: int) -> None:
     """A harness that keeps the thought alone, and drops the text that had come. A thought that names its exchange is
     continued; the text trains where it was sampled."""

@@ -17,6 +17,7 @@ from polar.errors import ConfigError
 from polar.harnesses.cache import Marker, seal
 from polar.rollout.models import SessionResult, TaskRequest
 from tests.integration.test_cli import AGENT, POLAR, polar
+from tests.selection import leave_to_slow
 
 ASK = f"{sys.executable} agent.py && echo hello > out.txt"
 
@@ -99,6 +100,7 @@ def test_json_is_a_result_a_line_and_nothing_else(tmp_path: Path) -> None:
         assert set(one.metadata["timing"]["stages"]) >= {"init", "run", "postrun"}
 
 
+@pytest.mark.slow
 def test_the_command_line_wins_over_the_task(tmp_path: Path) -> None:
     told = task('echo "$OPENAI_MODEL" > /dev/stderr', evaluator=None, timeout_seconds=0.01)
     told["runtime"]["backend"] = "docker"
@@ -114,6 +116,7 @@ def test_the_command_line_wins_over_the_task(tmp_path: Path) -> None:
     assert "--data kept" in done.stdout
 
 
+@pytest.mark.slow
 def test_a_shorter_time_on_the_command_line_wins_over_the_task(tmp_path: Path) -> None:
     write(tmp_path, slow=task("exec sleep 600", evaluator=None, timeout_seconds=500))
     done = polar("run", "slow.json", "--timeout", "0.3", folder=tmp_path)
@@ -123,6 +126,7 @@ def test_a_shorter_time_on_the_command_line_wins_over_the_task(tmp_path: Path) -
     assert "No agent asked the gateway anything" not in done.stdout  # perhaps they were about to
 
 
+@pytest.mark.slow
 def test_agents_that_ask_nothing_and_end_well_are_wondered_at(tmp_path: Path) -> None:
     write(tmp_path, mute=task("true"), broken=task("exit 3"))
     assert "No agent asked the gateway anything" in polar("run", "mute.json", folder=tmp_path).stdout
@@ -142,6 +146,7 @@ def test_why_a_reward_is_0_is_said(tmp_path: Path) -> None:
     assert "why: There is no number in r.txt." in shown
 
 
+@pytest.mark.slow
 def test_who_chose_a_play_is_not_told_who_answered(tmp_path: Path) -> None:
     (tmp_path / "play.toml").write_text('[[turns]]\ntext = "Hello."\n')
     write(tmp_path, good=task())
@@ -151,6 +156,7 @@ def test_who_chose_a_play_is_not_told_who_answered(tmp_path: Path) -> None:
     assert "scripted" not in done.stdout
 
 
+@pytest.mark.slow
 def test_another_engine_is_named_on_the_command_line(tmp_path: Path) -> None:
     write(tmp_path, good=task())
     done = polar("run", "good.json", "--engine", "http://127.0.0.1:1", folder=tmp_path)
@@ -161,19 +167,26 @@ def test_another_engine_is_named_on_the_command_line(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("arguments", "said"),
-    [
-        ((), "Missing argument 'TASK...'"),
-        (("nothing.toml",), "nothing.toml: there is no such file or folder"),
-        (("broken.toml",), "broken.toml: this is not valid TOML"),
-        (("good.json", "misspelt.json"), "misspelt.json: timeout_second: there is no such field"),
-        (("good.json", "good.json"), "every task needs a name of its own"),
-        (("good.json", "--harness", "nobody"), "no 'nobody'; known: aider"),
-        (("good.json", "--harness", "pi@9.9.9"), "polar harness install pi@9.9.9"),
-        (("good.json", "--backend", "nowhere"), "no 'nowhere'; known: bubblewrap"),
-        (("good.json", "--samples", "0"), "--samples"),
-        (("good.json", "--engine", "foo"), "is no address"),
-        (("good.json", "--data", "/proc/x"), "--data"),
-    ],
+    leave_to_slow(
+        [
+            ((), "Missing argument 'TASK...'"),
+            (("nothing.toml",), "nothing.toml: there is no such file or folder"),
+            (("broken.toml",), "broken.toml: this is not valid TOML"),
+            (("good.json", "misspelt.json"), "misspelt.json: timeout_second: there is no such field"),
+            (("good.json", "good.json"), "every task needs a name of its own"),
+            (("good.json", "--harness", "nobody"), "no 'nobody'; known: aider"),
+            (("good.json", "--harness", "pi@9.9.9"), "polar harness install pi@9.9.9"),
+            (("good.json", "--backend", "nowhere"), "no 'nowhere'; known: bubblewrap"),
+            (("good.json", "--samples", "0"), "--samples"),
+            (("good.json", "--engine", "foo"), "is no address"),
+            (("good.json", "--data", "/proc/x"), "--data"),
+        ],
+        but=[
+            (("nothing.toml",), "nothing.toml: there is no such file or folder"),
+            (("good.json", "misspelt.json"), "misspelt.json: timeout_second: there is no such field"),
+            (("good.json", "--engine", "foo"), "is no address"),
+        ],
+    ),
 )
 def test_nothing_runs_before_all_is_in_order(tmp_path: Path, arguments: tuple[str, ...], said: str) -> None:
     write(tmp_path, good=task(), misspelt=task(timeout_second=1))
@@ -206,6 +219,7 @@ def test_a_harness_that_is_not_there_is_said(tmp_path: Path) -> None:
     assert "polar harness install goose" in done.stderr
 
 
+@pytest.mark.slow
 def test_a_limit_that_the_task_masks_is_no_failure(tmp_path: Path) -> None:
     write(tmp_path, slow=task("sleep 60", timeout_seconds=0.2, on_timeout="mask"))
     done = polar("run", "slow.json", folder=tmp_path)
@@ -251,6 +265,7 @@ def test_an_interrupt_cancels_and_leaves_nothing_behind(tmp_path: Path, number: 
     assert (shown["session"]["status"], shown["session"]["reason"]) == ("ended", "cancelled")
 
 
+@pytest.mark.slow
 def test_two_interrupts_leave_at_once_and_the_next_run_tidies_up(tmp_path: Path) -> None:
     process = start(tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     for _ in range(2):

@@ -180,7 +180,7 @@ class _Above(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         try:
             self._console.print(self.format(record), highlight=False, markup=False)
-        except Exception:  # as in logging's own handlers: a message that can't be formatted stops nobody
+        except Exception:  # noqa: BLE001 - as logging's own handlers do: a message that cannot be formatted stops nobody
             self.handleError(record)
 
 

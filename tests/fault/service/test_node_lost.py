@@ -160,6 +160,7 @@ async def test_told_to_end_it_hands_its_sessions_back(tmp_path: Path) -> None:
         await cluster.check()
 
 
+@pytest.mark.faults
 async def test_told_to_end_it_lets_sessions_end(tmp_path: Path) -> None:
     """For longer than a lease, and while the server is started again; what is new goes to others. A second SIGTERM
     ends it at once."""

@@ -19,7 +19,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from polar.evaluators import remote_codec, remote_worker, reporter
@@ -94,13 +94,11 @@ def same(left: Any, right: Any) -> bool:
     return bool(left == right)
 
 
-@settings(max_examples=80, deadline=None)
 @given(PLAIN)
 def test_plain_data_is_copied_exactly(value: Any) -> None:
     assert same(copy(value), value)
 
 
-@settings(max_examples=80, deadline=None)
 @given(st.binary(max_size=200))
 def test_arbitrary_bytes_are_refused_or_are_plain_data(data: bytes) -> None:
     try:
@@ -110,7 +108,6 @@ def test_arbitrary_bytes_are_refused_or_are_plain_data(data: bytes) -> None:
     encode(value, refuse)
 
 
-@settings(max_examples=100, deadline=None)
 @given(PLAIN, st.integers(0, 10**6), st.integers(0, 255))
 def test_damaged_messages_raise_nothing_else(value: Any, place: int, byte: int) -> None:
     data = bytearray(encode(value, refuse))

@@ -225,7 +225,7 @@ CHEATS = {
 }
 
 
-QUICK = ("linked_test", "conftest", "exit_at_import", "skip", "exchanged_report", "written_results")
+QUICK = ("linked_test", "conftest", "exit_at_import", "written_results")
 
 
 @pytest.mark.parametrize("name", leave_to_slow(CHEATS, but=QUICK))
@@ -244,7 +244,7 @@ async def test_nor_where_no_test_is_named(place: Place, name: str) -> None:
 NAIVE = ("rewritten_test", "linked_test", "conftest", "plugin_by_ini", "exit_at_import", "exchanged_function")
 
 
-@pytest.mark.parametrize("name", leave_to_slow(NAIVE, but=("linked_test", "exit_at_import")))
+@pytest.mark.parametrize("name", leave_to_slow(NAIVE, but=["linked_test"]))
 async def test_they_would_elsewhere(place: Place, name: str) -> None:
     """In the agent's own folder, by pytest's exit code."""
     work = await place.work(CHEATS[name], files=FILES, evaluator={"refresh_runtime": False})
@@ -282,14 +282,19 @@ async def test_junit_files_below_the_workspace_may_be_absolute(place: Place) -> 
             await judged(place, FIX, **{**JUNIT, "result_files": [elsewhere]})
 
 
-@pytest.mark.parametrize("command", ["test -e made || exit 3", "until [ -e made ]; do sleep 0.1; done"])
+@pytest.mark.parametrize(
+    "command",
+    leave_to_slow(["test -e made || exit 3", "until [ -e made ]; do sleep 0.1; done"], but=["test -e made || exit 3"]),
+)
 async def test_a_command_that_writes_no_results_for_unfinished_work(place: Place, command: str) -> None:
     config = {**JUNIT, "command": f"{command}; {JUNIT['command']}"}
     assert (await judged(place, FIX, **config, timeout_seconds=2)).reward == 0.0
     assert (await judged(place, f"{FIX}; touch made", **config)).reward == 1.0
 
 
-@pytest.mark.parametrize("left", ["touch a", "ln -s a a", "mkdir a; ln -s b a/b", "mkdir a; touch a/b"])
+@pytest.mark.parametrize(
+    "left", leave_to_slow(["touch a", "ln -s a a", "mkdir a; ln -s b a/b", "mkdir a; touch a/b"], but=["ln -s a a"])
+)
 async def test_a_workspace_that_is_gone_after_the_command(place: Place, left: str) -> None:
     work = await place.work("touch gone", files=FILES, runtime={"workdir": "/a/b"})
     command = f"if [ -e gone ]; then cd ../..; rm -r a; {left}; exit; fi; {JUNIT['command']}"

@@ -15,11 +15,13 @@ from polar.rendering.continuation import History
 from polar.rendering.encoder import BREAK, PromptEncoder
 from polar.rendering.model import Model
 from polar.types import Message, Part, Reasoning, Request, Text, Thinking, Tool, ToolCall, ToolResult
+from tests.selection import leave_to_slow
 from tests.unit.rendering.families.models import small
 from tests.unit.rendering.talkers import TALKERS
 
 NAMES = ("scripted", "qwen3", "qwen35", "llama3_2", "gemma3", "smollm2")
-every_model = pytest.mark.parametrize("name", NAMES)
+every_model = pytest.mark.parametrize("name", leave_to_slow(NAMES, but=[name for name in NAMES if name != "gemma3"]))
+QUICK_TALKERS = [name for name in TALKERS if name not in ("gemma3", "deepseek_v3")]
 unhurried = settings(deadline=None, max_examples=8, suppress_health_check=list(HealthCheck))
 
 
@@ -83,7 +85,7 @@ def _tight(text: str) -> str:
     return re.sub(r"\s+", "", text)
 
 
-@pytest.mark.parametrize("name", TALKERS)
+@pytest.mark.parametrize("name", leave_to_slow(TALKERS, but=QUICK_TALKERS))
 @unhurried
 @given(st.lists(st.text(max_size=20) | st.text("ab \n\t<|>é", max_size=20), min_size=1, max_size=4))
 def test_what_spells_no_control_token_gets_the_tokenizers_own_ids(name: str, texts: list[str]) -> None:
@@ -96,7 +98,7 @@ def test_what_spells_no_control_token_gets_the_tokenizers_own_ids(name: str, tex
     assert encoder.encode(rendered).tolist() == tokenizer.encode(rendered)
 
 
-@pytest.mark.parametrize("name", TALKERS)
+@pytest.mark.parametrize("name", leave_to_slow(TALKERS, but=QUICK_TALKERS))
 @unhurried
 @given(st.data())
 def test_breaks_change_nothing_else_about_the_text(name: str, data: st.DataObject) -> None:

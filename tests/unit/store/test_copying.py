@@ -242,14 +242,13 @@ def check_copy(plan: list[Step], shuffle: Random, source: Place, target: Place) 
     asyncio.run(run())
 
 
-@settings(max_examples=50, deadline=None)
 @given(plan=plans, shuffle=st.randoms())
 def test_any_tree_is_copied(plan: list[Step], shuffle: Random) -> None:
     with tempfile.TemporaryDirectory() as folder:
         check_copy(plan, shuffle, Place(f"sqlite:{folder}/a.db"), Place(f"sqlite:{folder}/b.db"))
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(plan=plans, shuffle=st.randoms(), there=st.booleans(), back=st.booleans())
 def test_any_tree_is_copied_with_postgresql(
     server: Server, plan: list[Step], shuffle: Random, there: bool, back: bool

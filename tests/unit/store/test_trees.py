@@ -126,14 +126,12 @@ def check_tree(plan: list[Step], shuffle: Random, memory: int, place: Place, *, 
     asyncio.run(run())
 
 
-@settings(max_examples=100, deadline=None)
 @given(plan=plans, shuffle=st.randoms(), memory=memories)
 def test_any_tree_reads_back(plan: list[Step], shuffle: Random, memory: int) -> None:
     with tempfile.TemporaryDirectory() as folder:
         check_tree(plan, shuffle, memory, Place(f"sqlite:{folder}/polar.db"))
 
 
-@settings(max_examples=100, deadline=None)
 @given(plan=plans, shuffle=st.randoms(), memory=memories, size=st.integers(0, 5_000))
 def test_any_tree_reads_back_where_lineages_are_full_early(
     plan: list[Step], shuffle: Random, memory: int, size: int
@@ -143,7 +141,7 @@ def test_any_tree_reads_back_where_lineages_are_full_early(
         check_tree(plan, shuffle, memory, Place(f"sqlite:{folder}/polar.db"), one_lineage=False)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(plan=plans, shuffle=st.randoms(), memory=memories)
 def test_any_tree_reads_back_from_postgresql(server: Server, plan: list[Step], shuffle: Random, memory: int) -> None:
     check_tree(plan, shuffle, memory, Place(server.new_database()))

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import yaml
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from polar.errors import ConfigError
@@ -162,7 +162,6 @@ def test_the_unchanged_task_is_right(folder: Path) -> None:
     assert task.task_id == "whole"
 
 
-@settings(max_examples=150, deadline=None)
 @given(document=mutated(WHOLE))
 def test_a_changed_document(folder: Path, document: Any) -> None:
     for name, text in (
@@ -174,7 +173,6 @@ def test_a_changed_document(folder: Path, document: Any) -> None:
         a_task_or_an_error(folder / name)
 
 
-@settings(max_examples=100, deadline=None)
 @given(data=st.data())
 @pytest.mark.parametrize("name", ["a.json", "a.yaml", "a.toml", "a.jsonl"])
 def test_a_changed_text(folder: Path, name: str, data: st.DataObject) -> None:
@@ -186,7 +184,6 @@ def test_a_changed_text(folder: Path, name: str, data: st.DataObject) -> None:
     a_task_or_an_error(folder / name)
 
 
-@settings(max_examples=100, deadline=None)
 @given(text=mutated_text((EXAMPLES / "harbor" / "greeter" / "task.toml").read_text()), builds=st.booleans())
 def test_a_changed_harbor_task(folder: Path, text: bytes, builds: bool) -> None:
     (folder / "harbor" / "environment" / "Dockerfile").write_text(DOCKERFILE)
@@ -194,7 +191,6 @@ def test_a_changed_harbor_task(folder: Path, text: bytes, builds: bool) -> None:
     a_task_or_an_error(folder / "harbor", "docker" if builds else "bubblewrap")
 
 
-@settings(max_examples=100, deadline=None)
 @given(text=mutated_text(DOCKERFILE), builds=st.booleans())
 def test_a_changed_dockerfile(folder: Path, text: bytes, builds: bool) -> None:
     (folder / "harbor" / "task.toml").write_text("")

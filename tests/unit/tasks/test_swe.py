@@ -24,6 +24,7 @@ from polar.tasks import read, swe
 from polar.tasks.swe import Options
 from polar.train import settings as training
 from polar.train.launching import service_settings
+from tests.selection import leave_to_slow
 from tests.swe import ROOT, UNITTEST, example
 from tests.unit.evaluators.work import Place
 
@@ -75,7 +76,7 @@ def made(row: dict[str, Any] | None = None, **options: Any) -> TaskRequest:
     return task
 
 
-@pytest.mark.parametrize("name", INSTANCES)
+@pytest.mark.parametrize("name", leave_to_slow(INSTANCES, but=list(INSTANCES)[::4]))
 async def test_patches_earn_what_they_should(
     place: Place, tasks: dict[str, TaskRequest], patches: dict[str, Any], name: str
 ) -> None:

@@ -21,6 +21,7 @@ from polar.train.learner import Learned, Learner
 from polar.train.memory import OutOfMemory, Retries
 from polar.train.passes import TreeModel
 from polar.train.syncing import weights as sent_weights
+from tests.selection import leave_to_slow
 from tests.unit.train import tiny
 from tests.unit.train.test_learner import batch, learner
 from tests.unit.train.test_passes import gradients, llama
@@ -138,13 +139,14 @@ def changed(one: Learner, step: int = 1) -> tuple[Learned, dict[str, Tensor]]:
     return told, {name: value.clone() for name, value in (one.weights() | moments).items()}
 
 
+@pytest.mark.parametrize("tries", leave_to_slow([2, 6], but=[2]))
 @pytest.mark.parametrize(
     "changes",
     [{}, {"epochs": 2, "minibatches": 2}],
     ids=["one update", "several, with scores before"],
 )
 def test_nothing_is_lost_wherever_memory_ends(
-    folder: Path, changes: dict[str, int], caplog: pytest.LogCaptureFixture
+    folder: Path, changes: dict[str, int], tries: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Weights, optimizer and metrics are the same, to the last bit."""
     options = {"optimizer": {"chunk_tokens": 4, "kept_tokens": 12} | changes}
@@ -156,7 +158,7 @@ def test_nothing_is_lost_wherever_memory_ends(
         assert told.memory_retries == 0
         moments = counting.moments
     assert moments > 8
-    for at in range(1, moments + 1, max(1, moments // 6)):
+    for at in range(1, moments + 1, max(1, moments // tries)):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(cutting, "LEAST", 1)
             one = learner(folder, **options)
@@ -174,8 +176,9 @@ def test_nothing_is_lost_wherever_memory_ends(
         assert again.updates == told.updates
 
 
-def test_gradients_are_exact_wherever_memory_ends() -> None:
-    """Of a forest with many chunks, at every one of them."""
+@pytest.mark.parametrize("first", leave_to_slow(range(1, 5), but=[1]))
+def test_gradients_are_exact_wherever_memory_ends(first: int) -> None:
+    """Of a forest with many chunks, at every one of them: a quarter of them in each case."""
     torch.manual_seed(1)
     model, forest = llama(), packed("forked")
 
@@ -196,7 +199,7 @@ def test_gradients_are_exact_wherever_memory_ends() -> None:
     with pytest.MonkeyPatch.context() as patch:
         counting = Ending(patch, set())
         right, _ = gradient()
-    for at in range(1, counting.moments + 1):
+    for at in range(first, counting.moments + 1, 4):
         with pytest.MonkeyPatch.context() as patch:
             Ending(patch, {at})
             found, retries = gradient()

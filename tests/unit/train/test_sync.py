@@ -23,6 +23,7 @@ from polar.train.syncing.kinds import VllmSync
 from polar.train.syncing.probe import Probe, Tolerance
 from tests.conditions import wait_until
 from tests.integration.stack import settings
+from tests.selection import leave_to_slow
 from tests.unit.train.engine_with_weights import EngineWithWeights, engine_with_weights
 
 WORDS = Play([Turn(text=" ".join(f"word{number}" for number in range(100)), token_delay=0.1)])
@@ -162,7 +163,7 @@ async def test_what_fails_before_the_weights_change_lets_generation_go_on(tmp_pa
         assert check_labels(await it.end(call)) == [0]
 
 
-@pytest.mark.parametrize("path", LOADING)
+@pytest.mark.parametrize("path", leave_to_slow(LOADING, but=["/collective_rpc", "/weight_info"]))
 async def test_what_fails_while_weights_change_stops_generation_until_an_update_succeeds(
     tmp_path: Path, path: str
 ) -> None:
@@ -177,7 +178,9 @@ async def test_what_fails_while_weights_change_stops_generation_until_an_update_
         assert check_labels(await it.end(call)) == [0, 1]
 
 
-@pytest.mark.parametrize("path", [*LOADING, "/pause", "/inference/v1/generate"])
+@pytest.mark.parametrize(
+    "path", leave_to_slow([*LOADING, "/pause", "/inference/v1/generate"], but=["/collective_rpc", "/pause"])
+)
 async def test_an_engine_that_is_away_for_a_moment_is_waited_for(tmp_path: Path, path: str) -> None:
     async with trainer(tmp_path) as it, harness(it.service) as (call, _):
         it.engine.failing[path] = ("breaks", 2)

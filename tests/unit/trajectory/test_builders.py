@@ -9,7 +9,7 @@ from itertools import pairwise
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from polar.trajectory import wire
@@ -93,7 +93,6 @@ def fewest(paths: list[Path]) -> tuple[int, int]:
 
 
 @given(groups())
-@settings(max_examples=150, deadline=None)
 def test_all_builders_train_exactly_what_was_sampled(sessions: list[Sampled]) -> None:
     wanted = Counter(one for it in sessions for one in expected(it))
     for build in TRACE_BUILDERS:
@@ -102,7 +101,6 @@ def test_all_builders_train_exactly_what_was_sampled(sessions: list[Sampled]) ->
 
 
 @given(groups())
-@settings(max_examples=100, deadline=None)
 def test_each_sampled_token_is_trained_once_or_excluded(sessions: list[Sampled]) -> None:
     sampled = Counter(
         (it.exchange_id, index) for one in sessions for it in one.paths for index in range(len(it.sampled))
@@ -131,7 +129,6 @@ def test_each_sampled_token_is_trained_once_or_excluded(sessions: list[Sampled])
 
 
 @given(groups())
-@settings(max_examples=100, deadline=None)
 def test_weights_and_counts(sessions: list[Sampled]) -> None:
     tree = prefix_tree(sessions)
     needed = {symbols(it)[:length] for one in sessions for it in one.paths if it.trainable for length in _lengths(it)}
@@ -156,7 +153,6 @@ def _lengths(path: Path) -> range:
 
 
 @given(sampled_sessions())
-@settings(max_examples=150, deadline=None)
 def test_merged_traces_are_runs_of_exact_prefixes_and_as_few_as_can_be(session: Sampled) -> None:
     paths = {it.exchange_id: it for it in session.paths}
     made = prefix_merging(session)
@@ -172,7 +168,6 @@ def test_merged_traces_are_runs_of_exact_prefixes_and_as_few_as_can_be(session: 
 
 
 @given(groups(), st.randoms())
-@settings(max_examples=100, deadline=None)
 def test_the_order_in_which_paths_are_given_does_not_matter(sessions: list[Sampled], order: random.Random) -> None:
     shuffled = [msgspec.structs.replace(it, paths=order.sample(it.paths, len(it.paths))) for it in sessions]
     for build in TRACE_BUILDERS:

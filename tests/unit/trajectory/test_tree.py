@@ -1,7 +1,7 @@
 import random
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from polar.trajectory.tree import ROOT, TokenTree, token_tree
@@ -93,7 +93,6 @@ def test_many_siblings_and_a_deep_comb() -> None:
 
 
 @given(groups(), st.randoms())
-@settings(max_examples=100, deadline=None)
 def test_each_prefix_is_there_once_and_each_path_whole(sessions: list[Sampled], order: random.Random) -> None:
     paths = [it for session in sessions for it in session.paths]
     for it in paths:
@@ -114,7 +113,6 @@ def test_each_prefix_is_there_once_and_each_path_whole(sessions: list[Sampled], 
 
 
 @given(sampled_sessions())
-@settings(max_examples=100, deadline=None)
 def test_nodes_are_as_few_as_can_be(session: Sampled) -> None:
     """A parent has two children or more, which begin with different keys; so no two nodes could be one."""
     tree = token_tree(session.paths)

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from polar.rendering.families.scanner import END_TOKENS
 from polar.types import CallStart, Event, ReasoningDelta, TextDelta
+from tests.selection import leave_to_slow
 from tests.unit.rendering.families.models import FAMILY, TOOLS, model, parse
 from tests.unit.rendering.families.test_replies import MALFORMED, WELL_FORMED
 
@@ -17,6 +18,8 @@ WRITTEN = {
     + [written for other, written, _ in MALFORMED if FAMILY[other] == FAMILY[name]]
     for name in FAMILY
 }
+QUICK = [name for name in FAMILY if name not in ("gemma3", "deepseek_v3", "harmony")] + ["harmony"]
+"""Those whose tokenizers are read in a moment."""
 PROMPT_ENDS = {"harmony": ["<|start|>assistant", "<|start|>assistant<|channel|>analysis<|message|>"]}
 FRAGMENTS = ['{"name": "bash", ', '"arguments": {}', '"parameters": {}', "}", ";", "\n", " ", '"', "\\", "é", "x"]
 FRAGMENTS += ["<function=bash>", "</function>", "<parameter=text>", "</parameter>", "functions.bash:0", "```json\n"]
@@ -45,7 +48,7 @@ def replies(draw: st.DrawFn, name: str) -> list[int]:
     return tokenizer.encode(written)
 
 
-@pytest.mark.parametrize("name", FAMILY)
+@pytest.mark.parametrize("name", leave_to_slow(FAMILY, but=QUICK))
 @settings(deadline=None)  # reading a tokenizer takes a while
 @given(st.data())
 def test_the_events_do_not_depend_on_the_cuts(name: str, data: st.DataObject) -> None:
@@ -59,7 +62,7 @@ def test_the_events_do_not_depend_on_the_cuts(name: str, data: st.DataObject) ->
     assert parse(tokenizer, ids, prompt_end, tools, cuts=[]) == expected
 
 
-@pytest.mark.parametrize("name", [name for name in FAMILY if name != "harmony"])
+@pytest.mark.parametrize("name", leave_to_slow([name for name in FAMILY if name != "harmony"], but=QUICK[:-1]))
 @settings(deadline=None)  # reading a tokenizer takes a while
 @given(st.data())
 def test_without_calls_all_text_goes_on(name: str, data: st.DataObject) -> None:
@@ -76,7 +79,7 @@ def test_without_calls_all_text_goes_on(name: str, data: st.DataObject) -> None:
     assert _bare("".join(map(_text, events))) == _bare(expected)
 
 
-@pytest.mark.parametrize("name", FAMILY)
+@pytest.mark.parametrize("name", leave_to_slow(FAMILY, but=QUICK))
 @settings(deadline=None)  # reading a tokenizer takes a while
 @given(st.data())
 def test_no_part_is_white_space(name: str, data: st.DataObject) -> None:

@@ -8,6 +8,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from polar.types import CallDelta, CallStart, ReasoningDelta, TextDelta
+from tests.selection import leave_to_slow
 from tests.unit.rendering.families.models import FAMILY, model, parse
 
 MODELS = [name for name in FAMILY if name != "deepseek_v3"]
@@ -59,7 +60,7 @@ def message(
     return turn
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", leave_to_slow(MODELS, but=[name for name in MODELS if name != "gemma3"]))
 @settings(deadline=None)  # reading a tokenizer takes a while
 @given(words, words, calls)
 def test_a_turn_is_read_back(name: str, reasoning: str, content: str, written: list[tuple[str, Any]]) -> None:
