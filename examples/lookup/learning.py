@@ -22,6 +22,7 @@ from polar.demo.questions import questions
 from polar.train import groups
 from polar.train.running import train
 from polar.train.settings import load
+from polar.trajectory.checker import SessionChecker
 
 ARMS = "exact", "broken"
 
@@ -80,13 +81,14 @@ postrun_workers = 8
 def break_trajectories() -> None:
     """From here on a session's calls are merged wherever one prompt begins with another."""
     exact = groups.of_traces
+    unchecked = SessionChecker(share=0)  # would hold back what is broken on purpose
 
-    def broken(data: bytes, index: int) -> groups.Group:
+    def broken(data: bytes, index: int, _checker: SessionChecker) -> groups.Group:
         group = json.loads(data)
         for result in group["results"]:
             if result.get("trajectory"):
                 result["trajectory"]["traces"] = _merged(result["trajectory"]["traces"])
-        return exact(json.dumps(group).encode(), index)
+        return exact(json.dumps(group).encode(), index, unchecked)
 
     groups.of_traces = broken
 
@@ -109,7 +111,9 @@ def _begins(ids: list[int], other: list[int]) -> bool:
 
 def _trace(chain: list[dict]) -> dict:
     ends = [call["response_ids"][-1] for call in chain if call["finish_reason"] == "stop"]
-    whole = {"prompt_ids": chain[0]["prompt_ids"], "response_ids": [], "response_logprobs": [], "policy_versions": []}
+    first = chain[0]
+    whole = {"prompt_ids": first["prompt_ids"], "reward": first["reward"], "exchange_ids": []}
+    whole |= {"response_ids": [], "loss_mask": [], "response_logprobs": [], "policy_versions": []}
     spans, scales, weight, before = [], {}, 0.0, None
     for call in chain:
         if before is not None:
@@ -119,13 +123,13 @@ def _trace(chain: list[dict]) -> dict:
             own_end = before["response_ids"][-1] == ends[0]
             between = beyond[beyond.index(ends[0]) + own_end :]
             whole["response_ids"] += between
+            whole["loss_mask"] += [0] * len(between)
             whole["response_logprobs"] += [0.0] * len(between)
             whole["policy_versions"] += [-1] * len(between)
         start = len(whole["response_ids"])
-        for name in ("response_ids", "response_logprobs", "policy_versions"):
+        for name in ("response_ids", "loss_mask", "response_logprobs", "policy_versions", "exchange_ids"):
             whole[name] += call[name]
-        name = call["metadata"]["spans"][0]["exchange_id"]
-        spans.append({"exchange_id": name, "start": start, "stop": len(whole["response_ids"])})
+        spans.append(call["metadata"]["spans"][0] | {"start": start, "stop": len(whole["response_ids"])})
         scales |= call["metadata"].get("scales", {})
         weight += call["weight"]
         before = call
