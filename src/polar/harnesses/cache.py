@@ -74,7 +74,7 @@ def find(cache: Path, harness: Harness, version: str | None = None) -> Installed
 def installed(cache: Path, name: str) -> list[Installed]:
     """Every version of a harness that is there, the newest first."""
     folders = cache.glob(f"{name}/[!.]*")
-    return sorted(filter(None, map(read, folders)), key=lambda one: _order(one.version), reverse=True)
+    return sorted(filter(None, map(read, folders)), key=lambda one: _version_key(one.version), reverse=True)
 
 
 def read(folder: Path) -> Installed | None:
@@ -120,9 +120,22 @@ def is_version(text: str) -> bool:
     return _VERSION.fullmatch(text) is not None
 
 
-def _order(version: str) -> tuple[list[int], bool, str]:
-    """Versions in their order; 2.0.0-rc.1 comes before 2.0.0."""
-    release = re.match(r"[0-9.]*", version)
-    assert release is not None
-    rest = version[release.end() :]
-    return [int(number) for number in release[0].split(".") if number], not rest, rest
+_DEV, _PRE, _END, _NUMBER, _POST = range(5)
+_WORDS = {"dev": _DEV, "post": _POST, "rev": _POST, "r": _POST}  # others are pre-releases: rc, beta, nightly
+
+
+def _version_key(version: str) -> tuple[list[int], list[tuple[int, int, str]], str]:
+    """Sorts versions of PyPI and npm: 1.0.dev1, 1.0a1, 1.0.0-rc.2, 1.0.0-rc.10, 1.0, 1.0.post1, 1.0.1."""
+    public, _, local = version.partition("+")
+    found = re.match(r"\d+(?:\.\d+)*", public)
+    written = found[0] if found else ""
+    release = [int(number) for number in written.split(".") if number]
+    while release and not release[-1]:  # 1.0 is 1.0.0
+        release.pop()
+    suffix = public[len(written) :]
+    parts = [
+        (_NUMBER, int(part), "") if part.isdecimal() else (_WORDS.get(part, _PRE), 0, part)
+        for part in re.findall(r"\d+|[a-z]+", suffix.lower())
+    ]
+    numbered = [(_PRE, 0, "")] if re.match(r"-\d", suffix) else []  # npm's 1.0.0-1
+    return release, [*numbered, *parts, (_END, 0, "")], local

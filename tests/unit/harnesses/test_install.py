@@ -13,7 +13,7 @@ import pytest
 
 from polar.errors import ConfigError
 from polar.harnesses.base import Package
-from polar.harnesses.cache import damage, find, installed
+from polar.harnesses.cache import Marker, damage, find, installed, seal
 from polar.harnesses.install import install, remove
 from polar.harnesses.installing.tools import InstallError
 from polar.harnesses.installing.wrapper import write_wrapper
@@ -69,6 +69,19 @@ async def test_nothing_is_done_twice(cache: Path, tools: Tools) -> None:
     first, second = await asyncio.gather(*(install(harness(), None, cache, quiet) for _ in range(2)))
     assert first == second == await install(harness(), None, cache, quiet)
     assert tools.installed() == ["agent@1.2.3"]
+
+
+def test_the_newest_version_comes_first(cache: Path) -> None:
+    oldest_first = [
+        *("1.0.dev1", "1.0a1", "1.0b2", "1.0.0-rc.2", "1.0.0-rc.10", "1.0rc11.dev1", "1.0rc11", "1.0rc11.post1"),
+        *("1.0", "1.0+local.2", "1.0.post1.dev3", "1.0.post1", "1.0.post2", "1.0.1-0", "1.0.1", "1.1.0-beta", "1.1"),
+    ]
+    for version in sorted(oldest_first):
+        program = cache / "agent" / version / "bin" / "agent"
+        program.parent.mkdir(parents=True)
+        program.touch(0o755)
+        seal(program.parents[1], Marker("agent", version, "agent", "agent", 0))
+    assert [one.version for one in installed(cache, "agent")] == oldest_first[::-1]
 
 
 async def test_versions_stand_side_by_side(cache: Path, tools: Tools) -> None:
