@@ -14,6 +14,7 @@ from typing import Any
 from polar.tasks.dockerfile_lines import (
     DockerfileError,
     Instruction,
+    env_pairs,
     expanded,
     here_name,
     instructions,
@@ -78,7 +79,7 @@ class Translated:
         self._exec(["mkdir", "-p", self.workdir], cwd="/")
 
     def _env(self, one: Instruction) -> None:
-        self.env |= self._pairs(one)
+        self.env |= env_pairs(one, self._variables())
 
     def _arg(self, one: Instruction) -> None:
         for word in words(one.rest, self._variables()):
@@ -144,10 +145,11 @@ class Translated:
 
     def _placed(self, one: Instruction, source: str, place: str, into: bool) -> list[str]:
         """Steps for one source of COPY; where its files went."""
-        if name := here_name(source):
-            document = next(document for document in one.documents if document.name == name)
+        name = here_name(source)
+        document = next((document for document in one.documents if document.name == name), None)
+        if document is not None:
             content = expanded(document.text, self._variables()) if document.expands else document.text
-            target = posixpath.join(place, name) if into else place
+            target = posixpath.join(place, document.name) if into else place
             self.steps.append({"type": "upload_file", "content": content, "target": target})
             return [target]
         placed = []
@@ -177,21 +179,6 @@ class Translated:
             raise DockerfileError(one.line, f"{one.name}: there is no {source} in {self._context}")
         return found
 
-    def _pairs(self, one: Instruction) -> dict[str, str]:
-        """`name=value ...`, or the old `name value`."""
-        name, _, rest = one.rest.partition(" ")
-        if "=" not in name and rest:
-            return {name: unquoted(rest.strip(), self._variables())}
-        pairs = {}
-        for word in words(one.rest, self._variables()):
-            name, given, value = word.partition("=")
-            if not given or not name:
-                raise DockerfileError(one.line, f"ENV: {word!r} has no value: write NAME=VALUE")
-            pairs[name] = value
-        if not pairs:
-            raise DockerfileError(one.line, "ENV: it takes NAME=VALUE")
-        return pairs
-
     def _variables(self) -> dict[str, str]:
         return {"PATH": _PATH} | self._arguments | self.env
 
@@ -217,7 +204,9 @@ def last_workdir(text: str) -> str | None:
     for one in instructions(text):
         if one.name == "FROM":
             workdir = None
-        elif one.name in ("ENV", "ARG"):
+        elif one.name == "ENV":
+            variables |= env_pairs(one, variables)
+        elif one.name == "ARG":
             pairs = [word.partition("=") for word in words(one.rest, variables)]
             variables |= {name: value for name, given, value in pairs if given}
         elif one.name == "WORKDIR":

@@ -8,7 +8,7 @@ from msgspec import Struct
 from polar.errors import ConfigError
 
 _DIRECTIVE = re.compile(r"#\s*(\w+)\s*=\s*(\S+)\s*$")
-_HERE = re.compile(r"""(?<!\S)<<(-?)(["']?)([A-Za-z_][A-Za-z0-9_.]*)\2(?!\S)""")
+_HERE = re.compile(r"""<<(-?)(["']?)([A-Za-z_][A-Za-z0-9_.]*)\2""")  # a whole word
 _WITH_DOCUMENTS = ("RUN", "COPY", "ADD")
 _VARIABLE = re.compile(r"\\(.)|\$(?:\{([A-Za-z_]\w*)(?:(:[-+])([^{}]*))?\}|([A-Za-z_]\w*))", re.DOTALL)
 _WORD = re.compile(r"""(?:[^\s"'\\]|\\.|"(?:[^"\\]|\\.)*"|'[^']*')+""", re.DOTALL)
@@ -64,13 +64,14 @@ def instructions(text: str) -> Iterator[Instruction]:
                 break
             line = lines[number]
             number += 1
-        name, _, rest = whole.strip().partition(" ")
+        name, _, rest = re.sub(r"\s", " ", whole.strip(), count=1).partition(" ")
         name, rest = name.upper(), rest.strip()
         documents: list[Document] = []
         if name in _WITH_DOCUMENTS:
-            for found in _HERE.finditer(rest):
-                document, number = _document(found, lines, number, start)
-                documents.append(document)
+            for word in _WORD.finditer(rest):
+                if found := _HERE.fullmatch(word[0]):
+                    document, number = _document(found, lines, number, start)
+                    documents.append(document)
         flags, rest = _flags(rest)
         yield Instruction(start, name, flags, rest, tuple(documents))
 
@@ -94,6 +95,22 @@ def expanded(text: str, variables: Mapping[str, str]) -> str:
 def words(text: str, variables: Mapping[str, str]) -> list[str]:
     """Split at white space; variables put in and quotes taken off."""
     return [unquoted(found[0], variables) for found in _WORD.finditer(text)]
+
+
+def env_pairs(one: Instruction, variables: Mapping[str, str]) -> dict[str, str]:
+    """What ENV sets: `name=value ...`, or the old `name value`."""
+    if not one.rest:
+        raise DockerfileError(one.line, "ENV: it takes NAME=VALUE")
+    name, *value = one.rest.split(maxsplit=1)
+    if "=" not in name and value:
+        return {name: unquoted(value[0], variables)}
+    pairs = {}
+    for word in words(one.rest, variables):
+        name, given, text = word.partition("=")
+        if not given or not name:
+            raise DockerfileError(one.line, f"ENV: {word!r} has no value: write NAME=VALUE")
+        pairs[name] = text
+    return pairs
 
 
 def unquoted(word: str, variables: Mapping[str, str]) -> str:

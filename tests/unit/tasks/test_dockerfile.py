@@ -52,6 +52,7 @@ def run(command: str, cwd: str = "/") -> tuple[str, ...]:
         ("RUN --mount=type=cache,target=/c --network=none a", [run("a")]),
         ("RUN <<END\na\n# b\n  c\nEND\nRUN d", [run("a\n# b\n  c\n"), run("d")]),
         ("RUN python3 <<'E' && b\nprint(1)\nE", [run("python3 <<'E' && b\nprint(1)\nE")]),
+        ("RUN echo 'a <<END b'\nRUN d", [run("echo 'a <<END b'"), run("d")]),
         ("RUN cat <<<word; echo $((1<<n))", [run("cat <<<word; echo $((1<<n))")]),
         ('SHELL ["bash", "-o", "pipefail", "-c"]\nRUN a', [("/", "bash", "-o", "pipefail", "-c", "a")]),
         ("WORKDIR /app\nRUN a\nWORKDIR sub/../in\nRUN b", [
@@ -154,6 +155,7 @@ def test_what_only_says_how_it_is_run_is_left_out(context: Path) -> None:
         ("ADD git@example.com:a/b /x", "line 2: ADD: git@example.com:a/b is a download"),
         ("ADD x.tar.gz /x", "line 2: ADD: x.tar.gz would be unpacked"),
         ('ADD ["x.tar.gz", "/x"]', "line 2: ADD: x.tar.gz would be unpacked"),
+        ('COPY "<<END" /x', "line 2: COPY: there is no <<END in "),
         ("COPY none /x", "line 2: COPY: there is no none in "),
         ("COPY *.none /x", "line 2: COPY: there is no "),
         ("COPY a** /x", "line 2: COPY: a** is no pattern"),
@@ -195,6 +197,8 @@ def test_a_base_is_needed(context: Path) -> None:
         ("FROM a", None),
         ("FROM a\nWORKDIR /x\nWORKDIR y", "/x/y"),
         ("FROM a\nWORKDIR /x\nFROM b\nRUN y", None),
+        ("FROM a\nENV HOME /h\nWORKDIR $HOME/w", "/h/w"),
+        ("FROM a\nENV\tHOME\t/h\nWORKDIR $HOME/w", "/h/w"),
         ("FROM a\nENV HOME=/h\nWORKDIR $HOME/w\nADD https://example.com/x .", "/h/w"),
     ],
 )
