@@ -30,6 +30,7 @@ _COMPOSE = ("docker-compose.yaml", "docker-compose.yml", "compose.yaml", "compos
 _BUILDERS = ("docker", "podman")
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT])(?:i?B)?", re.IGNORECASE)
 _MEGABYTES = {"K": 1 / 1024, "M": 1, "G": 1024, "T": 1024 * 1024}
+_MAX_MEGABYTES = 1 << 40  # an exbibyte
 _TEMPLATE = re.compile(r"\$\{(\w+)(?::-([^}]*))?\}")
 _SYSTEM_PATH = re.compile(r"(?<![\w./~:-])/(?:etc|opt|var|root|home|tmp)(?:/[\w.+@-]*[\w+@-])+")
 _TRANSPORTS = {"streamable-http": "http"}
@@ -41,7 +42,10 @@ def _megabytes(size: Any) -> Any:
         return size
     if not (found := _SIZE.fullmatch(size.strip())):
         raise ValueError(f"{size!r} is no size: write 512M or 2G")
-    return max(1, int(float(found[1]) * _MEGABYTES[found[2].upper()]))
+    megabytes = float(found[1]) * _MEGABYTES[found[2].upper()]
+    if megabytes > _MAX_MEGABYTES:
+        raise ValueError(f"{size[:40]!r} is more than any machine has")
+    return max(1, int(megabytes))
 
 
 Size = Annotated[int | None, BeforeValidator(_megabytes), Field(gt=0)]

@@ -73,7 +73,10 @@ _GIT_ENV = {"GIT_CONFIG_COUNT": "1", "GIT_CONFIG_KEY_0": "safe.directory", "GIT_
 def _listed(value: Any) -> Any:
     """SWE-bench has lists as JSON in a string, SWE-Gym as lists; Parquet has null for an empty one."""
     if isinstance(value, str):
-        return json.loads(value) if value.strip() else []
+        try:
+            return json.loads(value) if value.strip() else []
+        except RecursionError:
+            raise ValueError("it is nested too deeply") from None
     return [] if value is None else value
 
 
@@ -150,7 +153,7 @@ def make(rows: Iterable[tuple[str, dict[str, Any]]], options: Options) -> Made:
 def read(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """The rows of a file, as the sets are published: Parquet, JSON lines, or JSON. Raises ConfigError."""
     if path.suffix == ".parquet":
-        rows: list[Any] = _parquet(path)
+        rows = _parquet(path)
     elif path.suffix == ".json":
         rows = _parsed(text_of(path), str(path))
     elif path.suffix == ".jsonl":
@@ -158,6 +161,8 @@ def read(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         rows = [_parsed(line, f"{path}: line {number}") for number, line in lines if line.strip()]
     else:
         raise ConfigError(f"{path}: rows are in a file that ends in .parquet, .jsonl or .json.")
+    if not isinstance(rows, list):
+        raise ConfigError(f"{path}: this is no list of rows.")
     for number, row in enumerate(rows, 1):
         if not isinstance(row, dict):
             raise ConfigError(f"{path}: row {number}: this is no table of fields.")
@@ -169,6 +174,8 @@ def _parsed(text: str, place: str) -> Any:
         return json.loads(text)
     except ValueError as error:
         raise ConfigError(f"{place}: this is not valid JSON: {error}.") from error
+    except RecursionError:
+        raise ConfigError(f"{place}: it is nested too deeply.") from None
 
 
 def _parquet(path: Path) -> list[Any]:
@@ -246,9 +253,11 @@ def _image(row: Row, options: Options) -> str:
         raise ConfigError("Name the rows' images, or a folder of repositories.")
     owner, _, name = row.instance_id.lower().partition("__")
     try:
-        return options.image.format_map(row.model_dump() | {"owner": owner, "name": name})
-    except (KeyError, ValueError, IndexError) as error:
+        return options.image.format_map(dict(row) | {"owner": owner, "name": name})
+    except KeyError as error:
         raise ConfigError(f"The image {options.image!r} names a field that the row hasn't: {error}.") from error
+    except (ValueError, IndexError, AttributeError, TypeError) as error:
+        raise ConfigError(f"The image {options.image!r} can't be filled in: {error}. Write {{FIELD}}.") from error
 
 
 def _conda_path() -> str:

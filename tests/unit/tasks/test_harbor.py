@@ -185,6 +185,7 @@ def test_fields_that_nobody_knows_are_kept(tmp_path: Path) -> None:
         ("[agent]\nuser = 1000", "agent.user: 1000"),
         ("[agent]\ntimeout_sec = 0", "agent.timeout_sec: input should be greater than 0"),
         ("[environment]\nmemory = '2 cups'", "environment.memory: '2 cups' is no size: write 512M or 2G"),
+        (f"[environment]\nmemory = '{'9' * 400}G'", f"environment.memory: '{'9' * 40}' is more than any machine has"),
         ("[environment]\ncpus = 'two'\nenv = 3", "environment.cpus: input should be a valid number, unable to parse"),
         (
             "[environment]\nenv = { A = '${POLAR_TEST_NONE}' }",

@@ -192,11 +192,35 @@ def test_parquet_is_read_as_json_is(tmp_path: Path) -> None:
         ({"base_commit": "; rm -rf /"}, "base_commit: "),
         ({"test_patch": None}, "test_patch: "),
         ({"FAIL_TO_PASS": "no JSON"}, "FAIL_TO_PASS: "),
+        ({"FAIL_TO_PASS": "[" * 100_000}, "FAIL_TO_PASS: it is nested too deeply"),
     ],
 )
 def test_a_row_that_is_not_of_the_schema(row: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=f"rows: row 1: {said}"):
         made(row)
+
+
+@pytest.mark.parametrize("image", ["{owner.x}", "{owner[x]}", "{owner", "{0}", "{version!x}"])
+def test_an_image_that_can_not_be_filled_in(image: str) -> None:
+    with pytest.raises(ConfigError, match=r"row 1: The image '.*' (can't be filled in|names a field)"):
+        made(image=image)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "said"),
+    [
+        ("a.json", "3", "a.json: this is no list of rows"),
+        ("a.json", '{"a": {}}', "a.json: this is no list of rows"),
+        ("a.json", "[" * 100_000, "a.json: it is nested too deeply"),
+        ("a.jsonl", "{}\n" + "[" * 100_000, "a.jsonl: line 2: it is nested too deeply"),
+        ("a.jsonl", "{}\n3", "a.jsonl: row 2: this is no table of fields"),
+    ],
+    ids=range(5),
+)
+def test_a_file_that_holds_no_rows(tmp_path: Path, name: str, text: str, said: str) -> None:
+    (tmp_path / name).write_text(text)
+    with pytest.raises(ConfigError, match=said):
+        list(swe.read(tmp_path / name))
 
 
 def test_what_can_not_be_graded_is_left_out_and_named() -> None:
