@@ -89,6 +89,7 @@ class Queue(QueueReads):
         if task.rerun:  # it may be there twice among those that are submitted now
             known = TaskRow(*db.execute(self.q.task, name).fetchone())
         if task.rerun and known.state != "running":
+            db.execute(self.q.keep_replaced, {**name, "cursor": known.cursor})
             db.execute(self.q.drop_work, name)
             db.execute(self.q.drop_task, name)
             db.execute(self.q.insert_task, task_parameters(task, now))
@@ -314,20 +315,28 @@ class Queue(QueueReads):
         return await self.transact(go_on)
 
     async def forget(self, cursor: int, limit: int) -> int:
-        """Drops so many tasks that ended up to there, with their sessions: how many there were."""
+        """Drops up to `limit` tasks that ended by the cursor, with their sessions, and up to `limit` sessions of tasks
+        that ended by then and were run again. Returns how many tasks and such sessions there were."""
 
         def forget(db: WritingConnection) -> int:
             tasks = db.execute(self.q.ended_up_to, {"cursor": cursor, "limit": limit}).fetchall()
             for run, task_id in tasks:
                 task = {"run": run, "task_id": task_id}
                 for (session_id,) in db.execute(self.q.sessions_of, task).fetchall():
-                    db.execute(self.q.drop_exchanges, {"session_id": session_id})
-                    db.execute(self.q.drop_session, {"session_id": session_id})
+                    self._drop_session(db, session_id)
                 db.execute(self.q.drop_work, task)
                 db.execute(self.q.drop_task, task)
-            return len(tasks)
+            replaced = db.execute(self.q.replaced_up_to, {"cursor": cursor, "limit": limit}).fetchall()
+            for (session_id,) in replaced:
+                self._drop_session(db, session_id)
+                db.execute(self.q.drop_replaced, {"session_id": session_id})
+            return len(tasks) + len(replaced)
 
         return await self.transact(forget)
+
+    def _drop_session(self, db: WritingConnection, session_id: str) -> None:
+        db.execute(self.q.drop_exchanges, {"session_id": session_id})
+        db.execute(self.q.drop_session, {"session_id": session_id})
 
 
 def _work_id(held: Held) -> int:

@@ -214,6 +214,18 @@ LIMIT :limit;
 -- name: sessions_of
 SELECT session_id FROM work WHERE run = :run AND task_id = :task_id AND session_id IS NOT NULL;
 
+-- name: keep_replaced
+-- The task is run again: its sessions are no task's any more.
+INSERT INTO replaced_sessions (session_id, cursor)
+SELECT session_id, :cursor FROM work WHERE run = :run AND task_id = :task_id AND session_id IS NOT NULL
+ON CONFLICT DO NOTHING;
+
+-- name: replaced_up_to
+SELECT session_id FROM replaced_sessions WHERE cursor <= :cursor ORDER BY cursor LIMIT :limit;
+
+-- name: drop_replaced
+DELETE FROM replaced_sessions WHERE session_id = :session_id;
+
 -- name: drop_exchanges
 DELETE FROM exchanges WHERE session_id = :session_id;
 

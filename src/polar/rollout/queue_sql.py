@@ -52,6 +52,9 @@ class Queries:
     keep_consumer: str
     ended_up_to: str
     sessions_of: str
+    keep_replaced: str
+    replaced_up_to: str
+    drop_replaced: str
     drop_exchanges: str
     drop_session: str
     drop_work: str

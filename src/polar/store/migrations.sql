@@ -100,3 +100,11 @@ UPDATE polar_schema SET version = 5;
 -- from: 5
 DROP TABLE begun_calls;  -- gateways keep a journal of running calls beside the store
 UPDATE polar_schema SET version = 6;
+
+-- from: 6
+CREATE TABLE replaced_sessions (
+    session_id TEXT NOT NULL PRIMARY KEY,
+    cursor BIGINT NOT NULL  -- of its task's end
+);
+CREATE INDEX replaced_by_cursor ON replaced_sessions (cursor);
+UPDATE polar_schema SET version = 7;

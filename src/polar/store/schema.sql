@@ -5,7 +5,7 @@ CREATE TABLE polar_schema (
     version BIGINT NOT NULL
 );
 
-INSERT INTO polar_schema (version) VALUES (6);
+INSERT INTO polar_schema (version) VALUES (7);
 
 CREATE TABLE sessions (
     session_id TEXT NOT NULL PRIMARY KEY,
@@ -143,6 +143,14 @@ CREATE INDEX work_leased ON work (node) WHERE state = 'leased';
 CREATE INDEX work_waiting ON work (work_id) WHERE state = 'waiting';
 CREATE INDEX work_marked ON work (work_id) WHERE kills > 0 AND state <> 'done';
 CREATE INDEX work_by_cursor ON work (run, cursor) WHERE cursor IS NOT NULL;
+
+-- Sessions of tasks that were run again under the same id: retention finds them here.
+CREATE TABLE replaced_sessions (
+    session_id TEXT NOT NULL PRIMARY KEY,
+    cursor BIGINT NOT NULL  -- of its task's end
+);
+
+CREATE INDEX replaced_by_cursor ON replaced_sessions (cursor);
 
 CREATE TABLE consumers (
     run TEXT NOT NULL,

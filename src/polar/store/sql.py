@@ -13,7 +13,7 @@ from typing import Any, Literal, Protocol, TypeVar, cast
 
 T = TypeVar("T")
 
-SCHEMA_VERSION = 6
+SCHEMA_VERSION = 7
 
 Style = Literal["named", "pyformat"]
 """`:name` (sqlite3) or `%(name)s` (psycopg)."""

@@ -377,6 +377,26 @@ async def test_what_is_kept_of_runs_consumers_and_the_store(queue: Queue, store:
     assert len({await store.identity() for _ in range(3)}) == 1
 
 
+async def test_sessions_of_a_task_that_was_run_again_are_forgotten_too(queue: Queue, store: RelationalStore) -> None:
+    await queue.submit([new("a")])
+    ends: list[int] = []
+    for name in ("first", "second"):
+        (lease,) = await leased(queue)
+        await store.create_session(session(name))
+        await store.append(exchange(name, 0, [b"1"]))
+        await finished(queue, ended(lease, session_id=name))
+        ends.append(await queue.cursor())
+        (admitted,) = await queue.submit([msgspec.structs.replace(new("a"), rerun=True)])
+        assert admitted.replaced is not None
+    assert await queue.forget(ends[0], 10) == 1
+    assert await store.session("first") is None
+    assert await store.session("second") is not None
+    assert await queue.task("default", "a") is not None
+    assert await queue.forget(ends[0], 10) == 0
+    assert await queue.forget(ends[1], 10) == 1
+    assert await store.session("second") is None
+
+
 async def test_what_ended_long_ago_is_forgotten_and_cursors_go_on(queue: Queue, store: RelationalStore) -> None:
     await queue.submit([new("old"), new("untold", callback=True), new("runs", 2)])
     for lease in (await leased(queue))[:3]:

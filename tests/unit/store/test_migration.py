@@ -7,7 +7,13 @@ from polar.store.relational import RelationalStore
 from tests.unit.store.places import Place
 from tests.unit.store.samples import exchange, fingerprint, session
 
+SIXTH_VERSION = (
+    "DROP TABLE replaced_sessions",
+    "UPDATE polar_schema SET version = 6",
+)
+
 FOURTH_VERSION = (
+    *SIXTH_VERSION,
     "DROP INDEX work_marked",
     *(f"ALTER TABLE work DROP COLUMN {name}" for name in ("exposure", "control", "control_deaths")),
     "UPDATE polar_schema SET version = 4",
