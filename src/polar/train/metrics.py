@@ -75,7 +75,7 @@ class Metrics:
         """Goes on behind `step`: lines of later steps, which were lost with their weights, are removed."""
         self.history = keep_up_to(output / "metrics.jsonl", step, StepMetrics)
         self._file = (output / "metrics.jsonl").open("ab")
-        self._writers = _writers(output, settings.metrics, settings, run)
+        self._writers = _writers(output, settings.metrics, settings, step, run)
 
     def __enter__(self) -> "Metrics":
         return self
@@ -96,12 +96,12 @@ class Metrics:
 
 
 class _TensorBoard:
-    def __init__(self, output: Path) -> None:
+    def __init__(self, output: Path, step: int) -> None:
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
             raise ConfigError("metrics.tensorboard takes the package tensorboard: pip install tensorboard.") from error
-        self._writer = SummaryWriter(str(output / "tensorboard"))
+        self._writer = SummaryWriter(str(output / "tensorboard"), purge_step=step + 1)
 
     def write(self, metrics: StepMetrics) -> None:
         for name, value in metrics.flat().items():
@@ -119,16 +119,18 @@ class _Wandb:
             raise ConfigError("metrics.wandb takes the package wandb: pip install wandb.") from error
         told = settings.model_dump(mode="json", exclude={"rollout": {"token"}, "sync": {"api_key"}, "polar": True})
         self._run = wandb.init(project=project, id=run, name=run, dir=str(output), resume="allow", config=told)
+        # W&B's own step only grows: after a resume it would drop the steps that are trained again.
+        self._run.define_metric("*", step_metric="step")
 
     def write(self, metrics: StepMetrics) -> None:
-        self._run.log(metrics.flat(), step=metrics.step)
+        self._run.log(metrics.flat())
 
     def close(self) -> None:
         self._run.finish()
 
 
-def _writers(output: Path, wanted: MetricsSettings, settings: TrainSettings, run: str) -> list[Any]:
-    writers: list[Any] = [_TensorBoard(output)] if wanted.tensorboard else []
+def _writers(output: Path, wanted: MetricsSettings, settings: TrainSettings, step: int, run: str) -> list[Any]:
+    writers: list[Any] = [_TensorBoard(output, step)] if wanted.tensorboard else []
     if wanted.wandb is not None:
         writers.append(_Wandb(output, wanted.wandb, run, settings))
     return writers

@@ -2,7 +2,9 @@
 
 import io
 import os
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -106,6 +108,35 @@ def test_tensorboard_has_every_number(tmp_path: Path) -> None:
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     assert events.Scalars("reward")[0].value == 0.25
     assert events.Scalars("seconds/sync")[0].step == 1
+
+
+def test_tensorboard_forgets_the_steps_that_were_lost(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    settings = SETTINGS.model_copy(update={"metrics": SETTINGS.metrics.model_copy(update={"tensorboard": True})})
+    for after, steps, reward in ((0, [0, 1, 2, 3], 0.25), (1, [2, 3, 4], 0.75)):
+        with Metrics(tmp_path, settings, after, "x") as metrics:
+            for step in steps:
+                metrics.write(StepMetrics(step, step, reward=reward))
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    found = [(event.step, event.value) for event in events.Scalars("reward")]
+    assert found == [(0, 0.25), (1, 0.25), (2, 0.75), (3, 0.75), (4, 0.75)]
+
+
+def test_wandb_drops_no_step_that_is_trained_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """W&B ignores what is logged with a `step` below its own."""
+    logged: list[tuple[float, int | None]] = []
+    axes: list[tuple[str, str]] = []
+    run = SimpleNamespace(
+        define_metric=lambda name, step_metric: axes.append((name, step_metric)),
+        log=lambda numbers, step=None: logged.append((numbers["step"], step)),
+        finish=lambda: None,
+    )
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=lambda **_: run))
+    settings = SETTINGS.model_copy(update={"metrics": SETTINGS.metrics.model_copy(update={"wandb": "project"})})
+    with Metrics(tmp_path, settings, 1, "x") as metrics:
+        metrics.write(StepMetrics(2, 2))
+    assert (logged, axes) == ([(2, None)], [("*", "step")])
 
 
 async def test_how_busy_the_gpus_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
