@@ -12,14 +12,22 @@ from polar.train import files
 from polar.train.memory import OutOfMemory, is_out_of_memory
 from polar.train.settings import LoraSettings, ModelSettings
 
+_WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx", ".index.json")
+
 
 def device_of(settings: ModelSettings) -> torch.device:
     if settings.device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
-        return torch.device(settings.device)
+        device = torch.device(settings.device)
     except RuntimeError as error:
         raise ConfigError(f"model.device: there is no device {settings.device!r}: name cpu, or cuda.") from error
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:  # depends on how torch was built
+        said = str(error).partition("\n")[0].partition(". ")[0].rstrip(".")
+        raise ConfigError(f"model.device: {settings.device!r} can't be used here: {said}. Set cpu or auto.") from error
+    return device
 
 
 def load_model(folder: Path, settings: ModelSettings) -> Any:
@@ -27,6 +35,7 @@ def load_model(folder: Path, settings: ModelSettings) -> Any:
     transformers = import_module("transformers")
     if not (folder / "config.json").exists():
         raise ConfigError(f"There is no model in {folder}: it would have a config.json. Set model.folder.")
+    device = device_of(settings)  # before the weights are read, which takes long
     transformers.utils.logging.disable_progress_bar()
     try:
         model = transformers.AutoModelForCausalLM.from_pretrained(
@@ -34,7 +43,6 @@ def load_model(folder: Path, settings: ModelSettings) -> Any:
         )
     except (OSError, ValueError, RuntimeError, KeyError) as error:
         raise ConfigError(f"The model in {folder} can't be loaded: {error}.") from error
-    device = device_of(settings)
     try:
         model.to(device)
     except RuntimeError as error:
@@ -97,7 +105,7 @@ def export(model: Any, base: Path, folder: Path) -> None:
     tied = set(inner.all_tied_weights_keys)  # none where its config ties nothing
     with files.new_folder(folder) as made:
         for file in base.iterdir():
-            if file.is_file() and not file.name.startswith(("model", "pytorch_model")):
+            if file.is_file() and not file.name.endswith(_WEIGHT_FILES):
                 shutil.copyfile(file, made / file.name)
         weights = {name: tensor.cpu().contiguous() for name, tensor in weights_of(model).items() if name not in tied}
         save_file(weights, made / "model.safetensors", metadata={"format": "pt"})

@@ -17,6 +17,11 @@ from tests.unit.train import tiny
 from tests.unit.train.documents import group
 from tests.unit.trajectory.samples import path
 
+OLD_WEIGHTS = {
+    *("consolidated.safetensors", "consolidated.safetensors.index.json", "model.safetensors.index.json"),
+    *("pytorch_model.bin", "weights.pt", "model-q4.gguf"),
+}
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -144,7 +149,17 @@ def test_an_exported_model_is_the_one_that_was_trained(tmp_path: Path, tied: boo
     base = tiny.folder(tmp_path / "base", tie_word_embeddings=tied)
     one = learner(base)
     one.step(batch(), 1)
+    for name in OLD_WEIGHTS:
+        (base / name).touch()
     export(one.model, base, tmp_path / "model")
+    assert not OLD_WEIGHTS & {path.name for path in (tmp_path / "model").iterdir()}
+    assert (tmp_path / "model" / "tokenizer.json").exists()
     loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     for name, tensor in one.model.state_dict().items():
         assert torch.equal(loaded.state_dict()[name], tensor), name
+
+
+@pytest.mark.parametrize("device", ["nope", "cuda:1000"])
+def test_a_device_that_can_not_be_used(folder: Path, device: str) -> None:
+    with pytest.raises(ConfigError, match=rf"model\.device: .*'{device}'"):
+        learner(folder, model={"device": device})
