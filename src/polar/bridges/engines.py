@@ -66,9 +66,12 @@ class Engines:
     async def probe(self, score: Scorer, vocabulary: int, engine: EngineSettings, *dtypes: str) -> Difference:
         """Samples a little at each engine and compares with `score`. Raises EnginesDiffer. `engine` has their kind and
         model; `dtypes` are those that the engine and the trainer compute in."""
+        replicas = (await self._client.engines())["replicas"]
+        if not replicas:
+            raise ConfigError("The run has no engines to probe: attach the trainer's engines first.")
         probe = Probe(score, vocabulary, tolerance_of(*dtypes))
         found = []
-        for replica in (await self._client.engines())["replicas"]:
+        for replica in replicas:
             url = str(replica["url"])
             one: Engine = load("engines", engine.kind)(url, engine)
             try:

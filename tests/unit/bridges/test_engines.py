@@ -1,0 +1,15 @@
+from types import SimpleNamespace
+
+import pytest
+
+from polar.bridges.engines import Engines
+from polar.config import EngineSettings
+from polar.errors import ConfigError
+
+
+async def test_a_run_without_engines_can_not_be_probed() -> None:
+    async def engines() -> dict[str, list[object]]:
+        return {"replicas": []}
+
+    with pytest.raises(ConfigError, match="The run has no engines to probe"):
+        await Engines(SimpleNamespace(engines=engines)).probe(lambda *_: [], 16, EngineSettings())
