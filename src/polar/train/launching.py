@@ -22,6 +22,7 @@ log = logging.getLogger(__name__)
 
 _SOON, _LATER = 0.5, 30.0  # seconds before it is started again
 _TRIES = 8  # starts in a row that fail, before it is given up
+_START_SECONDS = 1800.0  # an embedded engine loads its model first, an older store is migrated
 _STOP_SECONDS = 60.0
 _SHOWN = 5  # last lines of its log
 _PROGRAM = "from polar.cli.main import main; main()"
@@ -127,10 +128,12 @@ class ServiceProcess:
             if status is None:
                 return
             if tried == _TRIES or (status >= 0 and not again):
-                lines = self._log.read_text(errors="replace").strip().splitlines()[-_SHOWN:]
-                said = " / ".join(lines) or "it said nothing"
-                raise ConfigError(f"The rollout service did not start (exit status {status}): {said}")
+                raise ConfigError(f"The rollout service did not start (exit status {status}): {self._last_lines()}")
             await asyncio.sleep(delay)
+
+    def _last_lines(self) -> str:
+        lines = self._log.read_text(errors="replace").strip().splitlines()[-_SHOWN:]
+        return " / ".join(lines) or "it said nothing"
 
     async def _start(self) -> int | None:
         """None once it serves; its exit status where it ends before."""
@@ -151,7 +154,14 @@ class ServiceProcess:
                 preexec_fn=lambda: _follow(parent),
             )
         assert self._process.stdout is not None
-        return None if await self._process.stdout.readline() else await self._process.wait()
+        try:
+            async with asyncio.timeout(_START_SECONDS):
+                return None if await self._process.stdout.readline() else await self._process.wait()
+        except TimeoutError as error:
+            await self._stop()
+            raise ConfigError(
+                f"The rollout service did not start within {_START_SECONDS:g} s: {self._last_lines()}"
+            ) from error
 
     async def _stop(self) -> None:
         process = self._process
