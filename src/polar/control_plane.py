@@ -10,6 +10,7 @@ closed in time.
 
 import asyncio
 import contextlib
+import logging
 import threading
 from asyncio import AbstractEventLoop
 from collections.abc import Callable
@@ -22,6 +23,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from polar.gateway.http import SILENCE
+
+log = logging.getLogger(__name__)
 
 _SHUTDOWN_SECONDS = 2
 HealthCheck = Callable[[], tuple[int, bytes]]
@@ -39,9 +42,12 @@ class ControlPlane:
         self._listener = listener
         self._server: _Uvicorn
         self._thread: threading.Thread
+        self._loop: AbstractEventLoop
+        self._ended = asyncio.Event()
 
     async def __aenter__(self) -> "ControlPlane":
-        bridged = _Bridge(self._app, self._health, asyncio.get_running_loop())
+        self._loop = asyncio.get_running_loop()
+        bridged = _Bridge(self._app, self._health, self._loop)
         config = uvicorn.Config(
             bridged,
             http=_PatientProtocol,
@@ -61,8 +67,17 @@ class ControlPlane:
         self._server.should_exit = True
         await asyncio.to_thread(self._thread.join)
 
+    async def over(self) -> None:
+        """Until the thread has ended, which it does by itself only where it fails."""
+        await self._ended.wait()
+
     def _serve(self) -> None:
-        asyncio.run(self._server.serve(sockets=[self._listener]))
+        try:
+            asyncio.run(self._server.serve(sockets=[self._listener]))
+        except Exception:
+            log.exception("The control plane's listener failed")
+        finally:
+            self._loop.call_soon_threadsafe(self._ended.set)
 
 
 class _Uvicorn(uvicorn.Server):

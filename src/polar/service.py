@@ -49,6 +49,7 @@ class Service:
         self._drain = asyncio.Event()
         self._working: asyncio.Task[None]
         self._callbacks: Callbacks
+        self._control: ControlPlane
         self._stack = contextlib.AsyncExitStack()
 
     @property
@@ -127,7 +128,7 @@ class Service:
         )
         self.control_url = url_of(settings.server.host, listener.getsockname()[1])
         health = partial(current_health, parts)
-        await stack.enter_async_context(ControlPlane(create_app(parts), health, listener))
+        self._control = await stack.enter_async_context(ControlPlane(create_app(parts), health, listener))
         stack.callback(rollout.close)  # before the listener ends: nobody is left waiting
 
     async def _check(self, task: TaskRequest) -> None:
@@ -154,6 +155,7 @@ class Service:
             asyncio.ensure_future(self.rollout.failed.wait()): "What looks after the queue has failed: see the log.",
             asyncio.ensure_future(asyncio.wait({self._working})): "The node of this process has failed: see the log.",
             asyncio.ensure_future(self._callbacks.over()): "What sends callbacks has failed: see the log.",
+            asyncio.ensure_future(self._control.over()): "The control plane has failed: see the log.",
         }
         try:
             done, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
