@@ -44,9 +44,22 @@ def settle_process() -> None:
     gc.set_threshold(1_000, 5, 10_000)
     sys.setswitchinterval(0.0005)
     _share_malloc_arena()
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # each open call takes two
+    _raise_open_files_limit()
 
+
+def _raise_open_files_limit() -> None:
+    """As far as the system allows: each open call takes two. macOS refuses more than OPEN_MAX where its hard limit is
+    infinite."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    except (OSError, ValueError):
+        with contextlib.suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, _OPEN_MAX), hard))
+
+
+_OPEN_MAX = 10_240
+"""Of macOS's sys/syslimits.h."""
 
 _M_ARENA_MAX = -8
 """mallopt's parameter, of glibc's malloc.h."""
