@@ -168,10 +168,8 @@ def _written(output: Path | None, exporter: Exporter) -> Iterator[_Counted]:
         try:
             yield _Counted(sys.stdout.buffer)
             sys.stdout.buffer.flush()
-        except BrokenPipeError:
-            # Whoever read it has gone. Python would complain once more when it closes stdout.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            raise ConfigError("The export was cut short: its reader went away.") from None
+        except BrokenPipeError:  # `| head`: click ends the command quietly
+            raise
         except OSError as error:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             raise ConfigError(f"Can't write to stdout: {error.strerror}.") from error

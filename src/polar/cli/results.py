@@ -70,8 +70,7 @@ def command(
                     written = await _each(results, _writing(file), waits=True)
                 click.echo(f"{count(written, 'result')} to {output}. {_later(results, consumer)}".rstrip(), err=True)
             elif as_json:
-                with _stdout() as file:
-                    await _each(results, _writing(file), waits=not sys.stdout.isatty())
+                await _each(results, _writing(sys.stdout.buffer), waits=not sys.stdout.isatty())
             elif follow:
                 await _each(results, lambda one: click.echo(results_view.in_words(_read(one, unit))), waits=False)
             else:
@@ -129,15 +128,6 @@ def _writing(file: BinaryIO) -> Callable[[RawResult], None]:
         file.flush()
 
     return write
-
-
-@contextlib.contextmanager
-def _stdout() -> Iterator[BinaryIO]:
-    try:
-        yield sys.stdout.buffer
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python would complain again when it closes it
-        raise ConfigError("The results were cut short: their reader went away.") from None
 
 
 @contextlib.contextmanager

@@ -3,6 +3,8 @@
 import json
 import os
 import stat
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -29,6 +31,15 @@ async def data(tmp_path: Path) -> Path:
 
 def export(data: Path, *arguments: str) -> Result:
     return CliRunner().invoke(command, ["--data", str(data), *arguments])
+
+
+def test_who_stops_reading_ends_it_quietly(data: Path) -> None:
+    command = [sys.executable, "-c", "from polar.cli.main import main; main()", "export", "--data", str(data)]
+    reader, writer = os.pipe()
+    os.close(reader)
+    ended = subprocess.run([*command, "--format", "polar"], stdout=writer, stderr=subprocess.PIPE)
+    os.close(writer)
+    assert (ended.returncode, ended.stderr) == (1, b"")
 
 
 @pytest.mark.parametrize("name", FORMATS)
