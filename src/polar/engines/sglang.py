@@ -135,6 +135,8 @@ def _parameters(call: Request) -> dict[str, Any]:
         "presence_penalty": sampling.presence_penalty,
         "frequency_penalty": sampling.frequency_penalty,
         "repetition_penalty": sampling.repetition_penalty,
+        "sampling_seed": sampling.seed,
+        "logit_bias": sampling.logit_bias,
         "max_new_tokens": sampling.max_tokens,
         "min_new_tokens": sampling.min_tokens,
         "stop": sampling.stop or None,

@@ -109,6 +109,17 @@ async def test_sglang_whole() -> None:
     assert (chunk.ids, chunk.logprobs, chunk.finish_reason) == ([1, 2], [0.0, -0.5], "length")
 
 
+async def test_sglang_has_its_own_names_of_seed_and_bias() -> None:
+    async with Server("/generate", [sglang([1], {"type": "length"})], stream=False).running() as server:
+        await sampled(
+            SglangEngine(server.url, EngineSettings()), request(seed=7, logit_bias={"5": -100.0}), stream=False
+        )
+        await sampled(SglangEngine(server.url, EngineSettings()), request(), stream=False)
+    biased, plain = (asked["sampling_params"] for asked in server.asked)
+    assert (biased["sampling_seed"], biased["logit_bias"]) == (7, {"5": -100.0})
+    assert not {"seed", "sampling_seed", "logit_bias"} & plain.keys()
+
+
 @pytest.mark.parametrize(("each", "shape"), [(2, (4, 3, 2)), (4, None), (None, None)])
 async def test_sglangs_experts(each: int | None, shape: tuple[int, ...] | None) -> None:
     """It tells them where it is asked, as bare numbers: three layers of two experts, of all tokens but the last."""
