@@ -191,8 +191,10 @@ def _goes_on(tree: TreeTrajectory, before: Term, term: Term) -> bool:
 
 
 def _check_ids(found: _Findings, ids: Ids, where: str) -> None:
-    if len(ids) and ids.min() < 0:
-        found.add("ids", f"{where}: token {int((ids < 0).argmax())} is {ids.min()}, which no token is")
+    wrong = ids < 0
+    if wrong.any():
+        first = int(wrong.argmax())
+        found.add("ids", f"{where}: token {first} is {ids[first]}, which no token is")
 
 
 def _check_numbers(

@@ -143,6 +143,12 @@ def test_a_share_of_nothing_leaves_nothing_out() -> None:
     assert ([member.reason for member in group.members], group.verified) == ([None, None], 0)
 
 
+def test_a_wrong_token_is_named_with_its_own_value() -> None:
+    made = prefix_merging(session(path(0, [1, -2], [3, -7])))
+    (problem,) = [problem for problem in check_received(made) if problem.kind == "ids"]
+    assert problem.message == "trace 0: token 1 is -2, which no token is"
+
+
 # Mistakes in trees
 
 
