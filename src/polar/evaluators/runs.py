@@ -5,6 +5,7 @@ from outside, when every process inside is dead. They are signed with a secret t
 stands in the workspace could be the agent's own, and is not used.
 """
 
+import asyncio
 import json
 import posixpath
 import secrets
@@ -161,7 +162,7 @@ class SignedRun:
             raise BrokenResults.proven(
                 "results_forged", "results", "The tests' results were exchanged for something else."
             )
-        return results.signed(here.read_bytes(), secret)
+        return await asyncio.to_thread(results.signed, here, secret)
 
     async def _find(self) -> str:
         """The interpreter as it is found without the agent's files: a PATH may name folders of the workspace."""

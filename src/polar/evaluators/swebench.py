@@ -100,8 +100,8 @@ class SweBench:
         except (NotTaken, BrokenResults) as error:
             evidence += getattr(error, "evidence", ())
             return Verdict(0.0, detail={**detail, "resolved": False, "why": str(error)}, evidence=evidence)
-        wanted = results.judge(run.results, self._config.fail_to_pass)
-        kept = results.judge(run.results, self._config.pass_to_pass)
+        wanted = await asyncio.to_thread(results.judge, run.results, self._config.fail_to_pass)
+        kept = await asyncio.to_thread(results.judge, run.results, self._config.pass_to_pass)
         resolved = not wanted.failed and not kept.failed
         failed = {"FAIL_TO_PASS_failed": wanted.failed, "PASS_TO_PASS_failed": kept.failed}
         evidence += run.evidence
