@@ -17,8 +17,8 @@ from msgspec import Struct
 
 from polar.errors import ConfigError
 from polar.evaluators import results
-from polar.evaluators.base import GraderError
-from polar.evaluators.carrying import NotTaken, NotThere, explain_put_error, get
+from polar.evaluators.base import GraderError, NotTaken
+from polar.evaluators.carrying import NotThere, explain_put_error, get
 from polar.evaluators.links import below
 from polar.evaluators.results import BrokenResults, Run
 from polar.runtimes.base import Completed, Runtime, SandboxError

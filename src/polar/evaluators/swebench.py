@@ -21,8 +21,7 @@ from pydantic import AliasChoices, BeforeValidator, Field
 
 from polar.errors import ConfigError
 from polar.evaluators import patched, protecting, results, runs, settings
-from polar.evaluators.base import GraderError, Work
-from polar.evaluators.carrying import NotTaken
+from polar.evaluators.base import GraderError, NotTaken, Work
 from polar.evaluators.links import printable
 from polar.evaluators.protecting import Protected, Protecting, Taken
 from polar.evaluators.results import BrokenResults, Run

@@ -26,12 +26,11 @@ from msgspec.structs import replace
 from pydantic import AliasChoices, Field, model_validator
 
 from polar.evaluators import protecting, results, runs, settings
-from polar.evaluators.base import GraderError, Work
+from polar.evaluators.base import GraderError, NotTaken, Work
 from polar.evaluators.carrying import (
     Carrying,
     GradersFile,
     InsidePath,
-    NotTaken,
     absolute,
     get,
     grader_places,
