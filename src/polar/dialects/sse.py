@@ -21,28 +21,33 @@ class Parser:
 
     def __init__(self, limit: int = 64 * 1024 * 1024) -> None:
         self._line: list[bytes] = []  # pieces of a line that has not ended
-        self._data: list[bytes] = []
+        self._line_size = 0
+        self._data: list[bytes] = []  # of an event that has not ended
+        self._data_size = 0
         self._limit = limit
-        self._size = 0
 
     def feed(self, chunk: bytes) -> Iterator[bytes]:
         *lines, rest = chunk.split(b"\n")
         if lines and self._line:
             self._line.append(lines[0])
             lines[0] = b"".join(self._line)
-            self._line = []
-            self._size = sum(map(len, self._data))
-        if rest:
-            self._line.append(rest)
-            self._size += len(rest)
-            if self._size > self._limit:
-                raise ValueError(f"an event of more than {self._limit} bytes")
+            self._line, self._line_size = [], 0
         for line in lines:
             if line.endswith(b"\r"):
                 line = line[:-1]
             if line.startswith(b"data:"):
                 self._data.append(line[6:] if line[5:6] == b" " else line[5:])
+                self._data_size += len(line)
+                self._check_size()
             elif not line and self._data:
                 yield self._data[0] if len(self._data) == 1 else b"\n".join(self._data)
-                self._data = []
+                self._data, self._data_size = [], 0
             # other fields (event, id, retry) and comments carry nothing that we use
+        if rest:
+            self._line.append(rest)
+            self._line_size += len(rest)
+            self._check_size()
+
+    def _check_size(self) -> None:
+        if self._data_size + self._line_size > self._limit:
+            raise ValueError(f"an event of more than {self._limit} bytes")

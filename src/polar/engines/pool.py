@@ -172,10 +172,12 @@ class Pool:
                 if not self._try_on(tried, replica):
                     raise
             finally:
-                await replica.know_process()  # before the call is recorded, and long known where sampling took a while
-                replica.leave(call)
-                # An abandoned stream must end at the engine now, not when the garbage collector comes by.
-                await chunks.aclose()
+                try:  # before the call is recorded, and long known where sampling took a while
+                    await replica.know_process()
+                finally:  # also where the call is cancelled again meanwhile
+                    replica.leave(call)
+                    # An abandoned stream must end at the engine now, not when the garbage collector comes by.
+                    await chunks.aclose()
 
     def _try_on(self, tried: set[Replica], replica: Replica) -> bool:
         """Whether a call that failed at a replica has another chance."""

@@ -133,9 +133,9 @@ class VllmEngine(ChatEngine):
             refusal = await self._http.read(response)
             if response.status != 404:
                 raise self._http.refused(response.status, refusal, response.headers.get("Retry-After"))
-            self._generates = False
         response = await self._http.open("/v1/completions", self._completion_body(call, prompt))
         if response.status == 200:
+            self._generates = False  # a model that isn't there is a 404 of either route
             return response
         refusal = await self._http.read(response)
         raise self._http.refused(response.status, refusal, response.headers.get("Retry-After"))

@@ -19,8 +19,8 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field, field_validator, model_validator
 
 from polar.evaluators import carrying, patterns, settings
-from polar.evaluators.base import Work
-from polar.evaluators.carrying import InsidePath, NotTaken
+from polar.evaluators.base import NotTaken, Work
+from polar.evaluators.carrying import InsidePath
 from polar.rollout.models import Model
 from polar.store.base import Verdict
 

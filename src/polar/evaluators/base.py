@@ -41,6 +41,10 @@ class GraderError(PolarError):
     """The task's own grader can't do its work, whatever the agent did: becomes the reason `grader_failed`."""
 
 
+class NotTaken(PolarError):
+    """What the agent left can't be graded, and that is its own doing: a reward of 0, with this sentence."""
+
+
 class Work(Protocol):
     """What there is to judge."""
 

@@ -45,7 +45,7 @@ from pydantic import AfterValidator, Field
 
 from polar.errors import PolarError
 from polar.evaluators import links
-from polar.evaluators.base import GraderError, Work
+from polar.evaluators.base import GraderError, NotTaken, Work
 from polar.evaluators.links import Carried, below, printable
 from polar.rollout.models import Model, UploadDir, UploadFile
 from polar.runtimes.base import Runtime, SandboxError, TooLarge
@@ -119,10 +119,6 @@ class Carrying(Model):
     def import_folders(self) -> list[str]:
         """Folders that the grader's own Python imports from besides those of its files."""
         return []
-
-
-class NotTaken(PolarError):
-    """What the agent left can't be graded, and that is its own doing: a reward of 0, with this sentence."""
 
 
 class NotThere(NotTaken):

@@ -27,8 +27,8 @@ from msgspec.structs import replace
 from pydantic import AliasChoices, Field, field_validator, model_validator
 
 from polar.evaluators import carrying, settings
-from polar.evaluators.base import GraderError, Work
-from polar.evaluators.carrying import Carrying, InsidePath, NotTaken
+from polar.evaluators.base import GraderError, NotTaken, Work
+from polar.evaluators.carrying import Carrying, InsidePath
 from polar.runtimes.base import Completed, Runtime, SandboxError
 from polar.store.base import Evidence, Verdict
 

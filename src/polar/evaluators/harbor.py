@@ -30,8 +30,8 @@ from msgspec import Struct
 from pydantic import AfterValidator, AliasChoices, Field, field_validator
 
 from polar.evaluators import settings
-from polar.evaluators.base import GraderError, Work
-from polar.evaluators.carrying import NotTaken, clear, explain_put_error, get, imports_from_cwd
+from polar.evaluators.base import GraderError, NotTaken, Work
+from polar.evaluators.carrying import clear, explain_put_error, get, imports_from_cwd
 from polar.evaluators.layer import carry
 from polar.rollout.models import Model
 from polar.runtimes.base import Completed, Runtime, SandboxError, Spoiled, TooLarge

@@ -27,8 +27,8 @@ from pydantic import Field, model_validator
 
 from polar.config import JudgeSettings
 from polar.evaluators import carrying, settings
-from polar.evaluators.base import GraderError, Work
-from polar.evaluators.carrying import Carrying, InsidePath, NotTaken
+from polar.evaluators.base import GraderError, NotTaken, Work
+from polar.evaluators.carrying import Carrying, InsidePath
 from polar.evaluators.links import printable
 from polar.rollout.models import Model
 from polar.store.base import Evidence, Verdict

@@ -23,11 +23,10 @@ from pathlib import Path
 from msgspec import Struct
 
 from polar.evaluators import links
-from polar.evaluators.base import GraderError, Work
+from polar.evaluators.base import GraderError, NotTaken, Work
 from polar.evaluators.carrying import (
     MODULES,
     MoreThanMayBe,
-    NotTaken,
     delete,
     explain_put_error,
     find_search_folders,

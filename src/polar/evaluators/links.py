@@ -25,6 +25,7 @@ from pathlib import Path
 from msgspec import Struct
 
 from polar.changes import changes, entries
+from polar.evaluators.base import NotTaken
 from polar.runtimes.base import Runtime, SandboxError, TooLarge
 from polar.store.base import Evidence
 
@@ -32,6 +33,7 @@ _MAX_STEPS = 40  # links on the way of one path, as in the kernel
 _MAX_FOLDER_BYTES = 64 << 20
 _MAX_BYTES = 1 << 30  # that are compared, of all links of a session
 _MAX_COMPARED = 500  # files and folders
+_MAX_SECONDS = 60.0  # for one look where paths lead
 
 # For each line of standard input: what it leads to in the runtime, as `KIND PATH`.
 _LEADS_TO = """
@@ -76,13 +78,13 @@ async def refuse(
     carried: Carried, candidates: Iterable[str], places: Iterable[str], *, agent: Runtime, fresh: Runtime, scratch: Path
 ) -> list[Refused]:
     """Those of the links at `candidates` that may not be laid into `fresh`. `places` are the grader's: files, and
-    folders that are its own."""
+    folders that are its own. Raises NotTaken where what the agent left keeps that from being found out."""
     candidates = list(candidates)
     if not candidates:
         return []
     has_root = fresh.path("/") == "/"
     grader = sorted({posixpath.normpath(place) for place in places})
-    grader += [real for real in await _real_places(fresh, grader) if real not in grader]
+    grader += [real for real in await _real_places(fresh, grader, live=agent is fresh) if real not in grader]
     resolved = {path: _resolve(carried, path, has_root) for path in candidates}
     outside = {
         found.path
@@ -141,12 +143,12 @@ def _resolve(carried: Carried, link: str, has_root: bool) -> _Resolved:
 async def _same_for_both(paths: set[str], places: list[str], agent: Runtime, fresh: Runtime, scratch: Path) -> set[str]:
     """Those of the paths that lead to the same content in both runtimes, out of the grader's places."""
     if agent is fresh:
-        leads = await _lead(fresh, sorted(paths))
+        leads = await _lead(fresh, sorted(paths), agents_doing=True)
         return {path for path, (_, real) in leads.items() if not _touches(real, places)}
     left = _MAX_BYTES
     same: dict[str, bool] = {}
     found = set()
-    for path, (kind, real) in (await _lead(fresh, sorted(paths))).items():
+    for path, (kind, real) in (await _lead(fresh, sorted(paths), agents_doing=True)).items():
         if real not in same:
             same[real] = False
             if not _touches(real, places) and left > 0 and len(same) <= _MAX_COMPARED:
@@ -162,23 +164,31 @@ def _touches(path: str, places: list[str]) -> bool:
     return any(below(path, place) or below(place, path) for place in places)
 
 
-async def _real_places(fresh: Runtime, places: list[str]) -> list[str]:
+async def _real_places(fresh: Runtime, places: list[str], *, live: bool) -> list[str]:
     """The grader's places with the prepared links on the way to them followed."""
     above = {posixpath.dirname(place) for place in places}
-    leads = await _lead(fresh, sorted(above))
+    leads = await _lead(fresh, sorted(above), agents_doing=live)
     real = ((place, leads.get(posixpath.dirname(place))) for place in places)
     return [posixpath.join(found[1], posixpath.basename(place)) for place, found in real if found is not None]
 
 
-async def _lead(fresh: Runtime, paths: list[str]) -> dict[str, tuple[str, str]]:
-    """Where paths lead in a runtime: `f` or `d`, and the real path. Those that lead nowhere are left out."""
+async def _lead(fresh: Runtime, paths: list[str], *, agents_doing: bool) -> dict[str, tuple[str, str]]:
+    """Where paths lead in a runtime: `f` or `d`, and the real path. Those that lead nowhere are left out.
+    `agents_doing`: whatever takes too long, or too much memory, is the agent's (its links, or its programs in a live
+    runtime)."""
     asked = [path for path in paths if "\n" not in path]
     if not asked:
         return {}
     with tempfile.NamedTemporaryFile(prefix="links-") as listing:
         stdin = b"".join(os.fsencode(fresh.path(path)) + b"\n" for path in asked)
-        done = await fresh.run(["/bin/sh", "-c", _LEADS_TO], stdin=stdin, output=Path(listing.name))
+        done = await fresh.run(
+            ["/bin/sh", "-c", _LEADS_TO], stdin=stdin, timeout=_MAX_SECONDS, output=Path(listing.name)
+        )
         lines = os.fsdecode(listing.read()).split("\n")
+    if done.timed_out or done.out_of_memory:
+        how = f"{_MAX_SECONDS:g} seconds" if done.timed_out else "its memory"
+        message = f"Where {len(asked)} paths lead could not be found out within {how}."
+        raise NotTaken(message) if agents_doing else SandboxError(message)
     if done.exit_code is None:
         raise SandboxError("The grader's runtime was stopped while links were resolved.")
     if done.exit_code != 0 or len(lines) != len(asked) + 1:  # no program for it, or paths of several lines

@@ -26,12 +26,11 @@ from pydantic import Field
 
 from polar.changes import LINK, Change, changes, entries
 from polar.evaluators import links
-from polar.evaluators.base import GraderError, Work
+from polar.evaluators.base import GraderError, NotTaken, Work
 from polar.evaluators.carrying import (
     CACHES,
     COMPILED,
     MODULES,
-    NotTaken,
     delete,
     explain_put_error,
     find_programs,

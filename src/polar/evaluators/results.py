@@ -9,8 +9,9 @@ import hmac
 import json
 import posixpath
 import re
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, BinaryIO
 from xml.etree import ElementTree
 
 from msgspec import Struct
@@ -18,7 +19,11 @@ from msgspec import Struct
 from polar.errors import PolarError
 from polar.store.base import Evidence, EvidenceKind
 
-_LONGEST = 64 * 1024 * 1024
+_MAX_JUNIT_BYTES = 64 << 20  # of all files of a run
+_MAX_JUNIT_DEPTH = 100
+_MAX_RECORD_BYTES = 1 << 20
+_MAX_TESTS = 500_000
+_CHUNK_BYTES = 1 << 20
 
 
 class Result(Struct, frozen=True):
@@ -113,28 +118,41 @@ def test_files(named: list[str]) -> list[str]:
     return list(dict.fromkeys(found))
 
 
-def signed(data: bytes, secret: str) -> Run:
-    """What reporter.py wrote. Raises BrokenResults where the run did not end by itself, or not everything is its."""
+def signed(file: Path, secret: str) -> Run:
+    """What reporter.py wrote, read line by line: call it off the event loop. Raises BrokenResults where the run did not
+    end by itself, or not everything is its."""
     run = _SignedRecords()
-    for record in _read_signed(data, secret):
-        run.add(record)
+    with file.open("rb") as lines:
+        for text in _read_signed(lines, secret):
+            try:
+                run.add(json.loads(text))
+            except (ValueError, KeyError, TypeError, RecursionError) as error:
+                raise _make_forgery_error(
+                    "The results have a record that the run of the tests never writes."
+                ) from error
     return run.finish()
 
 
-def _read_signed(data: bytes, secret: str) -> Iterator[dict[str, Any]]:
+def _read_signed(lines: BinaryIO, secret: str) -> Iterator[bytes]:
+    """Each record's JSON."""
     key = hmac.new(secret.encode(), digestmod=hashlib.sha256)
-    *lines, rest = data.split(b"\n")  # a run that was killed may have left a part of a line
-    for number, line in enumerate(lines):
-        mark, _, text = line.partition(b" ")
+    number = 0
+    while line := lines.readline(_MAX_RECORD_BYTES):
+        if not line.endswith(b"\n"):
+            if len(line) == _MAX_RECORD_BYTES:
+                message = f"A record of the results is longer than {_MAX_RECORD_BYTES} bytes."
+                raise BrokenResults(message, _make_disruption(message))
+            # a run that was killed may have left a part of a line
+            raise BrokenResults(
+                "The results end in the middle of a record.", _make_disruption("The last record is cut off.")
+            )
+        mark, _, text = line[:-1].partition(b" ")
         expected = key.copy()
         expected.update(b"%d " % number + text)
         if not hmac.compare_digest(mark, expected.hexdigest().encode()):
             raise _make_forgery_error("The results were written to by something else than the run of the tests.")
-        yield json.loads(text)
-    if rest:
-        raise BrokenResults(
-            "The results end in the middle of a record.", _make_disruption("The last record is cut off.")
-        )
+        yield text
+        number += 1
 
 
 class _SignedRecords:
@@ -167,6 +185,7 @@ class _SignedRecords:
         else:
             result = Result(tuple(record["names"]), record["outcome"])
             self._latest[result.names] = result  # a test may be run again
+            _check_count(len(self._latest))
             self._canaries_after = 0
 
     def _add_evidence(self, evidence: Evidence) -> None:
@@ -198,24 +217,70 @@ def _make_disruption(detail: str) -> Evidence:
     return Evidence("grader_disrupted", "the run of the tests", detail=detail)
 
 
-def junit(data: bytes) -> Run:
-    """The test cases of a JUnit file. It may have been written by anybody."""
-    if len(data) > _LONGEST or b"<!DOCTYPE" in data or b"<!ENTITY" in data:
-        raise BrokenResults("The JUnit file is too long, or declares entities.")
-    try:
-        root = ElementTree.fromstring(data)
-    except ElementTree.ParseError as error:
-        raise BrokenResults(f"The JUnit file can't be read: {error}.") from error
-    return Run([_case(case) for case in root.iter("testcase")])
+def junit(files: Iterable[Path]) -> Run:
+    """The test cases of a run's JUnit files: call it off the event loop. Anybody may have written them."""
+    found: list[Result] = []
+    left = _MAX_JUNIT_BYTES
+    for file in files:
+        parser = ElementTree.XMLParser(target=_JUnitReader(found))
+        try:
+            with file.open("rb") as data:
+                while chunk := data.read(_CHUNK_BYTES):
+                    left -= len(chunk)
+                    if left < 0:
+                        raise BrokenResults(f"The JUnit files are larger than {_MAX_JUNIT_BYTES >> 20} MiB.")
+                    parser.feed(chunk)
+            parser.close()
+        except ElementTree.ParseError as error:
+            raise BrokenResults(f"The JUnit file can't be read: {error}.") from error
+    return Run(found)
 
 
-def _case(case: ElementTree.Element) -> Result:
-    owner, name = case.get("classname", ""), case.get("name", "")
-    outcome = "passed"
-    if case.find("failure") is not None or case.find("error") is not None:
-        outcome = "failed"
-    elif case.find("skipped") is not None:
-        outcome = "skipped"
-    file = case.get("file")
-    names = [f"{owner}::{name}", f"{owner}.{name}", *([f"{file}::{name}"] if file else [])]
-    return Result(tuple(names) if owner else (name, *names[2:]), outcome)
+class _JUnitReader:
+    """Follows the elements of one file, and holds those alone that are open."""
+
+    def __init__(self, found: list[Result]) -> None:
+        self._found = found
+        self._open: list[_JUnitCase | None] = []  # None for an element that is no test case
+
+    def start(self, tag: str, attributes: dict[str, str]) -> None:
+        if len(self._open) >= _MAX_JUNIT_DEPTH:
+            raise BrokenResults(f"The JUnit file has more than {_MAX_JUNIT_DEPTH} elements within one another.")
+        case = self._open[-1] if self._open else None
+        if case is not None:
+            case.children.add(tag)
+        self._open.append(_JUnitCase(attributes) if tag == "testcase" else None)
+
+    def end(self, _tag: str) -> None:
+        case = self._open.pop()
+        if case is not None:
+            self._found.append(case.result())
+            _check_count(len(self._found))
+
+    def doctype(self, *_: str | None) -> None:
+        raise BrokenResults("The JUnit file has a document type, which may declare entities.")
+
+    def close(self) -> None:
+        pass
+
+
+class _JUnitCase:
+    def __init__(self, attributes: dict[str, str]) -> None:
+        self._attributes = attributes
+        self.children: set[str] = set()  # their tags
+
+    def result(self) -> Result:
+        owner, name = self._attributes.get("classname", ""), self._attributes.get("name", "")
+        outcome = "passed"
+        if self.children & {"failure", "error"}:
+            outcome = "failed"
+        elif "skipped" in self.children:
+            outcome = "skipped"
+        file = self._attributes.get("file")
+        names = [f"{owner}::{name}", f"{owner}.{name}", *([f"{file}::{name}"] if file else [])]
+        return Result(tuple(names) if owner else (name, *names[2:]), outcome)
+
+
+def _check_count(tests: int) -> None:
+    if tests > _MAX_TESTS:
+        raise BrokenResults(f"The results have more than {_MAX_TESTS} tests.")

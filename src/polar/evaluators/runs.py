@@ -5,6 +5,7 @@ from outside, when every process inside is dead. They are signed with a secret t
 stands in the workspace could be the agent's own, and is not used.
 """
 
+import asyncio
 import json
 import posixpath
 import secrets
@@ -16,8 +17,8 @@ from msgspec import Struct
 
 from polar.errors import ConfigError
 from polar.evaluators import results
-from polar.evaluators.base import GraderError
-from polar.evaluators.carrying import NotTaken, NotThere, explain_put_error, get
+from polar.evaluators.base import GraderError, NotTaken
+from polar.evaluators.carrying import NotThere, explain_put_error, get
 from polar.evaluators.links import below
 from polar.evaluators.results import BrokenResults, Run
 from polar.runtimes.base import Completed, Runtime, SandboxError
@@ -161,7 +162,7 @@ class SignedRun:
             raise BrokenResults.proven(
                 "results_forged", "results", "The tests' results were exchanged for something else."
             )
-        return results.signed(here.read_bytes(), secret)
+        return await asyncio.to_thread(results.signed, here, secret)
 
     async def _find(self) -> str:
         """The interpreter as it is found without the agent's files: a PATH may name folders of the workspace."""

@@ -21,8 +21,7 @@ from pydantic import AliasChoices, BeforeValidator, Field
 
 from polar.errors import ConfigError
 from polar.evaluators import patched, protecting, results, runs, settings
-from polar.evaluators.base import GraderError, Work
-from polar.evaluators.carrying import NotTaken
+from polar.evaluators.base import GraderError, NotTaken, Work
 from polar.evaluators.links import printable
 from polar.evaluators.protecting import Protected, Protecting, Taken
 from polar.evaluators.results import BrokenResults, Run
@@ -100,8 +99,8 @@ class SweBench:
         except (NotTaken, BrokenResults) as error:
             evidence += getattr(error, "evidence", ())
             return Verdict(0.0, detail={**detail, "resolved": False, "why": str(error)}, evidence=evidence)
-        wanted = results.judge(run.results, self._config.fail_to_pass)
-        kept = results.judge(run.results, self._config.pass_to_pass)
+        wanted = await asyncio.to_thread(results.judge, run.results, self._config.fail_to_pass)
+        kept = await asyncio.to_thread(results.judge, run.results, self._config.pass_to_pass)
         resolved = not wanted.failed and not kept.failed
         failed = {"FAIL_TO_PASS_failed": wanted.failed, "PASS_TO_PASS_failed": kept.failed}
         evidence += run.evidence

@@ -26,12 +26,11 @@ from msgspec.structs import replace
 from pydantic import AliasChoices, Field, model_validator
 
 from polar.evaluators import protecting, results, runs, settings
-from polar.evaluators.base import GraderError, Work
+from polar.evaluators.base import GraderError, NotTaken, Work
 from polar.evaluators.carrying import (
     Carrying,
     GradersFile,
     InsidePath,
-    NotTaken,
     absolute,
     get,
     grader_places,
@@ -50,6 +49,8 @@ _WITH_VALUE = ("-k", "-p", "-c", "-o", "-W", "--ignore", "--deselect", "--cov", 
 """Options of test runners whose next word is no test."""
 
 _MB = 1 << 20
+_MAX_LISTED = 1000  # failed tests in a verdict, where the task names none
+_MAX_NAME = 1000  # characters of each
 
 
 class TestsConfig(Protecting):
@@ -102,7 +103,7 @@ class Tests:
         except (NotTaken, BrokenResults) as error:
             evidence += getattr(error, "evidence", ())
             return Verdict(0.0, detail={**detail, "why": str(error)}, evidence=evidence)
-        verdict = self._verdict(run, detail)
+        verdict = await asyncio.to_thread(self._verdict, run, detail)
         return replace(verdict, evidence=[*evidence, *verdict.evidence])
 
     async def _run(self, work: Work, detail: dict[str, Any], evidence: list[Evidence]) -> Run:
@@ -126,7 +127,7 @@ class Tests:
             if not work.live:
                 await self._check_itself(work)
             raise BrokenResults(f"The tests wrote no results, and ended with {ran.completed.exit_code}.")
-        return Run([result for file in ran.files for result in results.junit(file.read_bytes()).results])
+        return await asyncio.to_thread(results.junit, ran.files)
 
     async def _lay(self, work: Work, runtime: Runtime, detail: dict[str, Any], evidence: list[Evidence]) -> None:
         config = self._config
@@ -206,7 +207,10 @@ class Tests:
     def _verdict(self, run: Run, detail: dict[str, Any]) -> Verdict:
         if not self._named:
             share = run.share
-            detail["failed"] = sorted(result.names[0] for result in run.results if result.outcome == "failed")
+            failed = sorted(result.names[0][:_MAX_NAME] for result in run.results if result.outcome == "failed")
+            detail["failed"] = failed[:_MAX_LISTED]
+            if len(failed) > _MAX_LISTED:
+                detail["failed_count"] = len(failed)
         else:
             wanted = results.judge(run.results, self._config.must_pass)
             kept = results.judge(run.results, self._config.must_keep)

@@ -11,12 +11,6 @@ _KEY = re.compile(r"sk-polar-[\w-]+")  # as `ids.new_key` makes them
 
 _NO_HINTS = frozenset(
     {
-        "authorization",
-        "x-api-key",
-        "x-goog-api-key",
-        "api-key",
-        "cookie",
-        "proxy-authorization",
         "host",
         "connection",
         "content-length",
@@ -28,7 +22,12 @@ _NO_HINTS = frozenset(
         "accept-language",
     }
 )
-"""Headers that say nothing of the harness, or too much: credentials are never recorded."""
+"""Headers that say nothing of the harness."""
+
+_CREDENTIAL_NAME = re.compile(r"key|token|secret|auth|cookie|passw|credential|signature|jwt|bearer")
+_CREDENTIAL_VALUE = re.compile(r"^\s*(bearer|basic)\s|\bsk-[\w-]{16}", re.IGNORECASE)
+"""Credentials are never recorded. Providers and proxies have many headers for them (x-litellm-api-key, helicone-auth),
+and no list has all. A header that is left out by mistake costs a hint; one that is recorded is a leak."""
 
 
 def split_path(path: str) -> tuple[str | None, str]:
@@ -56,6 +55,11 @@ def hints(headers: CIMultiDictProxy[str]) -> dict[str, str]:
     found = {}
     for name, value in headers.items():
         name = name.lower()
-        if name not in _NO_HINTS and _KEY.search(value) is None:
+        if name not in _NO_HINTS and not _is_credential(name, value):
             found[name] = value.encode("utf-8", "replace").decode()  # bytes that are no text stay out of the store
     return found
+
+
+def _is_credential(name: str, value: str) -> bool:
+    patterns = ((_CREDENTIAL_NAME, name), (_CREDENTIAL_VALUE, value), (_KEY, value))
+    return any(pattern.search(text) for pattern, text in patterns)

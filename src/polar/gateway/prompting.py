@@ -209,11 +209,18 @@ class Prompting:
         return session.history
 
     def learn(self, session: OpenSession, exchange: Exchange, rendered: Rendered | None) -> None:
-        """Takes in an exchange that was recorded."""
-        if session.history is None or exchange.prompt_ids is None or exchange.sampled_ids is None:
-            return
+        """Takes in an exchange that was recorded, as `history` does with all of them after a restart."""
+        if session.history is None:
+            if session.resumed:
+                return  # it is read from the store, with those from before
+            session.history = History()
         _remember(session.history, exchange)
-        if rendered is not None and exchange.exchange_id in session.history.known:
+        if (
+            rendered is not None
+            and exchange.prompt_ids is not None
+            and exchange.sampled_ids is not None
+            and exchange.exchange_id in session.history.known
+        ):
             ids = np.concatenate([exchange.prompt_ids, exchange.sampled_ids])
             held = _Held(ids, rendered.prompt.json)
             if rendered.parent is not None:

@@ -15,6 +15,7 @@ Templates may treat turns with calls and turns without, or turns that end with d
 only shapes of one kind count for each other. What isn't proved isn't used.
 """
 
+import contextlib
 import json
 import secrets
 from typing import Any
@@ -53,6 +54,8 @@ class _Sample(Struct):
 
 
 class Seams:
+    """Threads share one: another may forget all at any time, so what was found out is handed on, never read back."""
+
     def __init__(self, renderer: Renderer, encoder: PromptEncoder, call_id: CallId) -> None:
         self._renderer = renderer
         self._encoder = encoder
@@ -83,14 +86,15 @@ class Seams:
         """Behind a turn whose last visible piece is `last`, before a message of role `following`, or (None) before the
         generation prompt; None where it isn't proved."""
         key = (last, calls, following, *_variant(conversation))
-        if key not in self._proved:
-            samples = _kind(self._samples(following, conversation), last, calls)
-            # Some templates show a turn in another way once there is a new question.
-            later = _kind(self._samples("user", conversation), last, calls)
-            closings = frozenset(sample.closing for sample in samples if sample.place and sample.place[0] == last)
-            openings = frozenset(sample.opening for sample in samples + later if sample.opening is not None)
-            self._proved[key] = Seam(closings, openings) if closings and len(samples) > 1 else None
-        return self._proved[key]
+        with contextlib.suppress(KeyError):
+            return self._proved[key]
+        samples = _kind(self._samples(following, conversation), last, calls)
+        # Some templates show a turn in another way once there is a new question.
+        later = _kind(self._samples("user", conversation), last, calls)
+        closings = frozenset(sample.closing for sample in samples if sample.place and sample.place[0] == last)
+        openings = frozenset(sample.opening for sample in samples + later if sample.opening is not None)
+        proved = self._proved[key] = Seam(closings, openings) if closings and len(samples) > 1 else None
+        return proved
 
     def end(self, seam: Seam, turn: Turn, text: str, stop: int) -> int | None:
         """Where the tail begins, behind a turn whose last piece ends at `stop`."""
@@ -119,9 +123,10 @@ class Seams:
 
     def opening_after(self, role: str, conversation: Conversation) -> str | None:
         key = (role, *_variant(conversation))
-        if key not in self._openings:
-            self._openings[key] = self._find_opening(role, conversation)
-        return self._openings[key]
+        with contextlib.suppress(KeyError):
+            return self._openings[key]
+        opening = self._openings[key] = self._find_opening(role, conversation)
+        return opening
 
     def _find_opening(self, role: str, conversation: Conversation) -> str | None:
         items: list[Item] = [_USER]
@@ -139,9 +144,10 @@ class Seams:
 
     def _samples(self, following: str | None, conversation: Conversation) -> list[_Sample]:
         key = (following, *_variant(conversation))
-        if key not in self._sampled:
-            self._sampled[key] = self._rendered(following, conversation)
-        return self._sampled[key]
+        with contextlib.suppress(KeyError):
+            return self._sampled[key]
+        samples = self._sampled[key] = self._rendered(following, conversation)
+        return samples
 
     def _rendered(self, following: str | None, conversation: Conversation) -> list[_Sample]:
         terminated = self._terminated(conversation)

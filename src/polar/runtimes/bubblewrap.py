@@ -500,13 +500,19 @@ class Bubblewrap:
         if self._mappable.get(devices) is False:
             return None
         users = await self._ranges.acquire()
-        if devices not in self._mappable and (why := await self._why_not_mappable(folders, users)) is not None:
-            self._share_users(why)
-            self._ranges.release(users)
-            self._mappable[devices] = False
-            return None
-        self._mappable[devices] = True
-        return users
+        try:
+            if devices not in self._mappable:
+                why = await self._why_not_mappable(folders, users)
+                self._mappable[devices] = why is None
+                if why is not None:
+                    self._share_users(why)
+        except BaseException:  # a cancellation too
+            self._release(users)
+            raise
+        if self._mappable[devices]:
+            return users
+        self._release(users)
+        return None
 
     async def _why_not_mappable(self, folders: list[str], users: UserRange) -> str | None:
         """Tries whether the kernel can show these folders' files as owned by others, under an overlay (Linux 5.19)."""
@@ -518,7 +524,11 @@ class Bubblewrap:
     def forget(self, id: str, users: UserRange | None) -> None:
         """A runtime that is removed."""
         self.runtimes.pop(id, None)
-        if users is not None and self._ranges is not None:
+        if users is not None:
+            self._release(users)
+
+    def _release(self, users: UserRange) -> None:
+        if self._ranges is not None:
             self._ranges.release(users)
 
     def disk(self, megabytes: int) -> Path:
@@ -531,11 +541,10 @@ class Bubblewrap:
         group = (await self._set_up()).group(id, spec.limits, own=_OWN_PROCESSES)
         users = await self._acquire_users(spec)
         try:
-            folder = self._state.runtime(id)
-        except SandboxError:
+            runtime = BubblewrapRuntime(id, spec, self, self._state.runtime(id), group, users)
+        except BaseException:
             self.forget("", users)
             raise
-        runtime = BubblewrapRuntime(id, spec, self, folder, group, users)
         self.runtimes[id] = runtime
         return runtime
 

@@ -35,6 +35,7 @@ RUNTIME_LABEL = "polar.runtime"
 MAKER_LABEL = "polar.maker"
 STATE_LABEL = "polar.state"
 
+_NO_IMAGE = ("no such image", "image not known", "unable to find image")
 _OWN_PROCESSES = 2  # the first process and its sleep count against the limit
 
 
@@ -97,6 +98,15 @@ class Containers:
 
     async def create(self, id: str, spec: Spec) -> Container:
         image = await self._ready(spec.image)
+        try:
+            return await self._create_from(image, id, spec)
+        except CallError as error:
+            if not error.says(*_NO_IMAGE):
+                raise
+        self._images.forget(image)
+        return await self._create_from(await self._ready(spec.image), id, spec)
+
+    async def _create_from(self, image: Image, id: str, spec: Spec) -> Container:
         options = [
             *("--name", name_of(id), "--hostname", "sandbox", "--pull", "never", "--log-driver", "none"),
             *("--stop-signal", "KILL"),  # there is nothing in it that would tidy up

@@ -28,7 +28,7 @@ class Image(Struct, frozen=True):
 
 
 class Images:
-    """Those of one engine."""
+    """Those of one engine. Made once, they are taken to be there until `forget` says otherwise."""
 
     def __init__(self, cli: Cli) -> None:
         self._cli = cli
@@ -44,6 +44,14 @@ class Images:
             self._ready[name] = making
             making.add_done_callback(lambda made: self._made(name, made))
         return await asyncio.shield(making)
+
+    def forget(self, image: Image) -> None:
+        """It is gone from the engine (somebody pruned it): whoever asks next has it made again."""
+        made = self._ready.get(image.name)
+        if made is None or not made.done() or made.cancelled() or made.exception() is not None:
+            return  # it is being made again already
+        if made.result() is image:
+            del self._ready[image.name]
 
     def _made(self, name: str, made: "asyncio.Task[Image]") -> None:
         if made.cancelled() or made.exception() is not None:

@@ -52,7 +52,11 @@ class UserRanges:
             return self._free.pop()
         number = self._lock_any()
         first = FIRST + number * SIZE
-        return UserRange(first, await self._namespace(first))
+        try:
+            return UserRange(first, await self._namespace(first))
+        except BaseException:  # a cancellation too
+            self._unlock(number)
+            raise
 
     def release(self, users: UserRange) -> None:
         if self._file >= 0:
@@ -63,14 +67,19 @@ class UserRanges:
     def _lock_any(self) -> int:
         start = secrets.randbelow(_COUNT)
         for number in ((start + step) % _COUNT for step in range(_COUNT)):
-            if number not in self._locked and self._lock(number):
+            if number not in self._locked and self._lock(number, fcntl.F_WRLCK):
                 self._locked.add(number)
                 return number
         raise SandboxError(f"All {_COUNT} ranges of user ids of this machine are in use.")
 
-    def _lock(self, number: int) -> bool:
+    def _unlock(self, number: int) -> None:
+        self._locked.discard(number)
+        if self._file >= 0:
+            self._lock(number, fcntl.F_UNLCK)
+
+    def _lock(self, number: int, kind: int) -> bool:
         try:
-            fcntl.fcntl(self._file, fcntl.F_OFD_SETLK, struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, number, 1, 0))
+            fcntl.fcntl(self._file, fcntl.F_OFD_SETLK, struct.pack(_FLOCK, kind, os.SEEK_SET, number, 1, 0))
         except OSError as error:
             if error.errno not in (errno.EAGAIN, errno.EACCES):
                 raise
@@ -80,20 +89,20 @@ class UserRanges:
     async def _namespace(self, first: int) -> int:
         job = {"job": "user_namespace", "into": None, "tasks": (), "first": first}
         held, holding = os.pipe2(os.O_CLOEXEC)
-        try:
-            spawned = await self._spawner.spawn(job, (held,))
-        finally:
-            os.close(held)
-        with contextlib.closing(spawned):
+        try:  # the process stays until `holding` is closed
             try:
+                spawned = await self._spawner.spawn(job, (held,))
+            finally:
+                os.close(held)
+            with contextlib.closing(spawned):
                 await spawned.process()
                 if spawned.pid is None:
                     raise SandboxError(f"No user namespace can be made: {spawned.error or 'the spawner is gone'}.")
                 return _give_ids(Path(f"/proc/{spawned.pid}"), first)
-            except OSError as error:
-                raise SandboxError(f"A user namespace can't be given its ids: {error}.") from error
-            finally:
-                os.close(holding)
+        except OSError as error:
+            raise SandboxError(f"A user namespace can't be given its ids: {error}.") from error
+        finally:
+            os.close(holding)
 
     def close(self) -> None:
         """The locks fall with the file."""

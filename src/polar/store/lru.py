@@ -8,7 +8,7 @@ V = TypeVar("V")
 
 
 class Lru(Generic[K, V]):
-    """Forgets what was put longest ago. `size` is the sum of the sizes that were given."""
+    """Forgets what was not put or got for longest. `size` is the sum of the sizes that were given."""
 
     def __init__(self, budget: int) -> None:
         self._budget = budget
@@ -20,7 +20,10 @@ class Lru(Generic[K, V]):
 
     def get(self, key: K) -> V | None:
         held = self._held.get(key)
-        return None if held is None else held[0]
+        if held is None:
+            return None
+        self._held.move_to_end(key)
+        return held[0]
 
     def put(self, key: K, value: V, size: int) -> None:
         self.drop(key)

@@ -10,7 +10,7 @@ import errno
 import logging
 import sqlite3
 import time
-from contextlib import suppress
+from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 from threading import Event, Thread
 from typing import Literal
@@ -55,26 +55,24 @@ class SqliteStore(RelationalStore):
         """Opens the file, or makes it. `lock_timeout_s` is how long to wait for another process that is writing."""
         path = Path(path).absolute()
         named = queries("named")
-        connection: sqlite3.Connection | None = None
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            make_private_file(path)  # SQLite gives the files beside it the same permissions
-            connection = _connect(path, lock_timeout_s)
-            settle_schema(connection, named, WORDS, str(path))
-            _set_durability(connection, durability, path, lock_timeout_s)
-            reader = _connect(path, lock_timeout_s)
-            reader.execute("PRAGMA query_only = ON")
-            moving = _connect(path, lock_timeout_s)
-            _set_sync(moving, durability)
-        except BaseException as error:
-            if connection is not None:
-                connection.close()
-            if isinstance(error, (sqlite3.Error, OSError)):
+        with ExitStack() as opened:  # what is open where it fails midway
+            try:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                make_private_file(path)  # SQLite gives the files beside it the same permissions
+                connection = opened.enter_context(closing(_connect(path, lock_timeout_s)))
+                settle_schema(connection, named, WORDS, str(path))
+                _set_durability(connection, durability, path, lock_timeout_s)
+                reader = opened.enter_context(closing(_connect(path, lock_timeout_s)))
+                reader.execute("PRAGMA query_only = ON")
+                moving = opened.enter_context(closing(_connect(path, lock_timeout_s)))
+                _set_sync(moving, durability)
+            except (sqlite3.Error, OSError) as error:
                 raise _explain(error, path) from error
-            raise
-        recorder = Recorder(connection, named, memory=memory)
-        writer = _Writer(connection, recorder, Checkpointer(moving, path), path)
-        return cls(writer, _Readers(reader, Reader(reader, named), path), str(path), "named")
+            recorder = Recorder(connection, named, memory=memory)
+            readers = _Readers(reader, Reader(reader, named), path)
+            writer = _Writer(connection, recorder, Checkpointer(moving, path), path)
+            opened.pop_all()
+        return cls(writer, readers, str(path), "named")
 
 
 class _Writer:
@@ -195,7 +193,11 @@ class _Readers:
 def _connect(path: Path, lock_timeout_s: float) -> sqlite3.Connection:
     # Each connection is used by one thread at a time, though not by the one that opens it.
     connection = sqlite3.connect(path, timeout=lock_timeout_s, isolation_level=None, check_same_thread=False)
-    connection.execute("PRAGMA foreign_keys = ON")
+    try:
+        connection.execute("PRAGMA foreign_keys = ON")
+    except BaseException:
+        connection.close()
+        raise
     return connection
 
 

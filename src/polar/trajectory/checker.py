@@ -148,7 +148,7 @@ class SessionChecker:
 class SessionCheck:
     """The check of one session on one of its ways out: `rows`, then `paths`, then `traces` or the group's tree."""
 
-    recorded: Recorded
+    recorded: Recorded  # of a session that is chosen
 
     def __init__(self, session: Session, checker: SessionChecker) -> None:
         self.session = session
@@ -167,13 +167,21 @@ class SessionCheck:
     def paths(
         self, exchanges: Sequence[Exchange], paths: Sequence[Path], roles: frozenset[ExchangeRole] | None = None
     ) -> None:
-        """What the builder is given. `roles` are those that train, where they are not the session's own."""
+        """What the builder is given. `roles` are those that train, where they are not the session's own. Raises
+        HeldBack where it can't be compared."""
+        if not self.chosen:
+            return
         trainable_roles = Overrides.of(self.session.metadata).trainable_roles
         if roles is not None:
             trainable_roles &= roles
-        self.recorded = Recorded(
-            self.session, exchanges, paths, trainable_roles=trainable_roles, contexts=self._contexts
-        )
+
+        def record() -> list[Problem]:
+            self.recorded = Recorded(
+                self.session, exchanges, paths, trainable_roles=trainable_roles, contexts=self._contexts
+            )
+            return []
+
+        self._look_for_problems(record)
 
     def traces(self, trajectory: Trajectory) -> None:
         """What the builder made of it. Raises HeldBack."""

@@ -4,7 +4,7 @@
     subagent     an agent that another one started
     compaction   an agent's history put into fewer words, with which it then goes on
     auxiliary    everything on the side: titles, summaries, commit messages, checks
-    retry        a dead attempt: it failed or was cut, and the same was asked again
+    retry        a dead attempt: it failed or was cut, and the same was asked again; or its gateway's process was killed
 
 Roles are given when a session is read, from all of its calls: only then is it known what became of a reply. Structure
 decides: who goes on from whom, who has tools, whose reply turns up where. What is known of the harness comes in as data
@@ -67,7 +67,12 @@ def assign(
     calls: Sequence[Call], *, known: Knowledge | None = None, overrides: Overrides = NO_OVERRIDES
 ) -> dict[str, Labelled]:
     """By exchange id. `calls` are all of a session's."""
-    labels = _Session(calls, known or Knowledge()).labels()
+    # Nothing is known of what an interrupted call asked, so it takes no part in what the others' structure says.
+    session = _Session([call for call in calls if call.status != "interrupted"], known or Knowledge())
+    labels = session.labels()
+    for call in calls:
+        if call.status == "interrupted":
+            labels[call.exchange_id] = Labelled("retry", session.main_agent)
     for exchange_id, label in labels.items():
         role = label.role
         if label.agent_id in overrides.roles and role not in ("retry", "auxiliary"):
@@ -231,6 +236,10 @@ class _Session:
         )
         return not answers
 
+    @property
+    def main_agent(self) -> str:
+        return MAIN if self._main is None or self._main.hint is None else self._main.hint
+
     def labels(self) -> dict[str, Labelled]:
         roles: dict[Talk, ExchangeRole] = {}
         agents: dict[Talk, str] = {}
@@ -246,7 +255,7 @@ class _Session:
                 started += 1
                 agents[talk] = f"agent-{started}"
             else:  # what is on the side is done for the main agent
-                agents[talk] = MAIN if self._main is None or self._main.hint is None else self._main.hint
+                agents[talk] = self.main_agent
         labels = {}
         for turn in self._turns:
             name = turn.call.exchange_id

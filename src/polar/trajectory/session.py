@@ -130,11 +130,11 @@ class GroupTree:
         check = self._checker.begin(session)
         try:
             check.rows(exchanges)
+            paths = sampled(session, exchanges)
+            check.paths(exchanges, paths.paths)
         except HeldBack as error:
             self._hold_back(session, error)
             return
-        paths = sampled(session, exchanges)
-        check.paths(exchanges, paths.paths)
         self._checks.append(check)
         self._sampled.append(paths)
 

@@ -25,6 +25,7 @@ class FakeEngine:
         self.orders: list[str] = []
         self.failing: dict[str, EngineError] = {}  # by order
         self.calls = 0
+        self.left = 0  # calls that have ended
         self.others = 0  # calls that are not ours
         self.can_sleep = True
         self.can_freeze = True
@@ -45,12 +46,15 @@ class FakeEngine:
         prompt: TokenPrompt | None = None,
     ) -> AsyncGenerator[Chunk, None]:
         self.calls += 1
-        await self.begins.wait()
-        self._obey("generate")
-        yield Chunk(ids=[1])
-        await self.ends.wait()
-        self._obey("finish")
-        yield Chunk(ids=[2], finish_reason="stop")
+        try:
+            await self.begins.wait()
+            self._obey("generate")
+            yield Chunk(ids=[1])
+            await self.ends.wait()
+            self._obey("finish")
+            yield Chunk(ids=[2], finish_reason="stop")
+        finally:
+            self.left += 1
 
     def tokenizer_folder(self) -> str | None:
         return None

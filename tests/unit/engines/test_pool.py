@@ -97,6 +97,24 @@ async def test_without_a_replica_calls_are_held_while_paused() -> None:
     assert await count == 7
 
 
+async def test_a_call_that_is_cancelled_twice_leaves_its_replica() -> None:
+    engine = FakeEngine()
+    pool = pool_of(engine)
+    engine.ends.clear()
+    call = FakeCall(pool)
+    await turns()
+    (replica,) = pool.replicas
+    answer = asyncio.Event()
+    replica._look = asyncio.create_task(answer.wait())  # type: ignore[arg-type]
+    for _ in range(2):  # the second time while it waits to know the engine's process
+        call.done.cancel()
+        await turns()
+    assert call.done.cancelled()
+    assert not replica.running
+    assert engine.left == 1
+    answer.set()
+
+
 # Engines that go away while calls are held
 
 

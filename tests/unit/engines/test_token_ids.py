@@ -25,7 +25,7 @@ class Server:
     """Answers one route, remembers what it was asked."""
 
     def __init__(self, path: str, bodies: list[bytes], *, stream: bool, status: int = 200) -> None:
-        self._path, self._bodies, self._stream, self._status = path, bodies, stream, status
+        self._path, self._bodies, self._stream, self.status = path, bodies, stream, status
         self.asked: list[dict[str, Any]] = []
         self.url = ""
 
@@ -35,7 +35,7 @@ class Server:
     async def _answer(self, request: web.Request) -> web.StreamResponse:
         self.asked.append(await request.json())
         if not self._stream:
-            return web.Response(body=self._bodies[0], status=self._status, content_type="application/json")
+            return web.Response(body=self._bodies[0], status=self.status, content_type="application/json")
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(request)
         for body in self._bodies:
@@ -205,6 +205,18 @@ async def test_vllm_without_that_route() -> None:
     assert (chunk.ids, chunk.logprobs) == ([1, 2], [-0.5, -0.75])
     (asked,) = server.asked
     assert (asked["prompt"], asked["return_token_ids"], asked["max_tokens"]) == ([5, 6, 7], True, 97)
+
+
+async def test_vllm_that_does_not_know_the_model() -> None:
+    """Which is a 404 of every route: the next call still asks the one that takes ids."""
+    body = vllm([1], finish_reason="stop")
+    async with Server("/inference/v1/generate", [body], stream=False, status=404).running() as server:
+        engine = VllmEngine(server.url, EngineSettings())
+        with pytest.raises(EngineError, match="404"):
+            [chunk async for chunk in engine.generate(request(), stream=False, prompt=PROMPT)]
+        server.status = 200
+        (chunk,) = await sampled(engine, request(), stream=False)
+    assert chunk.ids == [1]
 
 
 async def test_a_prompt_that_is_too_long() -> None:

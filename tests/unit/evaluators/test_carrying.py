@@ -7,8 +7,8 @@ import pytest
 
 from polar.errors import ConfigError
 from polar.evaluators import carrying, settings
-from polar.evaluators.base import GraderError
-from polar.evaluators.carrying import Carrying, NotTaken
+from polar.evaluators.base import GraderError, NotTaken
+from polar.evaluators.carrying import Carrying
 from polar.runtimes.base import Runtime, SandboxError
 from tests.unit.evaluators.work import AgentWork, Place
 

@@ -1,9 +1,13 @@
 """Which links are laid, over a list of what is carried and two runtimes that are prepared alike."""
 
+from typing import Any, cast
+
 import pytest
 
 from polar.evaluators import links
+from polar.evaluators.base import NotTaken
 from polar.evaluators.links import Carried
+from polar.runtimes.base import Completed, Runtime, SandboxError
 from tests.unit.evaluators.work import Place
 
 WORKSPACE = {"a": None, "a/file": None, "b": "a", "lib": "usr/lib", "usr": None, "usr/lib": None, "usr/lib/x": None}
@@ -52,3 +56,48 @@ async def test_a_link_leads_to_what_the_agent_could_show(place: Place, target: s
     assert ([one.path for one in found] == []) == laid
     if "rader/" in target:
         assert found[0].into_grader
+
+
+class Exhausted:
+    """A runtime whose commands end as given, within any limit that they are run with."""
+
+    def __init__(self, runtime: Runtime, end: Completed) -> None:
+        self._runtime = runtime
+        self._end = end
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._runtime, name)
+
+    async def run(self, _: list[str], *, timeout: float | None = None, **__: Any) -> Completed:
+        assert timeout is not None, "what runs inside may hold it forever"
+        return self._end
+
+
+TOO_LONG = Completed(None, 1.0, timed_out=True)
+TOO_MUCH = Completed(None, 1.0, out_of_memory=True)
+STOPPED = Completed(None, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("end", "live", "error"),
+    [
+        (TOO_LONG, True, NotTaken),
+        (TOO_MUCH, True, NotTaken),
+        (TOO_LONG, False, SandboxError),
+        (TOO_MUCH, False, SandboxError),
+        (STOPPED, True, SandboxError),
+    ],
+)
+async def test_links_that_can_not_be_resolved(place: Place, end: Completed, live: bool, error: type[Exception]) -> None:
+    """In the agent's own runtime, what holds the look up is the agent's doing; in one that it was never in, not."""
+    work = await place.work()
+    fresh = cast("Runtime", Exhausted(work.agent, end))
+    with pytest.raises(error):
+        await links.refuse(
+            Carried({"/workspace/link": "/usr/x"}, frozenset({"/workspace"})),
+            ["/workspace/link"],
+            ["/workspace/.grader"],
+            agent=fresh if live else work.agent,
+            fresh=fresh,
+            scratch=work.scratch,
+        )

@@ -1,7 +1,11 @@
 """The evaluator `tests`: real runs of pytest, over what honest and other agents left."""
 
+import hashlib
+import hmac
+import json
 import shutil
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +17,7 @@ from polar.evaluators import results, runs
 from polar.evaluators import tests as evaluator
 from polar.evaluators.base import GraderError
 from polar.evaluators.protecting import Protected, Protecting
-from polar.evaluators.results import BrokenResults, Result
+from polar.evaluators.results import BrokenResults, Result, Run
 from polar.store.base import Verdict
 from tests.selection import leave_to_slow
 from tests.unit.evaluators.work import WITH_PLUGINS, WITHOUT_PLUGINS, Place
@@ -451,10 +455,71 @@ def test_how_tests_are_named() -> None:
     assert results.files_of(named) == ["a/test_b.py", "m.C", "a.test_b"]
 
 
-def test_junit_files_that_are_none() -> None:
-    for data in (b"<x", b"<!DOCTYPE x [<!ENTITY a 'b'>]><x/>", b""):
+@pytest.fixture
+def junit(tmp_path: Path) -> Callable[..., Run]:
+    def read(*contents: bytes) -> Run:
+        files = []
+        for number, content in enumerate(contents):
+            files.append(tmp_path / f"{number}.xml")
+            files[-1].write_bytes(content)
+        return results.junit(files)
+
+    return read
+
+
+def test_junit_cases(junit: Callable[..., Run]) -> None:
+    run = junit(
+        b'<testsuites><testsuite><testcase classname="a.B" name="c" file="a.py"/>'
+        b'<testcase name="d"><system-out>x</system-out><skipped/></testcase></testsuite></testsuites>',
+        b'<testcase name="e"><skipped/><failure/></testcase>',
+    )
+    assert run.results == [
+        Result(("a.B::c", "a.B.c", "a.py::c"), "passed"),
+        Result(("d",), "skipped"),
+        Result(("e",), "failed"),
+    ]
+
+
+def test_junit_files_that_are_none(junit: Callable[..., Run]) -> None:
+    declared = "<!DOCTYPE x [<!ENTITY a 'b'>]><x/>"
+    for data in (b"<x", declared.encode(), declared.encode("utf-16"), b"", b"<a>" * 1000):
         with pytest.raises(BrokenResults):
-            results.junit(data)
+            junit(data)
+
+
+def test_junit_files_are_read_up_to_a_limit(junit: Callable[..., Run], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(results, "_MAX_JUNIT_BYTES", 100)
+    monkeypatch.setattr(results, "_MAX_TESTS", 3)
+    assert len(junit(b"<a><testcase/><testcase/></a>", b"<testcase/>").results) == 3
+    with pytest.raises(BrokenResults, match="more than 3 tests"):
+        junit(b"<a><testcase/><testcase/></a>", b"<a><testcase/><testcase/></a>")
+    with pytest.raises(BrokenResults, match="larger than"):
+        junit(b"<a>" + b" " * 60 + b"</a>", b"<a>" + b" " * 60 + b"</a>")
+
+
+@pytest.mark.parametrize(
+    ("written", "why"),
+    [
+        (b"\n" * 10, "something else"),
+        (b"x" * 200, "longer than 100 bytes"),
+        (b"x" * 50, "in the middle of a record"),
+        ({"names": 5, "outcome": "passed"}, "never writes"),
+        ({"evidence": {}}, "never writes"),
+        ([], "never writes"),
+    ],
+)
+def test_signed_results_that_are_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, written: Any, why: str) -> None:
+    """Code under test may have found the secret, or write to the file."""
+    monkeypatch.setattr(results, "_MAX_RECORD_BYTES", 100)
+    file = tmp_path / "results"
+    if not isinstance(written, bytes):
+        text = json.dumps(written).encode()
+        mark = hmac.new(b"secret", b"0 " + text, hashlib.sha256).hexdigest().encode()
+        monkeypatch.setattr(results, "_MAX_RECORD_BYTES", 1000)
+        written = mark + b" " + text + b"\n"
+    file.write_bytes(written)
+    with pytest.raises(BrokenResults, match=why):
+        results.signed(file, "secret")
 
 
 def test_commands() -> None:

@@ -1,5 +1,7 @@
 """What is proved about a template, and what isn't."""
 
+from typing import Any
+
 import pytest
 
 from polar.rendering.encoder import PromptEncoder
@@ -68,3 +70,22 @@ def test_a_generation_prompt_depends_on_the_request() -> None:
     quiet = Conversation(ASK.items, None, {"enable_thinking": False})
     assert qwen.opening(quiet) == "<|im_start|>assistant\n<think>\n\n</think>\n\n"
     assert qwen.opening(Conversation([*ASK.items, Turn("", "a", [])], None, {})) == "<|im_start|>assistant\n<think>\n"
+
+
+class Forgetful(dict[Any, Any]):
+    """As a memory looks where another thread forgets all between any two steps."""
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        pass
+
+    def __contains__(self, key: object) -> bool:
+        return True
+
+
+def test_what_another_thread_forgets_meanwhile_is_found_out_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    known = seams(hostile("plain"))
+    seam, opening = known.seam("c", False, "user", ASK), known.opening(ASK)
+    for name in ("_proved", "_sampled", "_openings"):
+        monkeypatch.setattr(known, name, Forgetful())
+    assert known.seam("c", False, "user", ASK) == seam
+    assert known.opening(ASK) == opening

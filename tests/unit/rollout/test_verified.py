@@ -283,14 +283,18 @@ async def test_callbacks_tell_that_a_session_is_held_back(tmp_path: Path) -> Non
 # The check itself
 
 
-async def test_a_check_that_fails_holds_back_and_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(exchanges: Any, **others: Any) -> Any:
-        if exchanges and exchanges[0].session_id == "s-t-0":
+@pytest.mark.parametrize("step", ["check_records", "Recorded"])
+async def test_a_check_that_fails_holds_back_and_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    def broken(*args: Any, **others: Any) -> Any:
+        (first, *_) = exchanges = args[0 if step == "check_records" else 1]
+        if exchanges and first.session_id == "s-t-0":
             raise ZeroDivisionError("oh")
-        return check_records(exchanges, **others)
+        return run(*args, **others)
 
-    check_records = checker.check_records  # type: ignore[attr-defined]
-    monkeypatch.setattr(checker, "check_records", broken)
+    run = getattr(checker, step)
+    monkeypatch.setattr(checker, step, broken)
     async with served(tmp_path) as it:
         await it.submit(task(num_samples=2))
         await it.run_all(turns=TURNS)
@@ -316,7 +320,12 @@ async def test_checks_are_counted(tmp_path: Path) -> None:
         assert counts["polar_verify_cpu_seconds_total"] > 0
 
 
-async def test_a_share_of_nothing_checks_nothing(tmp_path: Path) -> None:
+async def test_a_share_of_nothing_checks_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def never(*_: Any, **__: Any) -> Any:
+        raise AssertionError("something was compared")
+
+    for step in ("check_records", "Recorded", "check_trajectory", "check_tree"):
+        monkeypatch.setattr(checker, step, never)
     async with served(tmp_path, verify_share=0) as it:
         await it.submit(task(num_samples=2))
         await it.run_all(turns=TURNS)
@@ -327,6 +336,7 @@ async def test_a_share_of_nothing_checks_nothing(tmp_path: Path) -> None:
         counts = metrics_of((await it.http.get("/metrics")).text)
         assert counts['polar_verified_sessions_total{result="skipped"}'] == 2
         assert counts['polar_verified_sessions_total{result="passed"}'] == 0
+        assert counts["polar_verify_cpu_seconds_total"] == 0
 
 
 def test_a_share_is_the_same_for_everybody_and_grows() -> None:

@@ -7,6 +7,7 @@ import threading
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import pytest_asyncio
@@ -140,3 +141,26 @@ async def test_whoever_opens_a_new_file_at_the_same_moment_waits(tmp_path: Path)
             stores = [waiting.result() for waiting in [threads.submit(opened) for _ in range(12)]]
         for store in stores:
             await store.close()
+
+
+@pytest.mark.parametrize("step", ["_set_durability", "_set_sync"])
+def test_no_connection_is_left_where_opening_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str) -> None:
+    connect = sqlite3.connect
+    made: list[sqlite3.Connection] = []
+
+    def connecting(*args: Any, **options: Any) -> sqlite3.Connection:
+        made.append(connect(*args, **options))
+        return made[-1]
+
+    def failing(*_: Any) -> None:
+        if step == "_set_durability" or len(made) == 3:
+            raise sqlite3.OperationalError("no")
+
+    monkeypatch.setattr(sqlite3, "connect", connecting)
+    monkeypatch.setattr(sqlite, step, failing)
+    with pytest.raises(StoreError):
+        SqliteStore.open(tmp_path / "polar.db")
+    assert made
+    for connection in made:
+        with pytest.raises(sqlite3.ProgrammingError, match="closed"):
+            connection.execute("SELECT 1")

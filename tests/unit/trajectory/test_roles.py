@@ -73,6 +73,11 @@ class Session:
         result = Message("tool", [ToolResult("call", [Text(f"The result of step {seq}.")])])
         return [*messages, turn, result] if acts else [*messages, turn]
 
+    def interrupt(self) -> None:
+        """A call whose gateway was killed."""
+        seq = len(self.calls)
+        self.calls.append(Call(f"x{seq:024x}", seq, "interrupted", 0, 0, None, {}, Request("", []), None))
+
     def roles(self, **options: Any) -> list[str]:
         labels = assign(self.calls, **options)
         return [labels[call.exchange_id].role for call in self.calls]
@@ -119,6 +124,22 @@ def test_a_cut_turn_that_goes_on_is_alive(session: Session) -> None:
     session.ask(start, "First file.", acts=True)
     session.ask(kept, "Done.")
     assert session.roles() == ["main"] * 3
+
+
+def test_an_interrupted_call_takes_no_part(session: Session) -> None:
+    """Of a call whose gateway was killed only the start is known: here one before all others, of an agent without
+    tools, whose first conversation is the main one."""
+    session.interrupt()
+    history = session.ask([system(), user("What is two and two?")], "Four.", tools=[])
+    session.interrupt()
+    session.ask([*history, user("And three?")], "Five.", tools=[])
+    assert session.roles() == ["retry", "main", "retry", "main"]
+    assert session.agents() == ["main"] * 4
+
+
+def test_an_interrupted_call_alone(session: Session) -> None:
+    session.interrupt()
+    assert session.roles() == ["retry"]
 
 
 # Compaction
