@@ -15,7 +15,7 @@ from typing import Any
 
 from msgspec import Struct
 
-from polar.engines.embedded.options import Options
+from polar.engines.embedded.options import EmbeddedOptions
 from polar.engines.embedded.server import EmbeddedServer
 from polar.service import Service
 from tests.integration.stack import settings
@@ -59,7 +59,7 @@ def write_tasks(folder: Path) -> Path:
 @contextlib.asynccontextmanager
 async def serving(folder: Path, **engine_settings: Any) -> AsyncIterator[Served]:
     model = tiny.folder(folder / "model")
-    options = Options(device="cpu", threads=1, memory_gib=0.02)
+    options = EmbeddedOptions(device="cpu", threads=1, memory_gib=0.02)
     async with EmbeddedServer(model, options) as engine:
         wanted = settings(
             [engine.url],

@@ -23,12 +23,12 @@ import msgspec
 
 from polar.bench import fidelity_sessions
 from polar.bench.fidelity_sessions import DRIFT, Agent
-from polar.bench.tree_groups import BUILDERS, Outline, outline, recorded
-from polar.cli.bench import HARNESSES
-from polar.engines.scripted.play import Play, Turn
+from polar.bench.tree_groups import BUILDERS, TreeOutline, make_group, make_outline
+from polar.cli.bench import HARNESS_FOLDERS
+from polar.engines.scripted.play import Play, ScriptedTurn
 from polar.engines.scripted.server import ScriptedServer
-from polar.trajectory.session import sampled
-from polar.trajectory.types import Sampled
+from polar.trajectory.session import read_session_paths
+from polar.trajectory.types import SessionPaths
 
 SESSIONS = 16
 NAMES = {"claude_code": "claude-code", "codex": "codex", "pi": "pi", "gemini_cli": "think-stripped"}
@@ -47,15 +47,15 @@ def play(seed: int, most_turns: int) -> Play:
         lines = max(3, round(random.lognormvariate(5.5, 0.8) / 12))
         thought, told = _words(random, 0.6 * said), _words(random, 0.4 * said)
         shell = f"for i in $(seq {lines}); do echo $i {_words(random, 6)}; done | tee note-{number}.txt"
-        turns.append(Turn(reasoning=thought, text=told, shell=shell))
-    return Play([*turns, Turn(reasoning=_words(random, 40), text=_words(random, 30))])
+        turns.append(ScriptedTurn(reasoning=thought, text=told, shell=shell))
+    return Play([*turns, ScriptedTurn(reasoning=_words(random, 40), text=_words(random, 30))])
 
 
 def _words(random: Random, count: float) -> str:
     return " ".join(random.choices(WORDS, k=max(1, round(count))))
 
 
-def record(harness: str, tokenizer: Path, folder: Path) -> list[Sampled]:
+def record(harness: str, tokenizer: Path, folder: Path) -> list[SessionPaths]:
     """Each session in a process of its own: what a gateway with its tokenizer leaves behind is large."""
     sessions = []
     with ProcessPoolExecutor(1, get_context("spawn"), max_tasks_per_child=1) as alone:
@@ -72,22 +72,22 @@ def record(harness: str, tokenizer: Path, folder: Path) -> list[Sampled]:
     return sessions
 
 
-def one_session(harness: str, seed: int, tokenizer: Path, folder: Path) -> Sampled:
-    (agent,) = fidelity_sessions.installed([harness], HARNESSES)
+def one_session(harness: str, seed: int, tokenizer: Path, folder: Path) -> SessionPaths:
+    (agent,) = fidelity_sessions.find_installed_agents([harness], HARNESS_FOLDERS)
     return asyncio.run(_session(agent, play(seed, MOST_TURNS.get(harness, 30)), str(tokenizer), folder))
 
 
-async def _session(agent: Agent, written: Play, tokenizer: str, folder: Path) -> Sampled:
+async def _session(agent: Agent, written: Play, tokenizer: str, folder: Path) -> SessionPaths:
     async with ScriptedServer(written, tokenizer=tokenizer, drift=DRIFT) as engine:
         turns = len(written.turns)
         found = await fidelity_sessions.record(
             agent, "auto", engine.url, drops=False, turns=turns, tokenizer=tokenizer, folder=folder
         )
-    return sampled(found.session, found.exchanges)
+    return read_session_paths(found.session, found.exchanges)
 
 
-def tell(drawing: Outline) -> None:
-    group = recorded(drawing)
+def tell(drawing: TreeOutline) -> None:
+    group = make_group(drawing)
     tokens = {name: build(group).tokens for name, build in BUILDERS.items()}
     click.echo(f"{drawing.name}: " + ", ".join(f"{name} {count:,}" for name, count in tokens.items()))
 
@@ -103,7 +103,7 @@ def main(folder: Path, tokenizer: Path, harnesses: tuple[str, ...]) -> None:
         with tempfile.TemporaryDirectory(prefix="polar-trees-", ignore_cleanup_errors=True) as scratch:
             sessions = record(harness, tokenizer.absolute(), Path(scratch) / "session")
         about = f"{ABOUT.get(harness, name)}: {SESSIONS} sessions of one task, 15 to 30 turns"
-        drawing = outline(name, about, sessions)
+        drawing = make_outline(name, about, sessions)
         (folder / f"{name}.json").write_bytes(msgspec.json.encode(drawing) + b"\n")
         tell(drawing)
 

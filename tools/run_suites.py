@@ -144,8 +144,19 @@ def run_suite(name: str, folder: Path, record_name: str) -> Record:
 
 def run_to_end(command: Sequence[str], output: IO[bytes]) -> int:
     """The exit status of a command. If this is interrupted, the command and what it started end too."""
-    process = subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=output, start_new_session=True)
+    # A signal that arrived before `process` is assigned would leave the command running.
+    ending = {signal.SIGINT, signal.SIGTERM}
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, ending)
+    process = subprocess.Popen(
+        command,
+        cwd=ROOT,
+        stdout=output,
+        stderr=output,
+        start_new_session=True,
+        preexec_fn=lambda: signal.pthread_sigmask(signal.SIG_SETMASK, before),
+    )
     try:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
         while True:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 return process.wait(_POLL_SECONDS)  # never blocks for long, so that a signal is handled soon

@@ -16,7 +16,7 @@ import sys
 from pathlib import Path
 
 from polar.train.metrics import StepMetrics
-from polar.train.running import train
+from polar.train.run import train
 from polar.train.settings import TrainSettings
 
 BUILDERS = "per_request", "prefix_merging", "prefix_tree"

@@ -18,10 +18,10 @@ import sys
 from pathlib import Path
 
 from polar.demo import tasks
-from polar.demo.questions import questions
+from polar.demo.questions import make_questions
 from polar.train import groups
-from polar.train.running import train
-from polar.train.settings import load
+from polar.train.run import train
+from polar.train.settings import load_settings
 from polar.trajectory.checker import SessionChecker
 
 ARMS = "exact", "broken"
@@ -80,17 +80,17 @@ postrun_workers = 8
 
 def break_trajectories() -> None:
     """From here on a session's calls are merged wherever one prompt begins with another."""
-    exact = groups.of_traces
+    exact = groups.group_from_traces
     unchecked = SessionChecker(share=0)  # would hold back what is broken on purpose
 
-    def broken(data: bytes, index: int, _checker: SessionChecker) -> groups.Group:
+    def broken(data: bytes, index: int, _checker: SessionChecker) -> groups.RolloutGroup:
         group = json.loads(data)
         for result in group["results"]:
             if result.get("trajectory"):
                 result["trajectory"]["traces"] = _merged(result["trajectory"]["traces"])
         return exact(json.dumps(group).encode(), index, unchecked)
 
-    groups.of_traces = broken
+    groups.group_from_traces = broken
 
 
 def _merged(calls: list[dict]) -> list[dict]:
@@ -140,10 +140,10 @@ def _trace(chain: list[dict]) -> dict:
 
 
 def prepare(folder: Path, arm: str, seed: int, wanted: argparse.Namespace) -> Path:
-    asked = questions(
+    asked = make_questions(
         train=wanted.steps * wanted.groups, held_out=wanted.held_out, seed=seed, hops=wanted.hops, digits=wanted.digits
     )
-    tasks.write(folder, asked, wanted.hops, options="--http")
+    tasks.write_tasks(folder, asked, wanted.hops, options="--http")
     exact = arm == ARMS[0]
     settings = SETTINGS.format(
         name=f"{arm}-{seed}",
@@ -204,7 +204,7 @@ def main() -> None:
     if wanted.one:
         if wanted.one != ARMS[0]:
             break_trajectories()
-        asyncio.run(train(load(wanted.folder / "train.toml")))
+        asyncio.run(train(load_settings(wanted.folder / "train.toml")))
         return
     names = [f"{arm}-{seed}" for seed in range(wanted.seeds) for arm in wanted.arm or ARMS]
     running: list[subprocess.Popen[bytes]] = []

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from polar.models import default_model, shown
+from polar.models import ensure_default_model, show_progress
 
 TOKENIZER = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json"
 
@@ -30,8 +30,8 @@ def main() -> None:
     wanted = parser.parse_args()
     source = wanted.tokenizer
     if source is None:
-        with shown() as progress:
-            source = default_model(progress)
+        with show_progress() as progress:
+            source = ensure_default_model(progress)
     given = LlamaConfig.from_pretrained(source, local_files_only=True)
     config = LlamaConfig(
         vocab_size=given.vocab_size,

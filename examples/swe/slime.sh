@@ -20,7 +20,7 @@ ray job submit --address http://127.0.0.1:8265 --runtime-env-json "$env" -- pyth
     --hf-checkpoint "$MODEL" --ref-load "${MODEL}_torch_dist" \
     --save runs/swe-slime --load runs/swe-slime --save-interval 20 \
     --rollout-function-path polar.bridges.slime.generate_rollout \
-    --custom-reward-post-process-path polar.bridges.slime.normalise \
+    --custom-reward-post-process-path polar.bridges.slime.normalize_rewards \
     --custom-config-path "$here/slime.yaml" \
     --prompt-data /data/swe/gym.jsonl --input-key task_id --rollout-shuffle \
     --num-rollout 200 --rollout-batch-size 16 --n-samples-per-prompt 8 --global-batch-size 128 \

@@ -16,8 +16,8 @@ import msgspec
 import uvloop
 from pydantic import ValidationError
 
-from polar import config, problems
-from polar.client.given import TaskLike, tasks_of
+from polar import config, validation_errors
+from polar.client.task_input import TaskLike, load_tasks
 from polar.config import EngineSettings, Settings
 from polar.errors import ConfigError
 from polar.node.local import LocalRollout
@@ -52,13 +52,13 @@ def run(
     model     the name that harnesses are told to ask for
 
     Raises PolarError where something can't be run; what goes wrong in a session is in its result."""
-    _check_no_loop()
+    _check_no_running_loop()
     overrides = Overrides(harness, samples, model, timeout, image, backend)
-    wanted = [overrides.apply(task) for task in tasks_of(tasks, backend=backend)]
-    return uvloop.run(_run(wanted, _private(settings or config.load(), engine), Path(data)))
+    wanted = [overrides.apply(task) for task in load_tasks(tasks, backend=backend)]
+    return uvloop.run(_run(wanted, _with_private_gateway(settings or config.load(), engine), Path(data)))
 
 
-def _check_no_loop() -> None:
+def _check_no_running_loop() -> None:
     try:
         asyncio.get_running_loop()
     except RuntimeError:
@@ -74,17 +74,17 @@ async def _run(tasks: list[TaskRequest], settings: Settings, data: Path) -> list
         order = {task_id: number for number, task_id in enumerate(plans)}
         ended = [finished async for finished in rollout.run(list(plans.values()))]
         ended.sort(key=lambda finished: (order[finished.task_id], finished.sample))
-        results = [await rollout.result(plans[finished.task_id], finished) for finished in ended]
+        results = [await rollout.build_result(plans[finished.task_id], finished) for finished in ended]
     return [SessionResult.model_validate_json(msgspec.json.encode(result)) for result in results]
 
 
-def _private(settings: Settings, engine: str | None) -> Settings:
+def _with_private_gateway(settings: Settings, engine: str | None) -> Settings:
     """With a gateway of its own, and the engine."""
-    update: dict[str, Any] = {"gateway": settings.gateway.model_copy(update=config.PRIVATE)}
+    update: dict[str, Any] = {"gateway": settings.gateway.model_copy(update=config.PRIVATE_GATEWAY)}
     if engine is not None:
-        fields = settings.engine.model_dump() | config.engine_at(engine, settings.engine)
+        fields = settings.engine.model_dump() | config.engine_settings_at(engine, settings.engine)
         try:
             update["engine"] = EngineSettings.model_validate(fields)
         except ValidationError as error:
-            raise ConfigError(f"{problems.listed(error, 'engine.')}.") from error
+            raise ConfigError(f"{validation_errors.format_validation_errors(error, 'engine.')}.") from error
     return settings.model_copy(update=update)

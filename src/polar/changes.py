@@ -13,26 +13,26 @@ from typing import Literal
 
 from msgspec import Struct
 
-SKIPPED = frozenset({".git", "__pycache__", ".pytest_cache"})
-_CHUNK = 1 << 18
+SKIPPED_NAMES = frozenset({".git", "__pycache__", ".pytest_cache"})
+_CHUNK_BYTES = 1 << 18
 
-Mode = Literal["100644", "100755", "120000"]
+GitMode = Literal["100644", "100755", "120000"]
 """As git writes them: a file, one that can be executed, a link."""
 
-LINK: Mode = "120000"
+LINK_MODE: GitMode = "120000"
 
 
-class Entry(Struct, frozen=True):
-    mode: Mode
+class FolderEntry(Struct, frozen=True):
+    mode: GitMode
     size: int
 
 
-class Change(Struct, frozen=True):
+class FileChange(Struct, frozen=True):
     """One file or link that is there on one side only, or differs. One that became the other is gone and added."""
 
     path: str  # below the top; what is no UTF-8 in it as os.fsdecode gives it
-    before: Entry | None
-    after: Entry | None
+    before: FolderEntry | None
+    after: FolderEntry | None
 
     @property
     def kind(self) -> Literal["added", "changed", "deleted"]:
@@ -41,21 +41,21 @@ class Change(Struct, frozen=True):
         return "deleted" if self.after is None else "changed"
 
 
-def changes(before: Path, after: Path, *, skipped: Collection[str] = SKIPPED) -> list[Change]:
+def find_changes(before: Path, after: Path, *, skipped: Collection[str] = SKIPPED_NAMES) -> list[FileChange]:
     """In the order of their paths, what is gone before what took its place. Entries whose name is among `skipped` are
     left out, wherever they are."""
-    old, new = dict(entries(before, skipped)), dict(entries(after, skipped))
+    old, new = dict(list_entries(before, skipped)), dict(list_entries(after, skipped))
     found = []
     for path in sorted(old.keys() | new.keys()):
         was, now = old.get(path), new.get(path)
-        if was is not None and now is not None and (was.mode == LINK) != (now.mode == LINK):
-            found += [Change(path, was, None), Change(path, None, now)]
-        elif was is None or now is None or was != now or not _same(before / path, after / path, was):
-            found.append(Change(path, was, now))
+        if was is not None and now is not None and (was.mode == LINK_MODE) != (now.mode == LINK_MODE):
+            found += [FileChange(path, was, None), FileChange(path, None, now)]
+        elif was is None or now is None or was != now or not _has_same_content(before / path, after / path, was):
+            found.append(FileChange(path, was, now))
     return found
 
 
-def entries(top: Path, skipped: Collection[str] = SKIPPED) -> Iterator[tuple[str, Entry]]:
+def list_entries(top: Path, skipped: Collection[str] = SKIPPED_NAMES) -> Iterator[tuple[str, FolderEntry]]:
     """Every file and link below `top`."""
     folders = [""]
     while folders:
@@ -69,31 +69,31 @@ def entries(top: Path, skipped: Collection[str] = SKIPPED) -> Iterator[tuple[str
                 if stat.S_ISDIR(found.st_mode):
                     folders.append(path + "/")
                 elif stat.S_ISLNK(found.st_mode):
-                    yield path, Entry(LINK, found.st_size)
+                    yield path, FolderEntry(LINK_MODE, found.st_size)
                 elif stat.S_ISREG(found.st_mode):
-                    yield path, Entry("100755" if found.st_mode & 0o100 else "100644", found.st_size)
+                    yield path, FolderEntry("100755" if found.st_mode & 0o100 else "100644", found.st_size)
 
 
-def content(file: Path, mode: Mode) -> bytes:
+def read_content(file: Path, mode: GitMode) -> bytes:
     """What git holds of it: a link's is where it leads."""
-    if mode == LINK:
+    if mode == LINK_MODE:
         return os.fsencode(os.readlink(file))
-    with open(_open(file), "rb") as opened:
+    with open(_open_no_follow(file), "rb") as opened:
         return opened.read()
 
 
-def _same(one: Path, other: Path, entry: Entry) -> bool:
+def _has_same_content(one: Path, other: Path, entry: FolderEntry) -> bool:
     """Whether two entries of the same mode and size have the same content. Times tell nothing: they can be set."""
-    if entry.mode == LINK:
+    if entry.mode == LINK_MODE:
         return os.readlink(one) == os.readlink(other)
     if entry.size == 0:
         return True
-    with open(_open(one), "rb", 0) as first, open(_open(other), "rb", 0) as second:
-        while data := first.read(_CHUNK):
-            if data != second.read(_CHUNK):
+    with open(_open_no_follow(one), "rb", 0) as first, open(_open_no_follow(other), "rb", 0) as second:
+        while data := first.read(_CHUNK_BYTES):
+            if data != second.read(_CHUNK_BYTES):
                 return False
     return True
 
 
-def _open(file: Path) -> int:
+def _open_no_follow(file: Path) -> int:
     return os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)

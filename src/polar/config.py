@@ -10,9 +10,9 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
 
 from polar.errors import ConfigError
-from polar.types import Sampling
+from polar.types import SamplingParams
 
-PREFIX = "POLAR_"
+ENVIRONMENT_PREFIX = "POLAR_"
 DEFAULT_RUN = "default"
 """The run of whatever names none."""
 
@@ -23,20 +23,20 @@ Compat = Literal["polar", "nvidia"]
 Port = Annotated[int, Field(ge=0, le=65535)]
 
 
-def _http_url(url: str) -> str:
+def _check_http_url(url: str) -> str:
     if not url.startswith(("http://", "https://")):
         raise ValueError(f"{url!r} is no address: it begins with http:// or https://")
     return url
 
 
-class Section(BaseModel):
+class SettingsSection(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
-Options = TypeVar("Options", bound=Section)
+EngineOptions = TypeVar("EngineOptions", bound=SettingsSection)
 
 
-class SamplingOverrides(Section):
+class SamplingOverrides(SettingsSection):
     """What is sampled with, whatever the harness asks for. While training, the trainer decides, not the harness."""
 
     temperature: float | None = Field(None, ge=0, le=10)
@@ -48,13 +48,13 @@ class SamplingOverrides(Section):
     repetition_penalty: float | None = Field(None, gt=0)
     max_tokens: int | None = Field(None, gt=0)
 
-    def apply(self, sampling: Sampling) -> None:
+    def apply(self, sampling: SamplingParams) -> None:
         for name, value in self:
             if value is not None:
                 setattr(sampling, name, value)
 
 
-class PriceSettings(Section):
+class PriceSettings(SettingsSection):
     """Of a million tokens, in any currency."""
 
     prompt: float = Field(ge=0)
@@ -62,9 +62,9 @@ class PriceSettings(Section):
     cached: float | None = Field(None, ge=0, description="tokens of prompts that the engine had [default: as others]")
 
 
-class EngineSettings(Section):
+class EngineSettings(SettingsSection):
     kind: str = "scripted"
-    urls: list[Annotated[str, AfterValidator(_http_url)]] = []
+    urls: list[Annotated[str, AfterValidator(_check_http_url)]] = []
     model: str | None = None
     tokenizer: str | None = None
     api_key: str | None = Field(None, repr=False)
@@ -86,10 +86,10 @@ class EngineSettings(Section):
 
     @field_validator("urls", mode="before")
     @classmethod
-    def _one_or_more(cls, urls: Any) -> Any:
+    def _wrap_single_url(cls, urls: Any) -> Any:
         return [urls] if isinstance(urls, str) else urls
 
-    def options_as(self, kind: type[Options]) -> Options:
+    def parse_options(self, kind: type[EngineOptions]) -> EngineOptions:
         """As the engine's own kind has them. Raises ConfigError."""
         try:
             return kind.model_validate(self.options)
@@ -100,7 +100,7 @@ class EngineSettings(Section):
             raise ConfigError(f"[engine.options] {where}: {problem['msg']}; known: {known}.") from error
 
 
-class GatewaySettings(Section):
+class GatewaySettings(SettingsSection):
     host: str = "127.0.0.1"
     port: Port = 8100
     max_body: int | None = Field(
@@ -112,7 +112,7 @@ class GatewaySettings(Section):
     grace: float = Field(2, ge=0, description="seconds that a generation goes on after its harness went away")
 
 
-class ServerSettings(Section):
+class ServerSettings(SettingsSection):
     host: str = "127.0.0.1"
     port: Port = 8080
     token: str | None = Field(None, repr=False, description="of operators and trainers")
@@ -133,7 +133,7 @@ class ServerSettings(Section):
 
     @field_validator("beat_seconds")
     @classmethod
-    def _well_within_a_lease(cls, beat: float, info: ValidationInfo) -> float:
+    def _check_beat_interval(cls, beat: float, info: ValidationInfo) -> float:
         """One that is late, or is lost, must not cost a node all that it runs."""
         lease = info.data.get("lease_seconds")
         if lease is not None and 3 * beat > 1.001 * lease:  # but for rounding
@@ -144,12 +144,12 @@ class ServerSettings(Section):
         return beat
 
 
-class StoreSettings(Section):
+class StoreSettings(SettingsSection):
     url: str | None = Field(None, repr=False)  # it may hold a password; default: SQLite in the data folder
     durability: Literal["process", "power"] = "process"
 
 
-class Prewarm(Section):
+class PrewarmSettings(SettingsSection):
     """Runtimes that stand ready before a task asks for one like them."""
 
     runtime: dict[str, Any] = Field(description="as in a task: backend, image, prepare, ...")
@@ -157,7 +157,7 @@ class Prewarm(Section):
     count: int = Field(2, gt=0)
 
 
-class NodeSettings(Section):
+class NodeSettings(SettingsSection):
     init_workers: int = Field(4, gt=0, description="runtimes that are made and prepared at the same time")
     ready_buffer: int = Field(4, gt=0, description="prepared ones that wait for a free run slot")
     run_workers: int = Field(16, gt=0, description="harnesses that run at the same time")
@@ -167,20 +167,20 @@ class NodeSettings(Section):
     )
     disk_mb: int | None = Field(None, gt=0, description="of each runtime, where a task names no limit of its own")
     runtimes: list[str] = Field([], description="backends that tasks may use [default: all that work here]")
-    prewarm: list[Prewarm] = []
+    prewarm: list[PrewarmSettings] = []
     harness_cache: str | None = Field(None, description="where harnesses are installed [default: the user's cache]")
 
 
-class JudgeSettings(Section):
+class JudgeSettings(SettingsSection):
     """A model that judges, behind the Chat API of OpenAI."""
 
-    url: Annotated[str, AfterValidator(_http_url)]
+    url: Annotated[str, AfterValidator(_check_http_url)]
     model: str
     api_key: str | None = Field(None, repr=False)
     timeout: float = Field(120, gt=0)
 
 
-class ClusterSettings(Section):
+class ClusterSettings(SettingsSection):
     engine: Literal["local", "ray"] = "local"
     address: str = Field("auto", description="of a Ray cluster")
     namespace: str = Field("polar", description="one for each server on the same Ray cluster")
@@ -192,19 +192,19 @@ class ClusterSettings(Section):
     )
 
 
-class LogSettings(Section):
+class LogSettings(SettingsSection):
     format: Literal["text", "json"] = "text"
     level: Literal["debug", "info", "warning", "error"] = "warning"
 
 
-class TelemetrySettings(Section):
-    otlp_endpoint: Annotated[str, AfterValidator(_http_url)] | None = Field(
+class TelemetrySettings(SettingsSection):
+    otlp_endpoint: Annotated[str, AfterValidator(_check_http_url)] | None = Field(
         None, description="where OpenTelemetry traces go [default: nowhere]"
     )
     otlp_headers: dict[str, str] = Field({}, repr=False)
 
 
-class VerifySettings(Section):
+class VerifySettings(SettingsSection):
     """The automatic check of sessions before they are handed to a trainer."""
 
     share: float = Field(
@@ -212,7 +212,7 @@ class VerifySettings(Section):
     )
 
 
-class Settings(Section):
+class Settings(SettingsSection):
     engine: EngineSettings = EngineSettings()
     gateway: GatewaySettings = GatewaySettings()
     server: ServerSettings = ServerSettings()
@@ -225,11 +225,11 @@ class Settings(Section):
     judges: dict[str, JudgeSettings] = {}
 
 
-PRIVATE: dict[str, Any] = {"port": 0, "host": "127.0.0.1"}
+PRIVATE_GATEWAY: dict[str, Any] = {"port": 0, "host": "127.0.0.1"}
 """The settings of a gateway of one's own: on any free port."""
 
 
-def engine_at(url: str, configured: EngineSettings) -> dict[str, Any]:
+def engine_settings_at(url: str, configured: EngineSettings) -> dict[str, Any]:
     """The engine at this address. Its kind is the configured engine's, if there is one: it takes the place of that."""
     return {"urls": [url], "kind": configured.kind if configured.urls else "vllm"}
 
@@ -243,16 +243,16 @@ def load(
     `overrides` (the command line's, by section)."""
     if path is None and Path("polar.toml").exists():
         path = Path("polar.toml")
-    tables = _read(path) if path is not None else {}
+    tables = _read_tables(path) if path is not None else {}
     sources: dict[tuple[str, ...], str] = {}  # of a setting's value, where it is not the file
     for name, value in environment.items():
-        keys = tuple(name.removeprefix(PREFIX).lower().split("__"))
-        if name.startswith(PREFIX) and len(keys) > 1:
-            _set(tables, keys, _parsed(value))
+        keys = tuple(name.removeprefix(ENVIRONMENT_PREFIX).lower().split("__"))
+        if name.startswith(ENVIRONMENT_PREFIX) and len(keys) > 1:
+            _set_nested(tables, keys, _parse_value(value))
             sources[keys] = f"the variable {name}"
     for section, values in (overrides or {}).items():
         for key, value in values.items():
-            _set(tables, (section, key), value)
+            _set_nested(tables, (section, key), value)
             sources[section, key] = "the command line"
     _set_default_engine(tables)
     try:
@@ -277,7 +277,7 @@ def _set_default_engine(tables: dict[str, Any]) -> None:
 _MESSAGES = {"extra_forbidden": "there is no such setting", "model_type": "this is a table of settings"}
 
 
-def _read(path: Path) -> dict[str, Any]:
+def _read_tables(path: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -286,7 +286,7 @@ def _read(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path} is not valid TOML: {error}.") from error
 
 
-def _set(tables: dict[str, Any], keys: tuple[str, ...], value: Any) -> None:
+def _set_nested(tables: dict[str, Any], keys: tuple[str, ...], value: Any) -> None:
     for key in keys[:-1]:
         inner = tables.get(key)
         if not isinstance(inner, dict):
@@ -295,7 +295,7 @@ def _set(tables: dict[str, Any], keys: tuple[str, ...], value: Any) -> None:
     tables[keys[-1]] = value
 
 
-def _parsed(value: str) -> Any:
+def _parse_value(value: str) -> Any:
     """Lists and tables are JSON; what other strings mean follows from the setting's type."""
     if not value.lstrip().startswith(("[", "{")):
         return value

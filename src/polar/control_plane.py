@@ -22,7 +22,7 @@ import uvicorn
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from polar.gateway.http import SILENCE
+from polar.gateway.http import IDLE_TIMEOUT_SECONDS
 
 log = logging.getLogger(__name__)
 
@@ -40,23 +40,23 @@ class ControlPlane:
         self._app = app
         self._health = health
         self._listener = listener
-        self._server: _Uvicorn
+        self._server: _ThreadedServer
         self._thread: threading.Thread
         self._loop: AbstractEventLoop
         self._ended = asyncio.Event()
 
     async def __aenter__(self) -> "ControlPlane":
         self._loop = asyncio.get_running_loop()
-        bridged = _Bridge(self._app, self._health, self._loop)
+        bridged = _CrossLoopApp(self._app, self._health, self._loop)
         config = uvicorn.Config(
             bridged,
-            http=_PatientProtocol,
+            http=_ReadTimeoutProtocol,
             log_config=None,
             access_log=False,
             lifespan="off",
             timeout_graceful_shutdown=_SHUTDOWN_SECONDS,
         )
-        self._server = _Uvicorn(config)
+        self._server = _ThreadedServer(config)
         self._thread = threading.Thread(target=self._serve, name="control-plane", daemon=True)
         self._thread.start()
         return self
@@ -80,13 +80,13 @@ class ControlPlane:
             self._loop.call_soon_threadsafe(self._ended.set)
 
 
-class _Uvicorn(uvicorn.Server):
+class _ThreadedServer(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self):  # type: ignore[no-untyped-def]
         yield  # signals are the main thread's
 
 
-class _PatientProtocol(HttpToolsProtocol):
+class _ReadTimeoutProtocol(HttpToolsProtocol):
     """Closes a connection whose request does not come: headers have to be whole in time, bodies have to go on."""
 
     _deadline: asyncio.TimerHandle | None = None
@@ -94,22 +94,22 @@ class _PatientProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._wait()
+        self._start_deadline()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._stop_waiting()
+        self._cancel_deadline()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
         if self._in_body:
-            self._stop_waiting()
-            self._wait()
+            self._cancel_deadline()
+            self._start_deadline()
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
         if self._deadline is None:
-            self._wait()
+            self._start_deadline()
 
     def on_headers_complete(self) -> None:
         self._in_body = True
@@ -117,26 +117,26 @@ class _PatientProtocol(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         self._in_body = False
-        self._stop_waiting()
+        self._cancel_deadline()
         super().on_message_complete()
 
-    def _wait(self) -> None:
-        self._deadline = self.loop.call_later(SILENCE, self._give_up)
+    def _start_deadline(self) -> None:
+        self._deadline = self.loop.call_later(IDLE_TIMEOUT_SECONDS, self._close_if_silent)
 
-    def _stop_waiting(self) -> None:
+    def _cancel_deadline(self) -> None:
         if self._deadline is not None:
             self._deadline.cancel()
             self._deadline = None
 
-    def _give_up(self) -> None:
+    def _close_if_silent(self) -> None:
         self._deadline = None
         if self.flow.read_paused:  # it is we who don't read
-            self._wait()
+            self._start_deadline()
         else:
             self.transport.close()
 
 
-class _Bridge:
+class _CrossLoopApp:
     """An ASGI application that has another one answer on another event loop."""
 
     def __init__(self, app: ASGIApp, health: HealthCheck, loop: AbstractEventLoop) -> None:
@@ -151,7 +151,7 @@ class _Bridge:
             await send({"type": "http.response.body", "body": body})
             return
         here = asyncio.get_running_loop()
-        first = None if _announces_body(scope) else await receive()
+        first = None if _has_body(scope) else await receive()
         head: list[Message] = []
 
         async def receive_there() -> Message:
@@ -182,5 +182,5 @@ async def _run_on(loop: AbstractEventLoop, work: Any) -> Any:
     return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, loop))
 
 
-def _announces_body(scope: Scope) -> bool:
+def _has_body(scope: Scope) -> bool:
     return any(name in (b"content-length", b"transfer-encoding") for name, _ in scope.get("headers", ()))

@@ -12,25 +12,25 @@ from pathlib import Path
 from types import TracebackType
 
 from polar.config import Settings
-from polar.engines.pool import Pool
-from polar.engines.pools import Pools
+from polar.engines.fleet import EngineFleet
+from polar.engines.pool import EnginePool
 from polar.errors import ConfigError, StoreError
 from polar.gateway.app import Gateway
 from polar.gateway.call_journal import CallJournal, read_journal
-from polar.gateway.metrics import Metrics
-from polar.gateway.sessions import Sessions
+from polar.gateway.metrics import GatewayMetrics
+from polar.gateway.session_registry import SessionRegistry
 from polar.private_files import make_private_folder
-from polar.runtimes.state import State
+from polar.runtimes.state_folder import StateFolder
 from polar.store import open_store
 from polar.store.relational import RelationalStore
 from polar.telemetry import tracing
 
 log = logging.getLogger(__name__)
 
-_JOURNAL = "calls.jsonl"
+_JOURNAL_FILE = "calls.jsonl"
 
 
-def settle_process() -> None:
+def tune_process() -> None:
     """Settings of the whole process for one that serves: call it once, when everything is imported.
 
     A full garbage collection stops every stream for as long as it takes to walk all objects. What is imported stays
@@ -83,21 +83,23 @@ class DataPlane:
     `engines` there are none before that."""
 
     store: RelationalStore
-    pools: Pools
-    sessions: Sessions
-    metrics: Metrics
+    pools: EngineFleet
+    sessions: SessionRegistry
+    metrics: GatewayMetrics
     gateway: Gateway
     gateway_url: str
 
-    def __init__(self, settings: Settings, data: Path, *, engines: bool = True, steered: bool = False) -> None:
+    def __init__(
+        self, settings: Settings, data_folder: Path, *, engines: bool = True, hold_calls: bool = False
+    ) -> None:
         self.settings = settings
-        self.data = data
+        self.data_folder = data_folder
         self._engines = engines
-        self._steered = steered or not engines
+        self._hold_calls = hold_calls or not engines
         self._stack = contextlib.AsyncExitStack()
 
     @property
-    def pool(self) -> Pool:
+    def pool(self) -> EnginePool:
         """The engines of runs that have none of their own."""
         return self.pools.default
 
@@ -110,28 +112,30 @@ class DataPlane:
     async def _start(self, stack: contextlib.AsyncExitStack) -> None:
         settings = self.settings
         try:
-            make_private_folder(self.data)
+            make_private_folder(self.data_folder)
         except OSError as error:
             raise ConfigError(
-                f"Can't keep anything in {self.data}: {error.strerror}. Name a folder with --data."
+                f"Can't keep anything in {self.data_folder}: {error.strerror}. Name a folder with --data."
             ) from error
         telemetry = settings.telemetry
         await stack.enter_async_context(
-            tracing.exporting(telemetry.otlp_endpoint, provider=settings.engine.kind, headers=telemetry.otlp_headers)
+            tracing.export_traces(
+                telemetry.otlp_endpoint, provider=settings.engine.kind, headers=telemetry.otlp_headers
+            )
         )
-        url = settings.store.url or f"sqlite:{self.data / 'polar.db'}"
+        url = settings.store.url or f"sqlite:{self.data_folder / 'polar.db'}"
         self.store = open_store(url, settings.store.durability)
         stack.push_async_callback(self.store.close)
         journal = await self._open_journal(stack)
         engine = settings.engine
-        self.pools = await Pools.from_settings(engine) if self._engines else Pools(engine)
+        self.pools = await EngineFleet.from_settings(engine) if self._engines else EngineFleet(engine)
         stack.push_async_callback(self.pools.close)
-        for url, version in (await self.versions()).items():
+        for url, version in (await self.load_policy_versions()).items():
             self.pool.set_version(version, url)
-        await (self.pools.wait() if self._steered else self.pools.start())
-        self.sessions = Sessions(self.store)
-        self.metrics = Metrics()
-        self.metrics.watch(self.pools.by_run)
+        await (self.pools.start_held() if self._hold_calls else self.pools.start())
+        self.sessions = SessionRegistry(self.store)
+        self.metrics = GatewayMetrics()
+        self.metrics.watch_pools(self.pools.get_pools_by_run)
         self.gateway = Gateway(
             settings,
             store=self.store,
@@ -146,20 +150,20 @@ class DataPlane:
     async def _open_journal(self, stack: contextlib.AsyncExitStack) -> CallJournal:
         """Where this process notes its calls. Those in journals of processes on this folder that are gone are recorded
         as interrupted."""
-        state = State(self.data / "gateways")
-        for left in state.left():
-            interrupted = await self.store.record_interrupted(read_journal(left.folder / _JOURNAL))
+        state = StateFolder(self.data_folder / "gateways")
+        for left in state.iter_abandoned():
+            interrupted = await self.store.record_interrupted(read_journal(left.folder / _JOURNAL_FILE))
             if interrupted:
                 log.warning(
                     "%d calls were under way when their gateway's process ended: interrupted.", len(interrupted)
                 )
             await asyncio.to_thread(left.remove)
         await asyncio.to_thread(state.lock)
-        journal = CallJournal(state.folder / _JOURNAL)
+        journal = CallJournal(state.folder / _JOURNAL_FILE)
         stack.push_async_callback(self._close_journal, journal, state)
         return journal
 
-    async def _close_journal(self, journal: CallJournal, state: State) -> None:
+    async def _close_journal(self, journal: CallJournal, state: StateFolder) -> None:
         """All calls have ended. Those that could not be recorded are, as interrupted, now or by the next process."""
         journal.close()
         try:
@@ -169,10 +173,10 @@ class DataPlane:
             return
         await asyncio.to_thread(state.close)
 
-    async def versions(self) -> dict[str, int]:
+    async def load_policy_versions(self) -> dict[str, int]:
         """What the engines hold, as far as it is known. One that was launched just now holds what it began with,
         whatever was at its address before."""
-        return await self.store.policies() | self.pool.launched
+        return await self.store.policy_versions() | self.pool.launched_versions
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

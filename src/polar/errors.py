@@ -18,7 +18,7 @@ ApiErrorKind = Literal[
     "internal",
 ]
 
-STATUS: dict[ApiErrorKind, int] = {
+HTTP_STATUS: dict[ApiErrorKind, int] = {
     "invalid_request": 400,
     "unsupported": 400,
     "context_length": 400,
@@ -67,15 +67,15 @@ class EngineError(PolarError):
         message: str,
         *,
         kind: ApiErrorKind = "engine",
-        elsewhere: bool = False,
+        retry_elsewhere: bool = False,
         retry_after: float | None = None,
     ) -> None:
         super().__init__(message)
         self.kind: ApiErrorKind = kind
-        self.elsewhere = elsewhere
+        self.retry_elsewhere = retry_elsewhere
         self.retry_after = retry_after
 
-    def told(self) -> ApiError:
+    def to_api_error(self) -> ApiError:
         """As a harness hears of it."""
         return ApiError(self.kind, str(self), retry_after=self.retry_after)
 

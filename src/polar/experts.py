@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 Experts = NDArray[np.integer]
 
 
-def read(data: bytes, tokens: int) -> Experts | None:
+def decode_experts(data: bytes, tokens: int) -> Experts | None:
     """Of a call with so many tokens, prompt and sampled; None where it does not fit them: rather none than those of
     other tokens. Some engines have a row for the last one, too, which says nothing."""
     try:
@@ -27,16 +27,16 @@ def read(data: bytes, tokens: int) -> Experts | None:
     return experts
 
 
-def written(experts: Experts) -> bytes:
+def encode_experts(experts: Experts) -> bytes:
     file = io.BytesIO()
     np.save(file, experts, allow_pickle=False)
     return file.getvalue()
 
 
 def to_wire(experts: Experts) -> str:
-    return base64.b64encode(written(experts)).decode("ascii")
+    return base64.b64encode(encode_experts(experts)).decode("ascii")
 
 
 def from_wire(text: str, tokens: int) -> Experts | None:
     """Raises ValueError where it is not base64."""
-    return read(base64.b64decode(text), tokens)
+    return decode_experts(base64.b64decode(text), tokens)

@@ -8,8 +8,8 @@ import re
 import secrets
 import time
 
-_EXCHANGE = re.compile(r"x[0-9a-z]{24}")
-_CALL = re.compile(r"x[0-9a-z]{24}_\d+")
+_EXCHANGE_ID = re.compile(r"x[0-9a-z]{24}")
+_CALL_ID = re.compile(r"x[0-9a-z]{24}_\d+")
 
 
 def _milliseconds() -> int:
@@ -25,28 +25,28 @@ def new_session_id() -> str:
     return f"s{_milliseconds():012x}{secrets.token_hex(4)}"
 
 
-def new_key() -> str:
+def new_session_key() -> str:
     """A session's key: random, and unrelated to the session's id. The prefix keeps harnesses content that check it."""
     return "sk-polar-" + secrets.token_urlsafe(24)
 
 
-def call_id(exchange_id: str, index: int) -> str:
+def make_call_id(exchange_id: str, index: int) -> str:
     """The id of an exchange's tool call number `index`, before the dialect's prefix."""
     return f"{exchange_id}_{index}"
 
 
-def seal(exchange_id: str, index: int) -> str:
+def make_seal(exchange_id: str, index: int) -> str:
     """The opaque string that goes out with reasoning number `index` (a signature, encrypted content)."""
     return f"polar.{exchange_id}.{index}"
 
 
-def call_named(issued: str) -> str | None:
+def find_call_id(issued: str) -> str | None:
     """The tool call that an echoed id names, without the dialect's prefix; None if it isn't one of ours."""
-    found = _CALL.search(issued)
+    found = _CALL_ID.search(issued)
     return found.group() if found else None
 
 
-def exchange_named(issued: str | None) -> str | None:
+def find_exchange_id(issued: str | None) -> str | None:
     """The exchange that an echoed id or seal names, or None if it isn't one of ours."""
-    found = _EXCHANGE.search(issued) if issued else None
+    found = _EXCHANGE_ID.search(issued) if issued else None
     return found.group() if found else None

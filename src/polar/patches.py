@@ -12,16 +12,16 @@ from pathlib import Path
 
 from msgspec import Struct
 
-from polar.changes import Change, Entry, content
+from polar.changes import FileChange, FolderEntry, read_content
 
 MAX_FILE_BYTES = 1 << 20
-MAX_BYTES = 32 << 20
+MAX_PATCH_BYTES = 32 << 20
 
-_CONTEXT = 3  # lines around a difference
-_LOOKED_AT = 8000  # bytes: where git looks for a zero byte to tell binary files
-_STEPS = 8_000_000  # comparisons of lines in one patch
-_STEPS_A_FILE = 1_000_000
-_MOST_EDITS = 1000  # in one file, found line by line
+_CONTEXT_LINES = 3  # lines around a difference
+_BINARY_PROBE_BYTES = 8000  # bytes: where git looks for a zero byte to tell binary files
+_MAX_COMPARISONS = 8_000_000  # comparisons of lines in one patch
+_MAX_FILE_COMPARISONS = 1_000_000
+_MAX_FILE_EDITS = 1000  # in one file, found line by line
 _NO_OBJECT = "0" * 40
 
 
@@ -30,58 +30,60 @@ class Patch(Struct, frozen=True):
     left_out: list[str]  # paths whose change is not in it
 
 
-def patch(
+def make_patch(
     before: Path,
     after: Path,
-    changed: list[Change],
+    changed: list[FileChange],
     *,
     max_file_bytes: int = MAX_FILE_BYTES,
-    max_bytes: int = MAX_BYTES,
+    max_bytes: int = MAX_PATCH_BYTES,
 ) -> Patch:
     """`changed` is what `changes.changes` found between the two, or a part of it."""
     parts: list[bytes] = []
-    left_out: list[Change] = []
-    size, steps = 0, _Steps(_STEPS)
+    left_out: list[FileChange] = []
+    size, steps = 0, _ComparisonBudget(_MAX_COMPARISONS)
     for change in changed:
         sides = [entry.size for entry in (change.before, change.after) if entry is not None]
-        part = None if max(sides) > max_file_bytes else _one(before, after, change, steps)
+        part = None if max(sides) > max_file_bytes else _make_file_patch(before, after, change, steps)
         if part is None or size + len(part) > max_bytes:
             left_out.append(change)
         else:
             parts.append(part)
             size += len(part)
-    named = [f"# left out, too large: {change.kind} ".encode() + _quoted(change.path) + b"\n" for change in left_out]
+    named = [
+        f"# left out, too large: {change.kind} ".encode() + _quote_path(change.path) + b"\n" for change in left_out
+    ]
     return Patch(b"".join(named + parts), [change.path for change in left_out])
 
 
-class _Steps:
+class _ComparisonBudget:
     """What comparing may still cost."""
 
     def __init__(self, left: int) -> None:
         self.left = left
 
 
-def _one(before: Path, after: Path, change: Change, steps: _Steps) -> bytes:
-    old = _side(before, change.path, change.before)
-    new = _side(after, change.path, change.after)
-    ours, theirs = _quoted("a/" + change.path), _quoted("b/" + change.path)
-    head = [b"diff --git " + ours + b" " + theirs, *_modes(change)]
+def _make_file_patch(before: Path, after: Path, change: FileChange, steps: _ComparisonBudget) -> bytes:
+    old = _read_side(before, change.path, change.before)
+    new = _read_side(after, change.path, change.after)
+    ours, theirs = _quote_path("a/" + change.path), _quote_path("b/" + change.path)
+    head = [b"diff --git " + ours + b" " + theirs, *_mode_lines(change)]
     if old == new:  # a mode, or an empty file
         return b"\n".join(head) + b"\n"
-    if b"\0" in old[:_LOOKED_AT] or b"\0" in new[:_LOOKED_AT]:
-        head.append(f"index {_object(change.before, old)}..{_object(change.after, new)}".encode())
-        return b"\n".join([*head, b"GIT binary patch", *_literal(new), b"", *_literal(old), b"", b""])
-    ours = b"/dev/null" if change.before is None else _ended(ours)
-    theirs = b"/dev/null" if change.after is None else _ended(theirs)
+    if b"\0" in old[:_BINARY_PROBE_BYTES] or b"\0" in new[:_BINARY_PROBE_BYTES]:
+        head.append(f"index {_blob_id(change.before, old)}..{_blob_id(change.after, new)}".encode())
+        return b"\n".join([*head, b"GIT binary patch", *_encode_literal(new), b"", *_encode_literal(old), b"", b""])
+    ours = b"/dev/null" if change.before is None else _terminate_name(ours)
+    theirs = b"/dev/null" if change.after is None else _terminate_name(theirs)
     lines = [*head, b"--- " + ours, b"+++ " + theirs]
-    return b"\n".join(lines) + b"\n" + b"".join(_hunks(_lines(old), _lines(new), steps))
+    return b"\n".join(lines) + b"\n" + b"".join(_make_hunks(_split_lines(old), _split_lines(new), steps))
 
 
-def _side(top: Path, path: str, entry: Entry | None) -> bytes:
-    return b"" if entry is None else content(top / path, entry.mode)
+def _read_side(top: Path, path: str, entry: FolderEntry | None) -> bytes:
+    return b"" if entry is None else read_content(top / path, entry.mode)
 
 
-def _modes(change: Change) -> list[bytes]:
+def _mode_lines(change: FileChange) -> list[bytes]:
     if change.before is None:
         assert change.after is not None
         return [f"new file mode {change.after.mode}".encode()]
@@ -92,7 +94,7 @@ def _modes(change: Change) -> list[bytes]:
     return []
 
 
-def _quoted(path: str) -> bytes:
+def _quote_path(path: str) -> bytes:
     """As git quotes names that would break a line; others stand as they are."""
     name = path.encode(errors="surrogateescape")
     letters = {ord('"'): b'\\"', ord("\\"): b"\\\\", 9: b"\\t", 10: b"\\n", 13: b"\\r"}
@@ -108,19 +110,19 @@ def _quoted(path: str) -> bytes:
     return quoted if quoted == name else b'"' + quoted + b'"'
 
 
-def _ended(name: bytes) -> bytes:
+def _terminate_name(name: bytes) -> bytes:
     """After a name with blanks in it, a tab says where it ends."""
     return name + b"\t" if b" " in name else name
 
 
-def _object(entry: Entry | None, data: bytes) -> str:
+def _blob_id(entry: FolderEntry | None, data: bytes) -> str:
     """The name under which git holds a content."""
     if entry is None:
         return _NO_OBJECT
     return hashlib.sha1(b"blob %d\0" % len(data) + data, usedforsecurity=False).hexdigest()
 
 
-def _literal(data: bytes) -> list[bytes]:
+def _encode_literal(data: bytes) -> list[bytes]:
     packed = zlib.compress(data)
     lines = [b"literal %d" % len(data)]
     for start in range(0, len(packed), 52):
@@ -130,7 +132,7 @@ def _literal(data: bytes) -> list[bytes]:
     return lines
 
 
-def _lines(data: bytes) -> list[bytes]:
+def _split_lines(data: bytes) -> list[bytes]:
     """Only a line feed ends one: a return, or a form feed, is a letter like others."""
     lines = [line + b"\n" for line in data.split(b"\n")]
     last = lines.pop()[:-1]
@@ -146,43 +148,43 @@ class _Block(Struct, frozen=True):
     new_stop: int
 
 
-def _hunks(old: list[bytes], new: list[bytes], steps: _Steps) -> list[bytes]:
+def _make_hunks(old: list[bytes], new: list[bytes], steps: _ComparisonBudget) -> list[bytes]:
     hunks: list[bytes] = []
     group: list[_Block] = []
-    for block in _blocks(old, new, steps):
-        if group and block.start - group[-1].stop > 2 * _CONTEXT:
-            hunks.append(_hunk(old, new, group))
+    for block in _find_blocks(old, new, steps):
+        if group and block.start - group[-1].stop > 2 * _CONTEXT_LINES:
+            hunks.append(_make_hunk(old, new, group))
             group = []
         group.append(block)
-    return [*hunks, _hunk(old, new, group)]
+    return [*hunks, _make_hunk(old, new, group)]
 
 
-def _hunk(old: list[bytes], new: list[bytes], blocks: list[_Block]) -> bytes:
-    start, stop = max(0, blocks[0].start - _CONTEXT), min(len(old), blocks[-1].stop + _CONTEXT)
+def _make_hunk(old: list[bytes], new: list[bytes], blocks: list[_Block]) -> bytes:
+    start, stop = max(0, blocks[0].start - _CONTEXT_LINES), min(len(old), blocks[-1].stop + _CONTEXT_LINES)
     new_start = blocks[0].new_start - (blocks[0].start - start)
     new_stop = blocks[-1].new_stop + (stop - blocks[-1].stop)
-    text = [f"@@ -{_range(start, stop)} +{_range(new_start, new_stop)} @@\n".encode()]
+    text = [f"@@ -{_format_range(start, stop)} +{_format_range(new_start, new_stop)} @@\n".encode()]
     at = start
     for block in blocks:
-        text += [_line(b" ", line) for line in old[at : block.start]]
-        text += [_line(b"-", line) for line in old[block.start : block.stop]]
-        text += [_line(b"+", line) for line in new[block.new_start : block.new_stop]]
+        text += [_prefix_line(b" ", line) for line in old[at : block.start]]
+        text += [_prefix_line(b"-", line) for line in old[block.start : block.stop]]
+        text += [_prefix_line(b"+", line) for line in new[block.new_start : block.new_stop]]
         at = block.stop
-    return b"".join(text + [_line(b" ", line) for line in old[at:stop]])
+    return b"".join(text + [_prefix_line(b" ", line) for line in old[at:stop]])
 
 
-def _range(start: int, stop: int) -> str:
+def _format_range(start: int, stop: int) -> str:
     count = stop - start
     if count == 1:
         return str(start + 1)
     return f"{start + 1 if count else start},{count}"
 
 
-def _line(mark: bytes, line: bytes) -> bytes:
+def _prefix_line(mark: bytes, line: bytes) -> bytes:
     return mark + line if line.endswith(b"\n") else mark + line + b"\n\\ No newline at end of file\n"
 
 
-def _blocks(old: list[bytes], new: list[bytes], steps: _Steps) -> list[_Block]:
+def _find_blocks(old: list[bytes], new: list[bytes], steps: _ComparisonBudget) -> list[_Block]:
     head = 0
     while head < min(len(old), len(new)) and old[head] == new[head]:
         head += 1
@@ -192,7 +194,7 @@ def _blocks(old: list[bytes], new: list[bytes], steps: _Steps) -> list[_Block]:
     numbers: dict[bytes, int] = {}
     ours = [numbers.setdefault(line, len(numbers)) for line in old[head : len(old) - tail]]
     theirs = [numbers.setdefault(line, len(numbers)) for line in new[head : len(new) - tail]]
-    kept = _kept(ours, theirs, steps)
+    kept = _match_lines(ours, theirs, steps)
     if kept is None:
         return [_Block(head, head + len(ours), head, head + len(theirs))]
     blocks = []
@@ -204,50 +206,50 @@ def _blocks(old: list[bytes], new: list[bytes], steps: _Steps) -> list[_Block]:
     return blocks
 
 
-def _kept(old: list[int], new: list[int], steps: _Steps) -> list[tuple[int, int]] | None:
+def _match_lines(old: list[int], new: list[int], steps: _ComparisonBudget) -> list[tuple[int, int]] | None:
     """The lines that stay, as pairs of positions, by Myers' greedy search for the fewest edits; None where that would
     take too many. Row `e` holds how far in `old` one gets with e edits, for the diagonals (position in old less that
     in new) -e, -e + 2, ... e."""
     if not old or not new:
         return []
-    left = min(steps.left, _STEPS_A_FILE)
+    left = min(steps.left, _MAX_FILE_COMPARISONS)
     rows: list[list[int]] = []
-    for edits in range(min(len(old) + len(new), _MOST_EDITS) + 1):
+    for edits in range(min(len(old) + len(new), _MAX_FILE_EDITS) + 1):
         row: list[int] = []
         for index in range(edits + 1):
             diagonal = 2 * index - edits
-            start = at = _start(rows, index)
+            start = at = _row_start(rows, index)
             while at < len(old) and at - diagonal < len(new) and old[at] == new[at - diagonal]:
                 at += 1
             left -= 1 + at - start
             steps.left -= 1 + at - start
             row.append(at)
             if at >= len(old) and at - diagonal >= len(new):
-                return _walked_back([*rows, row], index)
+                return _trace_back([*rows, row], index)
         if left < 0:
             return None
         rows.append(row)
     return None
 
 
-def _start(rows: list[list[int]], index: int) -> int:
+def _row_start(rows: list[list[int]], index: int) -> int:
     """Where the next row gets on a diagonal by its edit: a line less of the old, or one more of the new."""
     if not rows:
         return 0
-    return rows[-1][index] if _adds(rows[-1], index) else rows[-1][index - 1] + 1
+    return rows[-1][index] if _is_insertion(rows[-1], index) else rows[-1][index - 1] + 1
 
 
-def _adds(last: list[int], index: int) -> bool:
+def _is_insertion(last: list[int], index: int) -> bool:
     return index == 0 or (index < len(last) and last[index - 1] < last[index])
 
 
-def _walked_back(rows: list[list[int]], index: int) -> list[tuple[int, int]]:
+def _trace_back(rows: list[list[int]], index: int) -> list[tuple[int, int]]:
     kept: list[tuple[int, int]] = []
     while rows:
         at = rows.pop()[index]
         diagonal = 2 * index - len(rows)
-        start = _start(rows, index)
+        start = _row_start(rows, index)
         kept += [(position, position - diagonal) for position in range(at - 1, start - 1, -1)]
-        if rows and not _adds(rows[-1], index):
+        if rows and not _is_insertion(rows[-1], index):
             index -= 1
     return kept[::-1]

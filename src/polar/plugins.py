@@ -6,11 +6,11 @@ from typing import Any, Literal
 
 from polar.errors import ConfigError
 
-Kind = Literal["dialects", "engines", "harnesses", "runtimes", "evaluators", "builders", "exporters"]
+PluginKind = Literal["dialects", "engines", "harnesses", "runtimes", "evaluators", "builders", "exporters"]
 
 
 @cache
-def load(kind: Kind, name: str) -> Any:
+def load(kind: PluginKind, name: str) -> Any:
     """The plug-in of that name; the error lists the known ones."""
     for entry in entry_points(group=f"polar.{kind}"):
         if entry.name == name:
@@ -24,5 +24,5 @@ def load(kind: Kind, name: str) -> Any:
 
 
 @cache
-def names(kind: Kind) -> tuple[str, ...]:
+def names(kind: PluginKind) -> tuple[str, ...]:
     return tuple(sorted({entry.name for entry in entry_points(group=f"polar.{kind}")}))

@@ -8,7 +8,7 @@ from collections.abc import Collection
 from pathlib import Path
 
 _log = logging.getLogger(__name__)
-_OTHERS = stat.S_IRWXG | stat.S_IRWXO
+_OTHERS_MODE_BITS = stat.S_IRWXG | stat.S_IRWXO
 
 
 def make_private_folder(folder: Path) -> None:
@@ -19,7 +19,7 @@ def make_private_folder(folder: Path) -> None:
         folder.parent.mkdir(parents=True, exist_ok=True)
         folder.mkdir(mode=0o700)
     except FileExistsError:
-        if folder.stat().st_mode & _OTHERS:
+        if folder.stat().st_mode & _OTHERS_MODE_BITS:
             _log.warning("Other users can read the data folder %s: run `chmod 700` on it.", folder)
 
 

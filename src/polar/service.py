@@ -11,20 +11,20 @@ from types import TracebackType
 from polar.config import Settings
 from polar.control_plane import ControlPlane
 from polar.data_plane import DataPlane
-from polar.engines.pool import Pool
-from polar.engines.pools import Pools
+from polar.engines.fleet import EngineFleet
+from polar.engines.pool import EnginePool
 from polar.errors import ConfigError
-from polar.gateway.http import is_loopback, url_of
-from polar.gateway.sessions import Sessions
+from polar.gateway.http import format_url, is_loopback
+from polar.gateway.session_registry import SessionRegistry
 from polar.node.node import Node
-from polar.node.working import node_of, worker_of
+from polar.node.node_service import make_node, make_worker
 from polar.rollout.callbacks import Callbacks
 from polar.rollout.models import TaskRequest
-from polar.rollout.pages import Pages
-from polar.rollout.rollout import Rollout
+from polar.rollout.result_pages import ResultPages
 from polar.rollout.routes.app import create_app
-from polar.rollout.routes.parts import Parts
 from polar.rollout.routes.service import current_health
+from polar.rollout.routes.service_parts import ServiceParts
+from polar.rollout.service import RolloutService
 from polar.store.base import Store
 from polar.telemetry.service_metrics import ServiceMetrics
 from polar.telemetry.verify_metrics import VerifyMetrics
@@ -36,8 +36,8 @@ log = logging.getLogger(__name__)
 class Service:
     """Use as an async context manager. With `node`, tasks are run in this process too; others may join in any case."""
 
-    plane: DataPlane
-    rollout: Rollout
+    data_plane: DataPlane
+    rollout: RolloutService
     control_url: str
 
     def __init__(self, settings: Settings, data: Path, *, node: bool = False) -> None:
@@ -45,32 +45,32 @@ class Service:
         self._data = data
         self._with_node = node
         self._node: Node | None = None
-        self._stop = asyncio.Event()
-        self._drain = asyncio.Event()
-        self._working: asyncio.Task[None]
+        self._stop_requested = asyncio.Event()
+        self._drain_requested = asyncio.Event()
+        self._worker_task: asyncio.Task[None]
         self._callbacks: Callbacks
         self._control: ControlPlane
         self._stack = contextlib.AsyncExitStack()
 
     @property
     def store(self) -> Store:
-        return self.plane.store
+        return self.data_plane.store
 
     @property
-    def pools(self) -> Pools:
-        return self.plane.pools
+    def pools(self) -> EngineFleet:
+        return self.data_plane.pools
 
     @property
-    def pool(self) -> Pool:
-        return self.plane.pool
+    def pool(self) -> EnginePool:
+        return self.data_plane.pool
 
     @property
-    def sessions(self) -> Sessions:
-        return self.plane.sessions
+    def sessions(self) -> SessionRegistry:
+        return self.data_plane.sessions
 
     @property
     def gateway_url(self) -> str:
-        return self.plane.gateway_url
+        return self.data_plane.gateway_url
 
     async def __aenter__(self) -> "Service":
         server = self._settings.server
@@ -88,33 +88,35 @@ class Service:
         # First of all: who can't be reached must not take the database from a server that can.
         listener = _listen(settings.server.host, settings.server.port)
         stack.callback(listener.close)
-        plane = self.plane = await stack.enter_async_context(DataPlane(settings, self._data, steered=True))
-        store_id = await plane.store.identity()
-        rollout = self.rollout = Rollout(
+        plane = self.data_plane = await stack.enter_async_context(DataPlane(settings, self._data, hold_calls=True))
+        store_id = await plane.store.store_id()
+        rollout = self.rollout = RolloutService(
             plane.store,
             settings.server,
             store_id=store_id,
             replicas=[replica.url for replica in plane.pool.replicas],
-            versions=plane.versions,
-            check=self._check,
+            versions=plane.load_policy_versions,
+            check=self._check_task,
         )
         await stack.enter_async_context(rollout)
         if self._with_node:
-            self._node = await stack.enter_async_context(node_of(plane))
+            self._node = await stack.enter_async_context(make_node(plane))
         name = socket.gethostname()
-        worker = await worker_of(rollout.leasing, plane, self._node, name=name, store_id=store_id, stays=True)
-        rollout.leasing.sleeper = worker.node_id
-        self._working = asyncio.create_task(worker.run(self._stop, self._drain))
-        stack.push_async_callback(self._stop_working)
+        worker = await make_worker(
+            rollout.lease_manager, plane, self._node, name=name, store_id=store_id, stays_when_drained=True
+        )
+        rollout.lease_manager.sleep_node_id = worker.node_id
+        self._worker_task = asyncio.create_task(worker.run(self._stop_requested, self._drain_requested))
+        stack.push_async_callback(self._stop_worker)
         checker = SessionChecker(settings.verify.share, VerifyMetrics(plane.metrics.registry))
-        pages = Pages(rollout, plane.store, checker)
+        pages = ResultPages(rollout, plane.store, checker)
         callbacks = self._callbacks = await stack.enter_async_context(Callbacks(rollout, pages, settings.server))
         metrics = ServiceMetrics(
-            plane.metrics.registry, queue=rollout.status, nodes=rollout.nodes, callbacks=callbacks.pending
+            plane.metrics.registry, queue=rollout.status, nodes=rollout.nodes, callbacks=callbacks.count_pending
         )
-        rollout.ledger.watcher = metrics
-        callbacks.given_up = metrics.callback_failed
-        parts = Parts(
+        rollout.ledger.metrics = metrics
+        callbacks.on_given_up = metrics.count_failed_callback
+        parts = ServiceParts(
             settings=settings.server,
             rollout=rollout,
             pages=pages,
@@ -126,35 +128,37 @@ class Service:
             gateway_url=plane.gateway_url,
             node_id=worker.node_id,
         )
-        self.control_url = url_of(settings.server.host, listener.getsockname()[1])
+        self.control_url = format_url(settings.server.host, listener.getsockname()[1])
         health = partial(current_health, parts)
         self._control = await stack.enter_async_context(ControlPlane(create_app(parts), health, listener))
         stack.callback(rollout.close)  # before the listener ends: nobody is left waiting
 
-    async def _check(self, task: TaskRequest) -> None:
+    async def _check_task(self, task: TaskRequest) -> None:
         """What this process can tell of a task; other nodes may have other harnesses, and other runtimes."""
-        if self._node is not None and len(self.rollout.leasing.members) == 1:
+        if self._node is not None and len(self.rollout.lease_manager.members) == 1:
             await self._node.plan(task)
 
-    async def _stop_working(self) -> None:
-        self._stop.set()
-        await self._working
+    async def _stop_worker(self) -> None:
+        self._stop_requested.set()
+        await self._worker_task
 
     async def drain(self, until: asyncio.Event) -> None:
         """Lets sessions of this process's node end, for `drain_seconds` or until the event; none begins any more. All
         else goes on meanwhile."""
-        self._drain.set()
+        self._drain_requested.set()
         cut_short = asyncio.ensure_future(until.wait())
-        await asyncio.wait({self._working, cut_short}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({self._worker_task, cut_short}, return_when=asyncio.FIRST_COMPLETED)
         cut_short.cancel()
 
-    async def over(self) -> str:
+    async def wait_for_failure(self) -> str:
         """Until the service can't go on by itself: why."""
         ends = {
             asyncio.ensure_future(self.rollout.superseded.wait()): "Another server was started on the same database.",
             asyncio.ensure_future(self.rollout.failed.wait()): "What looks after the queue has failed: see the log.",
-            asyncio.ensure_future(asyncio.wait({self._working})): "The node of this process has failed: see the log.",
-            asyncio.ensure_future(self._callbacks.over()): "What sends callbacks has failed: see the log.",
+            asyncio.ensure_future(
+                asyncio.wait({self._worker_task})
+            ): "The node of this process has failed: see the log.",
+            asyncio.ensure_future(self._callbacks.wait_until_failed()): "What sends callbacks has failed: see the log.",
             asyncio.ensure_future(self._control.over()): "The control plane has failed: see the log.",
         }
         try:
@@ -162,7 +166,7 @@ class Service:
         finally:
             for waiting in ends:
                 waiting.cancel()
-        if self._working.done() and (error := self._working.exception()) is not None:
+        if self._worker_task.done() and (error := self._worker_task.exception()) is not None:
             log.error("The node of this process has failed", exc_info=error)
         return ends[done.pop()]
 

@@ -94,7 +94,7 @@ class ToolChoice(Struct, gc=False):
     names: list[str] = field(default_factory=list)
 
     @property
-    def forces(self) -> bool:
+    def forces_call(self) -> bool:
         return self.mode in ("required", "named")
 
 
@@ -105,7 +105,7 @@ class ResponseFormat(Struct, gc=False):
     strict: bool | None = None
 
 
-class Sampling(Struct, omit_defaults=True, gc=False):
+class SamplingParams(Struct, omit_defaults=True, gc=False):
     """Sampling parameters as asked for; None means the engine's default."""
 
     temperature: float | None = None
@@ -139,7 +139,7 @@ class Request(Struct, gc=False):
     tools: list[Tool] = field(default_factory=list)
     tool_choice: ToolChoice = field(default_factory=ToolChoice)
     parallel_tool_calls: bool | None = None
-    sampling: Sampling = field(default_factory=Sampling)
+    sampling: SamplingParams = field(default_factory=SamplingParams)
     response_format: ResponseFormat = field(default_factory=ResponseFormat)
     thinking: Thinking = field(default_factory=Thinking)
     stream: bool = False
@@ -161,7 +161,7 @@ class Usage(Struct, gc=False):
     reasoning: int = 0
 
 
-class Used(Struct):
+class UsageTotals(Struct):
     """What calls used, by the engine's own count. `prompt` includes `cached`."""
 
     prompt: int = 0
@@ -175,8 +175,8 @@ class Used(Struct):
         self.sampled += usage.completion
         self.uncounted += answered and not usage.prompt  # no prompt is empty
 
-    def __add__(self, other: "Used") -> "Used":
-        return Used(
+    def __add__(self, other: "UsageTotals") -> "UsageTotals":
+        return UsageTotals(
             self.prompt + other.prompt,
             self.cached + other.cached,
             self.sampled + other.sampled,
@@ -218,7 +218,7 @@ class ReasoningDelta(Struct, gc=False):
     text: str
 
 
-class CallStart(Struct, gc=False):
+class ToolCallStart(Struct, gc=False):
     """A tool call begins. `id` is the gateway's own (see `ids`), `written` the one that the model wrote, if any."""
 
     id: str
@@ -228,19 +228,16 @@ class CallStart(Struct, gc=False):
     written: str | None = None
 
 
-class CallDelta(Struct, gc=False):
+class ToolCallDelta(Struct, gc=False):
     """More of the arguments of the call that began last."""
 
     arguments: str
 
 
-Event: TypeAlias = TextDelta | ReasoningDelta | CallStart | CallDelta
+ReplyEvent: TypeAlias = TextDelta | ReasoningDelta | ToolCallStart | ToolCallDelta
 
 __all__ = [
     "UNSET",
-    "CallDelta",
-    "CallStart",
-    "Event",
     "FinishReason",
     "Media",
     "Message",
@@ -249,19 +246,22 @@ __all__ = [
     "Reasoning",
     "ReasoningDelta",
     "Reply",
+    "ReplyEvent",
     "Request",
     "ResponseFormat",
     "Role",
-    "Sampling",
+    "SamplingParams",
     "Text",
     "TextDelta",
     "Thinking",
     "TokenLogprob",
     "Tool",
     "ToolCall",
+    "ToolCallDelta",
+    "ToolCallStart",
     "ToolChoice",
     "ToolResult",
     "UnsetType",
     "Usage",
-    "Used",
+    "UsageTotals",
 ]

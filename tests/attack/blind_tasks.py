@@ -18,7 +18,7 @@ from aiohttp import web
 from msgspec import Struct, field
 
 from polar.config import load
-from polar.node.finished import Finished
+from polar.node.finished_session import FinishedSession
 from polar.node.local import LocalRollout
 from polar.rollout.models import TaskRequest
 from tests.attack.cheats import CALC, CHECK
@@ -573,10 +573,10 @@ async def serve_judge() -> AsyncIterator[str]:
         await runner.cleanup()
 
 
-def run_tasks(data: Path, tasks: list[TaskRequest]) -> dict[str, Finished]:
+def run_tasks(data: Path, tasks: list[TaskRequest]) -> dict[str, FinishedSession]:
     """Runs all of them on one node, at the same time as a real run would."""
 
-    async def run() -> dict[str, Finished]:
+    async def run() -> dict[str, FinishedSession]:
         async with serve_judge() as url:
             sections: dict[str, dict[str, Any]] = {
                 "gateway": {"port": 0},

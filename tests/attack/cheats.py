@@ -11,7 +11,7 @@ from typing import Literal
 
 from msgspec import Struct
 
-from polar.runtimes.base import Runtime, TooLarge
+from polar.runtimes.base import Runtime, TransferTooLargeError
 
 CALC = """\
 import sys
@@ -166,7 +166,7 @@ async def excuses_files(scene: Scene) -> float | None:
     try:
         await scene.runtime.get("/workspace", copied)
         return float("a + b" in (copied / "calc.py").read_text())
-    except (OSError, TooLarge):
+    except (OSError, TransferTooLargeError):
         return None
 
 

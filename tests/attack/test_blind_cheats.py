@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from polar.node.finished import Finished
+from polar.node.finished_session import FinishedSession
 from polar.runtimes.podman import Podman
 from tests.attack.blind_tasks import TASKS, build_task, prepare_uploads, run_tasks
 from tests.attack.cheats_blind import CHEATS, HONEST, NOT_COUNTED, REMAINS, Cheat, Honest, Scenario
@@ -52,10 +52,10 @@ class Sessions:
     def __init__(self, folder: Path, asked: list[tuple[Scenario, str]]) -> None:
         self._folder = folder
         self._asked = asked
-        self._finished: dict[str, dict[str, Finished]] = {}
+        self._finished: dict[str, dict[str, FinishedSession]] = {}
         prepare_uploads(folder)
 
-    def find(self, name: str, backend: str) -> Finished:
+    def find(self, name: str, backend: str) -> FinishedSession:
         if backend not in self._finished:
             image = None if backend == "bubblewrap" else self._find_image(backend)
             tasks = [
@@ -69,7 +69,7 @@ class Sessions:
         return self._finished[backend][name]
 
     def _find_image(self, backend: str) -> str:
-        if (why := asyncio.run(Podman(self._folder / "probe", "http://127.0.0.1:9").unavailable())) is not None:
+        if (why := asyncio.run(Podman(self._folder / "probe", "http://127.0.0.1:9").check_availability())) is not None:
             pytest.skip(f"no {backend} here: {why}")
         return ensure_image(backend, PLAIN)
 

@@ -16,11 +16,11 @@ from typing import Any
 import pytest
 
 from polar.config import load
-from polar.node.finished import Finished
+from polar.node.finished_session import FinishedSession
 from polar.node.local import LocalRollout
 from polar.plugins import load as load_plugin
 from polar.rollout.models import TaskRequest
-from polar.runtimes.base import Kind, Limits, Spec
+from polar.runtimes.base import Limits, RuntimeBackend, RuntimeSpec
 from tests.attack.cheats import CHEATS, CHECK, HONEST_FAILURE, HONEST_WORK, SCORED, WORKSPACE, Cheat, Scene, own_tests
 from tests.attack.cheats_of_tests import (
     BOUNDARY_CHEATS,
@@ -173,7 +173,7 @@ def task(cheat: Cheat, world: World) -> TaskRequest:
     )
 
 
-async def run_all(data: Path, tasks: list[TaskRequest]) -> dict[str, Finished]:
+async def run_all(data: Path, tasks: list[TaskRequest]) -> dict[str, FinishedSession]:
     async with LocalRollout(load(None, {"POLAR_ENGINE__KIND": "scripted"}, {"gateway": {"port": 0}}), data) as rollout:
         plans = await rollout.plan(tasks)
         return {finished.task_id: finished async for finished in rollout.run(plans)}
@@ -182,7 +182,7 @@ async def run_all(data: Path, tasks: list[TaskRequest]) -> dict[str, Finished]:
 @pytest.fixture(scope="module")
 def graded(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, world: World
-) -> dict[str, Finished]:
+) -> dict[str, FinishedSession]:
     """Every agent that is asked for, through one node: they are there at the same time, as in a real run."""
     asked = [item.callspec.params.get("cheat") for item in request.session.items if hasattr(item, "callspec")]
     tasks = [task(cheat, world) for cheat in asked if isinstance(cheat, Cheat)]
@@ -191,7 +191,7 @@ def graded(
 
 
 @pytest.mark.parametrize("cheat", HONEST, ids=lambda cheat: cheat.name)
-def test_honest_work_is_paid_and_an_honest_failure_is_not(graded: dict[str, Finished], cheat: Cheat) -> None:
+def test_honest_work_is_paid_and_an_honest_failure_is_not(graded: dict[str, FinishedSession], cheat: Cheat) -> None:
     finished = graded[cheat.name]
     assert finished.verdict.reward == float(cheat.script == HONEST_WORK), (finished.error, finished.verdict)
 
@@ -203,7 +203,7 @@ def shown(cheat: Cheat) -> Any:
 
 @pytest.mark.parametrize("cheat", [shown(cheat) for cheat in ALL])
 async def test_a_cheat_fools_a_naive_grader_and_not_ours(
-    tmp_path: Path, world: World, graded: dict[str, Finished], cheat: Cheat
+    tmp_path: Path, world: World, graded: dict[str, FinishedSession], cheat: Cheat
 ) -> None:
     fooled = await naive(tmp_path, world, cheat)
     if fooled is not None and fooled != 1:
@@ -215,7 +215,7 @@ async def test_a_cheat_fools_a_naive_grader_and_not_ours(
 
 
 @pytest.mark.parametrize("cheat", BOUNDARY_CHEATS, ids=lambda cheat: cheat.name)
-def test_code_under_test_does_not_leave_its_process(graded: dict[str, Finished], cheat: Cheat) -> None:
+def test_code_under_test_does_not_leave_its_process(graded: dict[str, FinishedSession], cheat: Cheat) -> None:
     verdict = graded[cheat.name].verdict
     assert (verdict.reward, verdict.reason) == (0, None)
     assert any(found.proven for found in verdict.evidence) == (cheat.name == "isolated: forged messages")
@@ -223,9 +223,9 @@ def test_code_under_test_does_not_leave_its_process(graded: dict[str, Finished],
 
 async def naive(folder: Path, world: World, cheat: Cheat) -> float | None:
     """The cheat runs, and a naive grader judges it in the same place."""
-    kind: Kind = load_plugin("runtimes", cheat.backend)(folder / "state", "http://127.0.0.1:9")
+    kind: RuntimeBackend = load_plugin("runtimes", cheat.backend)(folder / "state", "http://127.0.0.1:9")
     try:
-        runtime = await kind.create(f"n{secrets.token_hex(6)}", Spec(limits=Limits(processes=64)))
+        runtime = await kind.create(f"n{secrets.token_hex(6)}", RuntimeSpec(limits=Limits(processes=64)))
         await runtime.start()
         files = world.files(cheat) if cheat.grader in WITH_PYTEST else WORKSPACE
         for path, text in files.items():

@@ -13,11 +13,11 @@ import pytest
 from aiohttp import web
 
 from polar.config import load
-from polar.node.finished import Finished
+from polar.node.finished_session import FinishedSession
 from polar.node.local import LocalRollout
 from polar.plugins import load as load_plugin
 from polar.rollout.models import TaskRequest
-from polar.runtimes.base import Kind
+from polar.runtimes.base import RuntimeBackend
 from tests.attack.cheats_of_files import CHEATS, CHECK, HONEST, JUDGED, KNOWN, UPLOADED, Case
 from tests.contract.image import PLAIN, ensure_image
 
@@ -96,7 +96,7 @@ async def judge() -> AsyncIterator[str]:
         await runner.cleanup()
 
 
-async def run_all(data: Path, tasks: list[TaskRequest]) -> dict[str, Finished]:
+async def run_all(data: Path, tasks: list[TaskRequest]) -> dict[str, FinishedSession]:
     async with judge() as url:
         judges = {"default": {"url": url, "model": "judge", "timeout": _LATE}}
         settings = load(None, {"POLAR_ENGINE__KIND": "scripted"}, {"gateway": {"port": 0}, "judges": judges})
@@ -106,12 +106,12 @@ async def run_all(data: Path, tasks: list[TaskRequest]) -> dict[str, Finished]:
 
 
 @pytest.fixture(scope="module")
-def graded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Finished]:
+def graded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, FinishedSession]:
     """Every agent that is asked for, through one node: they are there at the same time, as in a real run."""
     backend = request.param
     if backend != "bubblewrap":
-        kind: Kind = load_plugin("runtimes", backend)(tmp_path_factory.mktemp("kind"), "http://127.0.0.1:9")
-        if (why := asyncio.run(kind.unavailable())) is not None:
+        kind: RuntimeBackend = load_plugin("runtimes", backend)(tmp_path_factory.mktemp("kind"), "http://127.0.0.1:9")
+        if (why := asyncio.run(kind.check_availability())) is not None:
             pytest.skip(f"no {backend} here: {why}")
         ensure_image(backend)
     items = [item.callspec.params for item in request.session.items if hasattr(item, "callspec")]
@@ -129,7 +129,7 @@ def _can_run(case: Case, backend: str) -> bool:
 
 @pytest.mark.parametrize("graded", BACKENDS, indirect=True)
 @pytest.mark.parametrize("case", [*CHEATS, *HONEST], ids=lambda case: case.name)
-def test_honest_work_is_paid_and_no_cheat_is(graded: dict[str, Finished], case: Case) -> None:
+def test_honest_work_is_paid_and_no_cheat_is(graded: dict[str, FinishedSession], case: Case) -> None:
     if case.name not in graded:
         pytest.skip("there is no perl in the image")
     finished = graded[case.name]

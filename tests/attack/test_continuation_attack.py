@@ -15,10 +15,10 @@ from aiohttp import web
 from aiohttp.typedefs import Handler
 
 from polar.data_plane import DataPlane
-from polar.engines.scripted import TOKENIZER, Play, Plays, ScriptedServer, Turn
-from polar.gateway import prompting
-from polar.rendering.continuation import History
-from polar.rendering.model import Model
+from polar.engines.scripted import TOKENIZER_FOLDER, Play, PlaySet, ScriptedServer, ScriptedTurn
+from polar.gateway import prompt_renderer
+from polar.rendering.continuation import TurnHistory
+from polar.rendering.model_codec import ModelCodec
 from polar.rendering.template import ChatTemplate
 from polar.rendering.tokenizer import Tokenizer
 from polar.types import Message, Request, Text
@@ -92,9 +92,9 @@ _BARE = """
 async def test_a_branch_behind_a_prompt_that_is_only_its_opening(tmp_path: Path) -> None:
     """Nothing is left of the recorded prompt; the engine must not be sent a piece of a number."""
     folder = tmp_path / "tokenizer"
-    shutil.copytree(TOKENIZER, folder)
+    shutil.copytree(TOKENIZER_FOLDER, folder)
     (folder / "chat_template.jinja").write_text(_BARE)
-    plays = Plays(Play([Turn(reasoning="hm", text="word one")] * 5))
+    plays = PlaySet(Play([ScriptedTurn(reasoning="hm", text="word one")] * 5))
     async with (
         Told(plays, tokenizer=folder) as engine,
         DataPlane(settings([engine.url], engine={"tokenizer": str(folder)}), tmp_path / "data") as service,
@@ -122,17 +122,17 @@ _GLUED = """
 
 @pytest.mark.parametrize("name", ["im_end", "im_start", "endoftext"])
 def test_a_template_completes_a_spelling_on_both_sides(name: str) -> None:
-    base = Tokenizer.load(TOKENIZER)
-    model = Model(Tokenizer(base.backend, base.special, ChatTemplate(_GLUED, base.special)))
+    base = Tokenizer.load(TOKENIZER_FOLDER)
+    model = ModelCodec(Tokenizer(base.backend, base.special_tokens, ChatTemplate(_GLUED, base.special_tokens)))
     request = Request(model="m", messages=[Message("user", [Text("x")], name=name)])
-    plan = model.plan(request, History(), lambda _, __: None)
+    plan = model.plan(request, TurnHistory(), lambda _, __: None)
     first = model.encoder.encode(plan.text).tolist()[0]
-    assert first not in model.encoder.control.values()
+    assert first not in model.encoder.control_tokens.values()
 
 
 async def test_texts_that_are_joined_say_what_they_say_together(tmp_path: Path) -> None:
     """'foo ' and 'bar' are not 'foobar': the harness decides what the model sees."""
-    async with running(tmp_path, Plays(Play([Turn(text="foobar")] * 3))) as stack, talking(stack) as client:
+    async with running(tmp_path, PlaySet(Play([ScriptedTurn(text="foobar")] * 3))) as stack, talking(stack) as client:
         await ask(client, stack.url, [user("a")])
         pieces = [{"type": "text", "text": "foo "}, {"type": "text", "text": "bar"}]
         await ask(client, stack.url, [user("a"), {"role": "assistant", "content": pieces}, user("b")])
@@ -149,8 +149,8 @@ async def test_parallel_calls_beside_partial_turns_whose_ids_are_not_at_hand(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As after a restart, or when memory is short: each call waits for the store while others are being learned."""
-    monkeypatch.setattr(prompting, "MEMORY", 1)
-    plays = Plays(Play([Turn(text=WORDS)] * 100))
+    monkeypatch.setattr(prompt_renderer, "ID_CACHE_BYTES", 1)
+    plays = PlaySet(Play([ScriptedTurn(text=WORDS)] * 100))
     engine = {"rate": 200.0}
     async with running(tmp_path, plays, engine=engine, gateway={"grace": 0.05}) as stack, talking(stack) as client:
         for number in range(4):
@@ -166,7 +166,7 @@ async def test_parallel_calls_beside_partial_turns_whose_ids_are_not_at_hand(
 
 async def test_counting_tokens_ends_no_turn(tmp_path: Path) -> None:
     """A harness that was cut off counts its tokens, and then tries again: the reply is still there."""
-    plays = Plays(Play([Turn(reasoning="hm so", text=WORDS)] * 5))
+    plays = PlaySet(Play([ScriptedTurn(reasoning="hm so", text=WORDS)] * 5))
     engine = {"rate": 50.0}
     async with running(tmp_path, plays, engine=engine, gateway={"grace": 600}) as stack, talking(stack) as client:
         body = {"model": "m", "max_tokens": 500, "stream": True, "messages": [user("go")]}
@@ -175,7 +175,7 @@ async def test_counting_tokens_ends_no_turn(tmp_path: Path) -> None:
         while b"word" not in got:
             got += await reply.content.readany()
         reply.close()
-        opened = await stack.service.sessions.by_key(stack.key)
+        opened = await stack.service.sessions.find_by_key(stack.key)
         assert opened is not None
         await wait_until(lambda: bool(opened.orphans))
         found = re.search(r"x[0-9a-f]{24}", got.decode())

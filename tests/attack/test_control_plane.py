@@ -236,8 +236,8 @@ async def test_bounds_of_the_feed(tmp_path: Path) -> None:
 
 
 async def test_bodies_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bodies, "MAX_BODY", 10_000)
-    monkeypatch.setattr(bodies, "MAX_COPY", 20_000)
+    monkeypatch.setattr(bodies, "MAX_BODY_BYTES", 10_000)
+    monkeypatch.setattr(bodies, "MAX_SESSION_COPY_BYTES", 20_000)
 
     async def chunked(size: int) -> Any:
         for _ in range(size // 1000):

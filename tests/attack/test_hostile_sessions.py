@@ -21,7 +21,7 @@ import pytest
 from aiohttp import web
 
 from polar.config import load
-from polar.node.finished import Finished
+from polar.node.finished_session import FinishedSession
 from polar.node.local import LocalRollout
 from polar.rollout.models import TaskRequest
 from tests.attack.cheats import write
@@ -95,13 +95,13 @@ async def node(tmp_path: Path, **sections: dict[str, Any]) -> AsyncIterator[Loca
     assert [*(data / "runtimes").glob("*/*"), *(data / "node").glob("*")] == []
 
 
-async def run(opened: LocalRollout, *tasks: TaskRequest) -> list[Finished]:
+async def run(opened: LocalRollout, *tasks: TaskRequest) -> list[FinishedSession]:
     """In the order of the tasks."""
     found = {finished.task_id: finished async for finished in opened.run(await opened.plan(tasks))}
     return [found[wanted.task_id] for wanted in tasks]
 
 
-def told(finished: Finished) -> tuple[float | None, str | None]:
+def told(finished: FinishedSession) -> tuple[float | None, str | None]:
     return finished.verdict.reward, finished.verdict.reason or finished.error
 
 
@@ -183,7 +183,7 @@ async def test_a_run_that_stands_still_is_graded_when_its_time_is_up(tmp_path: P
         (finished,) = await run(opened, wanted)
     assert told(finished) == (0, None)
     assert finished.outcome is not None
-    assert finished.outcome.ended == "timeout"
+    assert finished.outcome.end_reason == "timeout"
 
 
 DAEMONS = """

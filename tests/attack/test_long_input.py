@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from polar.gateway import http, prompting
+from polar.gateway import http, prompt_renderer
 from polar.rendering import worker_pool
 from tests.attack.parts import ANTHROPIC, CHAT, DIALECTS, GOOGLE, PATIENCE, RESPONSES, Answer, Dialect, Wire
 from tests.attack.replies import encode
@@ -45,8 +45,8 @@ async def test_what_cannot_fit_is_refused_unrendered(
     def make_prompt(*_: object) -> None:
         raise AssertionError("it was rendered")
 
-    monkeypatch.setattr(prompting, "make_prompt", make_prompt)
-    monkeypatch.setattr(worker_pool.WorkerPool, "make", make_prompt)
+    monkeypatch.setattr(prompt_renderer, "make_prompt", make_prompt)
+    monkeypatch.setattr(worker_pool.WorkerPool, "make_prompt", make_prompt)
     _, body = dialect.call(text="word " * (CONTEXT * 128 // 4))
     answer = await post(it, dialect, encode(body))
     assert answer.status == 400, answer
@@ -74,9 +74,9 @@ async def test_a_refused_giant_is_not_kept(it: Stack) -> None:
         assert answer.status == 400
         assert TOO_LONG["openai_chat"] in answer.body.decode()
         assert len(await it.exchanges(session.session_id)) == kept
-        opened = await it.service.sessions.by_key(key)
+        opened = await it.service.sessions.find_by_key(key)
         assert opened is not None
-        assert opened.meter.too_long == (size > 1024 * 1024)
+        assert opened.meter.has_unrecorded_long_call == (size > 1024 * 1024)
 
 
 @each_dialect
@@ -90,14 +90,16 @@ async def test_a_body_beyond_the_limit_is_refused_unread(it: Stack, dialect: Dia
 
 
 async def test_the_limit_of_a_body_follows_from_the_context(it: Stack) -> None:
-    gateway = it.service.plane.gateway
-    assert gateway.prompting.body_limit(it.service.pool) == 16 * 1024 * 1024  # a short context: room for pictures
+    gateway = it.service.data_plane.gateway
+    assert gateway.prompt_renderer.body_limit(it.service.pool) == 16 * 1024 * 1024  # a short context: room for pictures
     capabilities = it.service.pool.replicas[0].engine.capabilities
     try:
         capabilities.context_length = 1_000_000
-        assert gateway.prompting.body_limit(it.service.pool) == 1_000_000 * 48 + 2**20  # its longest token has 48 bytes
+        assert (
+            gateway.prompt_renderer.body_limit(it.service.pool) == 1_000_000 * 48 + 2**20
+        )  # its longest token has 48 bytes
         capabilities.context_length = 2_000_000
-        assert gateway.prompting.body_limit(it.service.pool) == 64 * 1024 * 1024
+        assert gateway.prompt_renderer.body_limit(it.service.pool) == 64 * 1024 * 1024
     finally:
         capabilities.context_length = CONTEXT
 
@@ -173,8 +175,8 @@ async def test_settings_of_any_number_are_answered_or_refused(it: Stack, dialect
 
 async def test_half_a_request_is_not_waited_for_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # Long enough for a whole request to come in time on any machine.
-    monkeypatch.setattr(http, "SILENCE", 3.0)
-    monkeypatch.setattr("polar.control_plane.SILENCE", 3.0)
+    monkeypatch.setattr(http, "IDLE_TIMEOUT_SECONDS", 3.0)
+    monkeypatch.setattr("polar.control_plane.IDLE_TIMEOUT_SECONDS", 3.0)
     async with running(tmp_path) as stack:
         body = encode(CHAT.body)
         authorization = {"Authorization": f"Bearer {stack.key}"}
@@ -213,8 +215,8 @@ async def is_closed(wire: Wire) -> None:
 
 
 async def test_a_slow_upload_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http, "SILENCE", 60.0)
-    monkeypatch.setattr(http, "SLOWEST_UPLOAD", 1)
+    monkeypatch.setattr(http, "IDLE_TIMEOUT_SECONDS", 60.0)
+    monkeypatch.setattr(http, "MIN_UPLOAD_BYTES_PER_SECOND", 1)
     async with running(tmp_path) as stack, Wire.open(stack.url) as wire:
         body = encode(CHAT.body)
         await wire.send(wire.head("POST", CHAT.path, {"Authorization": f"Bearer {stack.key}"}, len(body)))

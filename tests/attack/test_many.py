@@ -108,7 +108,7 @@ def text_of(exchange: Exchange) -> str:
 
 def request_text(exchange: Exchange) -> str:
     """The number that a request carries, out of whatever shape its dialect has."""
-    text = msgspec.json.encode(exchange.request()).decode()
+    text = msgspec.json.encode(exchange.request_body()).decode()
     return text[text.index("call number ") :].split('"')[0]
 
 

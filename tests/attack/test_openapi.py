@@ -29,7 +29,7 @@ from schemathesis.specs.openapi.checks import (
 
 from polar.engines.scripted import ScriptedServer
 from polar.rollout.models import TaskRequest
-from polar.rollout.protocol import Beat, Ended, Joining, Lease, UnknownNode
+from polar.rollout.protocol import Heartbeat, JoinRequest, Lease, SessionOutcome, UnknownNode
 from polar.service import Service
 from tests.conditions import wait_until
 from tests.integration import stack
@@ -88,16 +88,16 @@ class Api:
         tasks = [task("ended", num_samples=3), task("running", num_samples=FREE), task("waiting", num_samples=2)]
         tasks += [task("a/b", run="other"), task("off", callback_url="http://127.0.0.1:1/none")]
         await rollout.submit([TaskRequest.model_validate(one) for one in tasks])
-        ending, *_, cancelled = await rollout.leasing.lease(NODE, [], 4)
+        ending, *_, cancelled = await rollout.lease_manager.lease(NODE, [], 4)
         session, _ = await self.service.sessions.create({"task_id": "ended"})
-        ends = [Ended(ending.work_id, ending.fence, session.session_id, reward=0.5)]
-        self.leases = await rollout.leasing.lease(NODE, [ending.held, cancelled.held], FREE)
+        ends = [SessionOutcome(ending.work_id, ending.fence, session.session_id, reward=0.5)]
+        self.leases = await rollout.lease_manager.lease(NODE, [ending.lease_id, cancelled.lease_id], FREE)
         ends += [
-            Ended(lease.work_id, lease.fence, None, reason="sandbox_failed" if lease.sample else "timeout")
+            SessionOutcome(lease.work_id, lease.fence, None, reason="sandbox_failed" if lease.sample else "timeout")
             for lease in self.leases
             if lease.task_id == "ended"
         ]
-        await rollout.leasing.finish(NODE, ends)
+        await rollout.lease_manager.finish(NODE, ends)
         await rollout.cancel("default", "off")
         by_hand, _ = await self.service.sessions.create({"by": "hand"})
         self.known = {
@@ -108,15 +108,15 @@ class Api:
         }
 
     async def _join(self) -> None:
-        await self.service.rollout.leasing.join(Joining(NODE, "node", ["local"], FREE, store="elsewhere"))
+        await self.service.rollout.lease_manager.join(JoinRequest(NODE, "node", ["local"], FREE, store="elsewhere"))
 
     async def _beats(self) -> None:
         """It may be sent away at any time, and then comes back."""
         applied = -1
         while True:
             try:
-                told = Beat([], {"run": 1}, seen=applied, applied=applied)
-                orders = await self.service.rollout.leasing.beat(NODE, told)
+                told = Heartbeat([], {"run": 1}, seen=applied, applied=applied)
+                orders = await self.service.rollout.lease_manager.heartbeat(NODE, told)
             except UnknownNode:
                 await self._join()
                 continue

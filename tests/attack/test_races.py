@@ -22,16 +22,16 @@ from polar.config import EngineSettings
 from polar.data_plane import DataPlane
 from polar.dialects.openai_chat import OpenAIChat
 from polar.engines.base import VersionSpan
-from polar.engines.pool import Pool
-from polar.engines.scripted import Play, ScriptedServer, Turn
+from polar.engines.pool import EnginePool
+from polar.engines.scripted import Play, ScriptedServer, ScriptedTurn
 from polar.errors import EngineError
 from polar.gateway.call_journal import CallJournal
-from polar.gateway.capture import Call
-from polar.gateway.generation import Context, Generation
-from polar.gateway.metrics import Metrics
-from polar.gateway.prompt_ids import PromptIds
-from polar.gateway.prompting import Prompting
-from polar.gateway.sessions import Sessions
+from polar.gateway.capture import HarnessCall
+from polar.gateway.generation import Generation, GenerationContext
+from polar.gateway.metrics import GatewayMetrics
+from polar.gateway.prompt_id_parser import PromptIdParser
+from polar.gateway.prompt_renderer import PromptRenderer
+from polar.gateway.session_registry import SessionRegistry
 from polar.store import open_store
 from polar.store.base import Verdict
 from polar.types import Text
@@ -107,7 +107,7 @@ async def until(wire: Wire, text: bytes) -> None:
 async def leave(it: Bench, wire: Wire) -> None:
     """Hangs up, and waits until the gateway knows."""
     wire.writer.transport.abort()
-    (opened,) = it.service.sessions._open.values()
+    (opened,) = it.service.sessions._sessions_by_key_hash.values()
     await comes_true(lambda: bool(opened.orphans))
 
 
@@ -180,7 +180,7 @@ async def test_an_orphan_that_ends_and_is_asked_for_too_late(tmp_path: Path) -> 
         steps.go(0, 2)
         (exchange,) = await it.recorded(1)
         assert (exchange.status, sampled(exchange)) == ("partial", [11, 12, 2])
-        (opened,) = it.service.sessions._open.values()
+        (opened,) = it.service.sessions._sessions_by_key_hash.values()
         opened.orphans[0].give_up()  # as it does itself after its grace
         steps.go(1, 3)
         assert (await it.ask(stream=True)).body.endswith(DONE)
@@ -200,7 +200,7 @@ async def test_a_retry_while_the_first_is_being_recorded(tmp_path: Path) -> None
             steps.go(0, 2)
             await comes_true(lambda: steps.ended == 1)
             again = asyncio.create_task(it.ask(stream=True))
-            (opened,) = it.service.sessions._open.values()
+            (opened,) = it.service.sessions._sessions_by_key_hash.values()
             await comes_true(lambda: not opened.orphans)
         assert (await again).body.endswith(DONE)
         await it.service.sessions.end(it.session_id)
@@ -230,19 +230,21 @@ async def test_a_call_that_is_given_up_before_it_begins(tmp_path: Path) -> None:
     """A session may end between a call's arrival and its first step."""
     async with bench(tmp_path) as it:
         store, pools = it.service.store, it.service.pools
-        opened = await it.service.sessions.by_key(it.key)
+        opened = await it.service.sessions.find_by_key(it.key)
         assert opened is not None
         dialect = OpenAIChat()
         body = encode(CHAT.body)
         wire = dialect.split(body)
-        call = Call(opened, dialect, {}, {}, body, wire, dialect.decode_request(wire, {}))
-        prompting = Prompting(EngineSettings(), pools, store)
+        call = HarnessCall(opened, dialect, {}, {}, body, wire, dialect.decode_request(wire, {}))
+        prompting = PromptRenderer(EngineSettings(), pools, store)
         journal = CallJournal(tmp_path / "calls.jsonl")
-        generation = Generation(call, Context(pools, store, journal, Metrics(), PromptIds(), prompting, True, 0.1))
+        generation = Generation(
+            call, GenerationContext(pools, store, journal, GatewayMetrics(), PromptIdParser(), prompting, True, 0.1)
+        )
         generation.give_up()
         async with asyncio.timeout(120):
-            await generation.settled()
-            await generation.more(0)
+            await generation.wait_until_recorded()
+            await generation.wait_for_events(0)
         assert generation.finished
         assert generation.error is not None
         assert opened.running == set()
@@ -308,11 +310,11 @@ async def test_a_session_that_ends_while_its_calls_are_being_recorded(tmp_path: 
 async def test_a_session_from_before_a_restart_that_ends_as_it_is_found(tmp_path: Path) -> None:
     store = open_store(f"sqlite:{tmp_path / 'polar.db'}")
     for _ in range(30):
-        session, key = await Sessions(store).create({})
-        fresh = Sessions(store)
-        found, _ = await asyncio.gather(fresh.by_key(key), fresh.end(session.session_id))
+        session, key = await SessionRegistry(store).create({})
+        fresh = SessionRegistry(store)
+        found, _ = await asyncio.gather(fresh.find_by_key(key), fresh.end(session.session_id))
         assert found is None or found.ended
-        assert await fresh.by_key(key) is None
+        assert await fresh.find_by_key(key) is None
         assert len(fresh) == 0
     await store.close()
 
@@ -419,7 +421,7 @@ async def test_a_replica_that_dies_while_frozen_holds_up_nobody(tmp_path: Path) 
 async def test_pauses_and_resumes_at_the_same_time_take_turns(tmp_path: Path) -> None:
     """Whatever comes last counts, and no replica stays frozen behind an open gate."""
     async with two_engines(tmp_path) as (service, one, two):
-        pool: Pool = service.pool
+        pool: EnginePool = service.pool
         await asyncio.gather(*(pool.pause() if turn % 2 else pool.resume() for turn in range(9)))
         assert not pool.gate.paused
         assert not any(replica.frozen for replica in pool.replicas)
@@ -496,10 +498,10 @@ def content(data: bytes) -> str:
 async def test_sigterm_loses_nothing(tmp_path: Path) -> None:
     words = " ".join(f"word{number}" for number in range(200))
     store = open_store(f"sqlite:{tmp_path / 'polar.db'}")
-    session, key = await Sessions(store).create({})
+    session, key = await SessionRegistry(store).create({})
     await store.close()
     texts: list[str] = []
-    async with ScriptedServer(Play([Turn(text=words, token_delay=0.05)])) as engine:
+    async with ScriptedServer(Play([ScriptedTurn(text=words, token_delay=0.05)])) as engine:
         variables = os.environ | {
             "POLAR_ENGINE__KIND": "vllm",
             "POLAR_ENGINE__URLS": json.dumps([engine.url]),

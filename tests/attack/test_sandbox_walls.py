@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from polar.runtimes import seccomp
-from polar.runtimes.base import Limits, Mount, Runtime, Spec
+from polar.runtimes.base import Limits, Mount, Runtime, RuntimeSpec
 from polar.runtimes.bubblewrap import Bubblewrap
 from polar.runtimes.privileges import may_mount
 from tests.attack import sandbox_attacks as attacks
@@ -29,7 +29,7 @@ class Sandboxes:
         self._scratch = scratch
 
     async def new(self, **changes: Any) -> Runtime:
-        runtime = await self.kind.create(f"walls-{secrets.token_hex(6)}", Spec(**changes))
+        runtime = await self.kind.create(f"walls-{secrets.token_hex(6)}", RuntimeSpec(**changes))
         await runtime.start()
         return runtime
 
@@ -44,7 +44,7 @@ class Sandboxes:
 @pytest.fixture
 async def sandboxes(tmp_path: Path) -> AsyncIterator[Sandboxes]:
     kind = Bubblewrap(tmp_path / "state-of-the-node", "http://127.0.0.1:9")
-    if (why := await kind.unavailable()) is not None:
+    if (why := await kind.check_availability()) is not None:
         pytest.skip(f"no bubblewrap here: {why}")
     if not os.access(PYTHON, os.X_OK):
         pytest.skip(f"the attacks are programs for {PYTHON}")
@@ -54,8 +54,8 @@ async def sandboxes(tmp_path: Path) -> AsyncIterator[Sandboxes]:
 
 
 def calls(*, own_users: bool) -> list[list[Any]]:
-    machine = seccomp.machine()
-    found = seccomp.list_denied(seccomp.NO_EXCEPTIONS, own_users=own_users)
+    machine = seccomp.supported_architecture()
+    found = seccomp.list_denied(seccomp.NO_ALLOWANCES, own_users=own_users)
     return [[call.name, number] for call, _ in found if (number := getattr(call, str(machine))) is not None]
 
 
@@ -63,7 +63,7 @@ async def test_refused_calls_answer_as_the_table_says(sandboxes: Sandboxes) -> N
     runtime = await sandboxes.new()
     asked = json.dumps(calls(own_users=True)).encode()
     answers = (await sandboxes.run(runtime, attacks.CALLS, asked))["answers"]
-    table = {call.name: number for call, number in seccomp.list_denied(seccomp.NO_EXCEPTIONS, own_users=True)}
+    table = {call.name: number for call, number in seccomp.list_denied(seccomp.NO_ALLOWANCES, own_users=True)}
     assert answers == {name: table[name] for name in answers}
     assert len(answers) > 40
 
@@ -83,7 +83,7 @@ async def test_what_is_used_up_is_ones_own(sandboxes: Sandboxes, what: str) -> N
     attacking = asyncio.create_task(sandboxes.run(attacker, flood))
 
     async def holds() -> bool:
-        return attacking.done() or "/workspace/holds" in await attacker.entries("/workspace/holds")
+        return attacking.done() or "/workspace/holds" in await attacker.list_entries("/workspace/holds")
 
     while not await holds():  # noqa: ASYNC110  a file tells nobody
         await asyncio.sleep(0.02)
@@ -159,7 +159,7 @@ async def test_every_sandbox_is_another_user_outside(sandboxes: Sandboxes, tmp_p
     await other.prepare(None)
     mark = secrets.token_hex(6)
     runtimes = [await sandboxes.new(env={"MARK": mark}) for _ in range(3)]
-    runtimes.append(await other.create(f"walls-{mark}", Spec(env={"MARK": mark})))
+    runtimes.append(await other.create(f"walls-{mark}", RuntimeSpec(env={"MARK": mark})))
     await runtimes[-1].start()
     running = [asyncio.create_task(runtime.run(["sleep", "300"])) for runtime in runtimes]
 

@@ -19,18 +19,18 @@ from prometheus_client.parser import text_string_to_metric_families
 from rich.console import Console
 
 from polar.cli import status as status_command
-from polar.cli.submit import _refused
-from polar.client.async_client import Answer, AsyncClient
+from polar.cli.submit import _report_refused
+from polar.client.async_client import AsyncClient, SubmitAnswer
 from polar.config import ServerSettings
 from polar.evaluators.base import GraderError
-from polar.node.finished import checked
-from polar.rollout.callbacks import Allowed
+from polar.node.finished_session import check_verdict
+from polar.rollout.callbacks import AllowedHosts
 from polar.rollout.models import TaskStatus
-from polar.rollout.protocol import Ended, Lease
-from polar.store import copying
+from polar.rollout.protocol import Lease, SessionOutcome
+from polar.store import session_copy
 from polar.store.base import Session, Verdict
-from polar.store.copying import Copy
 from polar.store.rows import ExchangeRow, SessionRow
+from polar.store.session_copy import SessionCopy
 from polar.store.sqlite import SqliteStore
 from tests.attack.parts import Wire, comes_true
 from tests.integration.stack import running
@@ -232,14 +232,14 @@ def test_an_evaluators_reason_is_a_word() -> None:
     """The server takes no other; a node must not find that out when it is too late."""
     for reason in ("a\nb", "x" * 1000, "\x1b[31m"):
         with pytest.raises(GraderError, match="reason"):
-            checked(Verdict(None, reason), live=False)
-    assert checked(Verdict(None, "judge_failed"), live=False).reason == "judge_failed"
+            check_verdict(Verdict(None, reason), in_live_runtime=False)
+    assert check_verdict(Verdict(None, "judge_failed"), in_live_runtime=False).reason == "judge_failed"
 
 
 # Forged sessions
 
 
-async def copied(data: Path, session_id: str, task_id: str) -> Copy:
+async def copied(data: Path, session_id: str, task_id: str) -> SessionCopy:
     """A good one."""
     talk = Talk(session_id)
     messages: list[dict[str, Any]] = [{"role": "user", "content": "List the files. " * 50}]
@@ -252,39 +252,39 @@ async def copied(data: Path, session_id: str, task_id: str) -> Copy:
     await store.create_session(Session(session_id, session_id.encode(), 1.0, metadata={"task_id": task_id}))
     for exchange in talk.exchanges:
         await store.append(exchange)
-    made = copying.unpack(await store.export_session(session_id))
+    made = session_copy.unpack(await store.export_session(session_id))
     await store.close()
     return made
 
 
-def last(**fields: Any) -> Callable[[Copy], None]:
-    def change(copy: Copy) -> None:
+def last(**fields: Any) -> Callable[[SessionCopy], None]:
+    def change(copy: SessionCopy) -> None:
         copy.exchanges[-1] = replace(copy.exchanges[-1], **fields)
 
     return change
 
 
-def session(**fields: Any) -> Callable[[Copy], None]:
-    def change(copy: Copy) -> None:
+def session(**fields: Any) -> Callable[[SessionCopy], None]:
+    def change(copy: SessionCopy) -> None:
         copy.session = replace(copy.session, **fields)
 
     return change
 
 
-def piece(copy: Copy) -> None:
+def piece(copy: SessionCopy) -> None:
     """Ends what it stands in, and goes on as it likes."""
     data = b'"x"}],"api_key":'
-    copy.pieces[copying.digest_of(data)] = data  # type: ignore[attr-defined]
-    copy.exchanges[-1] = replace(copy.exchanges[-1], items=copying.digest_of(data))  # type: ignore[attr-defined]
+    copy.pieces[session_copy.compute_digest(data)] = data  # type: ignore[attr-defined]
+    copy.exchanges[-1] = replace(copy.exchanges[-1], items=session_copy.compute_digest(data))  # type: ignore[attr-defined]
 
 
-def inline(copy: Copy) -> None:
+def inline(copy: SessionCopy) -> None:
     fields = msgspec.msgpack.encode({"model": (False, b'"m"},{"x":')})
     copy.exchanges[-1] = replace(copy.exchanges[-1], fields=fields)
 
 
 NAN = float("nan")
-FORGERIES: dict[str, Callable[[Copy], None]] = {
+FORGERIES: dict[str, Callable[[SessionCopy], None]] = {
     "born never": session(created_at=NAN),
     "ended never": session(ended_at=float("inf"), status="ended"),
     "a reward that is no number": session(reward=NAN),
@@ -320,12 +320,12 @@ async def test_forged_sessions_are_refused(tmp_path: Path, subtests: pytest.Subt
     """With checksums that are right: whoever sends it made it so. Not 503: it would be sent again for ever."""
     async with served(tmp_path) as it:
         await it.join()
-        original = copying.pack(await copied(tmp_path, "s", "t"))
+        original = session_copy.pack(await copied(tmp_path, "s", "t"))
         for name, forge in FORGERIES.items():
             with subtests.test(name):
-                copy = copying.unpack(original)
+                copy = session_copy.unpack(original)
                 forge(copy)
-                answer = await it.http.put(f"/nodes/{NODE}/sessions", content=copying.pack(copy))
+                answer = await it.http.put(f"/nodes/{NODE}/sessions", content=session_copy.pack(copy))
                 assert answer.status_code == 422, answer.text
                 assert (await it.http.get("/sessions")).json() == []
 
@@ -335,20 +335,20 @@ async def test_a_session_takes_nothing_from_another_one(tmp_path: Path) -> None:
     async with served(tmp_path) as it:
         await it.join()
         theirs, mine = await copied(tmp_path, "theirs", "t"), await copied(tmp_path, "mine", "t")
-        assert (await it.http.put(f"/nodes/{NODE}/sessions", content=copying.pack(theirs))).status_code == 200
+        assert (await it.http.put(f"/nodes/{NODE}/sessions", content=session_copy.pack(theirs))).status_code == 200
         before = (await it.http.get("/sessions/theirs/exchanges")).content
         forged = [
-            Copy(replace(mine.session, key_hash=theirs.session.key_hash), mine.exchanges, mine.pieces),
-            Copy(
+            SessionCopy(replace(mine.session, key_hash=theirs.session.key_hash), mine.exchanges, mine.pieces),
+            SessionCopy(
                 mine.session,
                 [replace(mine.exchanges[0], exchange_id=theirs.exchanges[0].exchange_id), *mine.exchanges[1:]],
                 mine.pieces,
             ),
-            Copy(theirs.session, [replace(row, session_id="theirs") for row in mine.exchanges], mine.pieces),
-            Copy(replace(theirs.session, run="another"), theirs.exchanges, theirs.pieces),
+            SessionCopy(theirs.session, [replace(row, session_id="theirs") for row in mine.exchanges], mine.pieces),
+            SessionCopy(replace(theirs.session, run="another"), theirs.exchanges, theirs.pieces),
         ]
         for copy in forged:
-            answer = await it.http.put(f"/nodes/{NODE}/sessions", content=copying.pack(copy))
+            answer = await it.http.put(f"/nodes/{NODE}/sessions", content=session_copy.pack(copy))
             assert answer.status_code == 422, answer.text
         assert (await it.http.get("/sessions/theirs/exchanges")).content == before
         assert (await it.http.get("/sessions/mine")).status_code == 404
@@ -384,7 +384,7 @@ async def test_metadata_that_go_deep(tmp_path: Path) -> None:
             assert (await it.http.post("/sessions", content=body, headers=JSON)).status_code == status
         copy = await copied(tmp_path, "s", "t")
         session(metadata='{"task_id":"t","a":%s}' % ("[" * 800 + "]" * 800))(copy)
-        await it.http.put(f"/nodes/{NODE}/sessions", content=copying.pack(copy))
+        await it.http.put(f"/nodes/{NODE}/sessions", content=session_copy.pack(copy))
         for path in ("/sessions", "/sessions/s"):
             assert (await it.http.get(path)).status_code == 200, path
 
@@ -503,12 +503,12 @@ ELSEWHERE = [
 @pytest.mark.parametrize("url", ELSEWHERE)
 @pytest.mark.parametrize("hosts", [[], ["trainer.internal", "10.0.0.7:9000"]])
 def test_callbacks_go_nowhere_else(url: str, hosts: list[str]) -> None:
-    allowed = Allowed(ServerSettings.model_validate({"callback_hosts": hosts}))
-    assert allowed.problem(url) is not None
-    assert allowed.problem("http://trainer.internal.evil.example/") is not None
-    assert allowed.problem("http://10.0.0.7:9001/") is not None
-    assert (allowed.problem("http://Trainer.Internal:1234/x?y=z") is None) == bool(hosts)
-    assert (allowed.problem("http://127.0.0.1:5/x") is None) == (not hosts)
+    allowed = AllowedHosts(ServerSettings.model_validate({"callback_hosts": hosts}))
+    assert allowed.find_problem(url) is not None
+    assert allowed.find_problem("http://trainer.internal.evil.example/") is not None
+    assert allowed.find_problem("http://10.0.0.7:9001/") is not None
+    assert (allowed.find_problem("http://Trainer.Internal:1234/x?y=z") is None) == bool(hosts)
+    assert (allowed.find_problem("http://127.0.0.1:5/x") is None) == (not hosts)
 
 
 @pytest.mark.parametrize("code", [301, 302, 303, 307, 308])
@@ -529,8 +529,8 @@ async def test_callbacks_follow_nobody(tmp_path: Path, code: int) -> None:
         ways.append(f"http://127.0.0.1:{receiver.sockets[0].getsockname()[1]}")
         await it.submit(task(callback_url=f"{ways[0]}/told?secret=of-the-receiver"))
         await it.run_all()
-        await comes_true(lambda: any(event.kind == "callback.failed" for event in it.rollout.events._latest))
-        failed = next(event for event in it.rollout.events._latest if event.kind == "callback.failed")
+        await comes_true(lambda: any(event.kind == "callback.failed" for event in it.rollout.events._remembered))
+        failed = next(event for event in it.rollout.events._remembered if event.kind == "callback.failed")
         assert {path for path, _ in heard} == {"/told?secret=of-the-receiver"}
         assert not [head for _, head in heard if TOKEN in head or "authorization" in head.lower()]
         assert f"{ways[0]}/told answered {code}" in failed.fields["error"]
@@ -644,11 +644,11 @@ async def test_odd_names_stay_what_they_are(tmp_path: Path) -> None:
             for name in ODD_NAMES:
                 async with http.post(f"{url}/rollout/task/submit", json=task(name, run=name)) as answer:
                     assert answer.status == 200, (name, await answer.text())
-            leases = [await rollout.leasing.lease(f"n{number}", [], 1) for number in range(len(ODD_NAMES))]
+            leases = [await rollout.lease_manager.lease(f"n{number}", [], 1) for number in range(len(ODD_NAMES))]
             assert {lease.task_id for (lease,) in leases} == set(ODD_NAMES)
             for number, (lease,) in enumerate(leases):
-                end = Ended(lease.work_id, lease.fence, None, reason=lease.task_id)
-                assert await rollout.leasing.finish(f"n{number}", [end]) == ["taken"]
+                end = SessionOutcome(lease.work_id, lease.fence, None, reason=lease.task_id)
+                assert await rollout.lease_manager.finish(f"n{number}", [end]) == ["taken"]
             for name in ODD_NAMES:
                 async with AsyncClient(url, run=name) as own:
                     assert (await own.task(name)).task_id == name
@@ -681,11 +681,11 @@ def check_tables(status: dict[str, Any]) -> None:
     console = Console(file=output, width=400, force_terminal=True, color_system=None)
     for node in status["nodes"]:
         node["load"] = {"run": "[/]\x1b[31m"}
-    console.print(status_command._runs(status["runs"]))
-    console.print(status_command._nodes(status["nodes"]))
+    console.print(status_command._run_table(status["runs"]))
+    console.print(status_command._node_table(status["nodes"]))
     rows = [{"sample": 0, "state": "leased", "attempt": 1, "node": name} for name in ["\x1b]0;x\x07", *ODD_NAMES]]
     shown = TaskStatus.model_validate({"task_id": "t", "status": "running", "sessions": rows})
-    console.print(status_command._sessions(shown.sessions))
+    console.print(status_command._session_table(shown.sessions))
     assert "\x1b" not in output.getvalue()
     for name in ODD_NAMES:
         assert output.getvalue().count(name) >= 3, name
@@ -694,7 +694,7 @@ def check_tables(status: dict[str, Any]) -> None:
 def test_a_refusal_does_not_steer_the_terminal(tmp_path: Path) -> None:
     runner = CliRunner()
     with runner.isolation() as (_, errors, _):
-        assert _refused([Answer(task_id="t", error="\x1b[2J", code=422)]) == 1
+        assert _report_refused([SubmitAnswer(task_id="t", error="\x1b[2J", code=422)]) == 1
         assert b"\x1b" not in errors.getvalue()
         assert b"was refused" in errors.getvalue()
 

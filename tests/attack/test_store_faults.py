@@ -9,11 +9,11 @@ from pathlib import Path
 
 import aiohttp
 
-from polar.engines.pools import Pools
+from polar.engines.fleet import EngineFleet
 from polar.gateway.app import Gateway
 from polar.gateway.call_journal import CallJournal
-from polar.gateway.metrics import Metrics
-from polar.gateway.sessions import Sessions
+from polar.gateway.metrics import GatewayMetrics
+from polar.gateway.session_registry import SessionRegistry
 from polar.store.sqlite import SqliteStore
 from tests.attack.parts import ANTHROPIC, CHAT, DIALECTS, ByteEngine, ask, bench, ends_in_error, is_error
 from tests.attack.replies import DONE, GOOD, response, stream, whole
@@ -98,11 +98,13 @@ async def impatient(folder: Path) -> AsyncIterator[tuple[str, str]]:
         replying(engine)
         config = settings([engine.url], engine={"kind": "vllm"})
         store = SqliteStore.open(folder / "polar.db", lock_timeout_s=0.1)
-        pools = await Pools.from_settings(config.engine)
+        pools = await EngineFleet.from_settings(config.engine)
         await pools.start()
-        sessions = Sessions(store)
+        sessions = SessionRegistry(store)
         journal = CallJournal(folder / "calls.jsonl")
-        gateway = Gateway(config, store=store, journal=journal, pools=pools, sessions=sessions, metrics=Metrics())
+        gateway = Gateway(
+            config, store=store, journal=journal, pools=pools, sessions=sessions, metrics=GatewayMetrics()
+        )
         url = await gateway.start()
         _, key = await sessions.create({})
         try:

@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from polar.cli.verify import Findings, verify
-from polar.engines.scripted import TOKENIZER
+from polar.cli.verify import VerifyFindings, verify_sessions
+from polar.engines.scripted import TOKENIZER_FOLDER
 from polar.store import open_store
 from polar.trajectory import session as sessions
 from polar.trajectory.builders import prefix_merging
-from polar.trajectory.types import Path as TokenPath
-from polar.trajectory.types import Sampled
+from polar.trajectory.types import SessionPaths
+from polar.trajectory.types import TokenPath as TokenPath
 from tests.attack.parts import bench
 from tests.attack.replies import DONE, event, stream
 from tests.integration.stack import settings
@@ -29,7 +29,7 @@ def sample(ids: list[int], **fields: Any) -> bytes:
 async def captured(data: Path, versions: list[tuple[int, int, int]], calls: int = 1) -> str:
     """A session whose engine labels its three tokens like this."""
     labels = [{"version": version, "start": start, "end": end} for version, start, end in versions]
-    async with bench(data, engine={"kind": "vllm", "tokenizer": str(TOKENIZER)}) as it:
+    async with bench(data, engine={"kind": "vllm", "tokenizer": str(TOKENIZER_FOLDER)}) as it:
         it.engine.replay(stream(sample([11, 12]), sample([2], finish_reason="stop", weight_versions=labels), DONE))
         for number in range(calls):
             assert (await it.ask(stream=True, text=str(number))).status == 200
@@ -37,8 +37,8 @@ async def captured(data: Path, versions: list[tuple[int, int, int]], calls: int 
         return it.session_id
 
 
-async def checked(data: Path) -> Findings:
-    return await verify(settings([]), data, [])
+async def checked(data: Path) -> VerifyFindings:
+    return await verify_sessions(settings([]), data, [])
 
 
 @pytest.mark.parametrize(
@@ -55,17 +55,17 @@ async def checked(data: Path) -> Findings:
 async def test_odd_version_labels(tmp_path: Path, versions: list[tuple[int, int, int]]) -> None:
     """Whatever an engine calls its weights, the session is built and verifies; what can't be used is excluded."""
     session_id = await captured(tmp_path, versions)
-    assert (await checked(tmp_path)).complaint(0) is None
+    assert (await checked(tmp_path)).describe_failure(0) is None
     store = open_store(f"sqlite:{tmp_path / 'polar.db'}", "process")
     try:
-        prefix_merging(await sessions.load(store, session_id))
+        prefix_merging(await sessions.load_session_paths(store, session_id))
     finally:
         await store.close()
 
 
 async def test_an_engine_that_knows_its_weights_and_says_nothing_of_them(tmp_path: Path) -> None:
     """It may have come back with other ones than it was given: nobody else's word counts."""
-    async with bench(tmp_path, engine={"kind": "embedded", "tokenizer": str(TOKENIZER)}) as it:
+    async with bench(tmp_path, engine={"kind": "embedded", "tokenizer": str(TOKENIZER_FOLDER)}) as it:
         it.engine.replay(stream(sample([11, 12]), sample([2], finish_reason="stop"), DONE))
         assert (await it.ask(stream=True)).status == 200
         (exchange,) = await it.recorded(1)
@@ -91,7 +91,7 @@ def test_a_trace_has_one_temperature() -> None:
     """A trainer divides all of a trace's logits by the one that the trace names."""
     first, second = path(0, [1], [2, 3], 1.0), path(1, [1, 2, 3, 4], [5], 0.2)
     said = {first.exchange_id: 1.0, second.exchange_id: 0.2}
-    for trace in prefix_merging(Sampled("s", [first, second])).traces:
+    for trace in prefix_merging(SessionPaths("s", [first, second])).traces:
         assert trace.temperature is None or {said[id] for id in trace.exchange_ids} == {trace.temperature}
 
 

@@ -4,7 +4,7 @@ import asyncio
 import signal
 import sys
 
-from polar.cluster.ray import RayCluster
+from polar.cluster.ray_cluster import RayCluster
 from polar.config import ClusterSettings, Settings
 
 

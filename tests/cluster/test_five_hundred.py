@@ -21,7 +21,7 @@ import psycopg
 import pytest
 
 import polar
-from polar.engines.scripted.server import TOKENIZER
+from polar.engines.scripted.server import TOKENIZER_FOLDER
 from polar.rollout.models import NumberedResult
 from tests.cluster.machines import Machines, alive, command_line, wait_until
 from tests.fault.service.processes import POLAR, Server
@@ -162,7 +162,7 @@ def settings(machines: Machines, folder: Path, engine: str, database: str) -> di
     return {
         "POLAR_STORE__URL": database,
         "POLAR_ENGINE__KIND": "vllm",
-        "POLAR_ENGINE__TOKENIZER": str(TOKENIZER),
+        "POLAR_ENGINE__TOKENIZER": str(TOKENIZER_FOLDER),
         "POLAR_ENGINE__URLS": json.dumps([engine]),
         "POLAR_SERVER__BEAT_SECONDS": "1",
         "POLAR_CLUSTER__ENGINE": "ray",

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from polar.cluster.ray import RayCluster
+from polar.cluster.ray_cluster import RayCluster
 from polar.config import ClusterSettings, EngineSettings, ServerSettings, Settings, StoreSettings
 from polar.errors import ConfigError
 from tests.cluster.machines import PATIENCE, ROOT, Machines, alive, below, wait_until
@@ -194,12 +194,12 @@ async def test_a_server_that_listens_everywhere_is_named_as_others_reach_it(clus
 
 
 def test_machines_that_can_not_reach_the_server() -> None:
-    from polar.cluster.machines import Machine, cut_off  # takes Ray: not where tests are only collected
+    from polar.cluster.machines import Machine, unreachable_addresses  # takes Ray: not where tests are only collected
 
     here, there = Machine("1", "here", "10.0.0.1", {}), Machine("2", "there", "10.0.0.9", {})
-    assert cut_off("http://127.0.0.1:8080", "10.0.0.1", [here, there]) == {"10.0.0.9"}
-    assert cut_off("http://127.0.0.1:8080", "10.0.0.1", [here]) == set()
-    assert cut_off("http://10.0.0.1:8080", "10.0.0.1", [here, there]) == set()
+    assert unreachable_addresses("http://127.0.0.1:8080", "10.0.0.1", [here, there]) == {"10.0.0.9"}
+    assert unreachable_addresses("http://127.0.0.1:8080", "10.0.0.1", [here]) == set()
+    assert unreachable_addresses("http://10.0.0.1:8080", "10.0.0.1", [here, there]) == set()
 
 
 async def test_two_servers_in_one_namespace_do_not_fight(

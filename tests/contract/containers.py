@@ -12,8 +12,8 @@ import pytest
 
 from polar.runtimes import seccomp
 from polar.runtimes.base import Limits, Runtime, SandboxError
-from polar.runtimes.container_cli import Cli
-from polar.runtimes.containers import STATE_LABEL
+from polar.runtimes.container_backend import STATE_LABEL
+from polar.runtimes.container_cli import ContainerCli
 from tests.attack import sandbox_attacks as attacks
 from tests.contract import left
 from tests.contract.image import OTHER, PLAIN, ensure_image
@@ -52,19 +52,19 @@ class ContainerContract(RuntimeContract):
     def built(self, monkeypatch: pytest.MonkeyPatch) -> list[str]:
         """The names of the images that the engine is asked to build."""
         asked: list[str] = []
-        call = Cli.call
+        call = ContainerCli.call
 
-        async def noting(cli: Cli, *arguments: str, **options: Any) -> str:
+        async def noting(cli: ContainerCli, *arguments: str, **options: Any) -> str:
             if arguments[0] == "build":
                 asked.append(arguments[arguments.index("--tag") + 1])
             return await call(cli, *arguments, **options)
 
-        monkeypatch.setattr(Cli, "call", noting)
+        monkeypatch.setattr(ContainerCli, "call", noting)
         return asked
 
     async def test_system_calls_are_refused_as_the_table_says(self, place: Place) -> None:
-        table = dict(seccomp.list_denied(seccomp.NO_EXCEPTIONS, own_users=False))
-        numbers = {call.name: getattr(call, str(seccomp.machine())) for call in table}
+        table = dict(seccomp.list_denied(seccomp.NO_ALLOWANCES, own_users=False))
+        numbers = {call.name: getattr(call, str(seccomp.supported_architecture())) for call in table}
         asked = json.dumps([it for it in numbers.items() if it[1] is not None]).encode()
         wanted = {call.name: answer for call, answer in table.items() if numbers[call.name] is not None}
 

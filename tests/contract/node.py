@@ -11,12 +11,12 @@ import itertools
 import sys
 from pathlib import Path
 
-from polar.runtimes.base import Kind, Limits, Spec
+from polar.runtimes.base import Limits, RuntimeBackend, RuntimeSpec
 
 DAEMONS = "(setsid sh -c 'trap \"\" TERM; sleep 300' &); (setsid sh -c 'sleep 300 & sleep 300' &); "
 
 
-async def run(kind: Kind, spec: Spec, ids: list[str]) -> None:
+async def run(kind: RuntimeBackend, spec: RuntimeSpec, ids: list[str]) -> None:
     runtimes = [await kind.create(id, spec) for id in ids]
     for runtime in runtimes[:-1]:
         await runtime.start()
@@ -26,7 +26,7 @@ async def run(kind: Kind, spec: Spec, ids: list[str]) -> None:
     await asyncio.gather(*running)
 
 
-async def churn(kind: Kind, spec: Spec, id: str) -> None:
+async def churn(kind: RuntimeBackend, spec: RuntimeSpec, id: str) -> None:
     for number in itertools.count():
         runtime = await kind.create(f"{id}n{number}", spec)
         await runtime.start()
@@ -41,12 +41,14 @@ async def churn(kind: Kind, spec: Spec, id: str) -> None:
 
 async def main(what: str, kind_path: str, state: str, image: str, mark: str, *ids: str) -> None:
     module, _, name = kind_path.partition(":")
-    kind: Kind = getattr(importlib.import_module(module), name)(Path(state), "http://127.0.0.1:9")
-    spec = Spec(image=None if image == "-" else image, env={"MARK": mark}, limits=Limits(memory_mb=128, processes=64))
+    kind: RuntimeBackend = getattr(importlib.import_module(module), name)(Path(state), "http://127.0.0.1:9")
+    spec = RuntimeSpec(
+        image=None if image == "-" else image, env={"MARK": mark}, limits=Limits(memory_mb=128, processes=64)
+    )
     if what == "run":
         await run(kind, spec, list(ids))
     else:
-        small = Spec(image=spec.image, env=spec.env, limits=Limits(memory_mb=128, processes=64, disk_mb=16))
+        small = RuntimeSpec(image=spec.image, env=spec.env, limits=Limits(memory_mb=128, processes=64, disk_mb=16))
         await asyncio.gather(*(churn(kind, (spec, small)[number % 2], id) for number, id in enumerate(ids)))
 
 

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from polar.runtimes import linux
-from polar.runtimes.cgroups import own_groups
+from polar.runtimes.cgroups import find_own_cgroups
 
 USER = 48_213
 _REPOSITORY = Path(__file__).parents[2]
@@ -97,7 +97,7 @@ def _first_closed(path: Path) -> list[Path]:
 
 @contextlib.contextmanager
 def _delegated_groups() -> Iterator[list[Path]]:
-    unified, v1 = own_groups(Path("/proc/self/cgroup").read_text(), Path("/proc/self/mountinfo").read_text())
+    unified, v1 = find_own_cgroups(Path("/proc/self/cgroup").read_text(), Path("/proc/self/mountinfo").read_text())
     found = {folder for folder in (unified, *v1.values()) if folder is not None}
     name = f"polar-user-{secrets.token_hex(4)}"
     made = []

@@ -21,7 +21,17 @@ from typing import Any, ClassVar, Literal
 
 import pytest
 
-from polar.runtimes.base import Completed, Kind, Limits, Mount, Runtime, SandboxError, Spec, Spoiled, TooLarge
+from polar.runtimes.base import (
+    CommandResult,
+    CorruptedRuntimeError,
+    Limits,
+    Mount,
+    Runtime,
+    RuntimeBackend,
+    RuntimeSpec,
+    SandboxError,
+    TransferTooLargeError,
+)
 from tests.contract import left, node
 
 Promise = Literal["root", "network", "cpu", "memory", "processes", "disk"]
@@ -35,7 +45,7 @@ _SETTLE_SECONDS = 10.0
 class Ran:
     """A command's end, and what it wrote."""
 
-    def __init__(self, completed: Completed, output: str) -> None:
+    def __init__(self, completed: CommandResult, output: str) -> None:
         self.completed = completed
         self.output = output
 
@@ -47,7 +57,7 @@ class Ran:
 class Place:
     """A kind at work: makes runtimes with a mark on all that runs in them."""
 
-    def __init__(self, kind: Kind, image: str | None, state: Path, gateway: str, scratch: Path) -> None:
+    def __init__(self, kind: RuntimeBackend, image: str | None, state: Path, gateway: str, scratch: Path) -> None:
         self.kind = kind
         self.image = image
         self.state = state
@@ -56,8 +66,8 @@ class Place:
         self.mark = f"polar-contract-{secrets.token_hex(8)}"
         self.ids: list[str] = []
 
-    def spec(self, **changes: Any) -> Spec:
-        return Spec(**{"image": self.image, **changes, "env": {"MARK": self.mark, **changes.get("env", {})}})
+    def spec(self, **changes: Any) -> RuntimeSpec:
+        return RuntimeSpec(**{"image": self.image, **changes, "env": {"MARK": self.mark, **changes.get("env", {})}})
 
     def new_id(self) -> str:
         self.ids.append(f"t{secrets.token_hex(8)}")
@@ -110,8 +120,8 @@ class RuntimeContract:
         async with gateway() as url:
             state, scratch = tmp_path / "state", tmp_path / "scratch"
             scratch.mkdir()
-            kind: Kind = self.kind_class(state, url)
-            if (why := await kind.unavailable()) is not None:
+            kind: RuntimeBackend = self.kind_class(state, url)
+            if (why := await kind.check_availability()) is not None:
                 await kind.close()
                 pytest.skip(f"no {kind.name} here: {why}")
             await kind.prepare(self.image)
@@ -186,9 +196,9 @@ class RuntimeContract:
     async def test_output_is_cut_and_the_command_goes_on(self, place: Place) -> None:
         runtime = await place.new()
         ran = await place.shell(runtime, "head -c 1000000 /dev/zero; exit 4", max_output=1000)
-        assert (len(ran.output), ran.code, ran.completed.output_cut) == (1000, 4, True)
+        assert (len(ran.output), ran.code, ran.completed.output_truncated) == (1000, 4, True)
         whole = await place.shell(runtime, "head -c 1000 /dev/zero", max_output=1000)
-        assert (len(whole.output), whole.completed.output_cut) == (1000, False)
+        assert (len(whole.output), whole.completed.output_truncated) == (1000, False)
 
     async def test_a_daemon_that_keeps_the_output_open_is_not_waited_for(self, place: Place) -> None:
         runtime = await place.new()
@@ -276,24 +286,24 @@ class RuntimeContract:
             runtime,
             "mkdir -p a/b out; echo hello > a/b/c; ln -s b a/link; ln -s a/b up; mkfifo pipe; touch $'\\xff' out/x",
         )
-        found = await runtime.entries("/workspace", without=["/workspace/out"])
+        found = await runtime.list_entries("/workspace", exclude=["/workspace/out"])
         kinds = {path.removeprefix("/workspace"): state.kind for path, state in found.items()}
         folders = dict.fromkeys(("", "/a", "/a/b"), "folder")
         assert kinds == {**folders, "/a/b/c": "file", "/a/link": "link", "/up": "link", "/\udcff": "file"}
         assert (found["/workspace/up"].target, found["/workspace/a/b/c"].size) == ("a/b", 6)
-        again = await runtime.entries("/workspace", without=["/workspace/out"])
+        again = await runtime.list_entries("/workspace", exclude=["/workspace/out"])
         assert again == found
         await place.shell(runtime, "touch -r a/b/c stamp; echo HELLO > a/b/c; touch -r stamp a/b/c")
-        changed = await runtime.entries("/workspace/a")
+        changed = await runtime.list_entries("/workspace/a")
         assert changed["/workspace/a/b/c"].modified_ns == found["/workspace/a/b/c"].modified_ns
         assert changed["/workspace/a/b/c"] != found["/workspace/a/b/c"]
         await runtime.stop()
-        assert await runtime.entries("/workspace/nothing") == {}
+        assert await runtime.list_entries("/workspace/nothing") == {}
         await runtime.delete(
             [f"/workspace/{name}" for name in ("up", "a/link", "nothing/here", "out", "\udcff", "pipe")]
         )
         left = {"", "/a", "/a/b", "/a/b/c", "/stamp"}
-        assert {path.removeprefix("/workspace") for path in await runtime.entries("/workspace")} == left
+        assert {path.removeprefix("/workspace") for path in await runtime.list_entries("/workspace")} == left
 
     # Again
 
@@ -381,7 +391,7 @@ class RuntimeContract:
             runtime = await place.new(mounts=mounts)
             await place.shell(runtime, script.format(way=way))
             await runtime.stop()
-            with contextlib.suppress(Spoiled):  # an engine may well refuse
+            with contextlib.suppress(CorruptedRuntimeError):  # an engine may well refuse
                 await runtime.restart()
                 ran = await place.shell(runtime, "cat /opt/below/shared/tool", cwd="/")
                 assert ran.output in ("of the machine", "cat: /opt/below/shared/tool: No such file or directory\n")
@@ -392,7 +402,7 @@ class RuntimeContract:
         runtime = await place.new()
         await place.shell(runtime, "cd /; rm -rf /bin/sh /bin/cat /lib64 /lib; rm -rf /usr/lib64 /usr/bin/sh")
         await runtime.stop()
-        with pytest.raises(Spoiled):
+        with pytest.raises(CorruptedRuntimeError):
             await runtime.restart()
         await runtime.remove()
 
@@ -467,7 +477,7 @@ class RuntimeContract:
         await runtime.put(b"", "/workspace/holes")
         await place.shell(runtime, "dd if=/dev/zero of=holes bs=1 count=1 seek=1000000000000 2>/dev/null")
         for inside in ("large", "many", "holes"):
-            with pytest.raises(TooLarge):
+            with pytest.raises(TransferTooLargeError):
                 await runtime.get(f"/workspace/{inside}", place.scratch / "out", max_bytes=50_000)
             assert sorted(path.name for path in place.scratch.iterdir() if "out" in path.name) == []
         await runtime.get("/workspace/large", place.scratch / "out", max_bytes=200_000)

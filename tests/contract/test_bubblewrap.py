@@ -4,7 +4,7 @@ kernel allows. Needs the package bubblewrap."""
 import pytest
 
 from polar.runtimes.bubblewrap import Bubblewrap
-from polar.runtimes.cgroups import Cgroups
+from polar.runtimes.cgroups import CgroupHierarchies
 from polar.runtimes.privileges import may_mount
 from tests.contract.runtimes import EVERYTHING, Promise, RuntimeContract
 
@@ -16,7 +16,7 @@ _PROMISES: dict[str, Promise] = {"memory": "memory", "pids": "processes", "cpu":
 def _kept() -> frozenset[Promise]:
     if may_mount():
         return EVERYTHING
-    return EVERYTHING - {"disk"} - {_PROMISES[name] for name in Cgroups.of_this_process().missing}
+    return EVERYTHING - {"disk"} - {_PROMISES[name] for name in CgroupHierarchies.of_this_process().missing_controllers}
 
 
 class TestBubblewrap(RuntimeContract):

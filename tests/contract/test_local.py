@@ -2,7 +2,7 @@
 
 import pytest
 
-from polar.runtimes.cgroups import Cgroups
+from polar.runtimes.cgroups import CgroupHierarchies
 from polar.runtimes.local import Local
 from tests.contract.runtimes import Promise, RuntimeContract
 
@@ -13,4 +13,4 @@ pytestmark = pytest.mark.runtimes
 
 class TestLocal(RuntimeContract):
     kind_class = Local
-    promises = frozenset() if Cgroups.of_this_process().missing else _LIMITS
+    promises = frozenset() if CgroupHierarchies.of_this_process().missing_controllers else _LIMITS

@@ -133,7 +133,7 @@ class Recorder:
 async def met(service: Service, recorder: Recorder) -> None:
     """Until the gateway has asked its engine what it does; that is not among the calls then."""
     for replica in service.pools.default.replicas:
-        await replica.meet()
+        await replica.ensure_probed()
     recorder.calls.clear()
 
 

@@ -9,14 +9,14 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "src"))  # Polar is not installed there
 
-from polar.models.converting import convert
-from polar.models.default import fetch
-from polar.models.progress import Silent
+from polar.models.conversion import convert
+from polar.models.default import fetch_weights
+from polar.models.progress import SilentProgress
 
 
 def main(folder: Path) -> None:
     with tempfile.TemporaryDirectory() as scratch:
-        convert(fetch(Path(scratch), Silent()), folder)
+        convert(fetch_weights(Path(scratch), SilentProgress()), folder)
 
 
 if __name__ == "__main__":

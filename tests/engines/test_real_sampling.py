@@ -113,7 +113,7 @@ async def test_sessions_verify_and_are_one_trace_each(recorder: Recorder, tmp_pa
             of_session = [exchange async for exchange in service.store.exchanges(session_id)]
             check_continued(of_session)
             exchanges += of_session
-            merged = prefix_merging(await sessions.load(service.store, session_id))
+            merged = prefix_merging(await sessions.load_session_paths(service.store, session_id))
             assert len(merged.traces) == 1
             assert not merged.excluded
     assert Counter(call.path for call in recorder.calls) == {route: SESSIONS * TURNS}

@@ -15,13 +15,13 @@ from transformers.utils import logging as transformers_logging
 
 from polar.client.async_client import AsyncClient
 from polar.config import Settings
-from polar.engines.http import EngineHttp
+from polar.engines.http_client import EngineHttpClient
 from polar.service import Service
 from polar.store.base import Exchange
-from polar.train.sync import ProbeFailed, SyncError, WeightSync
-from polar.train.syncing.kinds import VllmSync
-from polar.train.syncing.probe import Probe, scorer, tolerance_of
-from polar.train.syncing.weights import weights_of
+from polar.train.sync import ProbeFailedError, SyncError, WeightSync
+from polar.train.weight_sync.merged_weights import get_merged_weights
+from polar.train.weight_sync.probe import Probe, choose_tolerance, make_scorer
+from polar.train.weight_sync.transports import VllmTransport
 from tests.engines.conftest import ROOT
 
 pytestmark = pytest.mark.engines
@@ -52,9 +52,9 @@ def model() -> Any:
 async def own_weights(vllm_url: str, tmp_path: Path) -> AsyncIterator[None]:
     """The weights that the server began with, afterwards: other tests use them, too."""
     yield
-    engine, sync = EngineHttp(vllm_url, None, 60), VllmSync(tmp_path / "own")
+    engine, sync = EngineHttpClient(vllm_url, None, 60), VllmTransport(tmp_path / "own")
     await engine.request("POST", "/pause?mode=keep")
-    sync.prepare(weights_of(loaded()), 0)
+    sync.prepare(get_merged_weights(loaded()), 0)
     await sync.load(engine, 0)
     await engine.request("POST", "/update_weight_version", b'{"new_version":"default"}')
     await engine.request("POST", "/resume")
@@ -75,9 +75,9 @@ async def setup(url: str, model: Any, data: Path) -> AsyncIterator[Setup]:
             "server": {"port": 0},
         }
     )
-    probe = Probe(scorer(model), model.config.vocab_size, tolerance_of("float32"))
+    probe = Probe(make_scorer(model), model.config.vocab_size, choose_tolerance("float32"))
     async with Service(settings, data / "service") as service, AsyncClient(service.control_url) as client:
-        sync = WeightSync(client, VllmSync(data / "weights"), settings.engine, probe)
+        sync = WeightSync(client, VllmTransport(data / "weights"), settings.engine, probe)
         try:
             yield Setup(service, client, sync)
         finally:
@@ -107,7 +107,7 @@ async def talk(service: Service, number: int, over: asyncio.Event) -> list[Excha
 
 def differences(exchanges: list[Exchange], version: int, model: Any) -> Iterator[float]:
     """Of all tokens that one version sampled, by a forward pass with the weights of that version."""
-    score = scorer(model)
+    score = make_scorer(model)
     for exchange in exchanges:
         assert exchange.prompt_ids is not None
         assert exchange.sampled_ids is not None
@@ -130,9 +130,11 @@ async def test_sessions_run_on_across_updates_and_every_token_is_of_its_version(
         for version in range(1, UPDATES + 1):
             await asyncio.sleep(4)
             await asyncio.to_thread(perturb, model, version)
-            report = await it.sync.update(weights_of(model), version)
-            assert report.told_apart
-            print(f"{report.difference}, before {report.before}, stood still {report.stood_still:.2f} s")
+            report = await it.sync.update(get_merged_weights(model), version)
+            assert report.is_conclusive
+            print(
+                f"{report.difference}, before {report.previous_difference}, stood still {report.paused_seconds:.2f} s"
+            )
             print({step: round(took, 2) for step, took in report.seconds.items()})
         over.set()
         exchanges = [exchange for session in await asyncio.gather(*sessions) for exchange in session]
@@ -158,12 +160,12 @@ async def test_an_output_layer_that_stays_behind_is_found_out(vllm_url: str, mod
     """vLLM packs the output layer on CPUs: where embeddings are tied, it is loaded only if it is named itself."""
     async with setup(vllm_url, model, tmp_path) as it:
         perturb(model, 1)
-        weights = weights_of(model)
+        weights = get_merged_weights(model)
         del weights["lm_head.weight"]
-        with pytest.raises(ProbeFailed, match="does not have the trainer's weights"):
+        with pytest.raises(ProbeFailedError, match="does not have the trainer's weights"):
             await it.sync.update(weights, 1)
         assert (await it.client.policy())["paused"]
-        assert (await it.sync.update(weights_of(model), 2)).difference.largest < 1e-3
+        assert (await it.sync.update(get_merged_weights(model), 2)).difference.largest < 1e-3
         assert not (await it.client.policy())["paused"]
 
 
@@ -173,8 +175,8 @@ async def test_weights_of_another_model_leave_generation_standing_still(
 ) -> None:
     async with setup(vllm_url, model, tmp_path) as it:
         with pytest.raises(SyncError, match="did not take the weights") as failed:
-            await it.sync.update(weights_of(model) | {"model.other.weight": torch.zeros(3)}, 1)
+            await it.sync.update(get_merged_weights(model) | {"model.other.weight": torch.zeros(3)}, 1)
         assert failed.value.paused
         assert (await it.client.policy())["paused"]
         perturb(model, 1)
-        assert (await it.sync.update(weights_of(model), 1)).difference.largest < 1e-3
+        assert (await it.sync.update(get_merged_weights(model), 1)).difference.largest < 1e-3

@@ -12,9 +12,9 @@ import aiohttp
 import pytest
 
 from polar import ids
-from polar.engines.scripted import Play, ScriptedServer, Turn
+from polar.engines.scripted import Play, ScriptedServer, ScriptedTurn
 from polar.gateway.call_journal import read_journal
-from polar.gateway.sessions import Sessions
+from polar.gateway.session_registry import SessionRegistry
 from polar.store import open_store
 from tests.conditions import wait_until
 
@@ -56,7 +56,7 @@ async def caller(url: str, key: str, numbers: "list[int]", received: "set[str]")
                 return  # the gateway is dead
             assert response.status == 200, answer
             assert is_whole(answer)
-            exchange_id = ids.exchange_named(answer.decode())
+            exchange_id = ids.find_exchange_id(answer.decode())
             assert exchange_id is not None
             received.add(exchange_id)
 
@@ -78,11 +78,11 @@ async def start_gateway(data: Path, engine_url: str) -> tuple[asyncio.subprocess
 async def test_nothing_that_was_received_is_lost(tmp_path: Path, seed: int) -> None:
     moments = random.Random(seed)
     store = open_store(f"sqlite:{tmp_path / 'polar.db'}", "process")
-    session, key = await Sessions(store).create({})
+    session, key = await SessionRegistry(store).create({})
     await store.close()
     received: set[str] = set()
     numbers = [0]
-    async with ScriptedServer(Play([Turn(text=TEXT, token_delay=0.001)])) as engine:
+    async with ScriptedServer(Play([ScriptedTurn(text=TEXT, token_delay=0.001)])) as engine:
         for _ in range(ROUNDS):
             process, url = await start_gateway(tmp_path, engine.url)
             callers = [asyncio.create_task(caller(url, key, numbers, received)) for _ in range(CALLERS)]
@@ -111,12 +111,12 @@ async def test_nothing_that_was_received_is_lost(tmp_path: Path, seed: int) -> N
 async def test_a_call_in_flight_is_listed_as_interrupted(tmp_path: Path) -> None:
     database = f"sqlite:{tmp_path / 'polar.db'}"
     store = open_store(database, "process")
-    session, key = await Sessions(store).create({})
+    session, key = await SessionRegistry(store).create({})
 
     def is_noted() -> bool:
         return any(read_journal(path) for path in tmp_path.glob("gateways/*/calls.jsonl"))
 
-    async with ScriptedServer(Play([Turn(text=TEXT, token_delay=1e6)])) as engine:
+    async with ScriptedServer(Play([ScriptedTurn(text=TEXT, token_delay=1e6)])) as engine:
         process, url = await start_gateway(tmp_path, engine.url)
         calling = asyncio.create_task(caller(url, key, [0], set()))
         await wait_until(is_noted)

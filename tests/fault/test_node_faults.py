@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from polar.config import load
-from polar.data_plane import settle_process
-from polar.node.finished import Finished
+from polar.data_plane import tune_process
+from polar.node.finished_session import FinishedSession
 from polar.node.local import LocalRollout
 from polar.rollout.models import TaskRequest
 from polar.store import open_store
@@ -82,7 +82,7 @@ def nothing_left(data: Path, ids: Ids, mark: str) -> None:
 
 
 async def test_two_hundred_sessions_at_once(tmp_path: Path) -> None:
-    settle_process()
+    tune_process()
     mark, data = secrets.token_hex(8), tmp_path / "data"
     done = "open('done', 'w').close()\n"
     tasks = [
@@ -93,7 +93,7 @@ async def test_two_hundred_sessions_at_once(tmp_path: Path) -> None:
     ]
     node = {"init_workers": 4, "ready_buffer": 8, "run_workers": 200, "postrun_workers": 4}
     ids, descriptors = Ids(data), left.descriptors()
-    finished: list[Finished] = []
+    finished: list[FinishedSession] = []
     async with LocalRollout(
         load(None, {"POLAR_ENGINE__KIND": "scripted"}, {"gateway": {"port": 0}, "node": node}), data
     ) as rollout:
@@ -110,7 +110,7 @@ async def test_two_hundred_sessions_at_once(tmp_path: Path) -> None:
         for one in running:
             finished.append(await one.finished)
             ids.look()
-    outcomes = Counter((one.task_id, one.outcome and one.outcome.ended, one.verdict.reward) for one in finished)
+    outcomes = Counter((one.task_id, one.outcome and one.outcome.end_reason, one.verdict.reward) for one in finished)
     assert outcomes == {
         ("plain", "finished", 1.0): 80,
         ("daemons", "finished", 1.0): 40,

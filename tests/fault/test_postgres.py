@@ -18,15 +18,15 @@ import msgspec
 import psycopg
 import pytest
 
-from polar.cli.verify import verify
+from polar.cli.verify import verify_sessions
 from polar.config import load
 from polar.engines.scripted import ScriptedServer
-from polar.engines.scripted.server import TOKENIZER
+from polar.engines.scripted.server import TOKENIZER_FOLDER
 from polar.errors import StoreError
-from polar.gateway.sessions import Sessions
+from polar.gateway.session_registry import SessionRegistry
 from polar.node.local import LocalRollout
 from polar.rollout.models import SessionResult
-from polar.store import open_store, postgres_link
+from polar.store import open_store, postgres_connection
 from polar.store.base import Exchange, Verdict
 from polar.store.postgres import PostgresStore
 from polar.store.sql import Connection, WritingConnection
@@ -99,7 +99,7 @@ async def test_the_server_is_restarted_while_many_write(server: Server) -> None:
 async def test_a_server_that_is_away_or_read_only_shows(server: Server) -> None:
     """In `write_failure`, until a probe of ours succeeds: nobody else writes."""
     url = server.new_database()
-    store = PostgresStore.open(url, patience_s=0.1)
+    store = PostgresStore.open(url, max_outage_seconds=0.1)
     try:
         await store.create_session(session("s"))
         assert store.write_failure is None
@@ -127,7 +127,7 @@ async def test_a_server_that_is_away_or_read_only_shows(server: Server) -> None:
 
 
 async def test_a_server_that_stays_away_is_reported_and_may_come_back(server: Server) -> None:
-    store = PostgresStore.open(server.new_database(), patience_s=0.3)
+    store = PostgresStore.open(server.new_database(), max_outage_seconds=0.3)
     await store.create_session(session("s"))
     turns = list(conversation("s", 6))
     await store.append(turns[0])
@@ -249,7 +249,7 @@ async def test_a_transaction_that_the_server_still_holds_is_ended_first(
     server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It has locks on what is to be written again, and the server would keep it for long."""
-    monkeypatch.setattr(postgres_link, "FROZEN_S", 1000.0)
+    monkeypatch.setattr(postgres_connection, "IDLE_TRANSACTION_SECONDS", 1000.0)
     database = server.new_database()
     wire = Wire(server, tmp_path)
     store = PostgresStore.open(wire.url(database))
@@ -336,7 +336,7 @@ async def test_processes_of_the_server_end(server: Server, how: str) -> None:
 
 async def test_a_server_without_a_free_connection(server: Server) -> None:
     url = server.new_database()
-    store = PostgresStore.open(url, patience_s=0.2)
+    store = PostgresStore.open(url, max_outage_seconds=0.2)
     await store.create_session(session("s"))
     others: list[psycopg.Connection] = []
     try:
@@ -407,10 +407,10 @@ async def test_a_deadlock_is_tried_again(server: Server) -> None:
     """Somebody who takes the same rows in another order."""
     url = server.new_database()
     store = PostgresStore.open(url)
-    await store.set_policy({"a": 1, "b": 1})
+    await store.set_policy_versions({"a": 1, "b": 1})
     async with await psycopg.AsyncConnection.connect(url) as other:
         await other.execute("UPDATE policies SET version = 5 WHERE replica = 'b'")
-        writing = asyncio.create_task(store.set_policy({"a": 2, "b": 2}))
+        writing = asyncio.create_task(store.set_policy_versions({"a": 2, "b": 2}))
         while True:
             waiting = await other.execute("SELECT count(*) FROM pg_locks WHERE NOT granted")
             if (await waiting.fetchone()) != (0,):
@@ -420,7 +420,7 @@ async def test_a_deadlock_is_tried_again(server: Server) -> None:
             await other.execute("UPDATE policies SET version = 5 WHERE replica = 'a'")
         await other.commit()
     await writing
-    assert await store.policies() == {"a": 2, "b": 2}
+    assert await store.policy_versions() == {"a": 2, "b": 2}
     await store.close()
 
 
@@ -459,7 +459,7 @@ async def test_a_process_that_is_frozen_holds_nobody_up(
     store = PostgresStore.open(url)
     await store.create_session(session("s"))
     wire = Wire(server, tmp_path)
-    monkeypatch.setattr(postgres_link, "FROZEN_S", 1.0)
+    monkeypatch.setattr(postgres_connection, "IDLE_TRANSACTION_SECONDS", 1.0)
     frozen = PostgresStore.open(wire.url(url))
     await frozen.create_session(session("t"))
     turns = [exchange(name, 0, [b"1"]) for name in ("s", "t")]
@@ -487,10 +487,10 @@ async def test_a_session_goes_on_at_another_gateway_when_its_own_is_killed(
 ) -> None:
     """Three processes know its key: the one that made it, and two gateways in turn."""
     url = server.new_database()
-    monkeypatch.setenv("POLAR_ENGINE__TOKENIZER", str(TOKENIZER))
+    monkeypatch.setenv("POLAR_ENGINE__TOKENIZER", str(TOKENIZER_FOLDER))
     monkeypatch.setenv("POLAR_STORE__URL", url)
     store = open_store(url)
-    session, key = await Sessions(store).create({})
+    session, key = await SessionRegistry(store).create({})
     harness = Harness("PLAY:tools Do it.", TOOLS)
     async with ScriptedServer(PLAYS, drift=0.5) as engine:
         for folder in ("first", "second"):  # one after the other: a server that finds a newer one stops
@@ -508,7 +508,7 @@ async def test_a_session_goes_on_at_another_gateway_when_its_own_is_killed(
     await store.close()
     assert not (tmp_path / "first" / "polar.db").exists()
     settings = load(None, dict(os.environ), {})
-    assert (await verify(settings, tmp_path / "first", [])).traces["prefix_merging"] == 1
+    assert (await verify_sessions(settings, tmp_path / "first", [])).traces["prefix_merging"] == 1
 
 
 async def test_tasks_run_to_their_end(server: Server, tmp_path: Path) -> None:
@@ -518,7 +518,7 @@ async def test_tasks_run_to_their_end(server: Server, tmp_path: Path) -> None:
     async with LocalRollout(settings, tmp_path) as opened:
         plans = await opened.plan([wanted])
         finished = [it async for it in opened.run(plans)]
-        results = [SessionResult.model_validate(await opened.result(plans[0], it)) for it in finished]
+        results = [SessionResult.model_validate(await opened.build_result(plans[0], it)) for it in finished]
     assert [result.status for result in results] == ["COMPLETED"] * 3
     assert all(result.trajectory is not None and result.trajectory.traces for result in results)
     store = open_store(url)
@@ -532,5 +532,5 @@ async def test_tasks_run_to_their_end(server: Server, tmp_path: Path) -> None:
     assert await copies.sessions() == kept
     await copies.close()
     await store.close()
-    verified = await verify(load(None, {}, {}), tmp_path / "copies", [])
+    verified = await verify_sessions(load(None, {}, {}), tmp_path / "copies", [])
     assert verified.traces["prefix_merging"] == sum(len(it.trajectory.traces) for it in results if it.trajectory)

@@ -9,11 +9,11 @@ from typing import Any
 import aiohttp
 import pytest
 
-from polar.cli.verify import verify
+from polar.cli.verify import verify_sessions
 from polar.config import Settings
-from polar.engines.scripted import Play, Plays, ScriptedServer, Turn
-from polar.engines.scripted.server import TOKENIZER
-from polar.gateway.sessions import Sessions
+from polar.engines.scripted import Play, PlaySet, ScriptedServer, ScriptedTurn
+from polar.engines.scripted.server import TOKENIZER_FOLDER
+from polar.gateway.session_registry import SessionRegistry
 from polar.store import open_store
 from polar.store.base import Exchange
 from tests.conditions import wait_until
@@ -22,9 +22,9 @@ from tests.fault.test_kill import start_gateway
 SAID = "Nothing of it was written by them, or by anybody else who was there."
 SHELL = {"type": "object", "properties": {"command": {"type": "string"}}, "required": ["command"]}
 TOOLS = [{"type": "function", "function": {"name": "shell", "description": "", "parameters": SHELL}}]
-PLAYS = Plays(
-    Play([Turn(text=f"{SAID} ({number})") for number in range(20)]),
-    {"tools": Play([Turn(reasoning=SAID, text=f"Having step {n}.", shell=f"echo {n}") for n in range(20)])},
+PLAYS = PlaySet(
+    Play([ScriptedTurn(text=f"{SAID} ({number})") for number in range(20)]),
+    {"tools": Play([ScriptedTurn(reasoning=SAID, text=f"Having step {n}.", shell=f"echo {n}") for n in range(20)])},
 )
 
 
@@ -77,9 +77,9 @@ async def recorded(data: Path, session_id: str) -> list[Exchange]:
 
 async def test_turns_go_on_after_a_restart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two conversations of one session, with tools and without, and a restart after every second turn."""
-    monkeypatch.setenv("POLAR_ENGINE__TOKENIZER", str(TOKENIZER))
+    monkeypatch.setenv("POLAR_ENGINE__TOKENIZER", str(TOKENIZER_FOLDER))
     store = open_store(f"sqlite:{tmp_path / 'polar.db'}", "process")
-    session, key = await Sessions(store).create({})
+    session, key = await SessionRegistry(store).create({})
     await store.close()
     harnesses = [Harness("PLAY:tools Do it.", TOOLS), Harness("Say it.", [])]
     async with ScriptedServer(PLAYS, drift=0.5) as engine:
@@ -94,15 +94,15 @@ async def test_turns_go_on_after_a_restart(tmp_path: Path, monkeypatch: pytest.M
     assert [exchange.seq for exchange in exchanges] == list(range(12))
     for before, after in zip(exchanges, exchanges[2:], strict=False):
         check_goes_on(before, after)
-    assert (await verify(Settings(), tmp_path, [])).traces["prefix_merging"] == 2
+    assert (await verify_sessions(Settings(), tmp_path, [])).traces["prefix_merging"] == 2
 
 
 @pytest.mark.faults
 async def test_a_call_that_died_with_the_gateway_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Killed at any moment: what the harness got whole is there, and it goes on from that."""
-    monkeypatch.setenv("POLAR_ENGINE__TOKENIZER", str(TOKENIZER))
+    monkeypatch.setenv("POLAR_ENGINE__TOKENIZER", str(TOKENIZER_FOLDER))
     store = open_store(f"sqlite:{tmp_path / 'polar.db'}", "process")
-    session, key = await Sessions(store).create({})
+    session, key = await SessionRegistry(store).create({})
     await store.close()
     harnesses = [Harness(f"PLAY:tools Do it. {number}", TOOLS) for number in range(3)]
     async with ScriptedServer(PLAYS, drift=0.5, rate=400) as engine:
@@ -131,6 +131,6 @@ async def test_a_call_that_died_with_the_gateway_is_made_again(tmp_path: Path, m
         assert len(turns) > 1
         for before, after in pairwise(turns):
             check_goes_on(before, after)
-    found = await verify(Settings(), tmp_path, [])
-    assert found.complaint(0) is None
+    found = await verify_sessions(Settings(), tmp_path, [])
+    assert found.describe_failure(0) is None
     assert not found.branches

@@ -13,9 +13,9 @@ import pytest
 
 from polar.config import Settings
 from polar.data_plane import DataPlane
-from polar.harnesses import environment, load_harness
-from polar.harnesses.base import Setup, Wanted
-from polar.harnesses.cache import find
+from polar.harnesses import build_environment, load_harness
+from polar.harnesses.base import HarnessSetup, SetupRequest
+from polar.harnesses.cache import find_installation
 from polar.harnesses.files import write_setup
 from polar.rollout.models import McpServer
 from polar.trajectory import session as sessions
@@ -57,22 +57,22 @@ async def run_bare(
     async with DataPlane(configured, data) as service:
         model, url = model or preset.default_model, service.gateway_url
         session, key = await service.sessions.create({"harness": name, "model": model})
-        setup = preset.setup(Wanted(str(home), str(folder), url, key, model, mcp_servers, chosen))
+        setup = preset.setup(SetupRequest(str(home), str(folder), url, key, model, mcp_servers, chosen))
         write_setup(setup, home)
-        write_setup(Setup(dict(files or {})), home)
+        write_setup(HarnessSetup(dict(files or {})), home)
         bare = {"HOME": str(home), "PATH": "/usr/local/bin:/usr/bin:/bin", "LANG": "C.UTF-8"}
-        argv = [str(program), *preset.command(task, chosen)[1:]]
-        variables = bare | environment(url, key, model) | setup.env
+        argv = [str(program), *preset.build_command(task, chosen)[1:]]
+        variables = bare | build_environment(url, key, model) | setup.env
         status, output = await _execute(argv, folder, variables, tmp_path / "output.log")
         await service.sessions.end(session.session_id)
         exchanges = [exchange async for exchange in service.store.exchanges(session.session_id)]
-        sampled = await sessions.load(service.store, session.session_id)
+        sampled = await sessions.load_session_paths(service.store, session.session_id)
     summary = {"exit_code": status, "exchanges": len(exchanges)}
     return Bare(Run(turns, exchanges, summary, output, sampled, data), status, output, home)
 
 
 def _program(name: str) -> Path:
-    installed = find(CACHE, load_harness(name))
+    installed = find_installation(CACHE, load_harness(name))
     if installed is None:
         if name == "openhands":
             pytest.skip("openhands is not installed: it takes Python 3.12 or later (make harnesses PYTHON312=PATH).")

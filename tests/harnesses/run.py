@@ -22,7 +22,7 @@ from polar.plugins import load
 from polar.store import open_store
 from polar.store.base import Exchange
 from polar.trajectory import session as sessions
-from polar.trajectory.types import Sampled
+from polar.trajectory.types import SessionPaths
 from polar.types import Reasoning, Request, Text, ToolCall, ToolResult
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -72,7 +72,7 @@ class Run(NamedTuple):
     exchanges: list[Exchange]
     summary: dict[str, Any]
     errors: str  # what Polar and the harness wrote to stderr
-    session: Sampled  # the exchanges as they are trained from
+    session: SessionPaths  # the exchanges as they are trained from
     data: Path
 
 
@@ -106,7 +106,7 @@ async def run(
     store = open_store(f"sqlite:{data / 'polar.db'}")
     try:
         exchanges = [exchange async for exchange in store.exchanges(summary["session_id"])]
-        session = await sessions.load(store, summary["session_id"])
+        session = await sessions.load_session_paths(store, summary["session_id"])
     finally:
         await store.close()
     return Run(turns, exchanges, summary, done.stderr, session, data)
@@ -143,7 +143,7 @@ def check(done: Run, tmp_path: Path, *, dialect: str, asides: Sequence[str] = ()
     assert done.summary["exchanges"] == len(done.exchanges) == 3 + len(asides)
     for exchange in done.exchanges:
         check_tokens(exchange)
-    main = [exchange for exchange in done.exchanges if "tools" in exchange.request()]
+    main = [exchange for exchange in done.exchanges if "tools" in exchange.request_body()]
     assert [exchange.dialect for exchange in main] == [dialect] * 3
     assert [exchange.dialect for exchange in done.exchanges if exchange not in main] == list(asides)
     for exchange, turn in zip(main, done.turns, strict=True):
@@ -197,7 +197,7 @@ def check_history(request: Request, earlier: list[Exchange], turns: list[Turn]) 
 
 def asked(exchange: Exchange) -> Request:
     dialect: Dialect = load("dialects", exchange.dialect)()
-    return dialect.decode_request(exchange.wire, dict(exchange.params))
+    return dialect.decode_request(exchange.raw_request, dict(exchange.params))
 
 
 def results(request: Request) -> list[str]:

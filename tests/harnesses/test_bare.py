@@ -66,14 +66,14 @@ async def test_three_turns(
     check(done.run, tmp_path, dialect=dialect, asides=asides)
     assert sorted(roles(done)) == sorted([*["main"] * 3, *["auxiliary"] * len(asides)])
     assert events(done)
-    for path in load_harness(name).logs:
+    for path in load_harness(name).log_paths:
         assert (done.home / path).exists(), path
 
 
 async def test_mini_swe_agent(tmp_path: Path) -> None:
     done = await run_bare(tmp_path, "mini_swe_agent", turns=three_turns(tmp_path, SUBMIT))
     check(done.run, tmp_path, dialect="openai_chat")
-    assert (done.home / load_harness("mini_swe_agent").logs[0]).exists()
+    assert (done.home / load_harness("mini_swe_agent").log_paths[0]).exists()
 
 
 @pytest.mark.parametrize(("api", "dialect"), [("chat", "openai_chat"), ("anthropic", "anthropic")])
@@ -132,7 +132,7 @@ async def test_tools_of_an_mcp_server(tmp_path: Path, name: str, tool: str) -> N
     "name", ["codex", "claude_code", "qwen_code", "gemini_cli", "opencode", "goose", "openhands", "pi"]
 )
 async def test_skills(tmp_path: Path, name: str) -> None:
-    folder = load_harness(name).skills
+    folder = load_harness(name).skills_folder
     done = await run_bare(tmp_path, name, turns=[LAST], files={f"{folder}/folding/SKILL.md": SKILL})
     tools = [tool.description or "" for exchange in done.run.exchanges for tool in asked(exchange).tools or ()]
     assert any("paper cranes" in text for text in [*tools, *map(said, done.run.exchanges)])

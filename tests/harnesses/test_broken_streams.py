@@ -112,7 +112,7 @@ async def test_codex_keeps_what_was_done(tmp_path: Path, mode: str, fail: str, a
     check_chain(done.exchanges)
     session = done.session
     assert [path.role for path in session.paths] == ["main"] * TURNS
-    assert session.paths[BROKEN].trainable == partial.delivered
+    assert session.paths[BROKEN].num_trainable == partial.delivered
     assert {excluded.reason for excluded in prefix_merging(session).excluded} <= {"undelivered"}
     # What was delivered and not kept trains in a trace of its own.
     assert len(prefix_merging(session).traces) == (1 if mode == "sampled" else 2)
@@ -130,7 +130,7 @@ async def test_claude_asks_for_the_rest(tmp_path: Path, mode: str, fail: str, af
     assert len(echoed) == 1 + kept
     session = done.session
     assert {path.role for path in session.paths} == {"main"}
-    assert session.paths[BROKEN].trainable == partial.delivered
+    assert session.paths[BROKEN].num_trainable == partial.delivered
     assert {excluded.reason for excluded in prefix_merging(session).excluded} <= {"undelivered"}
     assert resumed.branch_reason == ("thinking_dropped_by_template" if mode == "auto" else None)
     if mode == "sampled":

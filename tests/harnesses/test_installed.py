@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from polar.harnesses import load_harness
-from polar.harnesses.cache import Installed, find
+from polar.harnesses.cache import Installation, find_installation
 from polar.plugins import load, names
-from polar.runtimes.base import Kind, Runtime, Spec
+from polar.runtimes.base import Runtime, RuntimeBackend, RuntimeSpec
 from tests.contract.image import libraries
 from tests.harnesses.run import ROOT
 
@@ -57,10 +57,10 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(params=["local", "bubblewrap", "docker"])
-async def kind(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Kind]:
-    kind: Kind = load("runtimes", request.param)(tmp_path / "state", "http://127.0.0.1:9")
+async def kind(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[RuntimeBackend]:
+    kind: RuntimeBackend = load("runtimes", request.param)(tmp_path / "state", "http://127.0.0.1:9")
     try:
-        if (why := await kind.unavailable()) is not None:
+        if (why := await kind.check_availability()) is not None:
             pytest.skip(f"no {kind.name} here: {why}")
         yield kind
     finally:
@@ -68,7 +68,7 @@ async def kind(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[
 
 
 @pytest.fixture
-def image(kind: Kind, root: Path) -> str | None:
+def image(kind: RuntimeBackend, root: Path) -> str | None:
     """The bare root, as the kind takes it."""
     if kind.name == "local":
         return None
@@ -81,16 +81,16 @@ def image(kind: Kind, root: Path) -> str | None:
     return IMAGE
 
 
-def installed(name: str) -> Installed:
-    found = find(CACHE, load_harness(name))
+def installed(name: str) -> Installation:
+    found = find_installation(CACHE, load_harness(name))
     assert found is not None, f"{name} is not installed: run `make harnesses`"
     return found
 
 
-async def runtime_with(kind: Kind, image: str | None, *harnesses: Installed) -> Runtime:
+async def runtime_with(kind: RuntimeBackend, image: str | None, *harnesses: Installation) -> Runtime:
     await kind.prepare(image)
     mounts = tuple(harness.mount() for harness in harnesses)
-    runtime = await kind.create("bare", Spec(image=image, mounts=mounts, env={"GIVEN": "1"}))
+    runtime = await kind.create("bare", RuntimeSpec(image=image, mounts=mounts, env={"GIVEN": "1"}))
     await runtime.start()
     return runtime
 
@@ -107,23 +107,27 @@ def variables(text: str) -> dict[str, str]:
     return dict(line.split("=", 1) for line in text.splitlines() if line)
 
 
-async def test_they_run_where_there_is_nothing_for_them(kind: Kind, image: str | None, tmp_path: Path) -> None:
-    others = (find(CACHE, load_harness(name)) for name in names("harnesses") if name not in NAMED)
+async def test_they_run_where_there_is_nothing_for_them(
+    kind: RuntimeBackend, image: str | None, tmp_path: Path
+) -> None:
+    others = (find_installation(CACHE, load_harness(name)) for name in names("harnesses") if name not in NAMED)
     harnesses = [*map(installed, NAMED), *(other for other in others if other is not None)]
     runtime = await runtime_with(kind, image, *harnesses)
     for harness in harnesses:
-        assert "--" in await said(runtime, tmp_path, runtime.path(harness.program()), "--help")
+        assert "--" in await said(runtime, tmp_path, runtime.path(harness.program_path()), "--help")
         if harness.name in ("pi", "codex", "claude_code"):
-            assert harness.version in await said(runtime, tmp_path, runtime.path(harness.program()), "--version")
+            assert harness.version in await said(runtime, tmp_path, runtime.path(harness.program_path()), "--version")
 
 
-async def test_what_they_start_sees_the_runtimes_own_environment(kind: Kind, image: str | None, tmp_path: Path) -> None:
+async def test_what_they_start_sees_the_runtimes_own_environment(
+    kind: RuntimeBackend, image: str | None, tmp_path: Path
+) -> None:
     pi, mini = installed("pi"), installed("mini_swe_agent")
     runtime = await runtime_with(kind, image, pi, mini)
     given = variables(await said(runtime, tmp_path, "sh", "-c", "env"))
     assert given["GIVEN"] == "1"
-    node = runtime.path(f"{pi.mount().inside}/node/bin/node")
+    node = runtime.path(f"{pi.mount().target}/node/bin/node")
     assert variables(await said(runtime, tmp_path, node, "-e", NODE)) == given
     (interpreter,) = (mini.folder / "python" / "bin").iterdir()
-    python = runtime.path(f"{mini.mount().inside}/python/bin/{interpreter.name}")
+    python = runtime.path(f"{mini.mount().target}/python/bin/{interpreter.name}")
     assert variables(await said(runtime, tmp_path, python, "-I", "-c", PYTHON)) == given

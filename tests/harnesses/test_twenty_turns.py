@@ -223,7 +223,7 @@ async def test_a_tree_stays_small(tmp_path: Path, command: list[str], binaries: 
 def not_the_models(prompt: Any) -> int:
     """Tokens of a prompt that stand in no assistant turn (of ChatML)."""
     tokenizer = Tokenizer.load(QWEN3)
-    opens, closes = tokenizer.added["<|im_start|>"], tokenizer.added["<|im_end|>"]
+    opens, closes = tokenizer.added_tokens["<|im_start|>"], tokenizer.added_tokens["<|im_end|>"]
     (assistant,) = tokenizer.encode("assistant")
     count, inside = 0, False
     for index, token in enumerate(prompt.tolist()):

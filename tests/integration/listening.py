@@ -11,7 +11,7 @@ from aiohttp import web
 from aiohttp.typedefs import Handler
 
 from polar.data_plane import DataPlane
-from polar.engines.scripted import Play, Plays, ScriptedServer
+from polar.engines.scripted import Play, PlaySet, ScriptedServer
 from polar.engines.scripted.sampler import expected_logprobs
 from polar.store.base import Exchange
 from tests.integration.clients import Answer
@@ -88,7 +88,12 @@ def exact(exchange: Exchange) -> tuple[int, int]:
 
 @asynccontextmanager
 async def gateway(
-    data: Path, plays: Plays | Play | None = None, *, render: str = "engine", image_urls: str = "refuse", **engine: Any
+    data: Path,
+    plays: PlaySet | Play | None = None,
+    *,
+    render: str = "engine",
+    image_urls: str = "refuse",
+    **engine: Any,
 ) -> AsyncIterator[Gateway]:
     """`engine`: options of the scripted server. What it is asked can be looked at where it renders."""
     async with (

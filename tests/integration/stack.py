@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from polar.config import Settings
-from polar.engines.scripted import Play, Plays, ScriptedServer
+from polar.engines.scripted import Play, PlaySet, ScriptedServer
 from polar.service import Service
 from polar.store.base import Exchange
 from tests.conditions import wait_until
@@ -39,13 +39,13 @@ def settings(engine_urls: list[str], **changes: dict[str, Any]) -> Settings:
 async def wait_until_settled(service: Service) -> None:
     """The service puts engines into the state that it wants, asks them what they can do, and only then leaves them
     alone: who pauses an engine itself must come after that."""
-    await service.pool.gate.passed()
-    await wait_until(lambda: not service.pool._meeting)
+    await service.pool.gate.wait_until_open()
+    await wait_until(lambda: not service.pool._probe_tasks)
 
 
 @asynccontextmanager
 async def running(
-    data: Path, plays: Play | Plays | None = None, *, engine: dict[str, Any] | None = None, **changes: Any
+    data: Path, plays: Play | PlaySet | None = None, *, engine: dict[str, Any] | None = None, **changes: Any
 ) -> AsyncIterator[Stack]:
     """`engine`: options of the scripted server; `changes`: settings, section by section."""
     async with (

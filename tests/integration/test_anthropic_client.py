@@ -7,22 +7,24 @@ from typing import Any
 import anthropic
 import pytest
 
-from polar.engines.scripted import Play, Plays, Turn
-from polar.engines.scripted.adapt import Call as PlayedCall
+from polar.engines.scripted import Play, PlaySet, ScriptedTurn
+from polar.engines.scripted.tool_adapter import ScriptedCall as PlayedCall
 from tests.integration.clients import MODEL, PNG, Messages, Wish, tool
 from tests.integration.listening import Gateway, exact, gateway
 
 WORDS = "One two three, four; fünf — 六 🙂 eight STOP nine ten."
 CALL = PlayedCall("shell", {"command": "ls", "timeout": 1.0})
 
-PLAYS = Plays(
-    Play([Turn(text=WORDS)]),
+PLAYS = PlaySet(
+    Play([ScriptedTurn(text=WORDS)]),
     {
-        "thinks": Play([Turn(reasoning="Hm.", text="Yes.")]),
-        "calls": Play([Turn(reasoning="Hm.", text="I look.", calls=[CALL]), Turn(text="Done.")]),
-        "garbled": Play([Turn(raw='So:<tool_call>{"name": "shell", "arguments": {"command": oops}}</tool_call>')]),
-        "429": Play([Turn(fail=429)]),
-        "503": Play([Turn(fail=503)]),
+        "thinks": Play([ScriptedTurn(reasoning="Hm.", text="Yes.")]),
+        "calls": Play([ScriptedTurn(reasoning="Hm.", text="I look.", calls=[CALL]), ScriptedTurn(text="Done.")]),
+        "garbled": Play(
+            [ScriptedTurn(raw='So:<tool_call>{"name": "shell", "arguments": {"command": oops}}</tool_call>')]
+        ),
+        "429": Play([ScriptedTurn(fail=429)]),
+        "503": Play([ScriptedTurn(fail=503)]),
     },
 )
 SHELL = tool("shell", "command")

@@ -14,14 +14,14 @@ from msgspec import Struct
 
 from polar.audit.audit import audit
 from polar.audit.formats import read
-from polar.bridges.rollouts import Group, Rollouts
-from polar.bridges.settings import settings
+from polar.bridges.rollouts import RolloutClient, SessionGroup
+from polar.bridges.settings import load_settings
 from polar.cli.main import main
 from polar.errors import ConfigError
-from polar.export.base import Item, TraceLines
-from polar.export.slime import Slime
-from polar.export.trl import Trl
-from polar.export.verl import Verl
+from polar.export.base import SessionItem, TraceLines
+from polar.export.slime import SlimeExporter
+from polar.export.trl import TrlExporter
+from polar.export.verl import VerlExporter
 from polar.rendering.tokenizer import Tokenizer
 from polar.trajectory.teacher import Teacher
 from polar.trajectory.types import Trace
@@ -55,15 +55,15 @@ def verify(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Verify:
 
 async def sampled(
     folder: Path, tasks: Sequence[str], builder: str, samples: int = 4, **engine: Any
-) -> tuple[Served, list[Item]]:
+) -> tuple[Served, list[SessionItem]]:
     async with serving(folder, **engine) as it:
-        wanted = settings(it.settings(builder=builder, samples=samples))
-        async with Rollouts(wanted) as rollouts:
-            groups: list[Group] = await rollouts.groups(tasks, "a")
+        wanted = load_settings(it.settings(builder=builder, samples=samples))
+        async with RolloutClient(wanted) as rollouts:
+            groups: list[SessionGroup] = await rollouts.run_groups(tasks, "a")
     return it, [item for group in groups for item in group.items]
 
 
-def rows(exporter: TraceLines, items: Sequence[Item]) -> list[dict[str, Any]]:
+def rows(exporter: TraceLines, items: Sequence[SessionItem]) -> list[dict[str, Any]]:
     return [json.loads(line) for item in items for line in exporter.feed(item).splitlines()]
 
 
@@ -104,7 +104,7 @@ async def test_what_polar_made_is_in_order_in_every_format(tmp_path: Path, verif
     it, items = await sampled(tmp_path, ["plain-0", "plain-1", "split-0"], "prefix_merging")
     trained = sum(int(trace.loss_mask.sum()) for item in items for trace in item.trajectory.traces)
     count = sum(len(item.trajectory.traces) for item in items)
-    slime, verl, trl = (rows(exporter, items) for exporter in (Slime(), Verl(), Trl()))
+    slime, verl, trl = (rows(exporter, items) for exporter in (SlimeExporter(), VerlExporter(), TrlExporter()))
     together = tmp_path / "together.jsonl"
     together.write_text(json.dumps({name: [row[name] for row in trl] for name in trl[0]}))
     files = [
@@ -119,7 +119,7 @@ async def test_what_polar_made_is_in_order_in_every_format(tmp_path: Path, verif
     teacher = Teacher.load(it.model)
     for trainer, file in files:
         report = audit(read(trainer, file), teacher, tolerance=TOLERANCE)
-        assert report.complaint is None, (file.name, report.complaint)
+        assert report.failure_message is None, (file.name, report.failure_message)
         assert (len(report.rows), sum(row.compared for row in report.rows)) == (count, trained)
     done = verify("--from", "slime", "slime.pt", "--model", str(it.model))
     assert done.status == 0, done.err

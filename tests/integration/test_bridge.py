@@ -10,7 +10,7 @@ from typing import Any
 import aiohttp
 from aiohttp import web
 
-from polar.engines.scripted import Play, ScriptedServer, Turn
+from polar.engines.scripted import Play, ScriptedServer, ScriptedTurn
 from polar.rollout.models import TaskResult, TaskStatus
 from polar.service import Service
 from tests.integration.agents import command
@@ -61,7 +61,7 @@ class Bridge:
 async def bridge(data: Path, **play: Any) -> AsyncIterator[Bridge]:
     sections: dict[str, Any] = {"server": {"port": 0, "token": TOKEN}, "node": {"run_workers": 4}}
     async with (
-        ScriptedServer(Play([Turn(text="all done", **play)])) as engine,
+        ScriptedServer(Play([ScriptedTurn(text="all done", **play)])) as engine,
         Service(settings([engine.url], **sections), data, node=True) as service,
         aiohttp.ClientSession(headers={"Authorization": f"Bearer {TOKEN}"}) as http,
     ):

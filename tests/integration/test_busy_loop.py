@@ -16,8 +16,8 @@ import pytest
 from aiohttp import web
 
 from polar.node.keep_alive import KeepAlive
-from polar.node.remote import RemoteServer
-from polar.rollout.protocol import Beat, Held
+from polar.node.remote_server import RemoteServer
+from polar.rollout.protocol import Heartbeat, LeaseId
 from tests.integration.stack import Stack, running
 
 LONG = "word " * 30_000
@@ -46,14 +46,14 @@ async def test_others_go_on_while_a_long_prompt_is_made(tmp_path: Path) -> None:
     server = {"beat_seconds": 0.05, "lease_seconds": 600}
     async with running(tmp_path, server=server) as stack:
         await ask(stack, stack.key, LONG + "once")  # from here on there is a process
-        workers = stack.service.plane.gateway.prompting.workers
+        workers = stack.service.data_plane.gateway.prompt_renderer.workers
         assert workers is not None
         (pid,) = workers.process_ids
         os.kill(pid, signal.SIGSTOP)
         try:
             waiting = asyncio.create_task(ask(stack, stack.key, LONG + "twice"))
             _, key = await stack.service.sessions.create({})
-            node = next(iter(stack.service.rollout.leasing.members.values()))
+            node = next(iter(stack.service.rollout.lease_manager.members.values()))
             for number in range(5):
                 await ask(stack, key, f"hello {number}")
                 assert (await asyncio.to_thread(health, stack.service.control_url))["status"] == "ok"
@@ -62,7 +62,7 @@ async def test_others_go_on_while_a_long_prompt_is_made(tmp_path: Path) -> None:
         finally:
             os.kill(pid, signal.SIGCONT)
         await waiting
-        assert [one.node_id for one in stack.service.rollout.leasing.members.values()] == [node.node_id]
+        assert [one.node_id for one in stack.service.rollout.lease_manager.members.values()] == [node.node_id]
         first, second = [exchange async for exchange in stack.service.store.exchanges(stack.session_id)]
         assert first.prompt_ids is not None
         assert second.prompt_ids is not None
@@ -71,9 +71,9 @@ async def test_others_go_on_while_a_long_prompt_is_made(tmp_path: Path) -> None:
 
 async def heard(node: Any) -> None:
     """Until a node was heard of again."""
-    before = node.seen
+    before = node.last_seen
     async with asyncio.timeout(120):
-        while node.seen == before:  # noqa: ASYNC110 (nobody tells)
+        while node.last_seen == before:  # noqa: ASYNC110 (nobody tells)
             await asyncio.sleep(0.01)
 
 
@@ -150,7 +150,7 @@ class Server:
 @pytest.mark.asyncio
 async def test_a_node_shows_that_it_lives_while_its_loop_is_busy() -> None:
     with Server() as server, KeepAlive(lambda: RemoteServer(server.url, None)) as keep_alive:
-        keep_alive.record("n1", Beat([Held(3, 4)], {"running": 1}), 0.05)
+        keep_alive.record("n1", Heartbeat([LeaseId(3, 4)], {"running": 1}), 0.05)
         block_until(lambda: server.wait(3))
         assert server.beats[0]["node_id"] == "n1"
         assert server.beats[0]["holding"] == [{"work_id": 3, "fence": 4}]
@@ -159,8 +159,8 @@ async def test_a_node_shows_that_it_lives_while_its_loop_is_busy() -> None:
 
 @pytest.mark.asyncio
 async def test_a_node_whose_loop_hangs_is_not_kept_alive(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("polar.node.keep_alive.HANGS_AFTER", 0.0)
+    monkeypatch.setattr("polar.node.keep_alive.HANG_SECONDS", 0.0)
     with Server() as server, KeepAlive(lambda: RemoteServer(server.url, None)) as keep_alive:
-        keep_alive.record("n1", Beat([]), 0.01)
+        keep_alive.record("n1", Heartbeat([]), 0.01)
         await asyncio.sleep(0.3)
         assert not server.beats

@@ -16,13 +16,13 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 from yarl import URL
 
-from polar.engines.scripted import Plays, Turn
-from polar.engines.scripted.adapt import Call as PlayedCall
-from polar.engines.scripted.play import Scene
+from polar.engines.scripted import PlaySet, ScriptedTurn
+from polar.engines.scripted.play import TurnContext
+from polar.engines.scripted.tool_adapter import ScriptedCall as PlayedCall
 from polar.gateway import view
 from polar.store.base import Exchange
 from polar.trajectory.builders import prefix_merging
-from polar.trajectory.session import load
+from polar.trajectory.session import load_session_paths
 from tests import captures
 from tests.integration.clients import GOOGLE_WARNS, Answer, Chat, Client, ClientKind, Gemini, Messages, Responses
 from tests.integration.listening import Gateway, exact, gateway
@@ -32,14 +32,14 @@ pytestmark = pytest.mark.filterwarnings(GOOGLE_WARNS)
 TRANSPORT_HEADERS = {"host", "connection", "content-length", "accept-encoding", "transfer-encoding"}
 
 
-class Prompter(Plays):
+class Prompter(PlaySet):
     """Says whatever it was last told to."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.turn = Turn()
+        self.turn = ScriptedTurn()
 
-    def next(self, scene: Scene) -> Turn:
+    def next_turn(self, context: TurnContext) -> ScriptedTurn:
         return self.turn
 
 
@@ -95,12 +95,12 @@ def headers_of(record: dict[str, Any], key: str) -> dict[str, str]:
     return headers
 
 
-def to_play(answer: Answer) -> Turn:
+def to_play(answer: Answer) -> ScriptedTurn:
     calls = []
     for call in answer.calls:
         arguments = call.arguments if isinstance(call.arguments, dict) else {"input": call.arguments}
         calls.append(PlayedCall(f"{call.namespace}__{call.name}" if call.namespace else call.name, arguments))
-    return Turn(reasoning=answer.reasoning, text=answer.text, calls=calls)
+    return ScriptedTurn(reasoning=answer.reasoning, text=answer.text, calls=calls)
 
 
 def said(answer: Answer) -> tuple[str, str, list[tuple[str, Any, str | None]]]:
@@ -160,7 +160,7 @@ async def test_a_run(tmp_path: Path, name: str, render: str) -> None:
                 then = None
                 if "injected" not in record:
                     then = await player.read(kind, (record.get("resp_sse") or json.dumps(record["resp"])).encode())
-                prompter.turn = Turn(text="So be it.") if then is None else to_play(then)
+                prompter.turn = ScriptedTurn(text="So be it.") if then is None else to_play(then)
                 url = URL(f"{running.url}{record['path']}?{record['query']}", encoded=True)
                 sent = json.dumps(record["body"]).encode()
                 async with http.post(url, data=sent, headers=headers_of(record, running.key)) as response:
@@ -172,7 +172,7 @@ async def test_a_run(tmp_path: Path, name: str, render: str) -> None:
         assert len(exchanges) == len(requests)
         for record, exchange in zip(requests, exchanges, strict=True):
             exact(exchange)
-            assert json.loads(view.encode(exchange.request())) == record["body"]
+            assert json.loads(view.encode_json(exchange.request_body())) == record["body"]
             prompt = running.prompt_text(exchange)
             assert [text for text in words_of(record["body"]) if not stands_in(prompt, text)] == []
         if render == "gateway":
@@ -200,9 +200,9 @@ async def check_continuation(running: Gateway, name: str, exchanges: list[Exchan
             assert exchange.prompt_ids is not None
             before = [*parent.prompt_ids.tolist(), *parent.sampled_ids.tolist()]
             assert exchange.prompt_ids[: len(before)].tolist() == before
-    session = await load(running.service.store, running.session_id)
+    session = await load_session_paths(running.service.store, running.session_id)
     merged = prefix_merging(session)
-    assert sum(path.trainable for path in session.paths) == merged.tokens.trainable
+    assert sum(path.num_trainable for path in session.paths) == merged.tokens.trainable
     reasons = {exchange.branch_reason for exchange in exchanges[1:]}
     if name in ECHOED_WHOLE:
         assert len(merged.traces) == 1
@@ -214,12 +214,12 @@ async def check_continuation(running: Gateway, name: str, exchanges: list[Exchan
 def check_parents(exchanges: list[Exchange]) -> None:
     """An exchange's parent is the one whose whole request it extends: the longest such, the latest among equals."""
     for index, exchange in enumerate(exchanges):
-        items = [bytes(item) for item in exchange.wire.items]
+        items = [bytes(item) for item in exchange.raw_request.items]
         extended = [
-            (len(before.wire.items), before.seq, before.exchange_id)
+            (len(before.raw_request.items), before.seq, before.exchange_id)
             for before in exchanges[:index]
-            if len(before.wire.items) < len(items)
-            and items[: len(before.wire.items)] == [bytes(item) for item in before.wire.items]
+            if len(before.raw_request.items) < len(items)
+            and items[: len(before.raw_request.items)] == [bytes(item) for item in before.raw_request.items]
         ]
         assert exchange.parent == (max(extended)[2] if extended else None)
 
@@ -229,5 +229,5 @@ def check_prefixes(running: Gateway, exchanges: list[Exchange]) -> None:
     by_id = {exchange.exchange_id: exchange for exchange in exchanges}
     for exchange in exchanges:
         parent = by_id.get(exchange.parent or "")
-        if parent is not None and parent.wire.fields.get("tools") == exchange.wire.fields.get("tools"):
+        if parent is not None and parent.raw_request.fields.get("tools") == exchange.raw_request.fields.get("tools"):
             assert running.prompt_text(exchange).startswith(running.prompt_text(parent))

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 import polar
-from polar.client.async_client import ClientError, Event
+from polar.client.async_client import ClientError, ServerEvent
 
 POLAR = [sys.executable, "-c", "from polar.cli.main import main; main()"]
 TOKEN = "an-admin-token"
@@ -203,7 +203,7 @@ def test_engines_may_come_later(tmp_path: Path) -> None:
 
 
 def test_events_are_heard(client: polar.Client) -> None:
-    heard: list[Event] = []
+    heard: list[ServerEvent] = []
 
     def listen() -> None:
         heard.append(next(event for event in client.events() if event.kind == "policy.changed"))

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from polar.engines.scripted import Play, Plays, Turn
-from polar.engines.scripted.adapt import Call as PlayedCall
+from polar.engines.scripted import Play, PlaySet, ScriptedTurn
+from polar.engines.scripted.tool_adapter import ScriptedCall as PlayedCall
 from tests.conditions import wait_until
 from tests.integration.clients import (
     CLIENTS,
@@ -42,23 +42,23 @@ LIST = PlayedCall("shell", {"command": "ls -l 'Ünï \"code\"' 🙂"})
 LOOK = PlayedCall("look", {"path": "a.txt"})
 WORDS = "One two three, four; fünf — 六 🙂 eight STOP nine ten."
 
-PLAYS = Plays(
-    Play([Turn(text=WORDS)]),
+PLAYS = PlaySet(
+    Play([ScriptedTurn(text=WORDS)]),
     {
-        "thinks": Play([Turn(reasoning="Well.\n\nLet me see…", text="Yes.")]),
-        "calls": Play([Turn(calls=[LIST])]),
-        "calls_twice": Play([Turn(calls=[LIST, LOOK])]),
-        "says_and_calls": Play([Turn(reasoning="Hm.", text="I look.\n\n", calls=[LOOK, LIST])]),
+        "thinks": Play([ScriptedTurn(reasoning="Well.\n\nLet me see…", text="Yes.")]),
+        "calls": Play([ScriptedTurn(calls=[LIST])]),
+        "calls_twice": Play([ScriptedTurn(calls=[LIST, LOOK])]),
+        "says_and_calls": Play([ScriptedTurn(reasoning="Hm.", text="I look.\n\n", calls=[LOOK, LIST])]),
         "loop": Play(
             [
-                Turn(reasoning="First the folder.", text="Listing.", calls=[LIST]),
-                Turn(reasoning="Then both.", calls=[LOOK, LIST]),
-                Turn(reasoning="That is all.", text="Done."),
+                ScriptedTurn(reasoning="First the folder.", text="Listing.", calls=[LIST]),
+                ScriptedTurn(reasoning="Then both.", calls=[LOOK, LIST]),
+                ScriptedTurn(reasoning="That is all.", text="Done."),
             ]
         ),
-        "form": Play([Turn(text='{"answer": "yes"}')]),
-        **{str(status): Play([Turn(fail=status)]) for status in (429, 500, 503)},
-        "breaks": Play([Turn(text=WORDS, fail="midstream", fail_after=5)]),
+        "form": Play([ScriptedTurn(text='{"answer": "yes"}')]),
+        **{str(status): Play([ScriptedTurn(fail=status)]) for status in (429, 500, 503)},
+        "breaks": Play([ScriptedTurn(text=WORDS, fail="midstream", fail_after=5)]),
     },
 )
 

@@ -16,10 +16,10 @@ from typing import Any, Literal
 import httpx
 import pytest
 
-from polar.cli.verify import verify
+from polar.cli.verify import verify_sessions
 from polar.data_plane import DataPlane
-from polar.engines.scripted import Play, Plays, Turn
-from polar.engines.scripted.adapt import Call as PlayedCall
+from polar.engines.scripted import Play, PlaySet, ScriptedTurn
+from polar.engines.scripted.tool_adapter import ScriptedCall as PlayedCall
 from polar.store.base import Exchange
 from polar.trajectory import session as sessions
 from polar.trajectory.builders import prefix_merging
@@ -48,23 +48,29 @@ LOOK = PlayedCall("look", {"path": "having/been/there.txt"})
 PROSE = "Having looked at the other files, I am sure: nothing of it was written by them, or by anybody else."
 PATCH = '*** Begin Patch\n+ say "hällo" to the others\n*** End Patch'
 
-PLAYS = Plays(
-    Play([Turn(text=f"{PROSE} ({number})") for number in range(30)]),
+PLAYS = PlaySet(
+    Play([ScriptedTurn(text=f"{PROSE} ({number})") for number in range(30)]),
     {
         "loop": Play(
             [
-                Turn(reasoning=PROSE, text="Listing the folder for the others.", calls=[LIST]),
-                Turn(reasoning="Then both of them.", calls=[LOOK, LIST]),
-                Turn(calls=[LOOK]),
-                Turn(text=f" {PROSE}\n\n", calls=[LIST, LOOK]),
-                Turn(reasoning="That is all of it.", text=PROSE),
+                ScriptedTurn(reasoning=PROSE, text="Listing the folder for the others.", calls=[LIST]),
+                ScriptedTurn(reasoning="Then both of them.", calls=[LOOK, LIST]),
+                ScriptedTurn(calls=[LOOK]),
+                ScriptedTurn(text=f" {PROSE}\n\n", calls=[LIST, LOOK]),
+                ScriptedTurn(reasoning="That is all of it.", text=PROSE),
             ]
         ),
-        "stops": Play([Turn(text="Having said that STOP and more"), Turn(text=PROSE)]),
-        "malformed": Play([Turn(raw=f'{PROSE}<tool_call>{{"name": "shell", "arg</tool_call>'), Turn(text=PROSE)]),
-        "patch": Play([Turn(text="So:", calls=[PlayedCall("apply_patch", {"input": PATCH})]), Turn(text=PROSE)]),
-        "agents": Play([Turn(calls=[PlayedCall("agents__spawn", {"task": "count"})]), Turn(text=PROSE)]),
-        "long": Play([Turn(text=f"{PROSE} " * 30)] * 3),
+        "stops": Play([ScriptedTurn(text="Having said that STOP and more"), ScriptedTurn(text=PROSE)]),
+        "malformed": Play(
+            [ScriptedTurn(raw=f'{PROSE}<tool_call>{{"name": "shell", "arg</tool_call>'), ScriptedTurn(text=PROSE)]
+        ),
+        "patch": Play(
+            [ScriptedTurn(text="So:", calls=[PlayedCall("apply_patch", {"input": PATCH})]), ScriptedTurn(text=PROSE)]
+        ),
+        "agents": Play(
+            [ScriptedTurn(calls=[PlayedCall("agents__spawn", {"task": "count"})]), ScriptedTurn(text=PROSE)]
+        ),
+        "long": Play([ScriptedTurn(text=f"{PROSE} " * 30)] * 3),
     },
 )
 
@@ -78,7 +84,7 @@ async def running(data: Path, mode: Mode = "auto", **engine: Any) -> AsyncIterat
             session, key = await service.sessions.create({})
             assert isinstance(server, Listening)
             yield Gateway(service, server, session.session_id, key)
-        assert (await verify(chosen, data, [])).complaint(0) is None
+        assert (await verify_sessions(chosen, data, [])).describe_failure(0) is None
 
 
 @asynccontextmanager
@@ -124,7 +130,7 @@ def drifts(gateway: Gateway, exchange: Exchange) -> bool:
 
 
 async def traces(gateway: Gateway) -> int:
-    return len(prefix_merging(await sessions.load(gateway.service.store, gateway.session_id)).traces)
+    return len(prefix_merging(await sessions.load_session_paths(gateway.service.store, gateway.session_id)).traces)
 
 
 async def loop(client: Client, *, stream: bool, wish: Wish, turns: int = 5) -> list[Answer]:
@@ -483,7 +489,7 @@ async def test_a_turn_cut_by_its_limit_is_closed_and_continued(tmp_path: Path, k
         prompts = [exchange.prompt_ids for exchange in exchanges]
         assert prompts[0] is not None
         assert prompts[1] is not None
-        end = gateway.engine.tokenizer.added["<|im_end|>"]
+        end = gateway.engine.tokenizer.added_tokens["<|im_end|>"]
         assert int(prompts[1][len(prompts[0]) + 9]) == end
 
 
@@ -577,7 +583,7 @@ async def test_pictures_take_the_engines_way(tmp_path: Path, kind: Any) -> None:
         seen = await client.ask([*history, *client.user("Look:", Picture(data=PNG))])
         blind = await client.ask([*history, *client.user("Don't look.")])
         one, two, three = await gateway.recorded(first, seen, blind)
-        assert (two.continuation, two.context) == ("engine", None)
+        assert (two.continuation, two.context_mark) == ("engine", None)
         check_goes_on(one, three)
 
 

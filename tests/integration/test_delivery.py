@@ -8,7 +8,7 @@ import aiohttp
 import numpy as np
 import pytest
 
-from polar.engines.scripted import Play, Turn
+from polar.engines.scripted import Play, ScriptedTurn
 from polar.engines.scripted.sampler import expected_logprobs
 from polar.gateway.generation import Generation
 from polar.store.base import Exchange, Verdict
@@ -21,7 +21,7 @@ BODY = {"model": "m", "messages": [{"role": "user", "content": "hi"}], "stream":
 
 
 def slow(seconds_a_token: float = 0.02) -> Play:
-    return Play([Turn(text=WORDS, token_delay=seconds_a_token)])
+    return Play([ScriptedTurn(text=WORDS, token_delay=seconds_a_token)])
 
 
 async def post(stack: Stack, http: aiohttp.ClientSession, body: object = BODY) -> aiohttp.ClientResponse:
@@ -67,7 +67,7 @@ async def has_orphans(stack: Stack) -> None:
 
 async def orphans(stack: Stack) -> list[Generation]:
     """The session's own list."""
-    session = await stack.service.sessions.by_key(stack.key)
+    session = await stack.service.sessions.find_by_key(stack.key)
     assert session is not None
     return session.orphans
 
@@ -136,7 +136,10 @@ async def test_a_retry_attaches_to_a_generation_that_ended_meanwhile(tmp_path: P
 
 async def test_whole_replies_are_retried_the_same_way(tmp_path: Path) -> None:
     body = BODY | {"stream": False}
-    async with running(tmp_path, Play([Turn(text=WORDS)]), gateway=PATIENT) as stack, aiohttp.ClientSession() as http:
+    async with (
+        running(tmp_path, Play([ScriptedTurn(text=WORDS)]), gateway=PATIENT) as stack,
+        aiohttp.ClientSession() as http,
+    ):
         await http.post(f"{stack.engine.url}/pause?mode=keep")
         lost = asyncio.create_task(post(stack, http, body))
         await wait_until(lambda: bool(stack.service.pool.replicas[0].running))
@@ -192,7 +195,7 @@ async def test_streams_are_kept_alive_while_the_engine_thinks(
     tmp_path: Path, path: str, body: dict[str, object], sign: bytes
 ) -> None:
     # Both timers are of one event loop, and the engine's starts later: the keep-alive comes first on any machine.
-    play = Play([Turn(text="done", delay=0.5)], aside="")
+    play = Play([ScriptedTurn(text="done", delay=0.5)], aside="")
     async with running(tmp_path, play, gateway={"keep_alive": 0.1}) as stack, aiohttp.ClientSession() as http:
         headers = {"x-api-key": stack.key}
         async with http.post(stack.url + path, json=body, headers=headers) as response:
@@ -218,7 +221,7 @@ async def test_ending_a_session_cuts_what_runs_and_closes_its_key(tmp_path: Path
 
 
 async def test_an_engine_that_breaks_off_leaves_what_came(tmp_path: Path) -> None:
-    play = Play([Turn(text=WORDS, fail="close", fail_after=7)], aside="")
+    play = Play([ScriptedTurn(text=WORDS, fail="close", fail_after=7)], aside="")
     async with running(tmp_path, play) as stack, aiohttp.ClientSession() as http:
         response = await post(stack, http)
         text = await response.read()

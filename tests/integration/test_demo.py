@@ -10,8 +10,8 @@ from rich.console import Console
 import polar as package
 from polar.cli import demo
 from polar.config import Settings
-from polar.demo import preparing, tasks
-from polar.demo.questions import questions
+from polar.demo import demo_folder, tasks
+from polar.demo.questions import make_questions
 from polar.errors import ConfigError
 from tests.unit.train import tiny
 
@@ -29,12 +29,12 @@ def earned(folder: Path, *said: str) -> list[float | None]:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    tasks.write(tmp_path, questions(train=2, held_out=1, seed=0), hops=1)
+    tasks.write_tasks(tmp_path, make_questions(train=2, held_out=1, seed=0), hops=1)
     return tmp_path
 
 
 def test_only_the_right_answer_earns_anything(folder: Path) -> None:
-    asked = questions(train=2, held_out=1, seed=0).train
+    asked = make_questions(train=2, held_out=1, seed=0).train
     assert asked[0].answer != asked[1].answer
     assert earned(folder, f"lookup({asked[0].name})", f"answer({asked[0].answer})") == [1.0, 0.0]
 
@@ -46,15 +46,17 @@ def test_who_never_answers_earns_nothing(folder: Path) -> None:
 @pytest.mark.slow
 async def test_a_demo_from_its_questions_to_its_picture(tmp_path: Path) -> None:
     """With a model that knows nothing: it earns nothing, and what it said is verified all the same."""
-    wanted = preparing.Wanted(tiny.folder(tmp_path / "model"), layers=1, steps=1, groups=1, sessions=4, held_out=1)
-    settings = preparing.prepare(tmp_path / "demo", wanted)
+    wanted = demo_folder.DemoOptions(
+        tiny.folder(tmp_path / "model"), trained_layers=1, steps=1, groups=1, sessions=4, held_out=1
+    )
+    settings = demo_folder.create_demo_folder(tmp_path / "demo", wanted)
     small = {"engine": {"options": {"device": "cpu", "threads": 1, "memory_gib": 0.02}}}
     settings = settings.model_copy(update={"polar": settings.polar | small})
-    ended = await demo.demo(settings, Console(stderr=True), silent=True)
-    assert isinstance(ended, demo.Ended)
-    assert (ended.before, ended.after) == (0.0, 0.0)
+    ended = await demo.run_demo(settings, Console(stderr=True), silent=True)
+    assert isinstance(ended, demo.DemoResult)
+    assert (ended.reward_before, ended.reward_after) == (0.0, 0.0)
     assert ended.verified.sessions == 1 + 4 + 1
-    assert ended.verified.complaint(1e-4) is None
+    assert ended.verified.describe_failure(1e-4) is None
     assert ended.recomputed.comparison is not None
     assert ended.recomputed.comparison.tokens > 0
     assert ended.recomputed.comparison.largest <= 1e-4
@@ -63,9 +65,9 @@ async def test_a_demo_from_its_questions_to_its_picture(tmp_path: Path) -> None:
 
 def test_a_demo_that_was_begun_goes_on_with_its_own_settings(tmp_path: Path) -> None:
     folder = tmp_path / "demo"
-    assert preparing.begun(folder) is None
-    wanted = preparing.Wanted(tmp_path, layers=1, steps=2, groups=2, held_out=2)
-    assert preparing.prepare(folder, wanted) == preparing.begun(folder)
+    assert demo_folder.load_existing(folder) is None
+    wanted = demo_folder.DemoOptions(tmp_path, trained_layers=1, steps=2, groups=2, held_out=2)
+    assert demo_folder.create_demo_folder(folder, wanted) == demo_folder.load_existing(folder)
     done = CliRunner().invoke(demo.command, ["--output", str(folder), "--steps", "9"])
     assert isinstance(done.exception, ConfigError)
     assert "leave out --steps" in str(done.exception)

@@ -16,14 +16,14 @@ from polar.config import EngineSettings
 from polar.data_plane import DataPlane
 from polar.engines.base import VersionSpan
 from polar.engines.embedded.engine import EmbeddedEngine
-from polar.engines.embedded.launching import EngineProcess
-from polar.engines.embedded.options import Options
+from polar.engines.embedded.engine_process import EngineProcess
+from polar.engines.embedded.options import EmbeddedOptions
 from polar.engines.embedded.server import EmbeddedServer
-from polar.engines.embedded.weights import Update, remember
+from polar.engines.embedded.weights import WeightUpdate, save_update
 from polar.errors import ConfigError
 from polar.trajectory import session as sessions
 from polar.trajectory.builders import prefix_merging
-from polar.trajectory.teacher import Comparison, Teacher, conditions
+from polar.trajectory.teacher import LogprobComparison, Teacher, logprob_conditions
 from tests.integration.stack import settings
 from tests.unit.engines.embedded import tiny
 
@@ -37,7 +37,7 @@ class InThisProcess(EmbeddedServer):
 
     @classmethod
     async def launch(cls, settings: EngineSettings) -> "InThisProcess":
-        server = cls(Path(str(settings.model)), settings.options_as(Options))
+        server = cls(Path(str(settings.model)), settings.parse_options(EmbeddedOptions))
         await server.start()
         cls.launched.append(server)
         return server
@@ -49,22 +49,22 @@ class InThisProcess(EmbeddedServer):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny.make(tmp_path_factory.mktemp("model") / "tiny")
+    return tiny.make_model_folder(tmp_path_factory.mktemp("model") / "tiny")
 
 
 async def test_a_session_through_the_gateway_is_what_the_model_says(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of an engine that begins with the weights of an update, and gets others in mid-call."""
-    began, update = (tiny.perturbed(folder, tmp_path / f"weights{seed}", seed) for seed in (1, 2))
+    began, update = (tiny.save_perturbed_weights(folder, tmp_path / f"weights{seed}", seed) for seed in (1, 2))
     state = tmp_path / "state.json"
-    remember(state, Update(str(began), 5))
+    save_update(state, WeightUpdate(str(began), 5))
     monkeypatch.setattr(InThisProcess, "launched", [])
     monkeypatch.setattr(EmbeddedEngine, "launch", InThisProcess.launch)
     engine = {"kind": "embedded", "urls": [], "model": str(folder), "options": OPTIONS | {"state": str(state)}}
     async with DataPlane(settings([], engine=engine), tmp_path) as plane:
-        (url,) = plane.pool.launched
-        assert await plane.versions() == {url: 5}
+        (url,) = plane.pool.launched_versions
+        assert await plane.load_policy_versions() == {url: 5}
         assert [replica.version for replica in plane.pool.replicas] == [5]
         session, key = await plane.sessions.create({})
         async with AsyncOpenAI(api_key=key, base_url=f"{plane.gateway_url}/v1") as client:
@@ -75,7 +75,7 @@ async def test_a_session_through_the_gateway_is_what_the_model_says(
                 )
                 history += [reply.choices[0].message.model_dump(include={"role", "content"})]
                 history += [{"role": "user", "content": "go on"}]
-            with tiny.Passes(InThisProcess.launched[0].core) as passes:
+            with tiny.PassLimiter(InThisProcess.launched[0].core) as passes:
                 passes.allow(20)
                 stream = await client.chat.completions.create(
                     model="any", messages=history, max_tokens=200, stream=True
@@ -94,13 +94,16 @@ async def test_a_session_through_the_gateway_is_what_the_model_says(
     assert [exchange.untrainable for exchange in exchanges] == [None] * 3
     assert {exchange.logprob_kind for exchange in exchanges} == {"processed"}
     assert [span.version for span in exchanges[-1].versions] == [5, 6]
-    traces = prefix_merging(sessions.sampled(recorded, exchanges)).traces
-    how = {exchange.exchange_id: conditions(exchange) for exchange in exchanges}
-    models = {5: tiny.updated(folder, began, tmp_path / "began"), 6: tiny.updated(folder, update, tmp_path / "updated")}
+    traces = prefix_merging(sessions.read_session_paths(recorded, exchanges)).traces
+    how = {exchange.exchange_id: logprob_conditions(exchange) for exchange in exchanges}
+    models = {
+        5: tiny.make_updated_folder(folder, began, tmp_path / "began"),
+        6: tiny.make_updated_folder(folder, update, tmp_path / "updated"),
+    }
     for version, other in ((5, 6), (6, 5)):
-        right, wrong = Comparison(), Comparison()
-        Teacher.load(models[version]).compare(traces, how, right, version=version)
-        Teacher.load(models[other]).compare(traces, how, wrong, version=version)
+        right, wrong = LogprobComparison(), LogprobComparison()
+        Teacher.load(models[version]).compare(traces, how, right, policy_version=version)
+        Teacher.load(models[other]).compare(traces, how, wrong, policy_version=version)
         assert right.tokens > 0
         assert right.largest < 1e-4
         assert wrong.largest > 0.05
@@ -108,15 +111,15 @@ async def test_a_session_through_the_gateway_is_what_the_model_says(
 
 async def test_a_reply_that_is_given_up_has_the_version_that_sampled_it(folder: Path, tmp_path: Path) -> None:
     """Whatever anybody else says of the engine's weights."""
-    update = tiny.perturbed(folder, tmp_path / "weights", 1)
-    async with EmbeddedServer(folder, Options(**OPTIONS)) as server:
-        await server.core.update(Update(str(update), 7))
+    update = tiny.save_perturbed_weights(folder, tmp_path / "weights", 1)
+    async with EmbeddedServer(folder, EmbeddedOptions(**OPTIONS)) as server:
+        await server.core.update_weights(WeightUpdate(str(update), 7))
         engine = {"kind": "embedded", "urls": [server.url]}
         async with DataPlane(settings([], engine=engine, gateway={"grace": 0}), tmp_path) as plane:
             session, key = await plane.sessions.create({})
             async with AsyncOpenAI(api_key=key, base_url=f"{plane.gateway_url}/v1") as client:
                 ask = [{"role": "user", "content": "hi"}]
-                with tiny.Passes(server.core) as passes:
+                with tiny.PassLimiter(server.core) as passes:
                     passes.allow(20)
                     stream = await client.chat.completions.create(
                         model="any", messages=ask, max_tokens=900, stream=True
@@ -135,7 +138,7 @@ async def test_a_reply_that_is_given_up_has_the_version_that_sampled_it(folder: 
 
 @pytest.mark.faults
 async def test_a_killed_engine_comes_back_at_its_address_with_its_weights(folder: Path, tmp_path: Path) -> None:
-    update = tiny.perturbed(folder, tmp_path / "weights", 1)
+    update = tiny.save_perturbed_weights(folder, tmp_path / "weights", 1)
     process = await EmbeddedEngine.launch(EngineSettings(kind="embedded", model=str(folder), options=OPTIONS))
     try:
         async with aiohttp.ClientSession() as http:
@@ -161,13 +164,13 @@ async def test_a_killed_engine_comes_back_at_its_address_with_its_weights(folder
 
 async def test_an_engine_that_cannot_start_says_why(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"There is no readable tokenizer\.json"):
-        await EngineProcess(tmp_path, Options(**OPTIONS)).start()
+        await EngineProcess(tmp_path, EmbeddedOptions(**OPTIONS)).start()
     with pytest.raises(ConfigError, match=r"\[engine.options\] speed: .* known: device, dtype"):
         await EmbeddedEngine.launch(EngineSettings(kind="embedded", model=str(tmp_path), options={"speed": 3}))
 
 
 async def test_an_engine_is_not_taken_for_another_at_its_address(folder: Path) -> None:
-    async with EmbeddedServer(folder, Options(**OPTIONS)) as other:
+    async with EmbeddedServer(folder, EmbeddedOptions(**OPTIONS)) as other:
         port = int(other.url.rpartition(":")[2])
         with pytest.raises(ConfigError, match=rf"Can't listen on 127.0.0.1:{port}: .*in use"):
-            await EngineProcess(folder, Options(**OPTIONS | {"port": port})).start()
+            await EngineProcess(folder, EmbeddedOptions(**OPTIONS | {"port": port})).start()

@@ -40,8 +40,8 @@ async def test_tokens_of_a_restarted_engine_have_no_known_version(tmp_path: Path
             assert versions(exchange) == [0]  # those that it is started with
             assert exchange.untrainable is None
             replica = stack.service.pool.replicas[0]
-            await stack.service.rollout.steering.set_version("default", 3, None, 60)
-            await wait_until(lambda: replica._process is not None)
+            await stack.service.rollout.engine_controller.set_version("default", 3, None, 60)
+            await wait_until(lambda: replica._process_start_time is not None)
             exchange = await call(stack)
             assert (versions(exchange), exchange.untrainable) == ([3], None)
             await again.stop()
@@ -49,7 +49,7 @@ async def test_tokens_of_a_restarted_engine_have_no_known_version(tmp_path: Path
             for _ in range(2):
                 exchange = await call(stack)
                 assert (versions(exchange), exchange.untrainable) == ([], "version_unknown")
-            await stack.service.rollout.steering.set_version("default", 4, None, 60)
+            await stack.service.rollout.engine_controller.set_version("default", 4, None, 60)
             exchange = await call(stack)
             assert (versions(exchange), exchange.untrainable) == ([4], None)
         finally:

@@ -10,14 +10,14 @@ import aiohttp
 import pytest
 
 from polar.data_plane import DataPlane
-from polar.engines.scripted import Play, ScriptedServer, Turn
-from polar.engines.wanted import Engines, PauseMode, PoolState, WantedReplica
+from polar.engines.desired_state import DesiredEngines, DesiredPool, DesiredReplica, PauseState
+from polar.engines.scripted import Play, ScriptedServer, ScriptedTurn
 from polar.gateway.meter import Meter
 from polar.store.base import Exchange
 from tests.integration.stack import running, settings
 from tests.integration.test_policy import SLOW, control
 
-SHORT = Play([Turn(text="short")])
+SHORT = Play([ScriptedTurn(text="short")])
 
 
 class Bench:
@@ -28,13 +28,13 @@ class Bench:
         self.pool = plane.pools.default
 
     async def apply(
-        self, generation: int, paused: PauseMode | None = None, version: int = 0, **runs: list[ScriptedServer]
+        self, generation: int, paused: PauseState | None = None, version: int = 0, **runs: list[ScriptedServer]
     ) -> dict[str, list[str]]:
         pools = {
-            run: PoolState([WantedReplica(server.url, version) for server in servers], paused)
+            run: DesiredPool([DesiredReplica(server.url, version) for server in servers], paused)
             for run, servers in runs.items()
         }
-        return await self.plane.pools.apply(Engines(generation, pools))
+        return await self.plane.pools.apply(DesiredEngines(generation, pools))
 
     async def exchanges(self, session_id: str) -> list[Exchange]:
         return [exchange async for exchange in self.plane.store.exchanges(session_id)]
@@ -104,7 +104,7 @@ async def test_a_call_outlives_the_removal_of_its_replica(tmp_path: Path) -> Non
         first, second = sorted(await it.exchanges(session.session_id), key=lambda exchange: exchange.seq)
         assert [first.status, second.status] == ["complete", "complete"]
         assert [first.replica, second.replica] == [it.one.url, it.two.url]
-        await comes_true(lambda: not it.pool.leaving)
+        await comes_true(lambda: not it.pool.has_departing_replicas)
 
 
 async def test_without_an_engine_harnesses_are_told_to_try_again(tmp_path: Path) -> None:
@@ -192,11 +192,11 @@ async def test_engines_sleep_while_calls_are_held(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("paused", ["sleep", "freeze"])
-async def test_an_engine_that_stands_still_outlives_a_restart(tmp_path: Path, paused: PauseMode) -> None:
+async def test_an_engine_that_stands_still_outlives_a_restart(tmp_path: Path, paused: PauseState) -> None:
     async with bench(tmp_path) as it, aiohttp.ClientSession() as http:
         await it.apply(1, paused, default=[it.one])
         asked = (await get(http, f"{it.one.url}/scripted/log"))["requests"]
-        async with DataPlane(settings([it.one.url]), tmp_path, steered=True) as again:
+        async with DataPlane(settings([it.one.url]), tmp_path, hold_calls=True) as again:
             resumed = Bench(again, it.one, it.two)
             _, key = await again.sessions.create({})
             call = asyncio.create_task(ask(http, again.gateway_url, key))
@@ -211,11 +211,11 @@ async def test_versions_of_engines_that_were_added_outlive_a_restart(tmp_path: P
     """One that is launched anew has nothing from before, also where it comes back at the same address."""
     async with DataPlane(settings([]), tmp_path) as plane:
         (launched,) = [replica.url for replica in plane.pool.replicas]
-        await plane.store.set_policy({launched: 3, "http://added": 4})
+        await plane.store.set_policy_versions({launched: 3, "http://added": 4})
     again = settings([], engine={"options": {"port": int(launched.rsplit(":", 1)[1])}})
     async with DataPlane(again, tmp_path) as plane:
         assert [(replica.url, replica.version) for replica in plane.pool.replicas] == [(launched, 0)]
-        assert await plane.versions() == {launched: 0, "http://added": 4}
+        assert await plane.load_policy_versions() == {launched: 0, "http://added": 4}
 
 
 async def test_a_part_of_the_scripted_engine_can_be_woken_first() -> None:

@@ -9,8 +9,8 @@ import pytest
 from google import genai
 from google.genai import types as gt
 
-from polar.engines.scripted import Play, Plays, Turn
-from polar.engines.scripted.adapt import Call as PlayedCall
+from polar.engines.scripted import Play, PlaySet, ScriptedTurn
+from polar.engines.scripted.tool_adapter import ScriptedCall as PlayedCall
 from tests.integration.clients import GOOGLE_WARNS, MODEL, Gemini, Output, Wish, tool
 from tests.integration.listening import Gateway, exact, gateway, raw_http
 
@@ -19,13 +19,20 @@ pytestmark = pytest.mark.filterwarnings(GOOGLE_WARNS)
 WORDS = "One two three, four; fünf — 六 🙂 eight STOP nine ten."
 LIST = PlayedCall("shell", {"command": "ls"})
 
-PLAYS = Plays(
-    Play([Turn(text=WORDS)]),
+PLAYS = PlaySet(
+    Play([ScriptedTurn(text=WORDS)]),
     {
-        "thinks": Play([Turn(reasoning="Hm.", text="Yes.")]),
-        "calls": Play([Turn(reasoning="Hm.", text="Two calls.", calls=[LIST, LIST]), Turn(text="Done.")]),
-        "chat": Play([Turn(reasoning="Who is it?", text="Hello, Ann."), Turn(reasoning="Ann.", text="You are Ann.")]),
-        "503": Play([Turn(fail=503)]),
+        "thinks": Play([ScriptedTurn(reasoning="Hm.", text="Yes.")]),
+        "calls": Play(
+            [ScriptedTurn(reasoning="Hm.", text="Two calls.", calls=[LIST, LIST]), ScriptedTurn(text="Done.")]
+        ),
+        "chat": Play(
+            [
+                ScriptedTurn(reasoning="Who is it?", text="Hello, Ann."),
+                ScriptedTurn(reasoning="Ann.", text="You are Ann."),
+            ]
+        ),
+        "503": Play([ScriptedTurn(fail=503)]),
     },
 )
 SHELL = tool("shell", "command")

@@ -22,10 +22,10 @@ async def call(stack: Stack, messages: list[dict[str, Any]]) -> str:
 
 async def test_a_session_with_an_interrupted_call(tmp_path: Path) -> None:
     async with running(tmp_path) as stack:
-        store, session_id = stack.service.plane.store, stack.session_id
+        store, session_id = stack.service.data_plane.store, stack.session_id
         messages = [{"role": "user", "content": "hi"}]
         said = await call(stack, messages)
-        (session,) = stack.service.sessions._open.values()
+        (session,) = stack.service.sessions._sessions_by_key_hash.values()
         lost_call = StartedCall("x-lost", session_id, session.take_seq(), "openai_chat", "messages", "m", 17.0, 2)
         assert await store.record_interrupted([lost_call]) == ["x-lost"]
         await call(stack, [*messages, {"role": "assistant", "content": said}, {"role": "user", "content": "go on"}])

@@ -13,10 +13,10 @@ import pytest
 from polar.config import load
 from polar.errors import ConfigError, StoreError
 from polar.gateway import meter
-from polar.gateway.meter import Clock, Limit, Meter
-from polar.node.finished import Finished
+from polar.gateway.meter import Clock, Meter, UsedUpLimit
+from polar.node.finished_session import FinishedSession
 from polar.node.local import LocalRollout
-from polar.node.node import Running
+from polar.node.node import RunningSession
 from polar.rollout.models import SessionResult, TaskRequest
 from tests.integration.agents import task
 
@@ -49,11 +49,11 @@ def running_commands(containing: str) -> list[bytes]:
     return [command for command in found if containing.encode() in command]
 
 
-async def one(opened: LocalRollout, wanted: TaskRequest) -> Finished:
+async def one(opened: LocalRollout, wanted: TaskRequest) -> FinishedSession:
     return (await every(opened, wanted))[0]
 
 
-async def every(opened: LocalRollout, *wanted: TaskRequest) -> list[Finished]:
+async def every(opened: LocalRollout, *wanted: TaskRequest) -> list[FinishedSession]:
     return [finished async for finished in opened.run(await opened.plan(wanted))]
 
 
@@ -73,7 +73,7 @@ async def test_a_session_goes_through_every_stage_and_is_told(tmp_path: Path) ->
     async with rollout(tmp_path) as opened:
         plans = await opened.plan([wanted])
         (finished,) = [finished async for finished in opened.run(plans)]
-        result = SessionResult.model_validate(await opened.result(plans[0], finished))
+        result = SessionResult.model_validate(await opened.build_result(plans[0], finished))
         session = await opened.plane.store.session(finished.session_id)
     assert finished.verdict.reward == 1
     assert (finished.turns, finished.outcome.exit_code) == (1, 0)  # type: ignore[union-attr]
@@ -102,7 +102,7 @@ async def test_a_budget_ends_a_session(
     async with rollout(tmp_path) as opened:
         finished = await one(opened, task(code, budget=budget, on_length=policy, evaluator=GRADED))
     assert finished.outcome is not None
-    assert finished.outcome.ended == "length"
+    assert finished.outcome.end_reason == "length"
     assert (finished.verdict.reward, finished.verdict.reason) == (reward, reason)
     assert turns is None or finished.turns == turns
     assert finished.tokens <= budget.get("tokens", 1000)
@@ -120,19 +120,19 @@ async def test_a_time_out_still_builds_what_there_is(
     reason: str | None,
     status: str,
 ) -> None:
-    async def used_up(_: Meter, __: float) -> Limit:
+    async def used_up(_: Meter, __: float) -> UsedUpLimit:
         """When the agent has done what it is to be graded for."""
         await until(lambda: bool(list((tmp_path / "data" / "runtimes").glob("**/begun"))))
         return "timeout"
 
-    monkeypatch.setattr(Meter, "used_up", used_up)
+    monkeypatch.setattr(Meter, "wait_until_used_up", used_up)
     evaluator = {"strategy": "command", "config": {"command": "test -f begun"}}
     async with rollout(tmp_path) as opened:
         plans = await opened.plan([task(FOR_EVER, on_timeout=policy, evaluator=evaluator)])
         (finished,) = [finished async for finished in opened.run(plans)]
-        result = SessionResult.model_validate(await opened.result(plans[0], finished))
+        result = SessionResult.model_validate(await opened.build_result(plans[0], finished))
     assert finished.outcome is not None
-    assert (finished.outcome.ended, finished.outcome.exit_code) == ("timeout", None)
+    assert (finished.outcome.end_reason, finished.outcome.exit_code) == ("timeout", None)
     assert (finished.verdict.reward, finished.verdict.reason) == (reward, reason)
     assert result.status == status
     assert result.trajectory is not None
@@ -208,7 +208,7 @@ async def test_cancel_works_in_any_stage_once(tmp_path: Path, stage: str) -> Non
     slow_grader = {"strategy": "command", "config": {"command": "sleep 600"}}
     async with rollout(tmp_path, node=node) as opened:
 
-        async def submit(wanted: TaskRequest) -> Running:
+        async def submit(wanted: TaskRequest) -> RunningSession:
             return await opened.node.submit((await opened.plan([wanted]))[0])
 
         others = []
@@ -388,7 +388,7 @@ async def test_a_key_dies_with_its_run(tmp_path: Path) -> None:
         assert command is not None
         agent = {"custom_shell": {"command": command.command, "env": {"OUT": str(out)}}}
         await one(opened, task(code, agent=agent))
-        assert await opened.plane.sessions.by_key(out.read_text()) is None
+        assert await opened.plane.sessions.find_by_key(out.read_text()) is None
 
 
 @pytest.mark.parametrize(
@@ -437,7 +437,7 @@ async def test_free_run_slots_are_filled_while_none_has_ended(tmp_path: Path) ->
     node = {"init_workers": 1, "ready_buffer": 1, "run_workers": 12}
     async with rollout(tmp_path, node=node) as opened:
 
-        async def read() -> list[Finished]:
+        async def read() -> list[FinishedSession]:
             return await every(opened, task(FOR_EVER, num_samples=14))
 
         reading = asyncio.ensure_future(read())

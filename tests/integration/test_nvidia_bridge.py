@@ -12,8 +12,8 @@ from typing import Any
 import httpx
 import pytest
 
-from polar.engines.scripted import Play, ScriptedServer, Turn
-from polar.gateway.meter import Limit, Meter
+from polar.engines.scripted import Play, ScriptedServer, ScriptedTurn
+from polar.gateway.meter import Meter, UsedUpLimit
 from polar.rollout import models as our_models
 from polar.service import Service
 from tests import nvidia as their_models
@@ -58,16 +58,16 @@ if kind == "hangs":
 def only_hanging_sessions_time_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By what a session did, and not by how long it took here: its agent has read its last reply."""
 
-    async def used_up(self: Meter, _: float) -> Limit:
+    async def used_up(self: Meter, _: float) -> UsedUpLimit:
         await wait_until(lambda: self.turns >= HANGS_AFTER and (tmp_path / "hangs.now").exists(), seconds=3600)
         return "timeout"
 
-    monkeypatch.setattr(Meter, "used_up", used_up)
+    monkeypatch.setattr(Meter, "wait_until_used_up", used_up)
 
 
 @asynccontextmanager
 async def serving(data: Path, compat: str) -> AsyncIterator[Service]:
-    play = Play([Turn(text="one answer"), Turn(text="another answer")])
+    play = Play([ScriptedTurn(text="one answer"), ScriptedTurn(text="another answer")])
     server: dict[str, Any] = {"port": 0, "compat": compat}
     async with (
         ScriptedServer(play) as engine,

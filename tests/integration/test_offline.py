@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from polar.engines.scripted.server import TOKENIZER
+from polar.engines.scripted.server import TOKENIZER_FOLDER
 from tests.integration.test_cli import POLAR, polar
 
 AGENT = """
@@ -162,7 +162,7 @@ def test_a_teacher_that_tells_no_tokens(tmp_path: Path) -> None:
     assert row["messages"][1]["reasoning_content"] == "I will create the file first."
     assert row["messages"][1]["tool_calls"][0]["function"]["name"] == "bash"
     assert polar("export", "--format", "sft-tokens", folder=tmp_path).returncode == 1
-    rendered = rows(tmp_path, "--format", "sft-tokens", "--tokenizer", str(TOKENIZER))
+    rendered = rows(tmp_path, "--format", "sft-tokens", "--tokenizer", str(TOKENIZER_FOLDER))
     assert [one["rendered"] for one in rendered] == [True]
 
 
@@ -173,7 +173,7 @@ def test_rendered_tokens_are_those_that_the_model_itself_would_have_sampled(tmp_
     done = collect(tmp_path, POLAR_ENGINE__OPTIONS='{"drift": 0.0}')
     assert done.returncode == 0, done.stderr
     recorded = rows(tmp_path, "--format", "sft-tokens")
-    rendered = rows(tmp_path, "--format", "sft-tokens", "--tokenizer", str(TOKENIZER))
+    rendered = rows(tmp_path, "--format", "sft-tokens", "--tokenizer", str(TOKENIZER_FOLDER))
     assert [(row["input_ids"], row["labels"]) for row in rendered] == [
         (row["input_ids"], row["labels"]) for row in recorded
     ]

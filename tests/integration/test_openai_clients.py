@@ -7,21 +7,25 @@ from typing import Any
 import openai
 import pytest
 
-from polar.engines.scripted import Play, Plays, Turn
-from polar.engines.scripted.adapt import Call as PlayedCall
+from polar.engines.scripted import Play, PlaySet, ScriptedTurn
+from polar.engines.scripted.tool_adapter import ScriptedCall as PlayedCall
 from tests.integration.clients import MODEL, Chat, Responses, Wish, tool
 from tests.integration.listening import Gateway, exact, gateway
 
 WORDS = "One two three, four; fünf — 六 🙂 eight STOP nine ten."
 PATCH = '*** Begin Patch\n+ say "hällo"\n*** End Patch'
 
-PLAYS = Plays(
-    Play([Turn(text=WORDS)]),
+PLAYS = PlaySet(
+    Play([ScriptedTurn(text=WORDS)]),
     {
-        "patch": Play([Turn(text="So:", calls=[PlayedCall("apply_patch", {"input": PATCH})]), Turn(text="Done.")]),
-        "agents": Play([Turn(calls=[PlayedCall("agents__spawn", {"task": "count"})]), Turn(text="Done.")]),
-        "thinks": Play([Turn(reasoning="Hm.", text="Yes.")]),
-        "spoiled": Play([Turn(text=WORDS, logprobs="nan")]),
+        "patch": Play(
+            [ScriptedTurn(text="So:", calls=[PlayedCall("apply_patch", {"input": PATCH})]), ScriptedTurn(text="Done.")]
+        ),
+        "agents": Play(
+            [ScriptedTurn(calls=[PlayedCall("agents__spawn", {"task": "count"})]), ScriptedTurn(text="Done.")]
+        ),
+        "thinks": Play([ScriptedTurn(reasoning="Hm.", text="Yes.")]),
+        "spoiled": Play([ScriptedTurn(text=WORDS, logprobs="nan")]),
     },
 )
 
@@ -357,7 +361,7 @@ async def test_errors_have_openais_codes(running: Gateway, chat: Chat, responses
 
 async def test_a_retry_of_the_clients_own_succeeds(tmp_path: Path) -> None:
     """The client tries again by itself after a 503: one call fails, the next is the reply."""
-    plays = Plays(named={"late": Play([Turn(text="At last.", fail=503, fail_times=1)])})
+    plays = PlaySet(named={"late": Play([ScriptedTurn(text="At last.", fail=503, fail_times=1)])})
     async with gateway(tmp_path, plays) as running:
         chat = Chat(running.url, running.key)
         client = chat.client.with_options(max_retries=2)

@@ -14,15 +14,15 @@ from typing import Any, Literal, NamedTuple
 import aiohttp
 import pytest
 
-from polar.cli.verify import Findings, verify
+from polar.cli.verify import VerifyFindings, verify_sessions
 from polar.data_plane import DataPlane
-from polar.dialects.sse import Parser
-from polar.engines.scripted import Play, Plays, Turn
-from polar.engines.scripted.adapt import Call as PlayedCall
+from polar.dialects.sse import EventParser
+from polar.engines.scripted import Play, PlaySet, ScriptedTurn
+from polar.engines.scripted.tool_adapter import ScriptedCall as PlayedCall
 from polar.store.base import Exchange, Store
 from polar.trajectory import session as sessions
 from polar.trajectory.builders import prefix_merging
-from polar.trajectory.types import Sampled
+from polar.trajectory.types import SessionPaths
 from tests.conditions import wait_until
 from tests.integration.listening import Gateway, Listening
 from tests.integration.stack import settings
@@ -274,7 +274,7 @@ class Harness:
     async def ask(self, until: Callable[[Heard], bool] = lambda _: False) -> Heard:
         """Goes away as soon as `until` says so."""
         headers = {"x-api-key": self.gateway.key}
-        body, heard, parser = self.wire.body(self.history), Heard(), Parser()
+        body, heard, parser = self.wire.body(self.history), Heard(), EventParser()
         async with self._http.post(self.gateway.url + self.wire.path, json=body, headers=headers) as response:
             assert response.status == 200, await response.text()
             async for piece in response.content.iter_any():
@@ -298,7 +298,7 @@ class Harness:
 
     async def is_abandoned(self) -> None:
         """Waits until the gateway has noticed that nobody reads any more; while the grace lasts."""
-        session = await self.gateway.service.sessions.by_key(self.gateway.key)
+        session = await self.gateway.service.sessions.find_by_key(self.gateway.key)
         assert session is not None
         await wait_until(lambda: bool(session.orphans))
 
@@ -314,27 +314,29 @@ class Harness:
         assert len(found) == count
         return found
 
-    async def session(self) -> Sampled:
-        return await sessions.load(self.gateway.service.store, self.gateway.session_id)
+    async def session(self) -> SessionPaths:
+        return await sessions.load_session_paths(self.gateway.service.store, self.gateway.session_id)
 
 
-def turns(first: Turn) -> Play:
-    return Play([first, Turn(reasoning=THOUGHT, text=SAID, calls=[CALL]), Turn(reasoning="Well.", text="Done.")])
+def turns(first: ScriptedTurn) -> Play:
+    return Play(
+        [first, ScriptedTurn(reasoning=THOUGHT, text=SAID, calls=[CALL]), ScriptedTurn(reasoning="Well.", text="Done.")]
+    )
 
 
 @asynccontextmanager
 async def running(
-    data: Path, wire: Wire, first: Turn, *, mode: Mode = "auto", grace: float = 0.05
+    data: Path, wire: Wire, first: ScriptedTurn, *, mode: Mode = "auto", grace: float = 0.05
 ) -> AsyncIterator[Harness]:
     """What is stored must be in order in the end, whatever happened."""
-    async with Listening(Plays(turns(first)), drift=0.4) as server, aiohttp.ClientSession() as http:
+    async with Listening(PlaySet(turns(first)), drift=0.4) as server, aiohttp.ClientSession() as http:
         chosen = settings([server.url], engine={"continuation": mode}, gateway={"grace": grace})
         async with DataPlane(chosen, data) as service:
             session, key = await service.sessions.create({})
             assert isinstance(server, Listening)
             yield Harness(Gateway(service, server, session.session_id, key), wire, http)
-        found: Findings = await verify(chosen, data, [])
-        assert found.complaint(0) is None
+        found: VerifyFindings = await verify_sessions(chosen, data, [])
+        assert found.describe_failure(0) is None
         assert found.sampled == found.trainable + found.excluded.total()
 
 
@@ -359,7 +361,7 @@ async def to_the_end(harness: Harness, heard: Heard) -> None:
 
 
 async def test_a_retry_in_time_gets_the_same_reply(tmp_path: Path, wire: Wire) -> None:
-    first = Turn(reasoning=THOUGHT, text=SAID, calls=[CALL], token_delay=SLOW)
+    first = ScriptedTurn(reasoning=THOUGHT, text=SAID, calls=[CALL], token_delay=SLOW)
     async with running(tmp_path, wire, first, grace=600) as harness:
         cut = await harness.ask(until=lambda heard: len(heard.text) > 10)
         await harness.is_abandoned()
@@ -378,7 +380,7 @@ async def test_a_retry_in_time_gets_the_same_reply(tmp_path: Path, wire: Wire) -
 
 async def test_a_retry_that_comes_late_is_another_sample(tmp_path: Path, wire: Wire) -> None:
     """The first one is dead: it is a retry, and trains nothing."""
-    first = Turn(reasoning=THOUGHT, text=SAID, calls=[CALL], token_delay=SLOW)
+    first = ScriptedTurn(reasoning=THOUGHT, text=SAID, calls=[CALL], token_delay=SLOW)
     async with running(tmp_path, wire, first) as harness:
         await harness.ask(until=lambda heard: len(heard.text) > 10)
         await harness.exchanges(1)
@@ -400,7 +402,7 @@ async def test_a_retry_that_comes_late_is_another_sample(tmp_path: Path, wire: W
 
 async def test_a_reply_that_came_whole_but_not_to_its_end(tmp_path: Path, wire: Wire) -> None:
     """All text was written, but not the last bytes: the harness asks again, and the first one is dead."""
-    first = Turn(text=SAID, calls=[CALL], token_delay=SLOW, fail="hang", fail_after=1000, fail_times=1)
+    first = ScriptedTurn(text=SAID, calls=[CALL], token_delay=SLOW, fail="hang", fail_after=1000, fail_times=1)
     async with running(tmp_path, wire, first) as harness:
         await harness.ask(until=lambda heard: heard.text.strip() == SAID)
         await harness.exchanges(1)
@@ -428,7 +430,7 @@ async def test_an_attempt_that_broke_off_is_dead(
     tmp_path: Path, wire: Wire, fail: Literal["midstream", "close"], after: int
 ) -> None:
     """Early or late in its thought, in its text, in its call."""
-    first = Turn(reasoning=THOUGHT, text=SAID, calls=[CALL], fail=fail, fail_after=after, fail_times=1)
+    first = ScriptedTurn(reasoning=THOUGHT, text=SAID, calls=[CALL], fail=fail, fail_after=after, fail_times=1)
     async with running(tmp_path, wire, first) as harness:
         assert not (await harness.ask()).ended
         await to_the_end(harness, await harness.ask())
@@ -447,7 +449,7 @@ async def test_an_attempt_that_broke_off_is_dead(
 @pytest.mark.parametrize("after", leave_to_slow([29, 37, 41], but=[37]))
 async def test_a_partial_turn_that_is_kept_is_continued(tmp_path: Path, wire: Wire, after: int, mode: Mode) -> None:
     """The thought and some of the text came, and stay in the history, with a message that asks for the rest."""
-    first = Turn(reasoning=THOUGHT, text=SAID, calls=[CALL], fail="close", fail_after=after, fail_times=1)
+    first = ScriptedTurn(reasoning=THOUGHT, text=SAID, calls=[CALL], fail="close", fail_after=after, fail_times=1)
     async with running(tmp_path, wire, first, mode=mode) as harness:
         cut = await harness.ask()
         assert cut.reasoning == THOUGHT
@@ -463,7 +465,7 @@ async def test_a_partial_turn_that_is_kept_is_continued(tmp_path: Path, wire: Wi
         check_goes_on(two, three)
         session = await harness.session()
         assert [path.role for path in session.paths] == ["main"] * 4
-        assert session.paths[0].trainable == partial.delivered
+        assert session.paths[0].num_trainable == partial.delivered
         merged = prefix_merging(session)
         assert {excluded.reason for excluded in merged.excluded} <= {"undelivered"}
         assert len(merged.traces) == 1
@@ -473,7 +475,7 @@ async def test_a_partial_turn_that_is_kept_is_continued(tmp_path: Path, wire: Wi
 async def test_what_was_written_but_not_kept_still_trains_once(tmp_path: Path, wire: Wire, after: int) -> None:
     """A harness that keeps the thought alone, and drops the text that had come. A thought that names its exchange is
     continued; the text trains where it was sampled."""
-    first = Turn(reasoning=THOUGHT, text=SAID, calls=[CALL], fail="close", fail_after=after, fail_times=1)
+    first = ScriptedTurn(reasoning=THOUGHT, text=SAID, calls=[CALL], fail="close", fail_after=after, fail_times=1)
     async with running(tmp_path, wire, first) as harness:
         cut = await harness.ask()
         assert cut.text
@@ -482,7 +484,7 @@ async def test_what_was_written_but_not_kept_still_trains_once(tmp_path: Path, w
         partial, one, two, three = await harness.exchanges(4)
         if cut.sealed:
             assert partial.sampled_ids is not None
-            kept = partial.sampled_ids.tolist().index(harness.gateway.engine.tokenizer.added["</think>"]) + 1
+            kept = partial.sampled_ids.tolist().index(harness.gateway.engine.tokenizer.added_tokens["</think>"]) + 1
             check_goes_on(partial, one, kept)
         else:
             assert one.branch_reason == "unknown_turn"
@@ -490,14 +492,14 @@ async def test_what_was_written_but_not_kept_still_trains_once(tmp_path: Path, w
         check_goes_on(one, two)
         check_goes_on(two, three)
         session = await harness.session()
-        assert session.paths[0].trainable == partial.delivered
+        assert session.paths[0].num_trainable == partial.delivered
         assert not [excluded for excluded in prefix_merging(session).excluded if excluded.reason != "undelivered"]
 
 
 @pytest.mark.parametrize("wire", ["chat", "responses"], indirect=True)
 async def test_a_partial_turn_may_be_the_last_thing_said(tmp_path: Path, wire: Wire) -> None:
     """Codex keeps the items that it has, and asks on without a word."""
-    first = Turn(reasoning=THOUGHT, text=SAID, calls=[CALL], fail="close", fail_after=37, fail_times=1)
+    first = ScriptedTurn(reasoning=THOUGHT, text=SAID, calls=[CALL], fail="close", fail_after=37, fail_times=1)
     async with running(tmp_path, wire, first) as harness:
         harness.history += wire.turn(await harness.ask())
         await to_the_end(harness, await harness.ask())
@@ -512,7 +514,7 @@ async def test_a_partial_turn_may_be_the_last_thing_said(tmp_path: Path, wire: W
 async def test_a_cut_turn_with_a_whole_call_is_acted_on(tmp_path: Path, wire: Wire, grace: float) -> None:
     """The call came whole, the rest of the turn didn't: its tool is run, as codex does. What goes on from a turn is no
     retry of it, and doesn't wait for its end."""
-    first = Turn(text=SAID, calls=[CALL, CALL], token_delay=3 * SLOW)
+    first = ScriptedTurn(text=SAID, calls=[CALL, CALL], token_delay=3 * SLOW)
     async with running(tmp_path, wire, first, grace=grace) as harness:
         cut = await harness.ask(until=lambda heard: heard.call is not None)
         assert cut.call is not None
@@ -527,4 +529,4 @@ async def test_a_cut_turn_with_a_whole_call_is_acted_on(tmp_path: Path, wire: Wi
         check_goes_on(one, two)
         session = await harness.session()
         assert [path.role for path in session.paths] == ["main"] * 3
-        assert session.paths[0].trainable == partial.delivered
+        assert session.paths[0].num_trainable == partial.delivered

@@ -10,14 +10,14 @@ import aiohttp
 import numpy as np
 
 from polar.engines.base import VersionSpan
-from polar.engines.scripted import Play, ScriptedServer, Turn
+from polar.engines.scripted import Play, ScriptedServer, ScriptedTurn
 from polar.engines.scripted.sampler import expected_logprobs
 from polar.service import Service
 from tests.conditions import wait_until
 from tests.integration.stack import Stack, running, settings, wait_until_settled
 
 WORDS = " ".join(f"word{number}" for number in range(60))
-SLOW = Play([Turn(text=WORDS, token_delay=0.01)])
+SLOW = Play([ScriptedTurn(text=WORDS, token_delay=0.01)])
 
 
 async def ask(stack: Stack, http: aiohttp.ClientSession, *, stream: bool = True, key: str | None = None) -> bytes:
@@ -46,7 +46,7 @@ async def pause_engine(stack: Stack, http: aiohttp.ClientSession) -> None:
 
 
 async def test_calls_carry_the_version_that_sampled_them(tmp_path: Path) -> None:
-    async with running(tmp_path, Play([Turn(text="short")])) as stack, aiohttp.ClientSession() as http:
+    async with running(tmp_path, Play([ScriptedTurn(text="short")])) as stack, aiohttp.ClientSession() as http:
         await ask(stack, http)
         await http.post(f"{stack.engine.url}/update_weight_version", json={"new_version": "3", "version": 3})
         await control(stack, http, "/policy", {"version": 3})
@@ -111,7 +111,7 @@ async def test_a_whole_reply_across_an_update_is_not_trained_even_if_frozen(tmp_
 
 
 async def test_new_calls_are_held_and_kept_alive_while_paused(tmp_path: Path) -> None:
-    play = Play([Turn(text="short")])
+    play = Play([ScriptedTurn(text="short")])
     async with running(tmp_path, play, gateway={"keep_alive": 0.1}) as stack, aiohttp.ClientSession() as http:
         await control(stack, http, "/policy/pause", {"mode": "hold"})
         call = asyncio.create_task(ask(stack, http))
@@ -192,7 +192,7 @@ async def test_versions_are_kept_per_replica(tmp_path: Path) -> None:
 
 
 async def test_versions_outlive_a_restart(tmp_path: Path) -> None:
-    async with ScriptedServer(Play([Turn(text="short")]), port=0) as engine, aiohttp.ClientSession() as http:
+    async with ScriptedServer(Play([ScriptedTurn(text="short")]), port=0) as engine, aiohttp.ClientSession() as http:
         async with (
             Service(settings([engine.url]), tmp_path) as service,
             http.post(f"{service.control_url}/policy", json={"version": 7}) as response,

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from polar.gateway.meter import Meter
-from polar.node.finished import Finished
+from polar.node.finished_session import FinishedSession
 from polar.rollout.models import SessionResult
 from tests.integration.agents import task
 from tests.integration.test_node import FOR_EVER, GRADED, ONE_CALL, one, rollout, until
@@ -15,7 +15,7 @@ from tests.integration.test_node import FOR_EVER, GRADED, ONE_CALL, one, rollout
 NVIDIA = {"semantics": "nvidia"}
 
 
-async def finished(tmp_path: Path, code: str = ONE_CALL, **fields: Any) -> Finished:
+async def finished(tmp_path: Path, code: str = ONE_CALL, **fields: Any) -> FinishedSession:
     async with rollout(tmp_path) as opened:
         return await one(opened, task(code, **{"evaluator": GRADED} | fields))
 
@@ -60,7 +60,7 @@ async def test_the_clock_covers_everything_from_init_on(
     async def time_over(_: Meter, __: float) -> None:
         await over.wait()
 
-    monkeypatch.setattr(Meter, "time_over", time_over)
+    monkeypatch.setattr(Meter, "wait_for_timeout", time_over)
     slow = {"backend": "local", "prepare": [{"type": "exec", "command": "sleep 600"}] if stage == "init" else []}
     evaluator = {"strategy": "command", "config": {"command": "sleep 600"}}
     async with rollout(tmp_path) as opened:
@@ -107,7 +107,7 @@ ask(os.environ["SESSION_ID"])
     async with rollout(tmp_path) as opened:
         plans = await opened.plan([task(code, evaluator=GRADED)])
         (ended,) = [one async for one in opened.run(plans)]
-        result = SessionResult.model_validate(await opened.result(plans[0], ended))
+        result = SessionResult.model_validate(await opened.build_result(plans[0], ended))
     assert ended.outcome is not None
     assert ended.outcome.exit_code == 0, (ended.folder / "agent.log").read_text()
     assert result.trajectory.traces[0].prompt_messages[-1]["content"] == ended.session_id

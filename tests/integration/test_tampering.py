@@ -7,8 +7,8 @@ from typing import Any, ClassVar
 
 import pytest
 
-from polar.evaluators.base import GraderError, Work
-from polar.node.finished import Finished
+from polar.evaluators.base import GraderError, GradingContext
+from polar.node.finished_session import FinishedSession
 from polar.rollout.models import SessionResult, TaskRequest
 from polar.runtimes.base import SandboxError
 from polar.store.base import Evidence, Session, Verdict
@@ -22,17 +22,17 @@ UNPROVEN = Evidence("test_edited", "tests/test_a.py")
 class Reporting:
     """An evaluator that does what it is told to."""
 
-    wants_fresh: ClassVar[bool] = False
+    needs_fresh_runtime: ClassVar[bool] = False
 
     def __init__(self, config: dict[str, Any]) -> None:
-        self._evaluate: Callable[[Work], Verdict] = config["evaluate"]
+        self._evaluate: Callable[[GradingContext], Verdict] = config["evaluate"]
 
-    async def evaluate(self, work: Work) -> Verdict:
+    async def evaluate(self, work: GradingContext) -> Verdict:
         return self._evaluate(work)
 
 
-def fails(error: Exception, *evidence: Evidence) -> Callable[[Work], Verdict]:
-    def evaluate(work: Work) -> Verdict:
+def fails(error: Exception, *evidence: Evidence) -> Callable[[GradingContext], Verdict]:
+    def evaluate(work: GradingContext) -> Verdict:
         work.evidence.extend(evidence)
         raise error
 
@@ -40,15 +40,15 @@ def fails(error: Exception, *evidence: Evidence) -> Callable[[Work], Verdict]:
 
 
 async def run(
-    tmp_path: Path, evaluate: Callable[[Work], Verdict], wanted: TaskRequest
-) -> tuple[Finished, Session, SessionResult]:
+    tmp_path: Path, evaluate: Callable[[GradingContext], Verdict], wanted: TaskRequest
+) -> tuple[FinishedSession, Session, SessionResult]:
     async with rollout(tmp_path) as opened:
         plans = await opened.plan([wanted])
         plans[0].evaluator = Reporting({"evaluate": evaluate})
         (finished,) = [finished async for finished in opened.run(plans)]
         session = await opened.plane.store.session(finished.session_id)
         assert session is not None
-        return finished, session, SessionResult.model_validate(await opened.result(plans[0], finished))
+        return finished, session, SessionResult.model_validate(await opened.build_result(plans[0], finished))
 
 
 @pytest.mark.parametrize(
@@ -66,7 +66,7 @@ async def run(
     ],
 )
 async def test_what_a_session_earns(
-    tmp_path: Path, evaluate: Callable[[Work], Verdict], policy: str, reward: float | None, reason: str | None
+    tmp_path: Path, evaluate: Callable[[GradingContext], Verdict], policy: str, reward: float | None, reason: str | None
 ) -> None:
     wanted = task(ONE_CALL, evaluator={"strategy": "session_completed"}, suspicious=policy)
     finished, session, result = await run(tmp_path, evaluate, wanted)

@@ -10,20 +10,20 @@ import pytest
 import torch
 
 from polar.client.async_client import AsyncClient
-from polar.engines.embedded.options import Options
+from polar.engines.embedded.options import EmbeddedOptions
 from polar.engines.embedded.server import EmbeddedServer
 from polar.service import Service
 from polar.train import groups
-from polar.train.checkpoint import Entry
-from polar.train.forest import forest
+from polar.train.checkpoint import JournalEntry
+from polar.train.engine_weights import EngineWeightPublisher
+from polar.train.forest import pack_forest
 from polar.train.learner import Learner
 from polar.train.metrics import StepMetrics
-from polar.train.rollouts import Order
-from polar.train.running import read_tasks, train_at
+from polar.train.rollouts import TaskOrder
+from polar.train.run import read_tasks, train_with_client
 from polar.train.settings import SyncSettings, TrainSettings
-from polar.train.syncing.staging import clear
-from polar.train.trainer import Nobody, Updated
-from polar.train.weights import EngineWeights
+from polar.train.trainer import NullObserver, WeightUpdateResult
+from polar.train.weight_sync.staging import remove_staged_weights
 from tests.conditions import wait_until
 from tests.integration.stack import settings as service_settings
 from tests.integration.training import mark_of, write_tasks
@@ -32,25 +32,25 @@ from tests.unit.train import tiny
 STEPS, GROUP_SIZE = 6, 4
 
 
-class Remembering(EngineWeights):
+class Remembering(EngineWeightPublisher):
     """Keeps the weights of every version, to ask them later what they would have said. The last turns of each group
     are sampled after as many updates as there were groups before it, and its first turn before the last of these."""
 
     kept: dict[int, dict[str, torch.Tensor]]
-    order: Order
+    order: TaskOrder
     marks: Path
 
-    async def update(self, version: int) -> Updated:
+    async def publish(self, version: int) -> WeightUpdateResult:
         self.remember(version)
         if version < STEPS:
-            mark = mark_of(self.marks, *self.order.group(version))
+            mark = mark_of(self.marks, *self.order.get_epoch_and_task(version))
             await wait_until(lambda: len(list(self.marks.glob(f"{mark.name}.*"))) >= GROUP_SIZE)
-        updated = await super().update(version)
+        updated = await super().publish(version)
         self.let_end(version)
         return updated
 
     def let_end(self, group: int) -> None:
-        mark_of(self.marks, *self.order.group(group)).touch()
+        mark_of(self.marks, *self.order.get_epoch_and_task(group)).touch()
 
     def remember(self, version: int) -> None:
         self.kept[version] = {name: tensor.clone() for name, tensor in self._learner.model.state_dict().items()}
@@ -81,7 +81,7 @@ async def test_updates_in_the_middle_of_sessions(tmp_path: Path) -> None:
         rollout={"group_size": GROUP_SIZE, "groups_per_step": 1, "max_lag": 3},
         grpo={"filter": False},
     )
-    options = Options(device="cpu", threads=1, memory_gib=0.02)
+    options = EmbeddedOptions(device="cpu", threads=1, memory_gib=0.02)
     async with EmbeddedServer(folder, options) as engine:
         settings = service_settings([engine.url], engine={"kind": "embedded", "model": str(folder)})
         async with (
@@ -92,13 +92,13 @@ async def test_updates_in_the_middle_of_sessions(tmp_path: Path) -> None:
             weights = Remembering(client, settings.engine, SyncSettings(), learner, wanted.output_folder)
             tasks = read_tasks(wanted)
             weights.kept, weights.marks = {}, marks
-            weights.order = Order([task.task_id for task in tasks.train], wanted.seed)
+            weights.order = TaskOrder([task.task_id for task in tasks.train], wanted.seed)
             weights.remember(0)
             weights.let_end(0)
-            history = await train_at(client, wanted, learner, weights, tasks, Nobody(), asyncio.Event())
+            history = await train_with_client(client, wanted, learner, weights, tasks, NullObserver(), asyncio.Event())
             await weights.close()
-            clear(wanted.output_folder)
-            entries = read(wanted.output_folder / "journal.jsonl", Entry)
+            remove_staged_weights(wanted.output_folder)
+            entries = read(wanted.output_folder / "journal.jsonl", JournalEntry)
             found = [group async for group in trained_groups(client)]
     check_labels(learner, weights.kept, found)
     check_metrics(history)
@@ -113,13 +113,13 @@ def read(path: Path, kind: type[msgspec.Struct]) -> list[Any]:
 async def trained_groups(client: AsyncClient) -> Any:
     async for result in client.results(0, unit="group", raw=True, follow=False):
         if "/held-out/" not in result.task_id:
-            yield groups.of_tree(result.data, await client.trajectory(result.task_id), 0)
+            yield groups.group_from_tree(result.data, await client.trajectory(result.task_id), 0)
 
 
-def check_labels(learner: Learner, kept: dict[int, Any], found: list[groups.Group]) -> None:
-    parts = [part for group in found for part in group.parts]
+def check_labels(learner: Learner, kept: dict[int, Any], found: list[groups.RolloutGroup]) -> None:
+    parts = [part for group in found for part in group.trees]
     versions = np.concatenate([part.columns.version for part in parts])
-    behaviour = np.concatenate([part.columns.behaviour for part in parts])
+    behaviour = np.concatenate([part.columns.behavior_logprobs for part in parts])
     assert np.unique(versions).tolist() == list(range(STEPS))
     spanning = sum(
         len(np.unique(part.columns.version[part.columns.session == number])) > 1
@@ -132,7 +132,7 @@ def check_labels(learner: Learner, kept: dict[int, Any], found: list[groups.Grou
     for version in np.unique(versions).tolist():
         for into, chosen in ((own, versions == version), (other, versions == version + 1)):
             learner.model.load_state_dict(kept[version])
-            scored = learner.logprobs(forest([part.tree for part in parts])).numpy()
+            scored = learner.logprobs(pack_forest([part.tree for part in parts])).numpy()
             into[chosen] = scored[chosen]
     assert float(np.abs(own - behaviour).max()) < 1e-3
     assert float(np.nanmax(np.abs(other - behaviour))) > 1e-2  # the weights before would not have passed

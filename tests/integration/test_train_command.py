@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from polar.train.metrics import StepMetrics
-from polar.train.syncing.staging import staging_folder
+from polar.train.weight_sync.staging import choose_staging_folder
 from tests.fault.train.processes import Training
 from tests.integration.training import write_tasks
 from tests.unit.train import tiny
@@ -55,7 +55,7 @@ async def test_an_interrupted_run_keeps_its_weights_in_its_own_folder(tmp_path: 
     write_tasks(tmp_path)
     (tmp_path / "train.toml").write_text(CONFIG.replace("steps = 2", "steps = 1000"))
     output, log = tmp_path / "out", tmp_path / "log"
-    in_memory = staging_folder(output, 1)
+    in_memory = choose_staging_folder(output, 1)
     async with Training(tmp_path / "train.toml", log) as training:
         for _ in range(1000):
             if (output / "engine.json").exists():

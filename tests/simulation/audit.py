@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from msgspec import Struct
 
-from polar.rollout.blame import SUSPECT
-from polar.rollout.protocol import INTERRUPTED, PLATFORM, Answer, Ended
+from polar.rollout.killer_detection import SUSPECT_KILLS
+from polar.rollout.protocol import INTERRUPTED, PLATFORM_REASONS, FinishStatus, SessionOutcome
 
 if TYPE_CHECKING:
     from tests.simulation.world import World
@@ -136,7 +136,7 @@ class Audit:
             self._check_end(was, work)
 
     def _check_end(self, was: Work, work: Work) -> None:
-        ended = msgspec.json.decode(work.summary or "", type=Ended)
+        ended = msgspec.json.decode(work.summary or "", type=SessionOutcome)
         if (ended.work_id, ended.fence) != (work.work_id, work.fence) or work.usable != (ended.reason is None):
             self._fail(f"The result of {work} is that of {ended}.")
         if work.session_id is None:
@@ -159,14 +159,14 @@ class Audit:
         if ended.reason == "lease_lost":
             self._fail(f"A lost session has a result: {ended}.")
         cancelled = self.tasks[work.run, work.task_id].cancelled is not None
-        if ended.reason in PLATFORM and was.attempt + 1 < self._world.schedule.attempts and not cancelled:
+        if ended.reason in PLATFORM_REASONS and was.attempt + 1 < self._world.schedule.attempts and not cancelled:
             self._fail(f"{work} was not tried again: {ended.reason}.")
 
-    def _check_sessionless(self, was: Work, work: Work, ended: Ended) -> None:
+    def _check_sessionless(self, was: Work, work: Work, ended: SessionOutcome) -> None:
         if ended.reason not in _SESSIONLESS:
             self._fail(f"{work} ends without a session: {ended.reason}.")
         task = self._world.tasks[work.run, work.task_id]
-        if ended.reason == "node_killer" and (not task.poison or was.kills < SUSPECT):
+        if ended.reason == "node_killer" and (not task.poison or was.kills < SUSPECT_KILLS):
             self._fail(f"Innocent work is set aside: {was}.")
         cancelled = self.tasks[work.run, work.task_id].cancelled
         if ended.reason in ("cancelled", "early_stop") and cancelled is None:
@@ -199,7 +199,7 @@ class Audit:
         most = max((one.max_running if one.max_running is not None else 1 << 30) for one in quotas)
         if running > most:
             self._fail(f"{running} sessions of {run} run, and {most} may.")
-        ahead = max((one.ahead if one.ahead is not None else 1 << 30) for one in quotas)
+        ahead = max((one.max_ahead if one.max_ahead is not None else 1 << 30) for one in quotas)
         untaken = db.execute(_UNTAKEN, (run, run)).fetchone()[0]
         if running + untaken > ahead:
             self._fail(f"{running} sessions of {run} run, {untaken} wait for its trainer, and {ahead} may be both.")
@@ -210,10 +210,10 @@ class Audit:
         if queued > most:
             self._fail(f"{queued} sessions of {run} are queued, and {most} may be.")
 
-    def told(self, ended: Ended, answer: Answer) -> None:
+    def told(self, ended: SessionOutcome, answer: FinishStatus) -> None:
         """What a node was answered to an end."""
         work = self.work[ended.work_id]
-        again = ended.reason in PLATFORM or ended.reason == INTERRUPTED
+        again = ended.reason in PLATFORM_REASONS or ended.reason == INTERRUPTED
         if ended.reason == INTERRUPTED and ended.session_id is not None:
             self._world.check_interrupted(self._world.sessions[ended.session_id])
         if answer == "taken" and ended.session_id is not None and not again and work.session_id != ended.session_id:

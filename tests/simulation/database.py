@@ -12,7 +12,7 @@ from functools import cache
 from typing import Any
 
 from polar.errors import StoreError
-from polar.store.sql import schema
+from polar.store.sql import load_schema
 from tests.simulation.loop import Process, VirtualLoop
 
 
@@ -23,7 +23,7 @@ class _Database:
     def __init__(self) -> None:
         self.db = sqlite3.connect(":memory:", isolation_level=None, cached_statements=500)
         self.db.execute("PRAGMA foreign_keys = ON")
-        for statement in schema():
+        for statement in load_schema():
             self.db.execute(statement)
         self.touched = False  # a task or some work
         self.db.create_function("touch", 0, self._touch)
@@ -102,7 +102,7 @@ class Troubles:
 class Store:
     """A server's store (rollout.rollout.RolloutStore), as far as the rollout service uses it."""
 
-    style = "named"
+    parameter_style = "named"
 
     def __init__(self, disk: Disk, loop: VirtualLoop, process: Process, troubles: Troubles, rng: random.Random) -> None:
         self._disk = disk
@@ -167,7 +167,7 @@ class Store:
             job.answer = job.work(self._disk.db)
         self._loop.later(self._delay(), job.settle)
 
-    async def set_policy(self, versions: Mapping[str, int]) -> None:
+    async def set_policy_versions(self, versions: Mapping[str, int]) -> None:
         rows = [{"replica": url, "version": version} for url, version in versions.items()]
         statement = (
             "INSERT INTO policies (replica, version) VALUES (:replica, :version) "
@@ -175,7 +175,7 @@ class Store:
         )
         await self.transact(lambda db: db.executemany(statement, rows) and None)
 
-    async def policies(self) -> dict[str, int]:
+    async def policy_versions(self) -> dict[str, int]:
         return dict(await self.query(lambda db: db.execute("SELECT replica, version FROM policies").fetchall()))
 
     async def import_session(self, data: bytes) -> str:
@@ -183,5 +183,5 @@ class Store:
         await self.transact(lambda _: self._disk.copies.add(session_id))
         return session_id
 
-    async def disown_session(self, session_id: str, reason: str) -> None:
+    async def revoke_session_reward(self, session_id: str, reason: str) -> None:
         await self.transact(lambda _: self._disk.disowned.setdefault(session_id, reason) and None)

@@ -91,7 +91,7 @@ class Faults:
         node = self._some_node(rng)
         server = self._world.address
         if node is not None and not node.machine.spec.inside and server is not None and not server.process.dead:
-            server.process.soon(lambda: self._world.loop.create_task(server.rollout.leasing.drain(node.node_id)))
+            server.process.soon(lambda: self._world.loop.create_task(server.rollout.lease_manager.drain(node.node_id)))
 
     def _cut_off(self, seconds: float, rng: random.Random) -> None:
         node = self._some_node(rng)

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec import Struct
 
-from polar.engines.wanted import Engines
+from polar.engines.desired_state import DesiredEngines
 from polar.errors import ConfigError, StoreError
-from polar.node.finished import Finished
-from polar.node.worker import Place, Worker
+from polar.node.finished_session import FinishedSession
+from polar.node.worker import Worker, WorkerContext
 from polar.rollout.models import TaskRequest
-from polar.rollout.protocol import Server
+from polar.rollout.protocol import RolloutServer
 from polar.runtimes.base import SandboxError
 from polar.store.base import Verdict
 from tests.simulation.loop import Process
@@ -43,7 +43,7 @@ class _Plan(Struct):
 
 
 class _Running:
-    def __init__(self, finished: "asyncio.Task[Finished]") -> None:
+    def __init__(self, finished: "asyncio.Task[FinishedSession]") -> None:
         self.finished = finished
         self.cancelled = asyncio.Event()
 
@@ -78,12 +78,12 @@ class Host:
     def _flaky(self) -> float:
         return self._world.schedule.flaky_hosts if self._world.troubled else 0.0
 
-    async def room(self) -> None:
+    async def wait_for_room(self) -> None:
         while self.busy >= self._most:
             self._less.clear()
             await self._less.wait()
 
-    def free(self) -> int:
+    def free_slots(self) -> int:
         return max(0, self._most - self.busy)
 
     async def submit(self, plan: Any, sample: int, work_id: int) -> Any:
@@ -97,7 +97,7 @@ class Host:
         running.finished = asyncio.get_running_loop().create_task(self._live(self._task(plan.task), session, running))
         return running
 
-    async def _live(self, task: Task, session: Session, running: _Running) -> Finished:
+    async def _live(self, task: Task, session: Session, running: _Running) -> FinishedSession:
         oldest = self._version()
         cancelled = asyncio.ensure_future(running.cancelled.wait())
         work = asyncio.ensure_future(self._run(task))
@@ -114,7 +114,7 @@ class Host:
         session.verdict = verdict
         self._world.note(self._node.node_id, f"{session.session_id} ends: {verdict.reward} {verdict.reason}")
         versions = oldest, self._version()
-        return Finished(
+        return FinishedSession(
             session.session_id, task.request.task_id, session.sample, verdict, {}, Path(), versions=versions
         )
 
@@ -142,7 +142,7 @@ class Node:
         self.node_id = f"{machine.spec.name}.{number}"
         self.machine = machine
         self.process = process
-        self.engines = Engines(-1)
+        self.engines = DesiredEngines(-1)
         self.stop = asyncio.Event()
         self.drain = asyncio.Event()
         self.host = Host(self, world, machine.spec.slots, world.rng(f"host {self.node_id}"))
@@ -150,9 +150,9 @@ class Node:
         self._rng = world.rng(self.node_id)
         self.worker: Worker
 
-    async def main(self, server: Server, replaces: list[str]) -> None:
+    async def main(self, server: RolloutServer, replaces: list[str]) -> None:
         spec = self.machine.spec
-        place = Place(
+        place = WorkerContext(
             node_id=self.node_id,
             name=spec.name,
             backends=spec.lanes,
@@ -161,9 +161,9 @@ class Node:
             replaces=replaces,
             stopped=[node_id for node_id in replaces if node_id in self.machine.told_to_end],
             load=dict,
-            apply=self._apply,
-            export=self._export,
-            disown=self._disown,
+            apply_engines=self._apply,
+            export_session=self._export,
+            disown_session=self._disown,
             mark_ending=lambda: self.machine.told_to_end.add(self.node_id),
             drain_seconds=3.0,
         )
@@ -180,7 +180,7 @@ class Node:
         self._world.disk.disowned.setdefault(session_id, reason)
         self._world.audit.disowned(session_id)
 
-    async def _apply(self, engines: Engines) -> dict[str, list[str]]:
+    async def _apply(self, engines: DesiredEngines) -> dict[str, list[str]]:
         if engines.generation >= self.engines.generation:  # as engines.pools has it
             self.engines = engines
             await asyncio.sleep(self._rng.uniform(0, 0.1))
@@ -216,7 +216,7 @@ class MachineState:
         server = RemoteServer(self._world.network, node.node_id, rng, self._world.audit.told)
         self._run(node, server)
 
-    def start_inside(self, process: Process, server: Server) -> None:
+    def start_inside(self, process: Process, server: RolloutServer) -> None:
         if self.node is not None:
             self._left.append(self.node.node_id)
         self._run(self._new(process), server)
@@ -226,7 +226,7 @@ class MachineState:
         self.node = Node(self._world, self, self._starts, process)
         return self.node
 
-    def _run(self, node: Node, server: Server) -> None:
+    def _run(self, node: Node, server: RolloutServer) -> None:
         left, self._left = self._left, []
         self._world.note(node.node_id, f"starts, in place of {left}")
         node.process.spawn(node.main(server, left))

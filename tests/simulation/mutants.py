@@ -6,11 +6,11 @@ from dataclasses import replace
 from typing import Any
 from unittest import mock
 
-import polar.rollout.rollout
+import polar.rollout.service
 from polar.errors import StoreError
 from polar.node.worker import Worker
-from polar.rollout.leasing import Leasing
-from polar.rollout.protocol import Answer, Ended, Held, Lease, Orders, Unreachable
+from polar.rollout.lease_manager import LeaseManager
+from polar.rollout.protocol import FinishStatus, HeartbeatResponse, Lease, LeaseId, ServerUnreachable, SessionOutcome
 from polar.rollout.queue import Queue
 
 
@@ -34,7 +34,7 @@ class _NotAgain(Queue):
     """What a node was given comes once, and was lost if its answer was."""
 
     async def lease(self, node: str, holding: Any, *arguments: Any) -> Any:
-        has = await self.db.query(lambda db: self._has(db, node))
+        has = await self.db.query(lambda db: self._leases_with_kills(db, node))
         return await super().lease(node, {*holding, *has}, *arguments)
 
 
@@ -43,64 +43,64 @@ class _Unguarded(Queue):
 
     def __init__(self, database: Any, epoch: int) -> None:
         super().__init__(database, epoch)
-        self.q = replace(self.q, hold=f"SELECT {epoch} WHERE :name = 'epoch'")
+        self.q = replace(self.q, lock_counter=f"SELECT {epoch} WHERE :name = 'epoch'")
 
 
 class _NeverInDoubt(Queue):
     """Whatever the database says of a commit is taken for the truth."""
 
     @property
-    def doubtful(self) -> bool:
+    def is_uncertain(self) -> bool:
         return False
 
 
 class _Endless(Queue):
     """Tries are not counted."""
 
-    async def finish(self, ended: Sequence[Ended], attempts: int) -> Any:
+    async def finish(self, ended: Sequence[SessionOutcome], attempts: int) -> Any:
         return await super().finish(ended, 1 << 30)
 
 
 class _LosesEnds(Worker):
     """What has ended is told once."""
 
-    async def _finish(self, ended: list[Ended]) -> list[Answer]:
+    async def _finish(self, ended: list[SessionOutcome]) -> list[FinishStatus]:
         try:
-            return await self._server.finish(self._place.node_id, ended)
-        except (Unreachable, StoreError):
+            return await self._server.finish(self._context.node_id, ended)
+        except (ServerUnreachable, StoreError):
             return ["taken"] * len(ended)
 
 
 class _Deaf(Worker):
     """It ends nothing that was cancelled."""
 
-    def _follow(self, orders: Orders) -> None:
+    def _apply_orders(self, orders: HeartbeatResponse) -> None:
         orders.cancel.clear()
-        super()._follow(orders)
+        super()._apply_orders(orders)
 
 
-class _Generous(Leasing):
+class _Generous(LeaseManager):
     """Quotas are somebody else's business."""
 
-    def _may_begin(self, run: str, busy: int) -> int:
+    def _session_budget(self, run: str, busy: int) -> int:
         return 1 << 20
 
 
-class _Forgetful(Leasing):
+class _Forgetful(LeaseManager):
     """Silent nodes are waited for without end."""
 
-    async def lose_silent(self, now: float) -> None:
+    async def expire_silent_members(self, now: float) -> None:
         return None
 
 
-class _Drops(Leasing):
+class _Drops(LeaseManager):
     """Some of what was given is forgotten at once."""
 
-    async def lease(self, node_id: str, holding: list[Held], room: int) -> list[Lease]:
+    async def lease(self, node_id: str, holding: list[LeaseId], room: int) -> list[Lease]:
         found = await super().lease(node_id, holding, room)
         member = self.members.get(node_id)
         if member is not None and len(found) > 1:
-            member.drop(found[0].held)
+            member.drop_lease(found[0].lease_id)
         return found
 
 
@@ -122,7 +122,7 @@ WORKERS = {"tells once": _LosesEnds, "hears no orders": _Deaf}
 
 _ENDLESS = "It does not come to an end: "
 MUTANTS = {
-    "no fence": r"The result of Work\(.*\) is that of Ended",
+    "no fence": r"The result of Work\(.*\) is that of SessionOutcome",
     "ends twice": r"Task\(.*\) has \d+ samples, \d+ of them done",
     "lost answers stay lost": _ENDLESS + "work is not done: .*state='leased'",
     "no epochs": _ENDLESS + "a server that was replaced is still there",
@@ -141,6 +141,6 @@ MUTANTS = {
 def broken(name: str) -> Iterator[type[Worker]]:
     """Meanwhile servers are broken like this; and the worker to use."""
     queue: Any = QUEUES.get(name, Queue)
-    leasing: Any = LEASINGS.get(name, Leasing)
-    with mock.patch.multiple(polar.rollout.rollout, Queue=queue, Leasing=leasing):
+    leasing: Any = LEASINGS.get(name, LeaseManager)
+    with mock.patch.multiple(polar.rollout.service, Queue=queue, LeaseManager=leasing):
         yield WORKERS.get(name, Worker)

@@ -8,8 +8,19 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from polar.errors import StoreError
-from polar.rollout.protocol import Answer, Beat, Ended, Held, Joined, Joining, Lease, Orders, UnknownNode, Unreachable
-from polar.rollout.steering import NotInForce
+from polar.rollout.engine_controller import NotAppliedYet
+from polar.rollout.protocol import (
+    FinishStatus,
+    Heartbeat,
+    HeartbeatResponse,
+    JoinRequest,
+    JoinResponse,
+    Lease,
+    LeaseId,
+    ServerUnreachable,
+    SessionOutcome,
+    UnknownNode,
+)
 from tests.simulation.loop import VirtualLoop
 
 if TYPE_CHECKING:
@@ -63,13 +74,13 @@ class Network:
     ) -> Any:
         """`work` is done at the server."""
         weather, call = self.weather, _Call(self._loop.create_future())
-        given_up = self._loop.later(rng.choice(_PATIENCE), call.settle, None, Unreachable("No answer in time."))
+        given_up = self._loop.later(rng.choice(_PATIENCE), call.settle, None, ServerUnreachable("No answer in time."))
         if rng.random() >= weather.loses and caller not in weather.cut:
             self._loop.later(self._delay(rng), self._deliver, caller, rng, work, call)
             if repeats and rng.random() < weather.repeats:
                 self._loop.later(rng.uniform(0, _LATE), self._deliver, caller, rng, work, None)
         elif rng.random() < 0.7:  # else nobody says anything
-            self._loop.later(self._delay(rng), call.settle, None, Unreachable("The connection was reset."))
+            self._loop.later(self._delay(rng), call.settle, None, ServerUnreachable("The connection was reset."))
         try:
             return await call.future
         finally:
@@ -81,7 +92,7 @@ class Network:
         server = self._found()
         if server is None or server.process.dead:
             if call is not None:
-                self._loop.later(self._delay(rng), call.settle, None, Unreachable("Nobody listens there."))
+                self._loop.later(self._delay(rng), call.settle, None, ServerUnreachable("Nobody listens there."))
             return
         if call is not None:
             server.calls.append(call)
@@ -90,10 +101,10 @@ class Network:
             answer, error = None, None
             try:
                 answer = await work(server)
-            except (UnknownNode, NotInForce) as raised:
+            except (UnknownNode, NotAppliedYet) as raised:
                 error = raised
             except StoreError as raised:
-                error = Unreachable(str(raised))  # type: ignore[assignment]
+                error = ServerUnreachable(str(raised))  # type: ignore[assignment]
             except Exception as raised:  # noqa: BLE001 - whatever it was, it should not have been
                 self._crashed(server.name, raised)
             if call is not None:
@@ -104,14 +115,14 @@ class Network:
     def _answer(self, caller: str, rng: random.Random, call: _Call, answer: Any, error: Exception | None) -> None:
         if caller in self.weather.cut or rng.random() < self.weather.loses_answers:
             if rng.random() < 0.7:
-                self._loop.later(self._delay(rng), call.settle, None, Unreachable("The connection was reset."))
+                self._loop.later(self._delay(rng), call.settle, None, ServerUnreachable("The connection was reset."))
             return
         self._loop.later(self._delay(rng), call.settle, answer, error)
 
     def reset(self, calls: list[_Call]) -> None:
         """Their server is dead."""
         for call in calls:
-            self._loop.later(0.001, call.settle, None, Unreachable("The connection was reset."))
+            self._loop.later(0.001, call.settle, None, ServerUnreachable("The connection was reset."))
 
 
 def _sent(value: Any, kind: Any) -> Any:
@@ -123,7 +134,7 @@ class RemoteServer:
     """The server, as a node sees it from afar (protocol.Server)."""
 
     def __init__(
-        self, network: Network, caller: str, rng: random.Random, told: Callable[[Ended, Answer], None]
+        self, network: Network, caller: str, rng: random.Random, told: Callable[[SessionOutcome, FinishStatus], None]
     ) -> None:
         """`told` hears what the server answers to each end."""
         self._network = network
@@ -138,24 +149,26 @@ class RemoteServer:
         async def work(server: "ServerProcess") -> Any:
             heard = [msgspec.json.decode(data, type=of) for data, of in sent]
             first = () if name == "join" else (node_id,)
-            return _sent(await getattr(server.rollout.leasing, name)(*first, *heard), kind)
+            return _sent(await getattr(server.rollout.lease_manager, name)(*first, *heard), kind)
 
         return await self._network.call(self._caller, self._rng, work)
 
-    async def join(self, joining: Joining) -> Joined:
-        found: Joined = await self._call("join", Joined, joining.node_id, (joining, Joining))
+    async def join(self, request: JoinRequest) -> JoinResponse:
+        found: JoinResponse = await self._call("join", JoinResponse, request.node_id, (request, JoinRequest))
         return found
 
-    async def lease(self, node_id: str, holding: list[Held], room: int) -> list[Lease]:
-        found: list[Lease] = await self._call("lease", list[Lease], node_id, (holding, list[Held]), (room, int))
+    async def lease(self, node_id: str, holding: list[LeaseId], room: int) -> list[Lease]:
+        found: list[Lease] = await self._call("lease", list[Lease], node_id, (holding, list[LeaseId]), (room, int))
         return found
 
-    async def beat(self, node_id: str, beat: Beat) -> Orders:
-        found: Orders = await self._call("beat", Orders, node_id, (beat, Beat))
+    async def heartbeat(self, node_id: str, heartbeat: Heartbeat) -> HeartbeatResponse:
+        found: HeartbeatResponse = await self._call("heartbeat", HeartbeatResponse, node_id, (heartbeat, Heartbeat))
         return found
 
-    async def finish(self, node_id: str, ended: list[Ended]) -> list[Answer]:
-        found: list[Answer] = await self._call("finish", list[Answer], node_id, (ended, list[Ended]))
+    async def finish(self, node_id: str, ended: list[SessionOutcome]) -> list[FinishStatus]:
+        found: list[FinishStatus] = await self._call(
+            "finish", list[FinishStatus], node_id, (ended, list[SessionOutcome])
+        )
         for one, answer in zip(ended, found, strict=True):
             self._told(one, answer)
         return found

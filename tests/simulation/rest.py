@@ -65,15 +65,15 @@ def _unsettled(world: "World") -> str | None:
         if run in world.schedule.quotas:
             if rollout.quotas().get(run) != world.schedule.quotas[run]:
                 world.fail(f"The quotas of {run} are {rollout.quotas().get(run)}.")
-            if world.schedule.quotas[run].ahead is not None and rollout.ledger.untaken[run]:
+            if world.schedule.quotas[run].max_ahead is not None and rollout.ledger.untaken[run]:
                 return f"{rollout.ledger.untaken[run]} sessions of {run} seem to wait for the trainer"
-    engines = rollout.steering.engines
+    engines = rollout.engine_controller.engines
     steering = world.trainers["default"].notes
     if world.schedule.steers and engines.pools["default"].replicas[0].version < steering.version:
         world.fail(f"The version is {engines.pools['default']}, and {steering.version} was set.")
     if engines.pools["default"].paused is not None:
         world.fail("Generation stands still, and it was resumed.")
-    members = rollout.leasing.members
+    members = rollout.lease_manager.members
     nodes = [machine.node for machine in world.machines if machine.node is not None and machine.alive]
     if len(nodes) != len(world.machines) or members.keys() != {node.node_id for node in nodes}:
         return f"the members are {list(members)}"
@@ -82,7 +82,7 @@ def _unsettled(world: "World") -> str | None:
             return f"{node.node_id} has {members[node.node_id].leases} in the server's memory"
         if node.worker._held or node.worker._outbox or node.host.busy:
             return f"{node.node_id} still holds something"
-        if node.engines != engines or members[node.node_id].applied != engines.generation:
+        if node.engines != engines or members[node.node_id].applied_generation != engines.generation:
             return f"{node.node_id} has engines {node.engines}"
     return None
 

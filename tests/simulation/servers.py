@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from polar.config import ServerSettings
 from polar.errors import StoreError
-from polar.rollout.rollout import Rollout
+from polar.rollout.service import RolloutService
 from tests.simulation.database import Store
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ class ServerProcess:
     def __init__(self, world: "World", number: int) -> None:
         self.name = f"server-{number}"
         self.process = world.process(self.name)
-        self.rollout: Rollout
+        self.rollout: RolloutService
         self.ready = False
         self.calls: list[Any] = []  # under way
         self._world = world
@@ -31,7 +31,7 @@ class ServerProcess:
         )
         try:
             self.rollout = world.parts.rollout(
-                store, settings, store_id="the server's", replicas=[REPLICA], versions=store.policies
+                store, settings, store_id="the server's", replicas=[REPLICA], versions=store.policy_versions
             )
             await self.rollout.__aenter__()
         except StoreError as error:
@@ -45,7 +45,7 @@ class ServerProcess:
         world.took_over(self)
         for machine in world.machines:
             if machine.spec.inside:
-                machine.start_inside(self.process, self.rollout.leasing)
+                machine.start_inside(self.process, self.rollout.lease_manager)
         await self.rollout.superseded.wait()
         world.note(self.name, "is superseded, and ends")
         world.ended(self)

@@ -4,7 +4,7 @@ import msgspec
 import pytest
 
 from polar.rollout.models import TaskRequest
-from polar.rollout.protocol import Ended
+from polar.rollout.protocol import SessionOutcome
 from tests.simulation.schedule import Fault, Machine, Schedule, Task
 from tests.simulation.world import Parts, World
 
@@ -48,7 +48,7 @@ def schedule(seed: int, kinds: list[str], machines: int, *, killer: bool = False
 def reasons(world: World) -> dict[str, int]:
     found: dict[str, int] = {}
     for work in world.audit.work.values():
-        reason = str(msgspec.json.decode(work.summary or "", type=Ended).reason)
+        reason = str(msgspec.json.decode(work.summary or "", type=SessionOutcome).reason)
         found[reason] = found.get(reason, 0) + 1
     return found
 

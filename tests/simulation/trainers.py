@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from polar.rollout.protocol import Unreachable
+from polar.rollout.engine_controller import EngineController, NotAppliedYet
+from polar.rollout.protocol import ServerUnreachable
 from polar.rollout.records import TaskRow, WorkRow
-from polar.rollout.rollout import Refused
 from polar.rollout.runs import Quotas
-from polar.rollout.steering import NotInForce, Steering
+from polar.rollout.service import RefusedTask
 from tests.simulation.loop import Process
 from tests.simulation.schedule import Task
 
@@ -71,7 +71,7 @@ class Trainer:
         while True:
             try:
                 return await self._world.network.call(f"trainer-{self.run}", self._rng, work, repeats=repeats)
-            except Unreachable:
+            except ServerUnreachable:
                 await asyncio.sleep(self._rng.uniform(0.05, 1))
 
     async def _until(self, at: float) -> None:
@@ -92,7 +92,7 @@ class Trainer:
         for _ in range(2 if self._rng.random() < 0.2 else 1):  # some say it twice
             while True:
                 (answer,) = await self._call(lambda server: server.rollout.submit([task.request]), repeats=True)
-                if not isinstance(answer, Refused):
+                if not isinstance(answer, RefusedTask):
                     break
                 if answer.code != 429 or self._world.quotas(self.run) == [Quotas()]:
                     self._world.fail(f"{task.name} is refused: {answer.error}")
@@ -103,7 +103,7 @@ class Trainer:
         if self._rng.random() < 0.1:
             other = task.request.model_copy(update={"instruction": "other"})
             (answer,) = await self._call(lambda server: server.rollout.submit([other]))
-            if not isinstance(answer, Refused) or answer.code != 409:
+            if not isinstance(answer, RefusedTask) or answer.code != 409:
                 self._world.fail(f"{task.name} with other content is answered {answer}.")
 
     async def _cancel_some(self) -> None:
@@ -130,10 +130,10 @@ class Trainer:
 
             async def page(server: "ServerProcess", after: int = after, limit: int = limit) -> list[WorkRow]:
                 if self.run in self._world.schedule.quotas:
-                    await server.rollout.consumed(self.run, _CONSUMER, after, "session")
+                    await server.rollout.update_consumer(self.run, _CONSUMER, after, "session")
                 rows = await server.rollout.sessions_after(self.run, after, limit)
                 if not rows:
-                    await server.rollout.wait(self.run, after, 5.0, "session")
+                    await server.rollout.wait_for_results(self.run, after, 5.0, "session")
                     rows = await server.rollout.sessions_after(self.run, after, limit)
                 return rows
 
@@ -150,7 +150,7 @@ class Trainer:
             after = notes.group_cursor
 
             async def page(server: "ServerProcess", after: int = after) -> list[TaskRow]:
-                await server.rollout.wait(self.run, after, 5.0, "group")
+                await server.rollout.wait_for_results(self.run, after, 5.0, "group")
                 return await server.rollout.groups_after(self.run, after, 2)
 
             for row in await self._call(page):
@@ -203,10 +203,10 @@ class Trainer:
         self.notes.version = version
         self._world.note("trainer-default", f"has set version {version}")
 
-    async def _in_force(self, work: Callable[[Steering], Any]) -> None:
+    async def _in_force(self, work: Callable[[EngineController], Any]) -> None:
         while True:
             try:
-                await self._call(lambda server: work(server.rollout.steering))
+                await self._call(lambda server: work(server.rollout.engine_controller))
                 return
-            except NotInForce:
+            except NotAppliedYet:
                 await asyncio.sleep(0.5)

@@ -14,8 +14,8 @@ from msgspec import Struct
 
 import polar.rollout.queue
 from polar.node.worker import Worker
-from polar.rollout.rollout import Rollout
 from polar.rollout.runs import Quotas
+from polar.rollout.service import RolloutService
 from tests.simulation.audit import Audit
 from tests.simulation.database import Disk, Troubles
 from tests.simulation.faults import Faults
@@ -39,7 +39,7 @@ class Broken(AssertionError):
 class Parts(Struct):
     """The production code that runs."""
 
-    rollout: Callable[..., Any] = Rollout
+    rollout: Callable[..., Any] = RolloutService
     worker: Callable[..., Any] = Worker
 
 

@@ -25,10 +25,10 @@ from splitting import split
 from torchdata.stateful_dataloader import StatefulDataLoader
 from transformers import AutoModelForCausalLM
 
-from polar.bridges.advantages import over_sessions
+from polar.bridges.advantages import compute_session_advantages
 from polar.bridges.areal import PolarWorkflow, follow
 from polar.bridges.bridge import Bridge
-from polar.export.areal import AReaL, to_tensors
+from polar.export.areal import ArealExporter, to_tensors
 
 
 class Local:
@@ -158,17 +158,17 @@ def load(engine: Local, asked: dict[str, Any], version: int) -> None:
 def splitting(asked: dict[str, Any]) -> dict[str, float]:
     """How far gradients are apart, relative to their size, when each call of some sessions is a row of its own."""
     with Bridge(asked["settings"]) as bridge:
-        groups = bridge.groups(["plain-0", "plain-1"], "splitting")
+        groups = bridge.run_groups(["plain-0", "plain-1"], "splitting")
     gradients = []
     for change in (lambda item: item, split):  # of every other session
         batch = []
         for group in groups:
-            credits = over_sessions([float(place % 2) for place in range(len(group.items))])
+            credits = compute_session_advantages([float(place % 2) for place in range(len(group.items))])
             items = [change(item) if place % 2 else item for place, item in enumerate(group.items)]
             rows = [
                 to_tensors(row, credit)
                 for item, credit in zip(items, credits, strict=True)
-                for row in AReaL().lines(item)
+                for row in ArealExporter().lines(item)
             ]
             batch.append(concat_padded_tensors(rows))
         engine = Local(asked["model"])

@@ -25,7 +25,7 @@ from art.types import TrainConfig
 from splitting import split
 from transformers import AutoModelForCausalLM
 
-from polar.bridges.art import Art, group_of
+from polar.bridges.art import Art, to_trajectory_group
 
 
 class Service:
@@ -78,7 +78,7 @@ async def train(asked: dict[str, Any]) -> dict[str, Any]:
     async with Art(asked["settings"]) as polar:
         engine = SimpleNamespace(inference_base_url=asked["engine"] + "/v1", get_step=lambda: asyncio.sleep(0, 3))
         await polar.attach(engine)
-        groups = await polar.groups(asked["tasks"], 3)
+        groups = await polar.run_groups(asked["tasks"], 3)
         versions = [replica["version"] for replica in (await polar.rollouts.client.policy())["replicas"]]
     rewards = [[one.reward for one in group] for group in groups]
     for group in groups:
@@ -99,7 +99,7 @@ async def train(asked: dict[str, Any]) -> dict[str, Any]:
 async def splitting(asked: dict[str, Any]) -> dict[str, float]:
     """How far gradients are apart, relative to their size, when each call of some sessions is a history of its own."""
     async with Art(asked["settings"]) as polar:
-        groups = await polar.rollouts.groups(["plain-0", "plain-1"], "splitting")
+        groups = await polar.rollouts.run_groups(["plain-0", "plain-1"], "splitting")
     gradients = []
     for change in (lambda item: item, split):  # of every other session
         made = []
@@ -107,7 +107,7 @@ async def splitting(asked: dict[str, Any]) -> dict[str, float]:
             for place, item in enumerate(group.items):
                 item.session.reward = float(place % 2)
             group.items = [change(item) if place % 2 else item for place, item in enumerate(group.items)]
-            made.append(group_of(group))
+            made.append(to_trajectory_group(group))
         gradients += (await trained(asked, made)).gradients
     whole, parts = gradients
     return {"gradient": whole.norm().item(), "apart": ((whole - parts).norm() / whole.norm()).item()}

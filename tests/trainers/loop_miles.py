@@ -36,7 +36,7 @@ from transformers import AutoModelForCausalLM
 
 from polar.bridges import slime
 from polar.bridges.bridge import Bridge
-from polar.bridges.slime_samples import padded, samples_of
+from polar.bridges.slime_samples import build_samples, pad_to_ranks
 
 KEYS = [
     "tokens",
@@ -73,7 +73,7 @@ def flags(asked: dict[str, Any], *more: str) -> Any:
     written = f"""
         --rollout-function-path polar.bridges.slime.generate_rollout
         --eval-function-path polar.bridges.slime.generate_rollout
-        --custom-reward-post-process-path polar.bridges.slime.normalise
+        --custom-reward-post-process-path polar.bridges.slime.normalize_rewards
         --custom-config-path {asked["settings"]}
         --prompt-data {asked["rows"]} --input-key task_id
         --eval-prompt-data held {asked["rows"]} --n-samples-per-eval-prompt 1
@@ -196,7 +196,7 @@ def splitting(asked: dict[str, Any]) -> dict[str, float]:
     """How far gradients are apart, relative to their size, when each call of the sessions is a sample of its own."""
     found = {}
     with Bridge(asked["polar"]) as bridge:
-        groups = bridge.groups(["plain-0", "plain-1"], "splitting")
+        groups = bridge.run_groups(["plain-0", "plain-1"], "splitting")
     for name in ("mean over samples", "mean over tokens", "mean over samples, by Miles alone"):
         args = flags(asked)
         args.calculate_per_token_loss = name == "mean over tokens"
@@ -213,8 +213,8 @@ def splitting(asked: dict[str, Any]) -> dict[str, float]:
                         trace.reward = float(place % 2)
                 given = [Sample(group_index=len(samples), index=len(samples) * 8 + n) for n in range(len(group.items))]
                 changed = [change(item) if place % 2 else item for place, item in enumerate(group.items)]
-                samples.append(samples_of(args, given, changed))
-            rows = [one for group in padded(args, samples) for session in group for one in session]
+                samples.append(build_samples(args, given, changed))
+            rows = [one for group in pad_to_ranks(args, samples) for session in group for one in session]
             manager._dynamic_global_batch_size = manager._compute_dynamic_global_batch_size(len(rows))
             trained = manager._convert_samples_to_train_data(rows)
             trainer = Trainer(args, asked["model"])
@@ -229,7 +229,7 @@ def splitting(asked: dict[str, Any]) -> dict[str, float]:
 def weightless(args: Any, samples: list[Any]) -> Any:
     """By session, but each sample with the advantage of all of it."""
     args.calculate_per_token_loss = True
-    raw, rewards = slime.normalise(args, samples)
+    raw, rewards = slime.normalize_rewards(args, samples)
     args.calculate_per_token_loss = False
     return raw, rewards
 

@@ -32,8 +32,8 @@ from splitting import split
 from torchdata.stateful_dataloader import StatefulDataLoader
 from transformers import AutoModelForCausalLM
 
-from polar.bridges.openrlhf_trainer import following
-from polar.bridges.rollouts import Rollouts
+from polar.bridges.openrlhf_trainer import make_polar_trainer
+from polar.bridges.rollouts import RolloutClient
 
 AGENT = """
 import without_gpu
@@ -251,16 +251,16 @@ def change(executor: type[Any]) -> type[Any]:
     if how is None:
         return executor
 
-    ran = Rollouts.group
+    ran = RolloutClient.run_group
 
-    async def group(self: Rollouts, task: str, key: str, **more: Any) -> Any:
+    async def group(self: RolloutClient, task: str, key: str, **more: Any) -> Any:
         found = await ran(self, task, "given", samples=more["samples"])
         items = [rewarded(one, 1.0 / (1 + index)) for index, one in enumerate(found.items)]
         if how == "split":
             items = [split(one) if index % 2 == 0 else one for index, one in enumerate(items)]
         return msgspec.structs.replace(found, items=items)
 
-    Rollouts.group = group  # type: ignore[method-assign]
+    RolloutClient.run_group = group  # type: ignore[method-assign]
     return executor
 
 
@@ -291,7 +291,7 @@ def trained(asked: dict[str, Any], rollout: Any, *, steps: bool = True) -> Any:
     group = Group(asked, strategy)
     own = ppo_trainer.PPOTrainer.__ray_metadata__.modified_class
     parts = (group, None, None, None, [rollout])
-    trainer = following(own, asked["settings"], serves=False)(
+    trainer = make_polar_trainer(own, asked["settings"], serves_engines=False)(
         asked["model"], strategy, *parts, max_len=512, temperature=1.0, top_p=1.0
     )
     if not steps:

@@ -31,8 +31,8 @@ from skyrl.train.utils.callbacks import TrainingCallback
 from splitting import split
 from transformers import AutoTokenizer
 
-from polar.bridges.rollouts import Group
-from polar.bridges.skyrl import Generator, following
+from polar.bridges.rollouts import SessionGroup
+from polar.bridges.skyrl import Generator, make_polar_trainer
 
 
 class Plain:
@@ -181,7 +181,7 @@ def train(asked: dict[str, Any]) -> dict[str, Any]:
     cfg = configured(asked, **sizes)
     logged: list[dict[str, Any]] = []
 
-    class Logging(following(RayPPOTrainer)):  # type: ignore[misc]
+    class Logging(make_polar_trainer(RayPPOTrainer)):  # type: ignore[misc]
         def _fire(self, event_name: str, **fields: Any) -> None:
             if event_name == "on_log":
                 logged.append(fields["logs"])
@@ -202,15 +202,15 @@ class Given(Generator):
 
     def __init__(self, source: Any, change: Any) -> None:
         super().__init__(source)
-        ran = self.rollouts.group
+        ran = self.rollouts.run_group
 
-        async def group(task: str, key: str, **more: Any) -> Group:
+        async def group(task: str, key: str, **more: Any) -> SessionGroup:
             found = await ran(task, "given", samples=more["samples"])
             return msgspec.structs.replace(
                 found, items=[change(rewarded(item, 1.0 / (1 + index))) for index, item in enumerate(found.items)]
             )
 
-        self.rollouts.group = group  # type: ignore[method-assign]
+        self.rollouts.run_group = group  # type: ignore[method-assign]
 
 
 def rewarded(item: Any, reward: float) -> Any:
@@ -255,7 +255,7 @@ def splitting(asked: dict[str, Any]) -> dict[str, Any]:
         return float((whole - parts).norm() / whole.norm())
 
     reductions = ("token_mean", "prompt_mean", "sequence_mean", "seq_mean_token_sum_norm")
-    found = {reduction: apart(following(RayPPOTrainer), reduction) for reduction in reductions}
+    found = {reduction: apart(make_polar_trainer(RayPPOTrainer), reduction) for reduction in reductions}
     return found | {"sequence_mean, by SkyRL alone": apart(RayPPOTrainer, "sequence_mean")}
 
 

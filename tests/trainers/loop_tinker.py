@@ -19,7 +19,7 @@ from tinker import Datum
 from transformers import AutoModelForCausalLM
 
 from polar.bridges.bridge import Bridge
-from polar.bridges.tinker import Tinker, batch_of
+from polar.bridges.tinker import Tinker, build_batch
 
 
 class Local:
@@ -77,7 +77,7 @@ def train(asked: dict[str, Any]) -> dict[str, Any]:
 def splitting(asked: dict[str, Any]) -> dict[str, float]:
     """How far gradients are apart, relative to their size, when each call of some sessions is a datum of its own."""
     with Bridge(asked["settings"]) as bridge:
-        groups = bridge.groups(["plain-0", "plain-1"], "splitting")
+        groups = bridge.run_groups(["plain-0", "plain-1"], "splitting")
     for group in groups:  # so that there is something to learn
         for place, item in enumerate(group.items):
             item.session.reward = float(place % 2)
@@ -92,7 +92,9 @@ def splitting(asked: dict[str, Any]) -> dict[str, float]:
 
 
 def gradient(asked: dict[str, Any], groups: Any, *, per_token: bool) -> Any:
-    return Local(asked["model"]).forward_backward(batch_of(groups, per_token=per_token).datums, "importance_sampling")
+    return Local(asked["model"]).forward_backward(
+        build_batch(groups, per_token=per_token).datums, "importance_sampling"
+    )
 
 
 def main() -> None:

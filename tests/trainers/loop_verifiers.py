@@ -115,7 +115,7 @@ def splitting(asked: dict[str, Any]) -> dict[str, Any]:
     from verifiers.v1.graph import MessageNode
 
     from polar.bridges.bridge import Bridge
-    from polar.bridges.verifiers import nodes
+    from polar.bridges.verifiers import build_nodes
     from polar.rollout.models import TraceResult
 
     like = episodes(asked | {"tasks": asked["tasks"][:1]})[0].traces[0]
@@ -124,7 +124,7 @@ def splitting(asked: dict[str, Any]) -> dict[str, Any]:
     def trace_of(item: Any, result: Any) -> Any:
         blank = [TraceResult(prompt_ids=[], response_ids=[], loss_mask=[]) for _ in range(len(item.trajectory.traces))]
         told = result.model_copy(update={"trajectory": result.trajectory.model_copy(update={"traces": blank})})
-        made = [MessageNode.model_validate(node) for node in nodes(item, told)]
+        made = [MessageNode.model_validate(node) for node in build_nodes(item, told)]
         return like.model_copy(update={"nodes": made, "calls": []})
 
     def gradient(items: list[Any], results: list[Any]) -> tuple[Any, int]:
@@ -136,7 +136,7 @@ def splitting(asked: dict[str, Any]) -> dict[str, Any]:
         return torch.cat([weight.grad.flatten() for weight in model.parameters()]), len(rows)
 
     with Bridge(asked["settings"]) as bridge:
-        (group,) = bridge.groups(asked["tasks"][:1], "splitting")
+        (group,) = bridge.run_groups(asked["tasks"][:1], "splitting")
     whole, rows = gradient(group.items, group.results)
     parts, more = gradient([split(group.items[0]), *group.items[1:]], group.results)
     return {"rows": [rows, more], "largest": float(whole.abs().max()), "differ": float((whole - parts).abs().max())}

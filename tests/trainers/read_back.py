@@ -74,7 +74,7 @@ def trl(file: Path, traces: Traces) -> None:
     from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
     from trl import GRPOConfig, GRPOTrainer
 
-    from polar.export.trl import rollout
+    from polar.export.trl import to_rollout_columns
 
     rows = lines(file)
     tokenizer = AutoTokenizer.from_pretrained(TOKENIZER)
@@ -100,7 +100,7 @@ def trl(file: Path, traces: Traces) -> None:
             report_to=[],
         ),
         train_dataset=Dataset.from_list([{"prompt": "go"}]),
-        rollout_func=lambda prompts, trainer: rollout(rows),
+        rollout_func=lambda prompts, trainer: to_rollout_columns(rows),
         reward_funcs=lambda completions, reward, **kwargs: reward,
     )
     trainer.model.train()

@@ -3,11 +3,11 @@
 import msgspec
 import numpy as np
 
-from polar.export.base import Item
+from polar.export.base import SessionItem
 from polar.trajectory.types import Span, Trace
 
 
-def split(item: Item) -> Item:
+def split(item: SessionItem) -> SessionItem:
     whole = item.trajectory.traces
     trainable = sum(int(trace.loss_mask.sum()) for trace in whole)
     traces = [_part(trace, span, trainable) for trace in whole for span in trace.spans]

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from polar.bridges.bridge import Bridge
-from polar.bridges.sampling import overrides
+from polar.bridges.sampling import build_sampling_overrides
 from tests.bridging import Served, served
 from tests.trainers.running import found_by
 
@@ -34,8 +34,8 @@ def test_two_steps_of_its_executor(tmp_path: Path) -> None:
     with served(tmp_path) as it:
         found = found_by("loop_areal.py", "train", asked(it, tmp_path), tmp_path)
         with Bridge(it.settings(name="areal")) as bridge:
-            over = overrides(temperature=1.0, top_p=1.0, top_k=-1)  # AReaL's, where nobody says anything
-            asked_again = partial(bridge.rollouts.group, sampling=over)
+            over = build_sampling_overrides(temperature=1.0, top_p=1.0, top_k=-1)  # AReaL's, where nobody says anything
+            asked_again = partial(bridge.rollouts.run_group, sampling=over)
             recorded = [[bridge.run(asked_again(task, f"v{version}")) for task in TASKS] for version in range(2)]
     assert found["versions"] == [[0], [1]]
     someone = False

@@ -26,7 +26,7 @@ def test_a_step_of_its_backend(tmp_path: Path) -> None:
     with served(tmp_path) as it:
         found = found_by("loop_art.py", "train", asked(it, tmp_path), tmp_path)
         with Bridge(it.settings(name="art")) as bridge:
-            groups = bridge.groups(TASKS, "step-3")
+            groups = bridge.run_groups(TASKS, "step-3")
     assert found["moved"] > 0
     assert found["versions"] == [3]
     assert (found["tasks"], found["rewards"]) == (TASKS, [group.rewards for group in groups])

@@ -6,15 +6,15 @@ from typing import Any
 import pytest
 
 from polar.audit.audit import audit
-from polar.audit.form import Fields
 from polar.audit.formats import read
+from polar.audit.raw_row import RawRow
 from tests.trainers.running import found_by
 from tests.unit.audit.rollouts import Policy, fields, small, teacher
 
 pytestmark = pytest.mark.trainers
 
 
-def line(number: int, one: Fields) -> dict[str, Any]:
+def line(number: int, one: RawRow) -> dict[str, Any]:
     return {
         "prompt_ids": one.prompt,
         "response_ids": one.response,

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from polar.engines.scripted.server import TOKENIZER
-from polar.export.base import Exporter, Item
-from polar.export.huggingface import HuggingFace
-from polar.export.preference import Preference
-from polar.export.sft_tokens import SftTokens
+from polar.engines.scripted.server import TOKENIZER_FOLDER
+from polar.export.base import Exporter, SessionItem
+from polar.export.huggingface import HuggingFaceExporter
+from polar.export.preference import PreferenceExporter
+from polar.export.sft_tokens import SftTokensExporter
 from tests.unit.export.samples import exported
 from tests.unit.export.test_data_formats import answer
 from tests.unit.export.test_messages import two_turns
@@ -22,19 +22,22 @@ ROOT = Path(__file__).parents[2]
 PYTHON = ROOT / ".cache" / "trainers" / "venv" / "bin" / "python"
 
 
-def written(exporter: Exporter, items: list[Item], path: Path) -> list[bytes]:
+def written(exporter: Exporter, items: list[SessionItem], path: Path) -> list[bytes]:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(exported(exporter, items))
-    return [] if exporter.binary else path.read_bytes().splitlines()
+    return [] if exporter.is_binary else path.read_bytes().splitlines()
 
 
 def test_datasets_and_trl_take_what_is_exported(tmp_path: Path) -> None:
     good, bad = two_turns().item(1.0, task_id="t"), answer("bad", "I don't know.").item(0.0, task_id="t")
-    card = HuggingFace()
-    written(card, [good], tmp_path / "set" / card.file)
-    (tmp_path / "set" / "README.md").write_text(card.beside["README.md"])
-    rows = [json.loads(line) for line in written(SftTokens(str(TOKENIZER)), [good], tmp_path / "tokens.jsonl")]
-    assert len(written(Preference(), [good, bad], tmp_path / "pairs.jsonl")) == 1
+    card = HuggingFaceExporter()
+    written(card, [good], tmp_path / "set" / card.file_name)
+    (tmp_path / "set" / "README.md").write_text(card.extra_files["README.md"])
+    rows = [
+        json.loads(line)
+        for line in written(SftTokensExporter(str(TOKENIZER_FOLDER)), [good], tmp_path / "tokens.jsonl")
+    ]
+    assert len(written(PreferenceExporter(), [good, bad], tmp_path / "pairs.jsonl")) == 1
     tiny.folder(tmp_path / "model")
     done = subprocess.run(
         [str(PYTHON), str(Path(__file__).with_name("data_formats.py")), str(tmp_path)],

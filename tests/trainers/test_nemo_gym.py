@@ -12,12 +12,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from polar.bridges.nemo_gym import traces_of
-from polar.bridges.nemo_rl import BySession, batch
-from polar.bridges.reading import item
+from polar.bridges.export_item import to_export_item
+from polar.bridges.nemo_gym import split_traces
+from polar.bridges.nemo_rl import SessionAdvantageEstimator, build_batch
 from polar.client.async_client import AsyncClient
-from polar.export.atif import Atif
-from polar.tasks.reading import read
+from polar.export.atif import AtifExporter
+from polar.tasks.reader import read
 from polar.trajectory.types import Trace
 from tests.bridging import TOKEN, Served, served, task
 from tests.trainers.running import NEWER, ROOT, found_by
@@ -51,7 +51,7 @@ def asked(it: Served, folder: Path) -> dict[str, Any]:
 
 async def recorded(it: Served, names: list[str]) -> list[list[Trace]]:
     async with AsyncClient(it.url, TOKEN) as client:
-        return [item((await client.task(name)).results[0]).trajectory.traces for name in names]
+        return [to_export_item((await client.task(name)).results[0]).trajectory.traces for name in names]
 
 
 def tokens(row: dict[str, Any]) -> tuple[list[int], list[int], list[float]]:
@@ -83,7 +83,7 @@ def test_its_collection_drives_the_environment(tmp_path: Path) -> None:
     assert sorted(run["polar"]["task"] for run in runs) == ["plain-0"] * 4 + ["split-0"] * 4
     assert [one["_ng_failure_class"] for one in found["failures"]] == ["nothing_to_train"] * 4
     for run, session in zip(runs, traces, strict=True):
-        assert [tokens(row) for row in traces_of(run)] == [expected(trace) for trace in session]
+        assert [tokens(row) for row in split_traces(run)] == [expected(trace) for trace in session]
         assert run["reward"] == session[0].reward
         assert all(len(one["generation_token_ids"]) <= 5 for one in run["response"]["output"])
     (metrics,) = found["metrics"]
@@ -91,13 +91,13 @@ def test_its_collection_drives_the_environment(tmp_path: Path) -> None:
     assert len(found["response"]["output"]) == 2
 
     model = AutoModelForCausalLM.from_pretrained(it.model, dtype="float32")
-    fields = batch(runs, rows=24)
+    fields = build_batch(runs, rows=24)
     assert (fields["polar_session"] >= 0).sum() == 4 + 12
     if len(set(fields["total_reward"][:16].tolist())) == 1:
         fields["total_reward"][0] += 1.0  # random weights may have earned nothing
     before = model.lm_head.weight.detach().clone()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    advantages = nemo_rl.advantages(BySession(nemo_rl.GRPOAdvantageEstimator()), fields)
+    advantages = nemo_rl.advantages(SessionAdvantageEstimator(nemo_rl.GRPOAdvantageEstimator()), fields)
     nemo_rl.loss(model, fields, advantages, token_level=True).backward()
     optimizer.step()
     assert not torch.equal(before, model.lm_head.weight)
@@ -107,7 +107,7 @@ def test_harbor_reads_what_is_its_own(tmp_path: Path) -> None:
     talk = Talk()
     talk.call([{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello?"}], said("Hello."))
     export = tmp_path / "export.jsonl"
-    export.write_bytes(exported(Atif(), [talk.item()]))
+    export.write_bytes(exported(AtifExporter(), [talk.item()]))
     folders = sorted((ROOT / "examples" / "harbor").iterdir())
     question = {"export": str(export), "tasks": [str(folder) for folder in folders]}
     found = found_by("loop_nemo_gym.py", "harbor", question, tmp_path, python=NEWER)

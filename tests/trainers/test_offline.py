@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from polar.harnesses import load_harness
-from polar.harnesses.cache import find
+from polar.harnesses.cache import find_installation
 from tests.harnesses.run import POLAR, ROOT
 from tests.integration.test_offline import teacher
 from tests.unit.train import tiny
@@ -94,7 +94,7 @@ def conversations(data: Path) -> Counter[str]:
 @pytest.fixture(scope="module")
 def killed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """The data of a run that was killed twice, and of one that was not."""
-    missing = [name for name in HARNESSES if find(CACHE, load_harness(name)) is None]
+    missing = [name for name in HARNESSES if find_installation(CACHE, load_harness(name)) is None]
     assert not missing, f"not installed: {', '.join(missing)} (make harnesses)"
     folder = tmp_path_factory.mktemp("offline")
     with teacher("--play", str(PLAY)) as engine:

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from polar.bridges.reading import item
+from polar.bridges.export_item import to_export_item
 from polar.client.async_client import AsyncClient
-from polar.export.base import Item
+from polar.export.base import SessionItem
 from tests.bridging import TOKEN, Served, served
 from tests.trainers.running import found_by
 
@@ -57,16 +57,20 @@ def test_a_step_of_its_trainer(tmp_path: Path) -> None:
     assert trained == {key: set(sampled) for key, (sampled, _) in expected.items()}
 
 
-async def seen(it: Served) -> tuple[list[int], list[list[Item]], list[int]]:
+async def seen(it: Served) -> tuple[list[int], list[list[SessionItem]], list[int]]:
     """The versions of the engines, the step's groups as the service has them, and how many sessions evaluated it."""
     async with AsyncClient(it.url, TOKEN) as client:
         trained = [await client.task(f"openrlhf/train-0/{task}") for task in TASKS]
         evaluated = [await client.task(f"openrlhf/eval-1/{task}") for task in TASKS]
         versions = [replica["version"] for replica in (await client.policy())["replicas"]]
-    return versions, [[item(one) for one in task.results] for task in trained], [len(t.results) for t in evaluated]
+    return (
+        versions,
+        [[to_export_item(one) for one in task.results] for task in trained],
+        [len(t.results) for t in evaluated],
+    )
 
 
-def traces_of(group: list[Item]) -> list[tuple[tuple[int, ...], dict[int, float], float]]:
+def traces_of(group: list[SessionItem]) -> list[tuple[tuple[int, ...], dict[int, float], float]]:
     """The tokens of each trace, the log-probability of each place that trains, and the sign of its advantage."""
     rewards = [float(one.session.reward or 0) for one in group]
     found = []

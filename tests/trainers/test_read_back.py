@@ -12,18 +12,18 @@ from pathlib import Path
 
 import pytest
 
-from polar.export.areal import AReaL
-from polar.export.atif import Atif
-from polar.export.base import Exporter, Item
-from polar.export.openrlhf import OpenRlhf
-from polar.export.parquet import Parquet
-from polar.export.prime_rl import PrimeRl
-from polar.export.sft import Sft
-from polar.export.skyrl import SkyRl
-from polar.export.tinker import Tinker
-from polar.export.trl import Trl
-from polar.export.verl import Verl
-from polar.trajectory.types import Sampled
+from polar.export.areal import ArealExporter
+from polar.export.atif import AtifExporter
+from polar.export.base import Exporter, SessionItem
+from polar.export.openrlhf import OpenRlhfExporter
+from polar.export.parquet import ParquetExporter
+from polar.export.prime_rl import PrimeRlExporter
+from polar.export.sft import SftExporter
+from polar.export.skyrl import SkyRlExporter
+from polar.export.tinker import TinkerExporter
+from polar.export.trl import TrlExporter
+from polar.export.verl import VerlExporter
+from polar.trajectory.types import SessionPaths
 from tests.unit.export.samples import Talk, exported, item, said
 from tests.unit.trajectory.samples import path
 
@@ -33,7 +33,7 @@ ROOT = Path(__file__).parents[2]
 PYTHON = ROOT / ".cache" / "trainers" / "venv" / "bin" / "python"
 
 
-def of_tokens() -> list[Item]:
+def of_tokens() -> list[SessionItem]:
     """A session of two traces, the first of two turns; and one of a single call, part of which does not train."""
     several = [
         path(0, [11, 12], [13, 14]),
@@ -41,10 +41,10 @@ def of_tokens() -> list[Item]:
         path(2, [19], [18, 17], role="subagent"),
     ]
     cut = path(0, [11, 12], [20, 21, 22], session_id="other", trainable=2)
-    return [item(Sampled("s", several, 0.5), task_id="t"), item(Sampled("other", [cut], -1.0), task_id="t")]
+    return [item(SessionPaths("s", several, 0.5), task_id="t"), item(SessionPaths("other", [cut], -1.0), task_id="t")]
 
 
-def of_words() -> list[Item]:
+def of_words() -> list[SessionItem]:
     talk = Talk()
     talk.call([{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello?"}], said("Hello."))
     return [talk.item()]
@@ -53,20 +53,20 @@ def of_words() -> list[Item]:
 @pytest.mark.parametrize(
     ("trainer", "make", "sessions"),
     [
-        ("verl", Verl, of_tokens),
-        ("trl", Trl, of_tokens),
-        ("skyrl", SkyRl, of_tokens),
-        ("openrlhf", OpenRlhf, of_tokens),
-        ("areal", AReaL, of_tokens),
-        ("tinker", Tinker, of_tokens),
-        ("verifiers", PrimeRl, of_tokens),
-        ("datasets", Parquet, of_tokens),
-        ("atif", Atif, of_words),
-        ("sft", Sft, of_words),
+        ("verl", VerlExporter, of_tokens),
+        ("trl", TrlExporter, of_tokens),
+        ("skyrl", SkyRlExporter, of_tokens),
+        ("openrlhf", OpenRlhfExporter, of_tokens),
+        ("areal", ArealExporter, of_tokens),
+        ("tinker", TinkerExporter, of_tokens),
+        ("verifiers", PrimeRlExporter, of_tokens),
+        ("datasets", ParquetExporter, of_tokens),
+        ("atif", AtifExporter, of_words),
+        ("sft", SftExporter, of_words),
     ],
 )
 def test_the_trainer_reads_it(
-    trainer: str, make: Callable[[], Exporter], sessions: Callable[[], list[Item]], tmp_path: Path
+    trainer: str, make: Callable[[], Exporter], sessions: Callable[[], list[SessionItem]], tmp_path: Path
 ) -> None:
     if not PYTHON.exists():
         pytest.fail("The trainers are not installed: run `make test-trainers`")

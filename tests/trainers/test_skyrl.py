@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from polar.bridges.reading import item
+from polar.bridges.export_item import to_export_item
 from polar.client.async_client import AsyncClient, ClientError
-from polar.export.base import Item
+from polar.export.base import SessionItem
 from tests.bridging import TOKEN, Served, served
 from tests.trainers.running import found_by
 
@@ -48,14 +48,14 @@ def test_two_steps_of_its_trainer(tmp_path: Path) -> None:
     assert sum("eval/all/avg_score" in log for log in found["logs"]) == 3  # before, and after each step
 
 
-async def seen(it: Served) -> tuple[list[int], list[list[list[Item]]]]:
+async def seen(it: Served) -> tuple[list[int], list[list[list[SessionItem]]]]:
     """The versions of the engines, and the groups of each step as the service has them."""
     async with AsyncClient(it.url, TOKEN) as client:
         steps = []
         for step in (1, 2):
             names = [f"skyrl/train-{step}/{task}" for task in TASKS]
             known = [await client.task(name) for name in names if await has(client, name)]
-            steps.append([[item(result) for result in one.results] for one in known])
+            steps.append([[to_export_item(result) for result in one.results] for one in known])
         return [replica["version"] for replica in (await client.policy())["replicas"]], steps
 
 
@@ -69,7 +69,7 @@ async def has(client: AsyncClient, task: str) -> bool:
     return True
 
 
-def rows_of(groups: list[list[Item]]) -> list[dict[str, Any]]:
+def rows_of(groups: list[list[SessionItem]]) -> list[dict[str, Any]]:
     rows = []
     for group in groups:
         rewards = [float(one.session.reward or 0) for one in group]

@@ -64,7 +64,7 @@ def _counted(rows: list[dict[str, Any]]) -> Counter[str]:
 def recorded_rows(bridge: Bridge, index: int) -> list[dict[str, Any]]:
     """Of the group that Miles counted so; it is there already, and nothing runs."""
     task = TASKS[index % len(TASKS)]
-    group = bridge.run(bridge.rollouts.group(task, str(index), samples=4, sampling=everything()))
+    group = bridge.run(bridge.rollouts.run_group(task, str(index), samples=4, sampling=everything()))
     rewards = np.array(group.rewards)
     spread = rewards.std(ddof=1)
     sessions = len(group.items)

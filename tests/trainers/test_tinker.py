@@ -25,7 +25,7 @@ def test_two_steps(tmp_path: Path) -> None:
     with served(tmp_path) as it:
         found = found_by("loop_tinker.py", "train", asked(it, tmp_path), tmp_path)
         with Bridge(it.settings(name="tinker")) as bridge:
-            recorded = [bridge.groups(TASKS, f"step-{step}") for step in range(2)]
+            recorded = [bridge.run_groups(TASKS, f"step-{step}") for step in range(2)]
     someone = False
     for step, (told, groups) in enumerate(zip(found["steps"], recorded, strict=True)):
         rewards = np.array([group.rewards for group in groups])

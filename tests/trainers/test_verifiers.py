@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from polar.bridges.reading import item
+from polar.bridges.export_item import to_export_item
 from polar.client.async_client import AsyncClient
 from polar.trajectory.types import Trace
 from tests.bridging import TOKEN, Served, served, task
@@ -40,7 +40,7 @@ def sample(trace: Trace) -> dict[str, Any]:
 async def recorded(it: Served, names: list[str]) -> list[list[dict[str, Any]]]:
     async with AsyncClient(it.url, TOKEN) as client:
         results = [(await client.task(name)).results[0] for name in names]
-    return [[sample(trace) for trace in item(result).trajectory.traces] for result in results]
+    return [[sample(trace) for trace in to_export_item(result).trajectory.traces] for result in results]
 
 
 def test_a_step_from_its_own_evaluation(tmp_path: Path) -> None:

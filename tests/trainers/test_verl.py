@@ -16,9 +16,9 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
-from polar.bridges.verl import rows
-from polar.client.given import tasks_of
+from polar.bridges.verl import build_rows
 from polar.client.sync_client import Client
+from polar.client.task_input import load_tasks
 from tests.bridging import TOKEN, Served, served
 
 pytestmark = pytest.mark.trainers
@@ -30,10 +30,10 @@ SESSIONS = 8
 
 def overrides(it: Served, folder: Path, mode: str, **more: Any) -> list[str]:
     """verl's configuration: two steps of two prompts, one of them with sessions of three traces. `more` is Ray's."""
-    known = {task.task_id: task for task in tasks_of(str(it.tasks))}
+    known = {task.task_id: task for task in load_tasks(str(it.tasks))}
     data, loops = folder / "tasks.parquet", folder / "polar.yaml"
     wanted = [known[name] for name in ("plain-0", "split-0", "plain-1", "split-1")]
-    pq.write_table(pa.Table.from_pylist(rows(wanted)), data)
+    pq.write_table(pa.Table.from_pylist(build_rows(wanted)), data)
     loop = {"name": "polar", "_target_": "polar.bridges.verl.AgentLoop", "settings": it.settings(name=mode)}
     loops.write_text(yaml.safe_dump([loop]))
     options = {

@@ -20,12 +20,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import GRPOConfig, GRPOTrainer
 
 from polar.bridges.bridge import Bridge
-from polar.bridges.rollouts import Group
+from polar.bridges.rollouts import SessionGroup
 from polar.bridges.trl import RolloutFunc, async_grpo_trainer, grpo_trainer, recorded_reward
 from polar.config import SamplingOverrides
 from polar.errors import ConfigError
-from polar.export.base import Item
-from polar.export.trl import Trl, to_sample
+from polar.export.base import SessionItem
+from polar.export.trl import TrlExporter, to_sample
 from polar.trajectory.types import Trace
 
 Given = dict[str, Any]
@@ -114,7 +114,7 @@ def seen(inputs: dict[str, torch.Tensor]) -> list[Row]:
     return rows
 
 
-def recorded(group: Group) -> list[Row]:
+def recorded(group: SessionGroup) -> list[Row]:
     """The same, of what the service has."""
     firsts = [item.trajectory.traces[0] for item in group.items]
     extra = by_tokens([trace.response_ids.tolist() for trace in firsts])
@@ -153,7 +153,7 @@ def grpo(given: Given) -> None:
     with Bridge(given["settings"]) as bridge:
         for step, named in enumerate((tasks[:2], tasks[2:])):
             groups = [
-                bridge.run(bridge.rollouts.group(task, f"train-{step}.1.{place}", samples=GROUP, sampling=AT_ONE))
+                bridge.run(bridge.rollouts.run_group(task, f"train-{step}.1.{place}", samples=GROUP, sampling=AT_ONE))
                 for place, task in enumerate(named)
             ]
             expected = sorted(repr(row) for group in groups for row in recorded(group))
@@ -196,12 +196,12 @@ def parts_of(trace: Trace) -> list[Trace]:
     return made
 
 
-def split_item(item: Item) -> Item:
+def split_item(item: SessionItem) -> SessionItem:
     traces = [part for trace in item.trajectory.traces for part in parts_of(trace)]
     return msgspec.structs.replace(item, trajectory=msgspec.structs.replace(item.trajectory, traces=traces))
 
 
-def split_group(group: Group) -> Group:
+def split_group(group: SessionGroup) -> SessionGroup:
     """Every second session, so that what counts rows would tell."""
     items = [item if place % 2 else split_item(item) for place, item in enumerate(group.items)]
     return msgspec.structs.replace(group, items=items)
@@ -232,7 +232,9 @@ def split(given: Given) -> None:
         ask = rollouts.group
         counts: list[int] = []
 
-        async def group(*names: Any, ask: Any = ask, cut: bool = cut, counts: list[int] = counts, **more: Any) -> Group:
+        async def group(
+            *names: Any, ask: Any = ask, cut: bool = cut, counts: list[int] = counts, **more: Any
+        ) -> SessionGroup:
             found = await ask(*names, **more)
             found = split_group(found) if cut else found
             counts.extend(len(item.trajectory.traces) for item in found.items)
@@ -377,7 +379,7 @@ def asynchronous(given: Given) -> None:
         assert newest == {3}, newest
         groups = {
             number: bridge.run(
-                bridge.rollouts.group(
+                bridge.rollouts.run_group(
                     given["even"][number % len(given["even"])], worker.key(number), samples=GROUP, sampling=AT_ONE
                 )
             )
@@ -396,13 +398,13 @@ def asynchronous(given: Given) -> None:
         torch.testing.assert_close(parts, whole, rtol=1e-3, atol=1e-6)
 
 
-def samples_of(group: Group, number: int) -> list[Any]:
+def samples_of(group: SessionGroup, number: int) -> list[Any]:
     earned = np.array(group.rewards)
     advantages = (earned - earned.mean()) / (earned.std() + 1e-8)
     return [
-        to_sample(row, advantage=float(advantage), model_version=0, group=number)
+        to_sample(row, advantage=float(advantage), model_version=0, group_id=number)
         for item, advantage in zip(group.items, advantages, strict=True)
-        for row in Trl().lines(item)
+        for row in TrlExporter().lines(item)
     ]
 
 

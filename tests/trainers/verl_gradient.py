@@ -20,11 +20,11 @@ from verl.trainer.ppo.v1.utils import compute_advantage_for_multi_trajectories
 from verl.utils import tensordict_utils as tu
 from verl.workers.engine_workers import ActorRolloutRefWorker
 
-from polar.bridges.reading import item
-from polar.bridges.sharing import shared
-from polar.bridges.verl import AgentLoop, outputs
+from polar.bridges.export_item import to_export_item
+from polar.bridges.shared_groups import get_shared_groups
+from polar.bridges.verl import AgentLoop, build_outputs
 from polar.client.async_client import AsyncClient
-from polar.export.verl import keys, to_data_proto
+from polar.export.verl import to_data_proto, trajectory_keys
 
 SESSIONS = 4
 PARAMS = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "repetition_penalty": 1.0, "logprobs": True}
@@ -40,8 +40,8 @@ async def sessions(settings: dict[str, Any], config: Any) -> tuple[list[Rows], l
     async with AsyncClient(settings["server"], settings["token"]) as client:
         found = {}
         async for result in client.results(builder="per_request", follow=False):
-            found[result.session_id] = outputs(item(result))
-    await shared(loop._settings).rollouts.close()
+            found[result.session_id] = build_outputs(to_export_item(result))
+    await get_shared_groups(loop._settings).rollouts.close()
     split = [found[rows[0]["extra_fields"]["session_id"]] for rows in merged]
     return merged, split
 
@@ -52,7 +52,7 @@ def gradient(worker: Any, chosen: list[Rows], mode: str) -> dict[str, torch.Tens
     rows = [AgentLoopOutput(**row).model_dump() for row in rows]
     batch = to_data_proto(rows, pad_token_id=0)
     batch.batch["token_level_rewards"] = batch.batch["rm_scores"]
-    batch = compute_advantage_for_multi_trajectories(batch, batch_keys=keys(rows), adv_estimator="grpo")
+    batch = compute_advantage_for_multi_trajectories(batch, batch_keys=trajectory_keys(rows), adv_estimator="grpo")
     fields = []
     for row, advantages in zip(rows, batch.batch["advantages"], strict=True):
         field = AgentLoopOutput(**row).as_dict()

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from polar.changes import Change, Entry, changes, entries
-from polar.patches import patch
+from polar.changes import FileChange, FolderEntry, find_changes, list_entries
+from polar.patches import make_patch
 
 GIT = {"PATH": os.environ["PATH"], "HOME": "/nonexistent", "GIT_CONFIG_NOSYSTEM": "1"}
 
@@ -38,9 +38,9 @@ def applied(before: Path, text: bytes) -> Path:
 
 
 def assert_reproduced(before: Path, after: Path) -> bytes:
-    made = patch(before, after, changes(before, after))
+    made = make_patch(before, after, find_changes(before, after))
     assert made.left_out == []
-    assert changes(applied(before, made.text), after) == []
+    assert find_changes(applied(before, made.text), after) == []
     return made.text
 
 
@@ -56,8 +56,8 @@ def test_nothing_differs(before: Path, after: Path) -> None:
         write(top, "a/b", b"same\n")
         (top / "link").symlink_to("a/b")
     os.utime(after / "a/b", (0, 0))
-    assert changes(before, after) == []
-    assert patch(before, after, []).text == b""
+    assert find_changes(before, after) == []
+    assert make_patch(before, after, []).text == b""
 
 
 def test_each_kind_of_change(before: Path, after: Path) -> None:
@@ -73,7 +73,7 @@ def test_each_kind_of_change(before: Path, after: Path) -> None:
     write(after, "new/script", b"#!/bin/sh\n", 0o755)
     (before / "link").symlink_to("text")
     (after / "link").symlink_to("run")
-    found = changes(before, after)
+    found = find_changes(before, after)
     assert [(change.kind, change.path) for change in found] == [
         ("deleted", "gone"),
         ("changed", "link"),
@@ -82,7 +82,7 @@ def test_each_kind_of_change(before: Path, after: Path) -> None:
         ("changed", "same_size_and_time"),
         ("changed", "text"),
     ]
-    assert found[3] == Change("run", Entry("100644", 2), Entry("100755", 2))
+    assert found[3] == FileChange("run", FolderEntry("100644", 2), FolderEntry("100755", 2))
     text = assert_reproduced(before, after)
     assert b"diff --git a/run b/run\nold mode 100644\nnew mode 100755\ndiff" in text
     assert b"new file mode 100755\n--- /dev/null\n+++ b/new/script\n@@ -0,0 +1 @@\n+#!/bin/sh\n" in text
@@ -151,7 +151,7 @@ def test_one_thing_becomes_another(before: Path, after: Path) -> None:
     write(after, "file_to_folder/inner", b"1\n")
     write(before, "folder_to_file/inner", b"1\n")
     write(after, "folder_to_file", b"1\n")
-    assert [(change.kind, change.path) for change in changes(before, after)][:2] == [
+    assert [(change.kind, change.path) for change in find_changes(before, after)][:2] == [
         ("deleted", "file_to_folder"),
         ("added", "file_to_folder/inner"),
     ]
@@ -163,9 +163,9 @@ def test_links_are_not_followed(before: Path, after: Path, tmp_path: Path) -> No
     write(secret, "key", b"sesame\n")
     (after / "file").symlink_to(secret / "key")
     (after / "folder").symlink_to(secret)
-    found = changes(before, after)
+    found = find_changes(before, after)
     assert [change.path for change in found] == ["file", "folder"]
-    assert b"sesame" not in patch(before, after, found).text
+    assert b"sesame" not in make_patch(before, after, found).text
 
 
 def test_skipped_and_special(before: Path, after: Path) -> None:
@@ -174,19 +174,19 @@ def test_skipped_and_special(before: Path, after: Path) -> None:
     write(after, ".pytest_cache/x", b"1")
     write(after, "mine", b"1")
     os.mkfifo(after / "pipe")
-    assert [change.path for change in changes(before, after)] == ["mine"]
-    assert [path for path, _ in entries(after, {"mine"})] != []
-    assert [change.path for change in changes(before, after, skipped={".git", "a", ".pytest_cache"})] == ["mine"]
+    assert [change.path for change in find_changes(before, after)] == ["mine"]
+    assert [path for path, _ in list_entries(after, {"mine"})] != []
+    assert [change.path for change in find_changes(before, after, skipped={".git", "a", ".pytest_cache"})] == ["mine"]
 
 
 def test_what_is_too_large_is_named(before: Path, after: Path) -> None:
     write(after, "large\n", b"x" * 2000)
     write(after, "small", b"1\n")
-    made = patch(before, after, changes(before, after), max_file_bytes=1000)
+    made = make_patch(before, after, find_changes(before, after), max_file_bytes=1000)
     assert made.left_out == ["large\n"]
     assert made.text.startswith(b'# left out, too large: added "large\\n"\ndiff --git a/small')
-    assert [path for path, _ in entries(applied(before, made.text))] == ["small"]
-    many = patch(before, after, changes(before, after), max_bytes=1000)
+    assert [path for path, _ in list_entries(applied(before, made.text))] == ["small"]
+    many = make_patch(before, after, find_changes(before, after), max_bytes=1000)
     assert many.left_out == ["large\n"]
 
 

@@ -12,8 +12,8 @@ async def test_a_service_whose_control_plane_dies_is_over(tmp_path: Path, monkey
     async def fail(*_: object) -> bool:
         raise RuntimeError("the listener broke")
 
-    monkeypatch.setattr(control_plane._Uvicorn, "on_tick", fail)
+    monkeypatch.setattr(control_plane._ThreadedServer, "on_tick", fail)
     sections = {"engine": {"urls": ["http://127.0.0.1:1"]}, "gateway": {"port": 0}, "server": {"port": 0}}
     settings = load(None, {}, overrides=sections)
     async with Service(settings, tmp_path) as service, asyncio.timeout(30):
-        assert await service.over() == "The control plane has failed: see the log."
+        assert await service.wait_for_failure() == "The control plane has failed: see the log."

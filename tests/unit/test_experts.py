@@ -3,20 +3,20 @@ import base64
 import numpy as np
 import pytest
 
-from polar.experts import from_wire, read, to_wire, written
+from polar.experts import decode_experts, encode_experts, from_wire, to_wire
 
 ROUTED = np.arange(24, dtype=np.uint8).reshape(4, 3, 2)  # of a call with five tokens
 
 
 def test_what_is_written_is_read() -> None:
-    for found in (read(written(ROUTED), 5), from_wire(to_wire(ROUTED), 5)):
+    for found in (decode_experts(encode_experts(ROUTED), 5), from_wire(to_wire(ROUTED), 5)):
         assert found is not None
         assert found.dtype == np.uint8
         assert found.tolist() == ROUTED.tolist()
 
 
 def test_a_row_for_the_last_token_is_left_out() -> None:
-    found = read(written(ROUTED), 4)
+    found = decode_experts(encode_experts(ROUTED), 4)
     assert found is not None
     assert found.tolist() == ROUTED[:3].tolist()
 
@@ -26,18 +26,18 @@ def test_a_row_for_the_last_token_is_left_out() -> None:
     [
         b"",
         b"no file of numbers",
-        written(ROUTED)[:90],
-        written(ROUTED[:3]),  # too few
-        written(np.concatenate([ROUTED, ROUTED])),  # too many
-        written(ROUTED).replace(b"(4, 3, 2)", b"(4, 3, 9)"),
-        written(ROUTED).replace(b"(4, 3, 2), ", b"(9**22,),  "),
+        encode_experts(ROUTED)[:90],
+        encode_experts(ROUTED[:3]),  # too few
+        encode_experts(np.concatenate([ROUTED, ROUTED])),  # too many
+        encode_experts(ROUTED).replace(b"(4, 3, 2)", b"(4, 3, 9)"),
+        encode_experts(ROUTED).replace(b"(4, 3, 2), ", b"(9**22,),  "),
         b"PK\x03\x04",
-        written(ROUTED).replace(b"}", b" "),
-        written(ROUTED).replace(b"False", b"[1:2]"),
-        written(ROUTED[:, 0]),
-        written(ROUTED.astype(np.float32)),
-        base64.b64encode(written(ROUTED)),
+        encode_experts(ROUTED).replace(b"}", b" "),
+        encode_experts(ROUTED).replace(b"False", b"[1:2]"),
+        encode_experts(ROUTED[:, 0]),
+        encode_experts(ROUTED.astype(np.float32)),
+        base64.b64encode(encode_experts(ROUTED)),
     ],
 )
 def test_what_does_not_fit(data: bytes) -> None:
-    assert read(data, 5) is None
+    assert decode_experts(data, 5) is None

@@ -14,15 +14,17 @@ from areal.api.cli_args import GRPOConfig, load_expr_config
 from datasets import Dataset
 
 from polar.bridges.areal import follow
-from polar.bridges.settings import settings
-from polar.client.given import tasks_of
+from polar.bridges.settings import load_settings
+from polar.client.task_input import load_tasks
 
 POLAR = str(Path(__file__).with_name("polar.toml"))
 
 
 def main(arguments: list[str]) -> None:
     config, _ = load_expr_config(arguments, GRPOConfig)
-    tasks = Dataset.from_list([{"task_id": task.task_id} for task in tasks_of(settings(POLAR).tasks, run="default")])
+    tasks = Dataset.from_list(
+        [{"task_id": task.task_id} for task in load_tasks(load_settings(POLAR).tasks, run="default")]
+    )
     with PPOTrainer(config, train_dataset=tasks, valid_dataset=tasks) as trainer, follow(trainer, POLAR):
         trainer.train(
             workflow="polar.bridges.areal.PolarWorkflow",

@@ -8,11 +8,11 @@ Tasks are files or folders, as `polar run` reads them.
 import json
 import sys
 
-from polar.client.given import tasks_of
+from polar.client.task_input import load_tasks
 
 
 def main() -> None:
-    for task in tasks_of(sys.argv[1:]):
+    for task in load_tasks(sys.argv[1:]):
         row = {"prompt": [{"role": "user", "content": task.instruction}], "task_id": task.task_id}
         print(json.dumps(row))
 

@@ -11,14 +11,14 @@ set -e
 # A row for each task; slime asks for nothing else of it.
 python3 - "$POLAR"/examples/tasks > tasks.jsonl <<'PY'
 import json, sys
-from polar.client.given import tasks_of
+from polar.client.task_input import tasks_of
 for task in tasks_of(sys.argv[1], run="default"):
     print(json.dumps({"task_id": task.task_id}))
 PY
 
 python3 train_async.py \
     --rollout-function-path polar.bridges.slime.generate_rollout \
-    --custom-reward-post-process-path polar.bridges.slime.normalise \
+    --custom-reward-post-process-path polar.bridges.slime.normalize_rewards \
     --custom-config-path "$POLAR"/examples/trainers/slime/polar.yaml \
     --prompt-data tasks.jsonl --input-key task_id \
     --eval-prompt-data held tasks.jsonl --eval-interval 10 --n-samples-per-eval-prompt 1 \

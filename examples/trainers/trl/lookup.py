@@ -25,7 +25,7 @@ from trl import GRPOConfig
 
 from polar.bridges.trl import grpo_trainer
 from polar.demo import tasks
-from polar.demo.questions import questions
+from polar.demo.questions import make_questions
 
 SESSIONS = 8  # in a group
 GROUPS = 4  # in a step
@@ -139,8 +139,8 @@ def main() -> None:
     wanted = parser.parse_args()
     torch.set_num_threads(wanted.threads)
     began = time.monotonic()
-    asked = questions(train=wanted.steps * GROUPS, held_out=wanted.held_out, seed=wanted.seed)
-    tasks.write(wanted.folder, asked, 1)
+    asked = make_questions(train=wanted.steps * GROUPS, held_out=wanted.held_out, seed=wanted.seed)
+    tasks.write_tasks(wanted.folder, asked, 1)
     with service(wanted.polar, wanted.folder, wanted.model) as url:
         history = train(wanted, url)
     (wanted.folder / "history.json").write_text(json.dumps(history))

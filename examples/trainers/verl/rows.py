@@ -10,8 +10,8 @@ import argparse
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from polar.bridges.verl import rows
-from polar.client.given import tasks_of
+from polar.bridges.verl import build_rows
+from polar.client.task_input import load_tasks
 
 
 def main() -> None:
@@ -19,7 +19,7 @@ def main() -> None:
     parser.add_argument("tasks", nargs="+")
     parser.add_argument("-o", "--output", required=True)
     asked = parser.parse_args()
-    table = pa.Table.from_pylist(rows(tasks_of(asked.tasks)))
+    table = pa.Table.from_pylist(build_rows(load_tasks(asked.tasks)))
     pq.write_table(table, asked.output)
     print(f"{table.num_rows} tasks in {asked.output}")
 

@@ -7,19 +7,19 @@ import numpy as np
 from msgspec import Struct, field
 
 from polar.audit import contexts
-from polar.audit.contexts import Compared, Floats
-from polar.audit.policy import Policy, noise, policy
-from polar.audit.repeats import repeated
-from polar.audit.rows import KINDS, Problem, Row
+from polar.audit.contexts import ComparedRow, Floats
+from polar.audit.policy import PolicyMatch, match_policy, measure_noise
+from polar.audit.repeats import find_repeats
+from polar.audit.rows import PROBLEM_KINDS, RolloutRow, RowProblem
 from polar.errors import ConfigError
 from polar.trajectory.teacher import Teacher
 
-Track = Callable[[Sequence[Row]], Iterable[Row]]
+Track = Callable[[Sequence[RolloutRow]], Iterable[RolloutRow]]
 
 CLEAN, UNCHECKED = "clean", "not compared"
 
 
-class Checked(Struct):
+class RowAudit(Struct):
     """What came of one row."""
 
     number: int
@@ -30,7 +30,7 @@ class Checked(Struct):
     off: int = 0  # by more than noise explains
     largest: float = 0.0
     skip: str | None = None  # why nothing was compared
-    problems: list[Problem] = field(default_factory=list)  # the gravest first
+    problems: list[RowProblem] = field(default_factory=list)  # the gravest first
 
     @property
     def verdict(self) -> str:
@@ -39,17 +39,17 @@ class Checked(Struct):
         return CLEAN if self.compared or not self.trained else UNCHECKED
 
 
-class Report(Struct):
-    rows: list[Checked]
-    policy: Policy | None  # None without a model
+class AuditReport(Struct):
+    rows: list[RowAudit]
+    policy: PolicyMatch | None  # None without a model
 
     @property
-    def kinds(self) -> Counter[str]:
+    def problem_counts(self) -> Counter[str]:
         """Rows by what is wrong with them; a row may count several times."""
         return Counter(kind for row in self.rows for kind in {problem.kind for problem in row.problems})
 
     @property
-    def faulty(self) -> list[Checked]:
+    def faulty_rows(self) -> list[RowAudit]:
         return [row for row in self.rows if row.problems]
 
     @property
@@ -57,18 +57,18 @@ class Report(Struct):
         return Counter(row.skip for row in self.rows if row.skip is not None)
 
     @property
-    def gravest(self) -> Checked | None:
-        return min(self.faulty, key=lambda row: _gravity(row.problems[0]), default=None)
+    def worst_row(self) -> RowAudit | None:
+        return min(self.faulty_rows, key=lambda row: _severity(row.problems[0]), default=None)
 
     @property
-    def complaint(self) -> str | None:
+    def failure_message(self) -> str | None:
         """What is wrong, in a sentence or two."""
-        told = None if self.policy is None else self.policy.sentence
-        if (first := self.gravest) is not None:
+        told = None if self.policy is None else self.policy.description
+        if (first := self.worst_row) is not None:
             problem = first.problems[0]
             where = f"row {first.number}" + ("" if problem.position is None else f", token {problem.position}")
             return (
-                f"{len(self.faulty)} of {len(self.rows)} rows are not in order; the gravest is {where}: "
+                f"{len(self.faulty_rows)} of {len(self.rows)} rows are not in order; the gravest is {where}: "
                 f"{problem.message[0].lower()}{problem.message[1:]}." + (f" {told}" if told else "")
             )
         if self.policy is not None and not any(row.compared for row in self.rows):
@@ -77,88 +77,88 @@ class Report(Struct):
 
 
 def audit(
-    rows: Sequence[Row],
+    rows: Sequence[RolloutRow],
     teacher: Teacher | None = None,
     *,
     tolerance: float,
     temperature: float = 1.0,
     version: int | None = None,
     track: Track = iter,
-) -> Report:
+) -> AuditReport:
     """`tolerance` is what first turns may differ by in the mean before other weights are blamed; breaks are judged by
     the noise that first turns have. `track` gets the rows that go through the model and gives them on, and may show how
     far they are. Raises ConfigError."""
     if version is not None and any(row.versions is None for row in rows):
         raise ConfigError("These rows do not say which policy version sampled a token: leave --policy-version out.")
     checked = {
-        row.number: Checked(row.number, row.rollout, len(row.ids), int(row.mask.sum()), problems=list(row.problems))
+        row.number: RowAudit(row.number, row.rollout, len(row.ids), int(row.mask.sum()), problems=list(row.problems))
         for row in rows
     }
-    for number, problem in repeated(rows).items():
+    for number, problem in find_repeats(rows).items():
         checked[number].problems.append(problem)
     found = None
     if teacher is not None:
         found = _recompute(rows, checked, teacher, tolerance, temperature, version, track)
     for row in checked.values():
-        row.problems.sort(key=_gravity)
-    return Report(list(checked.values()), found)
+        row.problems.sort(key=_severity)
+    return AuditReport(list(checked.values()), found)
 
 
 def _recompute(
-    rows: Sequence[Row],
-    checked: dict[int, Checked],
+    rows: Sequence[RolloutRow],
+    checked: dict[int, RowAudit],
     teacher: Teacher,
     tolerance: float,
     temperature: float,
     version: int | None,
     track: Track,
-) -> Policy:
-    fitting = [row for row in rows if _comparable(row, checked[row.number], teacher)]
+) -> PolicyMatch:
+    fitting = [row for row in rows if _check_comparable(row, checked[row.number], teacher)]
 
-    def compared(temperature: float) -> list[Compared]:
+    def compared(temperature: float) -> list[ComparedRow]:
         """What a row shares with the one before stays in the teacher's cache, so they go in the order of their ids."""
         ordered = sorted(fitting, key=lambda row: row.ids.astype(">i4").tobytes())
         return [contexts.compare(row, _logprobs(row, teacher, temperature), version) for row in track(ordered)]
 
     all_rows = compared(temperature)
-    found = policy([row for row in all_rows if contexts.shift(row) is None], tolerance, temperature, teacher)
+    found = match_policy([row for row in all_rows if contexts.find_shift(row) is None], tolerance, temperature, teacher)
     if found.kind == "temperature":
         all_rows = compared(found.temperature)
-        found = Policy("temperature", found.temperature, noise(all_rows))
+        found = PolicyMatch("temperature", found.temperature, measure_noise(all_rows))
     for row in all_rows:
         into = checked[row.row.number]
         differences = row.differences(row.positions)
         into.compared = len(differences)
-        into.off = int((differences > found.noise.limit).sum())
+        into.off = int((differences > found.noise.outlier_threshold).sum())
         into.largest = float(differences.max(initial=0.0))
-        into.problems += contexts.problems(row, found.noise)
+        into.problems += contexts.find_problems(row, found.noise)
         if found.explains(row, tolerance):
-            into.problems.append(Problem(found.kind, KINDS[found.kind].capitalize()))
+            into.problems.append(RowProblem(found.kind, PROBLEM_KINDS[found.kind].capitalize()))
     return found
 
 
-def _comparable(row: Row, into: Checked, teacher: Teacher) -> bool:
+def _check_comparable(row: RolloutRow, row_audit: RowAudit, teacher: Teacher) -> bool:
     if row.skip is not None:
-        into.skip = row.skip
-    elif not row.fits or row.logprobs is None:
-        into.skip = "lengths" if not row.fits else "missing"
-    elif len(row.ids) and (row.ids.min() < 0 or row.ids.max() >= teacher.vocabulary):
-        strange = int(np.flatnonzero((row.ids < 0) | (row.ids >= teacher.vocabulary))[0])
-        said = f"Id {row.ids[strange]} is not one of the model's {teacher.vocabulary}"
-        into.problems.append(Problem("not_in_vocabulary", said, max(0, strange - row.edge)))
-        into.skip = "not_in_vocabulary"
-    return into.skip is None and into.trained > 0
+        row_audit.skip = row.skip
+    elif not row.has_matching_lengths or row.logprobs is None:
+        row_audit.skip = "lengths" if not row.has_matching_lengths else "missing"
+    elif len(row.ids) and (row.ids.min() < 0 or row.ids.max() >= teacher.vocabulary_size):
+        strange = int(np.flatnonzero((row.ids < 0) | (row.ids >= teacher.vocabulary_size))[0])
+        said = f"Id {row.ids[strange]} is not one of the model's {teacher.vocabulary_size}"
+        row_audit.problems.append(RowProblem("not_in_vocabulary", said, max(0, strange - row.prompt_length)))
+        row_audit.skip = "not_in_vocabulary"
+    return row_audit.skip is None and row_audit.trained > 0
 
 
-def _logprobs(row: Row, teacher: Teacher, temperature: float) -> Floats:
+def _logprobs(row: RolloutRow, teacher: Teacher, temperature: float) -> Floats:
     """Of the whole response; NaN for a token that nothing stands before."""
     found = np.full(len(row.mask), np.nan)
-    positions = np.arange(max(1, row.edge), len(row.ids), dtype=np.int64)
+    positions = np.arange(max(1, row.prompt_length), len(row.ids), dtype=np.int64)
     if len(positions):
         scales = np.full(len(positions), temperature, np.float32)
-        found[positions - row.edge] = teacher.logprobs(row.ids, positions, scales)
+        found[positions - row.prompt_length] = teacher.logprobs(row.ids, positions, scales)
     return found
 
 
-def _gravity(problem: Problem) -> int:
-    return list(KINDS).index(problem.kind)
+def _severity(problem: RowProblem) -> int:
+    return list(PROBLEM_KINDS).index(problem.kind)

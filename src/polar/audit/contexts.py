@@ -9,22 +9,22 @@ import numpy as np
 from msgspec import Struct
 from numpy.typing import NDArray
 
-from polar.audit.form import usable
-from polar.audit.rows import Problem, Row, turn_of, turns
+from polar.audit.raw_row import usable_logprobs
+from polar.audit.rows import RolloutRow, RowProblem, split_turns, turn_number
 
 Floats = NDArray[np.float64]
 Positions = NDArray[np.int64]
 
-EXACT = 1e-4
+EXACT_TOLERANCE = 1e-4
 """What fp32 allows."""
-_LIMIT = 5.0
+_OUTLIER_DEVIATIONS = 5.0
 """A single token is off by so many standard deviations of the noise."""
-_BREAK = 4.0
+_BREAK_DEVIATIONS = 4.0
 """A turn's mean is, by so many of its own. A single token can't make it so."""
-_SHIFTS = (1, -1, 2, -2, 3, -3)
-_SURE = 1e-3
+_MASK_SHIFTS = (1, -1, 2, -2, 3, -3)
+_MIN_CERTAIN_GAP = 1e-3
 """A token that is as likely as this comes near to 1 may have been recorded as 0."""
-_BESIDE = 0.1
+_MAX_SHIFT_RESIDUAL = 0.1
 """The share of the difference that may be left where log-probabilities are taken from the neighbour."""
 
 
@@ -35,32 +35,32 @@ class Noise(Struct, frozen=True):
     deviation: float = 0.0
 
     @property
-    def exact(self) -> bool:
-        return _LIMIT * self.deviation <= EXACT
+    def is_exact(self) -> bool:
+        return _OUTLIER_DEVIATIONS * self.deviation <= EXACT_TOLERANCE
 
     @property
-    def limit(self) -> float:
+    def outlier_threshold(self) -> float:
         """A token that differs by more is off."""
-        return self.mean + max(EXACT, _LIMIT * self.deviation)
+        return self.mean + max(EXACT_TOLERANCE, _OUTLIER_DEVIATIONS * self.deviation)
 
-    def above(self, differences: Floats) -> float:
+    def z_score(self, differences: Floats) -> float:
         """How far the mean of some tokens is above it, in standard deviations of such a mean. None counts for more than
         the limit, so that it takes several."""
         if not len(differences):
             return 0.0
-        deviation = max(EXACT / _LIMIT, self.deviation)
-        extra = np.minimum(differences, self.limit).mean() - self.mean
+        deviation = max(EXACT_TOLERANCE / _OUTLIER_DEVIATIONS, self.deviation)
+        extra = np.minimum(differences, self.outlier_threshold).mean() - self.mean
         return float(extra / deviation * np.sqrt(len(differences)))
 
 
-class Compared(Struct):
+class ComparedRow(Struct):
     """Arrays are of the response; positions, in it. `context` is trained, though nobody sampled it: the recorded value
     is exactly 0, which is what stands where there is none, and the model says otherwise."""
 
-    row: Row
+    row: RolloutRow
     recorded: Floats
     recomputed: Floats
-    context: Positions
+    trained_context: Positions
     turns: list[Positions]  # of the trained tokens that can be compared
 
     @property
@@ -68,106 +68,109 @@ class Compared(Struct):
         return np.concatenate(self.turns) if self.turns else np.empty(0, np.int64)
 
     @property
-    def first(self) -> Positions:
+    def first_turn(self) -> Positions:
         return self.turns[0] if self.turns else np.empty(0, np.int64)
 
     def differences(self, positions: Positions) -> Floats:
         return np.abs(self.recorded[positions] - self.recomputed[positions])
 
 
-def compare(row: Row, recomputed: Floats, version: int | None) -> Compared:
+def compare(row: RolloutRow, recomputed: Floats, version: int | None) -> ComparedRow:
     """`recomputed` is NaN where the model could not be asked."""
     assert row.logprobs is not None
     recorded = row.logprobs.astype(np.float64)
     trained = row.mask == 1
-    asked = trained & usable(row) & np.isfinite(recomputed)
+    asked = trained & usable_logprobs(row) & np.isfinite(recomputed)
     if version is not None and row.versions is not None:
         asked &= row.versions == version
-    nobody = asked & (recorded == 0) & (recomputed < -_SURE)
-    whole = turns(np.flatnonzero(trained & ~nobody))
+    unsampled = asked & (recorded == 0) & (recomputed < -_MIN_CERTAIN_GAP)
+    whole = split_turns(np.flatnonzero(trained & ~unsampled))
     comparable = [turn[asked[turn]] for turn in whole]
-    return Compared(row, recorded, recomputed, np.flatnonzero(nobody), [turn for turn in comparable if len(turn)])
+    return ComparedRow(row, recorded, recomputed, np.flatnonzero(unsampled), [turn for turn in comparable if len(turn)])
 
 
-def shift(compared: Compared) -> int | None:
+def find_shift(compared: ComparedRow) -> int | None:
     """By how much log-probabilities stand beside their tokens, if they do."""
-    first = compared.first
+    first = compared.first_turn
     for by in (1, -1):
         inner = first[np.isin(first - by, first)]
         here = compared.differences(inner).mean() if len(inner) >= 3 else 0.0
-        if here > EXACT and np.abs(compared.recorded[inner] - compared.recomputed[inner - by]).mean() < _BESIDE * here:
+        if (
+            here > EXACT_TOLERANCE
+            and np.abs(compared.recorded[inner] - compared.recomputed[inner - by]).mean() < _MAX_SHIFT_RESIDUAL * here
+        ):
             return by
     return None
 
 
-def problems(compared: Compared, noise: Noise) -> list[Problem]:
+def find_problems(compared: ComparedRow, noise: Noise) -> list[RowProblem]:
     """Of the mask, the context and single tokens; those of the policy are not of one row."""
-    found = _of_the_mask(compared)
-    if (by := shift(compared)) is not None:
+    found = _find_mask_problems(compared)
+    if (by := find_shift(compared)) is not None:
         said = f"Log-probabilities stand {abs(by)} token {'behind' if by > 0 else 'before'} their own"
-        return [*found, Problem("shifted", said, int(compared.first[0]), 1)]
-    broken = _broken(compared, noise)
-    off = compared.positions[compared.differences(compared.positions) > noise.limit]
+        return [*found, RowProblem("shifted", said, int(compared.first_turn[0]), 1)]
+    broken = _find_broken_turn(compared, noise)
+    off = compared.positions[compared.differences(compared.positions) > noise.outlier_threshold]
     if broken is not None:
-        found.append(_break(compared, broken, noise))
-    elif len(off) and noise.exact:
+        found.append(_make_break_problem(compared, broken, noise))
+    elif len(off) and noise.is_exact:
         at, several = int(off[0]), len(off) > 1
         said = f"{len(off)} log-probabilit{'ies are' if several else 'y is'} off, and those behind it are not"
-        found.append(Problem("stray", said, at, _turn(compared, at)))
+        found.append(RowProblem("stray", said, at, _turn_of_position(compared, at)))
     return found
 
 
-def _broken(compared: Compared, noise: Noise) -> int | None:
+def _find_broken_turn(compared: ComparedRow, noise: Noise) -> int | None:
     """The turn (from 0 on) from which on tokens are off: one that is by itself, or with all behind it."""
-    alone = [noise.above(compared.differences(turn)) for turn in compared.turns]
+    alone = [noise.z_score(compared.differences(turn)) for turn in compared.turns]
     for index, value in enumerate(alone):
-        if value > _BREAK:
+        if value > _BREAK_DEVIATIONS:
             return index
     later = range(1, len(compared.turns))
-    rest = {index: noise.above(compared.differences(np.concatenate(compared.turns[index:]))) for index in later}
+    rest = {index: noise.z_score(compared.differences(np.concatenate(compared.turns[index:]))) for index in later}
     most = max(rest, key=rest.__getitem__, default=None)
-    return most if most is not None and rest[most] > _BREAK else None
+    return most if most is not None and rest[most] > _BREAK_DEVIATIONS else None
 
 
-def _break(compared: Compared, index: int, noise: Noise) -> Problem:
+def _make_break_problem(compared: ComparedRow, index: int, noise: Noise) -> RowProblem:
     """At its first token that is off. In noise that may be a late one, and the turn is all that can be said."""
     turn = compared.turns[index]
     differences = compared.differences(turn)
-    off = turn[differences > noise.limit]
-    at = int(off[0]) if noise.exact and len(off) else int(turn[0])
-    number = _turn(compared, at)
+    off = turn[differences > noise.outlier_threshold]
+    at = int(off[0]) if noise.is_exact and len(off) else int(turn[0])
+    number = _turn_of_position(compared, at)
     said = (
         f"Turn {number} differs by {differences.mean():.3g} in the mean and {differences.max():.3g} at most, "
         f"from its {'first token' if at == turn[0] else f'token {at - int(turn[0])}'} on"
     )
-    return Problem("prompt" if number == 1 else "splice", said, at, number)
+    return RowProblem("prompt" if number == 1 else "splice", said, at, number)
 
 
-def _turn(compared: Compared, position: int) -> int:
+def _turn_of_position(compared: ComparedRow, position: int) -> int:
     sampled = compared.row.mask == 1
-    sampled[compared.context] = False
-    return turn_of(position, turns(np.flatnonzero(sampled)))
+    sampled[compared.trained_context] = False
+    return turn_number(position, split_turns(np.flatnonzero(sampled)))
 
 
-def _of_the_mask(compared: Compared) -> list[Problem]:
+def _find_mask_problems(compared: ComparedRow) -> list[RowProblem]:
     """Where tokens that nobody sampled train; perhaps because the whole mask is shifted."""
-    context, mask = compared.context, compared.row.mask
+    context, mask = compared.trained_context, compared.row.mask
     if not len(context):
         return []
     at = int(context[0])
     sampled = (compared.recorded != 0).astype(np.uint8)
-    for by in _SHIFTS:
-        if np.array_equal(_moved(sampled, by), mask):
+    for by in _MASK_SHIFTS:
+        if np.array_equal(_shift_mask(sampled, by), mask):
             side = "behind" if by > 0 else "before"
             said = f"The mask stands {abs(by)} tokens {side} the tokens that have log-probabilities"
-            return [Problem("mask_shifted", said, at, _turn(compared, at))]
+            return [RowProblem("mask_shifted", said, at, _turn_of_position(compared, at))]
     said = f"{len(context)} tokens without a log-probability (0 is recorded) are trained"
-    if not len(compared.first) or context[-1] < compared.first[0]:
-        return [Problem("prompt_trained", f"{said}, all before the first that was sampled", at, 1)]
-    return [Problem("context_trained", said, at, _turn(compared, at))]
+    if not len(compared.first_turn) or context[-1] < compared.first_turn[0]:
+        return [RowProblem("prompt_trained", f"{said}, all before the first that was sampled", at, 1)]
+    return [RowProblem("context_trained", said, at, _turn_of_position(compared, at))]
 
 
-def _moved(values: NDArray[np.uint8], by: int) -> NDArray[np.uint8]:
+def _shift_mask(values: NDArray[np.uint8], by: int) -> NDArray[np.uint8]:
     moved = np.zeros_like(values)
     if by > 0:
         moved[by:] = values[:-by]

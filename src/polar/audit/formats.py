@@ -8,26 +8,26 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from polar.audit import pickled
-from polar.audit.form import Fields, row
-from polar.audit.rows import Problem, Row
+from polar.audit import safe_pickle
+from polar.audit.raw_row import RawRow, build_row
+from polar.audit.rows import RolloutRow, RowProblem
 from polar.errors import ConfigError
 
 Record = Mapping[str, Any]
 
 
-def read(trainer: str, file: Path) -> list[Row]:
+def read(trainer: str, file: Path) -> list[RolloutRow]:
     """Raises ConfigError where a file is not one of the trainer's."""
-    rows: list[Row] = []
-    for record in _records(file):
+    rows: list[RolloutRow] = []
+    for record in _read_records(file):
         if not isinstance(record, Mapping):
             raise ConfigError(
                 f"{file} is no dump of {trainer}: it holds a {type(record).__name__} where a row would be."
             )
         try:
-            rows += [row(len(rows) + 1 + more, fields) for more, fields in enumerate(FORMATS[trainer](record))]
+            rows += [build_row(len(rows) + 1 + more, fields) for more, fields in enumerate(FORMATS[trainer](record))]
         except KeyError as error:
-            raise ConfigError(_lacking(trainer, file, record, str(error.args[0]))) from error
+            raise ConfigError(_describe_missing_field(trainer, file, record, str(error.args[0]))) from error
         except (ValueError, TypeError, OverflowError) as error:
             raise ConfigError(f"Row {len(rows) + 1} of {file} can't be read: {error}.") from error
     if not rows:
@@ -35,17 +35,17 @@ def read(trainer: str, file: Path) -> list[Row]:
     return rows
 
 
-def _lacking(trainer: str, file: Path, record: Record, field: str) -> str:
+def _describe_missing_field(trainer: str, file: Path, record: Record, field: str) -> str:
     has = ", ".join(list(map(str, record))[:8])
     if {"output", "completion", "response"} & set(record):
         return (
             f"{file} has the text of rollouts ({has}) and no {field}: text does not say which tokens were trained, nor "
-            f"in which context, so nothing can be checked. {_INSTEAD[trainer]}"
+            f"in which context, so nothing can be checked. {_DUMP_ADVICE[trainer]}"
         )
-    return f"{file} is no dump of {trainer}: a row has no {field}, but {has}. {_INSTEAD[trainer]}"
+    return f"{file} is no dump of {trainer}: a row has no {field}, but {has}. {_DUMP_ADVICE[trainer]}"
 
 
-_INSTEAD = {
+_DUMP_ADVICE = {
     "slime": "slime writes tokens with --save-debug-rollout-data.",
     "verl": "Save the batch (`DataProto.save_to_disk`) or AgentLoopOutputs as JSON lines; trainer.rollout_data_dir has "
     "text only.",
@@ -56,30 +56,30 @@ _INSTEAD = {
 # Files
 
 
-def _records(file: Path) -> Iterator[Any]:
+def _read_records(file: Path) -> Iterator[Any]:
     """What a file consists of, one by one."""
-    if pickled.is_pickled(file):
-        found = pickled.load(file)
+    if safe_pickle.is_pickled(file):
+        found = safe_pickle.load(file)
         if isinstance(found, Mapping) and isinstance(found.get("samples"), list):  # a dump of slime's
             found = found["samples"]
         yield from found if isinstance(found, list) else [found]
     elif file.suffix == ".parquet":
-        yield from _parquet(file)
+        yield from _read_parquet(file)
     else:
         with file.open(encoding="utf-8") as lines:
             for number, line in enumerate(lines, 1):
                 if line.strip():
-                    yield _parsed(line, file, number)
+                    yield _parse_line(line, file, number)
 
 
-def _parsed(line: str, file: Path, number: int) -> Any:
+def _parse_line(line: str, file: Path, number: int) -> Any:
     try:
         return json.loads(line)
     except ValueError as error:
         raise ConfigError(f"Line {number} of {file} is not JSON: {error}.") from error
 
 
-def _parquet(file: Path) -> Iterator[Any]:
+def _read_parquet(file: Path) -> Iterator[Any]:
     try:
         import pyarrow
         from pyarrow.parquet import ParquetFile
@@ -96,62 +96,62 @@ def _parquet(file: Path) -> Iterator[Any]:
 # Formats: each gives the rows of one record, and raises KeyError with the name of a field that is missing
 
 
-def slime(record: Record) -> Iterator[Fields]:
+def read_slime(record: Record) -> Iterator[RawRow]:
     """A `Sample` as a dict."""
-    ids, length = _list(record["tokens"]), int(record["response_length"])
+    ids, length = _to_list(record["tokens"]), int(record["response_length"])
     known = record.get("metadata") or {}
     edge = max(0, len(ids) - length)
-    mask = _list(record.get("loss_mask"))
+    mask = _to_list(record.get("loss_mask"))
     problems = []
     if length > len(ids):
-        problems.append(Problem("lengths", f"response_length is {length}, but there are {len(ids)} tokens"))
+        problems.append(RowProblem("lengths", f"response_length is {length}, but there are {len(ids)} tokens"))
     if record.get("remove_sample"):
         mask = [0] * length
-    yield Fields(
+    yield RawRow(
         prompt=ids[:edge],
         response=ids[edge:],
         mask=mask,
-        logprobs=_list(record.get("rollout_log_probs")),
-        rollout=_name(record, "rollout_id", "session_id"),
+        logprobs=_to_list(record.get("rollout_log_probs")),
+        rollout=_first_value(record, "rollout_id", "session_id"),
         versions=known.get("policy_versions"),
         skip="images" if record.get("multimodal_train_inputs") else None,
         problems=problems,
     )
 
 
-def verl(record: Record) -> Iterator[Fields]:
+def read_verl(record: Record) -> Iterator[RawRow]:
     """An `AgentLoopOutput`, or a whole batch of tensors."""
     if "responses" in record:
-        yield from _batch(record)
+        yield from _read_verl_batch(record)
         return
     known = record.get("extra_fields") or {}
-    yield Fields(
+    yield RawRow(
         prompt=record["prompt_ids"],
         response=record["response_ids"],
         mask=record["response_mask"],
         logprobs=record.get("response_logprobs"),
-        rollout=_name(known, "session_id"),
+        rollout=_first_value(known, "session_id"),
         versions=known.get("policy_versions"),
         skip="images" if record.get("multi_modal_data") else None,
     )
 
 
-def _batch(record: Record) -> Iterator[Fields]:
+def _read_verl_batch(record: Record) -> Iterator[RawRow]:
     """Prompts are padded on the left, responses on the right. `old_log_probs` are no help: the trainer computed them
     in the very context that is in question."""
-    prompts, responses = _list(record["prompts"]), _list(record["responses"])
-    attention = _list(record["attention_mask"])
-    masks = _list(record["response_mask"])
-    logprobs = _list(record.get("rollout_log_probs")) or [None] * len(responses)
+    prompts, responses = _to_list(record["prompts"]), _to_list(record["responses"])
+    attention = _to_list(record["attention_mask"])
+    masks = _to_list(record["response_mask"])
+    logprobs = _to_list(record.get("rollout_log_probs")) or [None] * len(responses)
     pictures = record.get("multi_modal_inputs")
     for index, (prompt, response, attended) in enumerate(zip(prompts, responses, attention, strict=True)):
         edge = len(prompt)
         real = [at for at, seen in enumerate(attended[edge:]) if seen]
         problems = []
         if padding := [at for at, trains in enumerate(masks[index]) if trains and not attended[edge + at]]:
-            problems.append(Problem("padding_trained", f"{len(padding)} tokens of padding are trained", padding[0]))
+            problems.append(RowProblem("padding_trained", f"{len(padding)} tokens of padding are trained", padding[0]))
         values = logprobs[index]
-        yield Fields(
+        yield RawRow(
             prompt=[token for token, seen in zip(prompt, attended, strict=False) if seen],
             response=[response[at] for at in real],
             mask=[masks[index][at] for at in real],
@@ -161,32 +161,32 @@ def _batch(record: Record) -> Iterator[Fields]:
         )
 
 
-def trl(record: Record) -> Iterator[Fields]:
+def read_trl(record: Record) -> Iterator[RawRow]:
     """One completion, or all of them as a dict of lists."""
     prompts = record["prompt_ids"]
     if prompts and isinstance(prompts[0], list):
         count = len(prompts)
         columns = {name: values for name, values in record.items() if isinstance(values, list) and len(values) == count}
         for index in range(count):
-            yield from trl({name: values[index] for name, values in columns.items()})
+            yield from read_trl({name: values[index] for name, values in columns.items()})
         return
-    yield Fields(
+    yield RawRow(
         prompt=prompts,
         response=record["completion_ids"],
         mask=record.get("env_mask"),
         logprobs=record.get("logprobs"),
-        rollout=_name(record, "session_id"),
+        rollout=_first_value(record, "session_id"),
         versions=record.get("policy_versions"),
     )
 
 
-FORMATS: dict[str, Callable[[Record], Iterator[Fields]]] = {"slime": slime, "verl": verl, "trl": trl}
+FORMATS: dict[str, Callable[[Record], Iterator[RawRow]]] = {"slime": read_slime, "verl": read_verl, "trl": read_trl}
 
 
-def _list(values: Any) -> Any:
+def _to_list(values: Any) -> Any:
     """Tensors and arrays as lists, all else as it is."""
     return values.tolist() if hasattr(values, "tolist") else values
 
 
-def _name(record: Record, *names: str) -> str | None:
+def _first_value(record: Record, *names: str) -> str | None:
     return next((str(record[name]) for name in names if record.get(name) is not None), None)

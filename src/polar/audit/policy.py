@@ -11,35 +11,35 @@ from typing import Literal
 import numpy as np
 from msgspec import Struct
 
-from polar.audit.contexts import EXACT, Compared, Floats, Noise
+from polar.audit.contexts import EXACT_TOLERANCE, ComparedRow, Floats, Noise
 from polar.trajectory.teacher import Teacher
 
-Kind = Literal["same", "temperature", "truncated", "weights"]
+PolicyMatchKind = Literal["same", "temperature", "truncated", "weights"]
 
-_ROWS, _TOKENS = 8, 8
+_FIT_ROWS, _FIT_TOKENS = 8, 8
 """How many rows a temperature is fitted to, and tokens of each."""
-_GRID, _ROUNDS, _RANGE = 16, 6, (0.05, 5.0)
-_EXPLAINED = 0.2
+_GRID_POINTS, _GRID_ROUNDS, _TEMPERATURE_RANGE = 16, 6, (0.05, 5.0)
+_MAX_FIT_RESIDUAL = 0.2
 """The share of the difference that may be left for a temperature to be the reason."""
-_STRANGE = 5.0
+_OUTLIER_FACTOR = 5.0
 """A row whose first turn differs by so many times the middle one's does not count for the noise."""
-_FEW, _MANY = 8, 0.25
+_MIN_TRUNCATION_TOKENS, _MIN_TRUNCATION_SHARE = 8, 0.25
 
 
-class Policy(Struct, frozen=True):
-    kind: Kind
+class PolicyMatch(Struct, frozen=True):
+    kind: PolicyMatchKind
     temperature: float
     noise: Noise
 
-    def explains(self, row: Compared, tolerance: float) -> bool:
+    def explains(self, row: ComparedRow, tolerance: float) -> bool:
         """Whether this is what is wrong with a row, which was compared at this temperature."""
-        if self.kind == "same" or not len(row.first):
+        if self.kind == "same" or not len(row.first_turn):
             return False
-        mean = float(row.differences(row.first).mean())
-        return mean <= _most(self.noise) if self.kind == "temperature" else mean > tolerance
+        mean = float(row.differences(row.first_turn).mean())
+        return mean <= _outlier_limit(self.noise) if self.kind == "temperature" else mean > tolerance
 
     @property
-    def sentence(self) -> str | None:
+    def description(self) -> str | None:
         if self.kind == "temperature":
             return (
                 f"The log-probabilities are those of temperature {self.temperature:.3g}: if the trainer divides by the "
@@ -58,54 +58,58 @@ class Policy(Struct, frozen=True):
         return None
 
 
-def policy(rows: Sequence[Compared], tolerance: float, temperature: float, teacher: Teacher) -> Policy:
-    judged = [row for row in rows if len(row.first)]
-    off = [row for row in judged if row.differences(row.first).mean() > tolerance]
+def match_policy(rows: Sequence[ComparedRow], tolerance: float, temperature: float, teacher: Teacher) -> PolicyMatch:
+    judged = [row for row in rows if len(row.first_turn)]
+    off = [row for row in judged if row.differences(row.first_turn).mean() > tolerance]
     if len(off) * 2 <= len(judged):
-        fine = [row for row in judged if row.differences(row.first).mean() <= tolerance]
-        return Policy("same", temperature, noise(fine))
-    fitted = _fit(off, teacher)
-    before, after = _left(off, np.array([temperature, fitted]), teacher)
-    if after <= _EXPLAINED * before:
-        return Policy("temperature", fitted, Noise())
-    signed = np.concatenate([row.recorded[row.first] - row.recomputed[row.first] for row in off])
-    cut = len(signed) >= _FEW and (signed > tolerance).mean() >= _MANY and not (signed < -tolerance).any()
-    return Policy("truncated" if cut else "weights", temperature, noise(off))
+        fine = [row for row in judged if row.differences(row.first_turn).mean() <= tolerance]
+        return PolicyMatch("same", temperature, measure_noise(fine))
+    fitted = _fit_temperature(off, teacher)
+    before, after = _mean_residuals(off, np.array([temperature, fitted]), teacher)
+    if after <= _MAX_FIT_RESIDUAL * before:
+        return PolicyMatch("temperature", fitted, Noise())
+    signed = np.concatenate([row.recorded[row.first_turn] - row.recomputed[row.first_turn] for row in off])
+    cut = (
+        len(signed) >= _MIN_TRUNCATION_TOKENS
+        and (signed > tolerance).mean() >= _MIN_TRUNCATION_SHARE
+        and not (signed < -tolerance).any()
+    )
+    return PolicyMatch("truncated" if cut else "weights", temperature, measure_noise(off))
 
 
-def noise(rows: Sequence[Compared]) -> Noise:
+def measure_noise(rows: Sequence[ComparedRow]) -> Noise:
     """Of first turns. Rows that are quite unlike the others do not count."""
-    differences = [row.differences(row.first) for row in rows if len(row.first)]
+    differences = [row.differences(row.first_turn) for row in rows if len(row.first_turn)]
     if not differences:
         return Noise()
-    most = _STRANGE * float(np.median([values.mean() for values in differences])) + EXACT
+    most = _OUTLIER_FACTOR * float(np.median([values.mean() for values in differences])) + EXACT_TOLERANCE
     usual = np.concatenate([values for values in differences if values.mean() <= most])
     return Noise(float(usual.mean()), float(usual.std()))
 
 
-def _most(noise: Noise) -> float:
-    return _STRANGE * noise.mean + EXACT
+def _outlier_limit(noise: Noise) -> float:
+    return _OUTLIER_FACTOR * noise.mean + EXACT_TOLERANCE
 
 
-def _fit(rows: Sequence[Compared], teacher: Teacher) -> float:
+def _fit_temperature(rows: Sequence[ComparedRow], teacher: Teacher) -> float:
     """The temperature that fits best, on a grid that grows finer. A round one, if it does as well."""
-    least, most = _RANGE
+    least, most = _TEMPERATURE_RANGE
     best = 1.0
-    for _ in range(_ROUNDS):
-        grid = np.geomspace(least, most, _GRID)
-        at = int(_left(rows, grid, teacher).argmin())
-        best, least, most = float(grid[at]), float(grid[max(0, at - 1)]), float(grid[min(_GRID - 1, at + 1)])
+    for _ in range(_GRID_ROUNDS):
+        grid = np.geomspace(least, most, _GRID_POINTS)
+        at = int(_mean_residuals(rows, grid, teacher).argmin())
+        best, least, most = float(grid[at]), float(grid[max(0, at - 1)]), float(grid[min(_GRID_POINTS - 1, at + 1)])
     rounded = round(best, 2)
-    exact, near = _left(rows, np.array([best, rounded or best]), teacher)
+    exact, near = _mean_residuals(rows, np.array([best, rounded or best]), teacher)
     return rounded if rounded and near <= 2 * exact + 1e-5 else best
 
 
-def _left(rows: Sequence[Compared], temperatures: Floats, teacher: Teacher) -> Floats:
+def _mean_residuals(rows: Sequence[ComparedRow], temperatures: Floats, teacher: Teacher) -> Floats:
     """The mean difference of some tokens, at each temperature."""
     found = []
-    for it in rows[:_ROWS]:
-        positions = it.first[:_TOKENS]
-        places = np.repeat(it.row.edge + positions, len(temperatures))
+    for it in rows[:_FIT_ROWS]:
+        positions = it.first_turn[:_FIT_TOKENS]
+        places = np.repeat(it.row.prompt_length + positions, len(temperatures))
         scales = np.tile(temperatures, len(positions)).astype(np.float32)
         values = teacher.logprobs(it.row.ids, places, scales).reshape(len(positions), -1)
         found.append(np.abs(it.recorded[positions, None] - values))

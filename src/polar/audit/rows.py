@@ -6,7 +6,7 @@ from numpy.typing import NDArray
 
 from polar.trajectory.types import Ids, Mask
 
-KINDS = {
+PROBLEM_KINDS = {
     "lengths": "ids, mask and log-probabilities do not fit together",
     "prompt_trained": "tokens of the prompt are trained",
     "padding_trained": "padding is trained",
@@ -28,45 +28,45 @@ KINDS = {
 """What can be wrong. Of a row's problems the first one here is its verdict."""
 
 
-class Problem(Struct, frozen=True):
+class RowProblem(Struct, frozen=True):
     kind: str
     message: str
     position: int | None = None  # in the response
     turn: int | None = None  # of the model's turns, from 1 on
 
 
-class Row(Struct):
+class RolloutRow(Struct):
     """Prompt and response, and arrays of the response. `problems` are those of its form."""
 
     number: int  # in the file, from 1 on
     ids: Ids
-    edge: int  # where the response begins
+    prompt_length: int  # where the response begins
     mask: Mask
     logprobs: NDArray[np.float32] | None  # NaN where there is none
     rollout: str | None = None  # rows with the same one are parts of the same rollout
     versions: Ids | None = None  # policy versions, token by token
     skip: str | None = None  # why it can't be recomputed
-    problems: list[Problem] = field(default_factory=list)
+    problems: list[RowProblem] = field(default_factory=list)
 
     @property
-    def fits(self) -> bool:
+    def has_matching_lengths(self) -> bool:
         """Whether its arrays are as long as the response: else nobody knows which entry is whose."""
-        length = len(self.ids) - self.edge
+        length = len(self.ids) - self.prompt_length
         return len(self.mask) == length and (self.logprobs is None or len(self.logprobs) == length)
 
     @property
-    def trained(self) -> NDArray[np.int64]:
+    def trained_positions(self) -> NDArray[np.int64]:
         """Positions in the response."""
         return np.flatnonzero(self.mask)
 
 
-def turns(positions: NDArray[np.int64]) -> list[NDArray[np.int64]]:
+def split_turns(positions: NDArray[np.int64]) -> list[NDArray[np.int64]]:
     """Runs of positions without a gap: what the model said without being interrupted."""
     if not len(positions):
         return []
     return np.split(positions, np.flatnonzero(np.diff(positions) > 1) + 1)
 
 
-def turn_of(position: int, found: list[NDArray[np.int64]]) -> int:
+def turn_number(position: int, turns: list[NDArray[np.int64]]) -> int:
     """From 1 on; a position between two turns belongs to the one before."""
-    return max(1, sum(1 for turn in found if turn[0] <= position))
+    return max(1, sum(1 for turn in turns if turn[0] <= position))

@@ -14,7 +14,7 @@ from msgspec import Raw, Struct, json
 
 from polar.dialects.base import Dialect
 from polar.plugins import load
-from polar.types import Message, Part, Request, Sampling, Text, Tool, ToolCall, ToolResult
+from polar.types import Message, Part, Request, SamplingParams, Text, Tool, ToolCall, ToolResult
 
 TURNS = 10
 """Calls of one session."""
@@ -26,7 +26,7 @@ MARK = "@"
 DIALECTS = ("openai_chat", "openai_responses", "anthropic", "google")
 
 
-class Size(Struct, frozen=True):
+class CallSize(Struct, frozen=True):
     """How large the calls of a session are; prompt and request in the mean of its turns."""
 
     name: str  # one letter, which the marks carry
@@ -38,9 +38,9 @@ class Size(Struct, frozen=True):
     tools: int
 
 
-S = Size("S", 59_000, 15_000, 300, earlier_turns=15, system_bytes=8_000, tools=12)
-L = Size("L", 198_000, 50_000, 2_000, earlier_turns=40, system_bytes=20_000, tools=30)
-SMALL = Size("T", 4_000, 1_000, 30, earlier_turns=1, system_bytes=1_000, tools=1)
+S = CallSize("S", 59_000, 15_000, 300, earlier_turns=15, system_bytes=8_000, tools=12)
+L = CallSize("L", 198_000, 50_000, 2_000, earlier_turns=40, system_bytes=20_000, tools=30)
+SMALL = CallSize("T", 4_000, 1_000, 30, earlier_turns=1, system_bytes=1_000, tools=1)
 SIZES = {size.name: size for size in (S, L, SMALL)}
 
 
@@ -54,11 +54,11 @@ class Template(Struct, frozen=True):
         return nonce.join(self.pieces)
 
 
-def nonce(number: int) -> bytes:
+def make_nonce(number: int) -> bytes:
     return b"%0*d" % (len(NONCE), number)
 
 
-def mark(size: Size, turn: int) -> str:
+def make_mark(size: CallSize, turn: int) -> str:
     return f"{MARK}{size.name}{turn:02d}{MARK}"
 
 
@@ -70,10 +70,12 @@ def find_mark(body: bytes) -> tuple[str, int] | None:
 
 
 @cache
-def template(size: Size, turn: int, dialect: str = "openai_chat", *, stream: bool = False, extra: str = "") -> Template:
+def make_template(
+    size: CallSize, turn: int, dialect: str = "openai_chat", *, stream: bool = False, extra: str = ""
+) -> Template:
     """Call number `turn` of a session. `extra` is JSON members to add, for peers that are to ask for ids themselves."""
     spoken: Dialect = load("dialects", dialect)()
-    body = spoken.encode_request(request(size, turn, stream=stream))
+    body = spoken.encode_request(make_request(size, turn, stream=stream))
     if extra:
         body = body[:-1] + b"," + extra.encode() + b"}"
     verb = "streamGenerateContent?alt=sse" if stream else "generateContent"
@@ -86,10 +88,10 @@ def template(size: Size, turn: int, dialect: str = "openai_chat", *, stream: boo
     return Template(paths[dialect], body.split(NONCE.encode()))
 
 
-def request(size: Size, turn: int, *, stream: bool = False) -> Request:
+def make_request(size: CallSize, turn: int, *, stream: bool = False) -> Request:
     """The canonical form of call number `turn`."""
-    messages = [Message("system", [Text(filler(f"{size.name} system", size.system_bytes))])]
-    messages.append(Message("user", [Text(f"Task {NONCE}: make the failing tests pass. {mark(size, 0)}")]))
+    messages = [Message("system", [Text(make_filler(f"{size.name} system", size.system_bytes))])]
+    messages.append(Message("user", [Text(f"Task {NONCE}: make the failing tests pass. {make_mark(size, 0)}")]))
     for index in range(size.earlier_turns + turn):
         number = index - size.earlier_turns  # negative for what was said before the first call
         call_id = f"call_{index}"
@@ -97,28 +99,27 @@ def request(size: Size, turn: int, *, stream: bool = False) -> Request:
         said = f"{NONCE} {reply_text(size, max(number, 0))}" if number >= 0 else _earlier_text(size, index)
         parts: list[Part] = [Text(said), ToolCall(call_id, "bash", arguments)]
         messages.append(Message("assistant", parts))
-        seen = (
-            f"{NONCE}\n{filler(f'{size.name} result {index}', _result_bytes(size))}\n{mark(size, max(number + 1, 0))}"
-        )
+        filler = make_filler(f"{size.name} result {index}", _result_bytes(size))
+        seen = f"{NONCE}\n{filler}\n{make_mark(size, max(number + 1, 0))}"
         messages.append(Message("tool", [ToolResult(call_id, [Text(seen)])]))
     return Request(
-        "bench", messages, tools=_tools(size), stream=stream, sampling=Sampling(temperature=1.0, max_tokens=4096)
+        "bench", messages, tools=_tools(size), stream=stream, sampling=SamplingParams(temperature=1.0, max_tokens=4096)
     )
 
 
 @cache
-def reply_text(size: Size, turn: int) -> str:
+def reply_text(size: CallSize, turn: int) -> str:
     """What the model says in answer to call number `turn`, about four characters a token."""
-    return filler(f"{size.name} reply {turn}", size.sampled_tokens * 4 - 120)
+    return make_filler(f"{size.name} reply {turn}", size.sampled_tokens * 4 - 120)
 
 
 @cache
-def _earlier_text(size: Size, index: int) -> str:
-    return f"{NONCE} {filler(f'{size.name} earlier {index}', 300)}"
+def _earlier_text(size: CallSize, index: int) -> str:
+    return f"{NONCE} {make_filler(f'{size.name} earlier {index}', 300)}"
 
 
 @cache
-def _result_bytes(size: Size) -> int:
+def _result_bytes(size: CallSize) -> int:
     """So that a request has its size in the mean."""
     results = size.earlier_turns + (TURNS - 1) / 2
     replies = (TURNS - 1) / 2 * (size.sampled_tokens * 4 - 120)
@@ -127,9 +128,9 @@ def _result_bytes(size: Size) -> int:
 
 
 @cache
-def _tools(size: Size) -> list[Tool]:
+def _tools(size: CallSize) -> list[Tool]:
     bash = Tool("bash", "Run a shell command and return what it printed.", _schema("bash"))
-    others = [Tool(f"tool_{n}", filler(f"tool {n}", 560), _schema(f"tool_{n}")) for n in range(1, size.tools)]
+    others = [Tool(f"tool_{n}", make_filler(f"tool {n}", 560), _schema(f"tool_{n}")) for n in range(1, size.tools)]
     return [bash, *others]
 
 
@@ -148,7 +149,7 @@ _WORDS = _VOCABULARY.split()
 
 
 @cache
-def filler(seed: str, size: int) -> str:
+def make_filler(seed: str, size: int) -> str:
     """About `size` characters that look like code: short words, quotes, line ends and indentation."""
     rng = random.Random(seed)
     lines: list[str] = []

@@ -19,7 +19,7 @@ class BenchError(PolarError):
     """A server did not do what is to be measured; figures would mean nothing."""
 
 
-class Answer(Struct):
+class HttpAnswer(Struct):
     status: int
     body: bytes  # as it stands on the wire; empty where `on_data` got it
     sent_at: float
@@ -43,7 +43,7 @@ class Connection(asyncio.Protocol):
 
     def __init__(self) -> None:
         self._transport: asyncio.Transport | None = None
-        self._waiter: asyncio.Future[Answer] | None = None
+        self._waiter: asyncio.Future[HttpAnswer] | None = None
         self._on_data: Callable[[bytes], None] | None = None
         self._reset()
 
@@ -53,7 +53,7 @@ class Connection(asyncio.Protocol):
         _, connection = await loop.create_connection(cls, "127.0.0.1", port)
         return connection
 
-    async def call(self, request: bytes, on_data: Callable[[bytes], None] | None = None) -> Answer:
+    async def call(self, request: bytes, on_data: Callable[[bytes], None] | None = None) -> HttpAnswer:
         """Sends a request and waits for the whole answer; `on_data` gets the body's bytes as they come."""
         if self._transport is None:
             raise BenchError("A server closed its connection.")
@@ -120,16 +120,16 @@ class Connection(asyncio.Protocol):
             status = int(self._head[9:12])
             body = b"".join(self._pieces)
             self._waiter.set_result(
-                Answer(status, body, self._sent_at, self._first_at, time.monotonic(), self._chunked)
+                HttpAnswer(status, body, self._sent_at, self._first_at, time.monotonic(), self._chunked)
             )
 
 
-def post(path: str, body: bytes, key: str = "none") -> bytes:
+def encode_post(path: str, body: bytes, key: str = "none") -> bytes:
     """A request's bytes. The key stands in every provider's auth slot but the path."""
     head = f"POST {path} HTTP/1.1\r\nHost: 127.0.0.1\r\nAuthorization: Bearer {key}\r\nUser-Agent: bench\r\n"
     head += f"Accept: */*\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
     return head.encode() + body
 
 
-def get(path: str) -> bytes:
+def encode_get(path: str) -> bytes:
     return f"GET {path} HTTP/1.1\r\nHost: 127.0.0.1\r\nAccept: */*\r\n\r\n".encode()

@@ -11,7 +11,7 @@ from types import TracebackType
 from typing import cast
 
 from polar.bench import replies
-from polar.bench.calls import SIZES, TURNS, Size, find_mark
+from polar.bench.calls import SIZES, TURNS, CallSize, find_mark
 
 _LENGTH = re.compile(rb"\r\ncontent-length: *(\d+)", re.IGNORECASE)
 _STREAM = re.compile(rb'"stream": ?true')
@@ -23,7 +23,7 @@ _LAST_CHUNK = b"0\r\n\r\n"
 _SECOND_TOKEN = 0.003  # seconds after the first one, where streams have no pace
 
 
-class Pace:
+class StreamPace:
     """How streams are sent: `tokens` tokens with `interval` seconds between them; a few at once where it is 0."""
 
     def __init__(self) -> None:
@@ -35,7 +35,7 @@ class FakeEngine:
     """Use as an async context manager; `url` and `port` are known inside."""
 
     def __init__(self) -> None:
-        self.pace = Pace()
+        self.pace = StreamPace()
         self.port = 0
         self._server: asyncio.Server | None = None
 
@@ -46,7 +46,7 @@ class FakeEngine:
     async def __aenter__(self) -> "FakeEngine":
         for size in SIZES.values():
             for turn in range(TURNS):
-                replies.answer(size, turn)
+                replies.make_reply(size, turn)
         loop = asyncio.get_running_loop()
         self._server = await loop.create_server(lambda: _Connection(self.pace), "127.0.0.1", 0, backlog=4096)
         self.port = self._server.sockets[0].getsockname()[1]
@@ -60,7 +60,7 @@ class FakeEngine:
 
 
 class _Connection(asyncio.Protocol):
-    def __init__(self, pace: Pace) -> None:
+    def __init__(self, pace: StreamPace) -> None:
         self._pace = pace
         self._pieces: list[bytes] = []
         self._missing = -1  # bytes of the request that is coming in; -1 where its head is not whole yet
@@ -99,12 +99,12 @@ class _Connection(asyncio.Protocol):
             return
         size, turn = SIZES[found[0]], found[1]
         if not _STREAM.search(request):
-            self._write(_whole(replies.answer(size, turn).whole))
+            self._write(_whole(replies.make_reply(size, turn).whole))
         elif self._pace.tokens:
             _Pacer(self, size, self._pace)
         else:
             # vLLM sends the first event, with the prompt's ids, when it has the first token; the others come later.
-            events = [*map(_chunk, replies.answer(size, turn).events)]
+            events = [*map(_chunk, replies.make_reply(size, turn).events)]
             self._write(_STREAM_HEAD + b"".join(events[:2]))
             rest = b"".join(events[2:]) + _LAST_CHUNK
             asyncio.get_running_loop().call_later(_SECOND_TOKEN, self._write, rest)
@@ -119,8 +119,8 @@ class _Connection(asyncio.Protocol):
 class _Pacer:
     """One stream, token by token."""
 
-    def __init__(self, connection: _Connection, size: Size, pace: Pace) -> None:
-        first, before, self._after, self._end = replies.stamped(size)
+    def __init__(self, connection: _Connection, size: CallSize, pace: StreamPace) -> None:
+        first, before, self._after, self._end = replies.make_stamped_stream(size)
         length = len(before) + replies.STAMP_DIGITS + len(self._after)
         self._before = b"%x\r\n%b" % (length, before)
         self._after += b"\r\n"

@@ -17,12 +17,12 @@ from msgspec import Struct, field
 
 from polar.bench import fidelity_counts as counts
 from polar.bench.client import BenchError
-from polar.bench.fidelity_counts import Counts
-from polar.bench.fidelity_sessions import MODES, Agent, Mode, Recorded, engine, record
+from polar.bench.fidelity_counts import FidelityCounts
+from polar.bench.fidelity_sessions import MODES, Agent, Mode, RecordedSession, make_engine, record
 from polar.bench.peers import prompt_merging
-from polar.engines.scripted.server import TOKENIZER
+from polar.engines.scripted.server import TOKENIZER_FOLDER
 from polar.trajectory import builders
-from polar.trajectory.session import sampled
+from polar.trajectory.session import read_session_paths
 
 BASELINE = prompt_merging.NAME
 
@@ -30,7 +30,7 @@ Progress = Callable[[str, int, int], None]
 """What is done now, and how many of how many recordings are done."""
 
 
-class Measured(Struct):
+class SessionFidelity(Struct):
     """One recorded session under every builder."""
 
     harness: str
@@ -40,25 +40,25 @@ class Measured(Struct):
     agents: int  # whose turns train
     sampled: int  # tokens
     delivered: int
-    counts: list[Counts]
+    counts: list[FidelityCounts]
     branches: dict[str, int]  # calls by the reason of their branch
     excluded: dict[str, int]  # tokens by reason
 
 
-class Report(Struct):
+class FidelityReport(Struct):
     tokenizer: str | None
     turns: int
-    measured: list[Measured] = field(default_factory=list)
+    measured: list[SessionFidelity] = field(default_factory=list)
     failed: dict[str, str] = field(default_factory=dict)  # recordings that came to nothing, and why
 
 
 async def run(
     agents: Sequence[Agent], *, turns: int, tokenizer: str | None, progress: Progress, modes: Sequence[Mode] = MODES
-) -> Report:
-    report = Report(tokenizer, turns)
+) -> FidelityReport:
+    report = FidelityReport(tokenizer, turns)
     recordings = [(agent, drops, mode) for drops in (False, True) for agent in agents for mode in modes]
-    model = tokenizer or str(TOKENIZER)
-    async with engine(turns, model, drops=False) as quick, engine(turns, model, drops=True) as slow:
+    model = tokenizer or str(TOKENIZER_FOLDER)
+    async with make_engine(turns, model, drops=False) as quick, make_engine(turns, model, drops=True) as slow:
         for number, (agent, drops, mode) in enumerate(recordings):
             what = f"{agent.name}, {mode}{', one reply dropped' if drops else ''}"
             progress(what, number, len(recordings))
@@ -77,28 +77,28 @@ async def run(
     return report
 
 
-def measure(recorded: Recorded, harness: str, mode: Mode, *, dropped: bool) -> Measured:
+def measure(recorded: RecordedSession, harness: str, mode: Mode, *, dropped: bool) -> SessionFidelity:
     exchanges = recorded.exchanges
-    session = sampled(recorded.session, exchanges)
+    session = read_session_paths(recorded.session, exchanges)
     built = [
         prompt_merging.build(exchanges),
-        counts.of_traces(builders.per_request(session)),
-        counts.of_traces(builders.prefix_merging(session)),
-        counts.of_tree(builders.prefix_tree([session])),
+        counts.from_traces(builders.per_request(session)),
+        counts.from_traces(builders.prefix_merging(session)),
+        counts.from_tree(builders.prefix_tree([session])),
     ]
     excluded: Counter[str] = Counter()
     for path in session.paths:
         for reason in path.excluded:
             excluded[reason.reason] += reason.stop - reason.start
-    return Measured(
+    return SessionFidelity(
         harness=harness,
         mode=mode,
         dropped=dropped,
         calls=len(exchanges),
-        agents=len({path.agent_id for path in session.paths if path.trainable}),
+        agents=len({path.agent_id for path in session.paths if path.num_trainable}),
         sampled=sum(len(path.sampled) for path in session.paths),
         delivered=sum(exchange.delivered for exchange in exchanges),
-        counts=[counts.count(one, exchanges) for one in built],
+        counts=[counts.count_tokens(one, exchanges) for one in built],
         branches=dict(Counter(it.branch_reason for it in exchanges if it.branch_reason is not None)),
         excluded=dict(excluded),
     )

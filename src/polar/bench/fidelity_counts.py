@@ -16,12 +16,12 @@ from msgspec import Struct
 
 from polar.engines.scripted.sampler import context_states, expected_logprobs
 from polar.store.base import Exchange
-from polar.trajectory.types import Excluded, Ids, Logprobs, Span, Trajectory, TreeTrajectory
+from polar.trajectory.types import ExcludedSpan, Ids, Logprobs, Span, Trajectory, TreeTrajectory
 
 _VERSION = 0  # of the policy, all the time
 
 
-class Trained(Struct):
+class TrainingSequence(Struct):
     """A sequence as it goes through a trainer's model. Spans and log-probabilities are by positions in `ids`."""
 
     ids: Ids
@@ -29,17 +29,17 @@ class Trained(Struct):
     spans: list[Span]
 
 
-class Built(Struct):
+class BuiltSession(Struct):
     """What a builder made of a session."""
 
     builder: str
     traces: int
     computed: int  # tokens that a trainer runs through its model
-    trained: list[Trained]
-    excluded: list[Excluded]
+    trained: list[TrainingSequence]
+    excluded: list[ExcludedSpan]
 
 
-class Counts(Struct):
+class FidelityCounts(Struct):
     """Tokens, but for the traces."""
 
     builder: str
@@ -52,10 +52,10 @@ class Counts(Struct):
     lost: int  # delivered, and neither trained nor excluded with a reason
 
 
-def count(built: Built, exchanges: Sequence[Exchange]) -> Counts:
+def count_tokens(built: BuiltSession, exchanges: Sequence[Exchange]) -> FidelityCounts:
     by_id = {exchange.exchange_id: exchange for exchange in exchanges}
     spans = [(sequence, span) for sequence in built.trained for span in sequence.spans]
-    return Counts(
+    return FidelityCounts(
         builder=built.builder,
         traces=built.traces,
         computed=built.computed,
@@ -67,18 +67,20 @@ def count(built: Built, exchanges: Sequence[Exchange]) -> Counts:
     )
 
 
-def of_traces(trajectory: Trajectory) -> Built:
+def from_traces(trajectory: Trajectory) -> BuiltSession:
     trained = []
     for trace in trajectory.traces:
         assert trace.logprobs is not None  # the scripted engine gives them always
         context = len(trace.prompt_ids)
         spans = [Span(it.exchange_id, it.start + context, it.stop + context, it.offset) for it in trace.spans]
         logprobs = np.concatenate([np.zeros(context, np.float32), trace.logprobs])
-        trained.append(Trained(np.concatenate([trace.prompt_ids, trace.response_ids]), logprobs, spans))
-    return Built(trajectory.builder, len(trained), sum(len(it.ids) for it in trained), trained, trajectory.excluded)
+        trained.append(TrainingSequence(np.concatenate([trace.prompt_ids, trace.response_ids]), logprobs, spans))
+    return BuiltSession(
+        trajectory.builder, len(trained), sum(len(it.ids) for it in trained), trained, trajectory.excluded
+    )
 
 
-def of_tree(tree: TreeTrajectory) -> Built:
+def from_tree(tree: TreeTrajectory) -> BuiltSession:
     """One trace, since it is computed in one go. Each term is looked at behind all that stands above it."""
     trained = []
     for term in tree.terms:
@@ -87,8 +89,8 @@ def of_tree(tree: TreeTrajectory) -> Built:
         ids = _down_to(tree, term.node)[: above + term.stop]
         logprobs = np.concatenate([np.zeros(above + term.start, np.float32), term.logprobs])
         span = Span(term.exchange_id, above + term.start, above + term.stop, term.offset)
-        trained.append(Trained(ids, logprobs, [span]))
-    return Built("prefix_tree", 1 if trained else 0, len(tree.ids), trained, tree.excluded)
+        trained.append(TrainingSequence(ids, logprobs, [span]))
+    return BuiltSession("prefix_tree", 1 if trained else 0, len(tree.ids), trained, tree.excluded)
 
 
 def _down_to(tree: TreeTrajectory, node: int) -> Ids:
@@ -109,18 +111,18 @@ def _wrong_context(ids: Ids, span: Span, exchange: Exchange) -> int:
     return span.stop - max(int(other[0]), span.start) if len(other) else 0
 
 
-def _wrong_logprob(sequence: Trained, span: Span) -> int:
+def _wrong_logprob(sequence: TrainingSequence, span: Span) -> int:
     expected = expected_logprobs(_VERSION, sequence.ids[: span.start], sequence.ids[span.start : span.stop])
     return int(np.count_nonzero(expected != sequence.logprobs[span.start : span.stop]))
 
 
-def _unique(trained: Iterable[Trained]) -> int:
+def _unique(trained: Iterable[TrainingSequence]) -> int:
     """The engine's state after each prefix is a 64-bit hash of it."""
     states = [context_states(_VERSION, it.ids[: max(span.stop for span in it.spans)])[1:] for it in trained if it.spans]
     return len(np.unique(np.concatenate(states))) if states else 0
 
 
-def _lost(exchanges: Mapping[str, Exchange], spans: Iterable[Span], excluded: Iterable[Excluded]) -> int:
+def _lost(exchanges: Mapping[str, Exchange], spans: Iterable[Span], excluded: Iterable[ExcludedSpan]) -> int:
     missing = {exchange_id: np.ones(exchange.delivered, bool) for exchange_id, exchange in exchanges.items()}
     for span in spans:
         missing[span.exchange_id][span.offset : span.offset + span.stop - span.start] = False

@@ -6,16 +6,16 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from polar.bench.fidelity import BASELINE, Measured, Report
-from polar.bench.fidelity_counts import Counts
+from polar.bench.fidelity import BASELINE, FidelityReport, SessionFidelity
+from polar.bench.fidelity_counts import FidelityCounts
 from polar.bench.fidelity_sessions import BUILT_IN, DRIFT
-from polar.bench.report import Promise, machine, promise_table
+from polar.bench.gateway_report import Promise, describe_machine, promise_table
 
 ECHO_WHOLE = frozenset({BUILT_IN, "pi", "codex", "claude_code", "qwen_code"})
 """Harnesses that send the model's turns back with all that they said, thinking included."""
 
 
-def promises(report: Report) -> Iterator[Promise]:
+def list_promises(report: FidelityReport) -> Iterator[Promise]:
     own = [it for measured in report.measured for it in _own(measured)]
     if not own:
         return
@@ -33,26 +33,26 @@ def promises(report: Report) -> Iterator[Promise]:
         yield Promise(what, str(measured.agents), str(traces), traces == measured.agents)
 
 
-def as_json(report: Report) -> bytes:
+def as_json(report: FidelityReport) -> bytes:
     return msgspec.json.encode(
         {
-            "machine": machine(),
+            "machine": describe_machine(),
             "drift": DRIFT,
             **msgspec.structs.asdict(report),
-            "promises": list(promises(report)),
+            "promises": list(list_promises(report)),
         }
     )
 
 
-def show(report: Report, console: Console) -> None:
+def show(report: FidelityReport, console: Console) -> None:
     console.print(_table(report, dropped=False))
     console.print(_table(report, dropped=True))
     for what, why in report.failed.items():
         console.print(f"{what} was not counted: {why}.", highlight=False)
-    console.print(promise_table(promises(report)))
+    console.print(promise_table(list_promises(report)))
 
 
-def _table(report: Report, *, dropped: bool) -> Table:
+def _table(report: FidelityReport, *, dropped: bool) -> Table:
     title = f"{report.turns} turns, every {1 / DRIFT:.0f}th word drifts{', one reply dropped' if dropped else ''}"
     caption = (
         "wrong: of the tokens that train, those in a context they were not sampled in; lost: of the tokens delivered, "
@@ -75,7 +75,7 @@ def _table(report: Report, *, dropped: bool) -> Table:
     return table
 
 
-def _figures(measured: Measured) -> Iterator[str]:
+def _figures(measured: SessionFidelity) -> Iterator[str]:
     baseline, own = _of(measured, BASELINE), list(_own(measured))
     yield str(measured.calls)
     yield _share(baseline.wrong_context, baseline.trained)
@@ -88,11 +88,11 @@ def _figures(measured: Measured) -> Iterator[str]:
         yield f"{found.computed / found.unique:.1f}" if found.unique else ""
 
 
-def _own(measured: Measured) -> Iterator[Counts]:
+def _own(measured: SessionFidelity) -> Iterator[FidelityCounts]:
     return (it for it in measured.counts if it.builder != BASELINE)
 
 
-def _of(measured: Measured, builder: str) -> Counts:
+def _of(measured: SessionFidelity, builder: str) -> FidelityCounts:
     return next(it for it in measured.counts if it.builder == builder)
 
 

@@ -15,14 +15,14 @@ from typing import Literal
 
 from msgspec import Struct
 
+from polar.bench.breaking_relay import relay_breaking_call
 from polar.bench.client import BenchError
-from polar.bench.cut import cutting
 from polar.config import Settings
 from polar.data_plane import DataPlane
-from polar.engines.scripted.play import Play, Turn
+from polar.engines.scripted.play import Play, ScriptedTurn
 from polar.engines.scripted.server import ScriptedServer
-from polar.harnesses import environment, inherited, load_harness
-from polar.harnesses.base import Harness, Wanted
+from polar.harnesses import build_environment, filter_environment, load_harness
+from polar.harnesses.base import Harness, SetupRequest
 from polar.harnesses.files import write_setup
 from polar.plugins import names
 from polar.store.base import Exchange, Session
@@ -49,12 +49,12 @@ class Agent(Struct, frozen=True):
     preset: Harness | None  # None for the built-in one, which reads the environment that client libraries read
 
 
-class Recorded(Struct):
+class RecordedSession(Struct):
     session: Session
     exchanges: list[Exchange]
 
 
-def installed(wanted: Sequence[str] = (), folders: Sequence[Path] = ()) -> list[Agent]:
+def find_installed_agents(wanted: Sequence[str] = (), folders: Sequence[Path] = ()) -> list[Agent]:
     """The built-in agent, and harnesses on PATH or in one of the folders: those with these names (default: all)."""
     search = os.pathsep.join([*(str(folder.absolute()) for folder in folders), os.environ.get("PATH", os.defpath)])
     found = {BUILT_IN: Agent(BUILT_IN, (sys.executable, "-m", "polar.bench.agent", TASK), "", None)}
@@ -62,7 +62,7 @@ def installed(wanted: Sequence[str] = (), folders: Sequence[Path] = ()) -> list[
         preset = load_harness(name)
         if preset.package is None:  # no agent of its own
             continue
-        command, *rest = preset.command(TASK, {})
+        command, *rest = preset.build_command(TASK, {})
         # One that is a library has no command to be told by.
         if command in preset.executables and (path := shutil.which(command, path=search)) is not None:
             found[name] = Agent(name, (path, *rest), str(Path(path).parent), preset)
@@ -72,22 +72,22 @@ def installed(wanted: Sequence[str] = (), folders: Sequence[Path] = ()) -> list[
     return [found[name] for name in proper or found]
 
 
-def play(turns: int) -> Play:
+def make_play(turns: int) -> Play:
     """So many turns: commands, then the one that submits, then the end."""
     written = Play.random(0, turns - 1).turns
     written[-1].shell = _SUBMIT
-    return Play([*written, Turn(reasoning="All steps are done.", text="Everything is written.")])
+    return Play([*written, ScriptedTurn(reasoning="All steps are done.", text="Everything is written.")])
 
 
-def engine(turns: int, tokenizer: str, *, drops: bool) -> ScriptedServer:
+def make_engine(turns: int, tokenizer: str, *, drops: bool) -> ScriptedServer:
     """One for many recordings, since what it says follows from the request alone. Where connections are cut, it takes
     its time."""
-    return ScriptedServer(play(turns), tokenizer=tokenizer, drift=DRIFT, rate=_DROPPED_RATE if drops else 0.0)
+    return ScriptedServer(make_play(turns), tokenizer=tokenizer, drift=DRIFT, rate=_DROPPED_RATE if drops else 0.0)
 
 
 async def record(
     agent: Agent, mode: Mode, engine_url: str, *, drops: bool, turns: int, tokenizer: str, folder: Path
-) -> Recorded:
+) -> RecordedSession:
     """Runs a harness to its end. With `drops`, the connection is cut when a reply begins, once, after a third of the
     turns; and a retry is a call of its own, where it would else be served from the call that still runs."""
     workspace, home = folder / "workspace", folder / "home"
@@ -100,12 +100,12 @@ async def record(
         session, key = await service.sessions.create({"harness": agent.name, "model": model})
         url = service.gateway_url
         if drops:
-            url = await stack.enter_async_context(cutting(url, call=max(turns // 3, 1)))
-        variables = inherited(os.environ) | environment(url, key, model)
+            url = await stack.enter_async_context(relay_breaking_call(url, call=max(turns // 3, 1)))
+        variables = filter_environment(os.environ) | build_environment(url, key, model)
         variables |= {"HOME": str(home), "PWD": str(workspace)}
         variables["PATH"] = os.pathsep.join(filter(None, (agent.folder, variables.get("PATH"))))
         if agent.preset is not None:
-            setup = agent.preset.setup(Wanted(str(home), str(workspace), url, key, model))
+            setup = agent.preset.setup(SetupRequest(str(home), str(workspace), url, key, model))
             write_setup(setup, home)
             variables |= setup.env
         try:
@@ -115,7 +115,7 @@ async def record(
         assert ended is not None
         exchanges = [exchange async for exchange in service.store.exchanges(session.session_id)]
     _check(agent, exchanges, turns)
-    return Recorded(ended, exchanges)
+    return RecordedSession(ended, exchanges)
 
 
 def _settings(mode: Mode, engine_url: str, tokenizer: str, *, drops: bool) -> Settings:

@@ -23,14 +23,14 @@ import msgspec
 from msgspec import Raw, Struct, field
 
 from polar.bench import calls
-from polar.bench.calls import TURNS, L, S, Size
-from polar.bench.client import BenchError, Connection, get
+from polar.bench.calls import TURNS, CallSize, L, S
+from polar.bench.client import BenchError, Connection, encode_get
 from polar.bench.engine import FakeEngine
-from polar.bench.load import CALLERS, Cost, Target, check, measure
+from polar.bench.gateway_report import AddedLatency, GatewayReport, SessionMemory, StreamDelays
+from polar.bench.load import CALLERS, Cost, Target, check_answer, measure
+from polar.bench.loop_watch import LoopReport
 from polar.bench.peers import FASTAPI, LITELLM, LITELLM_VLLM, OTHER, POLAR, RELAY
-from polar.bench.report import Added, Memory, Report, Streams
 from polar.bench.servers import Servers
-from polar.bench.watch import Watched
 from polar.errors import ConfigError
 
 CALLS_EACH = {
@@ -44,7 +44,7 @@ CALLS_EACH = {
 """Calls that each caller makes per round, S and L: about a second of work each."""
 
 
-class Plan(Struct, frozen=True):
+class GatewayPlan(Struct, frozen=True):
     """How much is measured."""
 
     rounds: int = 8
@@ -60,24 +60,24 @@ class Plan(Struct, frozen=True):
     settle_seconds: float = 2.0
 
 
-QUICK = Plan(
+QUICK = GatewayPlan(
     rounds=2, pairs=150, slow_pairs=5, stream_seconds=8.0, ramp_seconds=4.0, sessions=2_000, large_sessions=100
 )
 
 Progress = Callable[[str], None]
 
 
-class Bench:
+class GatewayBench:
     """What measurements share."""
 
-    def __init__(self, plan: Plan, engine: FakeEngine, servers: Servers, progress: Progress) -> None:
+    def __init__(self, plan: GatewayPlan, engine: FakeEngine, servers: Servers, progress: Progress) -> None:
         self.plan = plan
         self.engine = engine
         self.servers = servers
         self.direct = Target("engine", engine.port, None)
         self.targets: dict[str, Target] = {}
         self.progress = progress
-        self.report = Report()
+        self.report = GatewayReport()
 
     @property
     def polar(self) -> Target:
@@ -85,13 +85,13 @@ class Bench:
 
 
 async def run(
-    plan: Plan,
+    plan: GatewayPlan,
     litellm_environment: Path | None,
     progress: Progress,
     *,
     against: Path | None = None,
     measurements: Sequence["Measurement"] | None = None,
-) -> Report:
+) -> GatewayReport:
     """Runs all measurements, or those given. Without an environment LiteLLM is left out; `against` is another
     checkout of Polar, measured beside this one."""
     cores = sorted(os.sched_getaffinity(0))
@@ -104,7 +104,7 @@ async def run(
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="polar-bench-")))
             engine = await stack.enter_async_context(FakeEngine())
             servers = await stack.enter_async_context(Servers(engine.url, cores[-1], folder))
-            bench = Bench(plan, engine, servers, progress)
+            bench = GatewayBench(plan, engine, servers, progress)
             progress("starting the servers")
             bench.targets = await servers.start_all(litellm_environment, against)
             for measurement in MEASUREMENTS if measurements is None else measurements:
@@ -135,7 +135,7 @@ def _calm() -> None:
 # CPU per call and throughput
 
 
-async def cpu_per_call(bench: Bench) -> None:
+async def measure_cpu_per_call(bench: GatewayBench) -> None:
     for target in bench.targets.values():
         for size in (S, L):
             await measure(target, size, 1)  # warm
@@ -148,7 +148,7 @@ async def cpu_per_call(bench: Bench) -> None:
     await _check_capture(bench)
 
 
-async def cpu_of_dialects(bench: Bench) -> None:
+async def measure_dialect_cpu(bench: GatewayBench) -> None:
     for dialect in calls.DIALECTS:
         await measure(bench.polar, S, 1, dialect)
     for number in range(bench.plan.rounds):
@@ -167,11 +167,11 @@ class _Exchange(Struct):
     request: dict[str, Raw]
 
 
-async def _check_capture(bench: Bench) -> None:
+async def _check_capture(bench: GatewayBench) -> None:
     """The figures are those of a gateway that kept everything, or there are none."""
     assert bench.polar.control_port is not None
     connection = await Connection.open(bench.polar.control_port)
-    answer = await connection.call(get(f"/sessions/{bench.polar.sessions[0]}/exchanges"))
+    answer = await connection.call(encode_get(f"/sessions/{bench.polar.sessions[0]}/exchanges"))
     connection.close()
     exchanges = msgspec.json.decode(answer.content(), type=list[_Exchange])
     for exchange in exchanges:
@@ -185,7 +185,7 @@ async def _check_capture(bench: Bench) -> None:
 # Added latency
 
 
-async def added_latency(bench: Bench) -> None:
+async def measure_added_latency(bench: GatewayBench) -> None:
     for size in (S, L):
         for stream in (True, False):
             for target in bench.targets.values():
@@ -195,7 +195,7 @@ async def added_latency(bench: Bench) -> None:
                 bench.report.added.append(await _first_byte(bench, target, size, stream, pairs))
 
 
-async def _first_byte(bench: Bench, target: Target, size: Size, stream: bool, pairs: int) -> Added:
+async def _first_byte(bench: GatewayBench, target: Target, size: CallSize, stream: bool, pairs: int) -> AddedLatency:
     warm = TURNS
     keys = await target.keys((warm + pairs) // TURNS + 1)
     ways = [(it, await Connection.open(it.port)) for it in (bench.direct, target)]
@@ -215,7 +215,7 @@ async def _first_byte(bench: Bench, target: Target, size: Size, stream: bool, pa
             added.append(took[1] - took[0])
     for _, connection in ways:
         connection.close()
-    return Added(target.name, size.name, stream, len(added), statistics.median(direct), *_percentiles(added))
+    return AddedLatency(target.name, size.name, stream, len(added), statistics.median(direct), *_percentiles(added))
 
 
 # Many streams
@@ -224,7 +224,7 @@ async def _first_byte(bench: Bench, target: Target, size: Size, stream: bool, pa
 _STAMP = re.compile(rb"~(\d{18})")
 
 
-async def many_streams(bench: Bench) -> None:
+async def measure_many_streams(bench: GatewayBench) -> None:
     plan = bench.plan
     bench.progress(f"{plan.streams} streams of 10 tokens a second for {plan.stream_seconds:g} s")
     through: list[float] = []
@@ -256,13 +256,13 @@ async def many_streams(bench: Bench) -> None:
     cpu = server.cpu() - cpu
     pace.tokens = 0
     server.tell("report")
-    watched = await server.hear(Watched)
+    watched = await server.hear(LoopReport)
     expected = plan.streams * int(plan.stream_seconds * 10)
     if len(through) != expected:
         raise BenchError(f"{len(through)} of {expected} tokens came through.")
     baseline = statistics.median(direct)
     p50, p99 = _percentiles(through)
-    bench.report.streams = Streams(
+    bench.report.streams = StreamDelays(
         streams=plan.streams,
         tokens=expected,
         seconds=seconds,
@@ -279,7 +279,7 @@ async def many_streams(bench: Bench) -> None:
 # Memory
 
 
-async def idle_sessions(bench: Bench) -> None:
+async def measure_idle_sessions(bench: GatewayBench) -> None:
     plan = bench.plan
     bench.progress(f"{plan.sessions:,} open sessions")
     polar = await bench.servers.start_polar(
@@ -296,7 +296,7 @@ async def idle_sessions(bench: Bench) -> None:
             connection = await Connection.open(polar.port)
             connections.append(connection)
             size = S if number < plan.large_sessions else calls.SMALL
-            check(await connection.call(polar.session(key).request(size, 5)))
+            check_answer(await connection.call(polar.session(key).request(size, 5)))
 
     await asyncio.gather(*(caller() for _ in range(CALLERS)))
     await asyncio.sleep(plan.settle_seconds)
@@ -304,12 +304,18 @@ async def idle_sessions(bench: Bench) -> None:
     for connection in connections:
         connection.close()
     await asyncio.sleep(plan.settle_seconds)
-    bench.report.memory = Memory(plan.sessions, plan.large_sessions, before, connected, polar.server.memory())
+    bench.report.memory = SessionMemory(plan.sessions, plan.large_sessions, before, connected, polar.server.memory())
 
 
-Measurement = Callable[[Bench], Awaitable[None]]
+Measurement = Callable[[GatewayBench], Awaitable[None]]
 
-MEASUREMENTS: tuple[Measurement, ...] = (cpu_per_call, cpu_of_dialects, added_latency, many_streams, idle_sessions)
+MEASUREMENTS: tuple[Measurement, ...] = (
+    measure_cpu_per_call,
+    measure_dialect_cpu,
+    measure_added_latency,
+    measure_many_streams,
+    measure_idle_sessions,
+)
 
 
 def _percentiles(values: list[float]) -> tuple[float, float]:

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 import msgspec
 from msgspec import Struct
 
-from polar.bench.calls import TURNS, Size, Template, nonce, template
-from polar.bench.client import Answer, BenchError, Connection, post
-from polar.bench.process import Server
+from polar.bench.calls import TURNS, CallSize, Template, make_nonce, make_template
+from polar.bench.client import BenchError, Connection, HttpAnswer, encode_post
+from polar.bench.process import ServerProcess
 
 ASK_FOR_IDS = '"logprobs":true,"return_token_ids":true'
 """What Polar adds by itself; through the other servers the caller asks for it."""
@@ -48,7 +48,7 @@ class Target:
     """A server as its callers see it. With a `control_port` it is Polar, whose sessions need a key each."""
 
     def __init__(
-        self, name: str, port: int, server: Server | None, *, key: str = "none", control_port: int | None = None
+        self, name: str, port: int, server: ServerProcess | None, *, key: str = "none", control_port: int | None = None
     ) -> None:
         self.name = name
         self.port = port
@@ -59,8 +59,8 @@ class Target:
         self._key = key
         self._nonces = itertools.count(1)
 
-    def template(self, size: Size, turn: int, dialect: str = "openai_chat", *, stream: bool = False) -> Template:
-        return template(size, turn, dialect, stream=stream, extra=self._extra)
+    def template(self, size: CallSize, turn: int, dialect: str = "openai_chat", *, stream: bool = False) -> Template:
+        return make_template(size, turn, dialect, stream=stream, extra=self._extra)
 
     async def keys(self, count: int) -> Iterator[str]:
         """Keys of so many new sessions."""
@@ -71,7 +71,7 @@ class Target:
         async def create(numbers: Iterator[int]) -> None:
             connection = await Connection.open(port)
             for _ in numbers:
-                answer = await connection.call(post("/sessions", b"{}"))
+                answer = await connection.call(encode_post("/sessions", b"{}"))
                 made.append(msgspec.json.decode(answer.body, type=_Created))
             connection.close()
 
@@ -80,11 +80,11 @@ class Target:
         self.sessions = [session.session_id for session in made]
         return iter([session.api_key for session in made])
 
-    def session(self, key: str) -> "Session":
-        return Session(self, key, nonce(next(self._nonces)))
+    def session(self, key: str) -> "HarnessSession":
+        return HarnessSession(self, key, make_nonce(next(self._nonces)))
 
 
-class Session:
+class HarnessSession:
     """One harness run. Requests are ready-made bytes; each extends the one before."""
 
     def __init__(self, target: Target, key: str, nonce: bytes) -> None:
@@ -92,12 +92,12 @@ class Session:
         self._key = key
         self._nonce = nonce
 
-    def request(self, size: Size, turn: int, dialect: str = "openai_chat", *, stream: bool = False) -> bytes:
+    def request(self, size: CallSize, turn: int, dialect: str = "openai_chat", *, stream: bool = False) -> bytes:
         made = self._target.template(size, turn, dialect, stream=stream)
-        return post(made.path, made.body(self._nonce), self._key)
+        return encode_post(made.path, made.body(self._nonce), self._key)
 
 
-async def measure(target: Target, size: Size, calls_each: int, dialect: str = "openai_chat") -> Cost:
+async def measure(target: Target, size: CallSize, calls_each: int, dialect: str = "openai_chat") -> Cost:
     """The cost of `calls_each` calls of each of the callers, who begin at different turns of their sessions, so that
     few calls have the same mean size as many."""
     sessions_each = -(-calls_each // TURNS) + 1
@@ -110,7 +110,7 @@ async def measure(target: Target, size: Size, calls_each: int, dialect: str = "o
         for _ in range(calls_each):
             if turn == TURNS:
                 turn, session = 0, target.session(next(keys))
-            check(await connections[number].call(session.request(size, turn, dialect)))
+            check_answer(await connections[number].call(session.request(size, turn, dialect)))
             turn += 1
 
     assert target.server is not None
@@ -122,7 +122,7 @@ async def measure(target: Target, size: Size, calls_each: int, dialect: str = "o
     return cost
 
 
-def check(answer: Answer) -> None:
+def check_answer(answer: HttpAnswer) -> None:
     """A reply has the tool call that the engine wrote, in whatever dialect."""
     if b"bash" not in answer.body:
         raise BenchError(f"A server answered without the model's turn: {answer.body[:300].decode(errors='replace')}")

@@ -21,19 +21,27 @@ import msgspec
 import numpy as np
 from msgspec import Struct
 
-from polar.bench.client import BenchError, Connection, get
-from polar.bench.pipeline_busy import Busy, Window, busy, series
-from polar.bench.pipeline_engine import Call
-from polar.bench.pipeline_runtime import NAME, NUMBER, SECONDS, TURNS, Lived, OnlySimulated, SimulatedKind
-from polar.bench.pipeline_workload import Session, sessions
-from polar.bench.process import Server
-from polar.bench.sandbox import Times
-from polar.config import EngineSettings, GatewaySettings, NodeSettings, Prewarm, Settings
+from polar.bench.client import BenchError, Connection, encode_get
+from polar.bench.pipeline_engine import EngineCall
+from polar.bench.pipeline_runtime import (
+    NAME,
+    NUMBER,
+    SECONDS,
+    TURNS,
+    SessionTimeline,
+    SimulatedBackend,
+    SimulatedBackends,
+)
+from polar.bench.pipeline_utilization import Utilization, Window, compute_slot_series, compute_utilization
+from polar.bench.pipeline_workload import WorkloadSession, make_sessions
+from polar.bench.process import ServerProcess
+from polar.bench.sandbox import LatencySummary
+from polar.config import EngineSettings, GatewaySettings, NodeSettings, PrewarmSettings, Settings
 from polar.data_plane import DataPlane
-from polar.harnesses import environment
-from polar.node.working import node_of
+from polar.harnesses import build_environment
+from polar.node.node_service import make_node
 from polar.rollout.models import AgentRequest, CustomShell, EvaluatorRequest, RuntimeRequest, TaskRequest
-from polar.runtimes.base import Runtime, Spec
+from polar.runtimes.base import Runtime, RuntimeSpec
 from polar.store.base import Verdict
 
 STEP = 0.25  # seconds between the points of the picture
@@ -44,7 +52,7 @@ Progress = Callable[[str, int, int], None]
 Done = Callable[[], None]
 
 
-class Plan(Struct, frozen=True):
+class PipelinePlan(Struct, frozen=True):
     """Times are medians, in seconds."""
 
     slots: int = 16  # the engine's batch limit
@@ -66,7 +74,7 @@ class Plan(Struct, frozen=True):
         return self.init_workers + self.ready_buffer + self.run_workers + self.postrun_workers
 
 
-QUICK = Plan(sessions=120, run_seconds=1.5, start_seconds=1.5, grading_seconds=1.5)
+QUICK = PipelinePlan(sessions=120, run_seconds=1.5, start_seconds=1.5, grading_seconds=1.5)
 
 
 class Side(Struct):
@@ -74,8 +82,10 @@ class Side(Struct):
 
     name: str
     workers: int  # sessions that may run at the same time
-    steady: Busy  # from the first model call until the last session has made its first: there was always more to do
-    whole: Busy  # from the first task until the last session has ended
+    steady: (
+        Utilization  # from the first model call until the last session has made its first: there was always more to do
+    )
+    whole: Utilization  # from the first task until the last session has ended
     sessions_per_minute: float  # that ended, while it was steady
     most_runtimes: int  # at once
     batch: list[float]  # slots in use in each STEP, from the first task on
@@ -83,41 +93,43 @@ class Side(Struct):
     steady_until: float
 
 
-class Report(Struct):
-    plan: Plan
+class PipelineReport(Struct):
+    plan: PipelinePlan
     run_p50: float  # seconds of the runs, were each alone
     run_p99: float
     stages: Side
     one_by_one: Side
     as_many_workers: Side
-    refill: Times  # from the end of a run to the first call of the next session in its slot
+    refill: LatencySummary  # from the end of a run to the first call of the next session in its slot
     prewarmed: float  # of the evaluations: the share whose runtime had been made before they began
 
 
-async def run(plan: Plan, progress: Progress) -> Report:
-    work = sessions(plan.sessions, run=plan.run_seconds, tools=plan.tools, grading=plan.grading_seconds, seed=plan.seed)
+async def run(plan: PipelinePlan, progress: Progress) -> PipelineReport:
+    work = make_sessions(
+        plan.sessions, run=plan.run_seconds, tools=plan.tools, grading=plan.grading_seconds, seed=plan.seed
+    )
     with tempfile.TemporaryDirectory(prefix="polar-bench-") as name:
         folder = Path(name)
         argv = [sys.executable, "-m", "polar.bench.pipeline_engine", str(plan.slots)]
-        async with Server(argv, max(os.sched_getaffinity(0)), folder / "engine.log", speaks=True) as engine:
+        async with ServerProcess(argv, max(os.sched_getaffinity(0)), folder / "engine.log", speaks=True) as engine:
             bench = _Bench(plan, work, await engine.hear(str), folder, progress)
             staged = await bench.measure("stages and prewarming", plan.run_workers, bench.through_stages)
             few = await bench.measure(_ONE_BY_ONE.format(plan.run_workers), plan.run_workers, bench.one_by_one)
             many = await bench.measure(_ONE_BY_ONE.format(plan.workers), plan.workers, bench.one_by_one)
     p50, p99 = np.percentile([session.seconds for session in work], [50, 99])
-    return Report(
+    return PipelineReport(
         plan,
         float(p50),
         float(p99),
         staged.side,
         few.side,
         many.side,
-        refill=Times.of(refills(list(staged.lives.values()), plan.run_workers)),
+        refill=LatencySummary.of(compute_refill_seconds(list(staged.lives.values()), plan.run_workers)),
         prewarmed=sum(life.fresh_at < life.taken_at for life in staged.lives.values()) / len(staged.lives),
     )
 
 
-def refills(lives: list[Lived], slots: int) -> list[float]:
+def compute_refill_seconds(lives: list[SessionTimeline], slots: int) -> list[float]:
     """Seconds from each end of a run to the first call of the session that got its slot. Slots are alike: the first
     that falls free goes to the first session beyond those that filled them all."""
     ends = sorted(life.ended_at for life in lives)
@@ -127,11 +139,13 @@ def refills(lives: list[Lived], slots: int) -> list[float]:
 
 class _Measured(Struct):
     side: Side
-    lives: dict[int, Lived]
+    lives: dict[int, SessionTimeline]
 
 
 class _Bench:
-    def __init__(self, plan: Plan, work: list[Session], engine_url: str, folder: Path, progress: Progress) -> None:
+    def __init__(
+        self, plan: PipelinePlan, work: list[WorkloadSession], engine_url: str, folder: Path, progress: Progress
+    ) -> None:
         self._plan = plan
         self._work = work
         self._engine_url = engine_url
@@ -145,7 +159,7 @@ class _Bench:
                 ready_buffer=plan.ready_buffer,
                 run_workers=plan.run_workers,
                 postrun_workers=plan.postrun_workers,
-                prewarm=[Prewarm(runtime={"backend": NAME}, count=plan.prewarm)] if plan.prewarm else [],
+                prewarm=[PrewarmSettings(runtime={"backend": NAME}, count=plan.prewarm)] if plan.prewarm else [],
             ),
         )
 
@@ -153,7 +167,7 @@ class _Bench:
         self,
         name: str,
         workers: int,
-        through: Callable[[DataPlane, SimulatedKind, Path, int, Done], Awaitable[float]],
+        through: Callable[[DataPlane, SimulatedBackend, Path, int, Done], Awaitable[float]],
     ) -> _Measured:
         plan, total, done = self._plan, len(self._work), 0
         data = self._folder / name.replace(" ", "-")
@@ -166,7 +180,7 @@ class _Bench:
         self._progress(name, 0, total)
         async with DataPlane(self._settings, data) as service:
             await self._calls()  # those with which the gateway made the engine's acquaintance
-            kind = SimulatedKind(
+            kind = SimulatedBackend(
                 data / "simulated", service.gateway_url, start_seconds=plan.start_seconds, seed=plan.seed
             )
             began = await through(service, kind, data, workers, one_done)
@@ -178,19 +192,19 @@ class _Bench:
         side = Side(
             name,
             workers,
-            busy(calls, plan.slots, steady),
-            busy(calls, plan.slots, whole),
+            compute_utilization(calls, plan.slots, steady),
+            compute_utilization(calls, plan.slots, whole),
             ended / steady.seconds * 60,
             kind.most,
-            series(calls, whole, STEP),
+            compute_slot_series(calls, whole, STEP),
             steady.begin - began,
             steady.end - began,
         )
         return _Measured(side, kind.lives)
 
-    async def through_stages(self, plane: DataPlane, kind: SimulatedKind, _: Path, __: int, done: Done) -> float:
+    async def through_stages(self, plane: DataPlane, kind: SimulatedBackend, _: Path, __: int, done: Done) -> float:
         """The production node. When the first task came."""
-        node = node_of(plane, OnlySimulated(kind))
+        node = make_node(plane, SimulatedBackends(kind))
         async with node:
             await kind.started(self._plan.prewarm)  # the node was there before the tasks
             began = time.monotonic()
@@ -205,7 +219,7 @@ class _Bench:
     async def one_by_one(
         self,
         service: DataPlane,
-        kind: SimulatedKind,
+        kind: SimulatedBackend,
         data: Path,  # noqa: ARG002
         workers: int,
         done: Done,
@@ -224,18 +238,18 @@ class _Bench:
                 group.create_task(worker())
         return began
 
-    async def _calls(self) -> list[Call]:
+    async def _calls(self) -> list[EngineCall]:
         connection = await Connection.open(int(self._engine_url.rpartition(":")[2]))
         try:
-            return msgspec.json.decode((await connection.call(get("/calls"))).content(), type=list[Call])
+            return msgspec.json.decode((await connection.call(encode_get("/calls"))).content(), type=list[EngineCall])
         finally:
             connection.close()
 
 
-async def _from_init_to_evaluation(session: Session, service: DataPlane, kind: SimulatedKind) -> None:
+async def _from_init_to_evaluation(session: WorkloadSession, service: DataPlane, kind: SimulatedBackend) -> None:
     opened, key = await service.sessions.create({"task_id": str(session.number)})
     agent = await _started(kind)
-    await agent.run(["agent"], env=environment(agent.gateway_url(), key, NAME) | _agent_variables(session))
+    await agent.run(["agent"], env=build_environment(agent.gateway_url(), key, NAME) | _agent_variables(session))
     await service.sessions.end(opened.session_id)
     await agent.stop()
     fresh = await _started(kind)
@@ -245,13 +259,13 @@ async def _from_init_to_evaluation(session: Session, service: DataPlane, kind: S
     await agent.remove()
 
 
-async def _started(kind: SimulatedKind) -> Runtime:
-    runtime = await kind.create(secrets.token_hex(8), Spec())
+async def _started(kind: SimulatedBackend) -> Runtime:
+    runtime = await kind.create(secrets.token_hex(8), RuntimeSpec())
     await runtime.start()
     return runtime
 
 
-def _task(session: Session) -> TaskRequest:
+def _task(session: WorkloadSession) -> TaskRequest:
     return TaskRequest(
         task_id=str(session.number),
         instruction="",
@@ -264,9 +278,9 @@ def _task(session: Session) -> TaskRequest:
     )
 
 
-def _agent_variables(session: Session) -> dict[str, str]:
+def _agent_variables(session: WorkloadSession) -> dict[str, str]:
     return {NUMBER: str(session.number), TURNS: msgspec.json.encode(session.turns).decode()}
 
 
-def _evaluator_variables(session: Session) -> dict[str, str]:
+def _evaluator_variables(session: WorkloadSession) -> dict[str, str]:
     return {NUMBER: str(session.number), SECONDS: str(session.grading_seconds)}

@@ -17,14 +17,14 @@ import msgspec
 from aiohttp import web
 from msgspec import Raw, Struct
 
-from polar.cli.common import run
+from polar.cli.common import run_async
 
 TOKEN_SECONDS = 0.01
 _PROMPT = 200  # tokens of a message
 _MODELS = b'{"object":"list","data":[{"id":"simulated","object":"model","max_model_len":131072}]}'
 
 
-class Call(Struct, array_like=True):
+class EngineCall(Struct, array_like=True):
     """Seconds of the machine's monotonic clock, which all its processes share."""
 
     arrived: float
@@ -52,8 +52,8 @@ class Slots:
     def __init__(self, count: int) -> None:
         self._free_at = [0.0] * count
 
-    def take(self, arrived: float, seconds: float) -> Call:
-        call = Call(arrived, max(arrived, self._free_at[0]), seconds)
+    def take(self, arrived: float, seconds: float) -> EngineCall:
+        call = EngineCall(arrived, max(arrived, self._free_at[0]), seconds)
         heapq.heapreplace(self._free_at, call.ended)
         return call
 
@@ -64,7 +64,7 @@ class SimulatedEngine:
     def __init__(self, slots: int) -> None:
         self.url = ""
         self._slots = Slots(slots)
-        self._calls: list[Call] = []
+        self._calls: list[EngineCall] = []
         self._runner: web.AppRunner | None = None
 
     async def __aenter__(self) -> "SimulatedEngine":
@@ -138,4 +138,4 @@ async def serve(slots: int) -> None:
 
 
 if __name__ == "__main__":
-    run(serve(int(sys.argv[1])))
+    run_async(serve(int(sys.argv[1])))

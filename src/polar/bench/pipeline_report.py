@@ -4,13 +4,13 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from polar.bench.pipeline import Report, Side
-from polar.bench.report import Promise, machine, promise_table
+from polar.bench.gateway_report import Promise, describe_machine, promise_table
+from polar.bench.pipeline import PipelineReport, Side
 
 _PROMISED = 0.95
 
 
-def promises(report: Report) -> list[Promise]:
+def list_promises(report: PipelineReport) -> list[Promise]:
     """The engine's slots count, not just whether it does anything; as long as there are sessions left to take up: how
     a finite number of them ends depends on the longest alone."""
     busy = report.stages.steady.slots
@@ -18,18 +18,18 @@ def promises(report: Report) -> list[Promise]:
     return [Promise(what, f"at least {_PROMISED:.0%}", f"{busy:.1%}", busy >= _PROMISED)]
 
 
-def as_json(report: Report) -> bytes:
+def as_json(report: PipelineReport) -> bytes:
     return msgspec.json.encode(
-        {"machine": machine(), **msgspec.structs.asdict(report), "promises": promises(report)},
+        {"machine": describe_machine(), **msgspec.structs.asdict(report), "promises": list_promises(report)},
     )
 
 
-def show(report: Report, console: Console) -> None:
-    for table in (_sides(report), _node(report), promise_table(promises(report))):
+def show(report: PipelineReport, console: Console) -> None:
+    for table in (_sides(report), _node(report), promise_table(list_promises(report))):
         console.print(table)
 
 
-def _sides(report: Report) -> Table:
+def _sides(report: PipelineReport) -> Table:
     plan = report.plan
     title = (
         f"{plan.sessions} sessions, an engine with {plan.slots} slots; runs p50 {report.run_p50:.1f} s, "
@@ -68,7 +68,7 @@ def _row(side: Side) -> tuple[str, ...]:
     )
 
 
-def _node(report: Report) -> Table:
+def _node(report: PipelineReport) -> Table:
     table = Table(title="The node's stages", title_justify="left", show_header=False)
     refill = report.refill
     table.add_row(

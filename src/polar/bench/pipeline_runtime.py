@@ -18,19 +18,19 @@ from urllib.parse import urlsplit
 import msgspec
 from msgspec import Struct
 
-from polar.bench.client import Connection, post
-from polar.bench.pipeline_workload import Turn
-from polar.node.kinds import Kinds
+from polar.bench.client import Connection, encode_post
+from polar.bench.pipeline_workload import WorkloadTurn
+from polar.node.runtime_backends import RuntimeBackends
 from polar.runtimes import files
-from polar.runtimes.base import Completed, FileState, Kind, SandboxError, Spec
-from polar.runtimes.state import remove_tree
+from polar.runtimes.base import CommandResult, FileState, RuntimeBackend, RuntimeSpec, SandboxError
+from polar.runtimes.state_folder import remove_tree
 
 NAME = "simulated"
 NUMBER, TURNS, SECONDS = "SIMULATED_SESSION", "SIMULATED_TURNS", "SIMULATED_SECONDS"
 _START_SIGMA = 0.3
 
 
-class Lived(Struct):
+class SessionTimeline(Struct):
     """What a session went through; seconds of the monotonic clock."""
 
     called_at: float = 0.0  # its first model call
@@ -40,26 +40,28 @@ class Lived(Struct):
 
 
 class SimulatedRuntime:
-    def __init__(self, id: str, spec: Spec, kind: "SimulatedKind", folder: Path, start_seconds: float) -> None:
+    def __init__(
+        self, id: str, spec: RuntimeSpec, backend: "SimulatedBackend", folder: Path, start_seconds: float
+    ) -> None:
         self.id = id
         self.spec = spec
-        self._kind = kind
+        self._backend = backend
         self._folder = folder
         self._start_seconds = start_seconds
         self._created_at = time.monotonic()
         self._root: int | None = None
-        self._copies = files.Copies()
-        self._agent: Lived | None = None  # whose agent ran here
+        self._transfers = files.FileTransfers()
+        self._agent: SessionTimeline | None = None  # whose agent ran here
 
     async def start(self) -> None:
         await asyncio.sleep(self._start_seconds)
         for inside in (self.spec.workdir, self.spec.home):
             os.makedirs(self.path(inside))
         self._root = os.open(self._folder, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
-        self._kind.starts.release()
+        self._backend.starts.release()
 
     def gateway_url(self) -> str:
-        return self._kind.gateway_url
+        return self._backend.gateway_url
 
     def path(self, inside: str) -> str:
         return f"{self._folder}/{inside.lstrip('/')}"
@@ -74,28 +76,30 @@ class SimulatedRuntime:
         timeout: float | None = None,  # noqa: ARG002
         output: Path | None = None,  # noqa: ARG002  nothing is printed
         max_output: int = 64 * 1024 * 1024,  # noqa: ARG002
-    ) -> Completed:
+    ) -> CommandResult:
         began = time.monotonic()
         variables = env or {}
-        lived = self._kind.lives.setdefault(int(variables[NUMBER]), Lived())
+        lived = self._backend.lives.setdefault(int(variables[NUMBER]), SessionTimeline())
         if TURNS in variables:
             self._agent = lived
             await self._play(variables, lived)
         else:
             lived.fresh_at = self._created_at
             await asyncio.sleep(float(variables[SECONDS]))
-        return Completed(0, time.monotonic() - began)
+        return CommandResult(0, time.monotonic() - began)
 
-    async def _play(self, variables: dict[str, str], lived: Lived) -> None:
+    async def _play(self, variables: dict[str, str], lived: SessionTimeline) -> None:
         base = urlsplit(variables["OPENAI_BASE_URL"])
         assert base.port is not None
         messages = [{"role": "user", "content": "Do what takes its time."}]
         connection = await Connection.open(base.port)
         try:
             lived.called_at = time.monotonic()
-            for turn in msgspec.json.decode(variables[TURNS], type=list[Turn]):
+            for turn in msgspec.json.decode(variables[TURNS], type=list[WorkloadTurn]):
                 asked = {"model": NAME, "messages": messages, "max_tokens": turn.tokens}
-                request = post(f"{base.path}/chat/completions", msgspec.json.encode(asked), variables["OPENAI_API_KEY"])
+                request = encode_post(
+                    f"{base.path}/chat/completions", msgspec.json.encode(asked), variables["OPENAI_API_KEY"]
+                )
                 said = msgspec.json.decode((await connection.call(request)).content(), type=_Reply)
                 await asyncio.sleep(turn.tool_seconds)
                 messages += [
@@ -106,21 +110,21 @@ class SimulatedRuntime:
             connection.close()
             lived.ended_at = time.monotonic()
 
-    async def put(self, source: Path | bytes, inside: str) -> None:
-        await self._copies.put(self._opened(), source, inside)
+    async def put(self, source: Path | bytes, path: str) -> None:
+        await self._transfers.put(self._require_root(), source, path)
 
-    async def get(self, inside: str, destination: Path, *, max_bytes: int = 1 << 30, all_links: bool = False) -> None:
+    async def get(self, path: str, destination: Path, *, max_bytes: int = 1 << 30, all_links: bool = False) -> None:
         if self._agent is not None:
             self._agent.taken_at = self._agent.taken_at or time.monotonic()
-        await self._copies.get(self._opened(), inside, destination, max_bytes, all_links)
+        await self._transfers.get(self._require_root(), path, destination, max_bytes, all_links)
 
     async def delete(self, paths: list[str]) -> None:
-        await self._copies.delete(self._opened(), paths)
+        await self._transfers.delete(self._require_root(), paths)
 
-    async def entries(self, inside: str, *, without: Collection[str] = ()) -> dict[str, FileState]:
-        return await self._copies.entries(self._opened(), inside, without)
+    async def list_entries(self, path: str, *, exclude: Collection[str] = ()) -> dict[str, FileState]:
+        return await self._transfers.list_entries(self._require_root(), path, exclude)
 
-    def _opened(self) -> int:
+    def _require_root(self) -> int:
         if self._root is None:
             raise SandboxError(f"Runtime {self.id} is not there.")
         return self._root
@@ -132,22 +136,22 @@ class SimulatedRuntime:
         return None
 
     async def remove(self) -> None:
-        if self._kind.runtimes.pop(self.id, None) is None:
+        if self._backend.runtimes.pop(self.id, None) is None:
             return
-        await self._copies.done()
+        await self._transfers.wait_until_idle()
         if self._root is not None:
             os.close(self._root)
             self._root = None
         await asyncio.to_thread(remove_tree, self._folder)
 
 
-class SimulatedKind:
+class SimulatedBackend:
     name = NAME
 
     def __init__(self, state: Path, gateway_url: str, *, start_seconds: float, seed: int) -> None:
         """`start_seconds` are the median's."""
         self.gateway_url = gateway_url
-        self.lives: dict[int, Lived] = {}
+        self.lives: dict[int, SessionTimeline] = {}
         self.runtimes: dict[str, SimulatedRuntime] = {}
         self.most = 0  # at once
         self.starts = asyncio.Semaphore(0)  # of runtimes, that nobody has waited for yet
@@ -160,16 +164,16 @@ class SimulatedKind:
         for _ in range(count):
             await self.starts.acquire()
 
-    async def unavailable(self) -> str | None:
+    async def check_availability(self) -> str | None:
         return None
 
-    def refuses(self, image: str | None) -> str | None:  # noqa: ARG002
+    def check_image(self, image: str | None) -> str | None:  # noqa: ARG002
         return None
 
     async def prepare(self, image: str | None) -> None:  # noqa: ARG002
         return None
 
-    async def create(self, id: str, spec: Spec) -> SimulatedRuntime:
+    async def create(self, id: str, spec: RuntimeSpec) -> SimulatedRuntime:
         folder = self._state / id
         folder.mkdir(parents=True)
         seconds = self._start_seconds * self._rng.lognormvariate(0, _START_SIGMA)
@@ -180,7 +184,7 @@ class SimulatedKind:
     def trial_image(self) -> AbstractAsyncContextManager[None]:
         return contextlib.nullcontext()
 
-    def missing(self) -> list[str]:
+    def list_isolation_gaps(self) -> list[str]:
         return []
 
     async def sweep(self) -> list[str]:
@@ -191,16 +195,16 @@ class SimulatedKind:
             await runtime.remove()
 
 
-class OnlySimulated(Kinds):
+class SimulatedBackends(RuntimeBackends):
     """What a node is given in place of the kinds that are installed."""
 
-    def __init__(self, kind: SimulatedKind) -> None:
+    def __init__(self, kind: SimulatedBackend) -> None:
         self._simulated = kind
 
-    async def get(self, backend: str) -> Kind:  # noqa: ARG002
+    async def get(self, backend: str) -> RuntimeBackend:  # noqa: ARG002
         return self._simulated
 
-    async def working(self) -> list[str]:
+    async def list_available(self) -> list[str]:
         return [NAME]
 
     async def sweep(self) -> list[str]:

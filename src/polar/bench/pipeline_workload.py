@@ -17,14 +17,14 @@ _GRADING_SIGMA = 0.3
 _TURN_SECONDS = 0.75  # on average
 
 
-class Turn(Struct, frozen=True, array_like=True):
+class WorkloadTurn(Struct, frozen=True, array_like=True):
     tokens: int  # that the model says
     tool_seconds: float
 
 
-class Session(Struct, frozen=True):
+class WorkloadSession(Struct, frozen=True):
     number: int
-    turns: tuple[Turn, ...]
+    turns: tuple[WorkloadTurn, ...]
     grading_seconds: float
 
     @property
@@ -33,14 +33,14 @@ class Session(Struct, frozen=True):
         return sum(turn.tokens * TOKEN_SECONDS + turn.tool_seconds for turn in self.turns)
 
 
-def sessions(count: int, *, run: float, tools: float, grading: float, seed: int) -> list[Session]:
+def make_sessions(count: int, *, run: float, tools: float, grading: float, seed: int) -> list[WorkloadSession]:
     """`run` and `grading` are medians in seconds, `tools` is the share of tools in a run."""
     rng = random.Random(seed)
     runs = _quantiles(count, run, _RUN_SIGMA)
     gradings = _quantiles(count, grading, _GRADING_SIGMA)
     rng.shuffle(runs)
     rng.shuffle(gradings)
-    return [Session(number, _turns(runs[number], tools, rng), gradings[number]) for number in range(count)]
+    return [WorkloadSession(number, _turns(runs[number], tools, rng), gradings[number]) for number in range(count)]
 
 
 def _quantiles(count: int, median: float, sigma: float) -> list[float]:
@@ -48,8 +48,8 @@ def _quantiles(count: int, median: float, sigma: float) -> list[float]:
     return [math.exp(normal.inv_cdf((number + 0.5) / count)) for number in range(count)]
 
 
-def _turns(seconds: float, tools: float, rng: random.Random) -> tuple[Turn, ...]:
+def _turns(seconds: float, tools: float, rng: random.Random) -> tuple[WorkloadTurn, ...]:
     """Turns that differ, and take so many seconds together."""
     weights = [rng.uniform(0.5, 1.5) for _ in range(max(1, round(seconds / _TURN_SECONDS)))]
     each = [seconds * weight / sum(weights) for weight in weights]
-    return tuple(Turn(max(1, round(part * (1 - tools) / TOKEN_SECONDS)), part * tools) for part in each)
+    return tuple(WorkloadTurn(max(1, round(part * (1 - tools) / TOKEN_SECONDS)), part * tools) for part in each)

@@ -11,12 +11,12 @@ from typing import TypeVar
 
 import msgspec
 
-from polar.bench.client import BenchError, Connection, get
+from polar.bench.client import BenchError, Connection, encode_get
 
 T = TypeVar("T")
 
 
-class Server:
+class ServerProcess:
     """Use as an async context manager. Its output goes to `log`, but for standard output where `speaks` is set: such
     a server reads lines from its standard input, prints lines of JSON, and ends when its input does. Without a core it
     runs on any."""
@@ -37,7 +37,7 @@ class Server:
         self._env = env
         self._process: asyncio.subprocess.Process | None = None
 
-    async def __aenter__(self) -> "Server":
+    async def __aenter__(self) -> "ServerProcess":
         pipe = asyncio.subprocess.PIPE
         variables = os.environ | (self._env or {})
         variables.pop("DATABASE_URL", None)  # whose it is, it is not for a benchmark to write to
@@ -104,7 +104,7 @@ class Server:
         while time.monotonic() < deadline and self._running().returncode is None:
             try:
                 connection = await Connection.open(port)
-                await connection.call(get(path))
+                await connection.call(encode_get(path))
                 connection.close()
                 return
             except (OSError, BenchError):

@@ -21,17 +21,17 @@ import msgspec
 from msgspec import Raw, Struct
 
 from polar import ids
-from polar.bench.calls import filler
-from polar.bench.client import BenchError, Connection, post
+from polar.bench.calls import make_filler
+from polar.bench.client import BenchError, Connection, encode_post
 from polar.config import Settings
 from polar.data_plane import DataPlane
 from polar.dialects.base import Dialect
 from polar.engines.scripted import Play, ScriptedServer
-from polar.engines.scripted.server import TOKENIZER
+from polar.engines.scripted.server import TOKENIZER_FOLDER
 from polar.plugins import load
-from polar.rendering.continuation import History, Known
-from polar.rendering.model import Model
-from polar.rendering.saying import saying
+from polar.rendering.continuation import RecordedTurn, TurnHistory
+from polar.rendering.model_codec import ModelCodec
+from polar.rendering.turn_digest import digest_turn
 from polar.store.base import Exchange
 from polar.types import Message, Part, Reasoning, Request, Text, Tool, ToolCall, ToolResult
 
@@ -43,7 +43,7 @@ _SYSTEM_CHARACTERS, _TOOL_CHARACTERS, _RESULT_CHARACTERS = 18_000, 1_300, 1_600
 _TURNS_AT_MOST = 400
 
 
-class Rendered(Struct):
+class RenderingCost(Struct):
     """Milliseconds for a turn, medians over `turns`."""
 
     tokenizer: str
@@ -60,15 +60,15 @@ class Rendered(Struct):
         return self.whole / self.incremental
 
 
-async def measure(tokenizer: str | None, context: int = CONTEXT, window: int = WINDOW) -> Rendered:
+async def measure(tokenizer: str | None, context: int = CONTEXT, window: int = WINDOW) -> RenderingCost:
     """The turns whose prompts have `context` tokens, give or take `window`."""
-    folder = tokenizer or str(TOKENIZER)
+    folder = tokenizer or str(TOKENIZER_FOLDER)
     near = range(context - window, context + window)
     messages, incremental, whole = await asyncio.to_thread(_render, folder, near)
     added_first, added = await _through_the_gateway(folder, near)
     name = Path(tokenizer).name if tokenizer else OWN
     milliseconds = (median(it) * 1e3 for it in (incremental, whole, added_first, added))
-    return Rendered(name, context, messages, len(whole), *milliseconds)
+    return RenderingCost(name, context, messages, len(whole), *milliseconds)
 
 
 # The conversation
@@ -81,9 +81,11 @@ class _Talk:
     def __init__(self) -> None:
         schema = {"type": "object", "properties": {"command": {"type": "string"}}, "required": ["command"]}
         names = ["bash", *(f"tool_{number}" for number in range(1, 12))]
-        self.tools = [Tool(name, filler(name, _TOOL_CHARACTERS), Raw(msgspec.json.encode(schema))) for name in names]
+        self.tools = [
+            Tool(name, make_filler(name, _TOOL_CHARACTERS), Raw(msgspec.json.encode(schema))) for name in names
+        ]
         self.messages = [
-            Message("system", [Text(filler("system", _SYSTEM_CHARACTERS))]),
+            Message("system", [Text(make_filler("system", _SYSTEM_CHARACTERS))]),
             Message("user", [Text("Make the failing tests pass.")]),
         ]
 
@@ -93,7 +95,7 @@ class _Talk:
     def go_on(self, reply: list[Part]) -> None:
         self.messages.append(Message("assistant", reply))
         calls = [part for part in reply if isinstance(part, ToolCall)]
-        result = Text(filler(f"result {len(self.messages)}", _RESULT_CHARACTERS))
+        result = Text(make_filler(f"result {len(self.messages)}", _RESULT_CHARACTERS))
         self.messages += [Message("tool", [ToolResult(call.id, [result])]) for call in calls]
 
 
@@ -102,19 +104,19 @@ class _Talk:
 
 def _render(folder: str, near: range) -> tuple[int, list[float], list[float]]:
     """The messages there, and seconds for each turn."""
-    model, history, talk = Model.load(folder), History(), _Talk()
+    model, history, talk = ModelCodec.load(folder), TurnHistory(), _Talk()
     incremental: list[float] = []
     whole: list[float] = []
-    last: Known | None = None
+    last: RecordedTurn | None = None
     for seq in range(_TURNS_AT_MOST):
         request = talk.request()
         began = time.thread_time()
         plan = model.plan(request, history, lambda _known, _shown: None)
         new = model.encoder.encode(plan.text, first=plan.base is None)
         took = time.thread_time() - began
-        if last is not None and (plan.base is None or plan.base.known is not last or plan.base.sampled is None):
+        if last is not None and (plan.base is None or plan.base.turn is not last or plan.base.sampled_tokens is None):
             raise BenchError(f"The template does not let turn {seq} go on from the one before: {plan.reason}.")
-        prompt = len(new) + (0 if last is None else last.prompt + last.sampled)
+        prompt = len(new) + (0 if last is None else last.prompt_tokens + last.sampled_tokens)
         if prompt >= near.stop:
             return len(talk.messages) - len(whole), incremental, whole  # two messages a turn: so many in the middle
         if prompt in near:
@@ -124,7 +126,7 @@ def _render(folder: str, near: range) -> tuple[int, list[float], list[float]]:
             raise BenchError("The template's prompts can't be continued.")
         exchange_id = ids.new_exchange_id()
         reply = _reply(exchange_id, seq)
-        last = Known(exchange_id, seq, plan.mark, saying(reply), prompt, _SAMPLED, _SAMPLED)
+        last = RecordedTurn(exchange_id, seq, plan.mark, digest_turn(reply), prompt, _SAMPLED, _SAMPLED)
         history.add(last)
         talk.go_on(reply)
     raise BenchError(f"The conversation did not reach {near.stop} tokens.")
@@ -132,11 +134,11 @@ def _render(folder: str, near: range) -> tuple[int, list[float], list[float]]:
 
 def _reply(exchange_id: str, seq: int) -> list[Part]:
     arguments = msgspec.json.encode({"command": f"grep -rn 'def handle_{seq}' src/"}).decode()
-    call = ToolCall(ids.call_id(exchange_id, 0), "bash", arguments)
-    return [Reasoning(filler(f"thought {seq}", 240)), Text(filler(f"said {seq}", 160)), call]
+    call = ToolCall(ids.make_call_id(exchange_id, 0), "bash", arguments)
+    return [Reasoning(make_filler(f"thought {seq}", 240)), Text(make_filler(f"said {seq}", 160)), call]
 
 
-def _whole(model: Model, request: Request) -> float:
+def _whole(model: ModelCodec, request: Request) -> float:
     messages = [_plain(message) for message in request.messages]
     tools = [
         {"type": "function", "function": {"name": it.name, "description": it.description, "parameters": _schema(it)}}
@@ -189,7 +191,7 @@ async def _through_the_gateway(folder: str, near: range) -> tuple[list[float], l
                 talk = _Talk()
                 for seq in range(_TURNS_AT_MOST):
                     body = dialect.encode_request(talk.request())
-                    through = await gateway.call(post("/v1/chat/completions", body, key))
+                    through = await gateway.call(encode_post("/v1/chat/completions", body, key))
                     exchange = await _stored(service, session.session_id, seq)
                     assert exchange.prompt_ids is not None
                     assert exchange.reply is not None
@@ -198,7 +200,7 @@ async def _through_the_gateway(folder: str, near: range) -> tuple[list[float], l
                     if len(exchange.prompt_ids) >= near.stop:
                         break
                     if len(exchange.prompt_ids) in near:
-                        straight = await direct.call(post("/inference/v1/generate", _generate(exchange)))
+                        straight = await direct.call(encode_post("/inference/v1/generate", _generate(exchange)))
                         first.append((through.first_at - through.sent_at) - (straight.first_at - straight.sent_at))
                         last.append((through.ended_at - through.sent_at) - (straight.ended_at - straight.sent_at))
                     talk.go_on(exchange.reply.parts)

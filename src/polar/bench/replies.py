@@ -11,14 +11,14 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-from polar.bench.calls import TURNS, Size, reply_text
+from polar.bench.calls import TURNS, CallSize, reply_text
 
 RESULT_TOKENS = 200
 STREAMED_TOKENS = 8
 STAMP_DIGITS = 18
 
 
-class Answer(Struct, frozen=True):
+class EngineReply(Struct, frozen=True):
     """One reply in both forms; `events` are the stream's, first chunk first."""
 
     whole: bytes
@@ -26,7 +26,7 @@ class Answer(Struct, frozen=True):
 
 
 @cache
-def answer(size: Size, turn: int) -> Answer:
+def make_reply(size: CallSize, turn: int) -> EngineReply:
     ids = _session_ids(size)
     growth = size.sampled_tokens + RESULT_TOKENS
     first = max(1, size.prompt_tokens - growth * (TURNS - 1) // 2)
@@ -76,11 +76,11 @@ def answer(size: Size, turn: int) -> Answer:
     }
     shown = min(STREAMED_TOKENS, size.sampled_tokens)
     events = [_first(prompt), *(_token(tokens[n], logprobs[n], sampled[n]) for n in range(shown)), *_end(usage)]
-    return Answer(msgspec.json.encode(whole), events)
+    return EngineReply(msgspec.json.encode(whole), events)
 
 
 @cache
-def stamped(size: Size) -> tuple[bytes, bytes, bytes, bytes]:
+def make_stamped_stream(size: CallSize) -> tuple[bytes, bytes, bytes, bytes]:
     """A stream whose tokens say when they were sent: its first event, what stands before and after the stamp in
     each token's event, and its end."""
     prompt = _session_ids(size)[: size.prompt_tokens]
@@ -121,7 +121,7 @@ def _logprob(token: str, index: int) -> dict[str, Any]:
 
 
 @cache
-def _session_ids(size: Size) -> list[int]:
+def _session_ids(size: CallSize) -> list[int]:
     rng = random.Random(size.name)
     length = size.prompt_tokens + (size.sampled_tokens + RESULT_TOKENS) * (TURNS + 1)
     return [rng.randrange(100, 151_000) for _ in range(length)]

@@ -22,7 +22,7 @@ import numpy as np
 from msgspec import Struct, field
 
 from polar.bench.client import BenchError
-from polar.runtimes.base import Limits, Runtime, Spec
+from polar.runtimes.base import Limits, Runtime, RuntimeSpec
 from polar.runtimes.bubblewrap import Bubblewrap
 
 _LIMITS = Limits(cpus=1.0, memory_mb=512, processes=256)
@@ -33,7 +33,7 @@ _LONGEST = 120.0  # seconds for one `docker run`
 Progress = Callable[[str], None]
 
 
-class Plan(Struct, frozen=True):
+class SandboxPlan(Struct, frozen=True):
     """How much is measured."""
 
     wanted: int = 32
@@ -42,10 +42,10 @@ class Plan(Struct, frozen=True):
     docker_runs: int = 16
 
 
-QUICK = Plan(rounds=1, docker_runs=4)
+QUICK = SandboxPlan(rounds=1, docker_runs=4)
 
 
-class Times(Struct):
+class LatencySummary(Struct):
     """Milliseconds, and how many were measured."""
 
     count: int
@@ -54,24 +54,24 @@ class Times(Struct):
     longest: float
 
     @classmethod
-    def of(cls, seconds: list[float]) -> "Times":
+    def of(cls, seconds: list[float]) -> "LatencySummary":
         p50, p99, longest = np.percentile(np.array(seconds) * 1000, [50, 99, 100])
         return cls(len(seconds), float(p50), float(p99), float(longest))
 
 
-class Report(Struct):
-    plan: Plan
-    cold: Times
-    ready: Times
-    removed: Times
-    docker: Times | None = None
+class SandboxReport(Struct):
+    plan: SandboxPlan
+    cold: LatencySummary
+    ready: LatencySummary
+    removed: LatencySummary
+    docker: LatencySummary | None = None
     absent: dict[str, str] = field(default_factory=dict)  # what was not measured, and why
 
 
-async def run(plan: Plan, progress: Progress) -> Report:
+async def run(plan: SandboxPlan, progress: Progress) -> SandboxReport:
     with tempfile.TemporaryDirectory(prefix="polar-bench-") as folder:
         kind = Bubblewrap(Path(folder), "http://127.0.0.1:9")
-        if (why := await kind.unavailable()) is not None:
+        if (why := await kind.check_availability()) is not None:
             raise BenchError(f"No sandbox can be measured here: {why}")
         try:
             progress("bubblewrap")
@@ -79,17 +79,17 @@ async def run(plan: Plan, progress: Progress) -> Report:
             cold, ready, removed = await _bubblewrap(kind, plan)
         finally:
             await kind.close()
-    report = Report(plan, Times.of(cold), Times.of(ready), Times.of(removed))
+    report = SandboxReport(plan, LatencySummary.of(cold), LatencySummary.of(ready), LatencySummary.of(removed))
     progress("docker")
     docker, why_not = await _docker(plan)
     if why_not is not None:
         report.absent["docker"] = why_not
     else:
-        report.docker = Times.of(docker)
+        report.docker = LatencySummary.of(docker)
     return report
 
 
-async def _bubblewrap(kind: Bubblewrap, plan: Plan) -> tuple[list[float], list[float], list[float]]:
+async def _bubblewrap(kind: Bubblewrap, plan: SandboxPlan) -> tuple[list[float], list[float], list[float]]:
     cold: list[float] = []
     ready: list[float] = []
     removed: list[float] = []
@@ -98,7 +98,7 @@ async def _bubblewrap(kind: Bubblewrap, plan: Plan) -> tuple[list[float], list[f
         runtimes: list[Runtime] = []
 
         async def launch(index: int, turn: int = turn, runtimes: list[Runtime] = runtimes) -> None:
-            runtime = await kind.create(f"bench-{run}-{turn}-{index}", Spec(limits=_LIMITS))
+            runtime = await kind.create(f"bench-{run}-{turn}-{index}", RuntimeSpec(limits=_LIMITS))
             runtimes.append(runtime)
             await runtime.start()
             await _succeed(runtime)
@@ -130,7 +130,7 @@ async def _timed(work: Callable[[int], Awaitable[None]], count: int, at_once: in
     return await asyncio.gather(*(one(index) for index in range(count)))
 
 
-async def _docker(plan: Plan) -> tuple[list[float], str | None]:
+async def _docker(plan: SandboxPlan) -> tuple[list[float], str | None]:
     program = shutil.which("docker")
     if program is None or plan.docker_runs == 0:
         return [], "docker is not installed" if program is None else "not asked for"

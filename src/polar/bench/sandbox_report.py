@@ -6,15 +6,15 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from polar.bench.report import Promise, machine, promise_table
-from polar.bench.sandbox import Report, Times
+from polar.bench.gateway_report import Promise, describe_machine, promise_table
+from polar.bench.sandbox import LatencySummary, SandboxReport
 
 
-def promises(report: Report) -> list[Promise]:
+def list_promises(report: SandboxReport) -> list[Promise]:
     return list(_promises(report))
 
 
-def _promises(report: Report) -> Iterator[Promise]:
+def _promises(report: SandboxReport) -> Iterator[Promise]:
     cold, ready = report.cold, report.ready
     how = f"{report.plan.wanted} wanted, {report.plan.launching} at a time"
     yield Promise(f"cold start, p50, {how}", "at most 30 ms", f"{cold.p50:.1f} ms", cold.p50 <= 30)
@@ -25,13 +25,13 @@ def _promises(report: Report) -> Iterator[Promise]:
         yield Promise("cold start against `docker run`, p50", "at most 1/10", f"1/{ratio:.1f}", ratio >= 10)
 
 
-def as_json(report: Report) -> bytes:
+def as_json(report: SandboxReport) -> bytes:
     return msgspec.json.encode(
-        {"machine": machine(), **msgspec.structs.asdict(report), "promises": promises(report)},
+        {"machine": describe_machine(), **msgspec.structs.asdict(report), "promises": list_promises(report)},
     )
 
 
-def show(report: Report, console: Console) -> None:
+def show(report: SandboxReport, console: Console) -> None:
     table = Table(title="From launch until the first command has ended (ms)", title_justify="left")
     for column in ("", "p50", "p99", "longest", "measured"):
         table.add_column(column, justify="left" if not column else "right")
@@ -41,10 +41,10 @@ def show(report: Report, console: Console) -> None:
     console.print(table)
     for name, why in report.absent.items():
         console.print(f"{name} was not measured: {why}", highlight=False, markup=False)
-    console.print(promise_table(promises(report)))
+    console.print(promise_table(list_promises(report)))
 
 
-def _rows(report: Report) -> Iterator[tuple[str, Times]]:
+def _rows(report: SandboxReport) -> Iterator[tuple[str, LatencySummary]]:
     yield "bubblewrap, cold", report.cold
     yield "bubblewrap, ready", report.ready
     if report.docker is not None:

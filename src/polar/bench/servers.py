@@ -9,8 +9,8 @@ from types import TracebackType
 
 from polar.bench.load import Target
 from polar.bench.peers import FASTAPI, LITELLM, LITELLM_VLLM, OTHER, POLAR, RELAY, litellm
-from polar.bench.peers.gateway import Addresses
-from polar.bench.process import Server
+from polar.bench.peers.gateway import GatewayAddresses
+from polar.bench.process import ServerProcess
 from polar.errors import ConfigError
 
 _MODULE = (sys.executable, "-m")
@@ -58,7 +58,7 @@ class Servers:
     async def start_polar(self, folder: str, name: str = POLAR, *, env: dict[str, str] | None = None) -> Target:
         argv = [*_MODULE, "polar.bench.peers.gateway", self._engine_url, str(self._folder / folder)]
         server = await self._start(folder, argv, speaks=True, env=env)
-        addresses = await server.hear(Addresses)
+        addresses = await server.hear(GatewayAddresses)
         control = _port(addresses.control)
         await server.answers(control, "/health", 30)
         return Target(name, _port(addresses.gateway), server, control_port=control)
@@ -70,21 +70,21 @@ class Servers:
         return await self.start_polar("other", OTHER, env={"PYTHONPATH": str(source.absolute())})
 
     async def _start_litellm(self, name: str, provider: str, environment: Path) -> Target:
-        command = litellm.executable(environment)
+        command = litellm.find_executable(environment)
         if command is None:
             raise ConfigError(f"There is no LiteLLM in {environment}: pip install 'litellm[proxy]=={litellm.VERSION}'.")
         port, key = _free_port(), f"sk-{secrets.token_urlsafe(24)}"
         config = self._folder / f"litellm-{provider}.yaml"
-        argv = litellm.argv(command, provider, self._engine_url, port, key, config)
+        argv = litellm.build_argv(command, provider, self._engine_url, port, key, config)
         server = await self._start(f"litellm-{provider}", argv, env=litellm.ENVIRONMENT)
         await server.answers(port, "/health/liveliness", 120)
         return Target(name, port, server, key=key)
 
     async def _start(
         self, name: str, argv: list[str], *, speaks: bool = False, env: dict[str, str] | None = None
-    ) -> Server:
+    ) -> ServerProcess:
         log = self._folder / f"{name}.log"
-        return await self._stack.enter_async_context(Server(argv, self._core, log, speaks=speaks, env=env))
+        return await self._stack.enter_async_context(ServerProcess(argv, self._core, log, speaks=speaks, env=env))
 
 
 def _port(url: str) -> int:

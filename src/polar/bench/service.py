@@ -14,16 +14,16 @@ from pathlib import Path
 
 from msgspec import Struct, field
 
-from polar.bench import service_databases, service_peers, service_queue, service_reading, service_throughput
+from polar.bench import service_databases, service_peers, service_queue, service_results, service_throughput
 from polar.bench.service_peers import PeerQueue
-from polar.bench.service_queue import Queued
-from polar.bench.service_reading import Read
-from polar.bench.service_throughput import Through
+from polar.bench.service_queue import QueueCosts
+from polar.bench.service_results import ReadCosts
+from polar.bench.service_throughput import Throughput
 
 Progress = Callable[[str], None]
 
 
-class Plan(Struct, frozen=True):
+class ServicePlan(Struct, frozen=True):
     """How much is measured."""
 
     sessions: int = 3_000  # of a round
@@ -36,25 +36,27 @@ class Plan(Struct, frozen=True):
     jobs: int = 2_000  # of a peer
 
 
-QUICK = Plan(sessions=1_500, node_sessions=200, rounds=2, results=20, many=20_000, calls=60, jobs=500)
+QUICK = ServicePlan(sessions=1_500, node_sessions=200, rounds=2, results=20, many=20_000, calls=60, jobs=500)
 
 
-class Report(Struct):
-    plan: Plan
-    through: list[Through] = field(default_factory=list)
-    read: list[Read] = field(default_factory=list)
-    queued: list[Queued] = field(default_factory=list)
+class ServiceReport(Struct):
+    plan: ServicePlan
+    through: list[Throughput] = field(default_factory=list)
+    read: list[ReadCosts] = field(default_factory=list)
+    queued: list[QueueCosts] = field(default_factory=list)
     peers: list[PeerQueue] = field(default_factory=list)
     absent: dict[str, str] = field(default_factory=dict)  # what was not measured, and why
 
 
-async def run(plan: Plan, postgres: str | None, peer_pythons: Sequence[Path], progress: Progress) -> Report:
+async def run(
+    plan: ServicePlan, postgres: str | None, peer_pythons: Sequence[Path], progress: Progress
+) -> ServiceReport:
     """All of it. `postgres` is the URL of a server where databases may be made; peers are measured in the first of the
     given interpreters that has them."""
-    report = Report(plan)
+    report = ServiceReport(plan)
     with tempfile.TemporaryDirectory(prefix="polar-bench-") as name:
         folder = Path(name)
-        with service_databases.kinds(postgres, folder) as (kinds, absent):
+        with service_databases.open_backends(postgres, folder) as (kinds, absent):
             report.absent |= absent
             for kind in kinds:
                 for form in service_throughput.FORMS:
@@ -65,7 +67,7 @@ async def run(plan: Plan, postgres: str | None, peer_pythons: Sequence[Path], pr
                     )
             for kind in kinds:
                 progress(f"results of 50,000 tokens, {kind.name}")
-                report.read += await service_reading.measure(kind, plan.results, plan.rounds, folder / "reading")
+                report.read += await service_results.measure(kind, plan.results, plan.rounds, folder / "reading")
             for kind in kinds:
                 progress(f"{plan.few:,} and {plan.many:,} sessions queued, {kind.name}")
                 report.queued.append(

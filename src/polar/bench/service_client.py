@@ -12,16 +12,16 @@ import time
 import msgspec
 from msgspec import Struct
 
-from polar.bench.service_host import no_op_task
-from polar.bench.service_server import input_lines, say
-from polar.cli.common import run
+from polar.bench.service_host import make_no_op_task
+from polar.bench.service_server import print_message, read_input_lines
+from polar.cli.common import run_async
 from polar.client.async_client import AsyncClient
 from polar.rollout.models import TaskRequest
 
 _PAGE = 200
 
 
-class Order(Struct):
+class ClientOrder(Struct):
     count: int  # results that are read
     after: int = 0  # the cursor from which on
     submit: str | None = None  # as many tasks before, whose ids begin with this
@@ -29,7 +29,7 @@ class Order(Struct):
     page: int = _PAGE
 
 
-class Done(Struct):
+class ClientResult(Struct):
     seconds: float  # from the first submission to the last result
     cpu: float  # seconds, of the client
     cursor: int
@@ -43,11 +43,11 @@ _NO_REWARD, _HEAD = b'"reward":null', 1000
 
 async def serve(url: str) -> None:
     async with AsyncClient(url) as client:
-        async for line in input_lines():
-            say(await _follow(client, msgspec.json.decode(line, type=Order)))
+        async for line in read_input_lines():
+            print_message(await _follow(client, msgspec.json.decode(line, type=ClientOrder)))
 
 
-async def _follow(client: AsyncClient, order: Order) -> Done:
+async def _follow(client: AsyncClient, order: ClientOrder) -> ClientResult:
     tasks = [] if order.submit is None else [_task(order, number) for number in range(order.count)]
     began, cpu = time.monotonic(), time.process_time()
     size = usable = 0
@@ -59,15 +59,15 @@ async def _follow(client: AsyncClient, order: Order) -> Done:
                 size += len(result.data)
                 usable += _NO_REWARD not in result.data[:_HEAD]
     assert results.cursor is not None
-    return Done(time.monotonic() - began, time.process_time() - cpu, results.cursor, size, usable)
+    return ClientResult(time.monotonic() - began, time.process_time() - cpu, results.cursor, size, usable)
 
 
-def _task(order: Order, number: int) -> TaskRequest:
+def _task(order: ClientOrder, number: int) -> TaskRequest:
     task_id = f"{order.submit}-{number}"
     if order.task is None:
-        return no_op_task(task_id)
+        return make_no_op_task(task_id)
     return TaskRequest.model_validate_json(order.task).model_copy(update={"task_id": task_id})
 
 
 if __name__ == "__main__":
-    run(serve(sys.argv[1]))
+    run_async(serve(sys.argv[1]))

@@ -16,16 +16,16 @@ from msgspec import Struct
 SQLITE, POSTGRES = "SQLite", "PostgreSQL"
 
 
-class Kind(Struct, frozen=True):
+class DatabaseBackend(Struct, frozen=True):
     name: str
     new: Callable[[], contextlib.AbstractContextManager[str | None]]  # its URL; None where the data folder holds it
     cpu: Callable[[], float] | None = None  # seconds that its server has spent; None where there is none to be seen
 
 
 @contextlib.contextmanager
-def kinds(postgres: str | None, folder: Path) -> Iterator[tuple[list[Kind], dict[str, str]]]:
+def open_backends(postgres: str | None, folder: Path) -> Iterator[tuple[list[DatabaseBackend], dict[str, str]]]:
     """Those that there are, and why others are not. `postgres` is the URL of a server where databases may be made."""
-    found, absent = [Kind(SQLITE, sqlite)], {}
+    found, absent = [DatabaseBackend(SQLITE, sqlite)], {}
     with contextlib.ExitStack() as stack:
         try:
             import psycopg  # noqa: F401
@@ -44,7 +44,9 @@ def kinds(postgres: str | None, folder: Path) -> Iterator[tuple[list[Kind], dict
             server = stack.enter_context(get_server(folder / "postgres", cleanup_mode="delete"))
             postgres, pid = server.get_uri(), server.get_pid()
         url = postgres
-        found.append(Kind(POSTGRES, lambda: _database(url), None if pid is None else lambda: family_cpu(pid)))
+        found.append(
+            DatabaseBackend(POSTGRES, lambda: _database(url), None if pid is None else lambda: read_family_cpu(pid))
+        )
         yield found, absent
 
 
@@ -65,7 +67,7 @@ def _database(server: str) -> Iterator[str]:
             connection.execute(f"DROP DATABASE {name} WITH (FORCE)".encode())
 
 
-def family_cpu(pid: int) -> float:
+def read_family_cpu(pid: int) -> float:
     """Seconds of user and system time of a process and its children, those that have ended included."""
     tick = os.sysconf("SC_CLK_TCK")
     own = _times(pid)

@@ -11,12 +11,12 @@ from typing import cast
 import msgspec
 
 from polar.data_plane import DataPlane
-from polar.gateway.sessions import Sessions
-from polar.node.finished import Finished
-from polar.node.plan import Plan
-from polar.node.worker import Place, Worker
+from polar.gateway.session_registry import SessionRegistry
+from polar.node.finished_session import FinishedSession
+from polar.node.task_plan import TaskPlan
+from polar.node.worker import Worker, WorkerContext
 from polar.rollout.models import TaskRequest
-from polar.rollout.protocol import Server
+from polar.rollout.protocol import RolloutServer
 from polar.store.base import Exchange, Session, Store, Verdict
 
 BACKEND = "nothing"
@@ -24,7 +24,7 @@ SLOTS = 64
 
 
 class _Running:
-    def __init__(self, finished: "asyncio.Future[Finished]") -> None:
+    def __init__(self, finished: "asyncio.Future[FinishedSession]") -> None:
         self.finished = finished
 
     def cancel(self) -> bool:
@@ -34,31 +34,31 @@ class _Running:
 class NoOpHost:
     """worker.Host. A plan is the task itself."""
 
-    def __init__(self, sessions: Sessions, store: Store, calls: Sequence[Exchange] = ()) -> None:
+    def __init__(self, sessions: SessionRegistry, store: Store, calls: Sequence[Exchange] = ()) -> None:
         self._sessions = sessions
         self._store = store
         self._calls = calls
         self._free = SLOTS
         self._freed = asyncio.Event()
 
-    async def plan(self, task: TaskRequest) -> Plan:
-        return cast(Plan, task)
+    async def plan(self, task: TaskRequest) -> TaskPlan:
+        return cast(TaskPlan, task)
 
-    async def room(self) -> None:
+    async def wait_for_room(self) -> None:
         while not self._free:
             self._freed.clear()
             await self._freed.wait()
 
-    def free(self) -> int:
+    def free_slots(self) -> int:
         return self._free
 
-    async def submit(self, plan: Plan, sample: int, work_id: int) -> _Running:  # noqa: ARG002 - it is nobody's session
+    async def submit(self, plan: TaskPlan, sample: int, work_id: int) -> _Running:  # noqa: ARG002 - it is nobody's session
         task = cast(TaskRequest, plan)
         self._free -= 1
         session, _ = await self._sessions.create({"task_id": task.task_id, "sample": sample}, task.run)
         return _Running(asyncio.ensure_future(self._live(session, task, sample)))
 
-    async def _live(self, session: Session, task: TaskRequest, sample: int) -> Finished:
+    async def _live(self, session: Session, task: TaskRequest, sample: int) -> FinishedSession:
         verdict = Verdict(1.0)
         for call in self._calls:
             own = {"session_id": session.session_id, "exchange_id": f"{session.session_id}-{call.seq}"}
@@ -66,11 +66,15 @@ class NoOpHost:
         await self._sessions.end(session.session_id, verdict)
         self._free += 1
         self._freed.set()
-        return Finished(session.session_id, task.task_id, sample, verdict, {"run": 0.0}, Path(), turns=len(self._calls))
+        return FinishedSession(
+            session.session_id, task.task_id, sample, verdict, {"run": 0.0}, Path(), turns=len(self._calls)
+        )
 
 
-def no_op_worker(server: Server, plane: DataPlane, store_id: str, name: str, calls: Sequence[Exchange] = ()) -> Worker:
-    place = Place(
+def make_no_op_worker(
+    server: RolloutServer, plane: DataPlane, store_id: str, name: str, calls: Sequence[Exchange] = ()
+) -> Worker:
+    place = WorkerContext(
         node_id=name,
         name=name,
         backends=[BACKEND],
@@ -78,12 +82,12 @@ def no_op_worker(server: Server, plane: DataPlane, store_id: str, name: str, cal
         store=store_id,
         replaces=[],
         load=dict,
-        apply=plane.pools.apply,
-        export=plane.store.export_session,
-        disown=plane.store.disown_session,
+        apply_engines=plane.pools.apply,
+        export_session=plane.store.export_session,
+        disown_session=plane.store.revoke_session_reward,
     )
     return Worker(server, NoOpHost(plane.sessions, plane.store, calls), place)
 
 
-def no_op_task(task_id: str, text: str = "Do nothing.") -> TaskRequest:
+def make_no_op_task(task_id: str, text: str = "Do nothing.") -> TaskRequest:
     return TaskRequest.model_validate({"task_id": task_id, "instruction": text, "runtime": {"backend": BACKEND}})

@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 from msgspec import Struct
 
-from polar.bench.service_databases import POSTGRES, SQLITE, Kind
+from polar.bench.service_databases import POSTGRES, SQLITE, DatabaseBackend
 
 PEERS = ("huey", "procrastinate")
 _DATABASES = {"huey": SQLITE, "procrastinate": POSTGRES}
@@ -31,7 +31,7 @@ class _Answer(Struct):
 
 
 async def measure(
-    peer: str, kinds: Sequence[Kind], jobs: int, pythons: Sequence[Path], folder: Path
+    peer: str, kinds: Sequence[DatabaseBackend], jobs: int, pythons: Sequence[Path], folder: Path
 ) -> PeerQueue | str:
     """Why not, where it can't be measured."""
     found = [kind for kind in kinds if kind.name == _DATABASES[peer]]
@@ -47,7 +47,7 @@ async def measure(
     return why
 
 
-async def _ask(python: Path, peer: str, jobs: int, place: str, kind: Kind) -> PeerQueue | str:
+async def _ask(python: Path, peer: str, jobs: int, place: str, kind: DatabaseBackend) -> PeerQueue | str:
     before = 0.0 if kind.cpu is None else kind.cpu()
     pipe = asyncio.subprocess.PIPE
     try:

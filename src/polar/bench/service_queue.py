@@ -20,13 +20,13 @@ import msgspec
 from msgspec import Struct
 
 from polar.bench.client import BenchError
-from polar.bench.process import Server
-from polar.bench.service_databases import Kind
-from polar.bench.service_host import BACKEND, no_op_task
+from polar.bench.process import ServerProcess
+from polar.bench.service_databases import DatabaseBackend
+from polar.bench.service_host import BACKEND, make_no_op_task
 from polar.bench.service_server import Address
 from polar.client.async_client import AsyncClient
-from polar.node.remote import RemoteServer
-from polar.rollout.protocol import Ended, Joining
+from polar.node.remote_server import RemoteServer
+from polar.rollout.protocol import JoinRequest, SessionOutcome
 
 SUBMIT, LEASE, FINISH = "submit", "lease", "finish"
 SIZE = 20  # sessions of a call
@@ -38,14 +38,14 @@ _POLAR = [sys.executable, "-c", "from polar.cli.main import main; main()"]
 T = TypeVar("T")
 
 
-class Costs(Struct):
+class CallCosts(Struct):
     """Medians of a call for SIZE sessions, by kind of call: milliseconds, and of these the server's CPU."""
 
     ms: dict[str, float]
     cpu_ms: dict[str, float]
 
 
-class Queued(Struct):
+class QueueCosts(Struct):
     database: str
     few: int
     many: int
@@ -53,14 +53,14 @@ class Queued(Struct):
     before: int  # resident bytes of its server
     resident: int  # with all of them queued
     peak: int  # the most it ever was
-    short: Costs
-    long: Costs
+    short: CallCosts
+    long: CallCosts
 
     def ratio(self, call: str) -> float:
         return self.long.ms[call] / self.short.ms[call]
 
 
-async def measure(kind: Kind, few: int, many: int, calls: int, folder: Path) -> Queued:
+async def measure(kind: DatabaseBackend, few: int, many: int, calls: int, folder: Path) -> QueueCosts:
     async with contextlib.AsyncExitStack() as stack:
         sides = []
         for name in ("short", "long"):
@@ -78,11 +78,11 @@ async def measure(kind: Kind, few: int, many: int, calls: int, folder: Path) -> 
         for number in range(_FIRST + calls):
             for side in (short, long) if number % 2 else (long, short):
                 await side.turn(number)
-    return Queued(kind.name, few, many, many / took, before, resident, peak, short.costs(), long.costs())
+    return QueueCosts(kind.name, few, many, many / took, before, resident, peak, short.costs(), long.costs())
 
 
 class _Side:
-    def __init__(self, process: Server, client: AsyncClient, node: RemoteServer) -> None:
+    def __init__(self, process: ServerProcess, client: AsyncClient, node: RemoteServer) -> None:
         self.process = process
         self._client = client
         self._node = node
@@ -93,20 +93,22 @@ class _Side:
         """Seconds that it took."""
         began = time.monotonic()
         numbers = iter(range(count))
-        while some := [no_op_task(f"queued-{number}", _INSTRUCTION) for number in itertools.islice(numbers, _SLICE)]:
+        while some := [
+            make_no_op_task(f"queued-{number}", _INSTRUCTION) for number in itertools.islice(numbers, _SLICE)
+        ]:
             await self._client.submit(some)
         return time.monotonic() - began
 
     async def join(self) -> None:
-        await self._node.join(Joining("caller", "caller", [BACKEND], SIZE, "none"))
+        await self._node.join(JoinRequest("caller", "caller", [BACKEND], SIZE, "none"))
 
     async def turn(self, number: int) -> None:
-        tasks = [no_op_task(f"turn-{number}-{task}", _INSTRUCTION) for task in range(SIZE)]
+        tasks = [make_no_op_task(f"turn-{number}-{task}", _INSTRUCTION) for task in range(SIZE)]
         await self._timed(SUBMIT, lambda: self._client.submit(tasks))
         leases = await self._timed(LEASE, lambda: self._node.lease("caller", [], SIZE))
         if len(leases) != SIZE:
             raise BenchError(f"The server leased {len(leases)} sessions instead of {SIZE}.")
-        ended = [Ended(lease.work_id, lease.fence, None, reward=1.0) for lease in leases]
+        ended = [SessionOutcome(lease.work_id, lease.fence, None, reward=1.0) for lease in leases]
         await self._timed(FINISH, lambda: self._node.finish("caller", ended))
 
     async def _timed(self, what: str, call: Callable[[], Awaitable[T]]) -> T:
@@ -116,8 +118,8 @@ class _Side:
         self._cpu.setdefault(what, []).append(self.process.cpu() - cpu)
         return answer
 
-    def costs(self) -> Costs:
-        return Costs(_medians(self._seconds), _medians(self._cpu))
+    def costs(self) -> CallCosts:
+        return CallCosts(_medians(self._seconds), _medians(self._cpu))
 
 
 @contextlib.asynccontextmanager
@@ -126,7 +128,7 @@ async def _side(folder: Path, store: str | None) -> AsyncIterator[_Side]:
     config.write_text("" if store is None else f"[store]\nurl = {msgspec.json.encode(store).decode()}\n", "utf-8")
     options = ["--no-node", "--json", "--port", "0", "--control-port", "0"]
     argv = [*_POLAR, "up", *options, "--config", str(config), "--data", str(folder / "data")]
-    async with Server(argv, None, folder / "polar.log", speaks=True) as process:
+    async with ServerProcess(argv, None, folder / "polar.log", speaks=True) as process:
         url = (await process.hear(Address)).control
         async with AsyncClient(url) as client, RemoteServer(url, None) as node:
             yield _Side(process, client, node)
@@ -136,7 +138,7 @@ def _medians(seconds: dict[str, list[float]]) -> dict[str, float]:
     return {what: 1000 * statistics.median(some[_FIRST:]) for what, some in seconds.items()}
 
 
-def _peak(process: Server) -> int:
+def _peak(process: ServerProcess) -> int:
     """Resident bytes, at most so far."""
     status = Path(f"/proc/{process.pid}/status").read_text(encoding="ascii")
     [line] = [line for line in status.splitlines() if line.startswith("VmHWM:")]

@@ -6,10 +6,10 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from polar.bench.report import MB, Promise, machine, promise_table
-from polar.bench.service import Report
+from polar.bench.gateway_report import MB, Promise, describe_machine, promise_table
+from polar.bench.service import ServiceReport
 from polar.bench.service_queue import LEASE, SIZE, SUBMIT
-from polar.bench.service_reading import POLAR
+from polar.bench.service_results import POLAR
 from polar.bench.service_throughput import NODE, ONE_PROCESS, TWO_WORKERS
 
 _FORMS = {
@@ -20,11 +20,11 @@ _FORMS = {
 _ENOUGH = 100_000  # queued sessions, for what is promised of them
 
 
-def promises(report: Report) -> list[Promise]:
+def list_promises(report: ServiceReport) -> list[Promise]:
     return list(_promises(report))
 
 
-def _promises(report: Report) -> Iterator[Promise]:
+def _promises(report: ServiceReport) -> Iterator[Promise]:
     for through in report.through:
         if through.form == ONE_PROCESS:
             rate = through.per_second
@@ -43,21 +43,21 @@ def _promises(report: Report) -> Iterator[Promise]:
                 yield Promise(what, "at most 1.25 x", f"{ratio:.2f} x", ratio <= 1.25)
 
 
-def as_json(report: Report) -> bytes:
+def as_json(report: ServiceReport) -> bytes:
     return msgspec.json.encode(
-        {"machine": machine(), **msgspec.structs.asdict(report), "promises": promises(report)},
+        {"machine": describe_machine(), **msgspec.structs.asdict(report), "promises": list_promises(report)},
     )
 
 
-def show(report: Report, console: Console) -> None:
-    for table in (_through(report), _read(report), _queued(report), promise_table(promises(report))):
+def show(report: ServiceReport, console: Console) -> None:
+    for table in (_through(report), _read(report), _queued(report), promise_table(list_promises(report))):
         if table.row_count:
             console.print(table)
     for name, why in report.absent.items():
         console.print(f"{name} was not measured: {why}", highlight=False, markup=False)
 
 
-def _through(report: Report) -> Table:
+def _through(report: ServiceReport) -> Table:
     title = "From submission to the result: sessions a second, and CPU milliseconds a session"
     table = _table(title, "", "database", "a second", "CPU", "of which", "sessions")
     for one in report.through:
@@ -73,7 +73,7 @@ def _cpu(by_process: dict[str, float]) -> tuple[str, str]:
     return f"{sum(by_process.values()):.2f}", parts
 
 
-def _read(report: Report) -> Table:
+def _read(report: ServiceReport) -> Table:
     table = _table("Results read over HTTP", "", "database", "MB/s", "CPU ms a MB", "tokens", "KB each", "results")
     for one in report.read:
         figures = f"{one.mb_per_second:.1f}", f"{one.cpu_ms:.1f}", f"{one.tokens:,}", f"{one.size / 1000:.0f}"
@@ -81,7 +81,7 @@ def _read(report: Report) -> Table:
     return table
 
 
-def _queued(report: Report) -> Table:
+def _queued(report: ServiceReport) -> Table:
     title = f"A long queue against a short one: calls for {SIZE} sessions, medians in ms (the server's CPU)"
     table = _table(title, "", "database", "short", "long", "ratio")
     for one in report.queued:

@@ -16,14 +16,14 @@ from typing import Literal, get_args
 import msgspec
 from msgspec import Struct
 
-from polar.bench.pipeline_runtime import OnlySimulated, SimulatedKind
-from polar.bench.service_host import SLOTS, no_op_worker
-from polar.bench.trajectory import conversation
-from polar.cli.common import run
+from polar.bench.pipeline_runtime import SimulatedBackend, SimulatedBackends
+from polar.bench.service_host import SLOTS, make_no_op_worker
+from polar.bench.trajectory import make_conversation
+from polar.cli.common import run_async
 from polar.config import GatewaySettings, NodeSettings, ServerSettings, Settings, StoreSettings
-from polar.data_plane import settle_process
+from polar.data_plane import tune_process
+from polar.node.node_service import make_node, make_worker
 from polar.node.worker import Worker
-from polar.node.working import node_of, worker_of
 from polar.service import Service
 
 Form = Literal["none", "noop", "long", "node"]
@@ -34,7 +34,7 @@ class Address(Struct):
     control: str
 
 
-def settings(store: str | None) -> Settings:
+def build_settings(store: str | None) -> Settings:
     return Settings(
         gateway=GatewaySettings(port=0),
         server=ServerSettings(port=0),
@@ -44,10 +44,10 @@ def settings(store: str | None) -> Settings:
 
 
 async def serve(form: Form, data: Path, store: str | None) -> None:
-    settle_process()
-    async with Service(settings(store), data) as service, _working(form, service, data):
-        say(Address(service.control_url))
-        await input_ends()
+    tune_process()
+    async with Service(build_settings(store), data) as service, _working(form, service, data):
+        print_message(Address(service.control_url))
+        await wait_for_input_end()
 
 
 @contextlib.asynccontextmanager
@@ -55,22 +55,22 @@ async def _working(form: Form, service: Service, data: Path) -> AsyncIterator[No
     if form == "none":
         yield
         return
-    store_id = await service.plane.store.identity()
-    leasing = service.rollout.leasing
+    store_id = await service.data_plane.store.store_id()
+    leasing = service.rollout.lease_manager
     if form != "node":
-        calls = conversation(LONG_TURNS)[0] if form == "long" else []
-        async with at_work(no_op_worker(leasing, service.plane, store_id, "here", calls)):
+        calls = make_conversation(LONG_TURNS)[0] if form == "long" else []
+        async with run_worker(make_no_op_worker(leasing, service.data_plane, store_id, "here", calls)):
             yield
         return
-    kind = SimulatedKind(data / "simulated", service.gateway_url, start_seconds=0.0, seed=0)
-    plane = service.plane
-    node = node_of(plane, OnlySimulated(kind))
-    async with node, at_work(await worker_of(leasing, plane, node, name="here", store_id=store_id)):
+    kind = SimulatedBackend(data / "simulated", service.gateway_url, start_seconds=0.0, seed=0)
+    plane = service.data_plane
+    node = make_node(plane, SimulatedBackends(kind))
+    async with node, run_worker(await make_worker(leasing, plane, node, name="here", store_id=store_id)):
         yield
 
 
 @contextlib.asynccontextmanager
-async def at_work(worker: Worker) -> AsyncIterator[None]:
+async def run_worker(worker: Worker) -> AsyncIterator[None]:
     """Until the end of the block, which is at once where the worker fails."""
     stop = asyncio.Event()
     async with asyncio.TaskGroup() as group:
@@ -79,23 +79,23 @@ async def at_work(worker: Worker) -> AsyncIterator[None]:
         stop.set()
 
 
-def say(value: Struct) -> None:
+def print_message(value: Struct) -> None:
     sys.stdout.buffer.write(msgspec.json.encode(value) + b"\n")
     sys.stdout.buffer.flush()
 
 
-async def input_lines() -> AsyncIterator[bytes]:
+async def read_input_lines() -> AsyncIterator[bytes]:
     reader = asyncio.StreamReader()
     await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
     while line := await reader.readline():
         yield line
 
 
-async def input_ends() -> None:
-    async for _ in input_lines():
+async def wait_for_input_end() -> None:
+    async for _ in read_input_lines():
         pass
 
 
 if __name__ == "__main__":
     [chosen] = [form for form in get_args(Form) if form == sys.argv[1]]
-    run(serve(chosen, Path(sys.argv[2]), sys.argv[3] if len(sys.argv) > 3 else None))
+    run_async(serve(chosen, Path(sys.argv[2]), sys.argv[3] if len(sys.argv) > 3 else None))

@@ -20,9 +20,9 @@ from msgspec import Struct
 
 from polar.bench.client import BenchError
 from polar.bench.pipeline_runtime import NAME, NUMBER, SECONDS
-from polar.bench.process import Server
-from polar.bench.service_client import Done, Order
-from polar.bench.service_databases import SQLITE, Kind
+from polar.bench.process import ServerProcess
+from polar.bench.service_client import ClientOrder, ClientResult
+from polar.bench.service_databases import SQLITE, DatabaseBackend
 from polar.bench.service_server import Address
 
 ONE_PROCESS, TWO_WORKERS, NODE = "one process", "two workers", "node"
@@ -31,7 +31,7 @@ _SERVERS = {ONE_PROCESS: "noop", TWO_WORKERS: "none", NODE: "node"}
 _LONGEST = 600.0  # seconds of a round
 
 
-class Through(Struct):
+class Throughput(Struct):
     """What was measured of one form. CPU is milliseconds of user and system time a session, by process."""
 
     form: str
@@ -45,27 +45,27 @@ class Through(Struct):
         return sum(self.cpu_ms.values())
 
 
-async def measure(form: str, kind: Kind, sessions: int, rounds: int, folder: Path) -> Through:
+async def measure(form: str, kind: DatabaseBackend, sessions: int, rounds: int, folder: Path) -> Throughput:
     where = folder / f"{form} {kind.name}".replace(" ", "-")
     where.mkdir(parents=True)
     async with contextlib.AsyncExitStack() as stack:
         store = stack.enter_context(kind.new())
-        server, url = await started(stack, "server", [_SERVERS[form], str(where / "server")], store, where)
+        server, url = await start_process(stack, "server", [_SERVERS[form], str(where / "server")], store, where)
         processes = {"server": [server], "workers": []}
         if form == TWO_WORKERS:
             for name in ("first", "second"):
                 arguments = [url, name, str(where / name)]
                 shared = None if kind.name == SQLITE else store
-                worker, _ = await started(stack, "worker", arguments, shared, where, name=name)
+                worker, _ = await start_process(stack, "worker", arguments, shared, where, name=name)
                 processes["workers"].append(worker)
-        client = await client_of(stack, url, where)
-        order = Order(max(50, sessions // 10), submit="first", task=_node_task() if form == NODE else None)
+        client = await start_client(stack, url, where)
+        order = ClientOrder(max(50, sessions // 10), submit="first", task=_node_task() if form == NODE else None)
         cursor = (await _round(client, order, server)).cursor  # the first is for their caches
         rates: list[float] = []
         costs: list[dict[str, float]] = []
         for number in range(rounds):
             before = _spent(processes, kind)
-            order = Order(sessions, cursor, submit=f"round-{number}", task=order.task)
+            order = ClientOrder(sessions, cursor, submit=f"round-{number}", task=order.task)
             done = await _round(client, order, server)
             cursor = done.cursor
             after = _spent(processes, kind)
@@ -73,26 +73,26 @@ async def measure(form: str, kind: Kind, sessions: int, rounds: int, folder: Pat
             rates.append(sessions / done.seconds)
             costs.append({name: 1000 * seconds / sessions for name, seconds in spent.items()})
     cpu = {name: statistics.median(cost[name] for cost in costs) for name in costs[0]}
-    return Through(form, kind.name, sessions * rounds, statistics.median(rates), cpu)
+    return Throughput(form, kind.name, sessions * rounds, statistics.median(rates), cpu)
 
 
-async def started(
+async def start_process(
     stack: contextlib.AsyncExitStack, what: str, arguments: list[str], store: str | None, folder: Path, name: str = ""
-) -> tuple[Server, str]:
+) -> tuple[ServerProcess, str]:
     """A process of this benchmark's (service_server, service_worker), and the address that it prints."""
     argv = [sys.executable, "-m", f"polar.bench.service_{what}", *arguments, *([] if store is None else [store])]
-    process = await stack.enter_async_context(Server(argv, None, folder / f"{what}{name}.log", speaks=True))
+    process = await stack.enter_async_context(ServerProcess(argv, None, folder / f"{what}{name}.log", speaks=True))
     return process, (await process.hear(Address)).control
 
 
-async def client_of(stack: contextlib.AsyncExitStack, url: str, folder: Path) -> Server:
+async def start_client(stack: contextlib.AsyncExitStack, url: str, folder: Path) -> ServerProcess:
     argv = [sys.executable, "-m", "polar.bench.service_client", url]
-    return await stack.enter_async_context(Server(argv, None, folder / "client.log", speaks=True))
+    return await stack.enter_async_context(ServerProcess(argv, None, folder / "client.log", speaks=True))
 
 
-async def follow(client: Server, order: Order, server: Server) -> Done:
+async def run_order(client: ServerProcess, order: ClientOrder, server: ServerProcess) -> ClientResult:
     client.tell(msgspec.json.encode(order).decode())
-    done = asyncio.ensure_future(client.hear(Done, _LONGEST))
+    done = asyncio.ensure_future(client.hear(ClientResult, _LONGEST))
     ended = asyncio.ensure_future(server.ended())
     try:
         await asyncio.wait({done, ended}, return_when=asyncio.FIRST_COMPLETED)
@@ -104,14 +104,14 @@ async def follow(client: Server, order: Order, server: Server) -> Done:
         ended.cancel()
 
 
-async def _round(client: Server, order: Order, server: Server) -> Done:
-    done = await follow(client, order, server)
+async def _round(client: ServerProcess, order: ClientOrder, server: ServerProcess) -> ClientResult:
+    done = await run_order(client, order, server)
     if done.usable != order.count:
         raise BenchError(f"Of {order.count} sessions only {done.usable} went well.")
     return done
 
 
-def _spent(processes: dict[str, list[Server]], kind: Kind) -> dict[str, float]:
+def _spent(processes: dict[str, list[ServerProcess]], kind: DatabaseBackend) -> dict[str, float]:
     """Seconds of CPU time so far."""
     spent = {name: sum(one.cpu() for one in some) for name, some in processes.items() if some}
     return spent if kind.cpu is None else spent | {kind.name: kind.cpu()}

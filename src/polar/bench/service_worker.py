@@ -8,23 +8,23 @@ Without the server's own store, it sends the server a copy of each session. Ends
 import sys
 from pathlib import Path
 
-from polar.bench.service_host import no_op_worker
-from polar.bench.service_server import Address, at_work, input_ends, say, settings
-from polar.cli.common import run
-from polar.data_plane import DataPlane, settle_process
-from polar.node.remote import RemoteServer
+from polar.bench.service_host import make_no_op_worker
+from polar.bench.service_server import Address, build_settings, print_message, run_worker, wait_for_input_end
+from polar.cli.common import run_async
+from polar.data_plane import DataPlane, tune_process
+from polar.node.remote_server import RemoteServer
 
 
 async def work(server_url: str, name: str, data: Path, store: str | None) -> None:
-    settle_process()
+    tune_process()
     async with (
         RemoteServer(server_url, None) as server,
-        DataPlane(settings(store), data, engines=False) as plane,
-        at_work(no_op_worker(server, plane, await plane.store.identity(), name)),
+        DataPlane(build_settings(store), data, engines=False) as plane,
+        run_worker(make_no_op_worker(server, plane, await plane.store.store_id(), name)),
     ):
-        say(Address(server_url))
-        await input_ends()
+        print_message(Address(server_url))
+        await wait_for_input_end()
 
 
 if __name__ == "__main__":
-    run(work(sys.argv[1], sys.argv[2], Path(sys.argv[3]), sys.argv[4] if len(sys.argv) > 4 else None))
+    run_async(work(sys.argv[1], sys.argv[2], Path(sys.argv[3]), sys.argv[4] if len(sys.argv) > 4 else None))

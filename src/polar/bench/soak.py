@@ -23,11 +23,11 @@ from typing import Any
 import msgspec
 from msgspec import Struct, field
 
-from polar.bench.client import BenchError, Connection, post
-from polar.bench.peers.gateway import Addresses
-from polar.bench.process import Server
-from polar.dialects.sse import Parser
-from polar.engines.scripted import TOKENIZER
+from polar.bench.client import BenchError, Connection, encode_post
+from polar.bench.peers.gateway import GatewayAddresses
+from polar.bench.process import ServerProcess
+from polar.dialects.sse import EventParser
+from polar.engines.scripted import TOKENIZER_FOLDER
 from polar.errors import ConfigError
 
 ALLOWED_GROWTH = 0.02
@@ -47,7 +47,7 @@ _TOOL = {
 }
 
 
-class Plan(Struct, frozen=True):
+class SoakPlan(Struct, frozen=True):
     calls: int = 50_000
     sample_every: int = 500  # calls
     turns: int = 6  # of a short session
@@ -56,16 +56,16 @@ class Plan(Struct, frozen=True):
     long_result_words: int = 20
 
 
-class Sample(Struct, frozen=True):
+class SoakSample(Struct, frozen=True):
     calls: int
     sessions: int  # that have ended
     seconds: float
     resident: int  # bytes
 
 
-class Report(Struct):
-    plan: Plan
-    samples: list[Sample] = field(default_factory=list)
+class SoakReport(Struct):
+    plan: SoakPlan
+    samples: list[SoakSample] = field(default_factory=list)
 
     @property
     def growth(self) -> float:
@@ -85,19 +85,21 @@ class _Created(Struct):
     api_key: str
 
 
-async def run(plan: Plan, progress: Callable[[str], None]) -> Report:
-    report = Report(plan)
+async def run(plan: SoakPlan, progress: Callable[[str], None]) -> SoakReport:
+    report = SoakReport(plan)
     async with contextlib.AsyncExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="polar-soak-")))
 
-        async def start(name: str, *argv: str) -> Server:
-            server = Server([sys.executable, "-m", *argv], None, folder / f"{name}.log", speaks=True)
+        async def start(name: str, *argv: str) -> ServerProcess:
+            server = ServerProcess([sys.executable, "-m", *argv], None, folder / f"{name}.log", speaks=True)
             return await stack.enter_async_context(server)
 
         engine = await start("engine", "polar.bench.soak_engine", str(plan.long_turns), str(_REPLY_WORDS))
         engine_url = await engine.hear(str)
-        service = await start("service", "polar.bench.peers.gateway", engine_url, str(folder / "data"), str(TOKENIZER))
-        addresses = await service.hear(Addresses)
+        service = await start(
+            "service", "polar.bench.peers.gateway", engine_url, str(folder / "data"), str(TOKENIZER_FOLDER)
+        )
+        addresses = await service.hear(GatewayAddresses)
         load = _Load(plan, addresses, service, report, progress)
         await asyncio.gather(*(load.call_until_done(number) for number in range(_CALLERS)))
     return report
@@ -105,7 +107,12 @@ async def run(plan: Plan, progress: Callable[[str], None]) -> Report:
 
 class _Load:
     def __init__(
-        self, plan: Plan, addresses: Addresses, service: Server, report: Report, progress: Callable[[str], None]
+        self,
+        plan: SoakPlan,
+        addresses: GatewayAddresses,
+        service: ServerProcess,
+        report: SoakReport,
+        progress: Callable[[str], None],
     ) -> None:
         self._plan = plan
         self._gateway, self._control = _port(addresses.gateway), _port(addresses.control)
@@ -138,7 +145,7 @@ class _Load:
         ]
         for _ in range(turns):
             body = {"model": "m", "messages": messages, "tools": [_TOOL], "stream": stream}
-            answer = await connection.call(post("/v1/chat/completions", msgspec.json.encode(body), key))
+            answer = await connection.call(encode_post("/v1/chat/completions", msgspec.json.encode(body), key))
             turn = _read_stream(answer.content()) if stream else _read_whole(answer.content())
             messages.append(turn)
             calls = turn.get("tool_calls") or []
@@ -153,7 +160,7 @@ class _Load:
         self._calls += 1
         if self._calls % self._plan.sample_every == 0:
             seconds = time.monotonic() - self._began
-            sample = Sample(self._calls, self._sessions, seconds, self._service.memory())
+            sample = SoakSample(self._calls, self._sessions, seconds, self._service.memory())
             self._report.samples.append(sample)
             if len(self._report.samples) % 10 == 0:
                 self._progress(f"{sample.calls:,} calls, {sample.sessions:,} sessions: {sample.resident / MB:.1f} MB")
@@ -161,7 +168,7 @@ class _Load:
     async def _ask_control(self, path: str, fields: dict[str, object]) -> bytes:
         """On a connection of its own: the control plane closes those that are idle."""
         connection = await Connection.open(self._control)
-        answer = await connection.call(post(path, msgspec.json.encode(fields)))
+        answer = await connection.call(encode_post(path, msgspec.json.encode(fields)))
         connection.close()
         return answer.content()
 
@@ -180,7 +187,7 @@ def _read_stream(body: bytes) -> dict[str, Any]:
     """The turn put together from its deltas."""
     turn: dict[str, Any] = {"role": "assistant"}
     calls: list[dict[str, Any]] = []
-    parser = Parser()
+    parser = EventParser()
     for data in parser.feed(body):
         if data == b"[DONE]":
             break
@@ -203,19 +210,19 @@ def _port(url: str) -> int:
     return int(url.rpartition(":")[2])
 
 
-def _median(samples: Sequence[Sample]) -> float:
+def _median(samples: Sequence[SoakSample]) -> float:
     return statistics.median(sample.resident for sample in samples)
 
 
-def write_csv(report: Report, path: Path) -> None:
+def write_csv(report: SoakReport, path: Path) -> None:
     with path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)
-        writer.writerow(Sample.__struct_fields__)
+        writer.writerow(SoakSample.__struct_fields__)
         for sample in report.samples:
             writer.writerow([sample.calls, sample.sessions, f"{sample.seconds:.1f}", sample.resident])
 
 
-def draw(report: Report, path: Path) -> None:
+def draw_memory(report: SoakReport, path: Path) -> None:
     """As SVG or PNG, by the path's suffix."""
     try:
         import matplotlib

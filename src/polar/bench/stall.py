@@ -20,11 +20,11 @@ from msgspec import Struct, field
 from rich.console import Console
 from rich.table import Table
 
-from polar.bench.client import BenchError, Connection, get, post
-from polar.bench.peers.gateway import Addresses
-from polar.bench.process import Server
-from polar.bench.stall_attack import KINDS, Sent
-from polar.engines.scripted import TOKENIZER
+from polar.bench.client import BenchError, Connection, encode_get, encode_post
+from polar.bench.peers.gateway import GatewayAddresses
+from polar.bench.process import ServerProcess
+from polar.bench.stall_attack import KINDS, StatusCounts
+from polar.engines.scripted import TOKENIZER_FOLDER
 from polar.errors import PolarError
 
 ALLOWED_MS = 50.0
@@ -33,14 +33,14 @@ _PAUSE = 0.01  # seconds between two innocent calls
 _MODULE = (sys.executable, "-m")
 
 
-class Plan(Struct, frozen=True):
+class StallPlan(Struct, frozen=True):
     rounds: int = 4
     seconds: float = 4.0  # of each attack in a round, and of each idle time
-    tokenizer: str = str(TOKENIZER)
+    tokenizer: str = str(TOKENIZER_FOLDER)
     kinds: tuple[str, ...] = KINDS
 
 
-QUICK = Plan(rounds=1, seconds=3.0)
+QUICK = StallPlan(rounds=1, seconds=3.0)
 
 
 class Latencies(Struct):
@@ -51,7 +51,7 @@ class Latencies(Struct):
     statuses: dict[int, int] = field(default_factory=dict)  # of the attacker's own calls
 
 
-class Report(Struct):
+class StallReport(Struct):
     by_kind: dict[str, Latencies] = field(default_factory=dict)
     leases_lost: int = 0
     beats: int = 0
@@ -86,19 +86,19 @@ class _Orders(Struct):
     engines: _Engines | None = None
 
 
-async def run(plan: Plan, progress: Callable[[str], None]) -> Report:
-    report = Report()
+async def run(plan: StallPlan, progress: Callable[[str], None]) -> StallReport:
+    report = StallReport()
     async with contextlib.AsyncExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="polar-stall-")))
 
-        async def start(name: str, *argv: str) -> Server:
-            server = Server([*_MODULE, *argv], None, folder / f"{name}.log", speaks=True)
+        async def start(name: str, *argv: str) -> ServerProcess:
+            server = ServerProcess([*_MODULE, *argv], None, folder / f"{name}.log", speaks=True)
             return await stack.enter_async_context(server)
 
         engine = await start("engine", "polar.bench.stall_engine", plan.tokenizer)
         engine_url = await engine.hear(str)
         gateway = await start("gateway", "polar.bench.peers.gateway", engine_url, str(folder / "data"), plan.tokenizer)
-        addresses = await gateway.hear(Addresses)
+        addresses = await gateway.hear(GatewayAddresses)
         port, control = _port(addresses.gateway), _port(addresses.control)
         keys = [await _session(control) for _ in range(2)]
         attacker = await start("attacker", "polar.bench.stall_attack", str(port), keys[0])
@@ -116,7 +116,7 @@ async def run(plan: Plan, progress: Callable[[str], None]) -> Report:
                 await _measure(plan.seconds, port, control, keys[1], found)
                 if kind != IDLE:
                     attacker.tell("")
-                    for status, count in (await attacker.hear(Sent, timeout=180)).statuses.items():
+                    for status, count in (await attacker.hear(StatusCounts, timeout=180)).statuses.items():
                         found.statuses[status] = found.statuses.get(status, 0) + count
                     await asyncio.sleep(1)  # what the attacker left unfinished ends
         if beating.done():
@@ -132,7 +132,7 @@ def _turns(kinds: tuple[str, ...]) -> Iterator[str]:
 
 async def _session(control: int) -> str:
     connection = await Connection.open(control)
-    answer = await connection.call(post("/sessions", b"{}"))
+    answer = await connection.call(encode_post("/sessions", b"{}"))
     connection.close()
     return msgspec.json.decode(answer.content(), type=_Created).api_key
 
@@ -141,7 +141,7 @@ async def _warm(port: int, key: str, size: int) -> None:
     """A prompt of so many bytes, so that who makes such prompts has started."""
     connection = await Connection.open(port)
     body = msgspec.json.encode({"model": "m", "messages": [{"role": "user", "content": f"a{' ' * size}b"}]})
-    await connection.call(post("/v1/chat/completions", body, key))
+    await connection.call(encode_post("/v1/chat/completions", body, key))
     connection.close()
 
 
@@ -161,17 +161,19 @@ async def _measure(seconds: float, port: int, control: int, key: str, found: Lat
     def call(number: int) -> bytes:
         text = f"{number} {time.monotonic_ns()} " + "Make the failing tests pass. " * 30
         body = msgspec.json.encode({"model": "m", "messages": [{"role": "user", "content": text}]})
-        return post("/v1/chat/completions", body, key)
+        return encode_post("/v1/chat/completions", body, key)
 
-    await asyncio.gather(repeat(port, call, found.calls), repeat(control, lambda _: get("/health"), found.health))
+    await asyncio.gather(
+        repeat(port, call, found.calls), repeat(control, lambda _: encode_get("/health"), found.health)
+    )
 
 
-async def _hold_a_lease(control: int, report: Report) -> None:
+async def _hold_a_lease(control: int, report: StallReport) -> None:
     """A node that has leased a session and shows that it lives. A server that did not hear of it takes the lease."""
     connection = await Connection.open(control)
 
     async def call(path: str, **fields: object) -> bytes:
-        return (await connection.call(post(path, msgspec.json.encode(fields)))).content()
+        return (await connection.call(encode_post(path, msgspec.json.encode(fields)))).content()
 
     await call("/rollout/task/submit", task_id="stall", instruction="none", runtime={"backend": "local"})
     await call("/nodes/join", node_id="stall", name="stall", backends=["local"], slots=1, store="", replaces=[])
@@ -202,7 +204,7 @@ def percentile(values: list[float], percent: int) -> float:
     return ordered[min(len(ordered) - 1, len(ordered) * percent // 100)]
 
 
-def show(report: Report, console: Console) -> None:
+def show(report: StallReport, console: Console) -> None:
     table = Table(title="An innocent call and /health beside one caller (milliseconds)", title_justify="left")
     for name in ("the caller sends", "calls", "call p50", "p99", "over idle", "/health p50", "p99", "over idle", ""):
         table.add_column(name, justify="left" if name in ("the caller sends", "") else "right")

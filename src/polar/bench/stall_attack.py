@@ -18,7 +18,7 @@ HALF_SENT = 300  # connections
 _GIANT = 30 * 1024 * 1024
 
 
-class Sent(Struct):
+class StatusCounts(Struct):
     """How often which status came back."""
 
     statuses: dict[int, int]
@@ -81,7 +81,7 @@ async def main(port: int, key: str) -> None:
         await lines.readline()
         attack.cancel()
         await asyncio.wait({attack})
-        sys.stdout.buffer.write(msgspec.json.encode(Sent(dict(statuses))) + b"\n")
+        sys.stdout.buffer.write(msgspec.json.encode(StatusCounts(dict(statuses))) + b"\n")
         sys.stdout.buffer.flush()
 
 

@@ -15,9 +15,17 @@ import aiohttp
 from msgspec import Struct, field
 
 from polar.bench.client import BenchError
-from polar.bench.peers.gateway import Addresses
-from polar.bench.process import Server
-from polar.bench.tax_load import Captured, Direct, Done, Exchange, Plan, Way, measure
+from polar.bench.peers.gateway import GatewayAddresses
+from polar.bench.process import ServerProcess
+from polar.bench.tax_load import (
+    CapturedClient,
+    ConversationClient,
+    DirectClient,
+    RoundTotals,
+    StoredExchange,
+    TaxPlan,
+    measure,
+)
 from polar.client.async_client import AsyncClient
 from polar.config import EngineSettings
 from polar.plugins import load
@@ -26,14 +34,14 @@ OFF, LOGPROBS, ON = "engine alone", "with log-probabilities", "captured"
 Progress = Callable[[str], None]
 
 
-class Report(Struct):
-    plan: Plan
-    engines: dict[str, dict[str, Done]] = field(default_factory=dict)  # by kind, then by way
+class TaxReport(Struct):
+    plan: TaxPlan
+    engines: dict[str, dict[str, RoundTotals]] = field(default_factory=dict)  # by kind, then by way
 
 
-async def run(plan: Plan, embedded: EngineSettings | None, vllm: str | None, progress: Progress) -> Report:
+async def run(plan: TaxPlan, embedded: EngineSettings | None, vllm: str | None, progress: Progress) -> TaxReport:
     """Of the embedded engine, started with these settings, and of the vLLM at this address, where they are named."""
-    report = Report(plan)
+    report = TaxReport(plan)
     if embedded is not None:
         progress("starting the embedded engine")
         launched = await load("engines", embedded.kind).launch(embedded)
@@ -46,21 +54,21 @@ async def run(plan: Plan, embedded: EngineSettings | None, vllm: str | None, pro
     return report
 
 
-async def _taxed(engine_url: str, plan: Plan, progress: Progress) -> dict[str, Done]:
-    measured = {OFF: Done(), LOGPROBS: Done(), ON: Done()}
+async def _taxed(engine_url: str, plan: TaxPlan, progress: Progress) -> dict[str, RoundTotals]:
+    measured = {OFF: RoundTotals(), LOGPROBS: RoundTotals(), ON: RoundTotals()}
     async with (
         _gateway(engine_url) as (server, addresses),
         AsyncClient(addresses.control) as client,
         _connections() as http,
     ):
-        captured = Captured(addresses.gateway, client, http)
+        captured = CapturedClient(addresses.gateway, client, http)
         progress("first conversations")
         begun = 0
-        await measure(captured, plan, begun, Done())
+        await measure(captured, plan, begun, RoundTotals())
         between = _between(await captured.stored(addresses.control))
-        alone = Direct(engine_url, between, logprobs=False)
-        with_logprobs = Direct(engine_url, between, logprobs=True)
-        ways: dict[str, Way] = {OFF: alone, LOGPROBS: with_logprobs, ON: captured}
+        alone = DirectClient(engine_url, between, logprobs=False)
+        with_logprobs = DirectClient(engine_url, between, logprobs=True)
+        ways: dict[str, ConversationClient] = {OFF: alone, LOGPROBS: with_logprobs, ON: captured}
         try:
             for number in range(plan.rounds):
                 # There and back: what the machine does meanwhile hits all of them alike.
@@ -78,11 +86,11 @@ async def _taxed(engine_url: str, plan: Plan, progress: Progress) -> dict[str, D
 
 
 @contextlib.asynccontextmanager
-async def _gateway(engine_url: str) -> AsyncIterator[tuple[Server, Addresses]]:
+async def _gateway(engine_url: str) -> AsyncIterator[tuple[ServerProcess, GatewayAddresses]]:
     with tempfile.TemporaryDirectory(prefix="polar-bench-") as folder:
         argv = [sys.executable, "-m", "polar.bench.peers.gateway", engine_url, str(Path(folder) / "data")]
-        async with Server(argv, None, Path(folder) / "log", speaks=True) as server:
-            yield server, await server.hear(Addresses)
+        async with ServerProcess(argv, None, Path(folder) / "log", speaks=True) as server:
+            yield server, await server.hear(GatewayAddresses)
 
 
 def _connections() -> aiohttp.ClientSession:
@@ -90,7 +98,7 @@ def _connections() -> aiohttp.ClientSession:
     return aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=timeout)
 
 
-def _between(sessions: list[list[Exchange]]) -> list[int]:
+def _between(sessions: list[list[StoredExchange]]) -> list[int]:
     """The ids that a gateway puts between a turn that was sampled and the next one."""
     for first, second, *_ in sessions:
         if first.prompt_ids and first.sampled_ids and second.prompt_ids:
@@ -98,7 +106,7 @@ def _between(sessions: list[list[Exchange]]) -> list[int]:
     raise BenchError("Polar captured no token ids: does the engine tell where its model's folder is?")
 
 
-def _check(sessions: list[list[Exchange]], plan: Plan) -> None:
+def _check(sessions: list[list[StoredExchange]], plan: TaxPlan) -> None:
     """The figures are those of a gateway that kept everything, or there are none."""
     for exchanges in sessions:
         if len(exchanges) != plan.turns:

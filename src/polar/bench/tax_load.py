@@ -17,16 +17,16 @@ from msgspec import Struct, field
 from polar.bench.client import BenchError
 from polar.client.async_client import AsyncClient
 from polar.config import EngineSettings
-from polar.dialects.sse import Parser
+from polar.dialects.sse import EventParser
 from polar.engines.base import TokenPrompt
 from polar.engines.vllm import VllmEngine
-from polar.types import Request, Sampling
+from polar.types import Request, SamplingParams
 
 _WORDS = ("river", "stone", "lamp", "seven", "green", "walks", "under", "paper", "quiet", "north", "salt", "never")
 _THEN = "Go on, and tell me what happened after that."
 
 
-class Plan(Struct, frozen=True):
+class TaxPlan(Struct, frozen=True):
     conversations: int = 16  # at the same time
     turns: int = 3
     words: int = 60  # that a conversation begins with
@@ -34,10 +34,10 @@ class Plan(Struct, frozen=True):
     rounds: int = 3  # of each way, taking turns
 
 
-QUICK = Plan(conversations=8, turns=2, tokens=16, rounds=2)
+QUICK = TaxPlan(conversations=8, turns=2, tokens=16, rounds=2)
 
 
-class Done(Struct):
+class RoundTotals(Struct):
     """Of all rounds of one way."""
 
     tokens: int = 0
@@ -55,19 +55,19 @@ class Done(Struct):
         self.rates.append(tokens / seconds)
 
 
-class Way(Protocol):
+class ConversationClient(Protocol):
     """How conversations are had."""
 
     async def prepare(self, openings: list[str]) -> None:
         """What takes no part in the measurement: one conversation will begin with each of these."""
         ...
 
-    async def talk(self, number: int, plan: Plan) -> int:
+    async def talk(self, number: int, plan: TaxPlan) -> int:
         """One conversation: how many tokens were sampled."""
         ...
 
 
-async def measure(way: Way, plan: Plan, first: int, into: Done) -> None:
+async def measure(way: ConversationClient, plan: TaxPlan, first: int, into: RoundTotals) -> None:
     """One round; its conversations are numbered from `first` on."""
     await way.prepare([_opening(first + number, plan.words) for number in range(plan.conversations)])
     began = time.monotonic()
@@ -88,7 +88,7 @@ class _Tokens(Struct):
     tokens: list[int]
 
 
-class Direct:
+class DirectClient:
     """Token ids in and out. `between` stands between what was sampled and the next turn."""
 
     def __init__(self, url: str, between: list[int], *, logprobs: bool) -> None:
@@ -109,9 +109,9 @@ class Direct:
                 raise BenchError(f"{self._url}/tokenize answered {answer.status}: {(await answer.text())[:300]}")
             return msgspec.json.decode(await answer.read(), type=_Tokens).tokens
 
-    async def talk(self, number: int, plan: Plan) -> int:
+    async def talk(self, number: int, plan: TaxPlan) -> int:
         ids, count = self.prompts[number], 0
-        request = Request("", [], sampling=Sampling(temperature=1.0, max_tokens=plan.tokens))
+        request = Request("", [], sampling=SamplingParams(temperature=1.0, max_tokens=plan.tokens))
         for _ in range(plan.turns):
             prompt = TokenPrompt(np.array(ids, np.int32), ",".join(map(str, ids)).encode())
             sampled: list[int] = []
@@ -148,7 +148,7 @@ class _Chunk(Struct):
 _chunk = msgspec.json.Decoder(_Chunk).decode
 
 
-class Exchange(Struct):
+class StoredExchange(Struct):
     """A call as it was stored."""
 
     prompt_ids: list[int] | None
@@ -163,13 +163,13 @@ class Exchange(Struct):
         return len(self.sampled_ids or ()) == len(self.logprobs or ()) > 0 and not self.untrainable
 
 
-async def read_exchanges(http: aiohttp.ClientSession, control_url: str, session_id: str) -> list[Exchange]:
+async def read_exchanges(http: aiohttp.ClientSession, control_url: str, session_id: str) -> list[StoredExchange]:
     """A session's calls, as they were stored."""
     async with http.get(f"{control_url}/sessions/{session_id}/exchanges") as answer:
-        return msgspec.json.decode(await answer.read(), type=list[Exchange])
+        return msgspec.json.decode(await answer.read(), type=list[StoredExchange])
 
 
-class Captured:
+class CapturedClient:
     """OpenAI's chat API at the gateway; a session a conversation."""
 
     def __init__(self, gateway_url: str, client: AsyncClient, http: aiohttp.ClientSession) -> None:
@@ -184,7 +184,7 @@ class Captured:
         self._openings = openings
         self.sessions = [await self._client.new_session() for _ in openings]
 
-    async def talk(self, number: int, plan: Plan) -> int:
+    async def talk(self, number: int, plan: TaxPlan) -> int:
         messages, count = _messages(self._openings[number]), 0
         headers = {"Authorization": f"Bearer {self.sessions[number]['api_key']}"}
         wish = {"model": "any", "temperature": 1.0, "max_tokens": plan.tokens, "stream": True}
@@ -198,14 +198,14 @@ class Captured:
             messages = [*messages, {"role": "assistant", "content": text}, {"role": "user", "content": _THEN}]
         return count
 
-    async def stored(self, control_url: str) -> list[list[Exchange]]:
+    async def stored(self, control_url: str) -> list[list[StoredExchange]]:
         """Of the last round, by session."""
         return [await read_exchanges(self._http, control_url, session["session_id"]) for session in self.sessions]
 
 
 async def _read(answer: aiohttp.ClientResponse) -> tuple[str, int]:
     """What was said, and how many tokens that took."""
-    parser, text, count = Parser(), "", 0
+    parser, text, count = EventParser(), "", 0
     async for piece in answer.content.iter_any():
         for data in parser.feed(piece):
             if data != b"[DONE]":

@@ -28,10 +28,10 @@ from polar.plugins import load
 from polar.store.base import Exchange, Session
 from polar.store.sqlite import SqliteStore
 from polar.trajectory import builders
-from polar.trajectory.tree import token_tree
-from polar.trajectory.types import Ids, Sampled
-from polar.trajectory.types import Path as TokenPath
-from polar.types import Reply, Sampling, Text
+from polar.trajectory.tree import build_token_tree
+from polar.trajectory.types import Ids, SessionPaths
+from polar.trajectory.types import TokenPath as TokenPath
+from polar.types import Reply, SamplingParams, Text
 
 POLAR, POLAR_WHOLE = "Polar", "Polar, prefix_tree"
 PEERS = {"trl": "TRL", "areal": "AReaL"}
@@ -41,7 +41,7 @@ _VOCABULARY = 150_000
 Progress = Callable[[str], None]
 
 
-class Plan(Struct, frozen=True):
+class TrajectoryPlan(Struct, frozen=True):
     """How much is measured."""
 
     shapes: tuple[str, ...]
@@ -50,7 +50,7 @@ class Plan(Struct, frozen=True):
     context: int = 0  # tokens, at which a turn is rendered; 0 for none
 
 
-class Rate(Struct):
+class TreeRate(Struct):
     """A shape's tokens into a tree, on one core."""
 
     builder: str
@@ -65,7 +65,7 @@ class Rate(Struct):
         return self.tokens / self.seconds
 
 
-class Stored(Struct):
+class StorageCost(Struct):
     """A session in the store's file."""
 
     turns: int
@@ -75,22 +75,26 @@ class Stored(Struct):
     whole: int  # bytes, if each call were stored whole: request, reply, ids and log-probabilities
 
 
-class Report(Struct):
-    rates: list[Rate] = field(default_factory=list)
+class TrajectoryReport(Struct):
+    rates: list[TreeRate] = field(default_factory=list)
     versions: dict[str, str] = field(default_factory=dict)  # of the peers
     absent: dict[str, str] = field(default_factory=dict)  # peers that were not measured, and why
-    stored: list[Stored] = field(default_factory=list)
-    rendered: rendering.Rendered | None = None
+    stored: list[StorageCost] = field(default_factory=list)
+    rendered: rendering.RenderingCost | None = None
 
 
-async def run(plan: Plan, peer_pythons: Sequence[Path], progress: Progress, tokenizer: str | None = None) -> Report:
+async def run(
+    plan: TrajectoryPlan, peer_pythons: Sequence[Path], progress: Progress, tokenizer: str | None = None
+) -> TrajectoryReport:
     """All measurements. A peer is measured in the first of the given interpreters that has it; turns are rendered with
     the given tokenizer's folder, or the scripted engine's."""
-    report = Report()
+    report = TrajectoryReport()
     # In a thread: these are long calculations. It alone is pinned to one core, and with it the peers that it starts.
     with ThreadPoolExecutor(1) as worker:
-        await asyncio.get_running_loop().run_in_executor(worker, tree_rates, report, plan, peer_pythons, progress)
-    await stored_bytes(report, plan, progress)
+        await asyncio.get_running_loop().run_in_executor(
+            worker, measure_tree_rates, report, plan, peer_pythons, progress
+        )
+    await measure_stored_bytes(report, plan, progress)
     if plan.context:
         progress(f"a turn at {plan.context:,} tokens of context")
         report.rendered = await rendering.measure(tokenizer, plan.context)
@@ -100,7 +104,9 @@ async def run(plan: Plan, peer_pythons: Sequence[Path], progress: Progress, toke
 # Tokens into the tree
 
 
-def tree_rates(report: Report, plan: Plan, peer_pythons: Sequence[Path], progress: Progress) -> None:
+def measure_tree_rates(
+    report: TrajectoryReport, plan: TrajectoryPlan, peer_pythons: Sequence[Path], progress: Progress
+) -> None:
     """Pins the calling thread to one core."""
     os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
     with tempfile.TemporaryDirectory(prefix="polar-bench-") as name:
@@ -118,16 +124,16 @@ def tree_rates(report: Report, plan: Plan, peer_pythons: Sequence[Path], progres
             _peer_rates(report, peer, Path(name), sizes, peer_pythons)
 
 
-def _own_rates(shape: str, paths: list[TokenPath], rounds: int) -> Iterator[Rate]:
+def _own_rates(shape: str, paths: list[TokenPath], rounds: int) -> Iterator[TreeRate]:
     tokens = sum(len(path.prompt) + len(path.sampled) for path in paths)
-    session = [Sampled("bench", paths)]
-    unique = token_tree(paths).tokens
+    session = [SessionPaths("bench", paths)]
+    unique = build_token_tree(paths).num_tokens
     for builder, build in (
-        (POLAR, lambda: token_tree(paths)),
+        (POLAR, lambda: build_token_tree(paths)),
         (POLAR_WHOLE, lambda: builders.prefix_tree(session)),
     ):
         seconds = min(_thread_seconds(build) for _ in range(rounds))
-        yield Rate(builder, shape, len(paths), tokens, unique, seconds)
+        yield TreeRate(builder, shape, len(paths), tokens, unique, seconds)
 
 
 def _thread_seconds(work: Callable[[], object]) -> float:
@@ -143,7 +149,9 @@ class _Answer(Struct):
     unique: int
 
 
-def _peer_rates(report: Report, peer: str, folder: Path, sizes: dict[str, Rate], pythons: Sequence[Path]) -> None:
+def _peer_rates(
+    report: TrajectoryReport, peer: str, folder: Path, sizes: dict[str, TreeRate], pythons: Sequence[Path]
+) -> None:
     name = PEERS[peer]
     report.absent[name] = f"name an interpreter that has {peer} with --peer-python"
     for python in pythons:
@@ -162,12 +170,14 @@ def _peer_rates(report: Report, peer: str, folder: Path, sizes: dict[str, Rate],
             ours = sizes[answer.shape]
             _check_peer(name, ours, answer.unique)
             report.versions[name] = answer.version
-            report.rates.append(Rate(name, answer.shape, ours.sequences, ours.tokens, answer.unique, answer.seconds))
+            report.rates.append(
+                TreeRate(name, answer.shape, ours.sequences, ours.tokens, answer.unique, answer.seconds)
+            )
         del report.absent[name]
         return
 
 
-def _check_peer(name: str, ours: Rate, unique: int) -> None:
+def _check_peer(name: str, ours: TreeRate, unique: int) -> None:
     """The figures are those of the same tree, or there are none. TRL's has one more token at the end of each sequence
     and of each branch."""
     if not ours.unique <= unique <= ours.unique + 3 * ours.sequences:
@@ -228,8 +238,8 @@ SHAPES: dict[str, Callable[[np.random.Generator], list[TokenPath]]] = {
     "group of 16, 40 turns to 40k each": _group,
     "1000 siblings after 8k": _siblings,
 }
-FULL = Plan(tuple(SHAPES), context=rendering.CONTEXT)
-QUICK = Plan(
+FULL = TrajectoryPlan(tuple(SHAPES), context=rendering.CONTEXT)
+QUICK = TrajectoryPlan(
     ("20 turns to 30k", "100 turns to 60k, thinking dropped, shuffled"),
     rounds=3,
     turns=(10, 50, 100),
@@ -249,9 +259,9 @@ def _path(seq: int, prompt: Ids, sampled: Ids) -> TokenPath:
 # Bytes on disk
 
 
-async def stored_bytes(report: Report, plan: Plan, progress: Progress) -> None:
+async def measure_stored_bytes(report: TrajectoryReport, plan: TrajectoryPlan, progress: Progress) -> None:
     progress(f"bytes of a session of {plan.turns[0]} to {plan.turns[-1]} turns")
-    exchanges, wholes = conversation(max(plan.turns))
+    exchanges, wholes = make_conversation(max(plan.turns))
     with tempfile.TemporaryDirectory(prefix="polar-bench-") as name:
         for turns in plan.turns:
             path = Path(name) / f"{turns}.db"
@@ -262,10 +272,10 @@ async def stored_bytes(report: Report, plan: Plan, progress: Progress) -> None:
             await store.close()
             lengths = [_length(exchange) for exchange in exchanges[:turns]]
             whole = sum(wholes[:turns])
-            report.stored.append(Stored(turns, lengths[-1], sum(lengths), path.stat().st_size, whole))
+            report.stored.append(StorageCost(turns, lengths[-1], sum(lengths), path.stat().st_size, whole))
 
 
-def conversation(turns: int) -> tuple[list[Exchange], list[int]]:
+def make_conversation(turns: int) -> tuple[list[Exchange], list[int]]:
     """A coding agent's session, call by call, and the bytes of each call as it went over the wire."""
     rng = np.random.default_rng(0)
     dialect: Dialect = load("dialects", "openai_chat")()
@@ -274,7 +284,7 @@ def conversation(turns: int) -> tuple[list[Exchange], list[int]]:
     for seq in range(turns):
         sampled = _ids(rng, calls.S.sampled_tokens)
         text = calls.reply_text(calls.S, seq)
-        body = calls.template(calls.S, seq).body(calls.nonce(1))
+        body = calls.make_template(calls.S, seq).body(calls.make_nonce(1))
         exchange = Exchange(
             exchange_id=f"x{seq}",
             session_id="bench",
@@ -282,7 +292,7 @@ def conversation(turns: int) -> tuple[list[Exchange], list[int]]:
             dialect="openai_chat",
             params={},
             hints={},
-            wire=dialect.split(body),
+            raw_request=dialect.split(body),
             status="complete",
             started_at=float(seq),
             ended_at=seq + 0.5,
@@ -292,7 +302,7 @@ def conversation(turns: int) -> tuple[list[Exchange], list[int]]:
             logprobs=rng.random(len(sampled), np.float32) - 1,
             logprob_kind="raw",
             delivered=len(sampled),
-            sampling=Sampling(temperature=1.0),
+            sampling=SamplingParams(temperature=1.0),
             versions=[VersionSpan(0, 0, len(sampled))],
             finish_reason="stop",
         )

@@ -7,9 +7,9 @@ from rich.bar import Bar
 from rich.console import Console
 from rich.table import Table
 
-from polar.bench.rendering import OWN, Rendered
-from polar.bench.report import MB, Promise, machine, promise_table
-from polar.bench.trajectory import POLAR, POLAR_WHOLE, Report, Stored
+from polar.bench.gateway_report import MB, Promise, describe_machine, promise_table
+from polar.bench.rendering import OWN, RenderingCost
+from polar.bench.trajectory import POLAR, POLAR_WHOLE, StorageCost, TrajectoryReport
 
 TOKENS_PER_SECOND = 200e6
 TIMES_A_PEER = 100
@@ -19,7 +19,7 @@ EVEN = 1.25
 stored grew with turns squared."""
 
 
-def promises(report: Report) -> list[Promise]:
+def list_promises(report: TrajectoryReport) -> list[Promise]:
     return [
         *_rate_promises(report),
         *_peer_promises(report),
@@ -28,7 +28,7 @@ def promises(report: Report) -> list[Promise]:
     ]
 
 
-def _rate_promises(report: Report) -> Iterator[Promise]:
+def _rate_promises(report: TrajectoryReport) -> Iterator[Promise]:
     own = [rate for rate in report.rates if rate.builder == POLAR]
     if own:
         slowest = min(own, key=lambda rate: rate.per_second)
@@ -37,7 +37,7 @@ def _rate_promises(report: Report) -> Iterator[Promise]:
         yield Promise(what, "at least 200 million", measured, slowest.per_second >= TOKENS_PER_SECOND)
 
 
-def _peer_promises(report: Report) -> Iterator[Promise]:
+def _peer_promises(report: TrajectoryReport) -> Iterator[Promise]:
     own = {rate.shape: rate.per_second for rate in report.rates if rate.builder == POLAR}
     for peer in report.versions:
         times, shape = min((own[it.shape] / it.per_second, it.shape) for it in report.rates if it.builder == peer)
@@ -45,7 +45,7 @@ def _peer_promises(report: Report) -> Iterator[Promise]:
         yield Promise(what, f"at least {TIMES_A_PEER} times", f"{times:.0f} times ({shape})", times >= TIMES_A_PEER)
 
 
-def _stored_promises(report: Report) -> Iterator[Promise]:
+def _stored_promises(report: TrajectoryReport) -> Iterator[Promise]:
     if len(report.stored) >= 3:
         first, second, before, last = (report.stored[index] for index in (0, 1, -2, -1))
         ratio = _slope(before, last) / _slope(first, second)
@@ -53,7 +53,7 @@ def _stored_promises(report: Report) -> Iterator[Promise]:
         yield Promise(what, f"at most {EVEN} times", f"{ratio:.2f} times", ratio <= EVEN)
 
 
-def _rendering_promises(report: Report) -> Iterator[Promise]:
+def _rendering_promises(report: TrajectoryReport) -> Iterator[Promise]:
     # The scripted engine's tokenizer is small, and quick beyond any model's.
     if (found := report.rendered) is not None and found.tokenizer != OWN:
         what = f"a turn at {found.context:,} tokens, rendered and encoded by difference against whole"
@@ -61,36 +61,36 @@ def _rendering_promises(report: Report) -> Iterator[Promise]:
         yield Promise(what, f"at least {TIMES_CHEAPER} times", measured, found.ratio >= TIMES_CHEAPER)
 
 
-def _slope(earlier: Stored, later: Stored) -> float:
+def _slope(earlier: StorageCost, later: StorageCost) -> float:
     return (later.stored - earlier.stored) / (later.unique - earlier.unique)
 
 
-def as_json(report: Report) -> bytes:
+def as_json(report: TrajectoryReport) -> bytes:
     rates = [msgspec.to_builtins(rate) | {"tokens_per_second": rate.per_second} for rate in report.rates]
     return msgspec.json.encode(
         {
-            "machine": machine(),
+            "machine": describe_machine(),
             "rates": rates,
             "peers": report.versions,
             "absent": report.absent,
             "stored": report.stored,
             "rendered": report.rendered,
-            "promises": promises(report),
+            "promises": list_promises(report),
         }
     )
 
 
-def show(report: Report, console: Console) -> None:
+def show(report: TrajectoryReport, console: Console) -> None:
     console.print(_rates(report))
     for peer, why in report.absent.items():
         console.print(f"{peer} was not measured: {why}.", highlight=False)
     console.print(_stored(report))
     if report.rendered is not None:
         console.print(_rendered(report.rendered))
-    console.print(promise_table(promises(report)))
+    console.print(promise_table(list_promises(report)))
 
 
-def _rates(report: Report) -> Table:
+def _rates(report: TrajectoryReport) -> Table:
     table = Table(title="Tokens into the tree, on one core", title_justify="left")
     for name in ("session", "builder"):
         table.add_column(name)
@@ -111,7 +111,7 @@ def _rates(report: Report) -> Table:
     return table
 
 
-def _stored(report: Report) -> Table:
+def _stored(report: TrajectoryReport) -> Table:
     table = Table(title="A session in the store (MB), by its turns", title_justify="left")
     for name in ("turns", "unique tokens", "tokens of all calls", "calls whole", "stored"):
         table.add_column(name, justify="right")
@@ -123,7 +123,7 @@ def _stored(report: Report) -> Table:
     return table
 
 
-def _rendered(found: Rendered) -> Table:
+def _rendered(found: RenderingCost) -> Table:
     table = Table(title="A turn at the end of a long conversation (ms)", title_justify="left")
     table.add_column("tokenizer")
     columns = "context", "messages", "by difference", "whole", "gateway adds to the first byte", "to the last"

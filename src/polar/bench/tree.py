@@ -18,13 +18,22 @@ import numpy as np
 from msgspec import Struct, field
 
 from polar.bench.client import BenchError
-from polar.bench.tree_flops import Flops, Sizes, added, flops
-from polar.bench.tree_groups import BUILDERS, Batch, Group, compacting, read, recorded, synthetic, with_subagents
+from polar.bench.tree_flops import Flops, ModelSizes, add_flops, count_flops
+from polar.bench.tree_groups import (
+    BUILDERS,
+    BenchGroup,
+    BuilderBatch,
+    make_compaction_group,
+    make_group,
+    make_subagent_group,
+    make_synthetic_group,
+    read_outline,
+)
 from polar.errors import PolarError
-from polar.train.forest import Floats, Indices, forest
+from polar.train.forest import Floats, Indices, pack_forest
 
 if TYPE_CHECKING:
-    from polar.bench.tree_model import Stepped, Stepper
+    from polar.bench.tree_model import StepTiming, TrainingStepper
 
 Progress = Callable[[str], None]
 """Told what is done now, and what came of it."""
@@ -35,7 +44,7 @@ SHORT = 10.0
 """Seconds: what a step takes once, for memory that it never had before, counts in a shorter one."""
 
 
-class Plan(Struct, frozen=True):
+class TreePlan(Struct, frozen=True):
     shape: str = "qwen3-4b"
     device: str | None = None  # None: a GPU if there is one
     chunk_tokens: int | None = None  # None: as a trainer would
@@ -47,7 +56,7 @@ class Plan(Struct, frozen=True):
     rounds: int = 1  # of each cell of a group whose first step is short (of a sample 2 at least); the quickest counts
 
 
-class Counted(Struct):
+class BuilderCost(Struct):
     """What a builder makes of a group."""
 
     group: str
@@ -60,10 +69,10 @@ class Counted(Struct):
     flops: Flops
 
 
-class Cell(Struct):
+class TimedStep(Struct):
     """A step, as it was timed."""
 
-    counted: Counted
+    counted: BuilderCost
     rounds: list[float]  # seconds of each
     share: float  # of its FLOPs that were timed; below 1 where it was sampled
     memory: int | None  # most bytes of the device in use
@@ -87,8 +96,8 @@ class Cell(Struct):
         return self.counted.flops.total / self.seconds
 
 
-class Report(Struct):
-    plan: Plan
+class TreeReport(Struct):
+    plan: TreePlan
     device: str
     dtype: str
     versions: dict[str, str]
@@ -96,20 +105,20 @@ class Report(Struct):
     nominal: float | None  # the vendor's figure
     groups: dict[str, str] = field(default_factory=dict)  # what they are
     gradients: dict[str, float] = field(default_factory=dict)  # by builder, in fp32: relative difference
-    cells: list[Cell] = field(default_factory=list)
+    cells: list[TimedStep] = field(default_factory=list)
     absent: dict[str, str] = field(default_factory=dict)  # what was not measured, and why
 
 
 # Groups
 
 
-def groups(folder: Path | None, wanted: Sequence[str] = (), *, quick: bool = False) -> list[Group]:
+def make_groups(folder: Path | None, wanted: Sequence[str] = (), *, quick: bool = False) -> list[BenchGroup]:
     """The synthetic ones and those recorded in a folder, 16 sessions each and the first 8 of them; those whose name
     begins with one of `wanted`, in its order (default: all). A quick run has the synthetic ones alone, at a tenth of
     the lengths. Large ones, which show whether memory suffices, are there only for who names them."""
     scale = 10 if quick else 1
     found = [
-        synthetic(
+        make_synthetic_group(
             f"synthetic, n = {sessions}",
             sessions=sessions,
             system=system // scale,
@@ -120,39 +129,43 @@ def groups(folder: Path | None, wanted: Sequence[str] = (), *, quick: bool = Fal
         for sessions, system, turns in ((8, 12_000, 30), (16, 20_000, 15))
     ]
     for file in sorted(folder.glob("*.json")) if folder is not None and not quick else ():
-        group = recorded(read(file))
+        group = make_group(read_outline(file))
         found += [group.first(count, f"{group.name}, n = {count}") for count in (8, 16) if count <= len(group.sessions)]
     if wanted and not quick:
-        found += large_groups()
+        found += make_large_groups()
     chosen = [group for name in wanted or [""] for group in found if group.name.startswith(name)]
     if not chosen:
         raise BenchError(f"No group is called {', '.join(wanted)}. There are: {', '.join(it.name for it in found)}.")
     return chosen
 
 
-def large_groups() -> list[Group]:
+def make_large_groups() -> list[BenchGroup]:
     return [
-        with_subagents("sub-agents, n = 8", sessions=8, system=9000, turns=20, errands=2, errand_turns=14),
-        compacting("compacting, n = 8", sessions=8, system=10_000, turns=38, windows=2),
-        synthetic("long, n = 2", sessions=2, system=4000, turns=192, sampled=150, observed=350),
+        make_subagent_group("sub-agents, n = 8", sessions=8, system=9000, turns=20, errands=2, errand_turns=14),
+        make_compaction_group("compacting, n = 8", sessions=8, system=10_000, turns=38, windows=2),
+        make_synthetic_group("long, n = 2", sessions=2, system=4000, turns=192, sampled=150, observed=350),
     ]
 
 
-def small_group(scale: int = 1) -> Group:
+def make_small_group(scale: int = 1) -> BenchGroup:
     """Forks everywhere, and little else: for the gradients' check."""
-    return synthetic("small", sessions=3, system=100 * scale, turns=4, sampled=15 * scale, observed=35 * scale)
+    return make_synthetic_group(
+        "small", sessions=3, system=100 * scale, turns=4, sampled=15 * scale, observed=35 * scale
+    )
 
 
-def count(group: Group, sizes: Sizes, names: Sequence[str] = ALL) -> list[Counted]:
+def count_costs(group: BenchGroup, sizes: ModelSizes, names: Sequence[str] = ALL) -> list[BuilderCost]:
     unique = BUILDERS["prefix_tree"](group).tokens
     return [_counted(group.name, name, BUILDERS[name](group), unique, sizes)[0] for name in names if name in BUILDERS]
 
 
-def _counted(group: str, builder: str, batch: Batch, unique: int, sizes: Sizes) -> tuple[Counted, list[float]]:
+def _counted(
+    group: str, builder: str, batch: BuilderBatch, unique: int, sizes: ModelSizes
+) -> tuple[BuilderCost, list[float]]:
     """And the FLOPs of each sequence."""
-    packed = [forest([tree]) for tree in batch.trees]
-    each = [flops(sizes, one) for one in packed]
-    counted = Counted(
+    packed = [pack_forest([tree]) for tree in batch.trees]
+    each = [count_flops(sizes, one) for one in packed]
+    counted = BuilderCost(
         group=group,
         builder=builder,
         sequences=len(packed),
@@ -160,7 +173,7 @@ def _counted(group: str, builder: str, batch: Batch, unique: int, sizes: Sizes) 
         computed=sum(map(len, packed)),
         unique=unique,
         trained=sum(len(one.terms) for one in packed),
-        flops=added(each),
+        flops=add_flops(each),
     )
     return counted, [it.total for it in each]
 
@@ -168,23 +181,25 @@ def _counted(group: str, builder: str, batch: Batch, unique: int, sizes: Sizes) 
 # The run
 
 
-def run(plan: Plan, chosen: Sequence[Group], progress: Progress, keep: Callable[[Report], None]) -> Report:
+def run(
+    plan: TreePlan, chosen: Sequence[BenchGroup], progress: Progress, keep: Callable[[TreeReport], None]
+) -> TreeReport:
     """`keep` is given the report as far as it is, after every cell."""
     import torch
     import transformers
 
     from polar.bench import tree_model
-    from polar.train.memory import join_free_memory
+    from polar.train.memory import enable_expandable_segments
 
-    join_free_memory()  # before anything is on the GPU
+    enable_expandable_segments()  # before anything is on the GPU
     until = None if plan.seconds is None else time.monotonic() + plan.seconds
-    where = tree_model.device(plan.device)
-    progress(f"{plan.shape} on {tree_model.told(where)}")
-    peak, nominal = tree_model.measured_peak(where), tree_model.nominal_peak(where)
+    where = tree_model.choose_device(plan.device)
+    progress(f"{plan.shape} on {tree_model.describe_device(where)}")
+    peak, nominal = tree_model.measure_peak(where), tree_model.get_nominal_peak(where)
     versions = {"torch": str(torch.__version__), "transformers": transformers.__version__}
     about = {group.name: group.about for group in chosen}
-    dtype = str(tree_model.dtype(where)).removeprefix("torch.")
-    report = Report(plan, tree_model.told(where), dtype, versions, peak, nominal, about)
+    dtype = str(tree_model.choose_dtype(where)).removeprefix("torch.")
+    report = TreeReport(plan, tree_model.describe_device(where), dtype, versions, peak, nominal, about)
 
     def attempt(what: str, measure: Callable[[], str]) -> None:
         try:
@@ -196,13 +211,15 @@ def run(plan: Plan, chosen: Sequence[Group], progress: Progress, keep: Callable[
 
     def gradients() -> str:
         scale = 1 if where.type == "cpu" else 4  # not too small for any kernel
-        report.gradients = tree_model.gradient_differences(small_group(scale), where, 96 * scale)
+        report.gradients = tree_model.compute_gradient_differences(make_small_group(scale), where, 96 * scale)
         return f"at most {max(report.gradients.values()):.1e} apart"
 
     attempt("gradients, in fp32", gradients)
-    stepper = tree_model.Stepper(plan.shape, where, chunk_tokens=plan.chunk_tokens, kept_tokens=plan.kept_tokens)
-    stepper.step(BUILDERS["prefix_tree"](small_group()))  # makes the optimizer's state
-    sizes = Sizes.of(tree_model.config(plan.shape))
+    stepper = tree_model.TrainingStepper(
+        plan.shape, where, chunk_tokens=plan.chunk_tokens, kept_tokens=plan.kept_tokens
+    )
+    stepper.step(BUILDERS["prefix_tree"](make_small_group()))  # makes the optimizer's state
+    sizes = ModelSizes.of(tree_model.load_config(plan.shape))
     for group in chosen:
         steps = _Group(group, stepper, sizes, plan, until)
         for name in plan.builders:
@@ -215,7 +232,7 @@ def run(plan: Plan, chosen: Sequence[Group], progress: Progress, keep: Callable[
     return report
 
 
-def _told(cell: Cell) -> str:
+def _told(cell: TimedStep) -> str:
     scaled = f" (scaled: {cell.share:.1%} was timed)" if cell.sampled else ""
     memory = "" if cell.memory is None else f", {cell.memory / 1e9:.1f} GB"
     reserved = "" if cell.reserved is None else f" of {cell.reserved / 1e9:.1f} GB reserved"
@@ -226,7 +243,9 @@ def _told(cell: Cell) -> str:
 class _Group:
     """One group's cells."""
 
-    def __init__(self, group: Group, stepper: "Stepper", sizes: Sizes, plan: Plan, until: float | None) -> None:
+    def __init__(
+        self, group: BenchGroup, stepper: "TrainingStepper", sizes: ModelSizes, plan: TreePlan, until: float | None
+    ) -> None:
         self._group = group
         self._stepper = stepper
         self._sizes = sizes
@@ -236,14 +255,14 @@ class _Group:
         self._rounds: int | None = None  # of each cell
         self._logprobs: Floats | None = None  # of the first cell that was timed whole, by the tokens' numbers
 
-    def cell(self, name: str, before: Sequence[Cell]) -> Cell:
+    def cell(self, name: str, before: Sequence[TimedStep]) -> TimedStep:
         """How long it will take is told by the last cell; the first one is timed whole, whatever it takes."""
         batch = BUILDERS[name](self._group)
         counted, each = _counted(self._group.name, name, batch, self._unique, self._sizes)
         rate = before[-1].rate if before else None
         chosen = list(range(len(each)))
         if rate is not None and counted.flops.total > self._plan.limit * rate:
-            chosen = spread(each, self._plan.sample * rate)
+            chosen = choose_spread(each, self._plan.sample * rate)
         timed = sum(each[it] for it in chosen)
         self._check_time(timed, rate)
         some = batch.some(chosen)
@@ -251,15 +270,15 @@ class _Group:
         share = 1.0 if len(chosen) == len(each) else timed / counted.flops.total
         return self._cell(counted, lambda: self._stepper.step(some), some, share)
 
-    def peer(self, report: Report) -> Cell:
+    def peer(self, report: TreeReport) -> TimedStep:
         """TRL, on merged traces."""
         from polar.bench import tree_trl
 
-        trl = tree_trl.Trl(self._stepper.model)
-        report.versions[TRL] = f"{tree_trl.version()} with {trl.kernel}"
+        trl = tree_trl.TrlPacking(self._stepper.model)
+        report.versions[TRL] = f"{tree_trl.get_version()} with {trl.kernel}"
         merged = BUILDERS["prefix_merging"](self._group)
         rows = trl.rows(merged)
-        counted = Counted(
+        counted = BuilderCost(
             group=self._group.name,
             builder=TRL,
             sequences=len(rows),
@@ -267,10 +286,10 @@ class _Group:
             computed=sum(row.tokens for row in rows),
             unique=self._unique,
             trained=sum(len(row.places) for row in rows),
-            flops=added([row.flops(self._sizes) for row in rows]),
+            flops=add_flops([row.flops(self._sizes) for row in rows]),
         )
         self._check_time(counted.flops.total, report.cells[-1].rate if report.cells else None)
-        short = trl.rows(BUILDERS["prefix_merging"](small_group()))
+        short = trl.rows(BUILDERS["prefix_merging"](make_small_group()))
         self._stepper.timed(lambda: trl.backward(short))
         return self._cell(counted, lambda: self._stepper.timed(lambda: trl.backward(rows)), merged, 1.0)
 
@@ -279,13 +298,15 @@ class _Group:
         if rate is not None and self._until is not None and time.monotonic() + work / rate > self._until:
             raise BenchError(f"there was no time left: it takes about {work / rate:.0f} s")
 
-    def _cell(self, counted: Counted, step: Callable[[], "Stepped"], batch: Batch, share: float) -> Cell:
+    def _cell(
+        self, counted: BuilderCost, step: Callable[[], "StepTiming"], batch: BuilderBatch, share: float
+    ) -> TimedStep:
         steps = [step()]
         if self._rounds is None:
             self._rounds = self._plan.rounds if steps[0].seconds < SHORT else 1
         rounds = self._rounds if share == 1 else max(2, self._rounds)  # a sample is short
         steps += [step() for _ in range(rounds - 1)]
-        return Cell(
+        return TimedStep(
             counted=counted,
             rounds=[it.seconds for it in steps],
             share=share,
@@ -305,7 +326,7 @@ class _Group:
         return None
 
 
-def spread(each: Sequence[float], budget: float) -> list[int]:
+def choose_spread(each: Sequence[float], budget: float) -> list[int]:
     """Sequences worth `budget` FLOPs together, or a little less, one at least: of all lengths alike."""
     order = np.argsort(each, kind="stable")
     for wanted in range(len(order), 1, -1):

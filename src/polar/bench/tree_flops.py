@@ -19,7 +19,7 @@ from msgspec import Struct
 from polar.train.forest import Forest
 
 
-class Sizes(Struct, frozen=True):
+class ModelSizes(Struct, frozen=True):
     """Of a dense decoder."""
 
     layers: int
@@ -31,7 +31,7 @@ class Sizes(Struct, frozen=True):
     vocabulary: int
 
     @classmethod
-    def of(cls, config: Any) -> "Sizes":
+    def of(cls, config: Any) -> "ModelSizes":
         """A Hugging Face config of a dense decoder, as Llama's and Qwen3's."""
         return cls(
             layers=config.num_hidden_layers,
@@ -62,12 +62,12 @@ class Flops(Struct, frozen=True):
         return self.matrices + self.output + self.attention
 
 
-def flops(sizes: Sizes, forest: Forest) -> Flops:
+def count_flops(sizes: ModelSizes, forest: Forest) -> Flops:
     pairs = int(forest.depths.sum(dtype=np.int64)) + len(forest)
-    return of_counts(sizes, len(forest), len(np.unique(forest.terms.at)), pairs)
+    return flops_from_counts(sizes, len(forest), len(np.unique(forest.terms.positions)), pairs)
 
 
-def of_counts(sizes: Sizes, tokens: int, asked: int, pairs: int) -> Flops:
+def flops_from_counts(sizes: ModelSizes, tokens: int, asked: int, pairs: int) -> Flops:
     """Of so many tokens, positions where something is asked for, and pairs of a token and one that it sees."""
     return Flops(
         matrices=3 * 2.0 * sizes.matrices * tokens,
@@ -76,5 +76,5 @@ def of_counts(sizes: Sizes, tokens: int, asked: int, pairs: int) -> Flops:
     )
 
 
-def added(parts: Sequence[Flops]) -> Flops:
+def add_flops(parts: Sequence[Flops]) -> Flops:
     return Flops(*(sum(getattr(part, name) for part in parts) for name in Flops.__struct_fields__))

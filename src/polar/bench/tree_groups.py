@@ -13,18 +13,18 @@ import numpy as np
 from msgspec import Struct
 
 from polar.bench.client import BenchError
-from polar.train.forest import Floats, Indices, Ints, Tree, path_tree
+from polar.train.forest import Floats, Indices, Ints, TokenTree, make_path_tree
 from polar.trajectory import builders
-from polar.trajectory.tree import ROOT, token_tree
-from polar.trajectory.types import Path as TokenPath
-from polar.trajectory.types import Sampled, Trajectory
+from polar.trajectory.tree import ROOT, build_token_tree
+from polar.trajectory.types import SessionPaths, Trajectory
+from polar.trajectory.types import TokenPath as TokenPath
 
 _SEED = 6
 _SAMPLED, _OBSERVED = 150, 350  # tokens of a turn
 _IDS = 1024  # ids are below this one: every model's vocabulary has them
 
 
-class Walk(Struct, frozen=True, array_like=True):
+class TrainedCall(Struct, frozen=True, array_like=True):
     """A call that trains: its prompt and what was sampled behind it, as a way from a root to node `end`."""
 
     session: int
@@ -33,31 +33,31 @@ class Walk(Struct, frozen=True, array_like=True):
     sampled: int
 
 
-class Outline(Struct):
+class TreeOutline(Struct):
     """A group's token tree without its tokens. A parent stands before its children."""
 
     name: str
     about: str  # where it comes from
     lengths: list[int]  # of each node
     parents: list[int]
-    walks: list[Walk]
+    walks: list[TrainedCall]
 
 
-class Group(Struct):
+class BenchGroup(Struct):
     name: str
     about: str
-    sessions: list[Sampled]
+    sessions: list[SessionPaths]
 
-    def first(self, count: int, name: str) -> "Group":
+    def first(self, count: int, name: str) -> "BenchGroup":
         """The same task sampled fewer times."""
-        return Group(name, self.about, self.sessions[:count])
+        return BenchGroup(name, self.about, self.sessions[:count])
 
 
-class Batch(Struct):
+class BuilderBatch(Struct):
     """What one builder makes of a group, ready to be packed. A step's loss is the sum of -weight * log-probability over
     the entries of all trees."""
 
-    trees: list[Tree]
+    trees: list[TokenTree]
     weights: list[Floats]  # of each tree's entries
     numbers: list[Indices]  # of each tree's entries: which of the group's sampled tokens it is
 
@@ -65,8 +65,8 @@ class Batch(Struct):
     def tokens(self) -> int:
         return sum(len(tree.ids) for tree in self.trees)
 
-    def some(self, chosen: Sequence[int]) -> "Batch":
-        return Batch(
+    def some(self, chosen: Sequence[int]) -> "BuilderBatch":
+        return BuilderBatch(
             [self.trees[it] for it in chosen],
             [self.weights[it] for it in chosen],
             [self.numbers[it] for it in chosen],
@@ -76,7 +76,9 @@ class Batch(Struct):
 # Groups
 
 
-def synthetic(name: str, *, sessions: int, system: int, turns: int, sampled: int, observed: int) -> Group:
+def make_synthetic_group(
+    name: str, *, sessions: int, system: int, turns: int, sampled: int, observed: int
+) -> BenchGroup:
     """Sessions that share a system prompt and nothing else. A turn is so many observed tokens, then the sampled."""
     drawn = np.random.default_rng(_SEED)
     prefix = _draw(drawn, system)
@@ -85,10 +87,12 @@ def synthetic(name: str, *, sessions: int, system: int, turns: int, sampled: int
         calls = _conversation(drawn, number, prefix, turns, sampled, observed)
         group.append(_session(number, calls, sampled))
     about = f"{sessions} sessions, system prompt {system:,}, {turns} turns of {sampled} sampled + {observed} observed"
-    return Group(name, about, group)
+    return BenchGroup(name, about, group)
 
 
-def with_subagents(name: str, *, sessions: int, system: int, turns: int, errands: int, errand_turns: int) -> Group:
+def make_subagent_group(
+    name: str, *, sessions: int, system: int, turns: int, errands: int, errand_turns: int
+) -> BenchGroup:
     """Sessions that give errands to agents with a system prompt of their own. Turns are as in `synthetic`."""
     drawn = np.random.default_rng(_SEED)
     prefix, helper = _draw(drawn, system), _draw(drawn, system // 2)
@@ -100,10 +104,10 @@ def with_subagents(name: str, *, sessions: int, system: int, turns: int, errands
             calls += _conversation(drawn, first, helper, errand_turns, _SAMPLED, _OBSERVED)
         group.append(_session(number, calls, _SAMPLED))
     about = f"{sessions} sessions, system prompt {system:,}, {turns} turns, {errands} sub-agents of {errand_turns}"
-    return Group(name, about, group)
+    return BenchGroup(name, about, group)
 
 
-def compacting(name: str, *, sessions: int, system: int, turns: int, windows: int) -> Group:
+def make_compaction_group(name: str, *, sessions: int, system: int, turns: int, windows: int) -> BenchGroup:
     """Sessions that sum up what they have done after so many turns, and go on from there."""
     drawn = np.random.default_rng(_SEED)
     prefix = _draw(drawn, system)
@@ -116,7 +120,7 @@ def compacting(name: str, *, sessions: int, system: int, turns: int, windows: in
             begin = np.concatenate([prefix, calls[-1][-_SAMPLED:]])  # the last turn was the summary
         group.append(_session(number, calls, _SAMPLED))
     about = f"{sessions} sessions, system prompt {system:,}, {windows} windows of {turns} turns"
-    return Group(name, about, group)
+    return BenchGroup(name, about, group)
 
 
 def _conversation(
@@ -129,32 +133,32 @@ def _conversation(
     return [whole[: len(prefix) + turn * (observed + sampled)] for turn in range(1, turns + 1)]
 
 
-def _session(number: int, calls: Sequence[Ints], sampled: int) -> Sampled:
-    return Sampled(str(number), [_path(number, seq, ids, sampled) for seq, ids in enumerate(calls)])
+def _session(number: int, calls: Sequence[Ints], sampled: int) -> SessionPaths:
+    return SessionPaths(str(number), [_path(number, seq, ids, sampled) for seq, ids in enumerate(calls)])
 
 
-def outline(name: str, about: str, sessions: Sequence[Sampled]) -> Outline:
+def make_outline(name: str, about: str, sessions: Sequence[SessionPaths]) -> TreeOutline:
     """What of a group is kept: only calls that train."""
     paths = [
-        (number, msgspec.structs.replace(path, sampled=path.sampled[: path.trainable]))
+        (number, msgspec.structs.replace(path, sampled=path.sampled[: path.num_trainable]))
         for number, session in enumerate(sessions)
         for path in sorted(session.paths, key=lambda it: it.seq)
-        if path.trainable
+        if path.num_trainable
     ]
-    tree = token_tree([path for _, path in paths])
-    return Outline(
+    tree = build_token_tree([path for _, path in paths])
+    return TreeOutline(
         name=name,
         about=about,
         lengths=[node.stop - node.start for node in tree.nodes],
         parents=[node.parent for node in tree.nodes],
         walks=[
-            Walk(number, end, len(path.prompt), len(path.sampled))
+            TrainedCall(number, end, len(path.prompt), len(path.sampled))
             for (number, path), end in zip(paths, tree.ends, strict=True)
         ],
     )
 
 
-def recorded(drawing: Outline) -> Group:
+def make_group(drawing: TreeOutline) -> BenchGroup:
     """The group of an outline, with ids of our own: siblings begin with different ones, all else is random."""
     drawn = np.random.default_rng(_SEED)
     siblings: dict[int, int] = {}
@@ -163,17 +167,17 @@ def recorded(drawing: Outline) -> Group:
         ids = _draw(drawn, length)
         ids[0] = siblings[parent] = siblings.get(parent, -1) + 1
         whole.append(ids if parent == ROOT else np.concatenate([whole[parent], ids]))
-    sessions: dict[int, Sampled] = {}
+    sessions: dict[int, SessionPaths] = {}
     for walk in drawing.walks:
-        session = sessions.setdefault(walk.session, Sampled(str(walk.session), []))
+        session = sessions.setdefault(walk.session, SessionPaths(str(walk.session), []))
         ids = whole[walk.end][: walk.prompt + walk.sampled]
         session.paths.append(_path(walk.session, len(session.paths), ids, walk.sampled))
-    return Group(drawing.name, drawing.about, list(sessions.values()))
+    return BenchGroup(drawing.name, drawing.about, list(sessions.values()))
 
 
-def read(file: Path) -> Outline:
+def read_outline(file: Path) -> TreeOutline:
     try:
-        return msgspec.json.decode(file.read_bytes(), type=Outline)
+        return msgspec.json.decode(file.read_bytes(), type=TreeOutline)
     except (OSError, msgspec.MsgspecError) as error:
         raise BenchError(f"{file} is no recorded group: {error}") from error
 
@@ -188,7 +192,7 @@ def _path(session: int, seq: int, ids: Ints, sampled: int) -> TokenPath:
         sampled=ids[context:],
         logprobs=None,
         versions=None,
-        trainable=sampled,
+        num_trainable=sampled,
     )
 
 
@@ -199,15 +203,15 @@ def _draw(drawn: np.random.Generator, count: int) -> Ints:
 # What builders make of them
 
 
-def per_request(group: Group) -> Batch:
+def per_request(group: BenchGroup) -> BuilderBatch:
     return _of_traces(group, builders.per_request)
 
 
-def prefix_merging(group: Group) -> Batch:
+def prefix_merging(group: BenchGroup) -> BuilderBatch:
     return _of_traces(group, builders.prefix_merging)
 
 
-def prefix_tree(group: Group) -> Batch:
+def prefix_tree(group: BenchGroup) -> BuilderBatch:
     built = builders.prefix_tree(group.sessions)
     advantages, first = _advantages(group), _first_numbers(group)
     tokens, weights, numbers = [], [], []
@@ -216,47 +220,47 @@ def prefix_tree(group: Group) -> Batch:
         tokens.append(built.starts[term.node] + np.arange(term.start, term.stop))
         weights.append(np.full(count, advantages[term.session_id] * term.weight / count, np.float32))
         numbers.append(first[term.exchange_id] + term.offset + np.arange(count))
-    tree = Tree(
+    tree = TokenTree(
         ids=built.ids,
         starts=built.starts,
         parents=built.parents,
         tokens=np.concatenate(tokens),
         temperature=np.ones(built.tokens.trainable, np.float32),
     )
-    return Batch([tree], [np.concatenate(weights)], [np.concatenate(numbers)])
+    return BuilderBatch([tree], [np.concatenate(weights)], [np.concatenate(numbers)])
 
 
-BUILDERS: dict[str, Callable[[Group], Batch]] = {
+BUILDERS: dict[str, Callable[[BenchGroup], BuilderBatch]] = {
     "prefix_tree": prefix_tree,
     "prefix_merging": prefix_merging,
     "per_request": per_request,
 }
 
 
-def _of_traces(group: Group, build: Callable[[Sampled], Trajectory]) -> Batch:
+def _of_traces(group: BenchGroup, build: Callable[[SessionPaths], Trajectory]) -> BuilderBatch:
     advantages, first = _advantages(group), _first_numbers(group)
-    batch = Batch([], [], [])
+    batch = BuilderBatch([], [], [])
     for session in group.sessions:
         for trace in build(session).traces:
             tokens = len(trace.prompt_ids) + np.flatnonzero(trace.loss_mask)
             count = len(tokens)
             ids = np.concatenate([trace.prompt_ids, trace.response_ids])
-            batch.trees.append(path_tree(ids, tokens, np.ones(count, np.float32)))
+            batch.trees.append(make_path_tree(ids, tokens, np.ones(count, np.float32)))
             batch.weights.append(np.full(count, advantages[session.session_id] * trace.weight / count, np.float32))
             spans = [first[span.exchange_id] + span.offset + np.arange(span.stop - span.start) for span in trace.spans]
             batch.numbers.append(np.concatenate(spans))
     return batch
 
 
-def _advantages(group: Group) -> dict[str, float]:
+def _advantages(group: BenchGroup) -> dict[str, float]:
     """Some that differ, divided by the number of sessions."""
     count = len(group.sessions)
     spread = np.linspace(-1.0, 2.0, count)
     return {session.session_id: float(it) / count for session, it in zip(group.sessions, spread, strict=True)}
 
 
-def _first_numbers(group: Group) -> dict[str, int]:
+def _first_numbers(group: BenchGroup) -> dict[str, int]:
     """The number of each call's first sampled token."""
     paths = [path for session in group.sessions for path in session.paths]
-    numbers = np.cumsum([0, *(path.trainable for path in paths)])
+    numbers = np.cumsum([0, *(path.num_trainable for path in paths)])
     return {path.exchange_id: int(number) for path, number in zip(paths, numbers[:-1], strict=True)}

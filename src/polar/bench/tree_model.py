@@ -15,10 +15,10 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, Qwen3Config
 
 from polar.bench.client import BenchError
-from polar.bench.tree_groups import BUILDERS, Batch, Group
-from polar.train.forest import Floats, Forest, forest
-from polar.train.memory import Retries
-from polar.train.passes import TreeModel
+from polar.bench.tree_groups import BUILDERS, BenchGroup, BuilderBatch
+from polar.train.forest import Floats, Forest, pack_forest
+from polar.train.memory import OutOfMemoryRetrier
+from polar.train.tree_model import TreeModel
 
 _NOMINAL = {"H100": 989e12, "H200": 989e12}
 """FLOPs a second by the vendor's data sheets, bf16 without sparsity."""
@@ -48,7 +48,7 @@ _COMMON: dict[str, Any] = {"tie_word_embeddings": True, "rope_theta": 1e6, "max_
 SHAPES = tuple(_SHAPES)
 
 
-class Stepped(Struct):
+class StepTiming(Struct):
     seconds: float
     optimizer: float  # seconds of them
     memory: int | None  # most bytes of the device that were in use; None on the CPU
@@ -57,7 +57,7 @@ class Stepped(Struct):
     retries: int = 0  # how often memory ran out, and the step was computed again
 
 
-def config(shape: str) -> Any:
+def load_config(shape: str) -> Any:
     """One of SHAPES, or a model's folder."""
     if shape in _SHAPES:
         return Qwen3Config(**_SHAPES[shape], **_COMMON)
@@ -67,23 +67,23 @@ def config(shape: str) -> Any:
         raise BenchError(f"{shape} is none of {', '.join(SHAPES)}, and no model's folder: {error}") from error
 
 
-def device(name: str | None) -> torch.device:
+def choose_device(name: str | None) -> torch.device:
     return torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
 
 
-def dtype(where: torch.device) -> torch.dtype:
+def choose_dtype(where: torch.device) -> torch.dtype:
     return torch.bfloat16 if where.type == "cuda" else torch.float32
 
 
-def told(where: torch.device) -> str:
+def describe_device(where: torch.device) -> str:
     return torch.cuda.get_device_name(where) if where.type == "cuda" else "CPU"
 
 
-def nominal_peak(where: torch.device) -> float | None:
-    return next((rate for name, rate in _NOMINAL.items() if name in told(where)), None)
+def get_nominal_peak(where: torch.device) -> float | None:
+    return next((rate for name, rate in _NOMINAL.items() if name in describe_device(where)), None)
 
 
-def measured_peak(where: torch.device) -> float | None:
+def measure_peak(where: torch.device) -> float | None:
     """FLOPs a second of large matrix products in bf16, on random data; None on the CPU, where nobody asks."""
     if where.type != "cuda":
         return None
@@ -94,32 +94,32 @@ def measured_peak(where: torch.device) -> float | None:
     return 2 * _SIDE**3 * _PRODUCTS / seconds
 
 
-class Stepper:
+class TrainingStepper:
     """A model, its optimizer, and steps of them."""
 
     def __init__(self, shape: str, where: torch.device, *, chunk_tokens: int | None, kept_tokens: int | None) -> None:
         self._where = where
-        self._retries = Retries(where)
-        self._model = random_model(config(shape), where, dtype(where))
+        self._retries = OutOfMemoryRetrier(where)
+        self._model = make_random_model(load_config(shape), where, choose_dtype(where))
         self._tree = TreeModel(self._model, chunk_tokens=chunk_tokens, kept_tokens=kept_tokens)
         self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=0.0, weight_decay=0.0, fused=True)
         self._failed = False
         self._one_layer = self._tree
         if where.type == "cuda":
-            layer = config(shape)
+            layer = load_config(shape)
             layer.num_hidden_layers, layer.layer_types = 1, None
-            self._layer = random_model(type(layer)(**layer.to_dict()), where, dtype(where))
+            self._layer = make_random_model(type(layer)(**layer.to_dict()), where, choose_dtype(where))
             self._one_layer = TreeModel(
                 self._layer,
-                cutter=self._tree.cutter,
+                chunker=self._tree.chunker,
                 attention_grain=self._tree.attention_grain,
             )
 
-    def warm_up(self, batch: Batch) -> None:
+    def warm_up(self, batch: BuilderBatch) -> None:
         """One layer of the model computes the same batch, so that kernels are chosen and compiled for its lengths."""
         if self._where.type != "cuda":
             return
-        packed = forest(batch.trees)
+        packed = pack_forest(batch.trees)
         backward(self._one_layer, packed, torch.from_numpy(np.concatenate(batch.weights)).to(self._where))
         self._layer.zero_grad(set_to_none=True)
 
@@ -127,9 +127,9 @@ class Stepper:
     def model(self) -> Any:
         return self._model
 
-    def step(self, batch: Batch) -> Stepped:
+    def step(self, batch: BuilderBatch) -> StepTiming:
         """Packing is not timed: a trainer does it while another step runs."""
-        packed = forest(batch.trees)
+        packed = pack_forest(batch.trees)
         weights = torch.from_numpy(np.concatenate(batch.weights)).to(self._where)
         return self.timed(lambda: self._within_memory(packed, weights))
 
@@ -143,7 +143,7 @@ class Stepper:
             advice=lambda: "Take a GPU with more of it.",
         )
 
-    def timed(self, compute: Callable[[], Tensor]) -> Stepped:
+    def timed(self, compute: Callable[[], Tensor]) -> StepTiming:
         """A step whose gradients somebody else computes; it returns log-probabilities."""
         logprobs: list[Tensor] = []
         retries = self._retries.count
@@ -168,10 +168,10 @@ class Stepper:
             memory = torch.cuda.max_memory_allocated(self._where)
             reserved = torch.cuda.max_memory_reserved(self._where)
         told = logprobs[0].float().cpu().numpy()
-        return Stepped(computing + optimizer, optimizer, memory, told, reserved, self._retries.count - retries)
+        return StepTiming(computing + optimizer, optimizer, memory, told, reserved, self._retries.count - retries)
 
 
-def random_model(shape: Any, where: torch.device, kind: torch.dtype) -> Any:
+def make_random_model(shape: Any, where: torch.device, kind: torch.dtype) -> Any:
     torch.manual_seed(0)
     models: Any = AutoModelForCausalLM
     with where:
@@ -183,13 +183,13 @@ def backward(model: TreeModel, packed: Forest, weights: Tensor) -> Tensor:
     return model.backward(packed, lambda index, logprobs: -(weights[index] * logprobs).sum())
 
 
-def gradient_differences(group: Group, where: torch.device, chunk_tokens: int) -> dict[str, float]:
+def compute_gradient_differences(group: BenchGroup, where: torch.device, chunk_tokens: int) -> dict[str, float]:
     """By builder: how far its gradient is from that of the calls one at a time through the model as it is, in fp32,
     relative (L2). The model is tiny."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
     try:
-        model = random_model(config("tiny"), where, torch.float32)
+        model = make_random_model(load_config("tiny"), where, torch.float32)
         reference = _gradient(model, lambda: _one_by_one(model, BUILDERS["per_request"](group), where))
         # Small chunks: so that trees are cut, and some of them are computed twice.
         tree = TreeModel(model, chunk_tokens=chunk_tokens, kept_tokens=2 * chunk_tokens)
@@ -198,9 +198,9 @@ def gradient_differences(group: Group, where: torch.device, chunk_tokens: int) -
         torch.set_float32_matmul_precision(before)
 
 
-def _difference(model: Any, tree: TreeModel, batch: Batch, reference: Tensor, where: torch.device) -> float:
+def _difference(model: Any, tree: TreeModel, batch: BuilderBatch, reference: Tensor, where: torch.device) -> float:
     weights = torch.from_numpy(np.concatenate(batch.weights)).to(where)
-    gradient = _gradient(model, lambda: backward(tree, forest(batch.trees), weights))
+    gradient = _gradient(model, lambda: backward(tree, pack_forest(batch.trees), weights))
     return float((gradient - reference).norm() / reference.norm())
 
 
@@ -210,7 +210,7 @@ def _gradient(model: Any, compute: Callable[[], object]) -> Tensor:
     return torch.cat([parameter.grad.double().flatten() for parameter in model.parameters()])
 
 
-def _one_by_one(model: Any, batch: Batch, where: torch.device) -> None:
+def _one_by_one(model: Any, batch: BuilderBatch, where: torch.device) -> None:
     """Each sequence by itself, with nothing of ours between."""
     for tree, weights in zip(batch.trees, batch.weights, strict=True):
         ids = torch.from_numpy(tree.ids.astype(np.int64)).to(where)

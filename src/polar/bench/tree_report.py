@@ -8,8 +8,8 @@ from rich.console import Console
 from rich.table import Table
 
 from polar.bench.client import BenchError
-from polar.bench.report import Promise, promise_table
-from polar.bench.tree import Cell, Counted, Report
+from polar.bench.gateway_report import Promise, promise_table
+from polar.bench.tree import BuilderCost, TimedStep, TreeReport
 
 EXACT = 1e-5  # relative, of gradients in fp32
 COMPUTED = 1.05  # tokens for each unique one
@@ -23,8 +23,8 @@ _TRIAL_SHAPE, _TRIAL_DEVICE = "qwen3-4b", "H200"
 _TREE, _MERGED, _REQUESTS = "prefix_tree", "prefix_merging", "per_request"
 
 
-def promises(report: Report) -> list[Promise]:
-    by_group: dict[str, dict[str, Cell]] = {}
+def list_promises(report: TreeReport) -> list[Promise]:
+    by_group: dict[str, dict[str, TimedStep]] = {}
     for cell in report.cells:
         by_group.setdefault(cell.counted.group, {})[cell.counted.builder] = cell
     return [
@@ -33,13 +33,13 @@ def promises(report: Report) -> list[Promise]:
     ]
 
 
-def _gradients(report: Report) -> Iterator[Promise]:
+def _gradients(report: TreeReport) -> Iterator[Promise]:
     if report.gradients:
         most = max(report.gradients.values())
         yield Promise("gradients in fp32, the largest difference", f"at most {EXACT:.0e}", f"{most:.1e}", most <= EXACT)
 
 
-def _group(report: Report, group: str, cells: dict[str, Cell]) -> Iterator[Promise]:
+def _group(report: TreeReport, group: str, cells: dict[str, TimedStep]) -> Iterator[Promise]:
     tree = cells[_TREE]
     computed = tree.counted.computed / tree.counted.unique
     yield Promise(
@@ -63,17 +63,17 @@ def _group(report: Report, group: str, cells: dict[str, Cell]) -> Iterator[Promi
         yield Promise(what, f"at least {BETTER} times", f"{times:.2f} times", times >= BETTER)
 
 
-def as_json(report: Report) -> bytes:
+def as_json(report: TreeReport) -> bytes:
     cells = [
         {**msgspec.to_builtins(cell), "seconds": cell.seconds, "flops_per_second": cell.rate} for cell in report.cells
     ]
-    return msgspec.json.encode({**msgspec.to_builtins(report), "cells": cells, "promises": promises(report)})
+    return msgspec.json.encode({**msgspec.to_builtins(report), "cells": cells, "promises": list_promises(report)})
 
 
-def read(files: Sequence[Path]) -> Report:
+def read_reports(files: Sequence[Path]) -> TreeReport:
     """Reports that were kept, as one: of the same machine and model, as the first one tells it."""
     try:
-        whole, *others = (msgspec.json.decode(file.read_bytes(), type=Report) for file in files)
+        whole, *others = (msgspec.json.decode(file.read_bytes(), type=TreeReport) for file in files)
     except (OSError, msgspec.MsgspecError) as error:
         raise BenchError(f"That is no report: {error}") from error
     for other in others:
@@ -87,10 +87,10 @@ def read(files: Sequence[Path]) -> Report:
 # Tables
 
 
-def show(report: Report, console: Console) -> None:
+def show(report: TreeReport, console: Console) -> None:
     console.print(_cells(report))
     console.print(_LEGEND, style="dim", highlight=False)
-    console.print(promise_table(promises(report)))
+    console.print(promise_table(list_promises(report)))
     for name, difference in report.gradients.items():
         console.print(f"gradient of {name} in fp32, against one sequence at a time: {difference:.1e}", highlight=False)
     for what, why in report.absent.items():
@@ -123,7 +123,7 @@ _LEGEND = (
 )
 
 
-def _cells(report: Report) -> Table:
+def _cells(report: TreeReport) -> Table:
     peaks = [
         f"{rate / 1e12:.0f} TFLOP/s {kind}"
         for kind, rate in (("measured", report.peak), ("nominal", report.nominal))
@@ -144,7 +144,7 @@ def _cells(report: Report) -> Table:
     return table
 
 
-def _row(report: Report, cell: Cell, tree: Cell | None) -> Iterator[str]:
+def _row(report: TreeReport, cell: TimedStep, tree: TimedStep | None) -> Iterator[str]:
     counted = cell.counted
     yield counted.builder
     yield f"{counted.sequences:,}"
@@ -164,7 +164,7 @@ def _row(report: Report, cell: Cell, tree: Cell | None) -> Iterator[str]:
     yield "" if cell.difference is None else f"{cell.difference:.1e}"
 
 
-def show_counts(counted: Sequence[Counted], rate: float, console: Console) -> None:
+def show_counts(counted: Sequence[BuilderCost], rate: float, console: Console) -> None:
     """What would be computed, and how long it would take at a rate of so many FLOPs a second."""
     table = Table(title=f"A step, counted; seconds at {rate / 1e12:.0f} TFLOP/s", title_justify="left")
     table.add_column("", no_wrap=True)

@@ -21,8 +21,8 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from polar.bench.client import BenchError
-from polar.bench.tree_flops import Flops, Sizes, of_counts
-from polar.bench.tree_groups import Batch
+from polar.bench.tree_flops import Flops, ModelSizes, flops_from_counts
+from polar.bench.tree_groups import BuilderBatch
 
 NAME = "TRL"
 _LABELS = 4096  # whose logits exist at the same time
@@ -33,7 +33,7 @@ Kernel = Callable[..., Tensor]
 """As FlashAttention's `flash_attn_varlen_func`."""
 
 
-class Row(Struct):
+class PackedRow(Struct):
     """One pass: some samples, as TRL packs them."""
 
     packed: dict[str, Tensor]
@@ -44,12 +44,12 @@ class Row(Struct):
     def tokens(self) -> int:
         return len(self.packed["input_ids"])
 
-    def flops(self, sizes: Sizes) -> Flops:
+    def flops(self, sizes: ModelSizes) -> Flops:
         pairs = int(self.packed["position_ids"].sum()) + self.tokens
-        return of_counts(sizes, self.tokens, int((self.packed["shift_labels"] != _NO_LABEL).sum()), pairs)
+        return flops_from_counts(sizes, self.tokens, int((self.packed["shift_labels"] != _NO_LABEL).sum()), pairs)
 
 
-class Trl:
+class TrlPacking:
     def __init__(self, model: Any, kernel: tuple[str, Kernel] | None = None) -> None:
         """Raises BenchError where TRL is not installed, or no kernel runs on the model's device."""
         self._model = model
@@ -59,7 +59,7 @@ class Trl:
         setattr(self._packing, "_flash_attn", lambda: SimpleNamespace(flash_attn_varlen_func=function))  # noqa: B010
         self._packing.register_tree_attention()
 
-    def rows(self, merged: Batch) -> list[Row]:
+    def rows(self, merged: BuilderBatch) -> list[PackedRow]:
         """All samples in one row, or in as few as fit. One row has as many unique tokens as TRL's budget allows."""
         budget = max(merged.tokens, 1)
         while True:
@@ -69,7 +69,7 @@ class Trl:
                 return rows
             budget = max(row.tokens for row in rows) // 2
 
-    def _rows(self, merged: Batch, budget: int) -> list[Row]:
+    def _rows(self, merged: BuilderBatch, budget: int) -> list[PackedRow]:
         samples = [_sample(tree.ids, tree.tokens) for tree in merged.trees]
         first = np.cumsum([0, *(len(tree.tokens) for tree in merged.trees)])
         made: list[tuple[Any, list[int]]] = []
@@ -80,7 +80,7 @@ class Trl:
             row.add(sample)
             numbers.append(number)
         return [
-            Row(
+            PackedRow(
                 packed=row.pack(),
                 weights=torch.from_numpy(np.concatenate([merged.weights[it] for it in numbers])),
                 places=torch.from_numpy(np.concatenate([np.arange(first[it], first[it + 1]) for it in numbers])),
@@ -88,7 +88,7 @@ class Trl:
             for row, numbers in made
         ]
 
-    def backward(self, rows: Sequence[Row]) -> Tensor:
+    def backward(self, rows: Sequence[PackedRow]) -> Tensor:
         """Adds the gradient of the batch's loss to the parameters'; returns its log-probabilities."""
         before = self._model.config._attn_implementation
         self._model.set_attn_implementation(self._packing.TREE_ATTENTION)
@@ -131,7 +131,7 @@ class Trl:
         return chosen
 
 
-def version() -> str:
+def get_version() -> str:
     from importlib.metadata import PackageNotFoundError
     from importlib.metadata import version as of_package
 

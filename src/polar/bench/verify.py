@@ -30,14 +30,14 @@ import msgspec
 from msgspec import Struct
 
 from polar.bench import verify_agent
-from polar.bench.calls import filler
-from polar.bench.client import BenchError, Connection, get, post
-from polar.bench.process import Server
-from polar.cli.common import run
+from polar.bench.calls import make_filler
+from polar.bench.client import BenchError, Connection, encode_get, encode_post
+from polar.bench.process import ServerProcess
+from polar.cli.common import run_async
 from polar.config import EngineSettings, GatewaySettings, ServerSettings, Settings
-from polar.data_plane import settle_process
+from polar.data_plane import tune_process
 from polar.engines.scripted import Play, ScriptedServer
-from polar.engines.scripted.server import TOKENIZER
+from polar.engines.scripted.server import TOKENIZER_FOLDER
 from polar.service import Service
 
 PROMISED_SHARE = 0.02
@@ -46,16 +46,23 @@ _PASSED = re.compile(rb'^polar_verified_sessions_total\{result="passed"\} (\S+)'
 _LOOK_SECONDS = 0.25
 
 
-class Size(Struct, frozen=True):
+class ConversationSize(Struct, frozen=True):
     turns: int
     samples: int  # sessions of a task
 
 
-SIZES = (Size(1, 16), Size(5, 8), Size(20, 4), Size(50, 2), Size(100, 1), Size(200, 1))
-_IDLE = Size(0, 16)
+SIZES = (
+    ConversationSize(1, 16),
+    ConversationSize(5, 8),
+    ConversationSize(20, 4),
+    ConversationSize(50, 2),
+    ConversationSize(100, 1),
+    ConversationSize(200, 1),
+)
+_IDLE = ConversationSize(0, 16)
 
 
-class Cost(Struct):
+class CheckCost(Struct):
     """Of one session, in CPU milliseconds; medians over the rounds."""
 
     turns: int
@@ -75,7 +82,7 @@ class Cost(Struct):
         return self.check / (self.session - self.node)
 
 
-class Addresses(Struct):
+class ServiceAddresses(Struct):
     control: str
 
 
@@ -83,26 +90,26 @@ async def serve(engine_url: str, tokenizer: str, data: Path) -> None:
     """Until standard input ends."""
     engine = EngineSettings.model_validate({"kind": "scripted", "urls": [engine_url], "tokenizer": tokenizer})
     settings = Settings(engine=engine, gateway=GatewaySettings(port=0), server=ServerSettings(port=0))
-    settle_process()
+    tune_process()
     async with Service(settings, data, node=True) as service:
-        sys.stdout.buffer.write(msgspec.json.encode(Addresses(service.control_url)) + b"\n")
+        sys.stdout.buffer.write(msgspec.json.encode(ServiceAddresses(service.control_url)) + b"\n")
         sys.stdout.buffer.flush()
         await asyncio.to_thread(sys.stdin.buffer.read)
 
 
-async def measure(tokenizer: str, rounds: int) -> list[Cost]:
-    found: dict[Size, list[Cost]] = {size: [] for size in (_IDLE, *SIZES)}
+async def measure(tokenizer: str, rounds: int) -> list[CheckCost]:
+    found: dict[ConversationSize, list[CheckCost]] = {size: [] for size in (_IDLE, *SIZES)}
     play = Play.random(0, max(size.turns for size in SIZES) + 1, 60)
     with tempfile.TemporaryDirectory(prefix="polar-bench-") as name:
         request = Path(name) / "request.json"
-        request.write_bytes(msgspec.json.encode({"body": _first_request(), "result": filler("result", 1_600)}))
+        request.write_bytes(msgspec.json.encode({"body": _first_request(), "result": make_filler("result", 1_600)}))
         async with ScriptedServer(play, tokenizer=tokenizer, max_model_len=1 << 20, drift=0) as engine:
             argv = [sys.executable, "-m", "polar.bench.verify", "--serve", engine.url, tokenizer, f"{name}/data"]
-            async with Server(argv, None, Path(name) / "server.log", speaks=True) as server:
-                control = int((await server.hear(Addresses)).control.rpartition(":")[2])
+            async with ServerProcess(argv, None, Path(name) / "server.log", speaks=True) as server:
+                control = int((await server.hear(ServiceAddresses)).control.rpartition(":")[2])
                 await server.answers(control, "/health", 60)
                 bench = _Bench(server, control, request)
-                await bench.run_task(Size(2, 2))  # whatever is imported and compiled on first use
+                await bench.run_task(ConversationSize(2, 2))  # whatever is imported and compiled on first use
                 for _ in range(rounds):
                     for size, costs in found.items():
                         costs.append(await bench.run_task(size))
@@ -111,14 +118,14 @@ async def measure(tokenizer: str, rounds: int) -> list[Cost]:
 
 
 class _Bench:
-    def __init__(self, server: Server, control: int, request: Path) -> None:
+    def __init__(self, server: ServerProcess, control: int, request: Path) -> None:
         self._server = server
         self._control = control
         self._request = request
         self._tasks = 0
         self._cursor = 0
 
-    async def run_task(self, size: Size) -> Cost:
+    async def run_task(self, size: ConversationSize) -> CheckCost:
         self._tasks += 1
         command = shlex.join([sys.executable, verify_agent.__file__, str(self._request), str(size.turns)])
         task = {
@@ -131,12 +138,14 @@ class _Bench:
             "evaluator": {"strategy": "session_completed"},
         }
         began = self._server.cpu()
-        await self._ask(post("/rollout/task/submit", msgspec.json.encode(task)))
+        await self._ask(encode_post("/rollout/task/submit", msgspec.json.encode(task)))
         while await self._is_running():  # noqa: ASYNC110 (it is told of nothing)
             await asyncio.sleep(_LOOK_SECONDS)
         checked, passed = await self._read_check_totals()
         handing = self._server.cpu()
-        page = msgspec.json.decode(await self._ask(get(f"/rollout/results?unit=group&after={self._cursor}&limit=1")))
+        page = msgspec.json.decode(
+            await self._ask(encode_get(f"/rollout/results?unit=group&after={self._cursor}&limit=1"))
+        )
         ended = self._server.cpu()
         seconds, passed_now = await self._read_check_totals()
         self._cursor, (group,) = page["cursor"], page["results"]
@@ -145,7 +154,7 @@ class _Bench:
             raise BenchError(f"Sessions failed, or are not one trace: {[one['error'] for one in group['results']]}")
         tokens = sum(len(one["prompt_ids"]) + len(one["response_ids"]) for one in traces[0])
         per_session = 1e3 / size.samples
-        return Cost(
+        return CheckCost(
             turns=size.turns,
             tokens=tokens,
             session=per_session * (ended - began),
@@ -154,12 +163,12 @@ class _Bench:
         )
 
     async def _is_running(self) -> bool:
-        counts = msgspec.json.decode(await self._ask(get("/rollout/status")))["runs"]["default"]
+        counts = msgspec.json.decode(await self._ask(encode_get("/rollout/status")))["runs"]["default"]
         return any(counts[state] for state in ("queued", "leased", "waiting"))
 
     async def _read_check_totals(self) -> tuple[float, float]:
         """CPU seconds of all checks so far, and sessions that passed."""
-        text = await self._ask(get("/metrics"))
+        text = await self._ask(encode_get("/metrics"))
         seconds, passed = _SECONDS.search(text), _PASSED.search(text)
         if seconds is None or passed is None:
             raise BenchError("The service does not count its checks.")
@@ -179,24 +188,27 @@ def _first_request() -> dict[str, Any]:
     parameters = {"type": "object", "properties": {"command": {"type": "string"}}, "required": ["command"]}
     names = ["bash", *(f"tool_{number}" for number in range(1, 12))]
     tools = [
-        {"type": "function", "function": {"name": name, "description": filler(name, 1_300), "parameters": parameters}}
+        {
+            "type": "function",
+            "function": {"name": name, "description": make_filler(name, 1_300), "parameters": parameters},
+        }
         for name in names
     ]
     messages = [
-        {"role": "system", "content": filler("system", 18_000)},
+        {"role": "system", "content": make_filler("system", 18_000)},
         {"role": "user", "content": "Make the failing tests pass."},
     ]
     return {"model": "scripted", "messages": messages, "tools": tools}
 
 
-def _median(costs: list[Cost], node: float) -> Cost:
+def _median(costs: list[CheckCost], node: float) -> CheckCost:
     session, handing, check = (
         statistics.median(getattr(cost, name) for cost in costs) for name in ("session", "handing", "check")
     )
-    return Cost(costs[0].turns, costs[0].tokens, session, handing, check, node)
+    return CheckCost(costs[0].turns, costs[0].tokens, session, handing, check, node)
 
 
-def show(costs: list[Cost]) -> None:
+def show(costs: list[CheckCost]) -> None:
     click.echo("turns   tokens  session ms  node ms  handing ms  check ms   share  without the node")
     for it in costs:
         click.echo(
@@ -210,16 +222,18 @@ def show(costs: list[Cost]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Measure what the automatic check of sessions costs.")
-    parser.add_argument("--tokenizer", default=str(TOKENIZER), help="folder of a model's tokenizer and chat template")
+    parser.add_argument(
+        "--tokenizer", default=str(TOKENIZER_FOLDER), help="folder of a model's tokenizer and chat template"
+    )
     parser.add_argument("--rounds", type=int, default=5, help="tasks of each size")
     parser.add_argument("--json", action="store_true", help="print what was measured as JSON")
     parser.add_argument("--serve", nargs=3, metavar=("ENGINE", "TOKENIZER", "DATA"), help=argparse.SUPPRESS)
     asked = parser.parse_args()
     if asked.serve:
         engine, tokenizer, data = asked.serve
-        run(serve(engine, tokenizer, Path(data)))
+        run_async(serve(engine, tokenizer, Path(data)))
         return
-    costs = run(measure(asked.tokenizer, asked.rounds))
+    costs = run_async(measure(asked.tokenizer, asked.rounds))
     if asked.json:
         sys.stdout.buffer.write(msgspec.json.encode(costs) + b"\n")
     else:

@@ -20,10 +20,10 @@ import aiohttp
 import msgspec
 from msgspec import Struct, field
 
-from polar.bench.peers.gateway import Addresses
-from polar.bench.process import Server
-from polar.bench.tax_load import Exchange, read_exchanges
-from polar.bench.vllm_load import Job, Shape, Tally, WayName
+from polar.bench.peers.gateway import GatewayAddresses
+from polar.bench.process import ServerProcess
+from polar.bench.tax_load import StoredExchange, read_exchanges
+from polar.bench.vllm_load import LoadJob, LoadTally, SessionShape, WayName
 from polar.client.async_client import AsyncClient
 from polar.config import EngineSettings
 from polar.engines.vllm import VllmEngine
@@ -41,25 +41,27 @@ _GROWTH = 0.75
 """Exponent with which a level's time grows with its sessions: an engine samples more of them at once."""
 
 
-class Plan(Struct, frozen=True):
+class VllmPlan(Struct, frozen=True):
     levels: tuple[int, ...] = (16, 128, 256, 512)  # sessions at once
     rounds: int = 2
-    shape: Shape = Shape()
+    shape: SessionShape = SessionShape()
     clients: int = 4  # processes that make the load
     kept: int = 4  # sessions of each round whose capture is checked and whose ids are reported
     seconds: float | None = None  # of the whole run: what would take it beyond is left out
 
 
-QUICK = Plan(levels=(2, 8), rounds=1, shape=Shape(turns=3, least_tokens=24, most_tokens=32), clients=2, kept=2)
+QUICK = VllmPlan(
+    levels=(2, 8), rounds=1, shape=SessionShape(turns=3, least_tokens=24, most_tokens=32), clients=2, kept=2
+)
 
 
-class Measured(Struct):
+class RoundMeasurement(Struct):
     """One way at one level in one round."""
 
     way: WayName
     sessions: int
     seconds: float
-    tally: Tally
+    tally: LoadTally
     gateway_cpu: float = 0.0  # seconds that the gateway's process took
     not_whole: int = 0  # captured calls, of those that were looked at, that are not trainable from recorded ids
 
@@ -73,10 +75,10 @@ class Measured(Struct):
         return f"{line} ({self.tally.first_errors[0]})" if self.tally.first_errors else line
 
 
-class Report(Struct):
-    plan: Plan
+class VllmReport(Struct):
+    plan: VllmPlan
     model: str = ""
-    measured: list[Measured] = field(default_factory=list)
+    measured: list[RoundMeasurement] = field(default_factory=list)
     captured: list[str] = field(default_factory=list)  # some of the gateway's sessions, for `polar verify`
     left_out: list[str] = field(default_factory=list)
 
@@ -85,27 +87,27 @@ class Report(Struct):
         """Whether every call was answered, and every captured one that was looked at is whole."""
         return not any(it.tally.errors or it.not_whole for it in self.measured)
 
-    def find_rounds(self, way: WayName, sessions: int) -> list[Measured]:
+    def find_rounds(self, way: WayName, sessions: int) -> list[RoundMeasurement]:
         return [it for it in self.measured if it.way == way and it.sessions == sessions]
 
 
 async def run(
-    plan: Plan,
+    plan: VllmPlan,
     url: str,
     progress: Callable[[str], None],
     *,
     tokenizer: str | None = None,
     data: Path | None = None,
-    keep: Callable[[Report], None] = lambda _: None,
-) -> Report:
+    keep: Callable[[VllmReport], None] = lambda _: None,
+) -> VllmReport:
     """`data`: where the gateway keeps what it captures [default: a folder that is deleted]. `keep` gets the report
     after every measurement."""
     began = time.monotonic()
     model, folder = await _inspect(url, tokenizer)
-    report = Report(plan, model)
+    report = VllmReport(plan, model)
     async with contextlib.AsyncExitStack() as stack:
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="polar-bench-")))
-        job = Job(CHAT, url.rstrip("/"), model, folder, plan.shape, first=0, sessions=0)
+        job = LoadJob(CHAT, url.rstrip("/"), model, folder, plan.shape, first=0, sessions=0)
         bench = await _Bench.start(stack, plan, job, data or scratch / "data", scratch)
         progress("warming up")
         warm = min(8, min(plan.levels))
@@ -127,7 +129,7 @@ async def run(
     return report
 
 
-def _expected_seconds(report: Report, level: int) -> float:
+def _expected_seconds(report: VllmReport, level: int) -> float:
     """What all ways will take at a level: as they did there, or at the nearest level."""
     known = {it.sessions for it in report.measured}
     if not known:
@@ -144,7 +146,7 @@ async def _inspect(url: str, tokenizer: str | None) -> tuple[str, str]:
     engine = VllmEngine(url, EngineSettings(kind="vllm", tokenizer=tokenizer))
     try:
         await engine.start()
-        folder = engine.tokenizer_folder()
+        folder = engine.find_tokenizer_folder()
     finally:
         await engine.close()
     if folder is None:
@@ -157,7 +159,13 @@ class _Bench:
     """The gateway and the load's processes."""
 
     def __init__(
-        self, plan: Plan, job: Job, gateway: Server, addresses: Addresses, client: AsyncClient, loads: list[Server]
+        self,
+        plan: VllmPlan,
+        job: LoadJob,
+        gateway: ServerProcess,
+        addresses: GatewayAddresses,
+        client: AsyncClient,
+        loads: list[ServerProcess],
     ) -> None:
         """`job` has what all jobs have in common."""
         self._plan = plan
@@ -169,18 +177,20 @@ class _Bench:
         self._begun = 0  # sessions so far: no two have the same number, so none finds another one's turns cached
 
     @classmethod
-    async def start(cls, stack: contextlib.AsyncExitStack, plan: Plan, job: Job, data: Path, scratch: Path) -> "_Bench":
-        async def start(name: str, *argv: str) -> Server:
-            server = Server([sys.executable, "-m", *argv], None, scratch / f"{name}.log", speaks=True)
+    async def start(
+        cls, stack: contextlib.AsyncExitStack, plan: VllmPlan, job: LoadJob, data: Path, scratch: Path
+    ) -> "_Bench":
+        async def start(name: str, *argv: str) -> ServerProcess:
+            server = ServerProcess([sys.executable, "-m", *argv], None, scratch / f"{name}.log", speaks=True)
             return await stack.enter_async_context(server)
 
         gateway = await start("gateway", "polar.bench.peers.gateway", job.url, str(data), job.tokenizer)
         loads = [await start(f"load-{number}", "polar.bench.vllm_load") for number in range(plan.clients)]
-        addresses = await gateway.hear(Addresses, _START_SECONDS)
+        addresses = await gateway.hear(GatewayAddresses, _START_SECONDS)
         client = await stack.enter_async_context(AsyncClient(addresses.control))
         return cls(plan, job, gateway, addresses, client, loads)
 
-    async def measure(self, way: WayName, sessions: int) -> tuple[Measured, list[str]]:
+    async def measure(self, way: WayName, sessions: int) -> tuple[RoundMeasurement, list[str]]:
         """With the ids of some sessions that the gateway captured."""
         opened = [await self._client.new_session() for _ in range(sessions)] if way == GATEWAY else []
         await asyncio.gather(*(self._prepare(number, way, sessions, opened) for number in range(len(self._loads))))
@@ -188,10 +198,10 @@ class _Bench:
         cpu, began = self._gateway.cpu(), time.monotonic()
         for load in self._loads:
             load.tell("go")
-        tally = Tally()
-        for part in await asyncio.gather(*(load.hear(Tally, _ROUND_SECONDS) for load in self._loads)):
+        tally = LoadTally()
+        for part in await asyncio.gather(*(load.hear(LoadTally, _ROUND_SECONDS) for load in self._loads)):
             tally.add(part)
-        measured = Measured(way, sessions, time.monotonic() - began, tally)
+        measured = RoundMeasurement(way, sessions, time.monotonic() - began, tally)
         captured: list[str] = []
         if way == GATEWAY:
             measured.gateway_cpu = self._gateway.cpu() - cpu
@@ -218,7 +228,7 @@ class _Bench:
     async def _count_not_whole(self, session_ids: list[str]) -> int:
         async with aiohttp.ClientSession() as http:
             sessions = [await read_exchanges(http, self._addresses.control, name) for name in session_ids]
-        return sum(count_not_whole(exchanges, self._plan.shape.turns) for exchanges in sessions)
+        return sum(count_incomplete_calls(exchanges, self._plan.shape.turns) for exchanges in sessions)
 
     async def _end(self, session_ids: list[str]) -> None:
         gate = asyncio.Semaphore(_ENDS_AT_ONCE)
@@ -230,7 +240,7 @@ class _Bench:
         await asyncio.gather(*(end(session_id) for session_id in session_ids))
 
 
-def count_not_whole(exchanges: list[Exchange], turns: int) -> int:
+def count_incomplete_calls(exchanges: list[StoredExchange], turns: int) -> int:
     """Calls of a session that are missing, not trainable, or not continued from the recorded ids."""
     return (
         abs(turns - len(exchanges))

@@ -22,15 +22,15 @@ import msgspec
 import numpy as np
 from msgspec import Struct, field
 
-from polar.cli.common import run
+from polar.cli.common import run_async
 from polar.config import EngineSettings
-from polar.dialects.sse import Parser
+from polar.dialects.sse import EventParser
 from polar.engines.base import TokenPrompt
-from polar.engines.chat_wire import NULL
+from polar.engines.chat_wire import JSON_NULL
 from polar.engines.vllm import VllmEngine
 from polar.errors import PolarError
 from polar.rendering.tokenizer import Tokenizer
-from polar.types import Request, Sampling
+from polar.types import Request, SamplingParams
 
 WayName = Literal["gateway", "chat", "ids"]
 _VOCABULARY = """self value return index request error for in range result handle session token stream parse import from
@@ -44,7 +44,7 @@ _KEPT_ERRORS = 5
 _TIMEOUT = aiohttp.ClientTimeout(total=None, sock_connect=30, sock_read=600)
 
 
-class Shape(Struct, frozen=True):
+class SessionShape(Struct, frozen=True):
     """Of every session. Words are about a token each."""
 
     turns: int = 10
@@ -58,20 +58,20 @@ class Shape(Struct, frozen=True):
         return random.Random(f"limit {session} {turn}").randint(self.least_tokens, self.most_tokens)
 
 
-class Job(Struct, frozen=True):
+class LoadJob(Struct, frozen=True):
     """Some of a round's sessions, numbered from `first` on. With `keys` there is one of the gateway for each."""
 
     way: WayName
     url: str
     model: str
     tokenizer: str
-    shape: Shape
+    shape: SessionShape
     first: int
     sessions: int
     keys: list[str] = []
 
 
-class Tally(Struct):
+class LoadTally(Struct):
     """What came of a job. Tokens as the engine counts them."""
 
     tokens: int = 0
@@ -86,7 +86,7 @@ class Tally(Struct):
         if len(self.first_errors) < _KEPT_ERRORS:
             self.first_errors.append(f"{type(error).__name__}: {error}"[:300])
 
-    def add(self, other: "Tally") -> None:
+    def add(self, other: "LoadTally") -> None:
         self.tokens += other.tokens
         self.prompt_tokens += other.prompt_tokens
         self.calls += other.calls
@@ -95,13 +95,13 @@ class Tally(Struct):
         self.first_token_ms += other.first_token_ms
 
 
-Session = Callable[[Tally], Awaitable[None]]
+Session = Callable[[LoadTally], Awaitable[None]]
 """Holds one session from its first turn to its last."""
 
 
-async def hold_sessions(sessions: list[Session]) -> Tally:
+async def run_sessions(sessions: list[Session]) -> LoadTally:
     """All at once. A call that fails is counted, and ends its session."""
-    tally = Tally()
+    tally = LoadTally()
 
     async def hold(session: Session) -> None:
         try:
@@ -113,12 +113,12 @@ async def hold_sessions(sessions: list[Session]) -> Tally:
     return tally
 
 
-def system_prompt(shape: Shape) -> str:
+def make_system_prompt(shape: SessionShape) -> str:
     """The same in every session."""
     return _text("system", shape.shared_words)
 
 
-def message(session: int, turn: int, shape: Shape) -> str:
+def make_message(session: int, turn: int, shape: SessionShape) -> str:
     """Unlike any other from its first word on."""
     return f"{session}.{turn} {_text(f'{session} {turn}', shape.message_words)}"
 
@@ -149,7 +149,7 @@ class _Reply(Struct):
 
     choices: list[_Choice] = field(default_factory=list)
     usage: _Usage | None = None
-    error: msgspec.Raw = NULL
+    error: msgspec.Raw = JSON_NULL
 
 
 _reply = msgspec.json.Decoder(_Reply).decode
@@ -158,7 +158,7 @@ _reply = msgspec.json.Decoder(_Reply).decode
 class ChatClient:
     """Sends a chat API the whole conversation with every turn."""
 
-    def __init__(self, http: aiohttp.ClientSession, job: Job) -> None:
+    def __init__(self, http: aiohttp.ClientSession, job: LoadJob) -> None:
         self._http = http
         self._url = f"{job.url}/v1/chat/completions"
         self._job = job
@@ -177,10 +177,10 @@ class ChatClient:
         headers = {"Content-Type": "application/json"}
         if self._job.keys:
             headers["Authorization"] = f"Bearer {self._job.keys[number]}"
-        asked = [message(session, turn, shape) for turn in range(shape.turns)]
+        asked = [make_message(session, turn, shape) for turn in range(shape.turns)]
 
-        async def hold(tally: Tally) -> None:
-            messages = [{"role": "system", "content": system_prompt(shape)}]
+        async def hold(tally: LoadTally) -> None:
+            messages = [{"role": "system", "content": make_system_prompt(shape)}]
             for turn, text in enumerate(asked):
                 messages.append({"role": "user", "content": text})
                 body = self._fields | {"messages": messages, "max_tokens": shape.limit(session, turn)}
@@ -189,7 +189,7 @@ class ChatClient:
 
         return hold
 
-    async def _ask(self, body: bytes, headers: dict[str, str], tally: Tally) -> str:
+    async def _ask(self, body: bytes, headers: dict[str, str], tally: LoadTally) -> str:
         began = time.perf_counter()
         first: float | None = None
         said: list[str] = []
@@ -198,7 +198,7 @@ class ChatClient:
             if answer.status != 200:
                 raise ValueError(f"HTTP {answer.status}: {(await answer.text())[:200]}")
             async for reply in _replies(answer, stream=self._job.shape.stream):
-                if reply.error != NULL:
+                if reply.error != JSON_NULL:
                     raise ValueError(bytes(reply.error).decode(errors="replace"))
                 for choice in reply.choices:
                     text = choice.delta.content or choice.message.content
@@ -216,14 +216,14 @@ async def _replies(answer: aiohttp.ClientResponse, *, stream: bool) -> AsyncIter
     if not stream:
         yield _reply(await answer.read())
         return
-    parser = Parser()
+    parser = EventParser()
     async for piece in answer.content.iter_any():
         for data in parser.feed(piece):
             if data != b"[DONE]":
                 yield _reply(data)
 
 
-def _count_call(tally: Tally, began: float, first: float | None, tokens: int, prompt_tokens: int) -> None:
+def _count_call(tally: LoadTally, began: float, first: float | None, tokens: int, prompt_tokens: int) -> None:
     ended = time.perf_counter()
     tally.calls += 1
     tally.tokens += tokens
@@ -237,7 +237,7 @@ def _count_call(tally: Tally, began: float, first: float | None, tokens: int, pr
 class IdClient:
     """Sends the engine token ids as the gateway does, with nothing in between."""
 
-    def __init__(self, engine: VllmEngine, tokenizer: Tokenizer, job: Job) -> None:
+    def __init__(self, engine: VllmEngine, tokenizer: Tokenizer, job: LoadJob) -> None:
         self._engine = engine
         self._tokenizer = tokenizer
         self._job = job
@@ -248,12 +248,12 @@ class IdClient:
 
     def _session(self, session: int) -> Session:
         shape = self._job.shape
-        asked = [message(session, turn, shape) for turn in range(shape.turns)]
-        opening = [{"role": "system", "content": system_prompt(shape)}, {"role": "user", "content": asked[0]}]
+        asked = [make_message(session, turn, shape) for turn in range(shape.turns)]
+        opening = [{"role": "system", "content": make_system_prompt(shape)}, {"role": "user", "content": asked[0]}]
         added = [self._tokenizer.encode_turns(self._tokenizer.template.render(opening)).tolist()]
         added += [self._encode_turn(text) for text in asked[1:]]
 
-        async def hold(tally: Tally) -> None:
+        async def hold(tally: LoadTally) -> None:
             ids: list[int] = []
             for turn, new in enumerate(added):
                 ids += new[1:] if ids and ids[-1] == new[0] else new  # a turn's end token may have been sampled
@@ -271,9 +271,9 @@ class IdClient:
         _, _, behind = self._tokenizer.template.render(turns).partition(_MARK)
         return self._tokenizer.encode(behind)
 
-    async def _ask(self, ids: list[int], limit: int, tally: Tally) -> list[int]:
+    async def _ask(self, ids: list[int], limit: int, tally: LoadTally) -> list[int]:
         prompt = TokenPrompt(np.array(ids, np.int32), ",".join(map(str, ids)).encode())
-        request = Request("", [], sampling=Sampling(temperature=1.0, max_tokens=limit))
+        request = Request("", [], sampling=SamplingParams(temperature=1.0, max_tokens=limit))
         began = time.perf_counter()
         first: float | None = None
         sampled: list[int] = []
@@ -294,7 +294,7 @@ class IdClient:
 async def _serve() -> None:
     load_tokenizer = lru_cache(Tokenizer.load)
     while line := await asyncio.to_thread(sys.stdin.readline):
-        job = msgspec.json.decode(line, type=Job)
+        job = msgspec.json.decode(line, type=LoadJob)
         async with contextlib.AsyncExitStack() as stack:
             if job.way == "ids":
                 engine = VllmEngine(job.url, EngineSettings(kind="vllm", model=job.model))
@@ -307,7 +307,7 @@ async def _serve() -> None:
                 sessions = ChatClient(http, job).sessions()
             _say(True)
             await asyncio.to_thread(sys.stdin.readline)
-            _say(await hold_sessions(sessions))
+            _say(await run_sessions(sessions))
 
 
 def _say(value: Any) -> None:
@@ -316,4 +316,4 @@ def _say(value: Any) -> None:
 
 
 if __name__ == "__main__":
-    run(_serve())
+    run_async(_serve())

@@ -8,8 +8,8 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from polar.bench.report import Promise, machine
-from polar.bench.vllm import CHAT, GATEWAY, IDS, WAYS, Measured, Report
+from polar.bench.gateway_report import Promise, describe_machine
+from polar.bench.vllm import CHAT, GATEWAY, IDS, WAYS, RoundMeasurement, VllmReport
 from polar.bench.vllm_load import WayName
 
 PROMISED: dict[WayName, float] = {CHAT: 1.0, IDS: 0.95}
@@ -17,7 +17,7 @@ PROMISED: dict[WayName, float] = {CHAT: 1.0, IDS: 0.95}
 _TITLES = {CHAT: "the engine's chat API", GATEWAY: "through Polar, captured", IDS: "ids straight to the engine"}
 
 
-def ratios(report: Report, against: WayName, level: int) -> list[float]:
+def compute_ratios(report: VllmReport, against: WayName, level: int) -> list[float]:
     """Round by round: what else the machine does changes slowly."""
     pairs = zip(
         report.find_rounds(GATEWAY, level), report.find_rounds(against, level), strict=False
@@ -25,11 +25,11 @@ def ratios(report: Report, against: WayName, level: int) -> list[float]:
     return [gateway.rate / other.rate for gateway, other in pairs if other.tally.tokens]
 
 
-def promises(report: Report) -> list[Promise]:
+def list_promises(report: VllmReport) -> list[Promise]:
     found = []
     for level in report.plan.levels:
         for against, least in PROMISED.items():
-            if all_of_them := ratios(report, against, level):
+            if all_of_them := compute_ratios(report, against, level):
                 kept = median(all_of_them)
                 measured = f"{kept:.3f} (rounds: {min(all_of_them):.3f} to {max(all_of_them):.3f})"
                 what = f"{level} sessions, against {_TITLES[against]}"
@@ -43,26 +43,27 @@ def percentile(values: Sequence[float], share: float) -> float:
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else 0.0
 
 
-def as_json(report: Report) -> bytes:
+def as_json(report: VllmReport) -> bytes:
     rounds = [_round(it) for it in report.measured]
     found = {
-        str(level): {against: ratios(report, against, level) for against in PROMISED} for level in report.plan.levels
+        str(level): {against: compute_ratios(report, against, level) for against in PROMISED}
+        for level in report.plan.levels
     }
     return msgspec.json.encode(
         {
-            "machine": machine(),
+            "machine": describe_machine(),
             "plan": report.plan,
             "model": report.model,
             "rounds": rounds,
             "ratios": found,
-            "promises": promises(report),
+            "promises": list_promises(report),
             "captured": report.captured,
             "left_out": report.left_out,
         }
     )
 
 
-def _round(it: Measured) -> dict[str, Any]:
+def _round(it: RoundMeasurement) -> dict[str, Any]:
     tally = msgspec.structs.asdict(it.tally)
     times = tally.pop("first_token_ms")
     return {
@@ -78,7 +79,7 @@ def _round(it: Measured) -> dict[str, Any]:
     }
 
 
-def show(report: Report, console: Console) -> None:
+def show(report: VllmReport, console: Console) -> None:
     shape = report.plan.shape
     title = (
         f"{report.model}: sessions of {shape.turns} turns, {shape.least_tokens} to {shape.most_tokens} sampled tokens "
@@ -108,19 +109,19 @@ def show(report: Report, console: Console) -> None:
         console.print(f"Left out: {line}.", highlight=False)
     if broken := sum(it.not_whole for it in report.measured):
         console.print(f"[red]{broken} captured calls are not whole[/]", highlight=False)
-    for promise in promises(report):
+    for promise in list_promises(report):
         reached = "[green]reached[/]" if promise.reached else "[red]not reached[/]"
         console.print(f"{promise.what}: {promise.measured}, promised {promise.promised}: {reached}", highlight=False)
 
 
-def _rows(report: Report, level: int) -> Iterator[tuple[str, ...]]:
+def _rows(report: VllmReport, level: int) -> Iterator[tuple[str, ...]]:
     for way in WAYS:
         measured = report.find_rounds(way, level)
         if not measured:
             continue
         tokens, seconds = sum(it.tally.tokens for it in measured), sum(it.seconds for it in measured)
         times = [ms for it in measured for ms in it.tally.first_token_ms]
-        against = ratios(report, way, level) if way != GATEWAY else []
+        against = compute_ratios(report, way, level) if way != GATEWAY else []
         yield (
             str(level),
             _TITLES[way],

@@ -4,15 +4,17 @@ from collections.abc import Sequence
 
 import numpy as np
 
-_EQUAL = 1e-9
+_EQUAL_REWARD_TOLERANCE = 1e-9
 """Rewards that differ by less than this are the same."""
 
 
-def over_sessions(rewards: Sequence[float], *, scale: bool = True, epsilon: float = 1e-6, ddof: int = 1) -> list[float]:
+def compute_session_advantages(
+    rewards: Sequence[float], *, scale: bool = True, epsilon: float = 1e-6, ddof: int = 1
+) -> list[float]:
     """One for each session: its reward less the group's mean; with `scale`, in units of the group's standard deviation
     (over n - `ddof`). Where all earned the same, nobody has an advantage."""
     values = np.asarray(rewards, np.float64)
-    if len(values) < 2 or np.ptp(values) < _EQUAL:
+    if len(values) < 2 or np.ptp(values) < _EQUAL_REWARD_TOLERANCE:
         return [0.0] * len(values)
-    centred = values - values.mean()
-    return list((centred / (centred.std(ddof=ddof) + epsilon) if scale else centred).tolist())
+    centered = values - values.mean()
+    return list((centered / (centered.std(ddof=ddof) + epsilon) if scale else centered).tolist())

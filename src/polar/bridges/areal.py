@@ -31,21 +31,21 @@ from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from polar.bridges.advantages import over_sessions
+from polar.bridges.advantages import compute_session_advantages
 from polar.bridges.bridge import Bridge
 from polar.bridges.checks import check_temperature
-from polar.bridges.rollouts import Keys
-from polar.bridges.sampling import overrides
-from polar.bridges.settings import Source, settings
-from polar.bridges.sharing import shared
+from polar.bridges.rollouts import GroupKeys
+from polar.bridges.sampling import build_sampling_overrides
+from polar.bridges.settings import SettingsSource, load_settings
+from polar.bridges.shared_groups import get_shared_groups
 from polar.config import SamplingOverrides
 from polar.errors import ConfigError
-from polar.export.areal import AReaL, to_tensors
+from polar.export.areal import ArealExporter, to_tensors
 
-_BY_ROWS = {"discount": 1.0, "gae_lambda": 1.0, "kl_ctl": 0.0, "overlong_reward_penalty": False}
+_REQUIRED_ACTOR_SETTINGS = {"discount": 1.0, "gae_lambda": 1.0, "kl_ctl": 0.0, "overlong_reward_penalty": False}
 """What these must be: otherwise a token's advantage depends on the row that it is in."""
 
-_keys: WeakKeyDictionary[Any, Keys] = WeakKeyDictionary()
+_keys_by_engine: WeakKeyDictionary[Any, GroupKeys] = WeakKeyDictionary()
 """Of each engine of AReaL's: a workflow that AReaL has by its name is made anew for each episode."""
 
 
@@ -53,17 +53,17 @@ class PolarWorkflow:
     """An `areal.api.RolloutWorkflow`: AReaL takes an instance of it, or its name and `workflow_kwargs`."""
 
     def __init__(
-        self, source: Source = None, *, samples: int | None = None, gconfig: Any = None, normalise: bool = True
+        self, source: SettingsSource = None, *, samples: int | None = None, gconfig: Any = None, normalize: bool = True
     ) -> None:
         """`samples` are sessions of a group, if not as the settings say. `gconfig` is AReaL's: its temperature and the
         like go over the harness's; without it, those of the service's [engine.sampling] and the tasks do. Without
         `normalise`, `rewards` are those of the sessions as they are."""
-        _register()
-        self._settings = settings(source)
+        _register_workflow()
+        self._settings = load_settings(source)
         self._samples = samples
-        self._sampling = None if gconfig is None else _sampling(gconfig)
+        self._sampling = None if gconfig is None else _build_sampling(gconfig)
         self._temperature: float | None = None if gconfig is None else gconfig.temperature
-        self._normalise = normalise
+        self._normalize = normalize
 
     async def arun_episode(self, engine: Any, data: dict[str, Any]) -> dict[str, Any] | None:
         """All traces of a group's sessions, padded to one length."""
@@ -76,9 +76,9 @@ class PolarWorkflow:
         except KeyError:
             raise ConfigError(f"A row of AReaL's data has no task_id, but only {', '.join(data)}.") from None
         evaluates = workflow_context.get().is_eval
-        key = self._key(engine, task, evaluates=evaluates)
-        rollouts = shared(self._settings).rollouts
-        group = await rollouts.group(task, key, samples=self._samples, sampling=self._sampling)
+        key = self._group_key(engine, task, evaluates=evaluates)
+        rollouts = get_shared_groups(self._settings).rollouts
+        group = await rollouts.run_group(task, key, samples=self._samples, sampling=self._sampling)
         if self._temperature is not None and not evaluates:
             check_temperature(group.items, self._temperature)
         told = stats_tracker.get(workflow_context.stat_scope())
@@ -86,22 +86,22 @@ class PolarWorkflow:
             told.scalar(reward=reward)
         if not group.items:
             return None
-        credits = over_sessions(group.rewards) if self._normalise and not evaluates else group.rewards
+        credits = compute_session_advantages(group.rewards) if self._normalize and not evaluates else group.rewards
         rows = [
             to_tensors(row, credit)
             for item, credit in zip(group.items, credits, strict=True)
-            for row in AReaL().lines(item)
+            for row in ArealExporter().lines(item)
         ]
         return dict(concat_padded_tensors(rows))
 
-    def _key(self, engine: Any, task: str, *, evaluates: bool) -> str:
+    def _group_key(self, engine: Any, task: str, *, evaluates: bool) -> str:
         """A task is asked for once at each version; where data is so short that it comes again, again. What two ranks
         ask for are two groups."""
-        key = f"{'eval-' if evaluates else ''}v{engine.get_version()}{_rank(engine)}"
-        return _keys.setdefault(engine, Keys()).of(key, f"{self._settings.name}/{task}")
+        key = f"{'eval-' if evaluates else ''}v{engine.get_version()}{_rank_suffix(engine)}"
+        return _keys_by_engine.setdefault(engine, GroupKeys()).next_key(key, f"{self._settings.name}/{task}")
 
 
-def follow(trainer: Any, source: Source = None) -> Bridge:
+def follow(trainer: Any, source: SettingsSource = None) -> Bridge:
     """From now on the trainer's engines are Polar's, and stand still while they get new weights. Raises ConfigError for
     a configuration that goes by rows where it should go by sessions, or computes at another temperature."""
     config = trainer.config
@@ -110,7 +110,7 @@ def follow(trainer: Any, source: Source = None) -> Bridge:
     norm = config.actor.adv_norm
     if config.actor.reward_norm is not None or (norm is not None and "group" in (norm.mean_level, norm.std_level)):
         raise ConfigError("actor.reward_norm and adv_norm by group go by rows, not sessions: set them to null.")
-    for name, must in _BY_ROWS.items():
+    for name, must in _REQUIRED_ACTOR_SETTINGS.items():
         if getattr(config.actor, name) != must:
             raise ConfigError(f"actor.{name} must be {must}: it goes by rows, and a session may have several.")
     if getattr(trainer, "critic", None) is not None:
@@ -118,11 +118,11 @@ def follow(trainer: Any, source: Source = None) -> Bridge:
     if config.actor.temperature != config.gconfig.temperature:
         raise ConfigError("actor.temperature must be gconfig.temperature: the one trains what the other samples.")
     bridge = Bridge(source)
-    _Gate(bridge, trainer.rollout).follow(trainer)
+    _GenerationGate(bridge, trainer.rollout).install_hooks(trainer)
     return bridge
 
 
-class _Gate:
+class _GenerationGate:
     """Polar's generation, as AReaL's engines are: it stands still while they get weights, or sleep."""
 
     def __init__(self, bridge: Bridge, engine: Any) -> None:
@@ -131,73 +131,79 @@ class _Gate:
         self._shut = False
         self._asleep = False
 
-    def follow(self, trainer: Any) -> None:
+    def install_hooks(self, trainer: Any) -> None:
         self._attach()
         engine = self._engine
-        engine.set_version = partial(self._versioned, engine.set_version)
-        engine.pause, engine.resume = partial(self._paused, engine.pause), partial(self._resumed, engine.resume)
+        engine.set_version = partial(self._on_set_version, engine.set_version)
+        engine.pause, engine.resume = partial(self._on_pause, engine.pause), partial(self._on_resume, engine.resume)
         if not getattr(trainer, "_should_offload_rollout", False):
             return
-        engine.offload, engine.onload = partial(self._slept, engine.offload), partial(self._woken, engine.onload)
+        engine.offload, engine.onload = (
+            partial(self._on_offload, engine.offload),
+            partial(self._on_onload, engine.onload),
+        )
         if (other := getattr(trainer, "eval_rollout", None)) is not None:  # has the same servers
-            other.pause, other.resume = partial(self._paused, other.pause), partial(self._resumed, other.resume)
-            other.offload, other.onload = partial(self._slept, other.offload), partial(self._woken, other.onload)
+            other.pause, other.resume = partial(self._on_pause, other.pause), partial(self._on_resume, other.resume)
+            other.offload, other.onload = (
+                partial(self._on_offload, other.offload),
+                partial(self._on_onload, other.onload),
+            )
 
     def _attach(self) -> None:
-        self._bridge.run(self._bridge.engines.attach(_addresses(self._engine), self._engine.get_version()))
+        self._bridge.run(self._bridge.engines.attach(_list_engine_urls(self._engine), self._engine.get_version()))
 
-    def _open(self) -> None:
+    def _open_unless_asleep(self) -> None:
         if not self._asleep:  # else AReaL wakes them, and resumes then
             self._attach()
             self._shut = False
 
-    def _paused(self, pause: Callable[[], Any]) -> Any:
+    def _on_pause(self, pause: Callable[[], Any]) -> Any:
         done = pause()  # no further episodes
-        self._bridge.run(self._bridge.engines.stop("drain"))
+        self._bridge.run(self._bridge.engines.begin_update("drain"))
         self._shut = True
         return done
 
-    def _resumed(self, resume: Callable[[], Any]) -> Any:
+    def _on_resume(self, resume: Callable[[], Any]) -> Any:
         if self._shut:
-            self._open()
+            self._open_unless_asleep()
         return resume()
 
-    def _versioned(self, set_version: Callable[[int], Any], version: int) -> Any:
+    def _on_set_version(self, set_version: Callable[[int], Any], version: int) -> Any:
         """AReaL says it when the weights are in; it evaluates before it resumes."""
         done = set_version(version)
-        self._open()
+        self._open_unless_asleep()
         return done
 
-    def _slept(self, offload: Callable[[], Any]) -> Any:
+    def _on_offload(self, offload: Callable[[], Any]) -> Any:
         self._asleep = True
         return offload()
 
-    def _woken(self, onload: Callable[..., Any], tags: list[str] | None = None) -> Any:
+    def _on_onload(self, onload: Callable[..., Any], tags: list[str] | None = None) -> Any:
         done = onload() if tags is None else onload(tags=tags)
         self._asleep = self._asleep and tags is not None  # in part, for their weights
         return done
 
 
-def _rank(engine: Any) -> str:
+def _rank_suffix(engine: Any) -> str:
     """Of the worker that it is in. The first has none in its keys, nor has an engine that is alone: AReaL gives that a
     name by chance."""
     name = str(getattr(engine, "engine_id", ""))
     return f"-r{name}" if re.fullmatch("[1-9][0-9]{0,8}", name) else ""
 
 
-def _sampling(gconfig: Any) -> SamplingOverrides:
+def _build_sampling(gconfig: Any) -> SamplingOverrides:
     temperature = 0.0 if gconfig.greedy else gconfig.temperature
-    return overrides(temperature=temperature, top_p=gconfig.top_p, top_k=gconfig.top_k)
+    return build_sampling_overrides(temperature=temperature, top_p=gconfig.top_p, top_k=gconfig.top_k)
 
 
-def _addresses(engine: Any) -> list[str]:
+def _list_engine_urls(engine: Any) -> list[str]:
     """Of its inference servers: a controller knows those that it started, an engine those that it speaks to."""
     if getattr(engine, "server_infos", None):
         return [f"http://{one.host}:{one.port}" for one in engine.server_infos]
     return [f"http://{address}" for address in getattr(engine, "_engine", engine).addresses]
 
 
-def _register() -> None:
+def _register_workflow() -> None:
     """AReaL asks whether a workflow is one of its own class."""
     from areal.api import RolloutWorkflow
 
@@ -205,4 +211,4 @@ def _register() -> None:
 
 
 if "areal" in sys.modules:  # which finds this one by its name, and asks before it makes one
-    _register()
+    _register_workflow()

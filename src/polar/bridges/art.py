@@ -29,30 +29,32 @@ from collections.abc import Iterable
 from functools import cache
 from typing import Any
 
-from polar.bridges.engines import Engines
-from polar.bridges.rollouts import Group, Rollouts
-from polar.bridges.settings import Source, settings
-from polar.closing import AsyncClosing
+from polar.bridges.engines import TrainerEngines
+from polar.bridges.rollouts import RolloutClient, SessionGroup
+from polar.bridges.settings import SettingsSource, load_settings
+from polar.closeable import AsyncCloseable
 from polar.errors import ConfigError
-from polar.export.art import SAMPLED
-from polar.export.art import Art as Exporter
-from polar.export.base import versions
+from polar.export.art import FLAG_SAMPLED
+from polar.export.art import ArtExporter as Exporter
+from polar.export.base import policy_version_runs
 
 
-class Art(AsyncClosing):
+class Art(AsyncCloseable):
     """Use as an async context manager, or close it."""
 
-    def __init__(self, source: Source = None) -> None:
-        self.rollouts = Rollouts(settings(source))
-        self.engines = Engines(self.rollouts.client)
+    def __init__(self, source: SettingsSource = None) -> None:
+        self.rollouts = RolloutClient(load_settings(source))
+        self.engines = TrainerEngines(self.rollouts.client)
 
     async def close(self) -> None:
         await self.rollouts.close()
 
-    async def groups(self, tasks: Iterable[str], step: int, *, samples: int | None = None) -> list[Any]:
+    async def run_groups(self, tasks: Iterable[str], step: int, *, samples: int | None = None) -> list[Any]:
         """`TrajectoryGroup`s of these tasks at this step; asked again, the same sessions. Raises ConfigError,
         ClientError."""
-        return [group_of(one) for one in await self.rollouts.groups(tasks, f"step-{step}", samples=samples)]
+        return [
+            to_trajectory_group(one) for one in await self.rollouts.run_groups(tasks, f"step-{step}", samples=samples)
+        ]
 
     async def attach(self, model: Any) -> None:
         """The model's engine, which has its newest weights when ART's `train` has returned."""
@@ -61,14 +63,14 @@ class Art(AsyncClosing):
         await self.engines.attach([model.inference_base_url], await model.get_step())
 
 
-def group_of(group: Group) -> Any:
+def to_trajectory_group(group: SessionGroup) -> Any:
     """A `TrajectoryGroup`. What was left out of the group is told in its metadata."""
     from art import Trajectory, TrajectoryGroup
 
-    history = _history()
+    history = _make_history_class()
     trajectories = []
     for item in group.items:
-        known = [version for trace in item.trajectory.traces for version in versions(trace)]
+        known = [version for trace in item.trajectory.traces for version in policy_version_runs(trace)]
         rows = list(Exporter().lines(item))
         trajectories.append(
             Trajectory(
@@ -85,7 +87,7 @@ def group_of(group: Group) -> Any:
 
 
 @cache
-def _history() -> type[Any]:
+def _make_history_class() -> type[Any]:
     """A `History` that knows its tokens, and an ART that asks it for them."""
     from art.preprocessing import tokenize
     from art.trajectories import History
@@ -108,7 +110,7 @@ def _history() -> type[Any]:
             chat="",
             token_ids=row["tokens"],
             input_pos=list(range(len(row["tokens"]))),
-            assistant_mask=[int(bool(flags & SAMPLED)) for flags in row["flags"]],
+            assistant_mask=[int(bool(flags & FLAG_SAMPLED)) for flags in row["flags"]],
             logprobs=[float(value) for value in row["logprobs"]],
             pixel_values=None,
             image_grid_thw=None,

@@ -4,24 +4,24 @@ from collections.abc import Coroutine, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
-from polar.bridges.engines import Engines
-from polar.bridges.rollouts import Group, Rollouts
-from polar.bridges.settings import Source, settings
-from polar.client.background import Background
-from polar.closing import Closing
+from polar.bridges.engines import TrainerEngines
+from polar.bridges.rollouts import RolloutClient, SessionGroup
+from polar.bridges.settings import SettingsSource, load_settings
+from polar.client.background_loop import BackgroundLoop
+from polar.closeable import Closeable
 from polar.rollout.models import PauseMode
 
 T = TypeVar("T")
 
 
-class Bridge(Closing):
+class Bridge(Closeable):
     """Use as a context manager, or close it. Threads may share it."""
 
-    def __init__(self, source: Source = None) -> None:
+    def __init__(self, source: SettingsSource = None) -> None:
         """As `settings` takes it. Raises ConfigError."""
-        self.rollouts = Rollouts(settings(source))
-        self.engines = Engines(self.rollouts.client)
-        self._loop = Background(self.rollouts.close)
+        self.rollouts = RolloutClient(load_settings(source))
+        self.engines = TrainerEngines(self.rollouts.client)
+        self._loop = BackgroundLoop(self.rollouts.close)
 
     def close(self) -> None:
         self._loop.close()
@@ -30,13 +30,13 @@ class Bridge(Closing):
         """Waits for a coroutine of `rollouts` or `engines`."""
         return self._loop.run(work)
 
-    def groups(self, wanted: Iterable[str], key: str, *, samples: int | None = None) -> list[Group]:
+    def run_groups(self, tasks: Iterable[str], key: str, *, samples: int | None = None) -> list[SessionGroup]:
         """One for each task, in their order."""
-        return self.run(self.rollouts.groups(wanted, key, samples=samples))
+        return self.run(self.rollouts.run_groups(tasks, key, samples=samples))
 
     @contextmanager
     def updating(self, version: int, mode: PauseMode = "freeze") -> Iterator[None]:
         """As `engines.updating`: generation stands still within, while engines get the weights of `version`."""
-        self.run(self.engines.stop(mode))
+        self.run(self.engines.begin_update(mode))
         yield
-        self.run(self.engines.go_on(version))
+        self.run(self.engines.finish_update(version))

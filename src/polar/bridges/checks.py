@@ -4,18 +4,18 @@ from collections.abc import Iterable
 
 from polar.errors import ConfigError
 from polar.experts import Experts
-from polar.export.base import Item
+from polar.export.base import SessionItem
 from polar.trajectory.types import Trace
 
 
-def check_temperature(items: Iterable[Item], temperature: float) -> None:
+def check_temperature(items: Iterable[SessionItem], temperature: float) -> None:
     """Recorded log-probabilities are of logits that were divided by something, which must be the trainer's temperature.
     Raises ConfigError."""
     for trace in (trace for item in items for trace in item.trajectory.traces):
-        check_scales(trace.session_id, scales(trace), temperature)
+        check_logit_scales(trace.session_id, get_logit_scales(trace), temperature)
 
 
-def routed(trace: Trace) -> Experts:
+def require_experts(trace: Trace) -> Experts:
     """The experts of its tokens, for a trainer that routes by them. Raises ConfigError where there are none."""
     if trace.experts is None:
         raise ConfigError(
@@ -25,13 +25,13 @@ def routed(trace: Trace) -> Experts:
     return trace.experts
 
 
-def scales(trace: Trace) -> list[float | None]:
+def get_logit_scales(trace: Trace) -> list[float | None]:
     """What divided the logits, for each of its exchanges; None where nobody can say. None at all without recorded
     log-probabilities: the trainer's own are of its temperature."""
     return [] if trace.logprobs is None else [trace.scales.get(name) for name in trace.exchange_ids]
 
 
-def check_scales(session: str, found: Iterable[float | None], temperature: float) -> None:
+def check_logit_scales(session: str, found: Iterable[float | None], temperature: float) -> None:
     """As `check_temperature`, of one trace's `scales`."""
     told = list(dict.fromkeys(found))
     if any(one != temperature for one in told):

@@ -39,13 +39,13 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
-from polar.bridges.engines import Engines
-from polar.bridges.rollouts import Group, Rollouts
-from polar.bridges.settings import BridgeSettings, settings
+from polar.bridges.engines import TrainerEngines
+from polar.bridges.rollouts import RolloutClient, SessionGroup
+from polar.bridges.settings import BridgeSettings, load_settings
 from polar.config import SamplingOverrides
 from polar.errors import ConfigError
-from polar.export.base import Item
-from polar.export.nemo_gym import response, verify_responses
+from polar.export.base import SessionItem
+from polar.export.nemo_gym import make_response, verify_responses
 from polar.rollout.models import SessionResult
 from polar.trajectory.types import Trace
 from polar.types import Part, Reasoning, Text, ToolCall
@@ -55,17 +55,17 @@ if TYPE_CHECKING:
 
 Row = Mapping[str, Any]
 
-_TRIES = 3
+_MAX_SESSION_ATTEMPTS = 3
 """Sessions of a row that has a name, until one can be trained on."""
 
 
-class Runs:
+class SessionRunner:
     """What the agent server does, without the server: a row goes in, a verify response comes out."""
 
     def __init__(self, source: BridgeSettings, *, resume: bool = False) -> None:
         """`resume`: rows that say which rollout of which task they are find the session that ran for them before. For
         a collection with a `name` of its own; a trainer's rows say the same in every step. Raises ConfigError."""
-        self.rollouts = Rollouts(source)
+        self.rollouts = RolloutClient(source)
         self._resume = resume
 
     async def close(self) -> None:
@@ -73,26 +73,26 @@ class Runs:
 
     async def attach(self, urls: Sequence[str], version: int) -> None:
         """The trainer's engines are Polar's from now on."""
-        await Engines(self.rollouts.client).attach(urls, version)
+        await TrainerEngines(self.rollouts.client).attach(urls, version)
 
     async def run(self, row: Row) -> dict[str, Any]:
         """Raises ConfigError for a row that names no task, and ClientError."""
-        task, asked = task_of(row), dict(row["responses_create_params"])
-        for key in self._keys(row):
-            group = await self.rollouts.group(task, key, samples=1, sampling=sampling_of(asked))
+        task, asked = get_task_id(row), dict(row["responses_create_params"])
+        for key in self._session_keys(row):
+            group = await self.rollouts.run_group(task, key, samples=1, sampling=build_sampling_overrides(asked))
             if group.items:
-                return {**one_run(group.items[0], group.results[0]), "responses_create_params": asked}
-        return {"responses_create_params": asked, **_failed(group)}
+                return {**build_verify_response(group.items[0], group.results[0]), "responses_create_params": asked}
+        return {"responses_create_params": asked, **_build_failure_response(group)}
 
-    def _keys(self, row: Row) -> list[str]:
+    def _session_keys(self, row: Row) -> list[str]:
         """Of its sessions, one after the other: the trainer's own name for the rollout, where it has one. What has none
         is a new session whenever it is asked for."""
-        name = self._name(row)
+        name = self._rollout_name(row)
         if name is None:
             return [uuid.uuid4().hex]
-        return [name, *(f"{name}.again-{number}" for number in range(1, _TRIES))]
+        return [name, *(f"{name}.again-{number}" for number in range(1, _MAX_SESSION_ATTEMPTS))]
 
-    def _name(self, row: Row) -> str | None:
+    def _rollout_name(self, row: Row) -> str | None:
         if "_ng_rollout_id" in row:
             return str(row["_ng_rollout_id"])
         if not self._resume:
@@ -103,13 +103,13 @@ class Runs:
             raise ConfigError(f"A row without {missing} can't be resumed: set `resume: false`.") from None
 
 
-def one_run(item: Item, result: SessionResult) -> dict[str, Any]:
+def build_verify_response(item: SessionItem, result: SessionResult) -> dict[str, Any]:
     """A session as the verify response of one run."""
-    rows = verify_responses(item, replies(item, result))
-    task = item.session.metadata.get("task", item.group)
+    rows = verify_responses(item, collect_replies(item, result))
+    task = item.session.metadata.get("task", item.group_id)
     for row in rows:
         row["polar"]["task"] = task
-    chosen = max(range(len(rows)), key=lambda index: _rank(item.trajectory.traces[index]))
+    chosen = max(range(len(rows)), key=lambda index: _trace_priority(item.trajectory.traces[index]))
     return {
         **rows[chosen],
         "polar_others": rows[:chosen] + rows[chosen + 1 :],
@@ -118,19 +118,19 @@ def one_run(item: Item, result: SessionResult) -> dict[str, Any]:
     }
 
 
-def traces_of(run: Row) -> list[dict[str, Any]]:
+def split_traces(run: Row) -> list[dict[str, Any]]:
     """All traces of a session again, in its order, from the verify response of its run."""
     alone = {name: value for name, value in run.items() if not name.startswith("polar_")}
     return sorted([alone, *run["polar_others"]], key=lambda row: int(row["polar"]["trace"]))
 
 
-def replies(item: Item, result: SessionResult) -> dict[str, list[Part]]:
+def collect_replies(item: SessionItem, result: SessionResult) -> dict[str, list[Part]]:
     """What the model said in each call, as far as the messages of the result can be told apart."""
     found: dict[str, list[Part]] = {}
     for trace, told in zip(item.trajectory.traces, result.trajectory.traces, strict=True):
         spoken = [message for message in told.response_messages if message.get("role") == "assistant"]
         if len(spoken) == len(trace.spans):  # not so where a harness rewrote its history on the way
-            found |= {span.exchange_id: _parts(one) for span, one in zip(trace.spans, spoken, strict=True)}
+            found |= {span.exchange_id: _to_parts(one) for span, one in zip(trace.spans, spoken, strict=True)}
     return found
 
 
@@ -156,10 +156,10 @@ def agent_class() -> "type[SimpleResponsesAPIAgent]":
 
     class PolarAgent(SimpleResponsesAPIAgent):
         config: PolarAgentConfig
-        _runs: Runs = PrivateAttr()
+        _runs: SessionRunner = PrivateAttr()
 
         def setup_webserver(self) -> FastAPI:
-            self._runs = Runs(settings(self.config.polar), resume=self.config.resume)
+            self._runs = SessionRunner(load_settings(self.config.polar), resume=self.config.resume)
             app = super().setup_webserver()
             inner = app.router.lifespan_context
 
@@ -191,35 +191,35 @@ def agent_class() -> "type[SimpleResponsesAPIAgent]":
     return PolarAgent
 
 
-def task_of(row: Row) -> str:
+def get_task_id(row: Row) -> str:
     named = row.get("task_id")
     if not isinstance(named, str):
         raise ConfigError(f"A row of data names its task as `task_id`, a string: this one has {sorted(row)}.")
     return named
 
 
-def sampling_of(asked: Row) -> SamplingOverrides:
+def build_sampling_overrides(asked: Row) -> SamplingOverrides:
     """What the parameters of a response say of it."""
     return SamplingOverrides(
         temperature=asked.get("temperature"), top_p=asked.get("top_p"), max_tokens=asked.get("max_output_tokens")
     )
 
 
-def _failed(group: Group) -> dict[str, Any]:
+def _build_failure_response(group: SessionGroup) -> dict[str, Any]:
     reason = next(iter(group.left_out), "no_results")  # a task that was cancelled may have none
     return {
-        "response": response(f"resp_{group.name}", 0.0, "polar", [], complete=False),
+        "response": make_response(f"resp_{group.name}", 0.0, "polar", [], complete=False),
         "reward": 0.0,
         "polar": {"task": group.task, "task_id": group.name, "reason": reason},
         "_ng_failure_class": reason,
     }
 
 
-def _rank(trace: Trace) -> tuple[bool, float]:
+def _trace_priority(trace: Trace) -> tuple[bool, float]:
     return trace.role == "main", trace.weight
 
 
-def _parts(message: Row) -> list[Part]:
+def _to_parts(message: Row) -> list[Part]:
     """Of a message as OpenAI's chat API spells it."""
     parts: list[Part] = []
     if thought := message.get("reasoning_content"):

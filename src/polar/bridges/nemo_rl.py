@@ -40,25 +40,25 @@ from msgspec import Struct
 
 from polar.bridges.bridge import Bridge
 from polar.bridges.checks import check_temperature
-from polar.bridges.nemo_gym import Row, one_run, sampling_of, task_of, traces_of
-from polar.bridges.rollouts import Group, Keys, together
+from polar.bridges.nemo_gym import Row, build_sampling_overrides, build_verify_response, get_task_id, split_traces
+from polar.bridges.rollouts import GroupKeys, SessionGroup, gather_or_cancel
 from polar.errors import ConfigError, PolarError
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
-SESSION, GROUP = "polar_session", "polar_group"
+SESSION_FIELD, GROUP_FIELD = "polar_session", "polar_group"
 """Of each row, what it is a trace of, and what that is a sample of. An empty row has -1."""
 
 
-_ALLOWED = {
+_REQUIRED_SETTINGS = {
     "grpo.adv_estimator.name": "grpo",
     "grpo.use_dynamic_sampling": False,
     "loss_fn.sequence_level_importance_ratios": False,
 }
 
 
-class NothingToTrain(PolarError):
+class NothingToTrainError(PolarError):
     """No session of a step can be trained on."""
 
 
@@ -80,26 +80,26 @@ class NemoRl:
         self._bridge = bridge
         self._rows = rows
         self._token_level = token_level
-        self._validates = False
-        self._keys = Keys()
+        self._is_validating = False
+        self._keys = GroupKeys()
 
     @classmethod
-    def of(cls, bridge: Bridge, config: Any, *, step: int = 0) -> "NemoRl":
+    def from_config(cls, bridge: Bridge, config: Any, *, step: int = 0) -> "NemoRl":
         """By NeMo RL's own configuration. Raises ConfigError for what would depend on how sessions are split."""
-        for path, allowed in _ALLOWED.items():
-            found = _setting(config, path)
+        for path, allowed in _REQUIRED_SETTINGS.items():
+            found = _get_setting(config, path)
             if found not in (None, allowed):
                 raise ConfigError(
                     f"{path} is {found!r}, which goes by rows and not by sessions: set it to {allowed!r}."
                 )
-        rows = _setting(config, "policy.train_global_batch_size")
-        return cls(bridge, rows=rows, step=step, token_level=bool(_setting(config, "loss_fn.token_level_loss")))
+        rows = _get_setting(config, "policy.train_global_batch_size")
+        return cls(bridge, rows=rows, step=step, token_level=bool(_get_setting(config, "loss_fn.token_level_loss")))
 
     def attach(self, policy_generation: Any) -> None:
         """Its engines are Polar's from now on."""
         self._bridge.run(self._bridge.engines.attach(policy_generation.dp_openai_server_base_urls, self.version))
 
-    def refitting(self, refit: Callable[P, T]) -> Callable[P, T]:
+    def wrap_refit(self, refit: Callable[P, T]) -> Callable[P, T]:
         """Generation stands still while the weights change, and Polar learns that they did."""
 
         @wraps(refit)
@@ -111,17 +111,17 @@ class NemoRl:
 
         return refitted
 
-    def validating(self, validate: Callable[P, T]) -> Callable[P, T]:
+    def wrap_validate(self, validate: Callable[P, T]) -> Callable[P, T]:
         """What is asked for within has names of its own: training never gets a session of the validation, also where
         both have the same tasks."""
 
         @wraps(validate)
         def validated(*args: P.args, **kwargs: P.kwargs) -> T:
-            self._validates = True
+            self._is_validating = True
             try:
                 return validate(*args, **kwargs)
             finally:
-                self._validates = False
+                self._is_validating = False
 
         return validated
 
@@ -131,12 +131,14 @@ class NemoRl:
         """In place of NeMo RL's rollouts with the Gym. Raises NothingToTrain, ConfigError and ClientError."""
         from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 
-        groups = self.groups(input_batch["extra_env_info"], generation_config)
-        fields = self.batch(groups)
+        groups = self.run_groups(input_batch["extra_env_info"], generation_config)
+        fields = self.build_batch(groups)
         prompts = [log[0]["token_ids"] for log in fields["message_log"]]
-        return RolloutResult(padded(prompts, tokenizer.pad_token_id), BatchedDataDict(fields), metrics(groups))
+        return RolloutResult(
+            pad_sequences(prompts, tokenizer.pad_token_id), BatchedDataDict(fields), compute_metrics(groups)
+        )
 
-    def groups(self, rows: Sequence[Row], generation: Mapping[str, Any]) -> list[Group]:
+    def run_groups(self, rows: Sequence[Row], generation: Mapping[str, Any]) -> list[SessionGroup]:
         """One for each task that the rows name, of as many sessions as there are rows of it. Raises ConfigError where
         they were sampled at another temperature than NeMo RL trains at."""
         names = {
@@ -144,43 +146,47 @@ class NemoRl:
             "top_p": generation.get("top_p"),
             "max_output_tokens": generation.get("max_new_tokens"),
         }
-        sampling = sampling_of(names)
-        wanted = Counter(task_of(row) for row in rows)
-        step = self._step(wanted)
+        sampling = build_sampling_overrides(names)
+        wanted = Counter(get_task_id(row) for row in rows)
+        step = self._step_key(wanted)
         asked = (
-            self._bridge.rollouts.group(task, self._keys.of(step, task), samples=count, sampling=sampling)
+            self._bridge.rollouts.run_group(task, self._keys.next_key(step, task), samples=count, sampling=sampling)
             for task, count in wanted.items()
         )
-        groups = self._bridge.run(together(asked))
-        if sampling.temperature is not None and not self._validates:
+        groups = self._bridge.run(gather_or_cancel(asked))
+        if sampling.temperature is not None and not self._is_validating:
             check_temperature((item for group in groups for item in group.items), sampling.temperature)
         return groups
 
-    def _step(self, wanted: Mapping[str, int]) -> str:
+    def _step_key(self, wanted: Mapping[str, int]) -> str:
         """Whoever goes on from a checkpoint may leave out a validation that was asked for first: so these tasks are
         counted by themselves."""
         digest = hashlib.sha256(json.dumps(sorted(wanted.items())).encode()).hexdigest()[:8]
-        return f"{self.version}.validation-{digest}" if self._validates else f"{self.version}.{digest}"
+        return f"{self.version}.validation-{digest}" if self._is_validating else f"{self.version}.{digest}"
 
-    def batch(self, groups: Sequence[Group]) -> dict[str, Any]:
+    def build_batch(self, groups: Sequence[SessionGroup]) -> dict[str, Any]:
         """As `batch`, of `rows` rows."""
-        runs = [one_run(*pair) for group in groups for pair in zip(group.items, group.results, strict=True)]
+        runs = [
+            build_verify_response(*pair) for group in groups for pair in zip(group.items, group.results, strict=True)
+        ]
         if not runs:
             why = sum((group.left_out for group in groups), Counter[str]())
-            raise NothingToTrain(f"None of {why.total()} sessions can be trained on: {dict(why)}. See `polar status`.")
-        return batch(runs, rows=self._rows, token_level=self._token_level)
+            raise NothingToTrainError(
+                f"None of {why.total()} sessions can be trained on: {dict(why)}. See `polar status`."
+            )
+        return build_batch(runs, rows=self._rows, token_level=self._token_level)
 
-    def by_session(self, estimator: Callable[P, Any]) -> Callable[P, "BySession"]:
+    def wrap_advantage_estimator(self, estimator: Callable[P, Any]) -> Callable[P, "SessionAdvantageEstimator"]:
         """NeMo RL's class of GRPO's advantages, over sessions instead of rows."""
 
         @wraps(estimator)
-        def made(*args: P.args, **kwargs: P.kwargs) -> BySession:
-            return BySession(estimator(*args, **kwargs))
+        def made(*args: P.args, **kwargs: P.kwargs) -> SessionAdvantageEstimator:
+            return SessionAdvantageEstimator(estimator(*args, **kwargs))
 
         return made
 
 
-class BySession:
+class SessionAdvantageEstimator:
     """GRPO's advantages, once for each session, and the same for all its rows. NeMo RL would compare rows by their
     prompts, which differ between the traces of one session."""
 
@@ -193,9 +199,9 @@ class BySession:
         """Raises ConfigError where the loop does not hand on what `batch` made."""
         import torch
 
-        if SESSION not in repeated_batch:
-            raise ConfigError(f"This loop hands its advantages no {SESSION}: use NeMo RL's `grpo_train`.")
-        sessions, groups = repeated_batch[SESSION].tolist(), repeated_batch[GROUP]
+        if SESSION_FIELD not in repeated_batch:
+            raise ConfigError(f"This loop hands its advantages no {SESSION_FIELD}: use NeMo RL's `grpo_train`.")
+        sessions, groups = repeated_batch[SESSION_FIELD].tolist(), repeated_batch[GROUP_FIELD]
         first = {session: row for row, session in reversed(list(enumerate(sessions))) if session >= 0}
         order = {session: place for place, session in enumerate(first)}
         chosen = torch.tensor(list(first.values()))
@@ -205,12 +211,12 @@ class BySession:
         return each[torch.tensor([order.get(session, -1) for session in sessions])].unsqueeze(-1).expand(mask.shape)
 
 
-def batch(runs: Sequence[Row], *, rows: int, token_level: bool = True) -> dict[str, Any]:
+def build_batch(runs: Sequence[Row], *, rows: int, token_level: bool = True) -> dict[str, Any]:
     """NeMo RL's fields of a rollout batch, with a row for each trace, from verify responses of sessions. Raises
     ConfigError where there are more traces than rows."""
     import torch
 
-    traces = [(index, row) for index, run in enumerate(runs) for row in traces_of(run)]
+    traces = [(index, row) for index, run in enumerate(runs) for row in split_traces(run)]
     if len(traces) > rows:
         raise ConfigError(
             f"{len(runs)} sessions have {len(traces)} traces, which don't fit into policy.train_global_batch_size "
@@ -218,7 +224,7 @@ def batch(runs: Sequence[Row], *, rows: int, token_level: bool = True) -> dict[s
         )
     tasks = list(dict.fromkeys(row["polar"]["task"] for _, row in traces))
     empty = rows - len(traces)
-    logs = [message_log(row) for _, row in traces] + [_empty() for _ in range(empty)]
+    logs = [build_message_log(row) for _, row in traces] + [_make_empty_message_log() for _ in range(empty)]
     weights = [1.0 if token_level else row["polar"]["weight"] for _, row in traces]
     return {
         "message_log": logs,
@@ -226,12 +232,12 @@ def batch(runs: Sequence[Row], *, rows: int, token_level: bool = True) -> dict[s
         "loss_multiplier": torch.tensor(weights + [0.0] * empty),
         "total_reward": torch.tensor([float(row["reward"]) for _, row in traces] + [0.0] * empty),
         "truncated": torch.tensor([row["response"]["status"] == "incomplete" for _, row in traces] + [False] * empty),
-        SESSION: torch.tensor([index for index, _ in traces] + [-1] * empty),
-        GROUP: torch.tensor([tasks.index(row["polar"]["task"]) for _, row in traces] + [-1] * empty),
+        SESSION_FIELD: torch.tensor([index for index, _ in traces] + [-1] * empty),
+        GROUP_FIELD: torch.tensor([tasks.index(row["polar"]["task"]) for _, row in traces] + [-1] * empty),
     }
 
 
-def message_log(row: Row) -> list[dict[str, Any]]:
+def build_message_log(row: Row) -> list[dict[str, Any]]:
     """Of one verify response: what is new in each prompt, and what was sampled behind it."""
     import torch
 
@@ -249,7 +255,7 @@ def message_log(row: Row) -> list[dict[str, Any]]:
     return log
 
 
-def metrics(groups: Sequence[Group]) -> dict[str, Any]:
+def compute_metrics(groups: Sequence[SessionGroup]) -> dict[str, Any]:
     items = [item for group in groups for item in group.items]
     sampled = sum(item.trajectory.tokens.trainable for item in items)
     left_out = sum((group.left_out for group in groups), Counter[str]())
@@ -261,21 +267,21 @@ def metrics(groups: Sequence[Group]) -> dict[str, Any]:
     }
 
 
-def padded(rows: Sequence[Any], value: int) -> Any:
+def pad_sequences(rows: Sequence[Any], value: int) -> Any:
     """Of different lengths, as one tensor."""
     import torch
 
     return torch.nn.utils.rnn.pad_sequence(list(rows), batch_first=True, padding_value=value)
 
 
-def _setting(config: Any, path: str) -> Any:
+def _get_setting(config: Any, path: str) -> Any:
     """Of tables or objects, whichever NeMo RL's version has."""
     for name in path.split("."):
         config = config.get(name) if isinstance(config, Mapping) else getattr(config, name, None)
     return config
 
 
-def _empty() -> list[dict[str, Any]]:
+def _make_empty_message_log() -> list[dict[str, Any]]:
     import torch
 
     token = torch.tensor([0])

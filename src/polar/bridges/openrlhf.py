@@ -26,64 +26,66 @@ from typing import Any
 from msgspec import Struct
 
 from polar.bridges.checks import check_temperature
-from polar.bridges.rollouts import Group
-from polar.bridges.sampling import overrides
-from polar.bridges.settings import Source, settings
-from polar.bridges.sharing import failed, shared
+from polar.bridges.rollouts import SessionGroup
+from polar.bridges.sampling import build_sampling_overrides
+from polar.bridges.settings import SettingsSource, load_settings
+from polar.bridges.shared_groups import get_shared_groups, has_failed
 from polar.errors import ConfigError
-from polar.export.openrlhf import OpenRlhf
+from polar.export.openrlhf import OpenRlhfExporter
 
 
-class Label(Struct, frozen=True):
+class GroupLabel(Struct, frozen=True):
     """What the trainer tells the executor of a group, in the place of the row's label."""
 
     task: str
     key: str
     samples: int
     version: int
-    trains: bool
+    is_training: bool
 
 
-def agent_executor(source: Source = None, *, serves: bool = True) -> type[Any]:
+def make_agent_executor(source: SettingsSource = None, *, serves_engine: bool = True) -> type[Any]:
     """The class that OpenRLHF wants in an agent's file. `serves`: it hands its engine to Polar."""
     from openrlhf.utils.agent import AgentExecutorBase
 
     class AgentExecutor(AgentExecutorBase):
         def __init__(self) -> None:
-            self._settings = settings(source)
-            self._front: asyncio.Future[None] | None = None
+            self._settings = load_settings(source)
+            self._server_task: asyncio.Future[None] | None = None
 
         async def execute(
             self,
             prompt: str,
-            label: Label,
+            label: GroupLabel,
             sampling_params: Any,
             max_length: int,
             hf_tokenizer: Any,  # noqa: ARG002  # the gateway has its own
             llm_engine: Any,
             images: Any = None,  # noqa: ARG002  # what the model sees is the harness's matter
         ) -> dict[str, Any]:
-            if not isinstance(label, Label):
+            if not isinstance(label, GroupLabel):
                 raise ConfigError("Start the training with `python -m polar.bridges.openrlhf`, which has this agent.")
-            if serves:
-                if self._front is None or failed(self._front):
-                    self._front = asyncio.ensure_future(self._serve(llm_engine, max_length, label.version))
-                await asyncio.shield(self._front)
+            if serves_engine:
+                if self._server_task is None or has_failed(self._server_task):
+                    self._server_task = asyncio.ensure_future(self._serve(llm_engine, max_length, label.version))
+                await asyncio.shield(self._server_task)
             # The trainer computes log-probabilities at its own temperature: that is what has to be sampled with.
             temperature = sampling_params.temperature
-            over = overrides(temperature=temperature, top_p=sampling_params.top_p, top_k=sampling_params.top_k)
-            groups = shared(self._settings)
-            group, number = await groups.session(label.task, label.key, label.samples, over)
+            over = build_sampling_overrides(
+                temperature=temperature, top_p=sampling_params.top_p, top_k=sampling_params.top_k
+            )
+            groups = get_shared_groups(self._settings)
+            group, number = await groups.claim_session(label.task, label.key, label.samples, over)
             logprobs = sampling_params.logprobs is not None
-            if label.trains and logprobs:
+            if label.is_training and logprobs:
                 check_temperature(group.items[number : number + 1], temperature)
-            return _response(prompt, group, number, logprobs=logprobs)
+            return _build_response(prompt, group, number, logprobs=logprobs)
 
         async def _serve(self, engine: Any, context: int, version: int) -> None:
-            from polar.bridges.openrlhf_engine import Front
+            from polar.bridges.openrlhf_engine import EngineServer
 
-            url = await Front(engine, context).start()
-            await shared(self._settings).rollouts.client.add_engine(url, version)
+            url = await EngineServer(engine, context).start()
+            await get_shared_groups(self._settings).rollouts.client.add_engine(url, version)
 
     return AgentExecutor
 
@@ -93,17 +95,17 @@ def __getattr__(name: str) -> Any:
     if name == "AgentExecutor":
         from polar.bridges import openrlhf  # by its own name, by which the trainer's labels come
 
-        return openrlhf.agent_executor()
+        return openrlhf.make_agent_executor()
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-def _response(prompt: str, group: Group, number: int, *, logprobs: bool) -> dict[str, Any]:
+def _build_response(prompt: str, group: SessionGroup, number: int, *, logprobs: bool) -> dict[str, Any]:
     """One session as an executor's result: its last trace, and all of them as `traces`."""
     if number >= len(group.items):  # it was left out
         # OpenRLHF filters groups by their mean, which this leaves as it is; advantages are without it (`BySession`).
         mean = sum(group.rewards) / len(group.rewards) if group.rewards else 0.0
-        return _nothing(prompt, group.task, mean, logprobs=logprobs)
-    rows = [row | {"prompt": prompt, "label": group.task} for row in OpenRlhf().lines(group.items[number])]
+        return _build_empty_response(prompt, group.task, mean, logprobs=logprobs)
+    rows = [row | {"prompt": prompt, "label": group.task} for row in OpenRlhfExporter().lines(group.items[number])]
     if not logprobs:
         rows = [row | {"rollout_log_probs": None} for row in rows]
     elif any(row["rollout_log_probs"] is None for row in rows):
@@ -111,7 +113,7 @@ def _response(prompt: str, group: Group, number: int, *, logprobs: bool) -> dict
     return rows[-1] | {"traces": rows}
 
 
-def _nothing(prompt: str, task: str, reward: float, *, logprobs: bool) -> dict[str, Any]:
+def _build_empty_response(prompt: str, task: str, reward: float, *, logprobs: bool) -> dict[str, Any]:
     return {
         "prompt": prompt,
         "label": task,

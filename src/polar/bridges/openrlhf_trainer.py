@@ -18,25 +18,27 @@ from dataclasses import replace
 from typing import Any
 
 from polar.bridges import openrlhf as agent
-from polar.bridges.advantages import over_sessions
+from polar.bridges.advantages import compute_session_advantages
 from polar.bridges.bridge import Bridge
-from polar.bridges.rollouts import Keys
-from polar.bridges.settings import Source, settings
+from polar.bridges.rollouts import GroupKeys
+from polar.bridges.settings import SettingsSource, load_settings
 from polar.errors import ConfigError
 
 log = logging.getLogger(__name__)
 
 
-def sessions(base: type[Any]) -> type[Any]:
+def make_samples_generator(base: type[Any]) -> type[Any]:
     """OpenRLHF's SamplesGenerator, whose samples are sessions: each has its traces as `traces`."""
 
-    class Sessions(base):
+    class SessionSamplesGenerator(base):
         step = 0
 
         def __init__(self, **parts: Any) -> None:
             super().__init__(**parts)
             self._phase = "train"
-            self._keys = Keys()  # filtering, and data with two rows of a task, may ask for it more than once in a step
+            self._keys = (
+                GroupKeys()
+            )  # filtering, and data with two rows of a task, may ask for it more than once in a step
 
         def generate_eval_samples(self, **asked: Any) -> Any:
             self._phase = "eval"
@@ -44,14 +46,18 @@ def sessions(base: type[Any]) -> type[Any]:
                 found = super().generate_eval_samples(**asked)
             finally:
                 self._phase = "train"
-            return evaluated(found, asked.get("n_samples_per_prompt", self.args.rollout.n_samples_per_prompt))
+            return drop_prompts_without_reward(
+                found, asked.get("n_samples_per_prompt", self.args.rollout.n_samples_per_prompt)
+            )
 
         def _dispatch_prompts_to_vllm(self, prompts: list[str], labels: list[str], **asked: Any) -> Any:
             samples = asked.get("n_samples_per_prompt", self.args.rollout.n_samples_per_prompt)
             trains = self._phase == "train"
             step = f"{self._phase}-{self.step}"
             tasks = [str(task) for task in labels]
-            told = [agent.Label(task, self._keys.of(step, task), samples, self.step, trains) for task in tasks]
+            told = [
+                agent.GroupLabel(task, self._keys.next_key(step, task), samples, self.step, trains) for task in tasks
+            ]
             return super()._dispatch_prompts_to_vllm(prompts, told, **asked)
 
         def _process_response_into_experience(self, response: dict[str, Any], **asked: Any) -> Any:
@@ -66,10 +72,10 @@ def sessions(base: type[Any]) -> type[Any]:
             session.traces = [made(row, **asked) for row in response["traces"]]
             return session
 
-    return Sessions
+    return SessionSamplesGenerator
 
 
-def evaluated(found: Sequence[Any], samples: int) -> list[Any]:
+def drop_prompts_without_reward(found: Sequence[Any], samples: int) -> list[Any]:
     """Of an evaluation's samples, the prompts that have rewards: what failed by the platform is no reward of 0. Where
     only some sessions of a prompt have one, the others stand for their mean."""
     prompts = [found[start : start + samples] for start in range(0, len(found), samples)]
@@ -84,18 +90,18 @@ def evaluated(found: Sequence[Any], samples: int) -> list[Any]:
     return [one for prompt in kept for one in prompt]
 
 
-def by_session(base: type[Any]) -> type[Any]:
+def make_experience_maker(base: type[Any]) -> type[Any]:
     """OpenRLHF's RemoteExperienceMaker, over sessions: rows are their traces, and episodes they themselves."""
 
-    class BySession(base):
+    class SessionExperienceMaker(base):
         _sessions: list[Any]
-        _owners: list[int]  # of each row, the session's number
+        _row_sessions: list[int]  # of each row, the session's number
 
         def split_rollout_samples(self, rollout_samples: list[Any]) -> Any:
             self._sessions = rollout_samples
             traces = [(number, row) for number, one in enumerate(rollout_samples) for row in one.traces]
-            rows = filled(traces, self.args.train.batch_size)
-            self._owners = [number for number, _ in rows]
+            rows = fill_optimizer_step(traces, self.args.train.batch_size)
+            self._row_sessions = [number for number, _ in rows]
             return super().split_rollout_samples([row for _, row in rows])
 
         def compute_advantages_and_returns(self, experiences: list[Any]) -> list[Any]:
@@ -103,17 +109,17 @@ def by_session(base: type[Any]) -> type[Any]:
                 row: (experience, place) for experience in experiences for place, row in enumerate(experience.index)
             }
             rows: dict[int, list[tuple[Any, int]]] = {number: [] for number in range(len(self._sessions))}
-            for row, number in enumerate(self._owners):
+            for row, number in enumerate(self._row_sessions):
                 rows[number].append(places[row])
-            episodes = [_episode(number, self._sessions[number], rows[number]) for number in rows]
-            computed = {one.index[0]: one for one in self._computed(episodes)}
+            episodes = [_build_episode(number, self._sessions[number], rows[number]) for number in rows]
+            computed = {one.index[0]: one for one in self._compute_episodes(episodes)}
             for experience in experiences:
-                _spread(experience, [computed[self._owners[row]] for row in experience.index])
+                _copy_episode_values(experience, [computed[self._row_sessions[row]] for row in experience.index])
             for number, own in rows.items():
-                _cut(computed[number], own)
+                _copy_token_values(computed[number], own)
             return experiences
 
-        def _computed(self, episodes: list[Any]) -> list[Any]:
+        def _compute_episodes(self, episodes: list[Any]) -> list[Any]:
             """OpenRLHF's own, where all sessions are there. Where some were left out, its estimators would take what
             stands for them for samples: so rewards are made into credits here, and nothing is left for it to take off
             but a mean of 0."""
@@ -123,7 +129,9 @@ def by_session(base: type[Any]) -> type[Any]:
                 return list(super().compute_advantages_and_returns(episodes))
             estimator, earned = told.estimator, [one.rewards for one in episodes]
             rewards = [float(one) for one in earned]
-            given, deviations = over_those(there, rewards, self.args.rollout.n_samples_per_prompt, estimator)
+            given, deviations = neutralize_missing_sessions(
+                there, rewards, self.args.rollout.n_samples_per_prompt, estimator
+            )
             for one, credit in zip(episodes, given, strict=True):
                 one.rewards = one.rewards.new_tensor([credit]).float()
             try:
@@ -137,22 +145,22 @@ def by_session(base: type[Any]) -> type[Any]:
                     one.info["group_reward_std"] = one.rewards.new_tensor([deviations[one.index[0]]]).float()
             return computed
 
-    return BySession
+    return SessionExperienceMaker
 
 
-def over_those(
-    there: Sequence[bool], rewards: Sequence[float], samples: int, estimator: str
+def neutralize_missing_sessions(
+    present: Sequence[bool], rewards: Sequence[float], samples: int, estimator: str
 ) -> tuple[list[float], list[float]]:
     """What to give an estimator of OpenRLHF's for each session, such that those that are not `there` change nothing for
     the others, and the standard deviation of each one's group. For `rloo` and `group_norm` it is what these make of
     rewards; for others it is the rewards, with the mean that they take off in the empty places."""
     given, deviations = list(rewards), [0.0] * len(rewards)
-    every = [reward for reward, real in zip(rewards, there, strict=True) if real]
+    every = [reward for reward, real in zip(rewards, present, strict=True) if real]
     for start in range(0, len(rewards), samples):
         group = range(start, start + samples)
-        places = [place for place in group if there[place]]
+        places = [place for place in group if present[place]]
         own = [rewards[place] for place in places]
-        credits = over_sessions(own, scale=estimator == "group_norm", epsilon=1e-9)
+        credits = compute_session_advantages(own, scale=estimator == "group_norm", epsilon=1e-9)
         if estimator in ("rloo", "group_norm"):
             larger = len(own) / (len(own) - 1) if estimator == "rloo" and len(own) > 1 else 1.0
             empty, made = 0.0, [credit * larger for credit in credits]
@@ -166,7 +174,7 @@ def over_those(
     return given, deviations
 
 
-def filled(rows: list[tuple[int, Any]], size: int) -> list[tuple[int, Any]]:
+def fill_optimizer_step(rows: list[tuple[int, Any]], size: int) -> list[tuple[int, Any]]:
     """As many rows as an optimizer step takes: a row, and its copy, each train one half of its tokens."""
     if len(rows) > size:
         raise ConfigError(
@@ -188,7 +196,7 @@ def filled(rows: list[tuple[int, Any]], size: int) -> list[tuple[int, Any]]:
     return rows
 
 
-def _episode(number: int, session: Any, rows: Sequence[tuple[Any, int]]) -> Any:
+def _build_episode(number: int, session: Any, rows: Sequence[tuple[Any, int]]) -> Any:
     """A session as one row, its traces one behind another, for what OpenRLHF computes of an episode."""
     import torch
     from openrlhf.trainer.ppo_utils.experience import Experience
@@ -206,7 +214,7 @@ def _episode(number: int, session: Any, rows: Sequence[tuple[Any, int]]) -> Any:
     )
 
 
-def _spread(experience: Any, episodes: Sequence[Any]) -> None:
+def _copy_episode_values(experience: Any, episodes: Sequence[Any]) -> None:
     """What an episode has one of, at each of its rows."""
     import torch
 
@@ -218,7 +226,7 @@ def _spread(experience: Any, episodes: Sequence[Any]) -> None:
     experience.kl = None
 
 
-def _cut(episode: Any, rows: Sequence[tuple[Any, int]]) -> None:
+def _copy_token_values(episode: Any, rows: Sequence[tuple[Any, int]]) -> None:
     """What an episode has for each token, back at its rows."""
     start = 0
     for experience, place in rows:
@@ -228,25 +236,25 @@ def _cut(episode: Any, rows: Sequence[tuple[Any, int]]) -> None:
         start = stop
 
 
-def following(base: type[Any], source: Source = None, *, serves: bool = True) -> type[Any]:
+def make_polar_trainer(base: type[Any], source: SettingsSource = None, *, serves_engines: bool = True) -> type[Any]:
     """OpenRLHF's PPOTrainer (the class within the Ray actor), over sessions, whose weights Polar follows. `serves`: its
     executors hand their engines to Polar, and the run has no others."""
 
-    class Following(base):
+    class PolarTrainer(base):
         def __init__(self, pretrain: str, strategy: Any, *parts: Any, **asked: Any) -> None:
             from openrlhf.trainer.ppo_utils.experience_maker import RemoteExperienceMaker
             from openrlhf.trainer.ppo_utils.samples_generator import SamplesGenerator
 
-            check(strategy.args)
+            check_arguments(strategy.args)
             super().__init__(pretrain, strategy, *parts, **asked)
-            self.samples_generator = sessions(SamplesGenerator)(
+            self.samples_generator = make_samples_generator(SamplesGenerator)(
                 strategy=strategy,
                 prompts_dataloader=self.prompts_dataloader,
                 eval_dataloader=self.eval_dataloader,
                 tokenizer=self.tokenizer,
                 vllm_engines=self.vllm_engines,
             )
-            self.experience_maker = by_session(RemoteExperienceMaker)(
+            self.experience_maker = make_experience_maker(RemoteExperienceMaker)(
                 self.actor_model_group,
                 self.critic_model_group,
                 self.reward_model_group,
@@ -259,9 +267,9 @@ def following(base: type[Any], source: Source = None, *, serves: bool = True) ->
             self.max_steps = max(rollouts, 1) * self.args.train.num_episodes * self.args.train.max_epochs
             self.bridge = Bridge(source)
             self._version = 0
-            if serves:
-                self.bridge.run(self._forget())
-            self.bridge.run(self.bridge.engines.begin())
+            if serves_engines:
+                self.bridge.run(self._remove_engines())
+            self.bridge.run(self.bridge.engines.resume_if_paused())
 
         def fit(self, global_step: int = 0) -> None:
             with self.bridge:
@@ -280,24 +288,26 @@ def following(base: type[Any], source: Source = None, *, serves: bool = True) ->
             self.bridge.run(self._broadcast(super().broadcast_to_vllm))
 
         async def _broadcast(self, send: Any) -> None:
-            if not await self._replicas():  # after a restart: executors hand their engines over when they are asked
+            if (
+                not await self._list_replica_urls()
+            ):  # after a restart: executors hand their engines over when they are asked
                 await asyncio.to_thread(send)
                 return
             # OpenRLHF's engines can't be frozen from outside, so calls that run are waited for.
             async with self.bridge.engines.updating(self._version, "drain"):
                 await asyncio.to_thread(send)
 
-        async def _replicas(self) -> list[str]:
+        async def _list_replica_urls(self) -> list[str]:
             return [str(one["url"]) for one in (await self.bridge.rollouts.client.engines())["replicas"]]
 
-        async def _forget(self) -> None:
-            for url in await self._replicas():
+        async def _remove_engines(self) -> None:
+            for url in await self._list_replica_urls():
                 await self.bridge.rollouts.client.remove_engine(url)
 
-    return Following
+    return PolarTrainer
 
 
-def check(args: Any) -> None:
+def check_arguments(args: Any) -> None:
     """Raises ConfigError where a setting of OpenRLHF's gives a session that is split into traces another gradient, or
     can't be had here."""
     rows = "goes by rows, so that sessions of several traces would count more"
@@ -339,5 +349,5 @@ def main() -> None:
     if "--train.agent_func_path" not in sys.argv:
         sys.argv += ["--train.agent_func_path", os.path.abspath(agent.__file__)]
     own = ppo_trainer.PPOTrainer.__ray_metadata__.modified_class
-    ppo_trainer.PPOTrainer = ray.remote(following(own, settings()))
+    ppo_trainer.PPOTrainer = ray.remote(make_polar_trainer(own, load_settings()))
     runpy.run_module("openrlhf.cli.train_ppo_ray", run_name="__main__", alter_sys=True)

@@ -8,12 +8,12 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from polar import problems
+from polar import validation_errors
 from polar.config import DEFAULT_RUN
 from polar.errors import ConfigError
-from polar.trajectory.session import MERGED
+from polar.trajectory.session import TRACE_BUILDER
 
-FILE = "POLAR_BRIDGE"
+SETTINGS_FILE_VARIABLE = "POLAR_BRIDGE"
 """The variable that names a TOML file, where a trainer's configuration has no place for one."""
 
 
@@ -29,7 +29,7 @@ class BridgeSettings(BaseModel):
         description="of this training; all groups' names begin with it: who asks again under it gets the same sessions",
     )
     samples: int = Field(8, ge=1, description="sessions of a group, where the trainer does not say")
-    builder: str = Field(MERGED, description="how sessions become traces")
+    builder: str = Field(TRACE_BUILDER, description="how sessions become traces")
     max_lag: int | None = Field(
         None, ge=0, description="versions that a session may be old when it ends; older: dropped"
     )
@@ -37,28 +37,30 @@ class BridgeSettings(BaseModel):
     patience: float = Field(300, gt=0, description="seconds that a call waits for a server that is away")
 
 
-Source = BridgeSettings | Mapping[str, Any] | str | Path | None
+SettingsSource = BridgeSettings | Mapping[str, Any] | str | Path | None
 """Where a bridge's settings are: in a table, in a TOML file, or (None) in the file that the environment names."""
 
 
-def settings(source: Source = None) -> BridgeSettings:
+def load_settings(source: SettingsSource = None) -> BridgeSettings:
     """A table, a TOML file, or the file that the environment names. Paths in a file are relative to it. Raises
     ConfigError."""
     if isinstance(source, BridgeSettings):
         return source
     place, table = "The bridge's settings", source
     if not isinstance(table, Mapping):
-        path = Path(table or os.environ.get(FILE, ""))
+        path = Path(table or os.environ.get(SETTINGS_FILE_VARIABLE, ""))
         if not path.name:
-            raise ConfigError(f"No settings: pass a table, or a TOML file, or name one in the variable {FILE}.")
-        place, table = str(path), _read(path)
+            raise ConfigError(
+                f"No settings: pass a table, or a TOML file, or name one in the variable {SETTINGS_FILE_VARIABLE}."
+            )
+        place, table = str(path), _read_toml(path)
     fields = {"token": os.environ.get("POLAR_SERVER__TOKEN"), **table}
     if isinstance(fields.get("tasks"), str):
         fields["tasks"] = [fields["tasks"]]
     try:
         found = BridgeSettings.model_validate(fields)
     except ValidationError as error:
-        raise ConfigError(f"{place}: {problems.listed(error)}.") from error
+        raise ConfigError(f"{place}: {validation_errors.format_validation_errors(error)}.") from error
     if not found.tasks:
         raise ConfigError(
             f"{place}: tasks: name the files or folders of tasks that rows of the trainer's data stand for."
@@ -66,7 +68,7 @@ def settings(source: Source = None) -> BridgeSettings:
     return found
 
 
-def _read(path: Path) -> dict[str, Any]:
+def _read_toml(path: Path) -> dict[str, Any]:
     try:
         table = tomllib.loads(path.read_text())
     except (OSError, ValueError) as error:

@@ -32,28 +32,28 @@ from itertools import groupby
 from typing import Any
 
 from polar.bridges.checks import check_temperature
-from polar.bridges.engines import Engines
-from polar.bridges.rollouts import Group, Keys, Rollouts, together
-from polar.bridges.sampling import overrides
-from polar.bridges.settings import BridgeSettings, Source, settings
+from polar.bridges.engines import TrainerEngines
+from polar.bridges.rollouts import GroupKeys, RolloutClient, SessionGroup, gather_or_cancel
+from polar.bridges.sampling import build_sampling_overrides
+from polar.bridges.settings import BridgeSettings, SettingsSource, load_settings
 from polar.config import EngineSettings, SamplingOverrides
 from polar.errors import ConfigError
 from polar.export.skyrl import session_output, to_generator_output
-from polar.train.syncing.probe import Scorer
+from polar.train.weight_sync.probe import Scorer
 
 log = logging.getLogger(__name__)
 
-_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+_SAMPLING_FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
 class Generator:
     """SkyRL's `GeneratorInterface`: it has the one method. It belongs to the event loop that it is first used in."""
 
-    def __init__(self, source: Source = None) -> None:
-        """As `polar.bridges.settings.settings` takes it. Raises ConfigError."""
-        self.rollouts = Rollouts(settings(source))
-        self.engines = Engines(self.rollouts.client)
-        self._keys = Keys()  # dynamic sampling, and data with two rows of a task, may ask for it again in a step
+    def __init__(self, source: SettingsSource = None) -> None:
+        """As `polar.bridges.settings.load_settings` takes it. Raises ConfigError."""
+        self.rollouts = RolloutClient(load_settings(source))
+        self.engines = TrainerEngines(self.rollouts.client)
+        self._keys = GroupKeys()  # dynamic sampling, and data with two rows of a task, may ask for it again in a step
 
     async def close(self) -> None:
         await self.rollouts.close()
@@ -63,23 +63,23 @@ class Generator:
         is trained on was sampled at another temperature than asked for) and ClientError."""
         known = input_batch["batch_metadata"]
         step = f"{known.training_phase}-{known.global_step}"
-        sampling = _sampling(input_batch["sampling_params"] or {})
-        prompts = list(_prompts(input_batch))
-        groups = await together(
-            self.rollouts.group(task, self._keys.of(step, task), samples=samples, sampling=sampling)
+        sampling = _build_sampling(input_batch["sampling_params"] or {})
+        prompts = list(_read_prompts(input_batch))
+        groups = await gather_or_cancel(
+            self.rollouts.run_group(task, self._keys.next_key(step, task), samples=samples, sampling=sampling)
             for _, task, samples in prompts
         )
         ran = [(uid, group) for (uid, _, _), group in zip(prompts, groups, strict=True)]
         if known.training_phase == "eval":
-            ran = evaluated(ran)
+            ran = drop_prompts_without_reward(ran)
         elif sampling.temperature is not None:
             check_temperature((item for group in groups for item in group.items), sampling.temperature)
-        output = to_generator_output([line for uid, group in ran for line in lines_of(uid, group)])
-        output["rollout_metrics"].update(_metrics(groups))
+        output = to_generator_output([line for uid, group in ran for line in build_lines(uid, group)])
+        output["rollout_metrics"].update(_compute_metrics(groups))
         return output
 
 
-def _prompts(batch: Mapping[str, Any]) -> Iterator[tuple[str, str, int]]:
+def _read_prompts(batch: Mapping[str, Any]) -> Iterator[tuple[str, str, int]]:
     """The uid of each prompt, its task, and how many samples are asked for. SkyRL repeats the row for each sample."""
     rows = zip(batch["trajectory_ids"], batch["env_extras"], strict=True)
     for uid, samples in groupby(rows, key=lambda row: str(row[0].instance_id)):
@@ -91,13 +91,13 @@ def _prompts(batch: Mapping[str, Any]) -> Iterator[tuple[str, str, int]]:
         yield uid, task, len(same)
 
 
-def _sampling(asked: Mapping[str, Any]) -> SamplingOverrides:
+def _build_sampling(asked: Mapping[str, Any]) -> SamplingOverrides:
     """The trainer computes log-probabilities at its own temperature, so that is what has to be sampled with. How long
     a reply may be is for the harness and its task to say."""
-    return overrides(**{name: asked.get(name) for name in _SAMPLING})
+    return build_sampling_overrides(**{name: asked.get(name) for name in _SAMPLING_FIELDS})
 
 
-def evaluated(ran: list[tuple[str, Group]]) -> list[tuple[str, Group]]:
+def drop_prompts_without_reward(ran: list[tuple[str, SessionGroup]]) -> list[tuple[str, SessionGroup]]:
     """Those that an evaluation has rewards of: what failed by the platform is no reward of 0. SkyRL takes no batch
     without a row, so the first stays where nothing is left of any."""
     kept = [(uid, group) for uid, group in ran if group.items]
@@ -113,18 +113,18 @@ def evaluated(ran: list[tuple[str, Group]]) -> list[tuple[str, Group]]:
     return kept or ran[:1]
 
 
-def lines_of(uid: str, group: Group) -> list[dict[str, Any]]:
+def build_lines(uid: str, group: SessionGroup) -> list[dict[str, Any]]:
     """A line for each session. A prompt must have a row whatever became of it: SkyRL counts prompts."""
     lines = [session_output(item, uid, number) for number, item in enumerate(group.items)]
     if not lines:
-        return [_nothing(uid)]
-    if len(lines) == 1 and group.asked > 1:
+        return [_build_empty_line(uid)]
+    if len(lines) == 1 and group.requested_samples > 1:
         (alone,) = lines
         return [alone | {"loss_masks": [[0] * len(mask) for mask in alone["loss_masks"]]}]
     return lines
 
 
-def _nothing(uid: str) -> dict[str, Any]:
+def _build_empty_line(uid: str) -> dict[str, Any]:
     return {
         "prompt_token_ids": [[0]],
         "response_ids": [[0]],
@@ -139,12 +139,12 @@ def _nothing(uid: str) -> dict[str, Any]:
     }
 
 
-def _metrics(groups: Sequence[Group]) -> dict[str, float]:
+def _compute_metrics(groups: Sequence[SessionGroup]) -> dict[str, float]:
     left_out: Counter[str] = sum((group.left_out for group in groups), Counter())
     return {
         "polar/sessions": sum(len(group.items) for group in groups),
         "polar/traces": sum(len(item.trajectory.traces) for group in groups for item in group.items),
-        "polar/groups_without_baseline": sum(group.asked > 1 and len(group.items) < 2 for group in groups),
+        "polar/groups_without_baseline": sum(group.requested_samples > 1 and len(group.items) < 2 for group in groups),
         **{f"polar/left_out/{reason}": count for reason, count in left_out.items()},
     }
 
@@ -152,14 +152,14 @@ def _metrics(groups: Sequence[Group]) -> dict[str, float]:
 # The trainer's side
 
 
-def following(base: type[Any]) -> type[Any]:
+def make_polar_trainer(base: type[Any]) -> type[Any]:
     """SkyRL's trainer (`RayPPOTrainer` or `FullyAsyncRayPPOTrainer`), whose engines Polar follows. Its generator is a
     `Generator`."""
 
-    class Following(base):
+    class PolarTrainer(base):
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
-            check(self.cfg)
+            check_config(self.cfg)
 
         async def train(self) -> None:
             try:
@@ -170,15 +170,19 @@ def following(base: type[Any]) -> type[Any]:
         def init_weight_sync_state(self) -> None:
             super().init_weight_sync_state()
             # Wherever SkyRL gives its engines weights, it does so with this call.
-            self.dispatch.save_weights_for_sampler = partial(_Sync(self), self.dispatch.save_weights_for_sampler)
+            self.dispatch.save_weights_for_sampler = partial(
+                _WeightSaveHook(self), self.dispatch.save_weights_for_sampler
+            )
 
         def compute_advantages_and_returns(self, data: Any) -> Any:
-            return by_session(super().compute_advantages_and_returns(data), self.cfg.trainer.algorithm.loss_reduction)
+            return weight_advantages_by_session(
+                super().compute_advantages_and_returns(data), self.cfg.trainer.algorithm.loss_reduction
+            )
 
-    return Following
+    return PolarTrainer
 
 
-class _Sync:
+class _WeightSaveHook:
     """Tells Polar of new weights. A step's number is their version."""
 
     def __init__(self, trainer: Any) -> None:
@@ -187,7 +191,7 @@ class _Sync:
 
     async def __call__(self, save: Callable[..., Awaitable[None]], *args: Any, **kwargs: Any) -> None:
         trainer = self._trainer
-        engines: Engines = trainer.generator.engines
+        engines: TrainerEngines = trainer.generator.engines
         if self._attached:
             # SkyRL lets its engines go on before it is back here, so no call may be on its way then.
             async with engines.updating(trainer.global_step, "drain"):
@@ -202,7 +206,7 @@ class _Sync:
                 str(trainer.cfg.generator.inference_engine.model_dtype),
                 "bfloat16" if trainer.cfg.trainer.bf16 else "float32",
             )
-            await engines.probe(_scorer(trainer.dispatch), len(trainer.tokenizer), known, *dtypes)
+            await engines.probe(_make_scorer(trainer.dispatch), len(trainer.tokenizer), known, *dtypes)
 
 
 def _can_score(cfg: Any) -> bool:
@@ -211,7 +215,7 @@ def _can_score(cfg: Any) -> bool:
     return cfg.trainer.algorithm.temperature in (None, 1.0) and not cfg.trainer.placement.colocate_all
 
 
-def _scorer(dispatch: Any) -> Scorer:
+def _make_scorer(dispatch: Any) -> Scorer:
     """With SkyRL's own forward pass."""
 
     def score(prompt: list[int], sampled: list[int]) -> list[float]:
@@ -227,7 +231,7 @@ def _scorer(dispatch: Any) -> Scorer:
     return score
 
 
-def by_session(data: Any, reduction: str) -> Any:
+def weight_advantages_by_session(data: Any, reduction: str) -> Any:
     """Where a reduction counts rows, advantages such that it counts sessions: with a session's traces as one sequence,
     each of its tokens counts as in a session of one trace."""
     import torch
@@ -247,7 +251,7 @@ def by_session(data: Any, reduction: str) -> Any:
     return data
 
 
-def check(cfg: Any) -> None:
+def check_config(cfg: Any) -> None:
     """Raises ConfigError where a setting of SkyRL's gives a session that is split into traces another gradient, or has
     no effect here."""
     algorithm, generator = cfg.trainer.algorithm, cfg.generator
@@ -292,10 +296,10 @@ def check(cfg: Any) -> None:
 
 # SkyRL's entry point
 
-_ENTRY = "trainer.override_entrypoint="  # SkyRL's command reads it, and its configuration does not know it
+_ENTRYPOINT_OPTION = "trainer.override_entrypoint="  # SkyRL's command reads it, and its configuration does not know it
 
 
-def experiment(source: BridgeSettings) -> type[Any]:
+def make_experiment(source: BridgeSettings) -> type[Any]:
     """SkyRL's experiment (`BasePPOExp`) with Polar's generator and a trainer that Polar follows."""
     from skyrl.train.entrypoints.main_base import BasePPOExp
     from skyrl.train.fully_async_trainer import FullyAsyncRayPPOTrainer
@@ -307,13 +311,13 @@ def experiment(source: BridgeSettings) -> type[Any]:
 
         def get_trainer(self, cfg: Any, **parts: Any) -> Any:
             base = FullyAsyncRayPPOTrainer if cfg.trainer.fully_async.enabled else RayPPOTrainer
-            return following(base)(cfg=cfg, **parts)
+            return make_polar_trainer(base)(cfg=cfg, **parts)
 
     return Experiment
 
 
-def _run(cfg: Any, source: BridgeSettings) -> None:
-    experiment(source)(cfg).run()
+def _run_experiment(cfg: Any, source: BridgeSettings) -> None:
+    make_experiment(source)(cfg).run()
 
 
 def main() -> None:
@@ -322,9 +326,9 @@ def main() -> None:
     from skyrl.train.config import SkyRLTrainConfig
     from skyrl.train.utils import initialize_ray, validate_cfg
 
-    cfg = SkyRLTrainConfig.from_cli_overrides([arg for arg in sys.argv[1:] if not arg.startswith(_ENTRY)])
+    cfg = SkyRLTrainConfig.from_cli_overrides([arg for arg in sys.argv[1:] if not arg.startswith(_ENTRYPOINT_OPTION)])
     validate_cfg(cfg)
-    check(cfg)
-    source = settings()
+    check_config(cfg)
+    source = load_settings()
     initialize_ray(cfg)
-    ray.get(ray.remote(num_cpus=1)(_run).remote(cfg, source))
+    ray.get(ray.remote(num_cpus=1)(_run_experiment).remote(cfg, source))

@@ -1,7 +1,7 @@
 """slime and Miles: their rollout function, and rewards that are normalised by session.
 
     --rollout-function-path polar.bridges.slime.generate_rollout
-    --custom-reward-post-process-path polar.bridges.slime.normalise
+    --custom-reward-post-process-path polar.bridges.slime.normalize_rewards
     --custom-config-path polar.yaml       # polar: {server: "http://...", tasks: [tasks/], name: run-7, max_lag: 1}
     --prompt-data tasks.jsonl --input-key task_id
     --rollout-batch-size 32 --n-samples-per-prompt 8 --global-batch-size 256
@@ -46,20 +46,20 @@ from typing import Any
 import aiohttp
 from msgspec import Struct
 
-from polar.bridges.advantages import over_sessions
+from polar.bridges.advantages import compute_session_advantages
 from polar.bridges.bridge import Bridge
 from polar.bridges.checks import check_temperature
-from polar.bridges.rollouts import Group, together
-from polar.bridges.sampling import overrides
-from polar.bridges.slime_samples import padded, samples_of, session_of, shares
+from polar.bridges.rollouts import SessionGroup, gather_or_cancel
+from polar.bridges.sampling import build_sampling_overrides
+from polar.bridges.slime_samples import build_samples, compute_session_shares, get_session_id, pad_to_ranks
 from polar.errors import ConfigError, PolarError
-from polar.export.base import Item, versions
+from polar.export.base import SessionItem, policy_version_runs
 
-_TRIES = 3  # times that a group is asked for, before another takes its place
-_RELATIVE = frozenset(("grpo", "gspo", "cispo", "reinforce_plus_plus_baseline"))  # to the group's mean
-_SCALED = _RELATIVE - {"reinforce_plus_plus_baseline"}
-_OURS = "polar_on_their_way"  # among the data source's metadata
-_REFUSED = {
+_MAX_GROUP_ATTEMPTS = 3  # times that a group is asked for, before another takes its place
+_GROUP_RELATIVE_ESTIMATORS = frozenset(("grpo", "gspo", "cispo", "reinforce_plus_plus_baseline"))  # to the group's mean
+_SCALED_ESTIMATORS = _GROUP_RELATIVE_ESTIMATORS - {"reinforce_plus_plus_baseline"}
+_IN_FLIGHT_METADATA_KEY = "polar_on_their_way"  # among the data source's metadata
+_UNSUPPORTED_OPTIONS = {
     "custom_generate_function_path": "the harness generates",
     "custom_rm_path": "sessions are graded by their task's evaluator",
     "group_rm": "sessions are graded by their task's evaluator",
@@ -69,121 +69,123 @@ _REFUSED = {
 }
 
 
-class NothingToTrain(PolarError):
+class NothingToTrainError(PolarError):
     """Group after group came back without a session that can be trained on."""
 
 
 def generate_rollout(args: Any, rollout_id: int, data_source: Any, evaluation: bool = False) -> Any:
     """What `--rollout-function-path` names; also for evaluation. Raises ConfigError, ClientError, NothingToTrain."""
-    run = _run(args)
-    types = import_module(f"{_trainer()}.rollout.base_types")
+    run = _get_run(args)
+    types = import_module(f"{_find_trainer_package()}.rollout.base_types")
     if evaluation:
-        data, metrics = run.bridge.run(run.evaluated(rollout_id))
+        data, metrics = run.bridge.run(run.evaluate(rollout_id))
         return types.RolloutFnEvalOutput(data=data, metrics=metrics)
-    samples, metrics = run.bridge.run(run.rollout(rollout_id, data_source))
+    samples, metrics = run.bridge.run(run.collect_rollout(rollout_id, data_source))
     return types.RolloutFnTrainOutput(samples=samples, metrics=metrics)
 
 
-def normalise(args: Any, samples: list[Any]) -> tuple[list[float], list[float]]:
+def normalize_rewards(args: Any, samples: list[Any]) -> tuple[list[float], list[float]]:
     """What `--custom-reward-post-process-path` names: raw rewards, and those that become advantages. A group's mean and
     deviation are over its sessions, however many samples each has."""
     raw = [float(sample.get_reward_value(args)) for sample in samples]
     rewards = [0.0 if sample.remove_sample else reward for sample, reward in zip(samples, raw, strict=True)]
-    if args.advantage_estimator in _RELATIVE and args.rewards_normalization:
-        scale = args.advantage_estimator in _SCALED and args.grpo_std_normalization
+    if args.advantage_estimator in _GROUP_RELATIVE_ESTIMATORS and args.rewards_normalization:
+        scale = args.advantage_estimator in _SCALED_ESTIMATORS and args.grpo_std_normalization
         groups: dict[Any, dict[str, float]] = {}
         for sample, reward in zip(samples, raw, strict=True):
             if not sample.remove_sample:
-                groups.setdefault(sample.group_index, {})[session_of(sample)] = reward
+                groups.setdefault(sample.group_index, {})[get_session_id(sample)] = reward
         of = {
             session: advantage
             for group in groups.values()
-            for session, advantage in zip(group, over_sessions(list(group.values()), scale=scale), strict=True)
+            for session, advantage in zip(
+                group, compute_session_advantages(list(group.values()), scale=scale), strict=True
+            )
         }
-        rewards = [0.0 if sample.remove_sample else of[session_of(sample)] for sample in samples]
-    factors = shares(args, samples)
+        rewards = [0.0 if sample.remove_sample else of[get_session_id(sample)] for sample in samples]
+    factors = compute_session_shares(args, samples)
     return raw, [reward * factor for reward, factor in zip(rewards, factors, strict=True)]
 
 
 def close() -> None:
     """Ends this process's bridge. Groups on their way run on, and are found by whoever asks for them again."""
-    global _current
+    global _current_run
     with _lock:
-        run, _current = _current, None
+        run, _current_run = _current_run, None
     if run is not None:
         run.bridge.close()
 
 
-class _Flight(Struct):
+class _InFlightGroup(Struct):
     """A group on its way."""
 
     task: str
-    given: list[Any]  # the trainer's samples, one for each session
+    samples: list[Any]  # the trainer's samples, one for each session
     tries: int
-    group: asyncio.Future[Group]
+    group: asyncio.Future[SessionGroup]
 
 
-class _Run:
+class _TrainingRun:
     """What one training run has on its way. All of it happens in the bridge's loop."""
 
     def __init__(self, args: Any) -> None:
-        for name, why in _REFUSED.items():
+        for name, why in _UNSUPPORTED_OPTIONS.items():
             if getattr(args, name, None):
                 raise ConfigError(f"--{name.replace('_', '-')} can't be used with Polar's rollouts: {why}.")
-        relative = args.advantage_estimator in _RELATIVE and args.rewards_normalization
+        relative = args.advantage_estimator in _GROUP_RELATIVE_ESTIMATORS and args.rewards_normalization
         if relative and not args.custom_reward_post_process_path:
             raise ConfigError(
                 "Rewards would be normalised by position: set --custom-reward-post-process-path "
-                "polar.bridges.slime.normalise."
+                "polar.bridges.slime.normalize_rewards."
             )
         self.args = args
         self.bridge = Bridge(getattr(args, "polar", None))
         self.lag = self.bridge.rollouts.settings.max_lag
-        self.flights: list[_Flight] = []
-        self.newest: int | None = None  # the rollout that was asked for last
+        self.in_flight: list[_InFlightGroup] = []
+        self.newest_rollout_id: int | None = None  # the rollout that was asked for last
 
-    async def rollout(self, rollout_id: int, source: Any) -> tuple[list[list[list[Any]]], dict[str, float]]:
+    async def collect_rollout(self, rollout_id: int, source: Any) -> tuple[list[list[list[Any]]], dict[str, float]]:
         """Samples by group and session."""
         wanted = int(self.args.rollout_batch_size)
-        await self._engines_at(rollout_id)
-        if self.newest is None:
-            self._find_again(source)
-        self.newest = rollout_id
-        kept: list[tuple[_Flight, list[list[Any]]]] = []
+        await self._attach_engines(rollout_id)
+        if self.newest_rollout_id is None:
+            self._restore_in_flight(source)
+        self.newest_rollout_id = rollout_id
+        kept: list[tuple[_InFlightGroup, list[list[Any]]]] = []
         counts: Counter[str] = Counter()
         while len(kept) < wanted:
-            self._send(source, wanted * (1 + (self.lag or 0)) - len(kept))
-            for flight in await self._landed(wanted - len(kept)):
-                items, left_out = self._usable(flight.group.result(), rollout_id)
+            self._fill_in_flight(source, wanted * (1 + (self.lag or 0)) - len(kept))
+            for flight in await self._wait_for_groups(wanted - len(kept)):
+                items, left_out = self._drop_stale_sessions(flight.group.result(), rollout_id)
                 check_temperature(items, self.args.rollout_temperature)
                 counts.update({f"polar/left_out/{reason}": number for reason, number in left_out.items()})
                 if not items:
-                    self._again(flight, counts)
-                elif self._interesting(made := samples_of(self.args, flight.given, items)):
+                    self._retry_group(flight, counts)
+                elif self._passes_filter(made := build_samples(self.args, flight.samples, items)):
                     kept.append((flight, made))
                     counts["polar/sessions"] += len(items)
                 else:
                     counts["polar/groups_filtered"] += 1
-        self._remember(source)
-        await self.bridge.engines.stop("drain")
-        kept.sort(key=lambda one: int(one[0].given[0].index))
+        self._save_in_flight(source)
+        await self.bridge.engines.begin_update("drain")
+        kept.sort(key=lambda one: int(one[0].samples[0].index))
         samples = [made for _, made in kept]
-        return padded(self.args, samples), {name: float(number) for name, number in counts.items()}
+        return pad_to_ranks(self.args, samples), {name: float(number) for name, number in counts.items()}
 
-    async def evaluated(self, rollout_id: int) -> tuple[dict[str, dict[str, list[Any]]], dict[str, float]]:
+    async def evaluate(self, rollout_id: int) -> tuple[dict[str, dict[str, list[Any]]], dict[str, float]]:
         """Each session of the sets of `--eval-prompt-data` once, as its last sample. Sessions without a reward are left
         out, and counted. A set is asked for by the version of the weights: a `rollout_id` may come twice, before and
         after it was trained on."""
-        version = rollout_id if self.newest is None else self.newest + 1
-        await self._engines_at(version)
+        version = rollout_id if self.newest_rollout_id is None else self.newest_rollout_id + 1
+        await self._attach_engines(version)
         data: dict[str, dict[str, list[Any]]] = {}
         counts: Counter[str] = Counter()
         for named in self.args.eval_datasets or []:
-            given = list(_rows(named))
-            tasks = [self._task(sample) for sample in given]
-            sampling = overrides(temperature=named.temperature, top_p=named.top_p, top_k=named.top_k)
-            groups = await together(
-                self.bridge.rollouts.group(
+            given = list(_load_eval_samples(named))
+            tasks = [self._find_task_id(sample) for sample in given]
+            sampling = build_sampling_overrides(temperature=named.temperature, top_p=named.top_p, top_k=named.top_k)
+            groups = await gather_or_cancel(
+                self.bridge.rollouts.run_group(
                     task,
                     f"eval-{version}/{named.name}.{place}",
                     samples=named.n_samples_per_eval_prompt,
@@ -194,73 +196,77 @@ class _Run:
             last = []
             for sample, group in zip(given, groups, strict=True):
                 places = [sample] * len(group.items)
-                last += [made[-1] for made in (samples_of(self.args, places, group.items) if places else [])]
+                last += [made[-1] for made in (build_samples(self.args, places, group.items) if places else [])]
                 counts.update({f"eval/{named.name}/left_out/{why}": number for why, number in group.left_out.items()})
             if not last:
-                raise NothingToTrain(f"No session of the set {named.name!r} has a reward: {dict(counts)}.")
+                raise NothingToTrainError(f"No session of the set {named.name!r} has a reward: {dict(counts)}.")
             truncated = [sample.status.value == "truncated" for sample in last]
             rewards = [sample.metadata["reward"] for sample in last]
             data[named.name] = {"rewards": rewards, "truncated": truncated, "samples": last}
         return data, {name: float(number) for name, number in counts.items()}
 
-    async def _engines_at(self, version: int) -> None:
+    async def _attach_engines(self, version: int) -> None:
         """The trainer's engines are Polar's, and go on with the weights that they have now."""
         if getattr(self.args, "sglang_router_ip", None):
-            await self.bridge.engines.attach(await _workers(self.args), version)
+            await self.bridge.engines.attach(await _list_engine_urls(self.args), version)
         else:
-            await self.bridge.engines.go_on(version)
+            await self.bridge.engines.finish_update(version)
 
-    def _send(self, source: Any, number: int) -> None:
+    def _fill_in_flight(self, source: Any, number: int) -> None:
         """So many groups are on their way."""
-        while len(self.flights) < number:
+        while len(self.in_flight) < number:
             (given,) = source.get_samples(1)
             if any(sample.group_index is None or sample.index is None for sample in given):
                 raise ConfigError(
                     "The data source numbers neither groups nor samples: sessions are found by these numbers."
                 )
-            self._launch(self._task(given[0]), given)
+            self._launch_group(self._find_task_id(given[0]), given)
 
-    def _launch(self, task: str, given: list[Any], tries: int = 0) -> None:
+    def _launch_group(self, task: str, given: list[Any], tries: int = 0) -> None:
         key = str(given[0].group_index) + (f".{tries}" if tries else "")
         args = self.args
-        sampling = overrides(temperature=args.rollout_temperature, top_p=args.rollout_top_p, top_k=args.rollout_top_k)
-        work = self.bridge.rollouts.group(task, key, samples=len(given), sampling=sampling)
-        self.flights.append(_Flight(task, given, tries, asyncio.ensure_future(work)))
+        sampling = build_sampling_overrides(
+            temperature=args.rollout_temperature, top_p=args.rollout_top_p, top_k=args.rollout_top_k
+        )
+        work = self.bridge.rollouts.run_group(task, key, samples=len(given), sampling=sampling)
+        self.in_flight.append(_InFlightGroup(task, given, tries, asyncio.ensure_future(work)))
 
-    async def _landed(self, most: int) -> list[_Flight]:
+    async def _wait_for_groups(self, max_groups: int) -> list[_InFlightGroup]:
         """At least one that has come back."""
-        await asyncio.wait([flight.group for flight in self.flights], return_when=asyncio.FIRST_COMPLETED)
-        found = [flight for flight in self.flights if flight.group.done()][:most]
+        await asyncio.wait([flight.group for flight in self.in_flight], return_when=asyncio.FIRST_COMPLETED)
+        found = [flight for flight in self.in_flight if flight.group.done()][:max_groups]
         for flight in found:
-            self.flights.remove(flight)
+            self.in_flight.remove(flight)
         return found
 
-    def _usable(self, group: Group, rollout_id: int) -> tuple[list[Item], Counter[str]]:
+    def _drop_stale_sessions(self, group: SessionGroup, rollout_id: int) -> tuple[list[SessionItem], Counter[str]]:
         """Of a group that may have waited for its turn."""
         left_out = Counter(group.left_out)
         items = []
         for item in group.items:
-            first = min((version for trace in item.trajectory.traces for version in versions(trace)), default=None)
+            first = min(
+                (version for trace in item.trajectory.traces for version in policy_version_runs(trace)), default=None
+            )
             if self.lag is not None and first is not None and rollout_id - first > self.lag:
                 left_out["stale"] += 1
             else:
                 items.append(item)
         return items, left_out
 
-    def _again(self, flight: _Flight, counts: Counter[str]) -> None:
-        if flight.tries + 1 < _TRIES:
+    def _retry_group(self, flight: _InFlightGroup, counts: Counter[str]) -> None:
+        if flight.tries + 1 < _MAX_GROUP_ATTEMPTS:
             counts["polar/groups_again"] += 1
-            self._launch(flight.task, flight.given, flight.tries + 1)
+            self._launch_group(flight.task, flight.samples, flight.tries + 1)
             return
         counts["polar/groups_given_up"] += 1
         if counts["polar/groups_given_up"] >= max(2, self.args.rollout_batch_size):
             reasons = {name.rpartition("/")[2]: number for name, number in counts.items() if "left_out" in name}
-            raise NothingToTrain(
+            raise NothingToTrainError(
                 f"{counts['polar/groups_given_up']} groups of this rollout had no session to train on, though each was "
-                f"asked for {_TRIES} times ({reasons}): look at their sessions (`polar show`)."
+                f"asked for {_MAX_GROUP_ATTEMPTS} times ({reasons}): look at their sessions (`polar show`)."
             )
 
-    def _interesting(self, sessions: list[list[Any]]) -> bool:
+    def _passes_filter(self, sessions: list[list[Any]]) -> bool:
         """As --dynamic-sampling-filter-path says."""
         path = getattr(self.args, "dynamic_sampling_filter_path", None)
         if path is None:
@@ -269,24 +275,24 @@ class _Run:
         found = getattr(import_module(module), name)(self.args, [sample for session in sessions for sample in session])
         return bool(getattr(found, "keep", found))
 
-    def _task(self, sample: Any) -> str:
-        return task_of(sample, self.bridge.rollouts.tasks)
+    def _find_task_id(self, sample: Any) -> str:
+        return find_task_id(sample, self.bridge.rollouts.tasks)
 
-    def _remember(self, source: Any) -> None:
+    def _save_in_flight(self, source: Any) -> None:
         if hasattr(source, "update_metadata"):
-            flights = [[flight.tries, [sample.to_dict() for sample in flight.given]] for flight in self.flights]
-            source.update_metadata({_OURS: flights})
+            flights = [[flight.tries, [sample.to_dict() for sample in flight.samples]] for flight in self.in_flight]
+            source.update_metadata({_IN_FLIGHT_METADATA_KEY: flights})
 
-    def _find_again(self, source: Any) -> None:
+    def _restore_in_flight(self, source: Any) -> None:
         """Groups that an earlier process had taken from the data, and had on their way when it was saved."""
         if hasattr(source, "get_metadata"):
-            kind = import_module(f"{_trainer()}.utils.types").Sample
-            for tries, fields in source.get_metadata().get(_OURS, []):
+            kind = import_module(f"{_find_trainer_package()}.utils.types").Sample
+            for tries, fields in source.get_metadata().get(_IN_FLIGHT_METADATA_KEY, []):
                 given = [kind.from_dict(one) for one in fields]
-                self._launch(self._task(given[0]), given, tries)
+                self._launch_group(self._find_task_id(given[0]), given, tries)
 
 
-def task_of(sample: Any, tasks: Mapping[str, Any]) -> str:
+def find_task_id(sample: Any, tasks: Mapping[str, Any]) -> str:
     """The task that a sample of the trainer's data names. Raises ConfigError."""
     told = [(sample.metadata or {}).get("task_id"), sample.label, sample.prompt]
     for name in told:
@@ -299,9 +305,9 @@ def task_of(sample: Any, tasks: Mapping[str, Any]) -> str:
     )
 
 
-def _rows(named: Any) -> Iterator[Any]:
+def _load_eval_samples(named: Any) -> Iterator[Any]:
     """Samples of a set to evaluate on."""
-    name = _trainer()
+    name = _find_trainer_package()
     read = import_module(f"{name}.utils.data").read_file
     kind = import_module(f"{name}.utils.types").Sample
     for index, row in enumerate(read(named.path)):
@@ -310,7 +316,7 @@ def _rows(named: Any) -> Iterator[Any]:
         yield kind(index=index, prompt=row.get(named.input_key, ""), label=label, metadata=metadata or {})
 
 
-async def _workers(args: Any) -> list[str]:
+async def _list_engine_urls(args: Any) -> list[str]:
     """The engines behind the trainer's router: Polar keeps a session at one engine by itself. Engines that share the
     work of one call (prefill and decode) are reached through the router alone."""
     router = f"http://{args.sglang_router_ip}:{args.sglang_router_port}"
@@ -329,7 +335,7 @@ async def _workers(args: Any) -> list[str]:
             raise ConfigError(f"The trainer's router at {router} does not tell its engines: {error}.") from error
 
 
-def _trainer() -> str:
+def _find_trainer_package() -> str:
     """Whose process this is."""
     for name in ("slime", "miles"):
         if f"{name}.utils.types" in sys.modules:
@@ -337,16 +343,16 @@ def _trainer() -> str:
     raise ConfigError("Neither slime nor Miles has called: this is their --rollout-function-path.")
 
 
-def _run(args: Any) -> _Run:
-    global _current
+def _get_run(args: Any) -> _TrainingRun:
+    global _current_run
     with _lock:
-        if _current is None:
-            _current = _Run(args)
-        return _current
+        if _current_run is None:
+            _current_run = _TrainingRun(args)
+        return _current_run
 
 
 _lock = threading.Lock()
-_current: _Run | None = None
+_current_run: _TrainingRun | None = None
 """One for a process: a trainer's rollout function is called by name, and keeps nothing between calls."""
 
 atexit.register(close)

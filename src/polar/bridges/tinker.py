@@ -29,10 +29,10 @@ from typing import Any
 
 from msgspec import Struct, field
 
-from polar.bridges.advantages import over_sessions
+from polar.bridges.advantages import compute_session_advantages
 from polar.bridges.bridge import Bridge
-from polar.bridges.rollouts import Group
-from polar.export.tinker import Tinker as Exporter
+from polar.bridges.rollouts import SessionGroup
+from polar.export.tinker import TinkerExporter as Exporter
 from polar.export.tinker import to_datum
 
 
@@ -52,27 +52,27 @@ class Tinker(Bridge):
     def batch(self, tasks: Iterable[str], step: int, *, samples: int | None = None, per_token: bool = False) -> Batch:
         """Groups of these tasks at this step; asked again, the same sessions. Raises ConfigError, ClientError."""
         if not self._begun:
-            self.run(self.engines.begin())
+            self.run(self.engines.resume_if_paused())
             self._begun = True
-        return batch_of(self.groups(tasks, f"step-{step}", samples=samples), per_token=per_token)
+        return build_batch(self.run_groups(tasks, f"step-{step}", samples=samples), per_token=per_token)
 
 
-def batch_of(groups: Sequence[Group], *, per_token: bool = False) -> Batch:
+def build_batch(groups: Sequence[SessionGroup], *, per_token: bool = False) -> Batch:
     """Of groups that are there already."""
     left_out: Counter[str] = Counter()
     for group in groups:
         left_out.update(group.left_out)
     sessions = sum(len(group.items) for group in groups)
-    trained = sum(_trainable(item) for group in groups for item in group.items)
+    trained = sum(_count_trainable_tokens(item) for group in groups for item in group.items)
     datums = []
     for group in groups:
-        for item, advantage in zip(group.items, over_sessions(group.rewards), strict=True):
-            divisor = trained if per_token else sessions * _trainable(item)
+        for item, advantage in zip(group.items, compute_session_advantages(group.rewards), strict=True):
+            divisor = trained if per_token else sessions * _count_trainable_tokens(item)
             exporter = Exporter()
             datums += [to_datum(row, advantage / divisor) for row in exporter.lines(item)]
             left_out.update(exporter.left_out)
     return Batch(datums, [reward for group in groups for reward in group.rewards], left_out)
 
 
-def _trainable(item: Any) -> int:
+def _count_trainable_tokens(item: Any) -> int:
     return sum(int(trace.loss_mask.sum()) for trace in item.trajectory.traces)

@@ -35,20 +35,20 @@ from typing import Any
 
 from polar.bridges.bridge import Bridge
 from polar.bridges.checks import check_temperature
-from polar.bridges.rollouts import together
-from polar.bridges.settings import Source
+from polar.bridges.rollouts import gather_or_cancel
+from polar.bridges.settings import SettingsSource
 from polar.config import EngineSettings, SamplingOverrides
 from polar.errors import ConfigError
-from polar.export.base import Item
-from polar.export.trl import Trl, filler, rollout
+from polar.export.base import SessionItem
+from polar.export.trl import TrlExporter, make_filler_row, to_rollout_columns
 
 log = logging.getLogger(__name__)
 
-OWNER = "owner"
+OWNER_KEY = "owner"
 """Of each row, the place of its session among the prompts: what goes to PolarGRPOTrainer beside TRL's own keys."""
 
 
-def grpo_trainer(source: Source = None, *, engine: Mapping[str, Any] | None = None, **given: Any) -> Any:
+def grpo_trainer(source: SettingsSource = None, *, engine: Mapping[str, Any] | None = None, **given: Any) -> Any:
     """A GRPOTrainer over Polar's sessions; `source` are the bridge's settings, and the rest is GRPOTrainer's. `engine`
     is the [engine] section of the service: the run's engines get the weights of each step. Without it, somebody else
     gives them. Raises ConfigError."""
@@ -57,14 +57,14 @@ def grpo_trainer(source: Source = None, *, engine: Mapping[str, Any] | None = No
     return PolarGRPOTrainer(RolloutFunc(source), engine_settings(engine), **given)
 
 
-def async_grpo_trainer(source: Source = None, *, engine: Mapping[str, Any], **given: Any) -> Any:
+def async_grpo_trainer(source: SettingsSource = None, *, engine: Mapping[str, Any], **given: Any) -> Any:
     """An AsyncGRPOTrainer over Polar's sessions, likewise: they run while it trains. Traces of a group share their
     beginnings in its rows."""
-    from polar.bridges.trl_trainers import polar_async_grpo_trainer
+    from polar.bridges.trl_trainers import make_async_grpo_trainer
 
     settings = engine_settings(engine)
     assert settings is not None
-    return polar_async_grpo_trainer(Bridge(source), settings, **given)
+    return make_async_grpo_trainer(Bridge(source), settings, **given)
 
 
 def recorded_reward(completions: Sequence[Any], reward: Sequence[float | None], **_: Any) -> list[float | None]:
@@ -76,13 +76,13 @@ def recorded_reward(completions: Sequence[Any], reward: Sequence[float | None], 
 class RolloutFunc:
     """A `rollout_func`. In a GRPOTrainer that is not Polar's own, every session must be one trace."""
 
-    def __init__(self, source: Source = None) -> None:
+    def __init__(self, source: SettingsSource = None) -> None:
         """As `polar.bridges.settings` takes it. Raises ConfigError."""
         self.bridge = Bridge(source)
         weakref.finalize(self, self.bridge.close)  # not when training ends: some evaluate after it
         self._calls: Counter[str] = Counter()
 
-    def rows(self) -> list[dict[str, str]]:
+    def build_dataset_rows(self) -> list[dict[str, str]]:
         """A data set of all tasks."""
         return [{"prompt": task} for task in self.bridge.rollouts.tasks]
 
@@ -93,11 +93,11 @@ class RolloutFunc:
         size = trainer.num_generations if mode == "train" else trainer.num_generations_eval
         first = trainer.accelerator.process_index * len(prompts)
         places = [divmod(first + index, size) for index in range(len(prompts))]
-        wanted = {place: task_of(prompt) for (place, _), prompt in zip(places, prompts, strict=True)}
+        wanted = {place: get_task_id(prompt) for (place, _), prompt in zip(places, prompts, strict=True)}
         key = self._key(mode, trainer.state.global_step)
         groups = self.bridge.run(self._groups(wanted, key, size, trainer.temperature))
         sessions = [groups[place][sample] for place, sample in places]
-        return self._rollout(sessions, trainer)
+        return self._build_rollout(sessions, trainer)
 
     def _key(self, mode: str, step: int) -> str:
         """Of a call: the same when a trainer that has crashed goes on from this step. Calls are counted and not tasks,
@@ -108,13 +108,13 @@ class RolloutFunc:
 
     async def _groups(
         self, wanted: Mapping[int, str], key: str, size: int, temperature: float
-    ) -> dict[int, list[Item | None]]:
+    ) -> dict[int, list[SessionItem | None]]:
         sampling = SamplingOverrides(temperature=temperature)
         asked = (
-            self.bridge.rollouts.group(task, f"{key}.{place}", samples=size, sampling=sampling)
+            self.bridge.rollouts.run_group(task, f"{key}.{place}", samples=size, sampling=sampling)
             for place, task in wanted.items()
         )
-        groups = dict(zip(wanted, await together(asked), strict=True))
+        groups = dict(zip(wanted, await gather_or_cancel(asked), strict=True))
         for group in groups.values():
             check_temperature(group.items, temperature)
         left_out = sum((group.left_out for group in groups.values()), Counter[str]())
@@ -122,10 +122,10 @@ class RolloutFunc:
             log.warning("%s: %d sessions can't be trained on: %s", key, left_out.total(), dict(left_out))
         return {place: [*group.items, *[None] * (size - len(group.items))] for place, group in groups.items()}
 
-    def _rollout(self, sessions: Sequence[Item | None], trainer: Any) -> dict[str, Any]:
-        lines = [[] if session is None else rows_of(session) for session in sessions]
+    def _build_rollout(self, sessions: Sequence[SessionItem | None], trainer: Any) -> dict[str, Any]:
+        lines = [[] if session is None else build_rows(session) for session in sessions]
         like = next((row for rows in lines for row in rows), {})
-        empty = filler(like, trainer.processing_class.pad_token_id, "left_out")
+        empty = make_filler_row(like, trainer.processing_class.pad_token_id, "left_out")
         made = [rows[0] if rows else empty for rows in lines]
         owners = list(range(len(made)))
         for place, rows in enumerate(lines):
@@ -137,19 +137,19 @@ class RolloutFunc:
                     "A session has several traces, and TRL's GRPOTrainer takes one completion a prompt: make the "
                     "trainer with polar.bridges.trl.grpo_trainer."
                 )
-            return rollout(made)
+            return to_rollout_columns(made)
         missing = trainer.even_rows(len(made)) - len(made)
-        return rollout([*made, *[empty] * missing]) | {OWNER: [*owners, *[0] * missing]}
+        return to_rollout_columns([*made, *[empty] * missing]) | {OWNER_KEY: [*owners, *[0] * missing]}
 
 
 def engine_settings(table: Mapping[str, Any] | None) -> EngineSettings | None:
     return None if table is None else EngineSettings.model_validate(table)
 
 
-def task_of(prompt: Any) -> str:
+def get_task_id(prompt: Any) -> str:
     """A prompt is a task_id, or a conversation whose last message is one."""
     return str(prompt if isinstance(prompt, str) else prompt[-1]["content"])
 
 
-def rows_of(session: Item) -> list[dict[str, Any]]:
-    return list(Trl().lines(session))
+def build_rows(session: SessionItem) -> list[dict[str, Any]]:
+    return list(TrlExporter().lines(session))

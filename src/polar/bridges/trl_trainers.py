@@ -15,30 +15,30 @@ from datasets import Dataset
 from transformers import TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
-from polar.bridges.advantages import over_sessions
+from polar.bridges.advantages import compute_session_advantages
 from polar.bridges.bridge import Bridge
 from polar.bridges.checks import check_temperature
-from polar.bridges.rollouts import Group
-from polar.bridges.trl import OWNER, RolloutFunc, recorded_reward, rows_of
-from polar.bridges.weights import ModelWeights
+from polar.bridges.model_weights import ModelWeightPublisher
+from polar.bridges.rollouts import SessionGroup
+from polar.bridges.trl import OWNER_KEY, RolloutFunc, build_rows, recorded_reward
 from polar.config import EngineSettings, SamplingOverrides
 from polar.errors import ConfigError
-from polar.export.base import versions
+from polar.export.base import policy_version_runs
 from polar.export.trl import to_sample
-from polar.train.syncing.probe import scorer
+from polar.train.weight_sync.probe import make_scorer
 
 log = logging.getLogger(__name__)
 
-_BY_TOKEN = ("dapo", "cispo")
+_TOKEN_LOSS_TYPES = ("dapo", "cispo")
 """Losses that are divided by all tokens that train, in whichever row."""
 
 
-def check(args: GRPOConfig) -> None:
+def check_config(args: GRPOConfig) -> None:
     """Splitting a session into rows must change nothing. Raises ConfigError."""
-    if args.loss_type not in _BY_TOKEN:
+    if args.loss_type not in _TOKEN_LOSS_TYPES:
         raise ConfigError(
             f"loss_type={args.loss_type!r} counts rows or what is in a small batch, so how much a session weighs would "
-            f"depend on how many traces it has: use {' or '.join(map(repr, _BY_TOKEN))}."
+            f"depend on how many traces it has: use {' or '.join(map(repr, _TOKEN_LOSS_TYPES))}."
         )
     wanted: dict[str, Any] = {
         "importance_sampling_level": "token",  # else a ratio of a row, which is a part of a session
@@ -66,17 +66,17 @@ class PolarGRPOTrainer(GRPOTrainer):
         reward_funcs: Any = recorded_reward,
         **given: Any,
     ) -> None:
-        check(args)
+        check_config(args)
         if train_dataset is None:
-            train_dataset = Dataset.from_list(rollouts.rows())
+            train_dataset = Dataset.from_list(rollouts.build_dataset_rows())
         super().__init__(
             args=args, train_dataset=train_dataset, reward_funcs=reward_funcs, rollout_func=rollouts, **given
         )
-        self._owners: list[int] = []
+        self._row_sessions: list[int] = []
         if engine is not None:
-            self.add_callback(PolarSync(self, rollouts.bridge, engine))
+            self.add_callback(WeightSyncCallback(self, rollouts.bridge, engine))
 
-    def even_rows(self, count: int) -> int:
+    def round_up_rows(self, count: int) -> int:
         """So many rows that every process has the same number, and every small batch of a process as well."""
         parts = self.args.steps_per_generation if self.model.training else 1
         counts = self.accelerator.gather(torch.tensor([count], device=self.accelerator.device))
@@ -84,7 +84,7 @@ class PolarGRPOTrainer(GRPOTrainer):
 
     def _generate(self, prompts: list[Any]) -> tuple[Any, ...]:
         ids, completion_ids, mask, completions, logprobs, extra, *images = super()._generate(prompts)
-        self._owners = extra.pop(OWNER)
+        self._row_sessions = extra.pop(OWNER_KEY)
         return ids, completion_ids, mask, completions[: len(prompts)], logprobs, extra, *images
 
     def _calculate_rewards(self, inputs: Any, prompts: list[Any], completions: Any, completion_ids: Any) -> Any:
@@ -92,43 +92,43 @@ class PolarGRPOTrainer(GRPOTrainer):
 
     def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
         output: dict[str, Any] = super()._generate_and_score_completions(inputs)
-        output["advantages"] = output["advantages"][self._owners]
+        output["advantages"] = output["advantages"][self._row_sessions]
         if "sampling_per_token_logps" in output:
             output["old_per_token_logps"] = output["sampling_per_token_logps"]
         return output
 
 
-class PolarSync(TrainerCallback):
+class WeightSyncCallback(TrainerCallback):
     """The engines have the model's weights when training begins, and after each step. A SyncError ends the training."""
 
     def __init__(self, trainer: GRPOTrainer, bridge: Bridge, engine: EngineSettings) -> None:
         self._trainer = trainer
         self._bridge = bridge
         self._engine = engine
-        self.weights: ModelWeights | None = None  # of the main process, while it trains
+        self.publisher: ModelWeightPublisher | None = None  # of the main process, while it trains
 
     def on_train_begin(self, args: Any, state: Any, *_: Any, **__: Any) -> None:
         if state.is_world_process_zero:
             model = self._trainer.accelerator.unwrap_model(self._trainer.model)
-            self.weights = ModelWeights(self._bridge, self._engine, model, Path(args.output_dir))
+            self.publisher = ModelWeightPublisher(self._bridge, self._engine, model, Path(args.output_dir))
         self.on_step_end()
         if state.is_world_process_zero:
-            self._bridge.run(self._bridge.engines.begin())  # engines that had these weights got no update
+            self._bridge.run(self._bridge.engines.resume_if_paused())  # engines that had these weights got no update
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
-        if self.weights is not None:
-            self.weights.update()
+        if self.publisher is not None:
+            self.publisher.publish()
         PartialState().wait_for_everyone()
 
     def on_train_end(self, *_: Any, **__: Any) -> None:
-        if self.weights is not None:
-            self.weights.close()
+        if self.publisher is not None:
+            self.publisher.close()
 
 
 # The asynchronous trainer
 
 
-def polar_async_grpo_trainer(bridge: Bridge, engine: EngineSettings, *, args: Any, **given: Any) -> Any:
+def make_async_grpo_trainer(bridge: Bridge, engine: EngineSettings, *, args: Any, **given: Any) -> Any:
     from trl.experimental.async_grpo import AsyncGRPOTrainer
 
     transfer = WeightTransfer(bridge, engine, Path(args.output_dir))
@@ -149,17 +149,17 @@ class WeightTransfer:
         self._bridge = bridge
         self._engine = engine
         self._output = output
-        self._weights: ModelWeights | None = None
+        self._publisher: ModelWeightPublisher | None = None
 
     @property
     def version(self) -> int:
         """As the service labels tokens."""
-        assert self._weights is not None
-        return self._weights.version
+        assert self._publisher is not None
+        return self._publisher.version
 
     def init_weight_transfer(self) -> None:
-        self._weights = ModelWeights(self._bridge, self._engine, self.model, self._output, self._score)
-        self._bridge.run(self._bridge.engines.begin())
+        self._publisher = ModelWeightPublisher(self._bridge, self._engine, self.model, self._output, self._score)
+        self._bridge.run(self._bridge.engines.resume_if_paused())
 
     def pause(self) -> None: ...
 
@@ -167,8 +167,8 @@ class WeightTransfer:
         """What it gives lacks frozen and tied weights, and engines want all: the model has them."""
         for _ in iterator:  # every process takes part in it
             pass
-        assert self._weights is not None
-        self._weights.update()
+        assert self._publisher is not None
+        self._publisher.publish()
 
     def resume(self) -> None: ...
 
@@ -178,15 +178,15 @@ class WeightTransfer:
         over_trees = base.config._attn_implementation
         base.set_attn_implementation("sdpa")
         try:
-            return scorer(self.model)(prompt, sampled)
+            return make_scorer(self.model)(prompt, sampled)
         finally:
             base.set_attn_implementation(over_trees)
 
     def destroy(self) -> None:
         """The last call of a training: the worker has stopped."""
-        if self._weights is not None:
-            self._weights.close()
-            self._weights = None
+        if self._publisher is not None:
+            self._publisher.close()
+            self._publisher = None
         self._bridge.close()
 
 
@@ -202,7 +202,7 @@ class RolloutWorker:
         self._transfer = transfer
         self._args = args
         self._first = 0  # the version that it begins with
-        self._behind = 0  # the trainer's count of versions, behind the service's
+        self._version_offset = 0  # the trainer's count of versions, behind the service's
         self._failure: BaseException | None = None
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._main, name="polar-rollouts", daemon=True)
@@ -211,7 +211,7 @@ class RolloutWorker:
         self._first = self._transfer.version
         self._thread.start()
 
-    def key(self, number: int) -> str:
+    def group_key(self, number: int) -> str:
         """Of a group. Who goes on from a checkpoint begins with other weights, and so with another version: what was
         trained on already does not come again. With the same weights nothing was, and it does."""
         return f"async-{self._first}.{number}"
@@ -222,7 +222,7 @@ class RolloutWorker:
             self._thread.join()
 
     def update_model_version(self, model_version: int) -> None:
-        self._behind = self._transfer.version - model_version
+        self._version_offset = self._transfer.version - model_version
 
     def check_health(self, stale_after_s: float) -> None:  # noqa: ARG002
         """Sessions may take as long as they like; the client gives a service up that is away for too long."""
@@ -238,41 +238,41 @@ class RolloutWorker:
     async def _produce(self) -> None:
         """Endlessly, round by round. So many groups run at once as the trainer can take before they are stale."""
         ahead = max(1, self._args.max_inflight_tasks // self._args.num_generations)
-        running: set[asyncio.Task[tuple[int, Group]]] = set()
+        running: set[asyncio.Task[tuple[int, SessionGroup]]] = set()
         number = 0
         try:
             while not self._stopped.is_set():
                 while len(running) < ahead:
-                    running.add(asyncio.ensure_future(self._group(number)))
+                    running.add(asyncio.ensure_future(self._run_group(number)))
                     number += 1
                 done, running = await asyncio.wait(running, timeout=0.2, return_when=asyncio.FIRST_COMPLETED)
                 for task in done:
-                    await asyncio.to_thread(self._put, *task.result())
+                    await asyncio.to_thread(self._put_group, *task.result())
         finally:
             for task in running:
                 task.cancel()
 
-    async def _group(self, number: int) -> tuple[int, Group]:
+    async def _run_group(self, number: int) -> tuple[int, SessionGroup]:
         sampling = SamplingOverrides(temperature=self._args.temperature)
         task = self.tasks[number % len(self.tasks)]
         samples = self._args.num_generations
-        group = await self._bridge.rollouts.group(task, self.key(number), samples=samples, sampling=sampling)
+        group = await self._bridge.rollouts.run_group(task, self.group_key(number), samples=samples, sampling=sampling)
         check_temperature(group.items, self._args.temperature)
         return number, group
 
-    def _put(self, number: int, group: Group) -> None:
+    def _put_group(self, number: int, group: SessionGroup) -> None:
         if group.left_out:
             log.warning("%s: %d sessions can't be trained on: %s", group.name, group.left_out.total(), group.left_out)
         if not group.items:
             return
-        credits = over_sessions(group.rewards, ddof=0, epsilon=1e-8)  # as TRL's own worker has them
+        credits = compute_session_advantages(group.rewards, ddof=0, epsilon=1e-8)  # as TRL's own worker has them
         for item, advantage in zip(group.items, credits, strict=True):
-            for row, trace in zip(rows_of(item), item.trajectory.traces, strict=True):
-                oldest = min(versions(trace), default=self._transfer.version)
-                version = oldest - self._behind
-                self._queue(to_sample(row, advantage=advantage, model_version=version, group=number))
+            for row, trace in zip(build_rows(item), item.trajectory.traces, strict=True):
+                oldest = min(policy_version_runs(trace), default=self._transfer.version)
+                version = oldest - self._version_offset
+                self._put_sample(to_sample(row, advantage=advantage, model_version=version, group_id=number))
 
-    def _queue(self, sample: Any) -> None:
+    def _put_sample(self, sample: Any) -> None:
         while not self._stopped.is_set():
             with suppress(queue.Full):
                 self.rollout_buffer.put(sample, timeout=0.2)

@@ -26,11 +26,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any, NamedTuple
 
-from polar.bridges.rollouts import Rollouts
-from polar.bridges.settings import Source, settings
-from polar.client.given import tasks_of
+from polar.bridges.rollouts import RolloutClient
+from polar.bridges.settings import SettingsSource, load_settings
+from polar.client.task_input import load_tasks
 from polar.config import SamplingOverrides
-from polar.export.base import Item, facts, needed, tokens
+from polar.export.base import SessionItem, require_logprobs, trace_metadata, trace_token_ids
 from polar.rollout.models import SessionResult, TraceResult
 from polar.trajectory.types import Trace
 
@@ -46,14 +46,14 @@ class Plugin(NamedTuple):
     harness: type
 
 
-def plugin(source: Source = None) -> Plugin:
+def plugin(source: SettingsSource = None) -> Plugin:
     """`source` as `polar.bridges.settings` takes it. Raises ConfigError."""
     import verifiers.v1 as vf
     from verifiers.v1.graph import MessageNode
     from verifiers.v1.trace import ModelCall
 
-    known = settings(source)
-    serving: ContextVar[Rollouts] = ContextVar("serving")  # of the environment that an episode is of
+    known = load_settings(source)
+    serving: ContextVar[RolloutClient] = ContextVar("serving")  # of the environment that an episode is of
 
     class PolarTask(vf.Task[vf.TaskData, vf.State, vf.TaskConfig]):
         @property
@@ -66,14 +66,14 @@ def plugin(source: Source = None) -> Plugin:
 
     class PolarTaskset(vf.Taskset[PolarTask, vf.TasksetConfig]):
         def load(self) -> Iterator[PolarTask]:
-            for task in tasks_of(known.tasks, run=known.run):
+            for task in load_tasks(known.tasks, run=known.run):
                 yield PolarTask(vf.TaskData(id=task.task_id, prompt=task.instruction), self.config.task)
 
     class PolarEnvConfig(vf.EnvConfig):
         agent: vf.AgentConfig = vf.AgentConfig(runtime=vf.SubprocessConfig())  # nothing runs in it
 
     class PolarEnv(vf.Env[PolarEnvConfig]):
-        _rollouts: Rollouts | None = None  # while it is served
+        _rollouts: RolloutClient | None = None  # while it is served
 
         async def run(self, task: Any, agents: Any) -> None:
             assert self._rollouts is not None
@@ -81,7 +81,7 @@ def plugin(source: Source = None) -> Plugin:
             await agents.agent.run(task)
 
         async def start(self) -> None:
-            self._rollouts = Rollouts(known)
+            self._rollouts = RolloutClient(known)
 
         async def stop(self) -> None:
             rollouts, self._rollouts = self._rollouts, None
@@ -99,42 +99,42 @@ def plugin(source: Source = None) -> Plugin:
             del runtime, endpoint, secret, mcp_urls  # Polar has its own
             if (rollouts := serving.get(None)) is None:
                 raise vf.HarnessError("Polar's harness runs in Polar's environment only: name no other `env`.")
-            sampling = _sampling(ctx.sampling)
-            group = await rollouts.group(data.id, trace.id, samples=1, sampling=sampling)
+            sampling = _build_sampling(ctx.sampling)
+            group = await rollouts.run_group(data.id, trace.id, samples=1, sampling=sampling)
             if not group.items:
                 reason = next(iter(group.left_out), "no_results")  # a task that was cancelled may have none
                 raise vf.HarnessError(f"Polar's session {group.name} can't be trained on: {reason}.")
             (item,), (result,) = group.items, group.results
-            for place, node in enumerate(nodes(item, result)):
+            for place, node in enumerate(build_nodes(item, result)):
                 trace.nodes.append(MessageNode.model_validate(node))
                 if call := node.get("call"):
                     trace.calls.append(ModelCall(node=place, model=ctx.model, **call))
-            trace.info["polar"] = info(item)
+            trace.info["polar"] = build_info(item)
             return vf.ProgramResult(exit_code=0, stdout="", stderr="")
 
     return Plugin(PolarTaskset, PolarEnv, PolarHarness)
 
 
-def nodes(item: Item, result: SessionResult) -> list[dict[str, Any]]:
+def build_nodes(item: SessionItem, result: SessionResult) -> list[dict[str, Any]]:
     """A session as the fields of verifiers' message nodes: a chain from a root of its own for each trace. Those that
     were sampled have a `call` besides, as the fields of its model calls."""
     made: list[dict[str, Any]] = []
     for trace, told in zip(item.trajectory.traces, result.trajectory.traces, strict=True):
-        made += _chain(trace, told, first=len(made))
+        made += _build_chain(trace, told, first=len(made))
     return made
 
 
-def info(item: Item) -> dict[str, Any]:
+def build_info(item: SessionItem) -> dict[str, Any]:
     """What nodes have no field for."""
     return {
         "session_id": item.session.session_id,
         "reward": item.session.reward,
-        "traces": [facts(item, index, trace) for index, trace in enumerate(item.trajectory.traces)],
+        "traces": [trace_metadata(item, index, trace) for index, trace in enumerate(item.trajectory.traces)],
     }
 
 
-def _chain(trace: Trace, told: TraceResult, *, first: int) -> list[dict[str, Any]]:
-    ids, recorded, begin = tokens(trace), needed(trace.logprobs), len(trace.prompt_ids)
+def _build_chain(trace: Trace, told: TraceResult, *, first: int) -> list[dict[str, Any]]:
+    ids, recorded, begin = trace_token_ids(trace), require_logprobs(trace.logprobs), len(trace.prompt_ids)
     chain: list[dict[str, Any]] = []
 
     def add(message: dict[str, Any], **fields: Any) -> None:
@@ -142,12 +142,12 @@ def _chain(trace: Trace, told: TraceResult, *, first: int) -> list[dict[str, Any
         chain.append({"parent": parent, "message": message, "sampled": False, **fields})
 
     seen = 0
-    for span, (before, reply) in zip(trace.spans, _turns(told, len(trace.spans)), strict=True):
+    for span, (before, reply) in zip(trace.spans, _split_turns(told, len(trace.spans)), strict=True):
         for one in before:
-            add(_message(one))
+            add(_to_message(one))
         context, sampled = ids[seen : begin + span.start], ids[begin + span.start : begin + span.stop]
         add(
-            _message(reply),
+            _to_message(reply),
             sampled=True,
             token_ids=[*context.tolist(), *sampled.tolist()],
             mask=[False] * len(context) + [True] * len(sampled),
@@ -160,7 +160,7 @@ def _chain(trace: Trace, told: TraceResult, *, first: int) -> list[dict[str, Any
     return chain
 
 
-def _turns(told: TraceResult, calls: int) -> list[tuple[list[ChatMessage], ChatMessage]]:
+def _split_turns(told: TraceResult, calls: int) -> list[tuple[list[ChatMessage], ChatMessage]]:
     """Of each call, what came before it and what it said; as far as that is known."""
     turns: list[tuple[list[ChatMessage], ChatMessage]] = []
     before: list[ChatMessage] = list(told.prompt_messages)
@@ -175,34 +175,34 @@ def _turns(told: TraceResult, calls: int) -> list[tuple[list[ChatMessage], ChatM
     return turns
 
 
-def _message(chat: ChatMessage) -> dict[str, Any]:
+def _to_message(chat: ChatMessage) -> dict[str, Any]:
     """As verifiers has it."""
     content = chat.get("content")
     match chat["role"]:
         case "assistant":
-            calls = [_call(call) for call in chat.get("tool_calls") or []]
+            calls = [_to_tool_call(call) for call in chat.get("tool_calls") or []]
             thought = chat.get("reasoning_content")
             return {"role": "assistant", "content": content, "reasoning_content": thought, "tool_calls": calls or None}
         case "tool":
-            return {"role": "tool", "tool_call_id": chat.get("tool_call_id", ""), "content": _content(content)}
+            return {"role": "tool", "tool_call_id": chat.get("tool_call_id", ""), "content": _to_content(content)}
         case "user":
-            return {"role": "user", "content": _content(content)}
+            return {"role": "user", "content": _to_content(content)}
         case _:
-            return {"role": "system", "content": _content(content)}
+            return {"role": "system", "content": _to_content(content)}
 
 
-def _call(call: Mapping[str, Any]) -> dict[str, Any]:
+def _to_tool_call(call: Mapping[str, Any]) -> dict[str, Any]:
     kind = call.get("type", "function")
     said = call[kind]
     return {"id": call["id"], "type": kind, "name": said["name"], "arguments": said.get("arguments", said.get("input"))}
 
 
-def _content(content: str | Sequence[Mapping[str, Any]] | None) -> Any:
+def _to_content(content: str | Sequence[Mapping[str, Any]] | None) -> Any:
     """Text and pictures: verifiers has no other parts."""
     if content is None or isinstance(content, str):
         return content or ""
     return [part for part in content if part.get("type") in ("text", "image_url")]
 
 
-def _sampling(asked: Any) -> SamplingOverrides:
+def _build_sampling(asked: Any) -> SamplingOverrides:
     return SamplingOverrides(temperature=asked.temperature, top_p=asked.top_p, max_tokens=asked.max_tokens)

@@ -31,34 +31,34 @@ a trace. The experts that tokens were routed to do, where rollout.enable_rollout
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from polar.bridges.checks import routed, scales
-from polar.bridges.rollouts import Group
-from polar.bridges.sampling import overrides
-from polar.bridges.settings import BridgeSettings, settings
-from polar.bridges.sharing import shared
+from polar.bridges.checks import get_logit_scales, require_experts
+from polar.bridges.rollouts import SessionGroup
+from polar.bridges.sampling import build_sampling_overrides
+from polar.bridges.settings import BridgeSettings, load_settings
+from polar.bridges.shared_groups import get_shared_groups
 from polar.config import SamplingOverrides
 from polar.errors import ConfigError, PolarError
-from polar.export.base import Item
-from polar.export.verl import Verl
+from polar.export.base import SessionItem
+from polar.export.verl import VerlExporter
 from polar.rollout.models import TaskRequest
 
-NAME = "polar"
+AGENT_LOOP_NAME = "polar"
 """Of the agent loop: the `name` in verl's list of them."""
-KEY, SAMPLES = "polar_key", "polar_samples"
+KEY_FIELD, SAMPLES_FIELD = "polar_key", "polar_samples"
 """What the trainer mode adds to a row: the group's key, and how many sessions verl will ask for."""
-VALIDATION = "val-"
+VALIDATION_PREFIX = "val-"
 """How keys of groups begin that are not trained on."""
-SCALES = "polar_scales"
+SCALES_FIELD = "polar_scales"
 """Among a row's `extra_fields`: of which temperature its log-probabilities are, as `polar.bridges.checks` has it."""
 
 
-def rows(tasks: Iterable[TaskRequest]) -> list[dict[str, Any]]:
+def build_rows(tasks: Iterable[TaskRequest]) -> list[dict[str, Any]]:
     """verl's data: one row a task, as its RLHFDataset reads them. Write them with pyarrow or pandas."""
     return [
         {
             "task_id": task.task_id,
-            "agent_name": NAME,
-            "data_source": NAME,
+            "agent_name": AGENT_LOOP_NAME,
+            "data_source": AGENT_LOOP_NAME,
             "prompt": [{"role": "user", "content": task.instruction}],  # only to be looked at
             "reward_model": {"style": "rule", "ground_truth": ""},
             "extra_info": {"index": index},
@@ -72,47 +72,49 @@ class AgentLoop:
 
     def __init__(self, settings: str | Mapping[str, Any], trainer_config: Any, **_: Any) -> None:
         """`settings` as `polar.bridges.settings` reads them; the others are what verl gives to every agent loop."""
-        self._settings = table(settings)
+        self._settings = parse_loop_settings(settings)
         rollout = trainer_config.config.actor_rollout_ref.rollout
-        self._logprobs = bool(rollout.calculate_log_probs)
-        self._experts = bool(getattr(rollout, "enable_rollout_routing_replay", False))
+        self._wants_logprobs = bool(rollout.calculate_log_probs)
+        self._wants_experts = bool(getattr(rollout, "enable_rollout_routing_replay", False))
 
     async def run(self, sampling_params: dict[str, Any], **row: Any) -> list[Any]:
         """One session of the row's task, as `AgentLoopOutput`s. None at all where this one was left out."""
-        if KEY not in row or "session_id" not in row:
+        if KEY_FIELD not in row or "session_id" not in row:
             raise ConfigError(
                 "Polar's agent loop takes verl's V1 trainer in one of its own modes: set trainer.v1.trainer_mode to "
                 "polar_sync, say, and VERL_USE_EXTERNAL_MODULES to polar.bridges.verl_trainer."
             )
         from verl.experimental.agent_loop.agent_loop import AgentLoopOutput
 
-        task, key, samples = str(row["task_id"]), str(row[KEY]), int(row[SAMPLES])
-        group, _ = await shared(self._settings).session(task, key, samples, sampling(sampling_params))
+        task, key, samples = str(row["task_id"]), str(row[KEY_FIELD]), int(row[SAMPLES_FIELD])
+        group, _ = await get_shared_groups(self._settings).claim_session(
+            task, key, samples, build_sampling(sampling_params)
+        )
         check_usable(group, key)
         number = int(row["session_id"])  # verl counts for itself
         if number >= len(group.items):
             return []
-        made = outputs(group.items[number], logprobs=self._logprobs, experts=self._experts)
+        made = build_outputs(group.items[number], logprobs=self._wants_logprobs, experts=self._wants_experts)
         return [AgentLoopOutput(**one) for one in made]
 
 
-def check_usable(group: Group, key: str) -> None:
+def check_usable(group: SessionGroup, key: str) -> None:
     """Raises PolarError where nothing of the group can be trained on, or one session that has no other to be compared
     with."""
-    needed = 1 if group.asked == 1 or key.startswith(VALIDATION) else 2
+    needed = 1 if group.requested_samples == 1 or key.startswith(VALIDATION_PREFIX) else 2
     if len(group.items) < needed:
         reasons = ", ".join(f"{reason} x {count}" for reason, count in group.left_out.most_common())
         found = "A single session" if group.items else "Nothing"
         raise PolarError(f"{found} of {group.name} can be trained on: {reasons}.")
 
 
-def outputs(item: Item, *, logprobs: bool = True, experts: bool = False) -> list[dict[str, Any]]:
+def build_outputs(item: SessionItem, *, logprobs: bool = True, experts: bool = False) -> list[dict[str, Any]]:
     """A session as fields of `AgentLoopOutput`s, with or without the recorded log-probabilities, and the experts."""
-    made: list[dict[str, Any]] = [*Verl().lines(item)]
+    made: list[dict[str, Any]] = [*VerlExporter().lines(item)]
     for one, trace in zip(made, item.trajectory.traces, strict=True):
-        one["extra_fields"][SCALES] = scales(trace)
+        one["extra_fields"][SCALES_FIELD] = get_logit_scales(trace)
         if experts:
-            one["routed_experts"] = routed(trace)
+            one["routed_experts"] = require_experts(trace)
     if not logprobs:
         return [one | {"response_logprobs": None} for one in made]
     if any(one["response_logprobs"] is None for one in made):
@@ -123,16 +125,18 @@ def outputs(item: Item, *, logprobs: bool = True, experts: bool = False) -> list
     return made
 
 
-def sampling(params: Mapping[str, Any]) -> SamplingOverrides:
+def build_sampling(params: Mapping[str, Any]) -> SamplingOverrides:
     """verl's sampling parameters, as far as they change what is likely."""
-    return overrides(**{name: params.get(name) for name in ("temperature", "top_p", "top_k", "repetition_penalty")})
+    return build_sampling_overrides(
+        **{name: params.get(name) for name in ("temperature", "top_p", "top_k", "repetition_penalty")}
+    )
 
 
-def table(given: str | Mapping[str, Any]) -> BridgeSettings:
+def parse_loop_settings(given: str | Mapping[str, Any]) -> BridgeSettings:
     """Settings as they stand in verl's list of agent loops."""
     if isinstance(given, str):
-        return settings(given)
+        return load_settings(given)
     from omegaconf import OmegaConf
 
     plain: Any = OmegaConf.to_container(given, resolve=True) if OmegaConf.is_config(given) else given
-    return settings(plain)
+    return load_settings(plain)

@@ -23,16 +23,23 @@ from contextlib import AsyncExitStack
 from typing import Any
 
 from polar.bridges.bridge import Bridge
-from polar.bridges.checks import check_scales
-from polar.bridges.engines import EnginesDiffer
-from polar.bridges.rollouts import Keys
+from polar.bridges.checks import check_logit_scales
+from polar.bridges.engines import WeightMismatchError
+from polar.bridges.rollouts import GroupKeys
 from polar.bridges.settings import BridgeSettings
-from polar.bridges.verl import KEY, NAME, SAMPLES, SCALES, VALIDATION, table
+from polar.bridges.verl import (
+    AGENT_LOOP_NAME,
+    KEY_FIELD,
+    SAMPLES_FIELD,
+    SCALES_FIELD,
+    VALIDATION_PREFIX,
+    parse_loop_settings,
+)
 from polar.errors import ConfigError
-from polar.train.syncing.probe import tolerance_of
+from polar.train.weight_sync.probe import choose_tolerance
 
 MODES = ("sync", "colocate_async", "separate_async")
-_PER_TOKEN = ("token-mean", "token-sum")
+_TOKEN_LOSS_MODES = ("token-mean", "token-sum")
 
 
 def register() -> None:
@@ -40,16 +47,16 @@ def register() -> None:
     from verl.trainer.ppo.v1 import get_trainer_cls, register_trainer
 
     for mode in MODES:
-        register_trainer(f"polar_{mode}")(trainer(get_trainer_cls(mode), mode))
+        register_trainer(f"polar_{mode}")(make_polar_trainer(get_trainer_cls(mode), mode))
 
 
-def check(config: Any) -> None:
+def check_config(config: Any) -> None:
     """Raises ConfigError for what goes by row where sessions may have several."""
     mode = config.actor_rollout_ref.actor.loss_agg_mode
-    if mode not in _PER_TOKEN:
+    if mode not in _TOKEN_LOSS_MODES:
         raise ConfigError(
             f"actor_rollout_ref.actor.loss_agg_mode={mode} weighs rows, and a session may have several: set it to "
-            f"{' or '.join(_PER_TOKEN)}."
+            f"{' or '.join(_TOKEN_LOSS_MODES)}."
         )
     estimator = config.algorithm.adv_estimator
     if estimator != "grpo":
@@ -76,15 +83,15 @@ def check_same_weights(recorded: Any, recomputed: Any, mask: Any, *dtypes: str) 
     """Of tokens, what the engines said and what the actor does; `dtypes` are those that they compute in. The mean
     tells: among very many tokens some are far apart, whatever the weights. Raises EnginesDiffer."""
     apart = float(abs(recorded - recomputed)[mask == 1].mean())
-    allowed = tolerance_of(*dtypes).mean
+    allowed = choose_tolerance(*dtypes).mean
     if apart > allowed:
-        raise EnginesDiffer(
+        raise WeightMismatchError(
             "The engines do not have the trainer's weights, or sample in a way that verl's actor does not know of: "
             f"log-probabilities differ by {apart:.3g} in the mean; {allowed:g} is allowed."
         )
 
 
-def settings_of(config: Any) -> BridgeSettings:
+def find_loop_settings(config: Any) -> BridgeSettings:
     """Those of the agent loop `polar` in verl's list."""
     from omegaconf import OmegaConf
     from verl.utils.import_utils import resolve_config_path
@@ -92,10 +99,11 @@ def settings_of(config: Any) -> BridgeSettings:
     path = config.actor_rollout_ref.rollout.agent.agent_loop_config_path
     if path:
         for one in OmegaConf.load(resolve_config_path(path)):
-            if one.name == NAME:
-                return table(one.settings)
+            if one.name == AGENT_LOOP_NAME:
+                return parse_loop_settings(one.settings)
     raise ConfigError(
-        f"There is no agent loop {NAME!r}: actor_rollout_ref.rollout.agent.agent_loop_config_path names a list with it."
+        f"There is no agent loop {AGENT_LOOP_NAME!r}: "
+        "actor_rollout_ref.rollout.agent.agent_loop_config_path names a list with it."
     )
 
 
@@ -104,12 +112,13 @@ def check_tasks(named: Iterable[Any], known: Container[str]) -> None:
     for task in named:
         if str(task) not in known:
             raise ConfigError(
-                f"There is no task {str(task)!r} in the files that the agent loop {NAME!r} has as `tasks`: a row of "
+                f"There is no task {str(task)!r} in the files that the agent loop {AGENT_LOOP_NAME!r} has "
+                "as `tasks`: a row of "
                 "verl's data names one in its column `task_id`."
             )
 
 
-class Naming:
+class NamingAgentLoopManager:
     """verl's manager of agent loops, with a name for each prompt's group."""
 
     def __init__(self, manager: Any, config: Any, tasks: Container[str]) -> None:
@@ -117,7 +126,7 @@ class Naming:
         self._manager = manager
         self._tasks = tasks
         self._rollout = config.actor_rollout_ref.rollout
-        self._keys = Keys()
+        self._keys = GroupKeys()
 
     def generate_sequences(self, prompts: Any) -> Any:
         """Raises ConfigError for a row that names no task."""
@@ -125,25 +134,25 @@ class Naming:
         from verl.utils.tensordict_utils import assign_non_tensor_stack
 
         validating = "validate" in prompts
-        step = f"{VALIDATION if validating else 'step-'}{prompts['global_steps']}"
+        step = f"{VALIDATION_PREFIX if validating else 'step-'}{prompts['global_steps']}"
         asked = self._rollout.val_kwargs.n if validating else self._rollout.n
         samples = list(prompts["__rollout_n__"]) if "__rollout_n__" in prompts else [asked] * len(prompts)
-        keys = [self._keys.of(step, str(task)) for task in prompts["task_id"]]
-        assign_non_tensor_stack(prompts, KEY, keys)
-        assign_non_tensor_stack(prompts, SAMPLES, [int(count) for count in samples])
+        keys = [self._keys.next_key(step, str(task)) for task in prompts["task_id"]]
+        assign_non_tensor_stack(prompts, KEY_FIELD, keys)
+        assign_non_tensor_stack(prompts, SAMPLES_FIELD, [int(count) for count in samples])
         return self._manager.generate_sequences(prompts)
 
 
-def trainer(base: Any, mode: str) -> Any:
+def make_polar_trainer(base: Any, mode: str) -> Any:
     """verl's trainer of this mode, with Polar in it."""
 
-    class Polar(base):
+    class PolarTrainer(base):
         def __init__(self, config: Any) -> None:
             from omegaconf import open_dict
 
-            check(config)
-            self.polar = Bridge(settings_of(config))
-            self._update: AsyncExitStack | None = None
+            check_config(config)
+            self.polar = Bridge(find_loop_settings(config))
+            self._update_stack: AsyncExitStack | None = None
             with open_dict(config):
                 config.trainer.v1.trainer_mode = mode  # verl looks up the mode's settings by its name
             super().__init__(config)
@@ -157,33 +166,33 @@ def trainer(base: Any, mode: str) -> Any:
 
         def fit(self, agent_loop_manager: Any) -> None:
             try:
-                super().fit(Naming(agent_loop_manager, self.config, self.polar.rollouts.tasks))
+                super().fit(NamingAgentLoopManager(agent_loop_manager, self.config, self.polar.rollouts.tasks))
             finally:
                 self.polar.close()
 
         def on_sample_end(self) -> None:
             if mode != "separate_async":  # whose engines alone go on while it trains
-                self._updating()
+                self._ensure_update_begun()
             super().on_sample_end()
 
         def on_step_end(self) -> None:
-            update = self._updating()
+            update = self._ensure_update_begun()
             super().on_step_end()
             self.polar.run(update.aclose())
-            self._update = None
+            self._update_stack = None
 
-        def _updating(self) -> AsyncExitStack:
+        def _ensure_update_begun(self) -> AsyncExitStack:
             """Calls wait from here on, until it is closed."""
-            if self._update is None:
-                self._update = AsyncExitStack()
+            if self._update_stack is None:
+                self._update_stack = AsyncExitStack()
                 updating = self.polar.engines.updating(self.global_steps, "drain")
-                self.polar.run(self._update.enter_async_context(updating))
-            return self._update
+                self.polar.run(self._update_stack.enter_async_context(updating))
+            return self._update_stack
 
         def _compute_old_log_prob(self, batch: Any, metrics: Any) -> Any:
             self._check_temperature(batch)
             batch = super()._compute_old_log_prob(batch, metrics)
-            self._prove(batch)
+            self._check_weights(batch)
             return batch
 
         def _check_temperature(self, batch: Any) -> None:
@@ -196,9 +205,9 @@ def trainer(base: Any, mode: str) -> Any:
                 fields = ["extra_fields"]
                 data = transfer_queue.kv_batch_get(keys=keys, partition_id=batch.partition_id, select_fields=fields)
                 for told in map(dict, data["extra_fields"]):
-                    check_scales(str(told["session_id"]), told.get(SCALES, []), rollout.temperature)
+                    check_logit_scales(str(told["session_id"]), told.get(SCALES_FIELD, []), rollout.temperature)
 
-        def _prove(self, batch: Any) -> None:
+        def _check_weights(self, batch: Any) -> None:
             """Of what was sampled with the weights that the actor has now."""
             import transfer_queue
 
@@ -241,8 +250,8 @@ def trainer(base: Any, mode: str) -> Any:
             finally:
                 actor.ppo_mini_batch_size = configured
 
-    Polar.__name__ = Polar.__qualname__ = f"Polar{base.__name__}"
-    return Polar
+    PolarTrainer.__name__ = PolarTrainer.__qualname__ = f"Polar{base.__name__}"
+    return PolarTrainer
 
 
 if "verl" in sys.modules:  # it imports this module for what is registered here

@@ -14,8 +14,8 @@ from polar.bench import fidelity as fidelity_bench
 from polar.bench import (
     fidelity_report,
     fidelity_sessions,
+    gateway_report,
     pipeline_report,
-    report,
     sandbox_report,
     service_report,
     trajectory_report,
@@ -26,19 +26,19 @@ from polar.bench import sandbox as sandbox_bench
 from polar.bench import service as service_bench
 from polar.bench import trajectory as trajectory_bench
 from polar.bench.peers import litellm
-from polar.bench.pipeline_picture import picture as pipeline_picture
-from polar.cli.common import json_option, run
-from polar.data_plane import settle_process
+from polar.bench.pipeline_plot import draw_svg as pipeline_picture
+from polar.cli.common import json_option, run_async
+from polar.data_plane import tune_process
 from polar.errors import ConfigError
 
-_ENVIRONMENT = Path(".cache/bench-litellm")
-HARNESSES = (
+_LITELLM_ENVIRONMENT = Path(".cache/bench-litellm")
+HARNESS_FOLDERS = (
     Path(".cache/node/node_modules/.bin"),
     Path(".cache/harnesses/node_modules/.bin"),
     Path(".cache/harnesses-venv/bin"),
 )
 """Where `make` installs harnesses."""
-_RECORDED = Path("tests/fixtures/trees")
+_RECORDED_TREES = Path("tests/fixtures/trees")
 """Groups of real harnesses' sessions, see tools/record_trees.py."""
 
 
@@ -60,7 +60,7 @@ def command() -> None:
     "--litellm",
     "environment",
     type=click.Path(path_type=Path, file_okay=False),
-    help=f"a virtual environment with LiteLLM [default: {_ENVIRONMENT}, made if it is not there]",
+    help=f"a virtual environment with LiteLLM [default: {_LITELLM_ENVIRONMENT}, made if it is not there]",
 )
 @click.option("--no-litellm", is_flag=True, help="leave LiteLLM out")
 @click.option(
@@ -75,14 +75,16 @@ def gateway(
 ) -> None:
     """CPU per captured call, added latency, many streams and idle sessions."""
     console = Console(stderr=True)
-    where = None if no_litellm else environment or _install(console)
-    plan = gateway_bench.QUICK if quick else gateway_bench.Plan()
-    measurements = (gateway_bench.cpu_per_call,) if cpu_only else gateway_bench.MEASUREMENTS
-    measured = run(gateway_bench.run(plan, where, _progress(console), against=against, measurements=measurements))
+    where = None if no_litellm else environment or _install_litellm(console)
+    plan = gateway_bench.QUICK if quick else gateway_bench.GatewayPlan()
+    measurements = (gateway_bench.measure_cpu_per_call,) if cpu_only else gateway_bench.MEASUREMENTS
+    measured = run_async(
+        gateway_bench.run(plan, where, _progress_printer(console), against=against, measurements=measurements)
+    )
     if as_json:
-        click.echo(report.as_json(measured))
+        click.echo(gateway_report.as_json(measured))
     else:
-        report.show(measured, _wide())
+        gateway_report.show(measured, _wide_console())
 
 
 @command.command("trajectory")
@@ -99,12 +101,12 @@ def gateway(
 def trajectory(quick: bool, peer_pythons: tuple[Path, ...], tokenizer: Path | None, as_json: bool) -> None:
     """Tokens a second into the token tree, what a session takes on disk, and what a turn at 30k tokens costs."""
     plan = trajectory_bench.QUICK if quick else trajectory_bench.FULL
-    progress = _progress(Console(stderr=True))
-    measured = run(trajectory_bench.run(plan, peer_pythons, progress, _folder(tokenizer)))
+    progress = _progress_printer(Console(stderr=True))
+    measured = run_async(trajectory_bench.run(plan, peer_pythons, progress, _absolute_folder(tokenizer)))
     if as_json:
         click.echo(trajectory_report.as_json(measured))
     else:
-        trajectory_report.show(measured, _wide())
+        trajectory_report.show(measured, _wide_console())
 
 
 @command.command("fidelity")
@@ -119,20 +121,22 @@ def fidelity(harnesses: tuple[str, ...], turns: int, tokenizer: Path | None, as_
 
     Harnesses are looked for on PATH and where `make` puts them; a small agent, `built-in`, is always there.
     """
-    agents = fidelity_sessions.installed(harnesses, HARNESSES)
-    with _bar() as progress:
-        measured = run(fidelity_bench.run(agents, turns=turns, tokenizer=_folder(tokenizer), progress=progress))
+    agents = fidelity_sessions.find_installed_agents(harnesses, HARNESS_FOLDERS)
+    with _progress_bar() as progress:
+        measured = run_async(
+            fidelity_bench.run(agents, turns=turns, tokenizer=_absolute_folder(tokenizer), progress=progress)
+        )
     if as_json:
         click.echo(fidelity_report.as_json(measured))
     else:
-        fidelity_report.show(measured, _wide())
+        fidelity_report.show(measured, _wide_console())
 
 
-def _folder(tokenizer: Path | None) -> str | None:
+def _absolute_folder(tokenizer: Path | None) -> str | None:
     return None if tokenizer is None else str(tokenizer.absolute())
 
 
-def _progress(console: Console) -> Callable[[str], None]:
+def _progress_printer(console: Console) -> Callable[[str], None]:
     began = time.monotonic()
 
     def progress(what: str) -> None:
@@ -142,7 +146,7 @@ def _progress(console: Console) -> Callable[[str], None]:
 
 
 @contextmanager
-def _bar() -> Iterator[Callable[[str, int, int], None]]:
+def _progress_bar() -> Iterator[Callable[[str, int, int], None]]:
     """For what is counted: takes what goes on, and how many are done of how many."""
     columns = SpinnerColumn(), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}")
     with Progress(*columns, console=Console(stderr=True)) as bar:
@@ -154,13 +158,13 @@ def _bar() -> Iterator[Callable[[str, int, int], None]]:
         yield progress
 
 
-def _install(console: Console) -> Path:
-    if litellm.executable(_ENVIRONMENT) is None:
+def _install_litellm(console: Console) -> Path:
+    if litellm.find_executable(_LITELLM_ENVIRONMENT) is None:
         columns = SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn()
         with Progress(*columns, console=console) as bar:
-            bar.add_task(f"installing LiteLLM {litellm.VERSION} into {_ENVIRONMENT}", total=None)
-            litellm.install(_ENVIRONMENT)
-    return _ENVIRONMENT
+            bar.add_task(f"installing LiteLLM {litellm.VERSION} into {_LITELLM_ENVIRONMENT}", total=None)
+            litellm.install(_LITELLM_ENVIRONMENT)
+    return _LITELLM_ENVIRONMENT
 
 
 @command.command("sandbox")
@@ -168,12 +172,12 @@ def _install(console: Console) -> Path:
 @json_option
 def sandbox(quick: bool, as_json: bool) -> None:
     """Cold start of a sandbox, and a ready one, against docker run."""
-    plan = sandbox_bench.QUICK if quick else sandbox_bench.Plan()
-    measured = run(sandbox_bench.run(plan, _progress(Console(stderr=True))))
+    plan = sandbox_bench.QUICK if quick else sandbox_bench.SandboxPlan()
+    measured = run_async(sandbox_bench.run(plan, _progress_printer(Console(stderr=True))))
     if as_json:
         click.echo(sandbox_report.as_json(measured))
     else:
-        sandbox_report.show(measured, _wide())
+        sandbox_report.show(measured, _wide_console())
 
 
 @command.command("pipeline")
@@ -188,15 +192,15 @@ def sandbox(quick: bool, as_json: bool) -> None:
 @json_option
 def pipeline(quick: bool, picture: Path, as_json: bool) -> None:
     """How busy the node's stages keep a simulated engine, against sessions run one by one."""
-    plan = pipeline_bench.QUICK if quick else pipeline_bench.Plan()
-    settle_process()
-    with _bar() as progress:
-        measured = run(pipeline_bench.run(plan, progress))
+    plan = pipeline_bench.QUICK if quick else pipeline_bench.PipelinePlan()
+    tune_process()
+    with _progress_bar() as progress:
+        measured = run_async(pipeline_bench.run(plan, progress))
     picture.write_text(pipeline_picture(measured), encoding="utf-8")
     if as_json:
         click.echo(pipeline_report.as_json(measured))
     else:
-        pipeline_report.show(measured, _wide())
+        pipeline_report.show(measured, _wide_console())
     click.echo(f"The picture is in {picture}.", err=as_json)
 
 
@@ -215,12 +219,12 @@ def pipeline(quick: bool, picture: Path, as_json: bool) -> None:
 @json_option
 def service(quick: bool, postgres: str | None, peer_pythons: tuple[Path, ...], as_json: bool) -> None:
     """Sessions and results a second through the rollout service, and what a long queue costs."""
-    plan = service_bench.QUICK if quick else service_bench.Plan()
-    measured = run(service_bench.run(plan, postgres, peer_pythons, _progress(Console(stderr=True))))
+    plan = service_bench.QUICK if quick else service_bench.ServicePlan()
+    measured = run_async(service_bench.run(plan, postgres, peer_pythons, _progress_printer(Console(stderr=True))))
     if as_json:
         click.echo(service_report.as_json(measured))
     else:
-        service_report.show(measured, _wide())
+        service_report.show(measured, _wide_console())
 
 
 @command.command("tree")
@@ -233,7 +237,7 @@ def service(quick: bool, postgres: str | None, peer_pythons: tuple[Path, ...], a
 @click.option(
     "--recorded",
     type=click.Path(path_type=Path, exists=True, file_okay=False),
-    help=f"a folder of recorded groups [default: {_RECORDED}, if it is there]",
+    help=f"a folder of recorded groups [default: {_RECORDED_TREES}, if it is there]",
 )
 @click.option("--group", "groups", multiple=True, help="only those whose name begins so; may be given twice")
 @click.option("--builder", "builders", multiple=True, help="only this one; may be given twice")
@@ -285,13 +289,13 @@ def tree(
         raise ConfigError(f"polar bench tree needs the extra `train`: pip install 'polar[train]' ({error}).") from error
     from polar.bench import tree as tree_bench
     from polar.bench import tree_report
-    from polar.bench.tree_flops import Sizes
-    from polar.bench.tree_picture import picture as draw
+    from polar.bench.tree_flops import ModelSizes
+    from polar.bench.tree_plot import draw_svg as draw
 
     if unknown := set(builders) - set(tree_bench.ALL):
         raise ConfigError(f"There is no builder {', '.join(unknown)}, but {', '.join(tree_bench.ALL)}.")
-    where = tree_model.device(device)
-    plan = tree_bench.Plan(
+    where = tree_model.choose_device(device)
+    plan = tree_bench.TreePlan(
         shape=shape or ("qwen3-4b" if where.type == "cuda" else "tiny"),
         device=str(where),
         chunk_tokens=chunk_tokens,
@@ -302,28 +306,30 @@ def tree(
         seconds=seconds,
         rounds=rounds,
     )
-    chosen = tree_bench.groups(recorded or (_RECORDED if _RECORDED.is_dir() else None), groups, quick=quick)
+    chosen = tree_bench.make_groups(
+        recorded or (_RECORDED_TREES if _RECORDED_TREES.is_dir() else None), groups, quick=quick
+    )
     if rate is not None:
-        sizes = Sizes.of(tree_model.config(plan.shape))
-        counted = [it for group in chosen for it in tree_bench.count(group, sizes, plan.builders)]
-        tree_report.show_counts(counted, rate * 1e12, _wide(150))
+        sizes = ModelSizes.of(tree_model.load_config(plan.shape))
+        counted = [it for group in chosen for it in tree_bench.count_costs(group, sizes, plan.builders)]
+        tree_report.show_counts(counted, rate * 1e12, _wide_console(150))
         return
 
-    def keep(report: tree_bench.Report) -> None:
+    def keep(report: tree_bench.TreeReport) -> None:
         if output is not None:
             output.write_bytes(tree_report.as_json(report))
         if picture is not None:
             picture.write_text(draw(report), encoding="utf-8")
 
     if kept:
-        measured = tree_report.read(kept)
+        measured = tree_report.read_reports(kept)
         keep(measured)
     else:
-        measured = tree_bench.run(plan, chosen, _progress(Console(stderr=True)), keep)
+        measured = tree_bench.run(plan, chosen, _progress_printer(Console(stderr=True)), keep)
     if as_json:
         click.echo(tree_report.as_json(measured))
     else:
-        tree_report.show(measured, _wide(190))
+        tree_report.show(measured, _wide_console(190))
 
 
 @command.command("tax")
@@ -359,15 +365,15 @@ def tax(
     from polar.config import EngineSettings
 
     given = {name: size for name, size in sizes.items() if size is not None}
-    plan = msgspec.structs.replace(tax_load.QUICK if quick else tax_load.Plan(), **given)
+    plan = msgspec.structs.replace(tax_load.QUICK if quick else tax_load.TaxPlan(), **given)
     options = {name: value for name, value in {"device": device, "threads": threads}.items() if value is not None}
     folder = None if model is None else str(model)
     embedded = None if no_embedded else EngineSettings(kind="embedded", model=folder, options=options)
-    measured = run(tax_bench.run(plan, embedded, vllm, _progress(Console(stderr=True))))
+    measured = run_async(tax_bench.run(plan, embedded, vllm, _progress_printer(Console(stderr=True))))
     if as_json:
         click.echo(tax_report.as_json(measured))
     else:
-        tax_report.show(measured, _wide())
+        tax_report.show(measured, _wide_console())
 
 
 @command.command("vllm")
@@ -410,21 +416,23 @@ def vllm(
     from polar.bench import vllm as vllm_bench
     from polar.bench import vllm_report
 
-    plan = vllm_bench.QUICK if quick else vllm_bench.Plan()
+    plan = vllm_bench.QUICK if quick else vllm_bench.VllmPlan()
     shape = msgspec.structs.replace(plan.shape, stream=not whole, turns=turns or plan.shape.turns)
     given = {name: size for name, size in sizes.items() if size is not None}
     plan = msgspec.structs.replace(plan, levels=levels or plan.levels, shape=shape, **given)
 
-    def keep(report: vllm_bench.Report) -> None:
+    def keep(report: vllm_bench.VllmReport) -> None:
         if output is not None:
             output.write_bytes(vllm_report.as_json(report))
 
-    progress = _progress(Console(stderr=True))
-    measured = run(vllm_bench.run(plan, url, progress, tokenizer=_folder(tokenizer), data=data, keep=keep))
+    progress = _progress_printer(Console(stderr=True))
+    measured = run_async(
+        vllm_bench.run(plan, url, progress, tokenizer=_absolute_folder(tokenizer), data=data, keep=keep)
+    )
     if as_json:
         click.echo(vllm_report.as_json(measured))
     else:
-        vllm_report.show(measured, _wide(150))
+        vllm_report.show(measured, _wide_console(150))
     if not measured.passed:
         raise SystemExit(1)
 
@@ -443,16 +451,16 @@ def stall(quick: bool, kinds: tuple[str, ...], tokenizer: Path | None, as_json: 
     """
     from polar.bench import stall as stall_bench
 
-    plan = stall_bench.QUICK if quick else stall_bench.Plan()
+    plan = stall_bench.QUICK if quick else stall_bench.StallPlan()
     if tokenizer is not None:
-        plan = msgspec.structs.replace(plan, tokenizer=_folder(tokenizer))
+        plan = msgspec.structs.replace(plan, tokenizer=_absolute_folder(tokenizer))
     if kinds:
         plan = msgspec.structs.replace(plan, kinds=tuple(kind for kind in plan.kinds if kind.startswith(kinds)))
-    measured = run(stall_bench.run(plan, _progress(Console(stderr=True))))
+    measured = run_async(stall_bench.run(plan, _progress_printer(Console(stderr=True))))
     if as_json:
         click.echo(msgspec.json.encode(measured))
     else:
-        stall_bench.show(measured, _wide(150))
+        stall_bench.show(measured, _wide_console(150))
     if not measured.passed:
         raise SystemExit(1)
 
@@ -471,11 +479,11 @@ def soak(calls: int, table: Path | None, plot: Path | None, as_json: bool) -> No
     """
     from polar.bench import soak as soak_bench
 
-    measured = run(soak_bench.run(soak_bench.Plan(calls=calls), _progress(Console(stderr=True))))
+    measured = run_async(soak_bench.run(soak_bench.SoakPlan(calls=calls), _progress_printer(Console(stderr=True))))
     if table is not None:
         soak_bench.write_csv(measured, table)
     if plot is not None:
-        soak_bench.draw(measured, plot)
+        soak_bench.draw_memory(measured, plot)
     if as_json:
         click.echo(msgspec.json.encode(measured))
     else:
@@ -488,6 +496,6 @@ def soak(calls: int, table: Path | None, plot: Path | None, as_json: bool) -> No
         raise SystemExit(1)
 
 
-def _wide(least: int = 130) -> Console:
+def _wide_console(min_width: int = 130) -> Console:
     """Tables of figures: rather wrapped by the terminal than cut."""
-    return Console(width=max(Console().width, least))
+    return Console(width=max(Console().width, min_width))

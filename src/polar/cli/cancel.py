@@ -4,9 +4,9 @@ from pathlib import Path
 
 import click
 
-from polar.cli.common import json_option, run
-from polar.cli.run_tally import count
-from polar.cli.server import connected, server_options
+from polar.cli.common import json_option, run_async
+from polar.cli.run_tally import format_count
+from polar.cli.server import connect_client, server_options
 from polar.client.async_client import ClientError
 
 
@@ -26,7 +26,7 @@ def command(
 
     async def cancel() -> int:
         failed = 0
-        async with connected(config_path, server, token, run_name) as client:
+        async with connect_client(config_path, server, token, run_name) as client:
             for task_id in task_ids:
                 try:
                     answer = await client.cancel(task_id)
@@ -36,8 +36,8 @@ def command(
                     click.echo(f"polar: {error}", err=True)
                     failed = 1
                     continue
-                ended = f"{count(answer.cancelled_sessions or 0, 'session')} cancelled"
+                ended = f"{format_count(answer.cancelled_sessions or 0, 'session')} cancelled"
                 click.echo(answer.model_dump_json() if as_json else f"{task_id}: {ended}")
         return failed
 
-    return run(cancel())
+    return run_async(cancel())

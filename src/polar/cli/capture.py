@@ -15,25 +15,25 @@ from rich.console import Console
 from rich.table import Table
 
 from polar.cli.common import (
+    describe_default_engine,
     engine_options,
-    json_object,
+    format_show_command,
     json_option,
+    parse_json_object,
     private_settings,
-    run,
-    scripted_note,
+    run_async,
     settings_options,
-    show_command,
 )
 from polar.config import Settings
 from polar.data_plane import DataPlane
 from polar.errors import ConfigError
-from polar.harnesses import environment, inherited, known_by_command, load_harness
-from polar.harnesses.base import Wanted
+from polar.harnesses import build_environment, filter_environment, find_by_command, load_harness
+from polar.harnesses.base import SetupRequest
 from polar.harnesses.files import write_setup
 from polar.store.base import Exchange, Verdict
 from polar.trajectory.builders import prefix_merging
-from polar.trajectory.session import sampled
-from polar.trajectory.types import Excluded
+from polar.trajectory.session import read_session_paths
+from polar.trajectory.types import ExcludedSpan
 
 
 @click.command("capture", context_settings={"allow_interspersed_args": False})
@@ -59,13 +59,13 @@ def command(
 ) -> int:
     """Run CMD with every provider's base URL and key pointing at a private gateway; keep and sum up what it asked."""
     settings = private_settings(config_path, engine_url, kind)
-    kept = json_object(metadata, "--metadata")
-    return run(
+    kept = parse_json_object(metadata, "--metadata")
+    return run_async(
         capture(settings, data, list(argv), harness=harness, model=model, as_json=as_json, metadata=kept, reward=reward)
     )
 
 
-class Summary(Struct):
+class CaptureSummary(Struct):
     """What was captured. `tokens` are the sampled ones; `traces` what merging by exact prefix gives."""
 
     session_id: str
@@ -95,24 +95,24 @@ async def capture(
     """Runs `argv` in `folder` (default: this one) and prints what was captured; its exit status."""
     if shutil.which(argv[0]) is None:
         raise ConfigError(f"There is no command {argv[0]!r}.")
-    name = harness or known_by_command(argv)
+    name = harness or find_by_command(argv)
     preset = load_harness(name) if name else None
     async with DataPlane(settings, data) as service:
         wanted = model or (preset.default_model if preset else "polar")
         session, key = await service.sessions.create(
             {"command": argv, "harness": name, "model": wanted} | (metadata or {})
         )
-        summary = Summary(session.session_id)
-        variables = inherited(os.environ) | environment(service.gateway_url, key, wanted)
+        summary = CaptureSummary(session.session_id)
+        variables = filter_environment(os.environ) | build_environment(service.gateway_url, key, wanted)
         # Some harnesses go by PWD, and it is stale where no shell has started us.
         variables["PWD"] = str(folder) if folder else os.getcwd()
         if preset is not None:
-            home = _private_home(data, session.session_id)
-            setup = preset.setup(Wanted(str(home), variables["PWD"], service.gateway_url, key, wanted))
+            home = _make_private_home(data, session.session_id)
+            setup = preset.setup(SetupRequest(str(home), variables["PWD"], service.gateway_url, key, wanted))
             write_setup(setup, home)
             variables |= {"HOME": str(home)} | setup.env
         try:
-            summary.exit_code = await _run(argv, variables, folder)
+            summary.exit_code = await _run_command(argv, variables, folder)
         finally:
             verdict = Verdict(reward) if reward is not None and summary.exit_code == 0 else Verdict()
             await service.sessions.end(session.session_id, verdict)
@@ -126,7 +126,7 @@ async def capture(
         summary.untrainable += exchange.untrainable is not None
         if exchange.branch_reason is not None:
             summary.branches[exchange.branch_reason] = summary.branches.get(exchange.branch_reason, 0) + 1
-    built = prefix_merging(sampled(recorded, exchanges))
+    built = prefix_merging(read_session_paths(recorded, exchanges))
     summary.traces = len(built.traces)
     for excluded in built.excluded:
         count = excluded.stop - excluded.start
@@ -136,7 +136,7 @@ async def capture(
         # The command's own output may not have ended its line.
         click.echo("\n" + msgspec.json.encode(summary).decode())
     else:
-        _print(summary, settings, data)
+        _print_summary(summary, settings, data)
     if summary.exit_code == 0 and summary.exchanges == 0:
         raise ConfigError(
             "The command ended well, but asked the gateway nothing: does it read OPENAI_BASE_URL, ANTHROPIC_BASE_URL "
@@ -145,7 +145,7 @@ async def capture(
     return summary.exit_code
 
 
-def _print(summary: Summary, settings: Settings, data: Path) -> None:
+def _print_summary(summary: CaptureSummary, settings: Settings, data: Path) -> None:
     table = Table(title=f"Captured session {summary.session_id}", title_justify="left")
     columns = {
         "model calls": summary.exchanges,
@@ -166,22 +166,22 @@ def _print(summary: Summary, settings: Settings, data: Path) -> None:
             "A sub-agent begins another, and so does a history that was changed."
         )
     if summary.branches:
-        console.print(f"Prompts that don't just go on from recorded tokens: {_listed(summary.branches)}.")
+        console.print(f"Prompts that don't just go on from recorded tokens: {_format_counts(summary.branches)}.")
     if summary.untrained_calls:
-        console.print(f"Calls that don't train: {_list_reasons(summary.untrained_calls)}.")
+        console.print(f"Calls that don't train: {_format_reasons(summary.untrained_calls)}.")
     if "forced_tool" in summary.untrained_calls:
         console.print(
             "A call whose tool_choice forces a tool does not train: the engine masks tokens that don't fit the call,"
             " so their log-probabilities are not those that were sampled with. Use tool_choice auto where you can."
         )
     if summary.excluded:
-        console.print(f"Sampled tokens that don't train: {_listed(summary.excluded)}.")
-    if (note := scripted_note(settings)) is not None:
+        console.print(f"Sampled tokens that don't train: {_format_counts(summary.excluded)}.")
+    if (note := describe_default_engine(settings)) is not None:
         console.print(note)
-    console.print(f"Look at it with: {show_command(summary.session_id, data)}")
+    console.print(f"Look at it with: {format_show_command(summary.session_id, data)}")
 
 
-def _count_untrained_calls(exchanges: list[Exchange], excluded: list[Excluded]) -> dict[str, int]:
+def _count_untrained_calls(exchanges: list[Exchange], excluded: list[ExcludedSpan]) -> dict[str, int]:
     """Calls none of whose sampled tokens train, by reason: the call's own, or that of its first excluded tokens."""
     reasons: dict[str, str] = {}
     tokens: Counter[str] = Counter()
@@ -198,21 +198,21 @@ def _count_untrained_calls(exchanges: list[Exchange], excluded: list[Excluded]) 
     return dict(counts)
 
 
-def _list_reasons(counts: dict[str, int]) -> str:
+def _format_reasons(counts: dict[str, int]) -> str:
     return ", ".join(f"{reason}: {count}" for reason, count in sorted(counts.items()))
 
 
-def _listed(counts: dict[str, int]) -> str:
+def _format_counts(counts: dict[str, int]) -> str:
     return ", ".join(f"{name} {count}" for name, count in sorted(counts.items()))
 
 
-def _private_home(data: Path, session_id: str) -> Path:
+def _make_private_home(data: Path, session_id: str) -> Path:
     home = data.absolute() / "homes" / session_id
     home.mkdir(parents=True)
     return home
 
 
-async def _run(argv: list[str], variables: dict[str, str], folder: Path | None) -> int:
+async def _run_command(argv: list[str], variables: dict[str, str], folder: Path | None) -> int:
     """The command's exit status. It shares our terminal; an interrupt reaches it first, and we wait for its end."""
     loop = asyncio.get_running_loop()
     try:

@@ -15,7 +15,7 @@ from polar import config
 from polar.errors import ConfigError
 from polar.private_files import erase_variables
 from polar.telemetry import logs
-from polar.telemetry.secrets import secrets_of
+from polar.telemetry.redaction import collect_secrets
 
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
@@ -27,9 +27,9 @@ config_option = click.option(
     default=None,
     help="settings [default: polar.toml, if it is there]",
 )
-DATA = Path(".polar")
+DEFAULT_DATA_FOLDER = Path(".polar")
 data_option = click.option(
-    "--data", type=click.Path(path_type=Path), default=DATA, show_default=True, help="where state lives"
+    "--data", type=click.Path(path_type=Path), default=DEFAULT_DATA_FOLDER, show_default=True, help="where state lives"
 )
 
 
@@ -40,20 +40,22 @@ def settings_options(function: F) -> F:
 def log_options(function: F) -> F:
     """For commands that run for long: see `start_log`."""
     form = click.option(
-        "--log-format", type=click.Choice(get_args(logs.Format)), help="json: an object a line [default: text]"
+        "--log-format", type=click.Choice(get_args(logs.LogFormat)), help="json: an object a line [default: text]"
     )
-    level = click.option("--log-level", type=click.Choice(get_args(logs.Level)), help="and above [default: warning]")
+    level = click.option("--log-level", type=click.Choice(get_args(logs.LogLevel)), help="and above [default: warning]")
     return form(level(function))
 
 
 def forget_secrets(settings: config.Settings) -> None:
     """For commands that run for long: nothing that they start finds the settings' secrets in its environment."""
-    erase_variables(config.PREFIX, secrets_of(settings))
+    erase_variables(config.ENVIRONMENT_PREFIX, collect_secrets(settings))
 
 
-def start_log(settings: config.Settings, log_format: logs.Format | None, log_level: logs.Level | None) -> None:
+def start_logging(
+    settings: config.Settings, log_format: logs.LogFormat | None, log_level: logs.LogLevel | None
+) -> None:
     """To standard error, without the settings' secrets."""
-    logs.start(log_format or settings.log.format, log_level or settings.log.level, secrets_of(settings))
+    logs.configure(log_format or settings.log.format, log_level or settings.log.level, collect_secrets(settings))
 
 
 def engine_options(function: F) -> F:
@@ -77,35 +79,35 @@ def private_settings(
     """Those of a gateway of the command's own: on any free port, with the engine that the command line names."""
     engine: dict[str, Any] = {}
     if engine_url:
-        engine = config.engine_at(engine_url, load_settings(path).engine)
+        engine = config.engine_settings_at(engine_url, load_settings(path).engine)
     if kind:
         engine["kind"] = kind
-    return load_settings(path, gateway=config.PRIVATE, engine=engine, **overrides)
+    return load_settings(path, gateway=config.PRIVATE_GATEWAY, engine=engine, **overrides)
 
 
-def scripted_note(settings: config.Settings) -> str | None:
+def describe_default_engine(settings: config.Settings) -> str | None:
     """Who answered, where nobody was named; who chose what the engine says knows."""
     if settings.engine.urls or settings.engine.options:
         return None
     return f"No engine is configured, so the {settings.engine.kind} one answered: name yours with --engine URL."
 
 
-def show_command(session_id: str, data: Path) -> str:
+def format_show_command(session_id: str, data: Path) -> str:
     """What to type to look at a session."""
-    return f"polar show {session_id}" + ("" if data == DATA else f" --data {shlex.quote(str(data))}")
+    return f"polar show {session_id}" + ("" if data == DEFAULT_DATA_FOLDER else f" --data {shlex.quote(str(data))}")
 
 
-def run(main: Coroutine[Any, Any, T]) -> T:
+def run_async(coroutine: Coroutine[Any, Any, T]) -> T:
     if not logging.getLogger().handlers:  # those of a command that has options for its log
-        logs.start()
+        logs.configure()
     if sys.platform == "win32":
-        return asyncio.run(main)
+        return asyncio.run(coroutine)
     import uvloop
 
-    return uvloop.run(main)
+    return uvloop.run(coroutine)
 
 
-def json_object(text: str, option: str) -> dict[str, Any]:
+def parse_json_object(text: str, option: str) -> dict[str, Any]:
     try:
         value = json.loads(text)
     except ValueError as error:

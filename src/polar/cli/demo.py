@@ -12,18 +12,18 @@ from click.core import ParameterSource
 from msgspec import Struct
 from rich.console import Console
 
-from polar.cli.common import json_option, log_options, run, start_log
-from polar.cli.show import open_captured
-from polar.cli.train_progress import watched
-from polar.cli.verify import TOLERANCE, Findings, verify
+from polar.cli.common import json_option, log_options, run_async, start_logging
+from polar.cli.show import open_existing_store
+from polar.cli.train_progress import train_with_progress
+from polar.cli.verify import DEFAULT_TOLERANCE, VerifyFindings, verify_sessions
 from polar.config import Settings
-from polar.demo import preparing
+from polar.demo import demo_folder
 from polar.errors import ConfigError
-from polar.models import default_model, shown
-from polar.telemetry.logs import Format, Level
+from polar.models import ensure_default_model, show_progress
+from polar.telemetry.logs import LogFormat, LogLevel
 from polar.train.settings import TrainSettings
 
-_SAMPLE = 8
+_RECOMPUTED_SESSIONS = 8
 """Sessions whose log-probabilities are recomputed: the newest, which are of the last weights."""
 
 
@@ -49,23 +49,23 @@ def command(
     harness: str | None,
     model: Path | None,
     output: Path | None,
-    log_format: Format | None,
-    log_level: Level | None,
+    log_format: LogFormat | None,
+    log_level: LogLevel | None,
     as_json: bool,
 ) -> int:
     """A model learns to answer questions with a tool: live, in minutes, on two cores."""
-    start_log(Settings(), log_format, log_level)
+    start_logging(Settings(), log_format, log_level)
     _check_installed(harness)
     began = time.monotonic()
-    folder = output or _unused()
-    if (settings := preparing.begun(folder)) is not None:
-        _check_nothing_else_is_wanted(folder)
+    folder = output or _next_free_folder()
+    if (settings := demo_folder.load_existing(folder)) is not None:
+        _check_no_other_options(folder)
     else:
         if model is None:
-            with shown() as bar:
-                model = default_model(bar)
-        wanted = preparing.Wanted(model, _half_of(model), seed, steps, harness=harness)
-        settings = preparing.prepare(folder, wanted)
+            with show_progress() as bar:
+                model = ensure_default_model(bar)
+        wanted = demo_folder.DemoOptions(model, _half_the_layers(model), seed, steps, harness=harness)
+        settings = demo_folder.create_demo_folder(folder, wanted)
     name = Path(settings.model.folder or "").name
     console = Console(stderr=True)
     if not as_json:
@@ -75,13 +75,13 @@ def command(
             highlight=False,
             soft_wrap=True,
         )
-    ended = run(demo(settings, console, silent=as_json))
+    ended = run_async(run_demo(settings, console, silent=as_json))
     if isinstance(ended, int):
         return ended
     return report(ended, time.monotonic() - began, as_json=as_json)
 
 
-def _check_nothing_else_is_wanted(folder: Path) -> None:
+def _check_no_other_options(folder: Path) -> None:
     context = click.get_current_context()
     for name in ("seed", "steps", "harness", "model"):
         if context.get_parameter_source(name) is ParameterSource.COMMANDLINE:
@@ -90,67 +90,74 @@ def _check_nothing_else_is_wanted(folder: Path) -> None:
             )
 
 
-class Ended(Struct):
-    before: float | None
-    after: float | None
+class DemoResult(Struct):
+    reward_before: float | None
+    reward_after: float | None
     picture: Path
     output: Path
-    verified: Findings  # every session
-    recomputed: Findings  # some, with the model
+    verified: VerifyFindings  # every session
+    recomputed: VerifyFindings  # some, with the model
 
 
-async def demo(settings: TrainSettings, console: Console, *, silent: bool) -> Ended | int:
+async def run_demo(settings: TrainSettings, console: Console, *, silent: bool) -> DemoResult | int:
     """Or an exit status, where it was interrupted."""
 
     def interrupted() -> None:
         click.echo(f"polar: Interrupted. To go on: polar demo --output {settings.output_folder}", err=True)
 
-    outcome = await watched(settings, console, interrupted, silent=silent)
+    outcome = await train_with_progress(settings, console, interrupted, silent=silent)
     if isinstance(outcome, int):
         return outcome
     data = outcome.output / "service"
-    verified = await verify(Settings(), data, ())
+    verified = await verify_sessions(Settings(), data, ())
     recomputed = await _recompute(data, outcome.model, outcome.history[-1].version)
-    return Ended(outcome.before, outcome.after, outcome.picture, outcome.output, verified, recomputed)
+    return DemoResult(
+        outcome.held_out_before, outcome.held_out_after, outcome.plot, outcome.output, verified, recomputed
+    )
 
 
-async def _recompute(data: Path, model: Path, version: int) -> Findings:
+async def _recompute(data: Path, model: Path, version: int) -> VerifyFindings:
     """The newest sessions' log-probabilities, with the weights that sampled them."""
     from polar.trajectory.teacher import Teacher
 
-    store = open_captured(Settings(), data)
+    store = open_existing_store(Settings(), data)
     try:
-        newest = [session.session_id for session in (await store.sessions())[:_SAMPLE]]
+        newest = [session.session_id for session in (await store.sessions())[:_RECOMPUTED_SESSIONS]]
     finally:
         await store.close()
     teacher = await asyncio.to_thread(Teacher.load, model)
-    return await verify(Settings(), data, newest, teacher, version)
+    return await verify_sessions(Settings(), data, newest, teacher, version)
 
 
-def report(ended: Ended, seconds: float, *, as_json: bool) -> int:
+def report(result: DemoResult, duration_seconds: float, *, as_json: bool) -> int:
     """Prints what came of it; the exit status."""
-    complaint = ended.verified.complaint(TOLERANCE) or ended.recomputed.complaint(TOLERANCE)
-    sessions, sound = ended.verified.sessions, ended.verified.sessions - ended.verified.faulty
-    compared = ended.recomputed.comparison
+    complaint = result.verified.describe_failure(DEFAULT_TOLERANCE) or result.recomputed.describe_failure(
+        DEFAULT_TOLERANCE
+    )
+    sessions, sound = result.verified.sessions, result.verified.sessions - result.verified.num_faulty
+    compared = result.recomputed.comparison
     if as_json:
         told = {
-            "held_out_before": ended.before,
-            "held_out_after": ended.after,
-            "seconds": round(seconds, 1),
+            "held_out_before": result.reward_before,
+            "held_out_after": result.reward_after,
+            "seconds": round(duration_seconds, 1),
             "sessions": sessions,
             "verified": sound == sessions,
             "largest_difference": None if compared is None else compared.largest,
-            "picture": str(ended.picture),
+            "picture": str(result.picture),
         }
         click.echo(json.dumps(told))
     else:
         console = Console()
         rows = [
-            ("held-out questions", f"{_share(ended.before)} right before, {_share(ended.after)} after"),
+            (
+                "held-out questions",
+                f"{_format_share(result.reward_before)} right before, {_format_share(result.reward_after)} after",
+            ),
             ("trajectories", f"{sound} of {sessions} sessions verified, token by token"),
-            ("reward curve", str(ended.picture)),
-            ("a session", f"polar show --data {ended.output / 'service'}"),
-            ("time", f"{seconds / 60:.1f} minutes"),
+            ("reward curve", str(result.picture)),
+            ("a session", f"polar show --data {result.output / 'service'}"),
+            ("time", f"{duration_seconds / 60:.1f} minutes"),
         ]
         if compared is not None:
             difference = f"{compared.tokens} recomputed with the model differ by at most {compared.largest:.1e}"
@@ -163,7 +170,7 @@ def report(ended: Ended, seconds: float, *, as_json: bool) -> int:
     return 0
 
 
-def _share(reward: float | None) -> str:
+def _format_share(reward: float | None) -> str:
     return "unknown" if reward is None else f"{reward:.0%}"
 
 
@@ -175,7 +182,7 @@ def _check_installed(harness: str | None) -> None:
         raise ConfigError(f"polar demo takes {', '.join(missing)}: pip install 'polar[train]' openai.")
 
 
-def _half_of(model: Path) -> int:
+def _half_the_layers(model: Path) -> int:
     """Layers. Half of them learn as well as all, in less time."""
     try:
         layers = json.loads((model / "config.json").read_text())["num_hidden_layers"]
@@ -184,5 +191,5 @@ def _half_of(model: Path) -> int:
     return max(1, int(layers) // 2)
 
 
-def _unused() -> Path:
+def _next_free_folder() -> Path:
     return next(path for number in itertools.count(1) if not (path := Path(f"runs/demo-{number}")).exists())

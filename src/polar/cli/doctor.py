@@ -14,17 +14,17 @@ from msgspec import Struct, structs
 from rich.console import Console
 from rich.table import Table
 
-from polar.cli.common import json_option, load_settings, run, settings_options
+from polar.cli.common import json_option, load_settings, run_async, settings_options
 from polar.config import Settings
-from polar.engines.pool import Pool
-from polar.engines.probe import Finding, probe
+from polar.engines.pool import EnginePool
+from polar.engines.probe import Finding, probe_engine
 from polar.harnesses import load_harness
 from polar.harnesses.base import Harness
-from polar.harnesses.cache import cache_folder, damage, installed
+from polar.harnesses.cache import cache_folder, find_damage, list_installations
 from polar.plugins import load, names
 from polar.private_files import make_private_folder
-from polar.runtimes.base import Kind
-from polar.runtimes.trial import why_trial_fails
+from polar.runtimes.base import RuntimeBackend
+from polar.runtimes.trial import run_trial
 
 
 @click.command("doctor")
@@ -39,93 +39,95 @@ def command(config_path: Path | None, data: Path, kind: str | None, as_json: boo
         engine = {"urls": [engine_url], "kind": kind or "vllm"}
     settings = load_settings(config_path, engine=engine)
     with Console(stderr=True).status("this machine") as status:
-        machine = _machine(data)
+        machine = _check_machine(data)
         status.update("runtimes")
-        runtimes = run(_runtimes(settings, data))
+        runtimes = run_async(_check_runtimes(settings, data))
         status.update("harnesses")
-        harnesses = _harnesses(settings)
+        harnesses = _check_harnesses(settings)
         status.update(f"engine {', '.join(settings.engine.urls) or f'of the kind {settings.engine.kind}'}")
-        found = run(_engines(settings))
+        found = run_async(_probe_engines(settings))
     if as_json:
         shown = {"machine": machine, "harnesses": harnesses}
-        told: dict[str, object] = {name: _plain(rows) for name, rows in shown.items()}
+        told: dict[str, object] = {name: _to_dicts(rows) for name, rows in shown.items()}
         told["runtimes"] = [structs.asdict(row.finding) | {"missing": row.missing} for row in runtimes]
-        click.echo(json.dumps(told | {"engines": {url: _plain(rows) for url, rows in found.items()}}))
+        click.echo(json.dumps(told | {"engines": {url: _to_dicts(rows) for url, rows in found.items()}}))
     else:
         console = Console()
-        _print(console, "This machine", machine)
+        _print_findings(console, "This machine", machine)
         _print_runtimes(console, runtimes)
-        _print(console, "Harnesses", harnesses)
+        _print_findings(console, "Harnesses", harnesses)
         for url, rows in found.items():
-            _print(console, f"Engine {url} ({settings.engine.kind})", rows)
+            _print_findings(console, f"Engine {url} ({settings.engine.kind})", rows)
     return 1 if any(row.ok is False for rows in found.values() for row in rows) else 0
 
 
-async def _engines(settings: Settings) -> dict[str, list[Finding]]:
-    pool = await Pool.from_settings(settings.engine)
+async def _probe_engines(settings: Settings) -> dict[str, list[Finding]]:
+    pool = await EnginePool.from_settings(settings.engine)
     try:
-        return {replica.url: await probe(replica.engine) for replica in pool.replicas}
+        return {replica.url: await probe_engine(replica.engine) for replica in pool.replicas}
     finally:
         await pool.close()
 
 
-def _machine(data: Path) -> list[Finding]:
+def _check_machine(data: Path) -> list[Finding]:
     version = ".".join(str(part) for part in sys.version_info[:3])
-    return [Finding("Python", sys.version_info >= (3, 11), version, "3.11 or newer is needed"), _store(data)]
+    return [Finding("Python", sys.version_info >= (3, 11), version, "3.11 or newer is needed"), _check_store(data)]
 
 
-class _TriedRuntime(Struct):
+class _RuntimeFinding(Struct):
     finding: Finding
     missing: list[str]  # what it does not isolate or limit here
 
 
-async def _runtimes(settings: Settings, data: Path) -> list[_TriedRuntime]:
+async def _check_runtimes(settings: Settings, data: Path) -> list[_RuntimeFinding]:
     allowed = settings.node.runtimes or names("runtimes")
     logging.getLogger("polar.runtimes").setLevel(logging.ERROR)  # its warnings are in the table
     with tempfile.TemporaryDirectory(dir=data if os.access(data, os.W_OK) else None) as state:
-        return [await _runtime(name, Path(state), allowed=name in allowed) for name in names("runtimes")]
+        return [await _check_runtime(name, Path(state), allowed=name in allowed) for name in names("runtimes")]
 
 
-async def _runtime(name: str, state: Path, *, allowed: bool) -> _TriedRuntime:
-    kind: Kind = load("runtimes", name)(state, _NO_GATEWAY)
+async def _check_runtime(name: str, state: Path, *, allowed: bool) -> _RuntimeFinding:
+    kind: RuntimeBackend = load("runtimes", name)(state, _UNUSED_GATEWAY_URL)
     try:
-        why = await (why_trial_fails(kind) if allowed else kind.unavailable())
-        missing = kind.missing() if why is None and allowed else []
+        why = await (run_trial(kind) if allowed else kind.check_availability())
+        missing = kind.list_isolation_gaps() if why is None and allowed else []
     finally:
         await kind.close()
     if why is not None:
-        return _TriedRuntime(Finding(name, False, "can't be made here", why), missing)
-    follows = _RUNTIMES.get(name, f'backend = "{name}" in a task')
+        return _RuntimeFinding(Finding(name, False, "can't be made here", why), missing)
+    follows = _RUNTIME_ADVICE.get(name, f'backend = "{name}" in a task')
     if os.geteuid() != 0:
-        follows += _WITHOUT_ROOT.get(name, "")
+        follows += _ROOTLESS_ADVICE.get(name, "")
         if any(limit in missing for limit in ("memory limit", "process limit", "CPU limit")):
             follows += "; for its limits: systemd-run --user --scope -p Delegate=yes polar ..."
     if not allowed:
-        return _TriedRuntime(Finding(name, False, "works, but is not allowed", "name it in [node] runtimes"), missing)
-    return _TriedRuntime(Finding(name, True, "works", follows), missing)
+        return _RuntimeFinding(Finding(name, False, "works, but is not allowed", "name it in [node] runtimes"), missing)
+    return _RuntimeFinding(Finding(name, True, "works", follows), missing)
 
 
-_NO_GATEWAY = "http://127.0.0.1:1"  # nothing asks it
-_RUNTIMES = {
+_UNUSED_GATEWAY_URL = "http://127.0.0.1:1"  # nothing asks it
+_RUNTIME_ADVICE = {
     "local": "for code that you trust: nothing is hidden or forbidden",
     "bubblewrap": "the default: a sandbox over this machine's files, or an unpacked image's",
 }
-_WITHOUT_ROOT = {
+_ROOTLESS_ADVICE = {
     "bubblewrap": "; without root, in a user namespace: all files inside are one user's",
 }
 
 
-def _harnesses(settings: Settings) -> list[Finding]:
+def _check_harnesses(settings: Settings) -> list[Finding]:
     cache = cache_folder(settings.node.harness_cache)
     presets = [load_harness(name) for name in names("harnesses")]
-    return [_harness(preset, cache) for preset in presets if preset.package is not None]  # else: nothing is missing
+    return [
+        _check_harness(preset, cache) for preset in presets if preset.package is not None
+    ]  # else: nothing is missing
 
 
-def _harness(preset: Harness, cache: Path) -> Finding:
+def _check_harness(preset: Harness, cache: Path) -> Finding:
     """`polar run` takes it from the cache, `polar capture` from PATH."""
-    versions = installed(cache, preset.name)
+    versions = list_installations(cache, preset.name)
     for one in versions:
-        if (wrong := damage(one)) is not None:
+        if (wrong := find_damage(one)) is not None:
             advice = f"polar harness install {preset.name}@{one.version}"
             return Finding(preset.name, False, f"{one.version} in {cache} is damaged: {wrong}", advice)
     path = next((found for command in preset.executables if (found := shutil.which(command))), None)
@@ -140,7 +142,7 @@ def _harness(preset: Harness, cache: Path) -> Finding:
     return Finding(preset.name, bool(seen), "; ".join(seen) or "not installed, not on PATH", "; ".join(follows))
 
 
-def _store(data: Path) -> Finding:
+def _check_store(data: Path) -> Finding:
     try:
         make_private_folder(data)
         with tempfile.TemporaryDirectory(dir=data) as folder:
@@ -156,7 +158,7 @@ def _store(data: Path) -> Finding:
 _MARKS = {True: "[green]yes[/]", False: "[yellow]no[/]", None: "?"}
 
 
-def _print(console: Console, title: str, rows: list[Finding]) -> None:
+def _print_findings(console: Console, title: str, rows: list[Finding]) -> None:
     table = Table(title=title, title_justify="left")
     for column in ("", "check", "seen", "what follows"):
         table.add_column(column, overflow="fold")
@@ -165,7 +167,7 @@ def _print(console: Console, title: str, rows: list[Finding]) -> None:
     console.print(table)
 
 
-def _print_runtimes(console: Console, rows: list[_TriedRuntime]) -> None:
+def _print_runtimes(console: Console, rows: list[_RuntimeFinding]) -> None:
     table = Table(title="Runtimes: where polar run puts agents; one of each was tried", title_justify="left")
     for column in ("", "runtime", "seen", "not isolated or limited", "what follows"):
         table.add_column(column, overflow="fold")
@@ -175,5 +177,5 @@ def _print_runtimes(console: Console, rows: list[_TriedRuntime]) -> None:
     console.print(table)
 
 
-def _plain(rows: list[Finding]) -> list[dict[str, object]]:
+def _to_dicts(rows: list[Finding]) -> list[dict[str, object]]:
     return [structs.asdict(row) for row in rows]

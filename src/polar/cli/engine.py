@@ -10,8 +10,8 @@ from typing import Any
 import click
 from pydantic import ValidationError
 
-from polar.cli.common import log_options, run
-from polar.cli.up import stopping
+from polar.cli.common import log_options, run_async
+from polar.cli.up import make_stop_event
 from polar.errors import ConfigError
 from polar.telemetry import logs
 
@@ -37,29 +37,29 @@ def command(
     name: str | None,
     document: str | None,
     parent: int | None,
-    log_format: logs.Format | None,
-    log_level: logs.Level | None,
+    log_format: logs.LogFormat | None,
+    log_level: logs.LogLevel | None,
     **given: Any,
 ) -> None:
     """Serve a Hugging Face model with vLLM's API, for training: token ids in and out, log-probabilities, and weights
     that are replaced in place."""
-    from polar.engines.embedded.options import Options
+    from polar.engines.embedded.options import EmbeddedOptions
 
     if parent is not None:
-        _end_with(parent)
-    logs.start(log_format or "text", log_level or "warning", [])
+        _die_with_parent(parent)
+    logs.configure(log_format or "text", log_level or "warning", [])
     values = json.loads(document) if document else {key: value for key, value in given.items() if value is not None}
     try:
-        options = Options.model_validate(values)
+        options = EmbeddedOptions.model_validate(values)
     except ValidationError as error:
         problem = error.errors()[0]
         raise ConfigError(f"{'.'.join(map(str, problem['loc']))}: {problem['msg']}.") from error
     if options.threads is not None:
         os.environ["OMP_NUM_THREADS"] = str(options.threads)  # read when torch is imported
-    run(_serve(model, name, options))
+    run_async(_serve(model, name, options))
 
 
-def _end_with(parent: int) -> None:
+def _die_with_parent(parent: int) -> None:
     """Whatever becomes of the one that started us, nothing of this process is left behind."""
     from polar.runtimes.linux import die_with_parent
 
@@ -75,17 +75,17 @@ async def _serve(model: Path | None, name: str | None, options: Any) -> None:
         raise ConfigError(
             f"The embedded engine needs the extra `train`: pip install 'polar[train]' ({error})."
         ) from error
-    from polar.models import default_model, shown
+    from polar.models import ensure_default_model, show_progress
 
-    stop = stopping()
+    stop = make_stop_event()
     if model is None:
-        with shown() as progress:
-            model = await asyncio.to_thread(default_model, progress)
+        with show_progress() as progress:
+            model = await asyncio.to_thread(ensure_default_model, progress)
     async with EmbeddedServer(model, options, name=name) as server:
         click.echo(f"listening on {server.url}")
-        waits = [asyncio.create_task(event.wait()) for event in (stop, server.core.broken)]
+        waits = [asyncio.create_task(event.wait()) for event in (stop, server.core.model_failed)]
         await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
         for wait in waits:
             wait.cancel()
-        if server.core.broken.is_set():
+        if server.core.model_failed.is_set():
             os._exit(1)  # its thread may never end; whoever started this starts it anew

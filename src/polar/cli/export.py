@@ -17,27 +17,27 @@ import msgspec
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from polar.cli.common import json_option, load_settings, run, settings_options
+from polar.cli.common import json_option, load_settings, run_async, settings_options
 from polar.config import Settings
 from polar.errors import ConfigError
-from polar.export.base import Exporter, InFolder
-from polar.export.pipeline import Builder, Selection, Tally, export, items
+from polar.export.base import Exporter, FolderExporter
+from polar.export.pipeline import Builder, ExportTally, Selection, export, select_items
 from polar.plugins import load, names
 from polar.rollout.models import SuspiciousFilter
 from polar.store import open_store
 from polar.trajectory.checker import SessionChecker
 from polar.trajectory.types import ExchangeRole
 
-_BUILDER = "prefix_merging"
-_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 604_800}
-_QUIET_S = 2.0
+_DEFAULT_BUILDER = "prefix_merging"
+_SECONDS_BY_UNIT = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 604_800}
+_PROGRESS_DELAY_SECONDS = 2.0
 """An export that takes longer shows how far it is."""
 
 
 @click.command("export")
 @settings_options
 @click.option("--format", "format_name", required=True, metavar="F", help="polar, slime, verl, sft, preference, ...")
-@click.option("--builder", metavar="B", help=f"per_request or prefix_merging [default: {_BUILDER}]")
+@click.option("--builder", metavar="B", help=f"per_request or prefix_merging [default: {_DEFAULT_BUILDER}]")
 @click.option("--session", "sessions", multiple=True, metavar="ID", help="only this one (may be repeated)")
 @click.option("--min-reward", type=float, metavar="R", help="only sessions of this reward or more")
 @click.option("--best", type=click.IntRange(1), metavar="N", help="only the N sessions of a task that earned most")
@@ -75,15 +75,15 @@ def command(
     With --role, tokens of other roles do not train (they are context at most), and weights are shares of what is left.
     What can't be exported is counted on stderr, with the reason.
     """
-    begun = None if since is None else moment(since, time.time())
-    selection = Selection(sessions, begun, min_reward, frozenset(roles), best, unique, suspicious)
-    exporter = _exporter(format_name, tokenizer)
-    if isinstance(exporter, InFolder) and (output is None or output.exists()):
+    since_seconds = None if since is None else parse_since(since, time.time())
+    selection = Selection(sessions, since_seconds, min_reward, frozenset(roles), best, unique, suspicious)
+    exporter = _make_exporter(format_name, tokenizer)
+    if isinstance(exporter, FolderExporter) and (output is None or output.exists()):
         raise ConfigError(f"{format_name} is a folder: name one with -o that is not there yet.")
-    build = _builder(builder, exporter)
-    if exporter.binary and output is None and sys.stdout.isatty():
+    build = _load_builder(builder, exporter)
+    if exporter.is_binary and output is None and sys.stdout.isatty():
         raise ConfigError(f"{format_name} is binary: name a file with -o.")
-    tally = run(_export(load_settings(config_path), data, exporter, build, selection, output))
+    tally = run_async(_export(load_settings(config_path), data, exporter, build, selection, output))
     _report(exporter, tally, output, as_json=as_json)
     if not exporter.rows:
         found = tally.left_out or exporter.left_out
@@ -91,55 +91,55 @@ def command(
         raise ConfigError(f"Nothing was exported from {data}: {why}.")
 
 
-def _exporter(name: str, tokenizer: str | None) -> Exporter:
+def _make_exporter(name: str, tokenizer: str | None) -> Exporter:
     kind = load("exporters", name)
     if tokenizer is None:
         return cast(Exporter, kind())
-    if "tokenizer" not in getattr(kind, "takes", ()):
+    if "tokenizer" not in getattr(kind, "option_names", ()):
         raise ConfigError(f"The format {name} takes no --tokenizer: sft-tokens does.")
     return cast(Exporter, kind(tokenizer=tokenizer))
 
 
-def _builder(name: str | None, exporter: Exporter) -> Builder:
+def _load_builder(name: str | None, exporter: Exporter) -> Builder:
     if "tree" in exporter.needs:
         if name not in (None, "prefix_tree"):
             raise ConfigError(f"The format {exporter.name} is a tree; leave --builder {name} out.")
-        name = _BUILDER
+        name = _DEFAULT_BUILDER
     elif name == "prefix_tree":
         raise ConfigError(f"prefix_tree builds no traces, and {exporter.name} needs them: use --format tree.")
-    name = name or _BUILDER
+    name = name or _DEFAULT_BUILDER
     if name not in names("builders"):
         raise ConfigError(f"There is no builder {name!r}; known: {', '.join(names('builders'))}.")
     build: Builder = load("builders", name)
     return build
 
 
-def moment(said: str, now: float) -> float:
+def parse_since(text: str, now: float) -> float:
     """Unix seconds of a time (local, where it names no zone), or of a duration before now."""
-    if duration := re.fullmatch(r"(\d+(?:\.\d+)?)([smhdw])", said.strip()):
-        return now - float(duration[1]) * _SECONDS[duration[2]]
+    if duration := re.fullmatch(r"(\d+(?:\.\d+)?)([smhdw])", text.strip()):
+        return now - float(duration[1]) * _SECONDS_BY_UNIT[duration[2]]
     try:
-        return datetime.fromisoformat(said.strip()).timestamp()
+        return datetime.fromisoformat(text.strip()).timestamp()
     except ValueError as error:
         raise ConfigError(
-            f"--since {said!r} is no time (2026-01-31, 2026-01-31T12:00) and no duration (90m, 12h, 7d)."
+            f"--since {text!r} is no time (2026-01-31, 2026-01-31T12:00) and no duration (90m, 12h, 7d)."
         ) from error
 
 
 async def _export(
     settings: Settings, data: Path, exporter: Exporter, build: Builder, selection: Selection, output: Path | None
-) -> Tally:
+) -> ExportTally:
     database = data / "polar.db"
     if settings.store.url is None and not database.exists():
         raise ConfigError(f"Nothing has been captured in {data} yet: try `polar capture -- YOUR-AGENT`.")
     store = open_store(settings.store.url or f"sqlite:{database}", settings.store.durability)
-    tally = Tally()
+    tally = ExportTally()
     try:
-        with _written(output, exporter) as file:
-            progress = asyncio.create_task(_progress(tally, file, len(selection.sessions) or None))
+        with _open_output(output, exporter) as file:
+            progress = asyncio.create_task(_show_progress(tally, file, len(selection.sessions) or None))
             try:
                 checker = SessionChecker(settings.verify.share)
-                found = items(store, selection, exporter.needs, build, tally, checker)
+                found = select_items(store, selection, exporter.needs, build, tally, checker)
                 await export(found, exporter, file.write)
             finally:
                 progress.cancel()
@@ -149,7 +149,7 @@ async def _export(
     return tally
 
 
-class _Counted:
+class _CountingFile:
     """A file, and how much went into it."""
 
     def __init__(self, file: BinaryIO) -> None:
@@ -162,11 +162,11 @@ class _Counted:
 
 
 @contextmanager
-def _written(output: Path | None, exporter: Exporter) -> Iterator[_Counted]:
+def _open_output(output: Path | None, exporter: Exporter) -> Iterator[_CountingFile]:
     """A file (or a folder) appears under its name when it is whole, and only if there is something in it."""
     if output is None:
         try:
-            yield _Counted(sys.stdout.buffer)
+            yield _CountingFile(sys.stdout.buffer)
             sys.stdout.buffer.flush()
         except BrokenPipeError:  # `| head`: click ends the command quietly
             raise
@@ -178,19 +178,19 @@ def _written(output: Path | None, exporter: Exporter) -> Iterator[_Counted]:
         # A pipe or a device: it is written to, never put aside.
         try:
             with output.open("wb") as file:
-                yield _Counted(file)
+                yield _CountingFile(file)
         except OSError as error:
             raise ConfigError(f"Can't write {output}: {error.strerror}.") from error
         return
     partial = output.with_name(f".{output.name}.{os.getpid()}.partial")
     try:
-        target = partial / exporter.file if isinstance(exporter, InFolder) else partial
-        if isinstance(exporter, InFolder):
-            for name, text in {exporter.file: "", **exporter.beside}.items():
+        target = partial / exporter.file_name if isinstance(exporter, FolderExporter) else partial
+        if isinstance(exporter, FolderExporter):
+            for name, text in {exporter.file_name: "", **exporter.extra_files}.items():
                 (partial / name).parent.mkdir(parents=True, exist_ok=True)
                 (partial / name).write_text(text, encoding="utf-8")
         with target.open("wb") as file:
-            yield _Counted(file)
+            yield _CountingFile(file)
             file.flush()
             os.fsync(file.fileno())
         if exporter.rows:
@@ -203,8 +203,8 @@ def _written(output: Path | None, exporter: Exporter) -> Iterator[_Counted]:
         partial.unlink(missing_ok=True)
 
 
-async def _progress(tally: Tally, file: _Counted, total: int | None) -> None:
-    await asyncio.sleep(_QUIET_S)
+async def _show_progress(tally: ExportTally, file: _CountingFile, total: int | None) -> None:
+    await asyncio.sleep(_PROGRESS_DELAY_SECONDS)
     columns = (BarColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task("", total=total)
@@ -214,8 +214,8 @@ async def _progress(tally: Tally, file: _Counted, total: int | None) -> None:
             await asyncio.sleep(0.2)
 
 
-def _report(exporter: Exporter, tally: Tally, output: Path | None, *, as_json: bool) -> None:
-    tokens: int = getattr(exporter, "tokens", tally.tokens)  # its own count, where it makes them anew
+def _report(exporter: Exporter, tally: ExportTally, output: Path | None, *, as_json: bool) -> None:
+    tokens: int = getattr(exporter, "tokens", tally.trainable_tokens)  # its own count, where it makes them anew
     if as_json:
         summary: dict[str, Any] = {
             "format": exporter.name,
@@ -223,7 +223,7 @@ def _report(exporter: Exporter, tally: Tally, output: Path | None, *, as_json: b
             "rows": exporter.rows,
             "tokens": tokens,
             "left_out": tally.left_out,
-            "without_pictures": tally.pictures,
+            "without_pictures": tally.without_pictures,
             "other_roles": tally.other_roles,
             "excluded": tally.excluded,
             "unfit": exporter.left_out,
@@ -231,7 +231,7 @@ def _report(exporter: Exporter, tally: Tally, output: Path | None, *, as_json: b
         }
         click.echo(msgspec.json.encode(summary), err=output is None)
         return
-    for line in tally.lines():
+    for line in tally.describe():
         click.echo(line, err=True)
     for reason, count in exporter.left_out.items():
         click.echo(f"{exporter.name} can't hold: {reason} x {count}", err=True)
@@ -242,11 +242,11 @@ def _report(exporter: Exporter, tally: Tally, output: Path | None, *, as_json: b
     if not exporter.rows:
         return
     where = "" if output is None else f" to {output}"
-    counted = [_count(tally.sessions, "session"), _count(exporter.rows, "row")]
+    counted = [_format_count(tally.sessions, "session"), _format_count(exporter.rows, "row")]
     if tokens:  # where an engine told none, there is only text
-        counted.append(_count(tokens, "trainable token"))
+        counted.append(_format_count(tokens, "trainable token"))
     click.echo(f"Exported {', '.join(counted)}{where}.", err=True)
 
 
-def _count(number: int, noun: str) -> str:
+def _format_count(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

@@ -11,12 +11,12 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from polar.cli.common import config_option, json_option, load_settings, run
+from polar.cli.common import config_option, json_option, load_settings, run_async
 from polar.errors import ConfigError
 from polar.harnesses import load_harness
 from polar.harnesses.base import Harness
-from polar.harnesses.cache import Installed, cache_folder, damage, installed
-from polar.harnesses.installing.tools import Progress
+from polar.harnesses.cache import Installation, cache_folder, find_damage, list_installations
+from polar.harnesses.installers.tools import Progress
 from polar.plugins import names
 
 _cache_option = click.option("--cache", help="where they are installed [default: from the settings]")
@@ -39,17 +39,17 @@ def install_command(
     """Install harnesses: the version that the preset is made for, or another one, or `latest`."""
     from polar.harnesses.install import install
 
-    folder = _cache(config_path, cache)
-    chosen = [_named(one) for one in wanted]  # all, before the first one is begun
-    done: list[Installed] = []
+    folder = _cache_folder(config_path, cache)
+    chosen = [_parse_harness(one) for one in wanted]  # all, before the first one is begun
+    done: list[Installation] = []
     for harness, version in chosen:
-        with _progress(harness.name, as_json) as progress:
-            made = run(install(harness, version, folder, progress, python))
+        with _show_steps(harness.name, as_json) as progress:
+            made = run_async(install(harness, version, folder, progress, python))
         done.append(made)
         if not as_json:
-            click.echo(f"{made.name} {made.version} is installed ({_size(made.bytes)}): {made.folder}")
+            click.echo(f"{made.name} {made.version} is installed ({_format_size(made.bytes)}): {made.folder}")
     if as_json:
-        click.echo(json.dumps([_plain(one) for one in done]))
+        click.echo(json.dumps([_installed_to_dict(one) for one in done]))
 
 
 @command.command("list")
@@ -58,18 +58,21 @@ def install_command(
 @json_option
 def list_command(config_path: Path | None, cache: str | None, as_json: bool) -> None:
     """The known harnesses, and which of them are installed."""
-    folder = _cache(config_path, cache)
+    folder = _cache_folder(config_path, cache)
     harnesses = [load_harness(name) for name in names("harnesses")]
-    found = {harness.name: [(one, damage(one)) for one in installed(folder, harness.name)] for harness in harnesses}
+    found = {
+        harness.name: [(one, find_damage(one)) for one in list_installations(folder, harness.name)]
+        for harness in harnesses
+    }
     if as_json:
-        click.echo(json.dumps([_row(harness, found[harness.name]) for harness in harnesses]))
+        click.echo(json.dumps([_harness_to_dict(harness, found[harness.name]) for harness in harnesses]))
         return
     table = Table(title=f"Harnesses in {folder}", title_justify="left")
     for column in ("harness", "package", "version", "installed"):
         table.add_column(column, overflow="fold")
     for harness in harnesses:
         there = [
-            f"{one.version} ({_size(one.bytes)}){f', damaged: {why}; install it again' if why else ''}"
+            f"{one.version} ({_format_size(one.bytes)}){f', damaged: {why}; install it again' if why else ''}"
             for one, why in found[harness.name]
         ]
         package = harness.package
@@ -86,27 +89,27 @@ def remove_command(config_path: Path | None, cache: str | None, wanted: str) -> 
     """Remove a harness in all its versions, or in one."""
     from polar.harnesses.install import remove
 
-    harness, version = _named(wanted)
-    folder = _cache(config_path, cache)
-    with _progress(harness.name, False) as progress:
-        gone = run(remove(folder, harness.name, version, progress))
+    harness, version = _parse_harness(wanted)
+    folder = _cache_folder(config_path, cache)
+    with _show_steps(harness.name, False) as progress:
+        gone = run_async(remove(folder, harness.name, version, progress))
     if not gone:
         raise ConfigError(f"{wanted} is not installed in {folder}.")
     for one in gone:
         click.echo(f"{harness.name} {one} is removed")
 
 
-def _cache(config_path: Path | None, cache: str | None) -> Path:
+def _cache_folder(config_path: Path | None, cache: str | None) -> Path:
     return cache_folder(cache or load_settings(config_path).node.harness_cache)
 
 
-def _named(wanted: str) -> tuple[Harness, str | None]:
+def _parse_harness(wanted: str) -> tuple[Harness, str | None]:
     name, _, version = wanted.partition("@")
     return load_harness(name), version or None
 
 
 @contextlib.contextmanager
-def _progress(name: str, quiet: bool) -> Iterator[Progress]:
+def _show_steps(name: str, quiet: bool) -> Iterator[Progress]:
     """Steps, on stderr: in one line that changes, or in lines where nobody watches."""
     if quiet:
         yield lambda _: None
@@ -117,22 +120,22 @@ def _progress(name: str, quiet: bool) -> Iterator[Progress]:
         yield lambda step: click.echo(f"{name}: {step}", err=True)
 
 
-def _size(count: int) -> str:
+def _format_size(count: int) -> str:
     return f"{count / 1e6:.0f} MB"
 
 
-def _row(harness: Harness, found: list[tuple[Installed, str | None]]) -> dict[str, Any]:
+def _harness_to_dict(harness: Harness, found: list[tuple[Installation, str | None]]) -> dict[str, Any]:
     package = harness.package
     return {
         "name": harness.name,
         "registry": None if package is None else package.registry,
         "package": None if package is None else package.name,
         "version": None if package is None else package.version,
-        "installed": [_plain(one) | {"damage": why} for one, why in found],
+        "installed": [_installed_to_dict(one) | {"damage": why} for one, why in found],
     }
 
 
-def _plain(one: Installed) -> dict[str, Any]:
+def _installed_to_dict(one: Installation) -> dict[str, Any]:
     return {
         "name": one.name,
         "version": one.version,

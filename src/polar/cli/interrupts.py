@@ -13,34 +13,34 @@ class Interrupts:
     """Use as a context manager. The first signal cancels the task that entered it, for as long as `cancels` is true;
     the second one leaves at once."""
 
-    def __init__(self, first: Callable[[], None], second: Callable[[], None]) -> None:
+    def __init__(self, on_first: Callable[[], None], on_second: Callable[[], None]) -> None:
         """What is done besides, at each."""
-        self._first = first
-        self._second = second
+        self._on_first = on_first
+        self._on_second = on_second
         self._task: asyncio.Task[Any] | None = None
-        self.received: int | None = None
-        self.cancels = True
+        self.received_signal: int | None = None
+        self.cancels_task = True
 
     def __enter__(self) -> "Interrupts":
         self._task = asyncio.current_task()
         for number in _SIGNALS:
-            asyncio.get_running_loop().add_signal_handler(number, self._got, number)
+            asyncio.get_running_loop().add_signal_handler(number, self._handle_signal, number)
         return self
 
     def __exit__(self, *_: object) -> None:
         for number in _SIGNALS:
             asyncio.get_running_loop().remove_signal_handler(number)
 
-    def _got(self, number: int) -> None:
-        if self.received is not None:
-            self._second()
+    def _handle_signal(self, number: int) -> None:
+        if self.received_signal is not None:
+            self._on_second()
             os._exit(128 + number)
-        self.received = number
-        self._first()
-        if self._task is not None and self.cancels:
+        self.received_signal = number
+        self._on_first()
+        if self._task is not None and self.cancels_task:
             self._task.cancel()
 
     @property
-    def status(self) -> int | None:
+    def exit_status(self) -> int | None:
         """The exit status that says so, as shells have it."""
-        return None if self.received is None else 128 + self.received
+        return None if self.received_signal is None else 128 + self.received_signal

@@ -11,21 +11,21 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from polar.cli.common import json_option, log_options, run, start_log
+from polar.cli.common import json_option, log_options, run_async, start_logging
 from polar.cli.interrupts import Interrupts
-from polar.cli.run_progress import Progress, followed, progress
-from polar.cli.run_summary import console_of_width
-from polar.cli.run_tally import Tally, count, listed
+from polar.cli.run_progress import RunProgress, poll_load, show_progress
+from polar.cli.run_summary import with_file_width
+from polar.cli.run_tally import RunTally, format_count, format_counts
 from polar.config import Settings
-from polar.data_plane import settle_process
+from polar.data_plane import tune_process
+from polar.matrix.matrix_run import MatrixRun
 from polar.matrix.results import Cell, Matrix
-from polar.matrix.running import Run
-from polar.matrix.settings import MatrixSettings, load
-from polar.node.finished import Finished
-from polar.node.node import Load
-from polar.telemetry.logs import Format, Level
+from polar.matrix.settings import MatrixSettings, load_matrix_settings
+from polar.node.finished_session import FinishedSession
+from polar.node.node import NodeLoad
+from polar.telemetry.logs import LogFormat, LogLevel
 
-_FILE = "matrix.json"
+_RESULT_FILE = "matrix.json"
 
 
 @click.command("matrix")
@@ -33,86 +33,88 @@ _FILE = "matrix.json"
 @click.option("--output", help="the folder of everything that is kept; one with results in it is gone on with")
 @log_options
 @json_option
-def command(config: Path, output: str | None, log_format: Format | None, log_level: Level | None, as_json: bool) -> int:
+def command(
+    config: Path, output: str | None, log_format: LogFormat | None, log_level: LogLevel | None, as_json: bool
+) -> int:
     """Run the tasks of CONFIG with each of its models in each of its harnesses. What was interrupted goes on where it
     was: start it again."""
-    start_log(Settings(), log_format, log_level)
-    settings = load(config, output=None if output is None else str(Path(output).absolute()))
-    return run(_matrix(settings, as_json))
+    start_logging(Settings(), log_format, log_level)
+    settings = load_matrix_settings(config, output=None if output is None else str(Path(output).absolute()))
+    return run_async(_run_matrix(settings, as_json))
 
 
-async def _matrix(settings: MatrixSettings, as_json: bool) -> int:
-    settle_process()
-    matrix = Run(settings)
-    watching = _Watching(Console(stderr=True), silent=as_json)
-    with Interrupts(lambda: watching.say(_INTERRUPTED), watching.stop) as interrupts:
+async def _run_matrix(settings: MatrixSettings, as_json: bool) -> int:
+    tune_process()
+    matrix = MatrixRun(settings)
+    watching = _MatrixProgress(Console(stderr=True), silent=as_json)
+    with Interrupts(lambda: watching.print_message(_INTERRUPTED_MESSAGE), watching.stop) as interrupts:
         try:
-            await matrix.to_its_end(watching)
+            await matrix.run(watching)
         except asyncio.CancelledError:
-            if interrupts.received is None:
+            if interrupts.received_signal is None:
                 raise
-    found = await matrix.matrix()
+    found = await matrix.load_matrix()
     settings.output_folder.mkdir(parents=True, exist_ok=True)
-    (settings.output_folder / _FILE).write_text(json.dumps(found.told(), indent=2) + "\n")
+    (settings.output_folder / _RESULT_FILE).write_text(json.dumps(found.to_dict(), indent=2) + "\n")
     if as_json:
-        click.echo(json.dumps(found.told()))
+        click.echo(json.dumps(found.to_dict()))
     else:
-        _show(found)
-    if interrupts.status is not None:
-        return interrupts.status
-    if not found.complete:
+        _print_matrix(found)
+    if interrupts.exit_status is not None:
+        return interrupts.exit_status
+    if not found.is_complete:
         click.echo(f"polar: {_complaint(found)}", err=True)
         return 1
     return 0
 
 
-class _Watching:
+class _MatrixProgress:
     """Shows sessions as they go, model after model."""
 
     def __init__(self, console: Console, *, silent: bool) -> None:
         self._console = console
         self._silent = silent
-        self._shown: Progress | None = None
-        self._tally = Tally()
+        self._progress: RunProgress | None = None
+        self._tally = RunTally()
 
     @contextlib.asynccontextmanager
-    async def running(self, model: str, sessions: int, load: Callable[[], Load]) -> AsyncIterator[None]:
-        self._tally = Tally()
-        with progress(self._console, sessions, silent=self._silent) as self._shown:
+    async def show_model(self, model: str, sessions: int, load: Callable[[], NodeLoad]) -> AsyncIterator[None]:
+        self._tally = RunTally()
+        with show_progress(self._console, sessions, silent=self._silent) as self._progress:
             if not self._silent:
-                self.say(f"{model}: {count(sessions, 'session')}")
-            async with followed(self._shown, load, self._tally):
+                self.print_message(f"{model}: {format_count(sessions, 'session')}")
+            async with poll_load(self._progress, load, self._tally):
                 yield
 
-    def ended(self, finished: Finished) -> None:
+    def session_ended(self, finished: FinishedSession) -> None:
         self._tally.add(finished)
-        if self._shown is not None:
-            self._shown.ended(finished, self._tally)
+        if self._progress is not None:
+            self._progress.session_ended(finished, self._tally)
 
-    def say(self, sentence: str) -> None:
+    def print_message(self, sentence: str) -> None:
         self._console.print(sentence, highlight=False, markup=False, soft_wrap=True)
 
     def stop(self) -> None:
-        if self._shown is not None:
-            self._shown.stop()
+        if self._progress is not None:
+            self._progress.stop()
 
 
-_INTERRUPTED = "Interrupted: sessions are cancelled and torn down. The same command goes on with the rest."
+_INTERRUPTED_MESSAGE = "Interrupted: sessions are cancelled and torn down. The same command goes on with the rest."
 
 
-def _show(matrix: Matrix) -> None:
-    console = console_of_width(Console())
-    table = Table(title=f"pass@1 of {count(matrix.tasks, 'task')}", title_justify="left")
+def _print_matrix(matrix: Matrix) -> None:
+    console = with_file_width(Console())
+    table = Table(title=f"pass@1 of {format_count(matrix.tasks, 'task')}", title_justify="left")
     table.add_column("model", overflow="fold")
     for harness in matrix.harnesses:
         table.add_column(harness, justify="right")
     for model in matrix.models:
-        table.add_row(model, *(_written(cell) for cell in matrix.cells if cell.model == model))
+        table.add_row(model, *(_format_cell(cell) for cell in matrix.cells if cell.model == model))
     console.print(table)
     console.print("solved/graded sessions in brackets; ± the standard error over tasks", highlight=False)
 
 
-def _written(cell: Cell) -> str:
+def _format_cell(cell: Cell) -> str:
     if cell.pass_at_1 is None:
         return f"none of {cell.asked}"
     error = "" if cell.stderr is None else f" ± {100 * cell.stderr:.1f}"
@@ -122,8 +124,9 @@ def _written(cell: Cell) -> str:
 
 def _complaint(matrix: Matrix) -> str:
     lines = [
-        f"{cell.model} in {cell.harness}: {cell.asked - cell.graded} of {count(cell.asked, 'session')} without a reward"
-        + (f" ({listed(Counter(cell.reasons))})" if cell.reasons else "")
+        f"{cell.model} in {cell.harness}: {cell.asked - cell.graded} of "
+        f"{format_count(cell.asked, 'session')} without a reward"
+        + (f" ({format_counts(Counter(cell.reasons))})" if cell.reasons else "")
         for cell in matrix.cells
         if cell.graded < cell.asked
     ]

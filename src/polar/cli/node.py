@@ -8,12 +8,20 @@ from pathlib import Path
 import click
 from rich.console import Console
 
-from polar.cli.common import forget_secrets, json_option, load_settings, log_options, run, settings_options, start_log
-from polar.cli.up import EndOrders
+from polar.cli.common import (
+    forget_secrets,
+    json_option,
+    load_settings,
+    log_options,
+    run_async,
+    settings_options,
+    start_logging,
+)
+from polar.cli.up import ShutdownSignals
 from polar.config import Settings
-from polar.data_plane import settle_process
-from polar.node.working import serve_node
-from polar.telemetry.logs import Format, Level
+from polar.data_plane import tune_process
+from polar.node.node_service import serve_node
+from polar.telemetry.logs import LogFormat, LogLevel
 
 
 @click.command("node")
@@ -31,24 +39,24 @@ def command(
     token: str | None,
     port: int,
     name: str | None,
-    log_format: Format | None,
-    log_level: Level | None,
+    log_format: LogFormat | None,
+    log_level: LogLevel | None,
     as_json: bool,
 ) -> None:
     """Run sessions for the rollout server at URL until interrupted. Its engines are those that the server names; where
     the server's store is a PostgreSQL, name the same one ([store] url)."""
     settings = load_settings(config_path, gateway={"port": port})
-    start_log(settings, log_format, log_level)
+    start_logging(settings, log_format, log_level)
     forget_secrets(settings)
-    told = token or settings.server.node_token or settings.server.token
-    run(_node(settings, data, server, told, name or f"{socket.gethostname()}-{os.getpid()}", as_json))
+    node_token = token or settings.server.node_token or settings.server.token
+    run_async(_run_node(settings, data, server, node_token, name or f"{socket.gethostname()}-{os.getpid()}", as_json))
 
 
-async def _node(settings: Settings, data: Path, server: str, token: str | None, name: str, as_json: bool) -> None:
-    settle_process()
-    orders = EndOrders()
+async def _run_node(settings: Settings, data: Path, server: str, token: str | None, name: str, as_json: bool) -> None:
+    tune_process()
+    orders = ShutdownSignals()
     if as_json:
         click.echo(json.dumps({"server": server, "name": name}))
     else:
         Console().print(f"node {name} for {server}; stop with Ctrl-C")
-    await serve_node(settings, data, server, token, name=name, stop=orders.now, drain=orders.drain)
+    await serve_node(settings, data, server, token, name=name, stop=orders.stop_requested, drain=orders.drain_requested)

@@ -12,21 +12,21 @@ import click
 from rich.console import Console
 
 from polar.cli import results_view
-from polar.cli.common import run
-from polar.cli.run_summary import console_of_width
-from polar.cli.run_tally import count
-from polar.cli.server import connected, server_options
+from polar.cli.common import run_async
+from polar.cli.run_summary import with_file_width
+from polar.cli.run_tally import format_count
+from polar.cli.server import connect_client, server_options
 from polar.client.async_client import ClientError, RawResult, Results
 from polar.errors import ConfigError
-from polar.rollout.models import SuspiciousFilter, Unit
+from polar.rollout.models import ResultUnit, SuspiciousFilter
 
-_LAST_WORD = 5.0  # seconds for telling the server what was taken, when interrupted
+_ACKNOWLEDGE_SECONDS = 5.0  # seconds for telling the server what was taken, when interrupted
 
 
 @click.command("results")
 @server_options
 @click.option("--after", type=click.IntRange(0), metavar="CURSOR", help="only those that ended later")
-@click.option("--unit", type=click.Choice(get_args(Unit)), default="session", show_default=True)
+@click.option("--unit", type=click.Choice(get_args(ResultUnit)), default="session", show_default=True)
 @click.option("--builder", help="of the trajectories [default: as the tasks say]")
 @click.option(
     "--suspicious",
@@ -50,7 +50,7 @@ def command(
     token: str | None,
     run_name: str,
     after: int | None,
-    unit: Unit,
+    unit: ResultUnit,
     builder: str | None,
     suspicious: SuspiciousFilter,
     consumer: str | None,
@@ -61,66 +61,75 @@ def command(
     """Everything that has ended, with its reward; trajectories as JSON."""
 
     async def show() -> None:
-        async with connected(config_path, server, token, run_name) as client:
+        async with connect_client(config_path, server, token, run_name) as client:
             results = client.results(
                 after, unit, raw=True, builder=builder, suspicious=suspicious, consumer=consumer, follow=follow
             )
             if output is not None:
-                with _opened(output, append=after is not None or consumer is not None) as file:
-                    written = await _each(results, _writing(file), waits=True)
-                click.echo(f"{count(written, 'result')} to {output}. {_later(results, consumer)}".rstrip(), err=True)
+                with _open_output(output, append=after is not None or consumer is not None) as file:
+                    written = await _consume(results, _line_writer(file), show_status=True)
+                click.echo(
+                    f"{format_count(written, 'result')} to {output}. {_later_hint(results, consumer)}".rstrip(),
+                    err=True,
+                )
             elif as_json:
-                await _each(results, _writing(sys.stdout.buffer), waits=not sys.stdout.isatty())
+                await _consume(results, _line_writer(sys.stdout.buffer), show_status=not sys.stdout.isatty())
             elif follow:
-                await _each(results, lambda one: click.echo(results_view.in_words(_read(one, unit))), waits=False)
+                await _consume(
+                    results, lambda one: click.echo(results_view.describe(_decode_result(one, unit))), show_status=False
+                )
             else:
-                await _table(results, unit, consumer)
+                await _print_table(results, unit, consumer)
 
-    run(show())
+    run_async(show())
 
 
-async def _each(results: Results[RawResult], tell: Callable[[RawResult], None], *, waits: bool) -> int:
+async def _consume(results: Results[RawResult], handle: Callable[[RawResult], None], *, show_status: bool) -> int:
     """How many. `waits`: nothing is seen of the results themselves, so that their number is shown."""
     console = Console(stderr=True)
     seen = 0
-    with console.status("waiting for results") if waits and console.is_terminal else contextlib.nullcontext() as status:
+    with (
+        console.status("waiting for results")
+        if show_status and console.is_terminal
+        else contextlib.nullcontext() as status
+    ):
         try:
             async for result in results:
-                tell(result)
+                handle(result)
                 seen += 1
                 if status is not None:
-                    status.update(f"{count(seen, 'result')}, up to {result.cursor}")
+                    status.update(f"{format_count(seen, 'result')}, up to {result.cursor}")
         except asyncio.CancelledError:  # interrupted: what was told is taken
             with contextlib.suppress(ClientError, TimeoutError):
-                async with asyncio.timeout(_LAST_WORD):
+                async with asyncio.timeout(_ACKNOWLEDGE_SECONDS):
                     await results.acknowledge()
             raise
     return seen
 
 
-async def _table(results: Results[RawResult], unit: str, consumer: str | None) -> None:
-    console = console_of_width(Console())
+async def _print_table(results: Results[RawResult], unit: str, consumer: str | None) -> None:
+    console = with_file_width(Console())
     if unit == "session":
-        sessions = [results_view.ended_of(result.data) async for result in results]
-        table = results_view.sessions(sessions) if sessions else None
+        sessions = [results_view.decode_session(result.data) async for result in results]
+        table = results_view.session_table(sessions) if sessions else None
     else:
-        groups = [results_view.group_of(result.data) async for result in results]
-        table = results_view.groups(groups) if groups else None
+        groups = [results_view.decode_group(result.data) async for result in results]
+        table = results_view.group_table(groups) if groups else None
     console.print("No results." if table is None else table)
-    if later := _later(results, consumer):
+    if later := _later_hint(results, consumer):
         console.print(later, highlight=False)
 
 
-def _later(results: Results[RawResult], consumer: str | None) -> str:
+def _later_hint(results: Results[RawResult], consumer: str | None) -> str:
     """How to get those that follow, where the server does not remember it."""
     return "" if consumer is not None or results.cursor is None else f"Later ones: --after {results.cursor}"
 
 
-def _read(result: RawResult, unit: str) -> results_view.Ended | results_view.Group:
-    return results_view.ended_of(result.data) if unit == "session" else results_view.group_of(result.data)
+def _decode_result(result: RawResult, unit: str) -> results_view.EndedSession | results_view.EndedGroup:
+    return results_view.decode_session(result.data) if unit == "session" else results_view.decode_group(result.data)
 
 
-def _writing(file: BinaryIO) -> Callable[[RawResult], None]:
+def _line_writer(file: BinaryIO) -> Callable[[RawResult], None]:
     """Each line is where it belongs before the next result is asked for, which tells the server that it is."""
 
     def write(result: RawResult) -> None:
@@ -131,7 +140,7 @@ def _writing(file: BinaryIO) -> Callable[[RawResult], None]:
 
 
 @contextlib.contextmanager
-def _opened(path: Path, *, append: bool) -> Iterator[BinaryIO]:
+def _open_output(path: Path, *, append: bool) -> Iterator[BinaryIO]:
     try:
         with path.open("ab" if append else "wb") as file:
             yield file

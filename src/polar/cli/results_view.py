@@ -9,14 +9,14 @@ from msgspec import Struct, field
 from rich.table import Table
 from rich.text import Text
 
-from polar.cli.run_tally import count, listed
-from polar.cli.show_tokens import visible
+from polar.cli.run_tally import format_count, format_counts
+from polar.cli.show_tokens import escape_controls
 from polar.rollout.models import SessionResult
-from polar.rollout.semantics import MASKED
+from polar.rollout.semantics import MASKED_REASONS
 
-_WANTED = MASKED | {"early_stop", "stale"}
+_INTENDED_REASONS = MASKED_REASONS | {"early_stop", "stale"}
 """Reasons that a session has no reward because its task says so."""
-_NAMED = 5
+_MAX_NAMED_FAILURES = 5
 
 
 class _Timing(Struct):
@@ -35,7 +35,7 @@ class _Evidence(Struct):
     proven: bool = False
 
 
-class Ended(Struct):
+class EndedSession(Struct):
     """A session's result without its trajectory."""
 
     task_id: str
@@ -49,18 +49,18 @@ class Ended(Struct):
     evidence: list[_Evidence] = field(default_factory=list)
 
     @property
-    def tampering(self) -> str:
+    def tampering_kinds(self) -> str:
         """Kinds of proven evidence."""
-        return ", ".join(dict.fromkeys(visible(one.kind) for one in self.evidence if one.proven))
+        return ", ".join(dict.fromkeys(escape_controls(one.kind) for one in self.evidence if one.proven))
 
     @property
-    def earned(self) -> str:
+    def reward_text(self) -> str:
         if self.reward is not None:
             return f"{self.reward:g}"
-        return "none" if self.reason is None else visible(self.reason)
+        return "none" if self.reason is None else escape_controls(self.reason)
 
 
-class Group(Struct):
+class EndedGroup(Struct):
     """All sessions of a task, likewise."""
 
     task_id: str
@@ -69,44 +69,49 @@ class Group(Struct):
     asked: int
     usable: int
     cancelled: int
-    results: list[Ended]
+    results: list[EndedSession]
 
 
-ended_of = msgspec.json.Decoder(Ended).decode
-group_of = msgspec.json.Decoder(Group).decode
+decode_session = msgspec.json.Decoder(EndedSession).decode
+decode_group = msgspec.json.Decoder(EndedGroup).decode
 
 
-def ended_from(result: SessionResult) -> Ended:
-    return msgspec.convert(result.model_dump(exclude={"trajectory"}), Ended)
+def session_from_result(result: SessionResult) -> EndedSession:
+    return msgspec.convert(result.model_dump(exclude={"trajectory"}), EndedSession)
 
 
-def in_words(one: Ended | Group) -> str:
+def describe(one: EndedSession | EndedGroup) -> str:
     """In a line."""
-    if isinstance(one, Group):
+    if isinstance(one, EndedGroup):
         usable = f"{one.usable} of {one.asked} usable"
-        suspicious = _suspicious(one.results)
-        words = [one.status, usable, mean(one.results), *([f"{suspicious} suspicious"] if suspicious else [])]
-        return f"{one.cursor}  {visible(one.task_id)}: {', '.join(words)}"
+        suspicious = _count_suspicious(one.results)
+        words = [
+            one.status,
+            usable,
+            describe_mean_reward(one.results),
+            *([f"{suspicious} suspicious"] if suspicious else []),
+        ]
+        return f"{one.cursor}  {escape_controls(one.task_id)}: {', '.join(words)}"
     number = "" if one.sample is None else f" #{one.sample}"
-    words = [f"reward {one.earned}" if one.reward is not None else f"no reward ({one.earned})"]
-    words += [count(one.metadata.turns, "turn"), count(one.metadata.sampled_tokens, "token")]
-    words += [f"suspicious: {one.tampering}"] if one.metadata.suspicious else []
-    return f"{one.cursor}  {visible(one.task_id)}{number}: {', '.join(words)} ({one.session_id})"
+    words = [f"reward {one.reward_text}" if one.reward is not None else f"no reward ({one.reward_text})"]
+    words += [format_count(one.metadata.turns, "turn"), format_count(one.metadata.sampled_tokens, "token")]
+    words += [f"suspicious: {one.tampering_kinds}"] if one.metadata.suspicious else []
+    return f"{one.cursor}  {escape_controls(one.task_id)}{number}: {', '.join(words)} ({one.session_id})"
 
 
-def sessions(results: Iterable[Ended]) -> Table:
+def session_table(results: Iterable[EndedSession]) -> Table:
     results = list(results)
     suspicious = ["suspicious"] * any(one.metadata.suspicious for one in results)
-    table = _table("cursor", "task", "sample", "session", "reward", *suspicious, "turns", "tokens", "seconds")
+    table = _make_table("cursor", "task", "sample", "session", "reward", *suspicious, "turns", "tokens", "seconds")
     for one in results:
         seconds = one.metadata.timing.seconds
         table.add_row(
-            _said(one.cursor),
-            Text(visible(one.task_id)),
-            _said(one.sample),
+            _cell_text(one.cursor),
+            Text(escape_controls(one.task_id)),
+            _cell_text(one.sample),
             Text(one.session_id),
-            Text(one.earned),
-            *(Text(one.tampering) for _ in suspicious),
+            Text(one.reward_text),
+            *(Text(one.tampering_kinds) for _ in suspicious),
             f"{one.metadata.turns:,}",
             f"{one.metadata.sampled_tokens:,}",
             "" if seconds is None else f"{seconds:.1f}",
@@ -114,39 +119,48 @@ def sessions(results: Iterable[Ended]) -> Table:
     return table
 
 
-def groups(results: Iterable[Group]) -> Table:
+def group_table(results: Iterable[EndedGroup]) -> Table:
     results = list(results)
-    suspicious = ["suspicious"] * any(_suspicious(one.results) for one in results)
-    table = _table("cursor", "task", "status", "asked", "usable", "cancelled", *suspicious, "reward")
+    suspicious = ["suspicious"] * any(_count_suspicious(one.results) for one in results)
+    table = _make_table("cursor", "task", "status", "asked", "usable", "cancelled", *suspicious, "reward")
     for one in results:
-        counts = (one.asked, one.usable, one.cancelled, *(_suspicious(one.results) for _ in suspicious))
+        counts = (one.asked, one.usable, one.cancelled, *(_count_suspicious(one.results) for _ in suspicious))
         table.add_row(
-            str(one.cursor), Text(visible(one.task_id)), one.status, *(f"{n:,}" for n in counts), mean(one.results)
+            str(one.cursor),
+            Text(escape_controls(one.task_id)),
+            one.status,
+            *(f"{n:,}" for n in counts),
+            describe_mean_reward(one.results),
         )
     return table
 
 
-def _suspicious(results: Iterable[Ended]) -> int:
+def _count_suspicious(results: Iterable[EndedSession]) -> int:
     return sum(one.metadata.suspicious for one in results)
 
 
-def mean(results: Iterable[Ended]) -> str:
+def describe_mean_reward(results: Iterable[EndedSession]) -> str:
     rewards = [one.reward for one in results if one.reward is not None]
     return f"mean reward {sum(rewards) / len(rewards):.3g}" if rewards else "no rewards"
 
 
-def complaint(results: list[Ended]) -> str:
+def describe_failures(results: list[EndedSession]) -> str:
     """Which sessions have no reward that should have one; empty where there are none."""
-    failed = [one for one in results if one.reason is not None and one.reason not in _WANTED]
+    failed = [one for one in results if one.reason is not None and one.reason not in _INTENDED_REASONS]
     if not failed:
         return ""
-    reasons = Counter(visible(one.reason or "") for one in failed)
-    lines = [f"{len(failed)} of {count(len(results), 'session')} ended without a reward: {listed(reasons)}."]
-    lines += [f"  {visible(one.task_id)} ({one.session_id}): {visible(one.error or '')}" for one in failed[:_NAMED]]
+    reasons = Counter(escape_controls(one.reason or "") for one in failed)
+    lines = [
+        f"{len(failed)} of {format_count(len(results), 'session')} ended without a reward: {format_counts(reasons)}."
+    ]
+    lines += [
+        f"  {escape_controls(one.task_id)} ({one.session_id}): {escape_controls(one.error or '')}"
+        for one in failed[:_MAX_NAMED_FAILURES]
+    ]
     return "\n".join(lines)
 
 
-def _table(*names: str) -> Table:
+def _make_table(*names: str) -> Table:
     table = Table()
     for name in names:
         words = name in ("task", "session", "status", "reward")
@@ -154,5 +168,5 @@ def _table(*names: str) -> Table:
     return table
 
 
-def _said(value: Any) -> str:
+def _cell_text(value: Any) -> str:
     return "" if value is None else str(value)

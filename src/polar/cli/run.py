@@ -13,30 +13,30 @@ from rich.console import Console
 
 from polar.cli import run_sources, run_summary
 from polar.cli.common import (
+    describe_default_engine,
     engine_options,
+    format_show_command,
     log_options,
     private_settings,
-    run,
-    scripted_note,
+    run_async,
     settings_options,
-    show_command,
-    start_log,
+    start_logging,
 )
 from polar.cli.interrupts import Interrupts
-from polar.cli.run_progress import Progress, followed, progress
-from polar.cli.run_tally import Tally, count
-from polar.cli.tasks import SOURCES, task_options
+from polar.cli.run_progress import RunProgress, poll_load, show_progress
+from polar.cli.run_tally import RunTally, format_count
+from polar.cli.tasks import SOURCES_KEY, task_options
 from polar.config import PriceSettings, Settings
-from polar.data.alone import alone
 from polar.data.budget import Budget
-from polar.data.collecting import Collection
-from polar.data_plane import settle_process
-from polar.node.finished import Finished
+from polar.data.collection import Collection
+from polar.data.collection_lock import lock_collection
+from polar.data_plane import tune_process
+from polar.node.finished_session import FinishedSession
 from polar.node.local import LocalRollout
-from polar.node.plan import Plan
+from polar.node.task_plan import TaskPlan
 from polar.rollout.models import TaskRequest
-from polar.rollout.samples import keyed
-from polar.telemetry.logs import Format, Level
+from polar.rollout.samples import with_task_key
+from polar.telemetry.logs import LogFormat, LogLevel
 
 
 @click.command("run")
@@ -67,22 +67,24 @@ def command(
     price: tuple[float, float] | None,
     engine_url: str | None,
     kind: str | None,
-    log_format: Format | None,
-    log_level: Level | None,
+    log_format: LogFormat | None,
+    log_level: LogLevel | None,
     as_json: bool,
 ) -> int:
     """Run every TASK (a file, or a folder of them): an agent in a sandbox, then its evaluation. Nothing runs before all
     tasks are found to be in order."""
     node = {} if workers is None else {"run_workers": workers}
     settings = private_settings(config_path, engine_url, kind, node=node)
-    start_log(settings, log_format, log_level)
+    start_logging(settings, log_format, log_level)
     prices = settings.engine.price if price is None else PriceSettings(prompt=price[0], sampled=price[1])
-    wish = _Wish(resume, accept, attempts, Budget(budget_tokens, budget_cost, budget_seconds, prices))
-    sources: dict[str, str] = click.get_current_context().meta[SOURCES]
-    return run(_Run(settings, data, [keyed(task, sources[task.task_id]) for task in tasks], wish, as_json).to_its_end())
+    wish = _CollectionOptions(resume, accept, attempts, Budget(budget_tokens, budget_cost, budget_seconds, prices))
+    sources: dict[str, str] = click.get_current_context().meta[SOURCES_KEY]
+    return run_async(
+        _RunCommand(settings, data, [with_task_key(task, sources[task.task_id]) for task in tasks], wish, as_json).run()
+    )
 
 
-class _Wish(msgspec.Struct, frozen=True):
+class _CollectionOptions(msgspec.Struct, frozen=True):
     """Which of the samples are wanted."""
 
     resume: bool
@@ -91,144 +93,149 @@ class _Wish(msgspec.Struct, frozen=True):
     budget: Budget
 
 
-class _Run:
-    def __init__(self, settings: Settings, data: Path, tasks: list[TaskRequest], wish: _Wish, as_json: bool) -> None:
+class _RunCommand:
+    def __init__(
+        self, settings: Settings, data: Path, tasks: list[TaskRequest], wish: _CollectionOptions, as_json: bool
+    ) -> None:
         self._settings = settings
         self._data = data
         self._tasks = tasks
-        self._wish = wish
+        self._options = wish
         self._as_json = as_json
-        self._errors = Console(stderr=True)
+        self._error_console = Console(stderr=True)
         self._total = sum(task.num_samples for task in tasks)
-        self._tally = Tally()
-        self._by_task = {task.task_id: Tally() for task in tasks}
-        self._telling = asyncio.Lock()
+        self._tally = RunTally()
+        self._tally_by_task = {task.task_id: RunTally() for task in tasks}
+        self._output_lock = asyncio.Lock()
         self._collection: Collection | None = None
 
-    async def to_its_end(self) -> int:
+    async def run(self) -> int:
         """The exit status."""
-        settle_process()
+        tune_process()
         began = time.monotonic()
         with (
-            progress(self._errors, self._total, silent=self._as_json) as shown,
-            Interrupts(lambda: shown.say(_INTERRUPTED), shown.stop) as interrupts,
+            show_progress(self._error_console, self._total, silent=self._as_json) as shown,
+            Interrupts(lambda: shown.print_message(_INTERRUPTED_MESSAGE), shown.stop) as interrupts,
         ):
             try:
-                await self._run(shown, interrupts)
+                await self._run_collection(shown, interrupts)
             except asyncio.CancelledError:
-                if interrupts.received is None:
+                if interrupts.received_signal is None:
                     raise
-        self._sum_up(time.monotonic() - began)
-        if interrupts.status is not None:
+        self._print_summary(time.monotonic() - began)
+        if interrupts.exit_status is not None:
             rest = self._total - self._tally.sessions
-            click.echo(f"polar: Interrupted: {rest} of {self._total} sessions were cancelled.{_GO_ON}", err=True)
-            return interrupts.status
-        if complaint := run_summary.complaint(self._tally, self._data, self._settings.engine):
+            click.echo(f"polar: Interrupted: {rest} of {self._total} sessions were cancelled.{_RESUME_HINT}", err=True)
+            return interrupts.exit_status
+        if complaint := run_summary.describe_failures(self._tally, self._data, self._settings.engine):
             click.echo(f"polar: {complaint}", err=True)
             return 1
-        if self._collection is not None and (what := self._collection.stopped) is not None:
-            most = count(self._collection.not_run, "session")
-            click.echo(f"polar: The budget of {what} is used up; {most} at most would be left.{_SPENT}", err=True)
+        if self._collection is not None and (what := self._collection.exhausted_limit) is not None:
+            most = format_count(self._collection.num_unsettled, "session")
+            click.echo(f"polar: The budget of {what} is used up; {most} at most would be left.{_BUDGET_HINT}", err=True)
             return 1
         return 0
 
-    async def _run(self, shown: Progress, interrupts: Interrupts) -> None:
+    async def _run_collection(self, shown: RunProgress, interrupts: Interrupts) -> None:
         async with contextlib.AsyncExitStack() as stack:
-            if self._wish.resume:  # two would run the same samples
-                stack.enter_context(alone(self._data))
+            if self._options.resume:  # two would run the same samples
+                stack.enter_context(lock_collection(self._data))
             rollout = await stack.enter_async_context(LocalRollout(self._settings, self._data))
             plans = {plan.task.task_id: plan for plan in await rollout.plan(self._tasks)}
-            wanted = await self._wanted(rollout, list(plans.values()))
-            shown.total = self._total = wanted.left
-            if wanted.found and not self._as_json:
-                shown.say(f"{count(wanted.found, 'session')} of these tasks {_IS[wanted.found == 1]} there already.")
+            wanted = await self._make_collection(rollout, list(plans.values()))
+            shown.total = self._total = wanted.num_left
+            if wanted.num_resumed and not self._as_json:
+                shown.print_message(
+                    f"{format_count(wanted.num_resumed, 'session')} of these tasks "
+                    f"{_ARE_OR_IS[wanted.num_resumed == 1]} there already."
+                )
             async with (
-                followed(shown, rollout.load, self._tally),
-                _one_error(),
+                poll_load(shown, rollout.load, self._tally),
+                _unwrap_error_group(),
                 asyncio.TaskGroup() as telling,
             ):
                 async for finished in rollout.run(wanted):
                     self._tally.add(finished)
-                    if self._wish.accept is not None:  # who knows how many tries it takes?
-                        shown.total = self._total = self._tally.sessions + wanted.left + rollout.running
-                    self._by_task[finished.task_id].add(finished)
-                    shown.ended(finished, self._tally)
+                    if self._options.accept is not None:  # who knows how many tries it takes?
+                        shown.total = self._total = self._tally.sessions + wanted.num_left + rollout.running
+                    self._tally_by_task[finished.task_id].add(finished)
+                    shown.session_ended(finished, self._tally)
                     if self._as_json:  # beside the run: who reads on here is who starts the next session
-                        telling.create_task(self._tell(rollout, plans[finished.task_id], finished))
-            interrupts.cancels = False  # what is left now is to be closed in order
+                        telling.create_task(self._print_result(rollout, plans[finished.task_id], finished))
+            interrupts.cancels_task = False  # what is left now is to be closed in order
 
-    async def _wanted(self, rollout: LocalRollout, plans: list[Plan]) -> Collection:
-        wish = self._wish
+    async def _make_collection(self, rollout: LocalRollout, plans: list[TaskPlan]) -> Collection:
+        wish = self._options
         wanted = Collection(
             plans,
             rollout.used,
-            accept=wish.accept,
-            attempts=wish.attempts,
+            min_reward=wish.accept,
+            max_attempts=wish.attempts,
             budget=wish.budget,
-            at_once=self._settings.node.run_workers,
+            max_running=self._settings.node.run_workers,
         )
         if wish.resume:
             await wanted.resume(rollout.plane.store)
         self._collection = wanted
         return wanted
 
-    async def _tell(self, rollout: LocalRollout, plan: Plan, finished: Finished) -> None:
-        async with self._telling:
-            line = msgspec.json.encode(await rollout.result(plan, finished)) + b"\n"
-            await asyncio.to_thread(_write, line)
+    async def _print_result(self, rollout: LocalRollout, plan: TaskPlan, finished: FinishedSession) -> None:
+        async with self._output_lock:
+            line = msgspec.json.encode(await rollout.build_result(plan, finished)) + b"\n"
+            await asyncio.to_thread(_write_line, line)
 
-    def _sum_up(self, seconds: float) -> None:
-        if self._as_json and not self._errors.is_terminal:
+    def _print_summary(self, seconds: float) -> None:
+        if self._as_json and not self._error_console.is_terminal:
             return
-        console = run_summary.console_of_width(self._errors if self._as_json else Console())
+        console = run_summary.with_file_width(self._error_console if self._as_json else Console())
         if self._tally.sessions:
-            self._sum_up_sessions(console, seconds)
-        self._sum_up_collection(console)
+            self._print_sessions(console, seconds)
+        self._print_collection(console)
 
-    def _sum_up_sessions(self, console: Console, seconds: float) -> None:
-        run_summary.show(console, self._by_task, self._tally, seconds)
-        if (note := scripted_note(self._settings)) is not None:
+    def _print_sessions(self, console: Console, seconds: float) -> None:
+        run_summary.print_summary(console, self._tally_by_task, self._tally, seconds)
+        if (note := describe_default_engine(self._settings)) is not None:
             console.print(note, highlight=False, soft_wrap=True)
-        if self._tally.ended_well and not self._tally.turns:
-            console.print(_SILENT, highlight=False, soft_wrap=True)
+        if self._tally.exited_cleanly and not self._tally.turns:
+            console.print(_NO_CALLS_HINT, highlight=False, soft_wrap=True)
         console.print(
             f"What each session left is in {self._data / 'sessions'}. Look at one with: "
-            + show_command(self._tally.last, self._data),
+            + format_show_command(self._tally.last_session_id, self._data),
             highlight=False,
             markup=False,
             soft_wrap=True,
         )
 
-    def _sum_up_collection(self, console: Console) -> None:
-        collection, wish = self._collection, self._wish
+    def _print_collection(self, console: Console) -> None:
+        collection, wish = self._collection, self._options
         if collection is None:
             return
         if wish.accept is not None or wish.resume:
             accepted = "a reward above 0" if wish.accept is None else f"a reward of {wish.accept:g} or more"
-            run_sources.show(console, collection.rates, accepted)
+            run_sources.print_sources(console, collection.stats_by_source, accepted)
         if (cost := collection.spending.cost) is not None:
             used = collection.spending.used
             tokens = f"{used.prompt:,} prompt tokens ({used.cached:,} of them cached), {used.sampled:,} sampled"
             console.print(f"All sessions so far: {tokens}, a cost of {cost:.4g}.", highlight=False, soft_wrap=True)
 
 
-_GO_ON = " The same command with --resume goes on."
-_SPENT = " With --resume, the same command and a larger budget go on: tokens and money of all runs count."
-_IS = ("are", "is")
-_INTERRUPTED = (
+_RESUME_HINT = " The same command with --resume goes on."
+_BUDGET_HINT = " With --resume, the same command and a larger budget go on: tokens and money of all runs count."
+_ARE_OR_IS = ("are", "is")
+_INTERRUPTED_MESSAGE = (
     "Interrupted: sessions are cancelled and torn down. Once more leaves at once, and what is left is tidied up by the "
     "next run on this data folder."
 )
-_SILENT = "No agent asked the gateway anything: does it read OPENAI_BASE_URL, or another provider's?"
+_NO_CALLS_HINT = "No agent asked the gateway anything: does it read OPENAI_BASE_URL, or another provider's?"
 
 
-def _write(line: bytes) -> None:
+def _write_line(line: bytes) -> None:
     sys.stdout.buffer.write(line)
     sys.stdout.buffer.flush()
 
 
 @contextlib.asynccontextmanager
-async def _one_error() -> AsyncIterator[None]:
+async def _unwrap_error_group() -> AsyncIterator[None]:
     """What went wrong in a group of tasks, as if there were no group: the first is why the others were cancelled."""
     try:
         yield

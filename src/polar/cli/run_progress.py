@@ -14,26 +14,26 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from polar.cli.run_tally import Tally, count, listed, why
-from polar.node.finished import Finished
-from polar.node.node import Load
+from polar.cli.run_tally import RunTally, explain_reward, format_count, format_counts
+from polar.node.finished_session import FinishedSession
+from polar.node.node import NodeLoad
 from polar.store.base import is_suspicious
 from polar.telemetry import logs
 
-_LAST = 5  # sessions that ended last
-_WINDOW = 15.0  # seconds that the speed is taken over
-_BAR = 40
+_RECENT_SESSIONS = 5  # sessions that ended last
+_RATE_WINDOW_SECONDS = 15.0  # seconds that the speed is taken over
+_BAR_WIDTH = 40
 
 
-class Progress(Protocol):
-    every: float  # seconds between two looks
+class RunProgress(Protocol):
+    interval_seconds: float  # seconds between two looks
     total: int  # sessions that there will be, as far as is known
 
-    def ended(self, finished: Finished, tally: Tally) -> None: ...
+    def session_ended(self, finished: FinishedSession, tally: RunTally) -> None: ...
 
-    def look(self, load: Load, tally: Tally) -> None: ...
+    def update(self, load: NodeLoad, tally: RunTally) -> None: ...
 
-    def say(self, sentence: str) -> None: ...
+    def print_message(self, sentence: str) -> None: ...
 
     def stop(self) -> None:
         """Leaves the terminal as it was."""
@@ -41,25 +41,25 @@ class Progress(Protocol):
 
 
 @contextlib.contextmanager
-def progress(console: Console, total: int, *, silent: bool) -> Iterator[Progress]:
+def show_progress(console: Console, total: int, *, silent: bool) -> Iterator[RunProgress]:
     """`silent`: on a terminal only."""
     if console.is_terminal and not console.is_dumb_terminal:
-        with Picture(console, total) as picture:
+        with LiveProgress(console, total) as picture:
             yield picture
     else:
-        yield Lines(console, total, silent=silent)
+        yield LineProgress(console, total, silent=silent)
 
 
 @contextlib.asynccontextmanager
-async def followed(shown: Progress, load: Callable[[], Load], tally: Tally) -> AsyncIterator[None]:
+async def poll_load(shown: RunProgress, load: Callable[[], NodeLoad], tally: RunTally) -> AsyncIterator[None]:
     """Looks at the node again and again, meanwhile."""
 
-    async def follow() -> None:
+    async def poll() -> None:
         while True:
-            shown.look(load(), tally)
-            await asyncio.sleep(shown.every)
+            shown.update(load(), tally)
+            await asyncio.sleep(shown.interval_seconds)
 
-    following = asyncio.ensure_future(follow())
+    following = asyncio.ensure_future(poll())
     try:
         yield
     finally:
@@ -69,40 +69,40 @@ async def followed(shown: Progress, load: Callable[[], Load], tally: Tally) -> A
             following.result()
 
 
-class Speed:
+class TokenRate:
     """Sampled tokens a second, over the last seconds."""
 
     def __init__(self) -> None:
-        self._seen: deque[tuple[float, int]] = deque()
+        self._samples: deque[tuple[float, int]] = deque()
 
-    def at(self, tokens: int, now: float) -> float:
-        self._seen.append((now, tokens))
-        while len(self._seen) > 2 and self._seen[1][0] <= now - _WINDOW:
-            self._seen.popleft()
-        then, before = self._seen[0]
+    def update(self, tokens: int, now: float) -> float:
+        self._samples.append((now, tokens))
+        while len(self._samples) > 2 and self._samples[1][0] <= now - _RATE_WINDOW_SECONDS:
+            self._samples.popleft()
+        then, before = self._samples[0]
         return (tokens - before) / (now - then) if now > then else 0.0
 
 
-class Lines:
+class LineProgress:
     """For files and pipes."""
 
-    every = 10.0
+    interval_seconds = 10.0
 
     def __init__(self, console: Console, total: int, *, silent: bool) -> None:
         self._console = console
         self.total = total
         self._silent = silent
-        self._speed = Speed()
+        self._rate = TokenRate()
 
-    def ended(self, finished: Finished, tally: Tally) -> None:
-        self._print(f"{tally.sessions}/{self.total}  {in_words(finished)} ({finished.session_id})")
+    def session_ended(self, finished: FinishedSession, tally: RunTally) -> None:
+        self._print(f"{tally.sessions}/{self.total}  {describe_session(finished)} ({finished.session_id})")
 
-    def look(self, load: Load, tally: Tally) -> None:
-        speed = self._speed.at(load.tokens, time.monotonic())
-        words = [stages(load, tally, self.total), earned(tally), engine(load, speed)]
+    def update(self, load: NodeLoad, tally: RunTally) -> None:
+        speed = self._rate.update(load.tokens, time.monotonic())
+        words = [describe_stages(load, tally, self.total), describe_rewards(tally), describe_engine(load, speed)]
         self._print("; ".join(filter(None, words)))
 
-    def say(self, sentence: str) -> None:
+    def print_message(self, sentence: str) -> None:
         self._console.print(sentence, highlight=False, markup=False, soft_wrap=True)
 
     def stop(self) -> None:
@@ -110,26 +110,26 @@ class Lines:
 
     def _print(self, line: str) -> None:
         if not self._silent:
-            self.say(line)
+            self.print_message(line)
 
 
-class Picture:
+class LiveProgress:
     """For terminals. What is logged meanwhile is written above it."""
 
-    every = 0.25
+    interval_seconds = 0.25
 
     def __init__(self, console: Console, total: int) -> None:
         self._console = console
         self.total = total
         self._began = time.monotonic()
-        self._speed = Speed()
-        self._last: deque[Finished] = deque(maxlen=_LAST)
+        self._rate = TokenRate()
+        self._recent: deque[FinishedSession] = deque(maxlen=_RECENT_SESSIONS)
         self._live = Live(console=console, auto_refresh=False, transient=True)
         self._handlers: list[logging.Handler] = []
 
-    def __enter__(self) -> "Picture":
+    def __enter__(self) -> "LiveProgress":
         root = logging.getLogger()
-        self._handlers, root.handlers = root.handlers, [_Above(self._console, root.handlers)]
+        self._handlers, root.handlers = root.handlers, [_LiveLogHandler(self._console, root.handlers)]
         self._live.start()
         return self
 
@@ -137,42 +137,42 @@ class Picture:
         self.stop()
         logging.getLogger().handlers = self._handlers
 
-    def ended(self, finished: Finished, tally: Tally) -> None:  # noqa: ARG002
-        self._last.append(finished)
+    def session_ended(self, finished: FinishedSession, tally: RunTally) -> None:  # noqa: ARG002
+        self._recent.append(finished)
 
-    def look(self, load: Load, tally: Tally) -> None:
-        self._live.update(self.drawn(load, tally, time.monotonic()), refresh=True)
+    def update(self, load: NodeLoad, tally: RunTally) -> None:
+        self._live.update(self.render(load, tally, time.monotonic()), refresh=True)
 
-    def say(self, sentence: str) -> None:
+    def print_message(self, sentence: str) -> None:
         self._console.print(sentence, highlight=False, markup=False)
 
     def stop(self) -> None:
         self._live.stop()
 
-    def drawn(self, load: Load, tally: Tally, now: float) -> Group:
+    def render(self, load: NodeLoad, tally: RunTally, now: float) -> Group:
         bar = Table.grid(padding=(0, 2))
         minutes, seconds = divmod(int(now - self._began), 60)
         done = f"{tally.sessions}/{self.total}"
-        bar.add_row(ProgressBar(self.total, tally.sessions, width=_BAR), done, f"{minutes}:{seconds:02}")
+        bar.add_row(ProgressBar(self.total, tally.sessions, width=_BAR_WIDTH), done, f"{minutes}:{seconds:02}")
         rows = Table.grid(padding=(0, 2))
         rows.add_column(style="bold", min_width=8)
         rows.add_column(overflow="ellipsis", no_wrap=True)
-        rows.add_row("sessions", Text(stages(load, tally, self.total)))
-        rows.add_row("reward", Text(earned(tally) or "none yet"))
-        rows.add_row("engine", Text(engine(load, self._speed.at(load.tokens, now))))
-        for number, finished in enumerate(self._last):
-            rows.add_row("" if number else "ended", Text(in_words(finished), "dim"))
+        rows.add_row("sessions", Text(describe_stages(load, tally, self.total)))
+        rows.add_row("reward", Text(describe_rewards(tally) or "none yet"))
+        rows.add_row("engine", Text(describe_engine(load, self._rate.update(load.tokens, now))))
+        for number, finished in enumerate(self._recent):
+            rows.add_row("" if number else "ended", Text(describe_session(finished), "dim"))
         return Group(bar, rows)
 
 
-class _Above(logging.Handler):
+class _LiveLogHandler(logging.Handler):
     """What is logged, above the picture, in the form that it would have had without it."""
 
     def __init__(self, console: Console, handlers: list[logging.Handler]) -> None:
         super().__init__()
-        self.setFormatter(logging.Formatter(logs.TEXT))
+        self.setFormatter(logging.Formatter(logs.TEXT_FORMAT))
         for handler in handlers:
-            if isinstance(handler, logs.Stderr):
+            if isinstance(handler, logs.StderrHandler):
                 self.setFormatter(handler.formatter)
                 self.filters = handler.filters
         self._console = console
@@ -184,21 +184,21 @@ class _Above(logging.Handler):
             self.handleError(record)
 
 
-def stages(load: Load, tally: Tally, total: int) -> str:
+def describe_stages(load: NodeLoad, tally: RunTally, total: int) -> str:
     inside = {"init": load.init, "ready": load.ready, "run": load.run, "postrun": load.postrun}
     waiting = total - tally.sessions - sum(inside.values())
     counts = {"waiting": max(waiting, 0), **inside}
     return ", ".join(f"{count} {stage}" for stage, count in counts.items()) + f", {tally.sessions} of {total} done"
 
 
-def earned(tally: Tally) -> str:
+def describe_rewards(tally: RunTally) -> str:
     mean = tally.mean_reward
     words = [] if mean is None else [f"mean reward {mean:.3g}", f"{tally.solved} of {tally.rewarded} solved"]
-    return ", ".join([*words, *([f"without a reward: {listed(tally.reasons)}"] if tally.reasons else [])])
+    return ", ".join([*words, *([f"without a reward: {format_counts(tally.reasons)}"] if tally.reasons else [])])
 
 
-def engine(load: Load, speed: float) -> str:
-    words = [f"{speed:,.0f} tokens/s", f"{count(load.calls, 'call')} at the engine"]
+def describe_engine(load: NodeLoad, speed: float) -> str:
+    words = [f"{speed:,.0f} tokens/s", f"{format_count(load.calls, 'call')} at the engine"]
     if load.held:
         words.append(f"{load.held} held")
     if load.paused:
@@ -206,11 +206,11 @@ def engine(load: Load, speed: float) -> str:
     return ", ".join(words)
 
 
-def in_words(finished: Finished) -> str:
+def describe_session(finished: FinishedSession) -> str:
     """A session that has ended, in a line."""
     verdict = finished.verdict
     if verdict.reward is not None:
-        said = why(verdict)
+        said = explain_reward(verdict)
         earned = f"reward {verdict.reward:g}" + (f" ({said})" if said else "")
     elif verdict.reason is not None:
         earned = f"no reward ({verdict.reason})"
@@ -218,9 +218,9 @@ def in_words(finished: Finished) -> str:
         earned = "not evaluated"
     if is_suspicious(verdict.evidence):
         earned += ", suspicious"
-    words = [earned, count(finished.turns, "turn"), count(finished.tokens, "token")]
+    words = [earned, format_count(finished.turns, "turn"), format_count(finished.tokens, "token")]
     if finished.outcome is not None:
         words.append(f"{finished.outcome.seconds:.1f} s")
-        if finished.outcome.ended != "finished":
-            words.append(f"ended by {finished.outcome.ended}")
+        if finished.outcome.end_reason != "finished":
+            words.append(f"ended by {finished.outcome.end_reason}")
     return f"{finished.task_id} #{finished.sample}: {', '.join(words)}"

@@ -6,11 +6,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from polar.data.collecting import Rates
+from polar.data.collection import SourceStats
 
 
-def show(console: Console, rates: Mapping[str, Rates], accepted_from: str) -> None:
-    table = Table(title=f"Accepted sessions by source ({accepted_from})", title_justify="left")
+def print_sources(console: Console, rates: Mapping[str, SourceStats], criterion: str) -> None:
+    table = Table(title=f"Accepted sessions by source ({criterion})", title_justify="left")
     table.add_column("source", overflow="fold")
     for name in ("tasks", "solved", "sessions", "accepted", "rate"):
         table.add_column(name, justify="right")

@@ -7,13 +7,13 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from polar.cli.run_tally import STAGES, Tally, count, listed
-from polar.cli.show_tokens import visible
+from polar.cli.run_tally import STAGES, RunTally, format_count, format_counts
+from polar.cli.show_tokens import escape_controls
 from polar.config import EngineSettings
 
-_SHOWN = 50  # tasks
-_WHYS = 3  # that are shown of rewards of 0
-_WIDTH = 120  # where there is no terminal
+_MAX_TASKS_SHOWN = 50  # tasks
+_MAX_ZERO_REASONS_SHOWN = 3  # that are shown of rewards of 0
+_FILE_WIDTH_CHARS = 120  # where there is no terminal
 
 _ADVICE = {
     "prepare_failed": "a step of runtime.prepare failed: run it by hand in the same runtime",
@@ -27,47 +27,48 @@ _ADVICE = {
 }
 
 
-def show(console: Console, tasks: dict[str, Tally], total: Tally, seconds: float) -> None:
-    console.print(_table(tasks))
-    if (more := len(tasks) - _SHOWN) > 0:
+def print_summary(console: Console, tasks: dict[str, RunTally], total: RunTally, seconds: float) -> None:
+    console.print(_make_task_table(tasks))
+    if (more := len(tasks) - _MAX_TASKS_SHOWN) > 0:
         console.print(f"and {more} more tasks")
     speed = f"{total.tokens / seconds:,.0f} a second"
     console.print(
-        f"{count(total.sessions, 'session')} in {seconds:.1f} s: {_earned(total)}; "
-        f"{count(total.turns, 'turn')}, {total.tokens:,} tokens sampled ({speed}).",
+        f"{format_count(total.sessions, 'session')} in {seconds:.1f} s: {_describe_rewards(total)}; "
+        f"{format_count(total.turns, 'turn')}, {total.tokens:,} tokens sampled ({speed}).",
         highlight=False,
         soft_wrap=True,
     )
-    for line in (*_zeros(total), *_describe_tampering(total)):
+    for line in (*_describe_zero_rewards(total), *_describe_tampering(total)):
         console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
-def complaint(total: Tally, data: Path, engine: EngineSettings) -> str:
+def describe_failures(total: RunTally, data: Path, engine: EngineSettings) -> str:
     """Why there are sessions without a reward, and what to do; empty where there are none."""
-    failures = total.failures
+    failures = total.platform_failures
     if not failures:
         return ""
     lines = [
-        f"{failures.total()} of {count(total.sessions, 'session')} ended without a reward, through no fault of the "
-        f"agent's: {listed(failures)}."
+        f"{failures.total()} of {format_count(total.sessions, 'session')} ended without a reward, through "
+        "no fault of the "
+        f"agent's: {format_counts(failures)}."
     ]
     for reason, _ in failures.most_common():
-        first = total.first[reason]
+        first = total.first_failures[reason]
         advice = _ADVICE.get(reason, "see verdict.json")
         if reason == "engine_failed":
-            advice += _of(engine)
+            advice += _doctor_arguments(engine)
         lines.append(f"  {reason}: {advice} (in {data / 'sessions' / first.session_id})")
         if first.error:
-            lines += [f"    {visible(line)}" for line in first.error.splitlines()]
+            lines += [f"    {escape_controls(line)}" for line in first.error.splitlines()]
     return "\n".join(lines)
 
 
-def console_of_width(console: Console) -> Console:
+def with_file_width(console: Console) -> Console:
     """Tables in files are as wide as they need to be."""
-    return console if console.is_terminal else Console(file=console.file, width=_WIDTH)
+    return console if console.is_terminal else Console(file=console.file, width=_FILE_WIDTH_CHARS)
 
 
-def _table(tasks: dict[str, Tally]) -> Table:
+def _make_task_table(tasks: dict[str, RunTally]) -> Table:
     reasons = any(tally.reasons for tally in tasks.values())
     suspicious = any(tally.suspicious for tally in tasks.values())
     table = Table(title="Means of each task's sessions", title_justify="left")
@@ -80,51 +81,54 @@ def _table(tasks: dict[str, Tally]) -> Table:
         table.add_column("suspicious", justify="right")
     for name in ("turns", "tokens", *(f"{stage} s" for stage in STAGES)):
         table.add_column(name, justify="right")
-    for task_id, tally in list(tasks.items())[:_SHOWN]:
+    for task_id, tally in list(tasks.items())[:_MAX_TASKS_SHOWN]:
         mean = tally.mean_reward
         table.add_row(
             Text(task_id),
             str(tally.sessions),
             "" if mean is None else f"{mean:.3g}",
             f"{tally.solved}/{tally.rewarded}" if tally.rewarded else "",
-            *([listed(tally.reasons)] if reasons else []),
+            *([format_counts(tally.reasons)] if reasons else []),
             *([str(tally.suspicious)] if suspicious else []),
-            _mean(tally.turns, tally),
-            _mean(tally.tokens, tally),
-            *(_mean(tally.seconds[stage], tally, 2) for stage in STAGES),
+            _format_mean(tally.turns, tally),
+            _format_mean(tally.tokens, tally),
+            *(_format_mean(tally.seconds[stage], tally, 2) for stage in STAGES),
         )
     return table
 
 
-def _mean(value: float, tally: Tally, digits: int = 1) -> str:
+def _format_mean(value: float, tally: RunTally, digits: int = 1) -> str:
     return f"{value / tally.sessions:.{digits}f}" if tally.sessions else ""
 
 
-def _of(engine: EngineSettings) -> str:
+def _doctor_arguments(engine: EngineSettings) -> str:
     """What `polar doctor` is to be told of the engine."""
     if not engine.urls:
         return ""
     return f" {engine.urls[0]}" + ("" if engine.kind == "vllm" else f" --kind {engine.kind}")
 
 
-def _zeros(total: Tally) -> Iterator[str]:
-    if not total.zeros:
+def _describe_zero_rewards(total: RunTally) -> Iterator[str]:
+    if not total.zero_reward_reasons:
         return
     yield "Why rewards are 0:"
-    for said, number in total.zeros.most_common(_WHYS):
-        yield f"  {count(number, 'session')}: {said}"
-    if rest := total.zeros.total() - sum(number for _, number in total.zeros.most_common(_WHYS)):
-        yield f"  {count(rest, 'session')} for other reasons"
+    for said, number in total.zero_reward_reasons.most_common(_MAX_ZERO_REASONS_SHOWN):
+        yield f"  {format_count(number, 'session')}: {said}"
+    if rest := total.zero_reward_reasons.total() - sum(
+        number for _, number in total.zero_reward_reasons.most_common(_MAX_ZERO_REASONS_SHOWN)
+    ):
+        yield f"  {format_count(rest, 'session')} for other reasons"
 
 
-def _describe_tampering(total: Tally) -> Iterator[str]:
+def _describe_tampering(total: RunTally) -> Iterator[str]:
     if total.suspicious:
-        yield f"Proven tampering with the grading: {count(total.suspicious, 'session')} ({listed(total.evidence)})."
+        sessions, kinds = format_count(total.suspicious, "session"), format_counts(total.evidence_kinds)
+        yield f"Proven tampering with the grading: {sessions} ({kinds})."
     if total.suspected:
-        yield f"Unproven signs of tampering, which change no reward: {count(total.suspected, 'session')}."
+        yield f"Unproven signs of tampering, which change no reward: {format_count(total.suspected, 'session')}."
 
 
-def _earned(total: Tally) -> str:
+def _describe_rewards(total: RunTally) -> str:
     if not total.rewarded:
         return "no rewards"
     return f"mean reward {total.mean_reward:.3g}, {total.solved} of {total.rewarded} solved"

@@ -4,13 +4,13 @@ from collections import Counter
 
 from msgspec import Struct, field
 
-from polar.cli.show_tokens import visible
-from polar.node.finished import Finished
-from polar.rollout.semantics import MASKED
+from polar.cli.show_tokens import escape_controls
+from polar.node.finished_session import FinishedSession
+from polar.rollout.semantics import MASKED_REASONS
 from polar.store.base import Verdict, is_suspicious
 
 STAGES = ("init", "ready", "run", "postrun")
-_SAID = 120  # characters
+_MAX_EXPLANATION_CHARS = 120  # characters
 
 
 class Failure(Struct, frozen=True):
@@ -20,67 +20,69 @@ class Failure(Struct, frozen=True):
     error: str | None
 
 
-class Tally(Struct):
+class RunTally(Struct):
     sessions: int = 0
-    last: str = ""  # the session that ended last
+    last_session_id: str = ""  # the session that ended last
     rewarded: int = 0
-    reward: float = 0.0  # the sum
+    reward_sum: float = 0.0  # the sum
     solved: int = 0  # with a reward of 1 or more
     reasons: Counter[str] = field(default_factory=Counter)
-    first: dict[str, Failure] = field(default_factory=dict)  # by reason
+    first_failures: dict[str, Failure] = field(default_factory=dict)  # by reason
     suspicious: int = 0  # with proven evidence of tampering
-    evidence: Counter[str] = field(default_factory=Counter)  # proven, by kind
+    evidence_kinds: Counter[str] = field(default_factory=Counter)  # proven, by kind
     suspected: int = 0  # with unproven evidence alone
-    zeros: Counter[str] = field(default_factory=Counter)  # rewards of 0, by why, where the evaluator says so
-    ended_well: int = 0  # harnesses that ended by themselves, with 0
+    zero_reward_reasons: Counter[str] = field(
+        default_factory=Counter
+    )  # rewards of 0, by why, where the evaluator says so
+    exited_cleanly: int = 0  # harnesses that ended by themselves, with 0
     turns: int = 0
     tokens: int = 0
     seconds: Counter[str] = field(default_factory=Counter)  # by stage
 
-    def add(self, finished: Finished) -> None:
+    def add(self, finished: FinishedSession) -> None:
         verdict = finished.verdict
         self.sessions += 1
-        self.last = finished.session_id
+        self.last_session_id = finished.session_id
         self.turns += finished.turns
         self.tokens += finished.tokens
         self.seconds.update(finished.seconds)
         outcome = finished.outcome
-        self.ended_well += outcome is not None and outcome.ended == "finished" and outcome.exit_code == 0
+        self.exited_cleanly += outcome is not None and outcome.end_reason == "finished" and outcome.exit_code == 0
         self.suspicious += is_suspicious(verdict.evidence)
         self.suspected += bool(verdict.evidence) and not is_suspicious(verdict.evidence)
-        self.evidence.update({one.kind for one in verdict.evidence if one.proven})
+        self.evidence_kinds.update({one.kind for one in verdict.evidence if one.proven})
         if verdict.reward is not None:
             self.rewarded += 1
-            self.reward += verdict.reward
+            self.reward_sum += verdict.reward
             self.solved += verdict.reward >= 1
-            if verdict.reward == 0 and (said := why(verdict)):
-                self.zeros[said] += 1
+            if verdict.reward == 0 and (said := explain_reward(verdict)):
+                self.zero_reward_reasons[said] += 1
         elif verdict.reason is not None:
             self.reasons[verdict.reason] += 1
-            self.first.setdefault(verdict.reason, Failure(finished.session_id, finished.error))
+            self.first_failures.setdefault(verdict.reason, Failure(finished.session_id, finished.error))
 
     @property
     def mean_reward(self) -> float | None:
-        return self.reward / self.rewarded if self.rewarded else None
+        return self.reward_sum / self.rewarded if self.rewarded else None
 
     @property
-    def failures(self) -> Counter[str]:
+    def platform_failures(self) -> Counter[str]:
         """Reasons that are neither the agent's nor the task's."""
-        return Counter({reason: count for reason, count in self.reasons.items() if reason not in MASKED})
+        return Counter({reason: count for reason, count in self.reasons.items() if reason not in MASKED_REASONS})
 
 
-def why(verdict: Verdict) -> str:
+def explain_reward(verdict: Verdict) -> str:
     """What an evaluator says of its reward, in a short line; empty where it says nothing. It may quote the agent."""
     said = verdict.detail.get("why")
     if not isinstance(said, str):
         return ""
-    flat = visible(" ".join(said.split()))
-    return flat if len(flat) <= _SAID else f"{flat[: _SAID - 1]}…"
+    flat = escape_controls(" ".join(said.split()))
+    return flat if len(flat) <= _MAX_EXPLANATION_CHARS else f"{flat[: _MAX_EXPLANATION_CHARS - 1]}…"
 
 
-def count(number: int, what: str) -> str:
-    return f"{number:,} {what}" + ("" if number == 1 else "s")
+def format_count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}" + ("" if number == 1 else "s")
 
 
-def listed(counts: Counter[str]) -> str:
+def format_counts(counts: Counter[str]) -> str:
     return ", ".join(f"{name} {count}" for name, count in counts.most_common())

@@ -10,7 +10,7 @@ import click
 from polar.cli.common import config_option, load_settings
 from polar.client.async_client import AsyncClient
 from polar.config import DEFAULT_RUN
-from polar.gateway.http import url_of
+from polar.gateway.http import format_url
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -24,12 +24,12 @@ def server_options(function: F) -> F:
 
 
 @contextlib.asynccontextmanager
-async def connected(
+async def connect_client(
     config_path: Path | None, server: str | None, token: str | None, run_name: str
 ) -> AsyncIterator[AsyncClient]:
     """Raises ClientError at once where nobody answers; whoever is there is waited for, if it goes away later."""
     settings = load_settings(config_path).server
-    url = server or url_of(settings.host, settings.port)
+    url = server or format_url(settings.host, settings.port)
     async with AsyncClient(url, token or settings.token, run_name) as client:
         await client.health()
         yield client

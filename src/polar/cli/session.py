@@ -8,10 +8,10 @@ from typing import Any
 
 import click
 
-from polar.cli.common import json_object, json_option, run
-from polar.cli.server import connected, server_options
+from polar.cli.common import json_option, parse_json_object, run_async
+from polar.cli.server import connect_client, server_options
 from polar.errors import ConfigError
-from polar.harnesses import environment
+from polar.harnesses import build_environment
 
 
 @click.group("session")
@@ -24,7 +24,7 @@ def command() -> None:
 @click.option("--metadata", default="{}", help="a JSON object that is kept with the session")
 @click.option("--model", default="polar", show_default=True, help="the model name that the harness asks for")
 @json_option
-def new(
+def new_command(
     config_path: Path | None,
     server: str | None,
     token: str | None,
@@ -34,17 +34,17 @@ def new(
     as_json: bool,
 ) -> None:
     """Open a session and print export lines: eval "$(polar session new)"."""
-    kept = {"model": model} | json_object(metadata, "--metadata")
+    kept = {"model": model} | parse_json_object(metadata, "--metadata")
 
-    async def opened() -> dict[str, Any]:
-        async with connected(config_path, server, token, run_name) as client:
+    async def open_session() -> dict[str, Any]:
+        async with connect_client(config_path, server, token, run_name) as client:
             return await client.new_session(kept)
 
-    created = run(opened())
+    created = run_async(open_session())
     if as_json:
         click.echo(json.dumps(created))
         return
-    variables = environment(created["base_urls"]["anthropic"], created["api_key"], model)
+    variables = build_environment(created["base_urls"]["anthropic"], created["api_key"], model)
     for name, value in {"POLAR_SESSION": created["session_id"], **variables}.items():
         click.echo(f"export {name}={shlex.quote(value)}")
 
@@ -54,7 +54,7 @@ def new(
 @click.option("--reward", type=float, help="the session's reward")
 @json_option
 @click.argument("session_id", default=lambda: os.environ.get("POLAR_SESSION", ""), required=False)
-def end(
+def end_command(
     config_path: Path | None,
     server: str | None,
     token: str | None,
@@ -67,10 +67,10 @@ def end(
     if not session_id:
         raise ConfigError("Which session? Name it, or set POLAR_SESSION.")
 
-    async def ended() -> dict[str, Any]:
-        async with connected(config_path, server, token, run_name) as client:
+    async def end_session() -> dict[str, Any]:
+        async with connect_client(config_path, server, token, run_name) as client:
             return await client.end_session(session_id, reward=reward)
 
-    session = run(ended())
+    session = run_async(end_session())
     given = "no reward" if session["reward"] is None else f"reward {session['reward']:g}"
     click.echo(json.dumps(session) if as_json else f"{session_id} has ended, {given}")

@@ -7,19 +7,19 @@ import click
 from rich.console import Console
 
 from polar.cli import show_folder, show_tree
-from polar.cli.common import config_option, data_option, json_option, load_settings, run
-from polar.cli.show_tokens import TokenView, says_the_same
+from polar.cli.common import config_option, data_option, json_option, load_settings, run_async
+from polar.cli.show_tokens import TokenView, decodes_to_replies
 from polar.config import Settings
-from polar.engines.scripted.server import TOKENIZER as SCRIPTED_TOKENIZER
+from polar.engines.scripted.server import TOKENIZER_FOLDER as SCRIPTED_TOKENIZER
 from polar.errors import ConfigError
 from polar.gateway import view
 from polar.rendering.tokenizer import Tokenizer
 from polar.store import open_store
 from polar.store.base import Exchange, Store
 from polar.trajectory import session as sessions
-from polar.trajectory.roles import call_of
+from polar.trajectory.roles import read_call
 
-LIMIT = 20
+DEFAULT_CALL_LIMIT = 20
 
 
 @click.command("show")
@@ -36,7 +36,7 @@ LIMIT = 20
 @click.option(
     "--limit",
     type=click.IntRange(0),
-    default=LIMIT,
+    default=DEFAULT_CALL_LIMIT,
     show_default=True,
     help="calls shown of a long run without incidents; 0 shows all, and long contexts whole",
 )
@@ -54,10 +54,12 @@ def command(
 ) -> None:
     """Show a session (default: the newest) as a tree of its calls: each hangs under the one that it goes on from."""
     settings = load_settings(config_path)
-    run(show(settings, data, session_id, as_json=as_json, tokens=tokens, ids=ids, folder=folder, limit=limit))
+    run_async(
+        show_session(settings, data, session_id, as_json=as_json, tokens=tokens, ids=ids, folder=folder, limit=limit)
+    )
 
 
-async def show(
+async def show_session(
     settings: Settings,
     data: Path,
     session_id: str | None,
@@ -66,14 +68,14 @@ async def show(
     tokens: bool = False,
     ids: bool = False,
     folder: Path | None = None,
-    limit: int = LIMIT,
+    limit: int = DEFAULT_CALL_LIMIT,
 ) -> None:
-    store = open_captured(settings, data)
+    store = open_existing_store(settings, data)
     try:
         if session_id is None:
             newest = await store.sessions(limit=1)
             if not newest:
-                raise _nothing(data)
+                raise _nothing_captured(data)
             session_id = newest[0].session_id
         session = await store.session(session_id)
         if session is None:
@@ -82,37 +84,37 @@ async def show(
     finally:
         await store.close()
     if as_json:
-        labels = sessions.labelled(session, [call_of(exchange) for exchange in exchanges])
-        rows = [view.exchange(exchange, labels[exchange.exchange_id]) for exchange in exchanges]
-        shown = {"session": view.session(session), "exchanges": rows}
-        click.echo(view.encode(shown | show_folder.documents(data, session_id)))
+        labels = sessions.assign_session_roles(session, [read_call(exchange) for exchange in exchanges])
+        rows = [view.exchange_to_dict(exchange, labels[exchange.exchange_id]) for exchange in exchanges]
+        shown = {"session": view.session_to_dict(session), "exchanges": rows}
+        click.echo(view.encode_json(shown | show_folder.read_documents(data, session_id)))
         return
     token_view = None
     if tokens or ids:
-        tokenizer = _tokenizer(settings, folder, exchanges)
-        token_view = TokenView(tokenizer, ids=ids, whole=limit == 0)
+        tokenizer = _find_tokenizer(settings, folder, exchanges)
+        token_view = TokenView(tokenizer, show_ids=ids, show_all=limit == 0)
         if tokenizer is None:
             click.echo("No tokenizer is known that these tokens are from: name its folder with --tokenizer.", err=True)
-    paths = sessions.sampled(session, exchanges).paths
+    paths = sessions.read_session_paths(session, exchanges).paths
     console = Console()
-    console.print(show_tree.tree(session, exchanges, paths, token_view, limit))
-    for line in show_folder.lines(data, session_id):
+    console.print(show_tree.render_tree(session, exchanges, paths, token_view, limit))
+    for line in show_folder.describe_folder(data, session_id):
         console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
-def open_captured(settings: Settings, data: Path) -> Store:
+def open_existing_store(settings: Settings, data: Path) -> Store:
     """The store that something was captured in."""
     database = data / "polar.db"
     if settings.store.url is None and not database.exists():
-        raise _nothing(data)
+        raise _nothing_captured(data)
     return open_store(settings.store.url or f"sqlite:{database}", settings.store.durability)
 
 
-def _nothing(data: Path) -> ConfigError:
+def _nothing_captured(data: Path) -> ConfigError:
     return ConfigError(f"Nothing has been captured in {data} yet: try `polar capture -- YOUR-AGENT`.")
 
 
-def _tokenizer(settings: Settings, folder: Path | None, exchanges: Sequence[Exchange]) -> Tokenizer | None:
+def _find_tokenizer(settings: Settings, folder: Path | None, exchanges: Sequence[Exchange]) -> Tokenizer | None:
     """The one that was named. Else a likely one, if the sampled ids mean with it what the replies say; else None."""
     if folder is not None:
         return Tokenizer.load(folder)
@@ -120,4 +122,4 @@ def _tokenizer(settings: Settings, folder: Path | None, exchanges: Sequence[Exch
     if not (likely / "tokenizer.json").exists():
         return None
     tokenizer = Tokenizer.load(likely)
-    return tokenizer if says_the_same(tokenizer, exchanges) else None
+    return tokenizer if decodes_to_replies(tokenizer, exchanges) else None

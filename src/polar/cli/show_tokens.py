@@ -6,55 +6,55 @@ from collections.abc import Iterable, Iterator, Sequence
 import numpy as np
 from rich.text import Text as Styled
 
-from polar.engines.base import Ids
-from polar.rendering.tokenizer import Tokenizer, pieces
-from polar.store.arrays import NO_IDS, shared_prefix
+from polar.engines.base import TokenIds
+from polar.rendering.tokenizer import Tokenizer, decode_pieces
+from polar.store.arrays import NO_IDS, shared_prefix_length
 from polar.store.base import Exchange
-from polar.trajectory.types import Path
+from polar.trajectory.types import TokenPath
 from polar.types import Reasoning, Text, ToolCall
 
-_EDGE = 60
+_EDGE_TOKENS = 60
 """Of a long context so many tokens are shown from each end."""
-_SAMPLED = ("cyan", "bright_cyan")
-_EXCLUDED = "red strike"
-_CONTROLS = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"} | {0x7F: 0x2421}
+_SAMPLED_STYLES = ("cyan", "bright_cyan")
+_EXCLUDED_STYLE = "red strike"
+_CONTROL_PICTURES = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"} | {0x7F: 0x2421}
 
 
-def visible(text: str) -> str:
+def escape_controls(text: str) -> str:
     """With control characters as pictures: what a model wrote must not steer the terminal."""
-    return text.translate(_CONTROLS)
+    return text.translate(_CONTROL_PICTURES)
 
 
 class TokenView:
     """Without a tokenizer there are ids, or only counts."""
 
-    def __init__(self, tokenizer: Tokenizer | None, *, ids: bool, whole: bool) -> None:
+    def __init__(self, tokenizer: Tokenizer | None, *, show_ids: bool, show_all: bool) -> None:
         self._tokenizer = tokenizer
-        self._ids = ids
-        self._counts_only = tokenizer is None and not ids
-        self._whole = whole
+        self._show_ids = show_ids
+        self._counts_only = tokenizer is None and not show_ids
+        self._show_all = show_all
 
-    def lines(self, exchange: Exchange, path: Path | None, parent: Exchange | None) -> Iterator[Styled]:
+    def lines(self, exchange: Exchange, path: TokenPath | None, parent: Exchange | None) -> Iterator[Styled]:
         if exchange.prompt_ids is not None:
             yield self._context(exchange.prompt_ids, parent)
         sampled = exchange.sampled_ids
         if sampled is not None:
             line = Styled(f"sampled ({len(sampled)}): ", "bold")
-            styles = [_SAMPLED[at % 2] for at in range(len(sampled))]
+            styles = [_SAMPLED_STYLES[at % 2] for at in range(len(sampled))]
             for excluded in () if path is None else path.excluded:
-                styles[excluded.start : excluded.stop] = [_EXCLUDED] * (excluded.stop - excluded.start)
+                styles[excluded.start : excluded.stop] = [_EXCLUDED_STYLE] * (excluded.stop - excluded.start)
             if self._counts_only:
-                yield line.append(f"{len(sampled) - styles.count(_EXCLUDED)} train", "not bold")
+                yield line.append(f"{len(sampled) - styles.count(_EXCLUDED_STYLE)} train", "not bold")
             else:
                 yield line.append_text(self._tokens(sampled, styles))
 
-    def _context(self, prompt: Ids, parent: Exchange | None) -> Styled:
+    def _context(self, prompt: TokenIds, parent: Exchange | None) -> Styled:
         """What is new since the call that this one goes on from."""
         before = NO_IDS
         if parent is not None and parent.prompt_ids is not None:
             sampled = NO_IDS if parent.sampled_ids is None else parent.sampled_ids
             before = np.concatenate((parent.prompt_ids, sampled))
-        shared = shared_prefix(prompt, before)
+        shared = shared_prefix_length(prompt, before)
         new = prompt[shared:]
         line = Styled(f"context ({len(prompt)}): ", "bold")
         if parent is not None:
@@ -62,29 +62,29 @@ class TokenView:
             line.append(f"[{shared} as in #{parent.seq}{otherwise}] ", "dim")
         if self._counts_only:
             return line.append(f"{len(new)} new", "not bold")
-        if len(new) > 2 * _EDGE and not self._whole:
-            first, last = new[:_EDGE], new[-_EDGE:]
-            line.append_text(self._tokens(first, ["dim"] * _EDGE))
-            line.append(f" … {len(new) - 2 * _EDGE} tokens … ", "dim italic")
-            return line.append_text(self._tokens(last, ["dim"] * _EDGE))
+        if len(new) > 2 * _EDGE_TOKENS and not self._show_all:
+            first, last = new[:_EDGE_TOKENS], new[-_EDGE_TOKENS:]
+            line.append_text(self._tokens(first, ["dim"] * _EDGE_TOKENS))
+            line.append(f" … {len(new) - 2 * _EDGE_TOKENS} tokens … ", "dim italic")
+            return line.append_text(self._tokens(last, ["dim"] * _EDGE_TOKENS))
         return line.append_text(self._tokens(new, ["dim"] * len(new)))
 
-    def _tokens(self, ids: Ids, styles: Iterable[str]) -> Styled:
+    def _tokens(self, ids: TokenIds, styles: Iterable[str]) -> Styled:
         line = Styled()
         numbers = ids.tolist()
-        texts = [""] * len(numbers) if self._tokenizer is None else pieces(self._tokenizer, numbers)
+        texts = [""] * len(numbers) if self._tokenizer is None else decode_pieces(self._tokenizer, numbers)
         for id, text, style in zip(numbers, texts, styles, strict=True):
-            line.append(visible(text).replace("\n", "↵\n"), style)
-            if self._ids:
+            line.append(escape_controls(text).replace("\n", "↵\n"), style)
+            if self._show_ids:
                 line.append(f"⟨{id}⟩", "dim yellow")
         return line
 
 
-def says_the_same(tokenizer: Tokenizer, exchanges: Sequence[Exchange]) -> bool:
+def decodes_to_replies(tokenizer: Tokenizer, exchanges: Sequence[Exchange]) -> bool:
     """Whether it is this tokenizer that the sampled ids are from: they decode to what the first replies say."""
-    looked_at = 0
+    num_compared = 0
     for exchange in exchanges:
-        if exchange.reply is None or exchange.sampled_ids is None or looked_at == 3:
+        if exchange.reply is None or exchange.sampled_ids is None or num_compared == 3:
             continue
         said = [
             part.name if isinstance(part, ToolCall) else part.text.strip()
@@ -94,5 +94,5 @@ def says_the_same(tokenizer: Tokenizer, exchanges: Sequence[Exchange]) -> bool:
         decoded = tokenizer.decode(exchange.sampled_ids.tolist())
         if not all(text in decoded for text in said):
             return False
-        looked_at += bool(said)
-    return looked_at > 0
+        num_compared += bool(said)
+    return num_compared > 0

@@ -12,28 +12,28 @@ from msgspec import Struct
 from rich.text import Text as Styled
 from rich.tree import Tree
 
-from polar.cli.show_tokens import TokenView, visible
+from polar.cli.show_tokens import TokenView, escape_controls
 from polar.errors import ApiError
 from polar.plugins import load
 from polar.store.base import Evidence, Exchange, Session
-from polar.trajectory.types import Path
+from polar.trajectory.types import TokenPath
 from polar.types import Message, Part, Reasoning, Text, ToolCall, ToolResult
 
-_STATUS = {"complete": "green", "partial": "yellow", "failed": "red", "interrupted": "red"}
-_WIDTH = 160
+_STATUS_STYLES = {"complete": "green", "partial": "yellow", "failed": "red", "interrupted": "red"}
+_MAX_LINE_CHARS = 160
 
 
-class _Call(Struct):
+class _CallNode(Struct):
     exchange: Exchange
-    path: Path | None  # None where nothing was sampled
+    path: TokenPath | None  # None where nothing was sampled
     parent: Exchange | None
     turn_reward: float | None
-    runs_on: "_Call | None" = None
-    branches: list["_Call"] = []
-    size: int = 1  # of its subtree, in calls
+    next_call: "_CallNode | None" = None
+    branches: list["_CallNode"] = []
+    subtree_size: int = 1  # of its subtree, in calls
 
     @property
-    def incident(self) -> bool:
+    def has_incident(self) -> bool:
         """Something that a person would want to see."""
         it = self.exchange
         return bool(
@@ -41,7 +41,7 @@ class _Call(Struct):
         )
 
     @property
-    def kind(self) -> tuple[object, ...]:
+    def similarity_key(self) -> tuple[object, ...]:
         """Equal for calls that are like each other; where it changes, one wants to see it."""
         it, path = self.exchange, self.path
         role = None if path is None else (path.role, path.agent_id)
@@ -49,73 +49,73 @@ class _Call(Struct):
         return it.continuation, it.branch_reason, it.untrainable, role, versions
 
 
-def tree(
+def render_tree(
     session: Session,
     exchanges: Sequence[Exchange],
-    paths: Sequence[Path],
+    paths: Sequence[TokenPath],
     tokens: TokenView | None = None,
     limit: int = 0,
 ) -> Tree:
     """`limit`: how many calls of a run are shown at least, if there are more and nothing happens in them; 0: all."""
-    roots = _forest(session, exchanges, {path.exchange_id: path for path in paths})
-    root = Tree(_summary(session, exchanges, paths))
+    roots = _build_forest(session, exchanges, {path.exchange_id: path for path in paths})
+    root = Tree(_session_line(session, exchanges, paths))
     for first in roots:
-        _hang(root, first, tokens, limit, nested=len(roots) > 1)
+        _add_run(root, first, tokens, limit, nested=len(roots) > 1)
     return root
 
 
-def _hang(place: Tree, first: _Call, tokens: TokenView | None, limit: int, *, nested: bool) -> None:
+def _add_run(parent: Tree, first: _CallNode, tokens: TokenView | None, limit: int, *, nested: bool) -> None:
     """A run of calls below `place`; a nested one below its own first call. At a fork the larger half runs on, so this
     goes no deeper than the logarithm of the calls."""
-    for call in _run(first, limit):
+    for call in _collapse_run(first, limit):
         if isinstance(call, Styled):
-            place.add(call)
+            parent.add(call)
             continue
-        node = place.add(_headline(call))
-        for line in _lines(call, tokens):
+        node = parent.add(_call_line(call))
+        for line in _call_details(call, tokens):
             node.add(line)
         for branch in call.branches:
-            _hang(node, branch, tokens, limit, nested=True)
+            _add_run(node, branch, tokens, limit, nested=True)
         if nested and call is first:
-            place = node
+            parent = node
 
 
-def _forest(session: Session, exchanges: Sequence[Exchange], paths: Mapping[str, Path]) -> list[_Call]:
+def _build_forest(session: Session, exchanges: Sequence[Exchange], paths: Mapping[str, TokenPath]) -> list[_CallNode]:
     """The calls that go on from none; below them, each call knows which ones go on from it."""
-    calls: dict[str, _Call] = {}
-    roots: list[_Call] = []
+    calls: dict[str, _CallNode] = {}
+    roots: list[_CallNode] = []
     for it in exchanges:
         above = calls.get(it.parent or "")  # one that comes later, or is not there, is none
         reward = session.turn_rewards.get(it.exchange_id)
-        call = _Call(it, paths.get(it.exchange_id), above.exchange if above else None, reward, branches=[])
+        call = _CallNode(it, paths.get(it.exchange_id), above.exchange if above else None, reward, branches=[])
         calls[it.exchange_id] = call
         (above.branches if above else roots).append(call)
     for call in reversed(calls.values()):  # those below come before those above
-        call.size += sum(below.size for below in call.branches)
+        call.subtree_size += sum(below.subtree_size for below in call.branches)
         if call.branches:
-            call.runs_on = max(call.branches, key=lambda below: (below.size, below.exchange.seq))
-            call.branches.remove(call.runs_on)
+            call.next_call = max(call.branches, key=lambda below: (below.subtree_size, below.exchange.seq))
+            call.branches.remove(call.next_call)
     return roots
 
 
-def _run(first: _Call, limit: int) -> Iterator[_Call | Styled]:
+def _collapse_run(first: _CallNode, limit: int) -> Iterator[_CallNode | Styled]:
     run = [first]
-    while (following := run[-1].runs_on) is not None:
+    while (following := run[-1].next_call) is not None:
         run.append(following)
     edge = limit // 2
-    hidden: list[_Call] = []
+    hidden: list[_CallNode] = []
     for number, call in enumerate(run):
         inner = limit and edge <= number < len(run) - edge
-        if inner and not call.incident and call.kind == run[number - 1].kind:
+        if inner and not call.has_incident and call.similarity_key == run[number - 1].similarity_key:
             hidden.append(call)
             continue
-        yield from _summed_up(hidden)
+        yield from _collapse_hidden(hidden)
         hidden = []
         yield call
-    yield from _summed_up(hidden)
+    yield from _collapse_hidden(hidden)
 
 
-def _summed_up(hidden: list[_Call]) -> Iterator[_Call | Styled]:
+def _collapse_hidden(hidden: list[_CallNode]) -> Iterator[_CallNode | Styled]:
     if len(hidden) < 3:
         yield from hidden
         return
@@ -125,12 +125,12 @@ def _summed_up(hidden: list[_Call]) -> Iterator[_Call | Styled]:
     yield Styled(said, "dim italic")
 
 
-def _summary(session: Session, exchanges: Sequence[Exchange], paths: Sequence[Path]) -> Styled:
+def _session_line(session: Session, exchanges: Sequence[Exchange], paths: Sequence[TokenPath]) -> Styled:
     line = Styled(session.session_id, "bold").append(f" {session.status}", "not bold")
     if session.reward is not None:
         line.append(f", reward {session.reward:g}", "not bold green")
     elif session.reason is not None:
-        line.append(f", no reward: {visible(session.reason)}", "not bold yellow")
+        line.append(f", no reward: {escape_controls(session.reason)}", "not bold yellow")
     line.append(f", {len(exchanges)} model call{'s' * (len(exchanges) != 1)}", "not bold")
     roles: Counter[str] = Counter(path.role for path in paths)
     excluded: Counter[str] = Counter()
@@ -138,37 +138,37 @@ def _summary(session: Session, exchanges: Sequence[Exchange], paths: Sequence[Pa
         for it in path.excluded:
             excluded[it.reason] += it.stop - it.start
     branches = Counter(it.branch_reason for it in exchanges if it.branch_reason)
-    sampled, trainable = sum(len(path.sampled) for path in paths), sum(path.trainable for path in paths)
-    facts = [_counts(roles), f"{sampled} tokens sampled, {trainable} of them train"]
+    sampled, trainable = sum(len(path.sampled) for path in paths), sum(path.num_trainable for path in paths)
+    facts = [_format_counts(roles), f"{sampled} tokens sampled, {trainable} of them train"]
     if excluded:
-        facts.append(f"excluded: {_counts(excluded)}")
+        facts.append(f"excluded: {_format_counts(excluded)}")
     if branches:
-        facts.append(f"branches: {_counts(branches)}")
+        facts.append(f"branches: {_format_counts(branches)}")
     line.append("\n" + "; ".join(fact for fact in facts if fact), "not bold dim")
     for one in session.evidence:
-        line.append(f"\n{_describe(one)}", "not bold red" if one.proven else "not bold yellow")
+        line.append(f"\n{_describe_evidence(one)}", "not bold red" if one.proven else "not bold yellow")
     return line
 
 
-def _describe(evidence: Evidence) -> str:
+def _describe_evidence(evidence: Evidence) -> str:
     proof = "proven tampering" if evidence.proven else "unproven sign of tampering"
     times = f" x {evidence.count}" if evidence.count > 1 else ""
-    detail = f" ({visible(evidence.detail)})" if evidence.detail else ""
-    return f"{proof}: {evidence.kind} {visible(evidence.subject)}{times}{detail}"
+    detail = f" ({escape_controls(evidence.detail)})" if evidence.detail else ""
+    return f"{proof}: {evidence.kind} {escape_controls(evidence.subject)}{times}{detail}"
 
 
-def _counts(counts: Mapping[str, int]) -> str:
+def _format_counts(counts: Mapping[str, int]) -> str:
     return ", ".join(f"{count} {name}" for name, count in sorted(counts.items(), key=lambda it: (-it[1], it[0])))
 
 
-def _headline(call: _Call) -> Styled:
+def _call_line(call: _CallNode) -> Styled:
     it, path = call.exchange, call.path
     sampled = 0 if it.sampled_ids is None else len(it.sampled_ids)
     prompt = 0 if it.prompt_ids is None else len(it.prompt_ids)
     line = Styled(f"#{it.seq} ", style="bold")
-    line.append(it.status, _STATUS[it.status])
+    line.append(it.status, _STATUS_STYLES[it.status])
     if path is not None:
-        line.append(f" {_who(path)}", "not bold blue")
+        line.append(f" {_describe_role(path)}", "not bold blue")
     line.append(f" {it.dialect}: {prompt} tokens in ({it.continuation}), {sampled} sampled", "not bold")
     if it.versions:
         versions = sorted({span.version for span in it.versions})
@@ -189,54 +189,54 @@ def _headline(call: _Call) -> Styled:
     return line
 
 
-def _who(path: Path) -> str:
+def _describe_role(path: TokenPath) -> str:
     """The role, and whose it is: `main`, `subagent agent-1`, `auxiliary of main`."""
     if path.agent_id in (None, path.role):
         return path.role
     return f"{path.role} {path.agent_id}" if path.role == "subagent" else f"{path.role} of {path.agent_id}"
 
 
-def _lines(call: _Call, tokens: TokenView | None) -> Iterator[Styled]:
+def _call_details(call: _CallNode, tokens: TokenView | None) -> Iterator[Styled]:
     exchange = call.exchange
-    for message in _news(exchange):
+    for message in _new_messages(exchange):
         for part in message.parts:
             if isinstance(part, Text):
-                yield _line(message.role, part.text, "dim")
+                yield _text_line(message.role, part.text, "dim")
             elif isinstance(part, ToolResult):
                 said = "".join(piece.text for piece in part.parts if isinstance(piece, Text))
-                yield _line("result", said, "dim")
+                yield _text_line("result", said, "dim")
     for part in exchange.reply.parts if exchange.reply else ():
-        if (line := _said(part)) is not None:
+        if (line := _part_line(part)) is not None:
             yield line
     if exchange.error:
-        yield _line("error", exchange.error, "red")
+        yield _text_line("error", exchange.error, "red")
     if tokens is not None:
         yield from tokens.lines(exchange, call.path, call.parent)
 
 
-def _said(part: Part) -> Styled | None:
+def _part_line(part: Part) -> Styled | None:
     match part:
         case Reasoning():
-            return _line("thinks", part.text, "italic magenta")
+            return _text_line("thinks", part.text, "italic magenta")
         case Text():
-            return _line("says", part.text, "cyan")
+            return _text_line("says", part.text, "cyan")
         case ToolCall():
-            return _line("calls", f"{part.name} {part.arguments}", "green")
+            return _text_line("calls", f"{part.name} {part.arguments}", "green")
     return None
 
 
-def _news(exchange: Exchange) -> list[Message]:
+def _new_messages(exchange: Exchange) -> list[Message]:
     """What came since the model spoke last; nothing where the request was refused, and so has no meaning."""
     dialect = load("dialects", exchange.dialect)()
     try:
-        messages: list[Message] = dialect.decode_request(exchange.wire, dict(exchange.params)).messages
+        messages: list[Message] = dialect.decode_request(exchange.raw_request, dict(exchange.params)).messages
     except ApiError:
         return []
     last = max((index for index, message in enumerate(messages) if message.role == "assistant"), default=-1)
     return messages[last + 1 :]
 
 
-def _line(who: str, text: str, style: str) -> Styled:
-    flat = visible(" ".join(text.split()))
-    cut = flat if len(flat) <= _WIDTH else flat[: _WIDTH - 1] + "…"
-    return Styled(f"{who}: ", style="bold").append(cut, f"not bold {style}")
+def _text_line(label: str, text: str, style: str) -> Styled:
+    flat = escape_controls(" ".join(text.split()))
+    cut = flat if len(flat) <= _MAX_LINE_CHARS else flat[: _MAX_LINE_CHARS - 1] + "…"
+    return Styled(f"{label}: ", style="bold").append(cut, f"not bold {style}")

@@ -10,10 +10,10 @@ from rich.table import Table
 from rich.text import Text
 
 from polar.cli import results_view
-from polar.cli.common import json_option, run
-from polar.cli.run_summary import console_of_width
-from polar.cli.server import connected, server_options
-from polar.cli.show_tokens import visible
+from polar.cli.common import json_option, run_async
+from polar.cli.run_summary import with_file_width
+from polar.cli.server import connect_client, server_options
+from polar.cli.show_tokens import escape_controls
 from polar.client.async_client import AsyncClient
 from polar.rollout.models import TaskSession, TaskStatus
 
@@ -30,79 +30,82 @@ def command(
     """Runs with their queues, and nodes with their load; or how far one TASK of the run is."""
 
     async def show() -> None:
-        async with connected(config_path, server, token, run_name) as client:
-            await (_all(client, as_json) if task_id is None else _one(client, task_id, as_json))
+        async with connect_client(config_path, server, token, run_name) as client:
+            await (_show_server(client, as_json) if task_id is None else _show_task(client, task_id, as_json))
 
-    run(show())
+    run_async(show())
 
 
-async def _all(client: AsyncClient, as_json: bool) -> None:
+async def _show_server(client: AsyncClient, as_json: bool) -> None:
     status = await client.status()
     if as_json:
         click.echo(msgspec.json.encode(status))
         return
-    console = console_of_width(Console())
-    console.print(_runs(status["runs"]))
-    console.print(_nodes(status["nodes"]) if status["nodes"] else "No nodes: start one with `polar node --join URL`.")
+    console = with_file_width(Console())
+    console.print(_run_table(status["runs"]))
+    console.print(
+        _node_table(status["nodes"]) if status["nodes"] else "No nodes: start one with `polar node --join URL`."
+    )
     for run_name, policy in status["policy"].items():
-        engines = ", ".join(_engine(replica) for replica in policy["replicas"]) or "no engines"
+        engines = ", ".join(_describe_replica(replica) for replica in policy["replicas"]) or "no engines"
         paused = f"; paused ({policy['mode']})" if policy["paused"] else ""
-        console.print(f"{visible(run_name)}: {engines}{paused}", highlight=False, markup=False, soft_wrap=True)
+        console.print(f"{escape_controls(run_name)}: {engines}{paused}", highlight=False, markup=False, soft_wrap=True)
 
 
-async def _one(client: AsyncClient, task_id: str, as_json: bool) -> None:
+async def _show_task(client: AsyncClient, task_id: str, as_json: bool) -> None:
     task = await client.task(task_id)
     if as_json:
         click.echo(task.model_dump_json())
         return
     click.echo(
-        f"{visible(task.task_id)}: {task.status}, {task.completed_sessions} of {task.total_sessions} sessions ended"
+        f"{escape_controls(task.task_id)}: {task.status}, {task.completed_sessions} of "
+        f"{task.total_sessions} sessions ended"
     )
     if task.results and task.status != "running":
-        console_of_width(Console()).print(results_view.sessions(_ended(task)))
+        with_file_width(Console()).print(results_view.session_table(_ended_sessions(task)))
     elif task.sessions:
-        console_of_width(Console()).print(_sessions(task.sessions))
+        with_file_width(Console()).print(_session_table(task.sessions))
 
 
-def _sessions(sessions: list[TaskSession]) -> Table:
+def _session_table(sessions: list[TaskSession]) -> Table:
     """Of a task that runs: where each of its sessions is."""
     table = Table()
     for column in ("sample", "state", "retries", "node"):
         table.add_column(column)
     for one in sessions:
-        table.add_row(str(one.sample), one.state, str(one.attempt), Text(visible(one.node or "")))
+        table.add_row(str(one.sample), one.state, str(one.attempt), Text(escape_controls(one.node or "")))
     return table
 
 
-def _ended(task: TaskStatus) -> list[results_view.Ended]:
-    return [results_view.ended_from(result) for result in task.results]
+def _ended_sessions(task: TaskStatus) -> list[results_view.EndedSession]:
+    return [results_view.session_from_result(result) for result in task.results]
 
 
-def _runs(runs: dict[str, dict[str, int | None]]) -> Table:
+def _run_table(runs: dict[str, dict[str, int | None]]) -> Table:
     names = list(dict.fromkeys(name for counts in runs.values() for name in counts if counts[name] is not None))
     table = Table("run")
     for name in names:
         table.add_column(name, justify="right")
     for run_name, counts in runs.items():
-        table.add_row(Text(visible(run_name)), *(f"{counts.get(name) or 0:,}" for name in names))
+        table.add_row(Text(escape_controls(run_name)), *(f"{counts.get(name) or 0:,}" for name in names))
     return table
 
 
-def _nodes(nodes: list[dict[str, Any]]) -> Table:
+def _node_table(nodes: list[dict[str, Any]]) -> Table:
     table = Table("node", "runtimes")
     for name in ("sessions", *_STAGES, "calls", "seen"):
         table.add_column(name, justify="right")
     for node in nodes:
         load = node["load"]
         table.add_row(
-            Text(visible(node["name"]) + (" (draining)" if node.get("draining") else "")),
-            Text(visible(", ".join(node["backends"]))),
+            Text(escape_controls(node["name"]) + (" (draining)" if node.get("draining") else "")),
+            Text(escape_controls(", ".join(node["backends"]))),
             f"{node['leases']} of {node['slots']}",
-            *(Text(visible(str(load.get(name, "")))) for name in (*_STAGES, "calls")),
+            *(Text(escape_controls(str(load.get(name, "")))) for name in (*_STAGES, "calls")),
             f"{node['seen']:.0f} s ago",
         )
     return table
 
 
-def _engine(replica: dict[str, Any]) -> str:
-    return f"{visible(replica['url'])} version {replica['version']}{' (down)' if replica.get('down') else ''}"
+def _describe_replica(replica: dict[str, Any]) -> str:
+    return f"{escape_controls(replica['url'])} version {replica['version']}{' (down)' if replica.get('down') else ''}"

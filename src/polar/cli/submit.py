@@ -10,13 +10,13 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from polar.cli import results_view
-from polar.cli.common import run
-from polar.cli.run_summary import console_of_width
-from polar.cli.run_tally import count
-from polar.cli.server import connected, server_options
-from polar.cli.show_tokens import visible
+from polar.cli.common import run_async
+from polar.cli.run_summary import with_file_width
+from polar.cli.run_tally import format_count
+from polar.cli.server import connect_client, server_options
+from polar.cli.show_tokens import escape_controls
 from polar.cli.tasks import task_options
-from polar.client.async_client import BUSY, Answer, AsyncClient
+from polar.client.async_client import BUSY, AsyncClient, SubmitAnswer
 from polar.rollout.models import TaskRequest, TaskStatus
 
 
@@ -38,52 +38,54 @@ def command(
     are those of the machines where nodes run."""
 
     async def submit() -> int:
-        async with connected(config_path, server, token, run_name) as client:
-            answers = await _send(client, tasks)
-            failed = _refused(answers)
+        async with connect_client(config_path, server, token, run_name) as client:
+            answers = await _submit_tasks(client, tasks)
+            failed = _report_refused(answers)
             taken = {answer.task_id for answer in answers if answer.error is None}
             if wait and taken:
-                return max(await _wait(client, [task for task in tasks if task.task_id in taken], as_json), failed)
-            _tell(answers, sum(task.num_samples for task in tasks if task.task_id in taken), as_json)
+                return max(
+                    await _wait_for_tasks(client, [task for task in tasks if task.task_id in taken], as_json), failed
+                )
+            _print_answers(answers, sum(task.num_samples for task in tasks if task.task_id in taken), as_json)
             return failed
 
-    return run(submit())
+    return run_async(submit())
 
 
-async def _send(client: AsyncClient, tasks: list[TaskRequest]) -> list[Answer]:
+async def _submit_tasks(client: AsyncClient, tasks: list[TaskRequest]) -> list[SubmitAnswer]:
     """All of them, however long there is no room for some: then it is said that this waits."""
     console = Console(stderr=True)
-    with _progress(console) as progress:
+    with _make_progress(console) as progress:
         bar = progress.add_task("tasks", total=len(tasks))
         waited = False
 
-        def seen(answer: Answer) -> None:
+        def seen(answer: SubmitAnswer) -> None:
             nonlocal waited
             if answer.code != BUSY:
                 progress.advance(bar)
             elif not waited:
                 waited = True
-                console.print(_FULL, highlight=False, soft_wrap=True)
+                console.print(_QUEUE_FULL_NOTICE, highlight=False, soft_wrap=True)
 
-        return await client.submit(tasks, raise_refused=False, seen=seen)
+        return await client.submit(tasks, raise_refused=False, on_answer=seen)
 
 
-_FULL = (
+_QUEUE_FULL_NOTICE = (
     "The run's queue is full: waiting for room. Tasks that were sent run on if this is interrupted, and the same "
     "command sends the rest."
 )
 
 
-def _refused(answers: list[Answer]) -> int:
+def _report_refused(answers: list[SubmitAnswer]) -> int:
     """The exit status."""
     refused = [answer for answer in answers if answer.error is not None]
     for answer in refused:
         told = f"polar: The task {answer.task_id} was refused: {answer.error}"
-        click.echo(visible(told), err=True)
+        click.echo(escape_controls(told), err=True)
     return 1 if refused else 0
 
 
-def _tell(answers: list[Answer], sessions: int, as_json: bool) -> None:
+def _print_answers(answers: list[SubmitAnswer], sessions: int, as_json: bool) -> None:
     if as_json:
         for answer in answers:
             click.echo(msgspec.json.encode(answer))
@@ -91,15 +93,16 @@ def _tell(answers: list[Answer], sessions: int, as_json: bool) -> None:
     taken = sum(answer.error is None for answer in answers)
     if taken:
         click.echo(
-            f"{count(taken, 'task')} with {count(sessions, 'session')}. See: polar status, polar results --follow"
+            f"{format_count(taken, 'task')} with {format_count(sessions, 'session')}. See: polar status, "
+            "polar results --follow"
         )
 
 
-async def _wait(client: AsyncClient, tasks: list[TaskRequest], as_json: bool) -> int:
+async def _wait_for_tasks(client: AsyncClient, tasks: list[TaskRequest], as_json: bool) -> int:
     """The exit status."""
     console = Console(stderr=True)
-    ended: list[results_view.Ended] = []
-    with _progress(console) as progress:
+    ended: list[results_view.EndedSession] = []
+    with _make_progress(console) as progress:
         bar = progress.add_task("sessions", total=sum(task.num_samples for task in tasks))
         done: dict[str, int] = {}
 
@@ -107,25 +110,25 @@ async def _wait(client: AsyncClient, tasks: list[TaskRequest], as_json: bool) ->
             done[task.task_id] = task.completed_sessions
             progress.update(bar, completed=sum(done.values()))
 
-        async for task in client.ended([task.task_id for task in tasks], seen=seen):
-            ended += [results_view.ended_from(result) for result in task.results]
+        async for task in client.as_completed([task.task_id for task in tasks], on_status=seen):
+            ended += [results_view.session_from_result(result) for result in task.results]
             if as_json:
-                _write(result.model_dump_json().encode() for result in task.results)
+                _write_lines(result.model_dump_json().encode() for result in task.results)
     if not as_json:
-        console_of_width(Console()).print(results_view.sessions(ended))
-        click.echo(f"{count(len(ended), 'session')}: {results_view.mean(ended)}.")
-    if complaint := results_view.complaint(ended):
+        with_file_width(Console()).print(results_view.session_table(ended))
+        click.echo(f"{format_count(len(ended), 'session')}: {results_view.describe_mean_reward(ended)}.")
+    if complaint := results_view.describe_failures(ended):
         click.echo(f"polar: {complaint}", err=True)
         return 1
     return 0
 
 
-def _progress(console: Console) -> Progress:
+def _make_progress(console: Console) -> Progress:
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
 
 
-def _write(lines: Iterable[bytes]) -> None:
+def _write_lines(lines: Iterable[bytes]) -> None:
     for line in lines:
         sys.stdout.buffer.write(line + b"\n")
     sys.stdout.buffer.flush()

@@ -12,16 +12,16 @@ import click
 import msgspec
 
 from polar.cli.common import json_option
-from polar.cli.run_tally import count
+from polar.cli.run_tally import format_count
 from polar.errors import ConfigError
 from polar.rollout.models import TaskRequest
 from polar.rollout.overrides import Overrides
-from polar.tasks import read_sources, swe
-from polar.tasks.documents import text_of
+from polar.tasks import read_sources, swe_bench
+from polar.tasks.task_files import read_text
 
 T = TypeVar("T")
-_NAMED = 5  # rows that are left out
-SOURCES = "polar.sources"
+_MAX_NAMES_SHOWN = 5  # rows that are left out
+SOURCES_KEY = "polar.sources"
 """In click's context: each task's source, by its id."""
 
 
@@ -37,7 +37,7 @@ def task_options(function: Callable[..., T]) -> Callable[..., T]:
     @click.option("--image", help="the image of all tasks' runtimes")
     @click.argument("paths", nargs=-1, required=True, type=click.Path(path_type=Path), metavar="TASK...")
     @functools.wraps(function)
-    def reading(
+    def wrapper(
         *,
         paths: tuple[Path, ...],
         harness: str | None,
@@ -50,10 +50,10 @@ def task_options(function: Callable[..., T]) -> Callable[..., T]:
     ) -> T:
         overrides = Overrides(harness, samples, model, timeout, image)
         found = read_sources(paths, backend=backend)
-        click.get_current_context().meta[SOURCES] = {task.task_id: source for source, task in found}
+        click.get_current_context().meta[SOURCES_KEY] = {task.task_id: source for source, task in found}
         return function(tasks=[overrides.apply(task) for _, task in found], **others)
 
-    return reading
+    return wrapper
 
 
 @click.group("tasks")
@@ -67,7 +67,7 @@ def command() -> None:
 @click.option(
     "--set",
     "images",
-    type=click.Choice(list(swe.IMAGES)),
+    type=click.Choice(list(swe_bench.IMAGE_TEMPLATES)),
     default="swe-bench",
     show_default=True,
     help="whose images",
@@ -102,46 +102,46 @@ def swe_command(
     as_json: bool,
 ) -> None:
     """Tasks of ROWS with SWE-bench's fields (.parquet, .jsonl, .json): SWE-bench, its Verified part, SWE-Gym."""
-    options = swe.Options(
-        image=image or swe.IMAGES[images],
+    options = swe_bench.SweBenchOptions(
+        image=image or swe_bench.IMAGE_TEMPLATES[images],
         repositories=repositories,
         backend=backend or ("docker" if repositories is None else "bubblewrap"),
         harnesses=harnesses,
         samples=samples,
         timeout=timeout,
         turns=turns,
-        instruction=swe.INSTRUCTION if instruction is None else _template(instruction),
+        instruction=swe_bench.INSTRUCTION if instruction is None else _read_template(instruction),
         python=python,
         pytest=pytest_folder,
-        commands=dict(_named(one) for one in commands),
+        commands=dict(_parse_test_command(one) for one in commands),
     )
-    made = swe.make(chain.from_iterable(map(swe.read, rows)), options)
-    _write(made.tasks, output)
+    made = swe_bench.make_tasks(chain.from_iterable(map(swe_bench.read_rows, rows)), options)
+    _write_tasks(made.tasks, output)
     if as_json:
         click.echo(json.dumps({"tasks": len(made.tasks), "left_out": made.left_out, "output": str(output)}))
         return
     instances = {task.metadata["instance_id"] for task in made.tasks}
-    click.echo(f"{count(len(made.tasks), 'task')} of {count(len(instances), 'row')} in {output}")
+    click.echo(f"{format_count(len(made.tasks), 'task')} of {format_count(len(instances), 'row')} in {output}")
     for why, names in made.left_out.items():
-        named = ", ".join(names[:_NAMED]) + (", ..." if len(names) > _NAMED else "")
-        click.echo(f"{count(len(names), 'row')} left out, with {why}: {named}", err=True)
+        named = ", ".join(names[:_MAX_NAMES_SHOWN]) + (", ..." if len(names) > _MAX_NAMES_SHOWN else "")
+        click.echo(f"{format_count(len(names), 'row')} left out, with {why}: {named}", err=True)
 
 
-def _template(path: Path) -> str:
-    text = text_of(path)
+def _read_template(path: Path) -> str:
+    text = read_text(path)
     if "{problem_statement}" not in text:
         raise ConfigError(f"{path}: it has no {{problem_statement}}, where the row's is put in.")
     return text
 
 
-def _named(command: str) -> tuple[str, str]:
+def _parse_test_command(command: str) -> tuple[str, str]:
     repo, given, words = command.partition("=")
     if not given or not words.strip():
         raise ConfigError(f"--test-command {shlex.quote(command)}: write OWNER/NAME=COMMAND.")
     return repo, words
 
 
-def _write(tasks: list[TaskRequest], output: Path) -> None:
+def _write_tasks(tasks: list[TaskRequest], output: Path) -> None:
     lines = [msgspec.json.encode(task.model_dump(exclude_unset=True, mode="json")) for task in tasks]
     try:
         output.parent.mkdir(parents=True, exist_ok=True)

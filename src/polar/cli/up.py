@@ -9,11 +9,19 @@ from pathlib import Path
 import click
 from rich.console import Console
 
-from polar.cli.common import forget_secrets, json_option, load_settings, log_options, run, settings_options, start_log
+from polar.cli.common import (
+    forget_secrets,
+    json_option,
+    load_settings,
+    log_options,
+    run_async,
+    settings_options,
+    start_logging,
+)
 from polar.config import Settings
-from polar.data_plane import settle_process
+from polar.data_plane import tune_process
 from polar.errors import ConfigError, PolarError
-from polar.telemetry.logs import Format, Level
+from polar.telemetry.logs import LogFormat, LogLevel
 
 
 @click.command("up")
@@ -29,8 +37,8 @@ def command(
     port: int | None,
     control_port: int | None,
     node: bool | None,
-    log_format: Format | None,
-    log_level: Level | None,
+    log_format: LogFormat | None,
+    log_level: LogLevel | None,
     as_json: bool,
 ) -> None:
     """Run until interrupted. Other machines join with `polar node --join URL`."""
@@ -39,12 +47,12 @@ def command(
         gateway={} if port is None else {"port": port},
         server={} if control_port is None else {"port": control_port},
     )
-    start_log(settings, log_format, log_level)
+    start_logging(settings, log_format, log_level)
     forget_secrets(settings)
-    run(_up(settings, data, settings.cluster.engine == "local" if node is None else node, as_json))
+    run_async(_run_server(settings, data, settings.cluster.engine == "local" if node is None else node, as_json))
 
 
-def stopping() -> asyncio.Event:
+def make_stop_event() -> asyncio.Event:
     """Set when the process is told to end."""
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -53,33 +61,33 @@ def stopping() -> asyncio.Event:
     return stop
 
 
-class EndOrders:
+class ShutdownSignals:
     """How this process, which has a node in it, was told to end."""
 
     def __init__(self) -> None:
-        self.drain = asyncio.Event()  # SIGTERM: sessions that run get some time
-        self.now = asyncio.Event()  # SIGINT, or a second signal: they are handed back
+        self.drain_requested = asyncio.Event()  # SIGTERM: sessions that run get some time
+        self.stop_requested = asyncio.Event()  # SIGINT, or a second signal: they are handed back
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGTERM, self._terminate)
-        loop.add_signal_handler(signal.SIGINT, self.now.set)
+        loop.add_signal_handler(signal.SIGINT, self.stop_requested.set)
 
     def _terminate(self) -> None:
-        if self.drain.is_set():
-            self.now.set()
-        self.drain.set()
+        if self.drain_requested.is_set():
+            self.stop_requested.set()
+        self.drain_requested.set()
 
 
-async def _up(settings: Settings, data: Path, node: bool, as_json: bool) -> None:
+async def _run_server(settings: Settings, data: Path, node: bool, as_json: bool) -> None:
     try:
         from polar.service import Service
     except ImportError as error:
         raise ConfigError(f"polar up needs the extra `server`: pip install 'polar[server]' ({error}).") from error
-    settle_process()
-    orders = EndOrders()
+    tune_process()
+    orders = ShutdownSignals()
     async with contextlib.AsyncExitStack() as stack:
         service = await stack.enter_async_context(Service(settings, data, node=node))
         if settings.cluster.engine == "ray":
-            from polar.cluster.ray import RayCluster
+            from polar.cluster.ray_cluster import RayCluster
 
             cluster = settings.cluster
             url = cluster.server_url or service.control_url
@@ -94,21 +102,21 @@ async def _up(settings: Settings, data: Path, node: bool, as_json: bool) -> None
             console.print(f"control plane  {service.control_url}   (docs at /docs)")
             told = ", ".join(engines) or "none yet: a trainer adds its own"
             console.print(f"engine         {told}   ({settings.engine.kind})")
-            console.print(f"nodes          {_nodes(settings, node)}")
+            console.print(f"nodes          {_describe_nodes(settings, node)}")
             console.print("Tasks: polar submit. An agent run by hand: polar session new. Stop with Ctrl-C.")
-        over = asyncio.ensure_future(service.over())
-        ordered = [asyncio.ensure_future(event.wait()) for event in (orders.drain, orders.now)]
+        over = asyncio.ensure_future(service.wait_for_failure())
+        ordered = [asyncio.ensure_future(event.wait()) for event in (orders.drain_requested, orders.stop_requested)]
         await asyncio.wait({over, *ordered}, return_when=asyncio.FIRST_COMPLETED)
         if over.done():
             raise PolarError(f"{over.result()} This server stops.")
         over.cancel()
-        if not orders.now.is_set():
-            await service.drain(orders.now)
+        if not orders.stop_requested.is_set():
+            await service.drain(orders.stop_requested)
         for one in ordered:
             one.cancel()
 
 
-def _nodes(settings: Settings, node: bool) -> str:
+def _describe_nodes(settings: Settings, node: bool) -> str:
     here = ["one in this process"] if node else []
     there = [f"on Ray ({settings.cluster.nodes})"] if settings.cluster.engine == "ray" else []
     return ", ".join([*here, *there, "any that join"])

@@ -24,27 +24,27 @@ from rich.text import Text
 from polar.audit.audit import audit
 from polar.audit.formats import FORMATS
 from polar.cli import verify_files
-from polar.cli.common import config_option, data_option, json_option, load_settings, run
-from polar.cli.show import open_captured
-from polar.cli.show_tokens import visible
+from polar.cli.common import config_option, data_option, json_option, load_settings, run_async
+from polar.cli.show import open_existing_store
+from polar.cli.show_tokens import escape_controls
 from polar.config import Settings
 from polar.errors import ConfigError, PolarError, StoreError
 from polar.rendering.tokenizer import Tokenizer
 from polar.store.base import Exchange, Session, Store
 from polar.trajectory import session as sessions
 from polar.trajectory.builders import per_request, prefix_merging, prefix_tree
-from polar.trajectory.roles import Overrides
-from polar.trajectory.teacher import Comparison, Teacher, Worst, conditions
-from polar.trajectory.types import Sampled
-from polar.trajectory.verify import Problem, Recorded, check_records, check_trajectory, check_tree
+from polar.trajectory.roles import RoleOverrides
+from polar.trajectory.teacher import LargestDifference, LogprobComparison, Teacher, logprob_conditions
+from polar.trajectory.types import SessionPaths
+from polar.trajectory.verify import Problem, RecordedSession, check_records, check_trajectory, check_tree
 
 T = TypeVar("T")
 
-TOLERANCE = 1e-4
+DEFAULT_TOLERANCE = 1e-4
 """What fp32 allows: an engine's log-probabilities differ from a forward pass by some 1e-5."""
-_SHOWN, _KEPT = 20, 1000
+_MAX_PRINTED_PROBLEMS, _MAX_LISTED_PROBLEMS = 20, 1000
 """Problems that are printed, and that `--json` lists; all are counted."""
-_PATIENCE = 2.0
+_PROGRESS_DELAY_SECONDS = 2.0
 """Seconds before there is a progress bar."""
 
 
@@ -60,7 +60,7 @@ _PATIENCE = 2.0
 @click.option(
     "--tolerance",
     type=click.FloatRange(0),
-    default=TOLERANCE,
+    default=DEFAULT_TOLERANCE,
     show_default=True,
     help="with --model: the largest difference that passes (with --from: the mean one of first turns); the default is "
     "for engines in fp32, bf16 needs about 0.1",
@@ -99,7 +99,7 @@ def command(
     """
     if trainer is None and (files := [name for name in names if Path(name).is_file()]):
         raise ConfigError(f"{files[0]} is a file: say whose rollouts are in it, with --from {'|'.join(FORMATS)}.")
-    rows = None if trainer is None else verify_files.read(trainer, names)  # before a model is loaded
+    rows = None if trainer is None else verify_files.read_files(trainer, names)  # before a model is loaded
     teacher = None if folder is None else Teacher.load(folder)
     tokenizer = None if folder is None or not (folder / "tokenizer.json").exists() else Tokenizer.load(folder)
     if rows is not None:
@@ -109,29 +109,33 @@ def command(
             tolerance=tolerance,
             temperature=temperature,
             version=policy_version,
-            track=partial(tracked, "rows"),
+            track=partial(track_progress, "rows"),
         )
         return verify_files.report(audited, rows, tokenizer, as_json=as_json)
-    found = run(verify(load_settings(config_path), data, names, teacher, policy_version))
+    found = run_async(verify_sessions(load_settings(config_path), data, names, teacher, policy_version))
     return report(found, tolerance, tokenizer, as_json=as_json)
 
 
 def report(
-    found: "Findings", tolerance: float = TOLERANCE, tokenizer: Tokenizer | None = None, *, as_json: bool = False
+    findings: "VerifyFindings",
+    tolerance: float = DEFAULT_TOLERANCE,
+    tokenizer: Tokenizer | None = None,
+    *,
+    as_json: bool = False,
 ) -> int:
     """Prints what was found; the exit status."""
-    complaint = found.complaint(tolerance)
+    complaint = findings.describe_failure(tolerance)
     if as_json:
-        click.echo(msgspec.json.encode(_as_json(found, tolerance, tokenizer, ok=complaint is None)))
+        click.echo(msgspec.json.encode(_findings_to_dict(findings, tolerance, tokenizer, ok=complaint is None)))
     else:
-        _print(found, tokenizer, Console(), "No problems" if complaint is None else "Problems")
+        _print_findings(findings, tokenizer, Console(), "No problems" if complaint is None else "Problems")
     if complaint is not None:
         click.echo(f"polar: {complaint}", err=True)
         return 1
     return 0
 
 
-class Findings(Struct):
+class VerifyFindings(Struct):
     """Over all sessions that were looked at."""
 
     sessions: int = 0
@@ -145,29 +149,30 @@ class Findings(Struct):
     branches: Counter[str] = field(default_factory=Counter)  # exchanges by reason
     without_checksum: int = 0  # exchanges that an older version stored
     problems: list[Problem] = field(default_factory=list)  # the first ones
-    kinds: Counter[str] = field(default_factory=Counter)  # of all problems
-    faulty: int = 0  # sessions with problems
-    comparison: Comparison | None = None
+    problem_counts: Counter[str] = field(default_factory=Counter)  # of all problems
+    num_faulty: int = 0  # sessions with problems
+    comparison: LogprobComparison | None = None
 
     def add(self, problems: Sequence[Problem]) -> None:
-        self.faulty += bool(problems)
-        self.kinds.update(problem.kind for problem in problems)
-        self.problems += problems[: max(0, _KEPT - len(self.problems))]
+        self.num_faulty += bool(problems)
+        self.problem_counts.update(problem.kind for problem in problems)
+        self.problems += problems[: max(0, _MAX_LISTED_PROBLEMS - len(self.problems))]
 
-    def complaint(self, tolerance: float) -> str | None:
+    def describe_failure(self, tolerance: float) -> str | None:
         """What is wrong, in a sentence."""
         if self.problems:
             first = self.problems[0]
             where = f"session {first.session_id}" + (f", exchange {first.exchange_id}" if first.exchange_id else "")
             return (
-                f"{_count(self.kinds.total(), 'problem')} in {self.faulty} of {_count(self.sessions, 'session')}; "
+                f"{_format_count(self.problem_counts.total(), 'problem')} in {self.num_faulty} of "
+                f"{_format_count(self.sessions, 'session')}; "
                 f"the first is in {where}: {first.message.rstrip('.')}."
             )
         compared = self.comparison
         if compared is None:
             return None
         if not compared.tokens:
-            return f"No log-probability could be compared ({_listed(compared.skipped) or 'nothing trains'})."
+            return f"No log-probability could be compared ({_format_counts(compared.skipped) or 'nothing trains'})."
         if not compared.largest <= tolerance:
             return (
                 f"The model's log-probabilities differ from the recorded ones by up to {compared.largest:.3g}, more "
@@ -177,19 +182,19 @@ class Findings(Struct):
         return None
 
 
-async def verify(
+async def verify_sessions(
     settings: Settings,
     data: Path,
     session_ids: Sequence[str],
     teacher: Teacher | None = None,
     policy_version: int | None = None,
-) -> Findings:
-    store = open_captured(settings, data)
-    findings = Findings(comparison=None if teacher is None else Comparison())
+) -> VerifyFindings:
+    store = open_existing_store(settings, data)
+    findings = VerifyFindings(comparison=None if teacher is None else LogprobComparison())
     try:
-        wanted = session_ids or [session.session_id async for session in _all(store)]
-        for session_id in tracked("sessions", wanted):
-            await _verify(store, session_id, findings, teacher, policy_version)
+        wanted = session_ids or [session.session_id async for session in _iterate_sessions(store)]
+        for session_id in track_progress("sessions", wanted):
+            await _verify_session(store, session_id, findings, teacher, policy_version)
     finally:
         await store.close()
     if not findings.sessions:
@@ -197,7 +202,7 @@ async def verify(
     return findings
 
 
-async def _all(store: Store) -> AsyncIterator[Session]:
+async def _iterate_sessions(store: Store) -> AsyncIterator[Session]:
     """Newest first."""
     page = await store.sessions()
     while page:
@@ -206,8 +211,8 @@ async def _all(store: Store) -> AsyncIterator[Session]:
         page = await store.sessions(before=page[-1].session_id)
 
 
-async def _verify(
-    store: Store, session_id: str, findings: Findings, teacher: Teacher | None, policy_version: int | None
+async def _verify_session(
+    store: Store, session_id: str, findings: VerifyFindings, teacher: Teacher | None, policy_version: int | None
 ) -> None:
     session = await store.session(session_id)
     if session is None:
@@ -224,27 +229,27 @@ async def _verify(
         findings.without_checksum += exchange.checksum is None
         if exchange.branch_reason is not None:
             findings.branches[exchange.branch_reason] += 1
-    problems = check_records(exchanges, vocabulary=None if teacher is None else teacher.vocabulary)
+    problems = check_records(exchanges, vocabulary_size=None if teacher is None else teacher.vocabulary_size)
     if not problems:  # of rows that are not in order nothing can be built that would be
         try:
-            sampled = sessions.sampled(session, exchanges)
+            sampled = sessions.read_session_paths(session, exchanges)
         except PolarError as error:
             findings.add([Problem(session_id, None, "unreadable", str(error))])
             return
-        problems = _check_built(session, exchanges, sampled, findings, teacher, policy_version)
+        problems = _check_builds(session, exchanges, sampled, findings, teacher, policy_version)
     findings.add(problems)
 
 
-def _check_built(
+def _check_builds(
     session: Session,
     exchanges: Sequence[Exchange],
-    sampled: Sampled,
-    findings: Findings,
+    sampled: SessionPaths,
+    findings: VerifyFindings,
     teacher: Teacher | None,
     policy_version: int | None,
 ) -> list[Problem]:
-    trainable_roles = Overrides.of(session.metadata).trainable_roles
-    recorded = Recorded(session, exchanges, sampled.paths, trainable_roles=trainable_roles)
+    trainable_roles = RoleOverrides.from_metadata(session.metadata).trainable_roles
+    recorded = RecordedSession(session, exchanges, sampled.paths, trainable_roles=trainable_roles)
     problems: list[Problem] = []
     merged = prefix_merging(sampled)
     for built in (per_request(sampled), merged):
@@ -255,25 +260,25 @@ def _check_built(
     problems += check_tree([recorded], tree)
     findings.nodes += len(tree.parents)
     findings.computed["prefix_tree"] += tree.tokens.computed
-    findings.trainable += recorded.trainable
+    findings.trainable += recorded.num_trainable
     for excluded in merged.excluded:
         findings.excluded[excluded.reason] += excluded.stop - excluded.start
     if teacher is not None and findings.comparison is not None and not problems:
         with_images = {path.exchange_id for path in sampled.paths if path.images}
-        how = {it.exchange_id: conditions(it, images=it.exchange_id in with_images) for it in exchanges}
-        teacher.compare(merged.traces, how, findings.comparison, version=policy_version)
+        how = {it.exchange_id: logprob_conditions(it, images=it.exchange_id in with_images) for it in exchanges}
+        teacher.compare(merged.traces, how, findings.comparison, policy_version=policy_version)
     return problems
 
 
-def tracked(what: str, wanted: Sequence[T]) -> Iterator[T]:
+def track_progress(what: str, items: Sequence[T]) -> Iterator[T]:
     """Gives them on, with a progress bar: on a terminal, once it has taken a while."""
     console = Console(stderr=True)
     columns = TextColumn(what), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
     progress = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
-    task = progress.add_task("", total=len(wanted))
-    due = time.monotonic() + _PATIENCE
+    task = progress.add_task("", total=len(items))
+    due = time.monotonic() + _PROGRESS_DELAY_SECONDS
     try:
-        for one in wanted:
+        for one in items:
             yield one
             progress.advance(task)
             if time.monotonic() > due:
@@ -285,7 +290,7 @@ def tracked(what: str, wanted: Sequence[T]) -> Iterator[T]:
 # What is printed
 
 
-def _print(found: Findings, tokenizer: Tokenizer | None, console: Console, title: str) -> None:
+def _print_findings(found: VerifyFindings, tokenizer: Tokenizer | None, console: Console, title: str) -> None:
     table = Table(show_header=False, title=title, title_justify="left")
     table.add_column(style="bold")
     table.add_column(justify="left")
@@ -294,20 +299,24 @@ def _print(found: Findings, tokenizer: Tokenizer | None, console: Console, title
         "exchanges": found.exchanges,
         "sampled tokens": found.sampled,
         "trainable": found.trainable,
-        "excluded": _listed(found.excluded) or 0,
-        "traces": f"{_listed(found.traces)} (prefix_tree: {_count(found.nodes, 'node')})",
-        "computed tokens": _listed(found.computed),
-        "branches": _listed(found.branches) or 0,
+        "excluded": _format_counts(found.excluded) or 0,
+        "traces": f"{_format_counts(found.traces)} (prefix_tree: {_format_count(found.nodes, 'node')})",
+        "computed tokens": _format_counts(found.computed),
+        "branches": _format_counts(found.branches) or 0,
     }
     if found.without_checksum:
-        rows["no checksum"] = f"{_count(found.without_checksum, 'exchange')} of an older version: changes can't be seen"
-    rows["problems"] = Text(_listed(found.kinds), "red") if found.kinds else Text("none", "green")
+        rows["no checksum"] = (
+            f"{_format_count(found.without_checksum, 'exchange')} of an older version: changes can't be seen"
+        )
+    rows["problems"] = (
+        Text(_format_counts(found.problem_counts), "red") if found.problem_counts else Text("none", "green")
+    )
     compared = found.comparison
     if compared is not None:
-        rows["recomputed"] = f"{_count(compared.tokens, 'token')}: largest difference {compared.largest:.3g}"
+        rows["recomputed"] = f"{_format_count(compared.tokens, 'token')}: largest difference {compared.largest:.3g}"
         rows["recomputed"] += f", mean {compared.mean:.3g}"
         if compared.skipped:
-            rows["not comparable"] = _listed(compared.skipped)
+            rows["not comparable"] = _format_counts(compared.skipped)
     for name, value in rows.items():
         table.add_row(name, value if isinstance(value, Text) else str(value))
     console.print(table)
@@ -317,37 +326,43 @@ def _print(found: Findings, tokenizer: Tokenizer | None, console: Console, title
         _print_worst(compared.worst, tokenizer, console)
 
 
-def _print_problems(found: Findings, console: Console) -> None:
+def _print_problems(found: VerifyFindings, console: Console) -> None:
     table = Table(title="Problems", title_justify="left")
     for column in ("session", "exchange", "kind", "what"):
         table.add_column(column, overflow="fold")
-    for problem in found.problems[:_SHOWN]:
+    for problem in found.problems[:_MAX_PRINTED_PROBLEMS]:
         table.add_row(problem.session_id, problem.exchange_id or "", problem.kind, Text(problem.message))
     console.print(table)
-    if (more := found.kinds.total() - _SHOWN) > 0:
-        console.print(f"and {more} more (--json lists up to {_KEPT})")
+    if (more := found.problem_counts.total() - _MAX_PRINTED_PROBLEMS) > 0:
+        console.print(f"and {more} more (--json lists up to {_MAX_LISTED_PROBLEMS})")
 
 
-def _print_worst(worst: Worst, tokenizer: Tokenizer | None, console: Console) -> None:
+def _print_worst(worst: LargestDifference, tokenizer: Tokenizer | None, console: Console) -> None:
     console.print(
         f"Largest difference: sampled token {worst.position} of exchange {worst.exchange_id} "
         f"(session {worst.session_id}, policy {worst.policy_version}): "
         f"recorded {worst.recorded:.6f}, recomputed {worst.recomputed:.6f}",
         highlight=False,
     )
-    before, token, after = _in_words(worst, tokenizer)
-    line = Text(visible(before), "dim").append(visible(token), "bold reverse red").append(visible(after), "dim")
+    before, token, after = _decode_surroundings(worst, tokenizer)
+    line = (
+        Text(escape_controls(before), "dim")
+        .append(escape_controls(token), "bold reverse red")
+        .append(escape_controls(after), "dim")
+    )
     console.print(line)
 
 
-def _in_words(worst: Worst, tokenizer: Tokenizer | None) -> tuple[str, str, str]:
+def _decode_surroundings(worst: LargestDifference, tokenizer: Tokenizer | None) -> tuple[str, str, str]:
     if tokenizer is None:
         before, after = (" ".join(map(str, ids)) for ids in (worst.before, worst.after))
         return f"{before} ", str(worst.id), f" {after}"
-    return tokenizer.decode(worst.before), tokenizer.token_text(worst.id), tokenizer.decode(worst.after)
+    return tokenizer.decode(worst.before), tokenizer.decode_token(worst.id), tokenizer.decode(worst.after)
 
 
-def _as_json(found: Findings, tolerance: float, tokenizer: Tokenizer | None, *, ok: bool) -> dict[str, Any]:
+def _findings_to_dict(
+    found: VerifyFindings, tolerance: float, tokenizer: Tokenizer | None, *, ok: bool
+) -> dict[str, Any]:
     compared = found.comparison
     model = None
     if compared is not None:
@@ -359,7 +374,7 @@ def _as_json(found: Findings, tolerance: float, tokenizer: Tokenizer | None, *, 
             "skipped": dict(compared.skipped),
             "worst": None
             if compared.worst is None
-            else msgspec.structs.asdict(compared.worst) | {"text": _in_words(compared.worst, tokenizer)},
+            else msgspec.structs.asdict(compared.worst) | {"text": _decode_surroundings(compared.worst, tokenizer)},
         }
     return {
         "ok": ok,
@@ -373,15 +388,15 @@ def _as_json(found: Findings, tolerance: float, tokenizer: Tokenizer | None, *, 
         "computed": dict(found.computed),
         "branches": dict(found.branches),
         "without_checksum": found.without_checksum,
-        "problem_kinds": dict(found.kinds),
+        "problem_kinds": dict(found.problem_counts),
         "problems": found.problems,
         "model": model,
     }
 
 
-def _listed(counts: Counter[str]) -> str:
+def _format_counts(counts: Counter[str]) -> str:
     return ", ".join(f"{name} {count}" for name, count in counts.most_common())
 
 
-def _count(number: int, what: str) -> str:
+def _format_count(number: int, what: str) -> str:
     return f"{number} {what}" + ("" if number == 1 else "s")

@@ -11,23 +11,23 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from polar.audit.audit import Checked, Report
+from polar.audit.audit import AuditReport, RowAudit
 from polar.audit.formats import read as rows_of
-from polar.audit.rows import KINDS, Row
-from polar.cli.show_tokens import visible
+from polar.audit.rows import PROBLEM_KINDS, RolloutRow
+from polar.cli.show_tokens import escape_controls
 from polar.errors import ConfigError
 from polar.rendering.tokenizer import Tokenizer
 
-_SHOWN, _KEPT = 20, 1000
+_MAX_PRINTED_ROWS, _MAX_LISTED_ROWS = 20, 1000
 """Rows that are printed, and that `--json` lists; all are counted."""
-_BEFORE, _AFTER = 20, 4
+_TOKENS_BEFORE, _TOKENS_AFTER = 20, 4
 
 
-def read(trainer: str, names: Sequence[str]) -> list[Row]:
+def read_files(trainer: str, names: Sequence[str]) -> list[RolloutRow]:
     """Of all files, numbered through. Raises ConfigError."""
     if not names:
         raise ConfigError(f"Name a file of {trainer}'s rollouts: polar verify --from {trainer} FILE --model DIR.")
-    rows: list[Row] = []
+    rows: list[RolloutRow] = []
     for name in names:
         if not Path(name).is_file():
             raise ConfigError(f"There is no file {name}.")
@@ -38,24 +38,26 @@ def read(trainer: str, names: Sequence[str]) -> list[Row]:
     return rows
 
 
-def report(found: Report, rows: Sequence[Row], tokenizer: Tokenizer | None, *, as_json: bool) -> int:
+def report(audit_report: AuditReport, rows: Sequence[RolloutRow], tokenizer: Tokenizer | None, *, as_json: bool) -> int:
     """Prints what was found; the exit status."""
-    complaint = found.complaint
+    complaint = audit_report.failure_message
     if as_json:
-        click.echo(msgspec.json.encode(_as_json(found, ok=complaint is None)))
+        click.echo(msgspec.json.encode(_report_to_dict(audit_report, ok=complaint is None)))
     else:
-        _print(found, rows, tokenizer, Console())
+        _print_report(audit_report, rows, tokenizer, Console())
     if complaint is not None:
         click.echo(f"polar: {complaint}", err=True)
         return 1
     return 0
 
 
-def _print(found: Report, rows: Sequence[Row], tokenizer: Tokenizer | None, console: Console) -> None:
-    table = Table(show_header=False, title="Problems" if found.complaint else "No problems", title_justify="left")
+def _print_report(
+    found: AuditReport, rows: Sequence[RolloutRow], tokenizer: Tokenizer | None, console: Console
+) -> None:
+    table = Table(show_header=False, title="Problems" if found.failure_message else "No problems", title_justify="left")
     table.add_column(style="bold")
     table.add_column()
-    trained, compared, off = _sums(found)
+    trained, compared, off = _count_tokens(found)
     table.add_row("rows", str(len(found.rows)))
     table.add_row("trained tokens", str(trained))
     if found.policy is None:
@@ -66,63 +68,63 @@ def _print(found: Report, rows: Sequence[Row], tokenizer: Tokenizer | None, cons
         noise = found.policy.noise
         table.add_row("noise", f"first turns differ by {noise.mean:.3g} in the mean")
         share = f" ({off / compared:.1%})" if off else ""
-        table.add_row("off", f"{off} by more than {noise.limit:.3g}{share}")
+        table.add_row("off", f"{off} by more than {noise.outlier_threshold:.3g}{share}")
     if found.skipped:
-        table.add_row("rows not compared", _listed(found.skipped))
-    table.add_row("rows in order", str(len(found.rows) - len(found.faulty)))
-    for kind, count in found.kinds.most_common():
-        table.add_row(kind, Text(f"{count}: {KINDS[kind]}", "red"))
+        table.add_row("rows not compared", _format_counts(found.skipped))
+    table.add_row("rows in order", str(len(found.rows) - len(found.faulty_rows)))
+    for kind, count in found.problem_counts.most_common():
+        table.add_row(kind, Text(f"{count}: {PROBLEM_KINDS[kind]}", "red"))
     console.print(table)
-    if found.faulty:
+    if found.faulty_rows:
         _print_rows(found, console)
-    if (gravest := found.gravest) is not None:
-        _print_place(gravest, rows[gravest.number - 1], tokenizer, console)
+    if (gravest := found.worst_row) is not None:
+        _print_surroundings(gravest, rows[gravest.number - 1], tokenizer, console)
 
 
-def _print_rows(found: Report, console: Console) -> None:
+def _print_rows(found: AuditReport, console: Console) -> None:
     table = Table(title="Rows", title_justify="left")
     for name in ("row", "trained", "off", "largest", "token", "turn", "verdict"):
         table.add_column(name, overflow="fold", justify="left" if name == "verdict" else "right")
-    for row in found.faulty[:_SHOWN]:
+    for row in found.faulty_rows[:_MAX_PRINTED_ROWS]:
         gravest = row.problems[0]
         measured = (f"{row.off} ({row.off / row.compared:.0%})", f"{row.largest:.3g}") if row.compared else ("-", "-")
         place = ("" if value is None else str(value) for value in (gravest.position, gravest.turn))
         kinds = ", ".join(dict.fromkeys(problem.kind for problem in row.problems))
         table.add_row(str(row.number), str(row.trained), *measured, *place, kinds)
     console.print(table)
-    if (more := len(found.faulty) - _SHOWN) > 0:
-        console.print(f"and {more} more (--json lists up to {_KEPT})")
+    if (more := len(found.faulty_rows) - _MAX_PRINTED_ROWS) > 0:
+        console.print(f"and {more} more (--json lists up to {_MAX_LISTED_ROWS})")
 
 
-def _print_place(checked: Checked, row: Row, tokenizer: Tokenizer | None, console: Console) -> None:
+def _print_surroundings(checked: RowAudit, row: RolloutRow, tokenizer: Tokenizer | None, console: Console) -> None:
     position = checked.problems[0].position
-    if position is None or tokenizer is None or row.edge + position >= len(row.ids):
+    if position is None or tokenizer is None or row.prompt_length + position >= len(row.ids):
         return
-    at, ids = row.edge + position, row.ids.tolist()
+    at, ids = row.prompt_length + position, row.ids.tolist()
     console.print(f"Row {row.number}, token {position} of the response:", highlight=False)
-    line = Text(visible(tokenizer.decode(ids[max(0, at - _BEFORE) : at])), "dim")
-    line.append(visible(tokenizer.token_text(ids[at])), "bold reverse red")
-    console.print(line.append(visible(tokenizer.decode(ids[at + 1 : at + 1 + _AFTER])), "dim"))
+    line = Text(escape_controls(tokenizer.decode(ids[max(0, at - _TOKENS_BEFORE) : at])), "dim")
+    line.append(escape_controls(tokenizer.decode_token(ids[at])), "bold reverse red")
+    console.print(line.append(escape_controls(tokenizer.decode(ids[at + 1 : at + 1 + _TOKENS_AFTER])), "dim"))
 
 
-def _as_json(found: Report, *, ok: bool) -> dict[str, Any]:
-    trained, compared, off = _sums(found)
-    listed = [msgspec.structs.asdict(row) | {"verdict": row.verdict} for row in found.faulty[:_KEPT]]
+def _report_to_dict(found: AuditReport, *, ok: bool) -> dict[str, Any]:
+    trained, compared, off = _count_tokens(found)
+    listed = [msgspec.structs.asdict(row) | {"verdict": row.verdict} for row in found.faulty_rows[:_MAX_LISTED_ROWS]]
     return {
         "ok": ok,
         "rows": len(found.rows),
-        "in_order": len(found.rows) - len(found.faulty),
+        "in_order": len(found.rows) - len(found.faulty_rows),
         "trained": trained,
         "compared": compared,
         "off": off,
         "skipped": dict(found.skipped),
-        "kinds": dict(found.kinds),
+        "kinds": dict(found.problem_counts),
         "policy": found.policy,
         "problems": listed,
     }
 
 
-def _sums(found: Report) -> tuple[int, int, int]:
+def _count_tokens(found: AuditReport) -> tuple[int, int, int]:
     return (
         sum(row.trained for row in found.rows),
         sum(row.compared for row in found.rows),
@@ -130,5 +132,5 @@ def _sums(found: Report) -> tuple[int, int, int]:
     )
 
 
-def _listed(counts: Counter[str]) -> str:
+def _format_counts(counts: Counter[str]) -> str:
     return ", ".join(f"{name} {count}" for name, count in counts.most_common())

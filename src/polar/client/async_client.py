@@ -17,27 +17,27 @@ from typing import Any, Literal, TypeVar, Unpack, overload
 import msgspec
 from pydantic import BaseModel, ValidationError
 
-from polar import problems
-from polar.client import submitting
-from polar.client.calls import BUSY, Calls, ClientError, Event, Query, step
-from polar.client.feed import Options, RawResult, Results
-from polar.client.given import TaskLike, tasks_of
-from polar.client.submitting import Answer, TasksRefused
-from polar.closing import AsyncClosing
+from polar import validation_errors
+from polar.client import submission
+from polar.client.calls import BUSY, Calls, ClientError, Query, ServerEvent, quote_segment
+from polar.client.feed import RawResult, ResultOptions, Results
+from polar.client.submission import SubmitAnswer, TasksRefused
+from polar.client.task_input import TaskLike, load_tasks
+from polar.closeable import AsyncCloseable
 from polar.config import DEFAULT_RUN
-from polar.rollout.models import GroupResult, NumberedResult, PauseMode, SessionResult, TaskStatus, Unit
+from polar.rollout.models import GroupResult, NumberedResult, PauseMode, ResultUnit, SessionResult, TaskStatus
 
-__all__ = ["BUSY", "Answer", "AsyncClient", "ClientError", "Event", "RawResult", "Results", "TasksRefused"]
+__all__ = ["BUSY", "AsyncClient", "ClientError", "RawResult", "Results", "ServerEvent", "SubmitAnswer", "TasksRefused"]
 
 M = TypeVar("M", bound=BaseModel)
-_AT_ONCE = 16  # tasks that are asked about at the same time
-_QUICKEST, _SLOWEST = 0.2, 5.0  # seconds between two looks at tasks that run
+_MAX_CONCURRENT_REQUESTS = 16  # tasks that are asked about at the same time
+_MIN_POLL_SECONDS, _MAX_POLL_SECONDS = 0.2, 5.0  # seconds between two looks at tasks that run
 
-_table = msgspec.json.Decoder(dict[str, Any]).decode
-_tables = msgspec.json.Decoder(list[dict[str, Any]]).decode
+_decode_object = msgspec.json.Decoder(dict[str, Any]).decode
+_decode_objects = msgspec.json.Decoder(list[dict[str, Any]]).decode
 
 
-class AsyncClient(AsyncClosing):
+class AsyncClient(AsyncCloseable):
     """Use as an async context manager, or close it. All calls are of one run."""
 
     def __init__(self, url: str, token: str | None = None, run: str = DEFAULT_RUN, *, patience: float = 300) -> None:
@@ -59,44 +59,44 @@ class AsyncClient(AsyncClosing):
         *,
         raise_refused: bool = True,
         timeout: float | None = None,
-        seen: Callable[[Answer], object] = lambda _: None,
-    ) -> list[Answer]:
+        on_answer: Callable[[SubmitAnswer], object] = lambda _: None,
+    ) -> list[SubmitAnswer]:
         """Tasks, or files and folders of them; the server's answers, in their order. A task that the server has already
         is not run again. While the run's queue is full this waits, `timeout` seconds at most. Raises TasksRefused when
         all are told, unless `raise_refused` is false. `seen` hears each answer as it comes; one with the code 429 is of
         a task that there is no room for yet."""
-        answers = await submitting.submit(self._calls, tasks_of(tasks, run=self.run), timeout, seen)
+        answers = await submission.submit(self._calls, load_tasks(tasks, run=self.run), timeout, on_answer)
         if raise_refused:
-            submitting.check(answers)
+            submission.raise_refused(answers)
         return answers
 
     async def task(self, task_id: str, *, results: bool = True) -> TaskStatus:
         """How far it is, with the results that there are by now."""
         query: Query = {"run": self.run, "results": None if results else "false"}
-        data = await self._calls.call("GET", f"/rollout/task/{step(task_id)}", query, decode=_json)
-        return _valid(TaskStatus, data, f"the task {task_id!r}")
+        data = await self._calls.call("GET", f"/rollout/task/{quote_segment(task_id)}", query, decode=_check_json)
+        return _validate(TaskStatus, data, f"the task {task_id!r}")
 
     async def cancel(self, task_id: str) -> TaskStatus:
         """The task as it is then, without its results; `cancelled_sessions` are those that this ends."""
         query: Query = {"run": self.run, "results": "false"}
-        data = await self._calls.call("DELETE", f"/rollout/task/{step(task_id)}", query, decode=_json)
-        return _valid(TaskStatus, data, f"the task {task_id!r}")
+        data = await self._calls.call("DELETE", f"/rollout/task/{quote_segment(task_id)}", query, decode=_check_json)
+        return _validate(TaskStatus, data, f"the task {task_id!r}")
 
-    async def ended(
+    async def as_completed(
         self,
         task_ids: Iterable[str],
         *,
         timeout: float | None = None,
-        seen: Callable[[TaskStatus], object] = lambda _: None,
+        on_status: Callable[[TaskStatus], object] = lambda _: None,
     ) -> AsyncGenerator[TaskStatus, None]:
         """Each of these tasks as soon as all of it has ended, with its results; `seen` hears how far each is, at every
         look."""
         deadline = None if timeout is None else time.monotonic() + timeout
         running = wanted = list(dict.fromkeys(task_ids))
-        pause = _QUICKEST
+        pause = _MIN_POLL_SECONDS
         while running:
             began = time.monotonic()
-            ended = await self._ended(running, seen)
+            ended = await self._poll_ended(running, on_status)
             took = time.monotonic() - began
             for task_id in ended:
                 yield await self.task(task_id)
@@ -106,26 +106,26 @@ class AsyncClient(AsyncClosing):
                 raise ClientError(f"{many} still run after {timeout:g} s, {running[0]!r} among them.")
             if running:
                 await asyncio.sleep(max(pause, 4 * took))  # however many they are, the server has other things to do
-            pause = _QUICKEST if ended else min(1.5 * pause, _SLOWEST)
+            pause = _MIN_POLL_SECONDS if ended else min(1.5 * pause, _MAX_POLL_SECONDS)
 
     async def wait(self, task_ids: str | Iterable[str], *, timeout: float | None = None) -> list[SessionResult]:
         """The results of these tasks when all of them have ended, in the order of the tasks. Raises ClientError where
         that takes more than `timeout` seconds."""
         wanted = [task_ids] if isinstance(task_ids, str) else list(task_ids)
-        ended = {task.task_id: task.results async for task in self.ended(wanted, timeout=timeout)}
+        ended = {task.task_id: task.results async for task in self.as_completed(wanted, timeout=timeout)}
         return [result for task_id in wanted for result in ended[task_id]]
 
     async def trajectory(self, task_id: str) -> dict[str, Any]:
         """All sessions of the task in one tree of tokens."""
-        return await self._call("GET", f"/rollout/task/{step(task_id)}/trajectory")
+        return await self._call("GET", f"/rollout/task/{quote_segment(task_id)}/trajectory")
 
-    async def _ended(self, task_ids: list[str], seen: Callable[[TaskStatus], object]) -> list[str]:
+    async def _poll_ended(self, task_ids: list[str], on_status: Callable[[TaskStatus], object]) -> list[str]:
         ended = []
-        for first in range(0, len(task_ids), _AT_ONCE):
-            some = task_ids[first : first + _AT_ONCE]
+        for first in range(0, len(task_ids), _MAX_CONCURRENT_REQUESTS):
+            some = task_ids[first : first + _MAX_CONCURRENT_REQUESTS]
             found = await asyncio.gather(*(self.task(task_id, results=False) for task_id in some))
             for task in found:
-                seen(task)
+                on_status(task)
             ended += [task_id for task_id, task in zip(some, found, strict=True) if task.status != "running"]
         return ended
 
@@ -138,7 +138,7 @@ class AsyncClient(AsyncClosing):
         unit: Literal["session"] = "session",
         *,
         raw: Literal[False] = False,
-        **options: Unpack[Options],
+        **options: Unpack[ResultOptions],
     ) -> Results[NumberedResult]: ...
 
     @overload
@@ -148,16 +148,26 @@ class AsyncClient(AsyncClosing):
         *,
         unit: Literal["group"],
         raw: Literal[False] = False,
-        **options: Unpack[Options],
+        **options: Unpack[ResultOptions],
     ) -> Results[GroupResult]: ...
 
     @overload
     def results(
-        self, after: int | None = None, unit: Unit = "session", *, raw: Literal[True], **options: Unpack[Options]
+        self,
+        after: int | None = None,
+        unit: ResultUnit = "session",
+        *,
+        raw: Literal[True],
+        **options: Unpack[ResultOptions],
     ) -> Results[RawResult]: ...
 
     def results(
-        self, after: int | None = None, unit: Unit = "session", *, raw: bool = False, **options: Unpack[Options]
+        self,
+        after: int | None = None,
+        unit: ResultUnit = "session",
+        *,
+        raw: bool = False,
+        **options: Unpack[ResultOptions],
     ) -> Results[Any]:
         """Sessions (or whole tasks) in the order in which they ended, each once; it waits for further ones.
 
@@ -171,10 +181,10 @@ class AsyncClient(AsyncClosing):
         count      ends after so many
         follow     false: ends where there are no further ones now
         """
-        made = _raw if raw else _group if unit == "group" else _session
+        made = _keep_raw if raw else _parse_group_result if unit == "group" else _parse_session_result
         return Results(self._calls, {"run": self.run, "unit": unit}, made, after, **options)
 
-    def events(self) -> AsyncGenerator[Event, None]:
+    def events(self) -> AsyncGenerator[ServerEvent, None]:
         """What happens at the server from now on. An event `lagged` says that some are lost; results never are."""
         return self._calls.events("/events", {"run": self.run})
 
@@ -183,28 +193,30 @@ class AsyncClient(AsyncClosing):
     async def new_session(self, metadata: dict[str, Any] | None = None) -> dict[str, Any]:
         """Its `session_id`, its `api_key`, which is told only here, and `base_urls` of the gateway. Where the answer is
         lost this is an error, since another session would be opened."""
-        body = _encoded({"metadata": metadata or {}, "run": self.run})
-        return await self._calls.call("POST", "/sessions", body=body, decode=_table, once=True)
+        body = _encode_json({"metadata": metadata or {}, "run": self.run})
+        return await self._calls.call("POST", "/sessions", body=body, decode=_decode_object, once=True)
 
     async def end_session(
         self, session_id: str, *, reward: float | None = None, reason: str | None = None
     ) -> dict[str, Any]:
         """Its key stops working. It has a reward, or a reason why it has none; or gets one later."""
-        body = _encoded({"reward": reward, "reason": reason})
-        return await self._calls.call("POST", f"/sessions/{step(session_id)}/end", body=body, decode=_table)
+        body = _encode_json({"reward": reward, "reason": reason})
+        return await self._calls.call(
+            "POST", f"/sessions/{quote_segment(session_id)}/end", body=body, decode=_decode_object
+        )
 
     # the service
 
     async def health(self) -> dict[str, Any]:
         """Raises ClientError at once where nothing answers. `status` is "ok", or "degraded" with a `reason`: then the
         service answers, but can't write."""
-        return await self._calls.call("GET", "/health", decode=_table, patience=0, accept=503)
+        return await self._calls.call("GET", "/health", decode=_decode_object, patience=0, accept=503)
 
     async def status(self) -> dict[str, Any]:
-        return await self._calls.call("GET", "/rollout/status", decode=_table)
+        return await self._calls.call("GET", "/rollout/status", decode=_decode_object)
 
     async def nodes(self) -> list[dict[str, Any]]:
-        return await self._calls.call("GET", "/nodes", decode=_tables)
+        return await self._calls.call("GET", "/nodes", decode=_decode_objects)
 
     async def set_quotas(
         self,
@@ -216,7 +228,9 @@ class AsyncClient(AsyncClosing):
     ) -> dict[str, Any]:
         """All four of the run; None is none."""
         quotas = {"max_running": max_running, "max_queued": max_queued, "batch": batch, "max_lag": max_lag}
-        return await self._calls.call("PUT", f"/runs/{step(self.run)}", body=msgspec.json.encode(quotas), decode=_table)
+        return await self._calls.call(
+            "PUT", f"/runs/{quote_segment(self.run)}", body=msgspec.json.encode(quotas), decode=_decode_object
+        )
 
     # the policy and its engines
 
@@ -250,10 +264,10 @@ class AsyncClient(AsyncClosing):
         data = None
         if body is not None:
             data = msgspec.json.encode({name: value for name, value in body.items() if value is not None})
-        return await self._calls.call(method, path, {"run": self.run, **query}, data, decode=_table, wait=wait)
+        return await self._calls.call(method, path, {"run": self.run, **query}, data, decode=_decode_object, wait=wait)
 
 
-def _encoded(body: dict[str, Any]) -> bytes:
+def _encode_json(body: dict[str, Any]) -> bytes:
     """Raises ClientError for what JSON can't say: NaN must not arrive as nothing."""
     try:
         return json.dumps(body, allow_nan=False).encode()
@@ -261,28 +275,28 @@ def _encoded(body: dict[str, Any]) -> bytes:
         raise ClientError(f"This can't be sent as JSON: {error}.") from error
 
 
-def _json(body: bytes) -> bytes:
+def _check_json(body: bytes) -> bytes:
     """As it is, if it is whole."""
     return bytes(msgspec.json.decode(body, type=msgspec.Raw))
 
 
-def _raw(result: RawResult) -> RawResult:
+def _keep_raw(result: RawResult) -> RawResult:
     return result
 
 
-def _session(result: RawResult) -> NumberedResult:
-    return _valid(NumberedResult, result.data, f"the result {result.cursor}")
+def _parse_session_result(result: RawResult) -> NumberedResult:
+    return _validate(NumberedResult, result.data, f"the result {result.cursor}")
 
 
-def _group(result: RawResult) -> GroupResult:
-    return _valid(GroupResult, result.data, f"the result {result.cursor}")
+def _parse_group_result(result: RawResult) -> GroupResult:
+    return _validate(GroupResult, result.data, f"the result {result.cursor}")
 
 
-def _valid(model: type[M], data: bytes, what: str) -> M:
+def _validate(model: type[M], data: bytes, what: str) -> M:
     try:
         return model.model_validate_json(data)
     except ValidationError as error:
-        wrong = problems.listed(error, whole="all of it")
+        wrong = validation_errors.format_validation_errors(error, subject="all of it")
         raise ClientError(
             f"{what} is not as this client knows it ({wrong}): is the server of another version?"
         ) from error

@@ -16,15 +16,17 @@ import msgspec
 from msgspec import Struct
 from yarl import URL
 
-from polar import backoff, problems
+from polar import backoff, validation_errors
 from polar.errors import PolarError
 
 T = TypeVar("T")
 Query = Mapping[str, str | int | float | None]
 
-_SILENCE = 120.0  # seconds without a byte, besides those that the server was asked to wait, that end a connection
-_FIRST, _LONGEST = 0.1, 10.0  # seconds between two tries
-_CRASHES = 3  # of the server's: a call that it breaks at again and again is not made for ever
+_READ_TIMEOUT_SECONDS = (
+    120.0  # seconds without a byte, besides those that the server was asked to wait, that end a connection
+)
+_FIRST_RETRY_SECONDS, _MAX_RETRY_SECONDS = 0.1, 10.0  # seconds between two tries
+_MAX_CRASHES = 3  # of the server's: a call that it breaks at again and again is not made for ever
 _NO_HEADERS: Mapping[str, str] = {}
 BUSY = 429
 """The status of what there is no room for now."""
@@ -40,7 +42,7 @@ class ClientError(PolarError):
         self.retry_after = retry_after
 
 
-class Event(Struct, frozen=True):
+class ServerEvent(Struct, frozen=True):
     """Something that happened at the server."""
 
     kind: str
@@ -48,15 +50,15 @@ class Event(Struct, frozen=True):
     fields: dict[str, Any]
 
 
-_fields = msgspec.json.Decoder(dict[str, Any]).decode
+_decode_fields = msgspec.json.Decoder(dict[str, Any]).decode
 
 
 class _Failure(Struct):
     message: str
-    again: bool  # it may well succeed later
+    is_retryable: bool  # it may well succeed later
     status: int | None = None
     retry_after: float | None = None
-    unheard: bool = False  # the server has certainly done nothing
+    never_reached: bool = False  # the server has certainly done nothing
 
 
 class _Problem(TypedDict):
@@ -69,7 +71,7 @@ class _Refusal(Struct):
     detail: str | list[_Problem]
 
 
-_refusal = msgspec.json.Decoder(_Refusal).decode
+_decode_refusal = msgspec.json.Decoder(_Refusal).decode
 
 
 class Calls:
@@ -115,42 +117,42 @@ class Calls:
         """What `decode` makes of the answer: an answer that is cut off counts as none. The server may take `wait`
         seconds longer than usual. `once`: it is not asked again after it may have been heard. `accept`: an HTTP status
         that is no error here. Raises ClientError."""
-        trying = _Trying(self.patience if patience is None else patience)
+        trying = _RetryState(self.patience if patience is None else patience)
         while True:
-            got = await self._once(method, path, query, body, decode, wait, accept)
+            got = await self._call_once(method, path, query, body, decode, wait, accept)
             if not isinstance(got, _Failure):
                 return got
-            if once and not got.unheard:
-                got.again = False
-            await trying.again_after(got)
+            if once and not got.never_reached:
+                got.is_retryable = False
+            await trying.wait_or_raise(got)
 
-    async def events(self, path: str, query: Query | None = None) -> AsyncGenerator[Event, None]:
+    async def events(self, path: str, query: Query | None = None) -> AsyncGenerator[ServerEvent, None]:
         """Server-sent events, on one connection after another; each says behind which event it goes on."""
-        trying = _Trying(self.patience)
+        trying = _RetryState(self.patience)
         last: str | None = None
         while True:
-            failure = _Failure(f"{self.url} ended the stream of events.", again=True)
+            failure = _Failure(f"{self.url} ended the stream of events.", is_retryable=True)
             headers = {"Accept": "text/event-stream", **({} if last is None else {"Last-Event-ID": last})}
             try:
                 async with self._request("GET", path, query, None, 0.0, headers) as response:
                     if response.status == 200:
                         fields: dict[str, str] = {}
                         async for line in response.content:
-                            trying = _Trying(self.patience)
+                            trying = _RetryState(self.patience)
                             name, _, value = line.decode("utf-8", "replace").rstrip("\r\n").partition(":")
                             if name:
                                 fields[name] = value.removeprefix(" ")
                             elif "data" in fields:
                                 last = fields.get("id", last)
-                                yield Event(fields.get("event", "message"), last, _fields(fields["data"]))
+                                yield ServerEvent(fields.get("event", "message"), last, _decode_fields(fields["data"]))
                                 fields = {}
                     else:
-                        failure = self._refused(response, await response.read())
+                        failure = self._status_failure(response, await response.read())
             except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
-                failure = self._broken(error)
-            await trying.again_after(failure)
+                failure = self._connection_failure(error)
+            await trying.wait_or_raise(failure)
 
-    async def _once(
+    async def _call_once(
         self,
         method: str,
         path: str,
@@ -164,15 +166,17 @@ class Calls:
             async with self._request(method, path, query, body, wait) as response:
                 text = await response.read()
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            return self._broken(error)
+            return self._connection_failure(error)
         if response.status >= 300 and response.status != accept:
-            return self._refused(response, text)
+            return self._status_failure(response, text)
         try:
             return decode(text)
         except (msgspec.ValidationError, UnicodeDecodeError) as error:
-            return _Failure(f"{self.url} does not answer as a control plane of Polar's does: {error}.", again=False)
+            return _Failure(
+                f"{self.url} does not answer as a control plane of Polar's does: {error}.", is_retryable=False
+            )
         except msgspec.DecodeError:
-            return _Failure(f"{self.url} broke off in the middle of an answer.", again=True)
+            return _Failure(f"{self.url} broke off in the middle of an answer.", is_retryable=True)
 
     def _request(
         self,
@@ -191,24 +195,24 @@ class Calls:
             )
         given = {name: value for name, value in (query or {}).items() if value is not None}
         address = self.url + path + (f"?{urlencode(given)}" if given else "")
-        timeout = aiohttp.ClientTimeout(total=None, sock_connect=10, sock_read=_SILENCE + wait)
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=10, sock_read=_READ_TIMEOUT_SECONDS + wait)
         return self._http.request(
             method, URL(address, encoded=True), data=body, headers=headers, timeout=timeout, allow_redirects=False
         )
 
-    def _broken(self, error: Exception) -> _Failure:
+    def _connection_failure(self, error: Exception) -> _Failure:
         if isinstance(error, aiohttp.ClientSSLError):
-            return _Failure(f"{self.url} can't be trusted: {error.os_error}.", again=False)
+            return _Failure(f"{self.url} can't be trusted: {error.os_error}.", is_retryable=False)
         if isinstance(error, aiohttp.ClientConnectorError):
             number = error.os_error.errno or 0  # asyncio's own words for it are longer; below 0 it is a resolver's
             why = os.strerror(number) if number > 0 else error.os_error.strerror or str(error.os_error)
             said = f"No control plane answers at {self.url} ({why}): start one with `polar up`."
-            return _Failure(said, again=True, unheard=True)
+            return _Failure(said, is_retryable=True, never_reached=True)
         if isinstance(error, TimeoutError):
-            return _Failure(f"{self.url} did not answer in time.", again=True)
-        return _Failure(self._hidden(f"{self.url} broke the connection off ({error or type(error).__name__})."), True)
+            return _Failure(f"{self.url} did not answer in time.", is_retryable=True)
+        return _Failure(self._redact(f"{self.url} broke the connection off ({error or type(error).__name__})."), True)
 
-    def _refused(self, response: aiohttp.ClientResponse, body: bytes) -> _Failure:
+    def _status_failure(self, response: aiohttp.ClientResponse, body: bytes) -> _Failure:
         """A proxy's word that the server is away is none of the server's own. One that is being stopped breaks calls
         off with 500."""
         status = response.status
@@ -216,44 +220,44 @@ class Calls:
         again = status in (BUSY, 500, 503) or (status in (502, 504) and detail is None)
         said = detail or body[:300].decode("utf-8", "replace").strip() or "nothing more"
         return _Failure(
-            self._hidden(f"{self.url} answered {status}: {said}"),
+            self._redact(f"{self.url} answered {status}: {said}"),
             again,
             status,
-            seconds(response.headers.get("Retry-After")),
-            unheard=status == BUSY,
+            parse_retry_after(response.headers.get("Retry-After")),
+            never_reached=status == BUSY,
         )
 
-    def _hidden(self, text: str) -> str:
+    def _redact(self, text: str) -> str:
         return text.replace(self._token, "***") if self._token else text
 
 
-class _Trying:
+class _RetryState:
     """How long to wait before the next try, and when to give up."""
 
     def __init__(self, patience: float) -> None:
         self._patience = patience
-        self._delays = delays()
+        self._delays = retry_delays()
         self._crashes = 0
         self._deadline: float | None = None  # counted from the first failure: waiting for an answer is none
 
-    async def again_after(self, failure: _Failure) -> None:
+    async def wait_or_raise(self, failure: _Failure) -> None:
         """Raises ClientError where there is no use in it, or no patience left."""
         now = asyncio.get_running_loop().time()
         if self._deadline is None:
             self._deadline = now + self._patience
         self._crashes += failure.status == 500
-        if not failure.again or now >= self._deadline or self._crashes > _CRASHES:
+        if not failure.is_retryable or now >= self._deadline or self._crashes > _MAX_CRASHES:
             raise ClientError(failure.message, failure.status, failure.retry_after)
         pause = max(next(self._delays), failure.retry_after or 0.0)
         await asyncio.sleep(min(pause, self._deadline - now))
 
 
-def delays() -> Iterator[float]:
+def retry_delays() -> Iterator[float]:
     """Between two tries."""
-    return backoff.delays(_FIRST, _LONGEST)
+    return backoff.backoff_delays(_FIRST_RETRY_SECONDS, _MAX_RETRY_SECONDS)
 
 
-def seconds(retry_after: str | None) -> float | None:
+def parse_retry_after(retry_after: str | None) -> float | None:
     """A `Retry-After` header; one with a date is not used by anything here."""
     try:
         return max(float(retry_after), 0.0) if retry_after else None
@@ -261,7 +265,7 @@ def seconds(retry_after: str | None) -> float | None:
         return None
 
 
-def step(name: str) -> str:
+def quote_segment(name: str) -> str:
     """A name as one step of a path, whatever is in it."""
     return quote(name, safe="")
 
@@ -269,7 +273,7 @@ def step(name: str) -> str:
 def _detail(body: bytes) -> str | None:
     """What the server says, in words; None where it isn't the server that speaks."""
     try:
-        detail = _refusal(body).detail
+        detail = _decode_refusal(body).detail
     except (ValueError, RecursionError):
         return None
     if isinstance(detail, str):
@@ -277,4 +281,4 @@ def _detail(body: bytes) -> str | None:
     for problem in detail:
         if problem["loc"][:1] == ["body"]:  # FastAPI's word for all of it
             del problem["loc"][0]
-    return problems.listed(detail, whole="the request")
+    return validation_errors.format_validation_errors(detail, subject="the request")

@@ -29,7 +29,7 @@ class RawResult(Struct, frozen=True):
     data: bytes
 
 
-class Options(TypedDict, total=False):
+class ResultOptions(TypedDict, total=False):
     """Of `results`, which says what they mean."""
 
     builder: str | None
@@ -46,20 +46,20 @@ class _Page(Struct):
     cursor: int
 
 
-class _Head(Struct):
+class _ResultKey(Struct):
     cursor: int
     task_id: str
 
 
-_page = msgspec.json.Decoder(_Page).decode
-_head = msgspec.json.Decoder(_Head).decode
-_begins = re.compile(rb'\{"cursor":(\d+),"sample":\d+,"session_id":"[^"\\]*","task_id":("(?:[^"\\]|\\.)*")').match
+_decode_page = msgspec.json.Decoder(_Page).decode
+_decode_key = msgspec.json.Decoder(_ResultKey).decode
+_match_key = re.compile(rb'\{"cursor":(\d+),"sample":\d+,"session_id":"[^"\\]*","task_id":("(?:[^"\\]|\\.)*")').match
 
 
-def _head_of(data: bytes) -> _Head:
+def _read_key(data: bytes) -> _ResultKey:
     """A server of ours says it first; the rest, a megabyte perhaps, need not be looked through."""
-    begins = _begins(data)
-    return _head(data) if begins is None else _Head(int(begins[1]), msgspec.json.decode(begins[2], type=str))
+    begins = _match_key(data)
+    return _decode_key(data) if begins is None else _ResultKey(int(begins[1]), msgspec.json.decode(begins[2], type=str))
 
 
 class Results(Generic[T]):
@@ -74,7 +74,7 @@ class Results(Generic[T]):
         self,
         calls: Calls,
         query: Query,
-        made: Callable[[RawResult], T],
+        decode: Callable[[RawResult], T],
         after: int | None = None,
         *,
         builder: str | None = None,
@@ -89,23 +89,23 @@ class Results(Generic[T]):
         self._calls = calls
         only = None if suspicious == "keep" else suspicious
         self._query: Query = {**query, "builder": builder, "suspicious": only, "consumer": consumer}
-        self._made = made
+        self._decode = decode
         self._after = after  # where the next page begins
         self._limit = limit
         self._wait = wait if follow else 0.0
-        self._left = count
+        self._remaining = count
         self._follow = follow
         self._page: deque[RawResult] = deque()
-        self._turn = asyncio.Lock()
-        self._asking: asyncio.Task[_Page] | None = None
+        self._lock = asyncio.Lock()
+        self._request: asyncio.Task[_Page] | None = None
         self._closed = False
 
     def __aiter__(self) -> "Results[T]":
         return self
 
     async def __anext__(self) -> T:
-        while self.waiting or await self.more():
-            if self.waiting:  # and nobody else took it
+        while self.has_result or await self.wait_for_result():
+            if self.has_result:  # and nobody else took it
                 return self.take()
         raise StopAsyncIteration
 
@@ -120,31 +120,31 @@ class Results(Generic[T]):
     async def aclose(self) -> None:
         """Ends it, for whoever waits for the next one as well."""
         self._closed = True
-        if self._asking is not None:
-            self._asking.cancel()
+        if self._request is not None:
+            self._request.cancel()
 
     async def acknowledge(self) -> None:
         """Tells the server that all that was given so far is done with."""
         if self.cursor is not None and self._query.get("consumer") is not None:
-            await self._ask(self.cursor, limit=1, wait=0.0)
+            await self._fetch_page(self.cursor, limit=1, wait=0.0)
 
     @property
-    def waiting(self) -> bool:
+    def has_result(self) -> bool:
         """Whether there is something to take right now."""
         return bool(self._page) and not self._closed
 
-    async def more(self) -> bool:
+    async def wait_for_result(self) -> bool:
         """Waits until there is something to take; false at the end."""
-        async with self._turn:
+        async with self._lock:
             while not self._page and not self._closed:
-                if self._left == 0:
+                if self._remaining == 0:
                     await self.acknowledge()
                     return False
-                limit = self._limit if self._left is None else min(self._limit, self._left)
-                page = await self._ask(self._after, limit=limit, wait=self._wait)
+                limit = self._limit if self._remaining is None else min(self._limit, self._remaining)
+                page = await self._fetch_page(self._after, limit=limit, wait=self._wait)
                 if page is None:
                     return False
-                self._page.extend(self._checked(page))
+                self._page.extend(self._check_order(page))
                 self._after = page.cursor
                 if not page.results and not self._follow:
                     return False
@@ -153,31 +153,31 @@ class Results(Generic[T]):
     def take(self) -> T:
         """The next one of the page; IndexError where there is none."""
         result = self._page[0]
-        made = self._made(result)
+        value = self._decode(result)
         self._page.popleft()
         self.cursor = result.cursor
-        if self._left is not None:
-            self._left -= 1
-        return made
+        if self._remaining is not None:
+            self._remaining -= 1
+        return value
 
-    async def _ask(self, after: int | None, *, limit: int, wait: float) -> _Page | None:
+    async def _fetch_page(self, after: int | None, *, limit: int, wait: float) -> _Page | None:
         query = {**self._query, "after": after, "limit": limit, "wait": wait}
-        call = self._calls.call("GET", "/rollout/results", query, decode=_page, wait=wait)
-        self._asking = asking = asyncio.ensure_future(call)
+        call = self._calls.call("GET", "/rollout/results", query, decode=_decode_page, wait=wait)
+        self._request = asking = asyncio.ensure_future(call)
         try:
             await asyncio.wait({asking})
         finally:
             asking.cancel()
-            self._asking = None
+            self._request = None
         return None if asking.cancelled() else asking.result()  # cancelled: by `aclose`
 
-    def _checked(self, page: _Page) -> list[RawResult]:
+    def _check_order(self, page: _Page) -> list[RawResult]:
         """Raises ClientError where the server gives something twice, which would be trained on twice."""
         results = []
         last = self._after
         for one in page.results:
             data = bytes(one)
-            head = _head_of(data)
+            head = _read_key(data)
             if last is not None and head.cursor <= last:
                 raise ClientError(f"{self._calls.url} gave the result {head.cursor} after {last}, out of order.")
             last = head.cursor

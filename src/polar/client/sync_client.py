@@ -13,19 +13,19 @@ from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
 from typing import Any, Generic, Literal, TypeVar, Unpack, overload
 
 from polar.client.async_client import AsyncClient
-from polar.client.background import Background
-from polar.client.calls import ClientError, Event
-from polar.client.feed import Options, RawResult, Results
-from polar.client.given import TaskLike
-from polar.client.submitting import Answer
-from polar.closing import Closing
+from polar.client.background_loop import BackgroundLoop
+from polar.client.calls import ClientError, ServerEvent
+from polar.client.feed import RawResult, ResultOptions, Results
+from polar.client.submission import SubmitAnswer
+from polar.client.task_input import TaskLike
+from polar.closeable import Closeable
 from polar.config import DEFAULT_RUN
-from polar.rollout.models import GroupResult, NumberedResult, PauseMode, SessionResult, TaskStatus, Unit
+from polar.rollout.models import GroupResult, NumberedResult, PauseMode, ResultUnit, SessionResult, TaskStatus
 
 T = TypeVar("T")
 
 
-class SyncResults(Closing, Generic[T]):
+class SyncResults(Closeable, Generic[T]):
     """`Results` as a plain iterator. Threads may share it: each result goes to one of them."""
 
     def __init__(self, results: Results[T], client: "Client") -> None:
@@ -44,7 +44,7 @@ class SyncResults(Closing, Generic[T]):
 
     def __next__(self) -> T:
         with self._turn:  # taken here, in the thread that asked: what is interrupted while it waits loses nothing
-            if not self._results.waiting and not self._background.run(self._results.more()):
+            if not self._results.has_result and not self._background.run(self._results.wait_for_result()):
                 raise StopIteration
             return self._results.take()
 
@@ -58,13 +58,13 @@ class SyncResults(Closing, Generic[T]):
         self._background.run(self._results.acknowledge())
 
 
-class Client(Closing):
+class Client(Closeable):
     """Use as a context manager, or close it. Threads may share it. Every method is AsyncClient's, which says more."""
 
     def __init__(self, url: str, token: str | None = None, run: str = DEFAULT_RUN, *, patience: float = 300) -> None:
         self._client = AsyncClient(url, token, run, patience=patience)
-        self.background = Background(self._client.close)
-        self._closing = weakref.finalize(self, self.background.close)
+        self.background = BackgroundLoop(self._client.close)
+        self._finalizer = weakref.finalize(self, self.background.close)
 
     @property
     def run(self) -> str:
@@ -74,7 +74,7 @@ class Client(Closing):
         return repr(self._client).removeprefix("Async")
 
     def close(self) -> None:
-        self._closing()
+        self._finalizer()
 
     # tasks
 
@@ -84,10 +84,12 @@ class Client(Closing):
         *,
         raise_refused: bool = True,
         timeout: float | None = None,
-        seen: Callable[[Answer], object] = lambda _: None,
-    ) -> list[Answer]:
+        on_answer: Callable[[SubmitAnswer], object] = lambda _: None,
+    ) -> list[SubmitAnswer]:
         """`seen` is called in the client's own thread."""
-        return self.background.run(self._client.submit(tasks, raise_refused=raise_refused, timeout=timeout, seen=seen))
+        return self.background.run(
+            self._client.submit(tasks, raise_refused=raise_refused, timeout=timeout, on_answer=on_answer)
+        )
 
     def task(self, task_id: str, *, results: bool = True) -> TaskStatus:
         return self.background.run(self._client.task(task_id, results=results))
@@ -95,8 +97,8 @@ class Client(Closing):
     def cancel(self, task_id: str) -> TaskStatus:
         return self.background.run(self._client.cancel(task_id))
 
-    def ended(self, task_ids: Iterable[str], *, timeout: float | None = None) -> Iterator[TaskStatus]:
-        return self._each(self._client.ended(task_ids, timeout=timeout))
+    def as_completed(self, task_ids: Iterable[str], *, timeout: float | None = None) -> Iterator[TaskStatus]:
+        return self._iterate(self._client.as_completed(task_ids, timeout=timeout))
 
     def wait(self, task_ids: str | Iterable[str], *, timeout: float | None = None) -> list[SessionResult]:
         return self.background.run(self._client.wait(task_ids, timeout=timeout))
@@ -113,7 +115,7 @@ class Client(Closing):
         unit: Literal["session"] = "session",
         *,
         raw: Literal[False] = False,
-        **options: Unpack[Options],
+        **options: Unpack[ResultOptions],
     ) -> SyncResults[NumberedResult]: ...
 
     @overload
@@ -123,21 +125,26 @@ class Client(Closing):
         *,
         unit: Literal["group"],
         raw: Literal[False] = False,
-        **options: Unpack[Options],
+        **options: Unpack[ResultOptions],
     ) -> SyncResults[GroupResult]: ...
 
     @overload
     def results(
-        self, after: int | None = None, unit: Unit = "session", *, raw: Literal[True], **options: Unpack[Options]
+        self,
+        after: int | None = None,
+        unit: ResultUnit = "session",
+        *,
+        raw: Literal[True],
+        **options: Unpack[ResultOptions],
     ) -> SyncResults[RawResult]: ...
 
     def results(self, after: int | None = None, unit: Any = "session", **options: Any) -> SyncResults[Any]:
         return SyncResults(self._client.results(after, unit, **options), self)
 
-    def events(self) -> Iterator[Event]:
-        return self._each(self._client.events())
+    def events(self) -> Iterator[ServerEvent]:
+        return self._iterate(self._client.events())
 
-    def _each(self, events: AsyncGenerator[T, None]) -> Iterator[T]:
+    def _iterate(self, events: AsyncGenerator[T, None]) -> Iterator[T]:
         async def one() -> list[T]:
             async for event in events:
                 return [event]

@@ -14,20 +14,20 @@ from pathlib import Path
 
 from msgspec import Struct
 
-from polar.cluster.orders import Task
+from polar.cluster.driver_protocol import NodeSpec
 from polar.config import Settings
-from polar.data_plane import settle_process
+from polar.data_plane import tune_process
 from polar.telemetry import logs
-from polar.telemetry.secrets import secrets_of
+from polar.telemetry.redaction import collect_secrets
 
 log = logging.getLogger(__name__)
 
-_SOON, _LATER = 1.0, 60.0  # seconds before a node that failed is tried again
+_FIRST_RETRY_SECONDS, _MAX_RETRY_SECONDS = 1.0, 60.0  # seconds before a node that failed is tried again
 
 Serve = Callable[..., Awaitable[None]]
 
 
-class About(Struct, frozen=True):
+class ActorStatus(Struct, frozen=True):
     """What an actor says of itself."""
 
     client: int  # the latest of Ray's clients that asked for it or found it: it belongs to that one's server
@@ -38,24 +38,24 @@ class About(Struct, frozen=True):
 
 
 class NodeActor:
-    def __init__(self, name: str, client: int, task: Task) -> None:
+    def __init__(self, name: str, client: int, task: NodeSpec) -> None:
         self._client = client
         self._name = name
         self._task = task
         self._settings = Settings.model_validate_json(task.settings)
         log_settings, token = self._settings.log, {task.token} if task.token else set()
-        logs.start(log_settings.format, log_settings.level, secrets_of(self._settings) | token)
-        self._serve = _found(task.serve)
+        logs.configure(log_settings.format, log_settings.level, collect_secrets(self._settings) | token)
+        self._serve = _load_serve(task.serve)
         self._data = Path(task.folder).expanduser() / name
         self._stop = asyncio.Event()
         self._problem: str | None = None
-        settle_process()
-        self._serving = asyncio.create_task(self._serve_on())
+        tune_process()
+        self._serve_task = asyncio.create_task(self._serve_until_stopped())
 
-    async def about(self, client: int) -> About:
+    async def about(self, client: int) -> ActorStatus:
         """Said to its server, which it belongs to from then on."""
         self._client = max(self._client, client)
-        return About(self._client, self._task.digest, os.getpid(), self._serving.done(), self._problem)
+        return ActorStatus(self._client, self._task.digest, os.getpid(), self._serve_task.done(), self._problem)
 
     async def drain(self, client: int) -> bool:
         """Answers when the node has handed back its work and holds nothing on the machine any more. False: it belongs
@@ -63,12 +63,12 @@ class NodeActor:
         if client < self._client:
             return False
         self._stop.set()
-        await self._serving
+        await self._serve_task
         return True
 
-    async def _serve_on(self) -> None:
+    async def _serve_until_stopped(self) -> None:
         clock = asyncio.get_running_loop().time
-        wait = _SOON
+        wait = _FIRST_RETRY_SECONDS
         while not self._stop.is_set():
             began, self._problem = clock(), None
             try:
@@ -82,7 +82,9 @@ class NodeActor:
                 )
                 return
             except Exception as error:  # whatever it is: a node that is of no use yet is tried again, and says so
-                wait = min(2 * wait, _LATER) if clock() - began < _LATER else _SOON
+                wait = (
+                    min(2 * wait, _MAX_RETRY_SECONDS) if clock() - began < _MAX_RETRY_SECONDS else _FIRST_RETRY_SECONDS
+                )
                 log.exception("The node failed; it is started again in %g seconds.", wait)
                 self._problem = f"{type(error).__name__}: {error}"
             with contextlib.suppress(TimeoutError):
@@ -90,7 +92,7 @@ class NodeActor:
                     await self._stop.wait()
 
 
-def _found(place: str) -> Serve:
-    module, _, name = place.partition(":")
+def _load_serve(path: str) -> Serve:
+    module, _, name = path.partition(":")
     serve: Serve = getattr(importlib.import_module(module), name)
     return serve

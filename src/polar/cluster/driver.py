@@ -13,31 +13,31 @@ from typing import Literal
 
 import msgspec
 
-from polar.cluster.nodes import Nodes, Taken
-from polar.cluster.orders import DRAIN, Line, Orders, Placed, Refused, Report
+from polar.cluster.driver_protocol import DRAIN_LINE, DriverConfig, DriverFailed, DriverMessage, LogMessage, NodesPlaced
+from polar.cluster.node_supervisor import NamespaceTaken, NodeSupervisor
 from polar.errors import ConfigError
 
-LOOK_SECONDS = 2.0
+POLL_SECONDS = 2.0
 CONNECT_SECONDS = 20.0
 
 
 def main() -> int:
     lines = io.FileIO(0, closefd=False)  # unbuffered: a buffer would hide from `select` what it holds
-    orders = msgspec.json.decode(lines.readline(), type=Orders)
+    orders = msgspec.json.decode(lines.readline(), type=DriverConfig)
     out = os.dup(1)
     os.dup2(2, 1)  # Ray prints
 
-    def say(line: Line) -> None:
+    def write_message(line: DriverMessage) -> None:
         os.write(out, msgspec.json.encode(line) + b"\n")
 
-    def tell(level: Literal["info", "warning", "error"], text: str) -> None:
-        say(Report(level, text))
+    def log_line(level: Literal["info", "warning", "error"], text: str) -> None:
+        write_message(LogMessage(level, text))
 
     def give_up() -> None:
-        say(Refused(orders.unreachable(f"no answer in {CONNECT_SECONDS:g} seconds")))
+        write_message(DriverFailed(orders.unreachable_message(f"no answer in {CONNECT_SECONDS:g} seconds")))
         os._exit(1)  # nothing else ends Ray's attempts
 
-    nodes = Nodes(orders, tell)
+    nodes = NodeSupervisor(orders, log_line)
     patience = threading.Timer(CONNECT_SECONDS, give_up)
     patience.daemon = True
     patience.start()
@@ -45,18 +45,18 @@ def main() -> int:
         nodes.connect()
         patience.cancel()
         nodes.start()
-        say(Placed(nodes.names))
-        while not select.select([lines], [], [], LOOK_SECONDS)[0]:
-            nodes.look()
-        if lines.readline() == DRAIN:
+        write_message(NodesPlaced(nodes.names))
+        while not select.select([lines], [], [], POLL_SECONDS)[0]:
+            nodes.poll()
+        if lines.readline() == DRAIN_LINE:
             nodes.drain()
     except ConfigError as error:
         patience.cancel()
-        say(Refused(str(error)))
+        write_message(DriverFailed(str(error)))
         return 1
-    except Taken:
-        say(
-            Refused(
+    except NamespaceTaken:
+        write_message(
+            DriverFailed(
                 f"Another server has taken over the nodes of the namespace {orders.namespace!r}: give each server "
                 "on a Ray cluster a [cluster] namespace of its own.",
                 final=True,

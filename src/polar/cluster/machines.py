@@ -19,11 +19,11 @@ class Machine(Struct, frozen=True):
     address: str
     resources: dict[str, float]
 
-    def has(self, resources: Mapping[str, float]) -> bool:
+    def satisfies(self, resources: Mapping[str, float]) -> bool:
         return all(self.resources.get(kind, 0) >= amount for kind, amount in resources.items())
 
 
-def listed() -> list[Machine]:
+def list_machines() -> list[Machine]:
     """Those that live."""
     return [
         Machine(
@@ -37,7 +37,7 @@ def listed() -> list[Machine]:
     ]
 
 
-def reachable(url: str) -> str:
+def reachable_url(url: str) -> str:
     """The address of a server here that listens on all of this machine's, as the others name it."""
     parts = urlsplit(url)
     if parts.hostname not in ("0.0.0.0", "::"):
@@ -47,7 +47,7 @@ def reachable(url: str) -> str:
     return parts._replace(netloc=f"{netloc}:{parts.port}" if parts.port else netloc).geturl()
 
 
-def cut_off(url: str, own: str, machines: list[Machine]) -> set[str]:
+def unreachable_addresses(url: str, own: str, machines: list[Machine]) -> set[str]:
     """Addresses of machines to which that of the server, on the machine `own`, means something else."""
     if not is_loopback(urlsplit(url).hostname or ""):
         return set()

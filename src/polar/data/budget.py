@@ -8,15 +8,15 @@ from msgspec import Struct
 
 from polar.config import PriceSettings
 from polar.errors import ConfigError
-from polar.types import Used
+from polar.types import UsageTotals
 
-_MILLION = 1_000_000
+_TOKENS_PER_PRICE = 1_000_000
 
 
-def cost(used: Used, price: PriceSettings) -> float:
+def compute_cost(used: UsageTotals, price: PriceSettings) -> float:
     cached = price.prompt if price.cached is None else price.cached
     new = used.prompt - used.cached
-    return (new * price.prompt + used.cached * cached + used.sampled * price.sampled) / _MILLION
+    return (new * price.prompt + used.cached * cached + used.sampled * price.sampled) / _TOKENS_PER_PRICE
 
 
 class Budget(Struct, frozen=True):
@@ -29,7 +29,7 @@ class Budget(Struct, frozen=True):
     price: PriceSettings | None = None
 
     @property
-    def limited(self) -> bool:
+    def is_limited(self) -> bool:
         return self.tokens is not None or self.cost is not None or self.seconds is not None
 
     def __post_init__(self) -> None:
@@ -45,30 +45,32 @@ NO_LIMIT = Budget()
 class Spending:
     """A budget, and what is gone of it."""
 
-    def __init__(self, budget: Budget, used: Callable[[], Used], clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, budget: Budget, measure_used: Callable[[], UsageTotals], clock: Callable[[], float] = time.monotonic
+    ) -> None:
         """`used`: by the sessions of this run so far."""
         self._budget = budget
-        self._used = used
-        self._before = Used()
+        self._measure_used = measure_used
+        self._used_earlier = UsageTotals()
         self._clock = clock
-        self._began = clock()
+        self._started_at = clock()
 
-    def came_before(self, used: Used) -> None:
+    def add_earlier_usage(self, used: UsageTotals) -> None:
         """What a session of an earlier run used."""
-        self._before += used
+        self._used_earlier += used
 
     @property
-    def used(self) -> Used:
-        return self._before + self._used()
+    def used(self) -> UsageTotals:
+        return self._used_earlier + self._measure_used()
 
     @property
     def cost(self) -> float | None:
-        return None if self._budget.price is None else cost(self.used, self._budget.price)
+        return None if self._budget.price is None else compute_cost(self.used, self._budget.price)
 
-    def used_up(self) -> str | None:
+    def exhausted_limit(self) -> str | None:
         """In words, what is; None where more may begin. Raises ConfigError where nobody can tell."""
         budget = self._budget
-        if budget.seconds is not None and self._clock() - self._began >= budget.seconds:
+        if budget.seconds is not None and self._clock() - self._started_at >= budget.seconds:
             return f"{budget.seconds:g} seconds"
         if budget.tokens is None and budget.cost is None:
             return None

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 
 from msgspec import Struct
 
-EXAMPLES = {"Anna", "Paul", "35", "3507"}
+RESERVED_NAMES = {"Anna", "Paul", "35", "3507"}
 """What the agent's own example says."""
 
 _ONSETS = [*"bcdfghjklmnprstvwz", "br", "dr", "gl", "kr", "st", "tr"]
@@ -23,8 +23,8 @@ _VOWELS = [*"aeiou", "ai"]
 _CODAS = ("", "l", "n", "r", "v", "m")
 _MIDDLES = "bdlnvzm"
 _ENDS = [*"lnrstxm", "nd", "rk"]
-_OTHERS = 3  # names in a book besides those that a question needs
-_HELD_OUT = 3  # of so many numbers, one is for held-out questions
+_DISTRACTOR_NAMES = 3  # names in a book besides those that a question needs
+_HELD_OUT_MODULUS = 3  # of so many numbers, one is for held-out questions
 
 
 class Question(Struct, frozen=True):
@@ -46,39 +46,39 @@ class Questions(Struct, frozen=True):
     held_out: list[Question]
 
 
-def questions(*, train: int, held_out: int, seed: int, hops: int = 1, digits: int = 2) -> Questions:
+def make_questions(*, train: int, held_out: int, seed: int, hops: int = 1, digits: int = 2) -> Questions:
     """The same for the same seed."""
-    chance = random.Random(f"{seed}/{hops}/{digits}")
-    names = _names(chance)
+    rng = random.Random(f"{seed}/{hops}/{digits}")
+    names = _generate_names(rng)
 
-    def some(count: int, *, kept_out: bool) -> list[Question]:
-        return [_question(chance, names, _number(chance, digits, kept_out), hops) for _ in range(count)]
+    def draw(count: int, *, kept_out: bool) -> list[Question]:
+        return [_make_question(rng, names, _draw_number(rng, digits, kept_out), hops) for _ in range(count)]
 
-    return Questions(some(train, kept_out=False), some(held_out, kept_out=True))
+    return Questions(draw(train, kept_out=False), draw(held_out, kept_out=True))
 
 
-def _question(chance: random.Random, names: Iterator[str], answer: str, hops: int) -> Question:
+def _make_question(rng: random.Random, names: Iterator[str], answer: str, hops: int) -> Question:
     digits = len(answer)
     chain = [next(names) for _ in range(hops)]
     entries = [(name, f"see {other}") for name, other in itertools.pairwise(chain)]
     entries.append((chain[-1], answer))
-    entries += [(next(names), str(chance.randrange(10 ** (digits - 1), 10**digits))) for _ in range(_OTHERS)]
-    chance.shuffle(entries)
+    entries += [(next(names), str(rng.randrange(10 ** (digits - 1), 10**digits))) for _ in range(_DISTRACTOR_NAMES)]
+    rng.shuffle(entries)
     return Question(chain[0], dict(entries), answer)
 
 
-def _names(chance: random.Random) -> Iterator[str]:
-    seen = set(EXAMPLES)
+def _generate_names(rng: random.Random) -> Iterator[str]:
+    seen = set(RESERVED_NAMES)
     while True:
         parts = (_ONSETS, _VOWELS, _CODAS, _MIDDLES, _VOWELS, _ENDS)
-        name = "".join(chance.choice(part) for part in parts).capitalize()
+        name = "".join(rng.choice(part) for part in parts).capitalize()
         if name not in seen:
             seen.add(name)
             yield name
 
 
-def _number(chance: random.Random, digits: int, kept_out: bool) -> str:
+def _draw_number(rng: random.Random, digits: int, held_out: bool) -> str:
     while True:
-        number = chance.randrange(10 ** (digits - 1), 10**digits)
-        if (number % _HELD_OUT == 0) == kept_out and str(number) not in EXAMPLES:
+        number = rng.randrange(10 ** (digits - 1), 10**digits)
+        if (number % _HELD_OUT_MODULUS == 0) == held_out and str(number) not in RESERVED_NAMES:
             return str(number)

@@ -13,18 +13,18 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from polar.demo.questions import Question, Questions, questions
+from polar.demo.questions import Question, Questions, make_questions
 from polar.errors import ConfigError
 
-_TIMEOUT = 300.0  # seconds of a session: generous, since many of them share a laptop's cores
+_TIMEOUT_SECONDS = 300.0  # seconds of a session: generous, since many of them share a laptop's cores
 
-_FOR_HARNESSES = """\
+_HARNESS_INSTRUCTION = """\
 The file book.txt has a line for each name. {question} If its line says to see another name, go on with that one's. \
 Write the number, and nothing else, to the file answer.txt.\
 """
 
 
-def agent_file() -> Path:
+def find_agent_file() -> Path:
     """examples/lookup/agent.py: of a checkout, or as an installed package holds it."""
     here = Path(__file__)
     for path in (here.with_name("agent.py"), here.parents[3] / "examples" / "lookup" / "agent.py"):
@@ -35,26 +35,26 @@ def agent_file() -> Path:
     )
 
 
-def task(question: Question, lookups: int, harness: str | None = None, options: str = "") -> dict[str, Any]:
+def make_task(question: Question, lookups: int, harness: str | None = None, options: str = "") -> dict[str, Any]:
     """For the agent of the demo, perhaps with options of its own, or for another harness."""
     book = {"type": "upload_file", "content": question.book_text, "target": "book.txt"}
     written: dict[str, Any] = {
         "task_id": question.name.lower(),
-        "timeout_seconds": _TIMEOUT,
+        "timeout_seconds": _TIMEOUT_SECONDS,
         "evaluator": {
             "strategy": "answer",
             "config": {"expected": question.answer, "match": "exact", "file": "answer.txt"},
         },
     }
     if harness is not None:
-        instruction = _FOR_HARNESSES.format(question=question.text)
+        instruction = _HARNESS_INSTRUCTION.format(question=question.text)
         return written | {
             "instruction": instruction,
             "runtime": {"backend": "local", "prepare": [book]},
             "agent": {"harness": harness},
         }
     command = f"{shlex.quote(sys.executable)} -P agent.py --lookups {lookups} {options} {{{{INSTRUCTION}}}}"
-    agent = {"type": "upload_file", "source": str(agent_file()), "target": "agent.py"}
+    agent = {"type": "upload_file", "source": str(find_agent_file()), "target": "agent.py"}
     return written | {
         "instruction": question.text,
         "runtime": {"backend": "local", "prepare": [agent, book]},
@@ -62,10 +62,12 @@ def task(question: Question, lookups: int, harness: str | None = None, options: 
     }
 
 
-def write(folder: Path, asked: Questions, hops: int, harness: str | None = None, options: str = "") -> None:
+def write_tasks(
+    folder: Path, questions_by_split: Questions, hops: int, harness: str | None = None, options: str = ""
+) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    for name, some in (("train", asked.train), ("held-out", asked.held_out)):
-        lines = [json.dumps(task(question, hops, harness, options)) + "\n" for question in some]
+    for name, some in (("train", questions_by_split.train), ("held-out", questions_by_split.held_out)):
+        lines = [json.dumps(make_task(question, hops, harness, options)) + "\n" for question in some]
         (folder / f"{name}.jsonl").write_text("".join(lines))
 
 
@@ -79,10 +81,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--seed", type=int, default=0, help="[0]")
     parser.add_argument("--harness", help="that answers [the agent of examples/lookup]")
     wanted = parser.parse_args(arguments)
-    asked = questions(
+    asked = make_questions(
         train=wanted.train, held_out=wanted.held_out, seed=wanted.seed, hops=wanted.hops, digits=wanted.digits
     )
-    write(wanted.folder, asked, wanted.hops, wanted.harness)
+    write_tasks(wanted.folder, asked, wanted.hops, wanted.harness)
 
 
 if __name__ == "__main__":

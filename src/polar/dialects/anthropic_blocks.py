@@ -11,46 +11,46 @@ import msgspec
 from msgspec import Raw
 
 from polar.dialects import anthropic_wire as aw
-from polar.dialects.wire import encode, unsupported
+from polar.dialects.wire import encode, unsupported_field_error
 from polar.types import Media, Part, Reasoning, Text, ToolCall, ToolResult
 
 _UNPARSED = msgspec.json.Decoder(aw.UnparsedInput)
 _UNPARSED_KEY = b'{"__unparsedToolInput":'
 
-_REDACTED = "redacted_thinking:"  # marks a seal that is the data of a redacted block
+_REDACTED_SEAL_PREFIX = "redacted_thinking:"  # marks a seal that is the data of a redacted block
 
 
 # Reading.
 
 
-def visible_parts(block: aw.VisibleBlock) -> list[Text | Media]:
+def decode_visible_block(block: aw.VisibleBlock) -> list[Text | Media]:
     """What a block that may stand in any turn says."""
     if isinstance(block, aw.TextBlock):
         return [Text(block.text)]
     if isinstance(block, aw.ImageBlock):
-        return [_media("image", block.source)]
+        return [_decode_media("image", block.source)]
     if isinstance(block, aw.SearchResultBlock):
-        heading = _heading(("Title", block.title), ("Source", block.source))
+        heading = _format_heading(("Title", block.title), ("Source", block.source))
         return [*heading, *(Text(part.text) for part in block.content)]
     source, title, context = block.source, ("Title", block.title), ("Context", block.context)
     if isinstance(source, aw.TextSource):
-        return [*_heading(title, context), Text(source.data)]
+        return [*_format_heading(title, context), Text(source.data)]
     if isinstance(source, aw.ContentSource):
         content = [aw.TextBlock(source.content)] if isinstance(source.content, str) else source.content
-        return [*_heading(title, context), *(part for inner in content for part in visible_parts(inner))]
-    return [*_heading(context), _media("file", source, block.title)]
+        return [*_format_heading(title, context), *(part for inner in content for part in decode_visible_block(inner))]
+    return [*_format_heading(context), _decode_media("file", source, block.title)]
 
 
-def turn_part(block: aw.TurnBlock) -> Reasoning | ToolCall:
+def decode_turn_block(block: aw.TurnBlock) -> Reasoning | ToolCall:
     """What a block that only the model writes says."""
     if isinstance(block, aw.ThinkingBlock):
         return Reasoning(block.thinking, block.signature or None)
     if isinstance(block, aw.RedactedThinkingBlock):
-        return Reasoning("", _REDACTED + block.data)
-    return ToolCall(block.id, block.name, _arguments(block.input))
+        return Reasoning("", _REDACTED_SEAL_PREFIX + block.data)
+    return ToolCall(block.id, block.name, _decode_arguments(block.input))
 
 
-def tool_result(block: aw.ToolResultBlock, loaded: set[str]) -> ToolResult:
+def decode_tool_result(block: aw.ToolResultBlock, loaded_tools: set[str]) -> ToolResult:
     """The names of tools that a tool_reference brings in are added to `loaded`."""
     parts: list[Text | Media] = []
     if isinstance(block.content, str):
@@ -58,14 +58,14 @@ def tool_result(block: aw.ToolResultBlock, loaded: set[str]) -> ToolResult:
     else:
         for inner in block.content or []:
             if isinstance(inner, aw.ToolReference):
-                loaded.add(inner.tool_name)
+                loaded_tools.add(inner.tool_name)
                 parts.append(Text(f"The tool {inner.tool_name} is available now."))
             else:
-                parts += visible_parts(inner)
+                parts += decode_visible_block(inner)
     return ToolResult(block.tool_use_id, parts, is_error=block.is_error or False)
 
 
-def _arguments(value: Raw) -> str:
+def _decode_arguments(value: Raw) -> str:
     """The input as it was sent; arguments that did not parse at the harness come back as the model wrote them."""
     text = bytes(value)
     if text.startswith(_UNPARSED_KEY):
@@ -74,13 +74,13 @@ def _arguments(value: Raw) -> str:
     return text.decode()
 
 
-def _heading(*lines: tuple[str, str | None]) -> list[Text]:
+def _format_heading(*lines: tuple[str, str | None]) -> list[Text]:
     """What Anthropic tells the model about a document besides its content."""
     said = [f"{label}: {value}\n" for label, value in lines if value]
     return [Text("".join(said) + "\n")] if said else []
 
 
-def _media(
+def _decode_media(
     kind: Literal["image", "file"], source: aw.Base64Source | aw.UrlSource | aw.FileSource, name: str | None = None
 ) -> Media:
     if isinstance(source, aw.Base64Source):
@@ -93,33 +93,33 @@ def _media(
 # Writing.
 
 
-def wire_block(part: Part) -> aw.Block:
+def encode_part(part: Part) -> aw.Block:
     """A part of a conversation, as the harness would send it back."""
     if isinstance(part, ToolResult):
-        return aw.ToolResultBlock(part.call_id, [*map(_visible_block, part.parts)], part.is_error or None)
+        return aw.ToolResultBlock(part.call_id, [*map(_encode_visible_block, part.parts)], part.is_error or None)
     if isinstance(part, Text | Media):
-        return _visible_block(part)
-    return turn_block(part)
+        return _encode_visible_block(part)
+    return encode_turn_block(part)
 
 
-def turn_block(part: Reasoning | ToolCall) -> aw.TurnBlock:
+def encode_turn_block(part: Reasoning | ToolCall) -> aw.TurnBlock:
     if isinstance(part, ToolCall):
-        return aw.ToolUseBlock(part.id, flat_name(part.namespace, part.name), _input(part))
-    if not part.text and part.seal is not None and part.seal.startswith(_REDACTED):
-        return aw.RedactedThinkingBlock(part.seal.removeprefix(_REDACTED))
+        return aw.ToolUseBlock(part.id, join_namespace(part.namespace, part.name), _encode_input(part))
+    if not part.text and part.seal is not None and part.seal.startswith(_REDACTED_SEAL_PREFIX):
+        return aw.RedactedThinkingBlock(part.seal.removeprefix(_REDACTED_SEAL_PREFIX))
     return aw.ThinkingBlock(part.text, part.seal or "")
 
 
-def flat_name(namespace: str | None, name: str) -> str:
+def join_namespace(namespace: str | None, name: str) -> str:
     """Anthropic has no namespaces."""
     return f"{namespace}__{name}" if namespace else name
 
 
-def _visible_block(part: Text | Media) -> aw.TextBlock | aw.ImageBlock | aw.DocumentBlock:
+def _encode_visible_block(part: Text | Media) -> aw.TextBlock | aw.ImageBlock | aw.DocumentBlock:
     if isinstance(part, Text):
         return aw.TextBlock(part.text)
     if part.kind not in ("image", "file"):
-        raise unsupported(part.kind, "Anthropic takes images and documents only")
+        raise unsupported_field_error(part.kind, "Anthropic takes images and documents only")
     source: aw.Base64Source | aw.UrlSource | aw.FileSource
     if part.data is not None:
         source = aw.Base64Source(part.media_type, part.data)
@@ -130,7 +130,7 @@ def _visible_block(part: Text | Media) -> aw.TextBlock | aw.ImageBlock | aw.Docu
     return aw.ImageBlock(source) if part.kind == "image" else aw.DocumentBlock(source, part.name)
 
 
-def _input(call: ToolCall) -> Raw:
+def _encode_input(call: ToolCall) -> Raw:
     """A call's arguments as the JSON that the wire wants.
 
     A freeform call's text goes into the field `input`; no arguments at all are an empty object. Arguments that are not

@@ -13,21 +13,21 @@ from msgspec.structs import replace
 from polar import ids
 from polar.dialects import anthropic_wire as aw
 from polar.dialects import sse
-from polar.dialects.anthropic_blocks import flat_name, turn_block, turn_part
+from polar.dialects.anthropic_blocks import decode_turn_block, encode_turn_block, join_namespace
 from polar.dialects.wire import encode
 from polar.errors import ApiError, ApiErrorKind
 from polar.types import (
-    CallDelta,
-    CallStart,
-    Event,
     FinishReason,
     Part,
     Reasoning,
     Reply,
+    ReplyEvent,
     Request,
     Text,
     TextDelta,
     ToolCall,
+    ToolCallDelta,
+    ToolCallStart,
     Usage,
 )
 
@@ -40,29 +40,29 @@ FINISH_REASONS: dict[str | None, FinishReason] = {
 """Stop reasons that are not a plain `stop`."""
 
 
-def whole_reply(request: Request, reply: Reply) -> aw.WireReply:
+def build_reply(request: Request, reply: Reply) -> aw.WireReply:
     called = any(isinstance(part, ToolCall) for part in reply.parts)
     return aw.WireReply(
         id=f"msg_{reply.exchange_id}",
         role="assistant",
         model=request.model,
-        content=_reply_blocks(reply, request.thinking.visible),
-        stop_reason=_stop_reason(reply, called),
+        content=_encode_reply_blocks(reply, request.thinking.visible),
+        stop_reason=_choose_stop_reason(reply, called),
         stop_sequence=reply.stop_sequence,
-        usage=_wire_usage(reply.usage),
+        usage=_encode_usage(reply.usage),
     )
 
 
-def reply_part(block: aw.ReplyBlock) -> Part:
+def decode_reply_block(block: aw.ReplyBlock) -> Part:
     if isinstance(block, aw.TextBlock):
         return Text(block.text)
-    part = turn_part(block)
+    part = decode_turn_block(block)
     if isinstance(part, ToolCall):
         part.id = part.id.removeprefix("toolu_")
     return part
 
 
-def reply_usage(usage: aw.WireUsage) -> Usage:
+def decode_usage(usage: aw.WireUsage) -> Usage:
     cached = usage.cache_read_input_tokens or 0
     return Usage(
         prompt=usage.input_tokens + cached + (usage.cache_creation_input_tokens or 0),
@@ -72,7 +72,7 @@ def reply_usage(usage: aw.WireUsage) -> Usage:
     )
 
 
-def _reply_blocks(reply: Reply, thinking_visible: bool) -> list[aw.ReplyBlock]:
+def _encode_reply_blocks(reply: Reply, thinking_visible: bool) -> list[aw.ReplyBlock]:
     """Empty text and thinking are left out: a stream has no events for them."""
     blocks: list[aw.ReplyBlock] = []
     thoughts = 0
@@ -80,14 +80,16 @@ def _reply_blocks(reply: Reply, thinking_visible: bool) -> list[aw.ReplyBlock]:
         if isinstance(part, Text) and part.text:
             blocks.append(aw.TextBlock(part.text))
         elif isinstance(part, ToolCall):
-            blocks.append(turn_block(replace(part, id=f"toolu_{part.id}")))
+            blocks.append(encode_turn_block(replace(part, id=f"toolu_{part.id}")))
         elif isinstance(part, Reasoning) and (part.text or part.seal) and thinking_visible:
-            blocks.append(turn_block(Reasoning(part.text, part.seal or ids.seal(reply.exchange_id, thoughts))))
+            blocks.append(
+                encode_turn_block(Reasoning(part.text, part.seal or ids.make_seal(reply.exchange_id, thoughts)))
+            )
             thoughts += 1
     return blocks
 
 
-def _stop_reason(reply: Reply, called: bool) -> str:
+def _choose_stop_reason(reply: Reply, called: bool) -> str:
     """A turn that was cut on our side says so in the one way that every client takes for a cut turn."""
     if reply.finish_reason in ("length", "abort"):
         return "max_tokens"
@@ -100,7 +102,7 @@ def _stop_reason(reply: Reply, called: bool) -> str:
     return "tool_use" if called else "end_turn"
 
 
-def _wire_usage(usage: Usage) -> aw.WireUsage:
+def _encode_usage(usage: Usage) -> aw.WireUsage:
     return aw.WireUsage(
         input_tokens=usage.prompt - usage.cached,
         output_tokens=usage.completion,
@@ -128,26 +130,28 @@ _ERROR_TYPES: dict[ApiErrorKind, str] = {
     "internal": "api_error",
 }
 
-_TOO_LONG = "prompt is too long"
+_CONTEXT_LENGTH_MESSAGE = "prompt is too long"
 
 
-def error_body(error: ApiError) -> bytes:
+def encode_error_body(error: ApiError) -> bytes:
     """The JSON of an error, as a whole answer or as the data of a stream's last event."""
     message = error.message
-    if error.kind == "context_length" and _TOO_LONG not in message:
-        message = f"{_TOO_LONG}: {message}"  # harnesses know the condition, and compact, by these words alone
+    if error.kind == "context_length" and _CONTEXT_LENGTH_MESSAGE not in message:
+        message = (
+            f"{_CONTEXT_LENGTH_MESSAGE}: {message}"  # harnesses know the condition, and compact, by these words alone
+        )
     return encode(aw.ErrorBody(aw.ErrorDetail(_ERROR_TYPES[error.kind], message)))
 
 
 # Streams.
 
-_PING = sse.event(b'{"type":"ping"}', b"ping")
-_MESSAGE_STOP = sse.event(b'{"type":"message_stop"}', b"message_stop")
+_PING = sse.encode_event(b'{"type":"ping"}', b"ping")
+_MESSAGE_STOP = sse.encode_event(b'{"type":"message_stop"}', b"message_stop")
 
-_Kind = Literal["text", "thinking", "hidden", "function", "custom"]
-_DELTA = b'event: content_block_delta\ndata: {"type":"content_block_delta","index":%d,"delta":{"type":%s'
+_BlockKind = Literal["text", "thinking", "hidden", "function", "custom"]
+_DELTA_START = b'event: content_block_delta\ndata: {"type":"content_block_delta","index":%d,"delta":{"type":%s'
 _DELTA_END = b"}}\n\n"
-_DELTA_FIELDS: dict[_Kind, bytes] = {
+_DELTA_FIELDS: dict[_BlockKind, bytes] = {
     "text": b'"text_delta","text":',
     "thinking": b'"thinking_delta","thinking":',
     "function": b'"input_json_delta","partial_json":',
@@ -155,7 +159,7 @@ _DELTA_FIELDS: dict[_Kind, bytes] = {
 }
 
 
-class AnthropicStream:
+class AnthropicStreamEncoder:
     """Writes a reply as server-sent events, one content block per part."""
 
     content_type = "text/event-stream; charset=utf-8"
@@ -163,12 +167,12 @@ class AnthropicStream:
     def __init__(self, request: Request, exchange_id: str) -> None:
         self._exchange_id = exchange_id
         self._model = request.model
-        self._thinking: _Kind = "thinking" if request.thinking.visible else "hidden"
-        self._kind: _Kind | None = None  # of the part that is open
-        self._delta = b""  # what stands before the text in each of its deltas
+        self._thinking_kind: _BlockKind = "thinking" if request.thinking.visible else "hidden"
+        self._kind: _BlockKind | None = None  # of the part that is open
+        self._delta_start = b""  # what stands before the text in each of its deltas
         self._index = 0
-        self._thoughts = 0
-        self._called = False
+        self._thinking_count = 0
+        self._has_tool_call = False
 
     def start(self, usage: Usage | None) -> bytes:
         message = aw.WireReply(
@@ -176,68 +180,68 @@ class AnthropicStream:
             role="assistant",
             model=self._model,
             content=[],
-            usage=_wire_usage(usage or Usage()),
+            usage=_encode_usage(usage or Usage()),
         )
-        return sse.event(encode(aw.MessageStart(message)), b"message_start")
+        return sse.encode_event(encode(aw.MessageStart(message)), b"message_start")
 
-    def feed(self, event: Event) -> bytes:
-        if isinstance(event, CallDelta):
-            return self._arguments(event.arguments) if event.arguments else b""
-        if isinstance(event, CallStart):
+    def feed(self, event: ReplyEvent) -> bytes:
+        if isinstance(event, ToolCallDelta):
+            return self._encode_arguments(event.arguments) if event.arguments else b""
+        if isinstance(event, ToolCallStart):
             return self._start_call(event)
         if not event.text:
             return b""
-        kind: _Kind = "text" if isinstance(event, TextDelta) else self._thinking
-        opened = b"" if kind == self._kind else self._switch(kind)
-        return opened if kind == "hidden" else opened + self._delta + encode(event.text) + _DELTA_END
+        kind: _BlockKind = "text" if isinstance(event, TextDelta) else self._thinking_kind
+        opened = b"" if kind == self._kind else self._switch_block(kind)
+        return opened if kind == "hidden" else opened + self._delta_start + encode(event.text) + _DELTA_END
 
     def finish(self, reply: Reply) -> bytes:
         """Repeats the prompt's counts: they may not have been known at the start."""
-        stop = aw.Stop(_stop_reason(reply, self._called), reply.stop_sequence)
-        end = sse.event(encode(aw.MessageDelta(stop, _wire_usage(reply.usage))), b"message_delta")
-        return self._close() + end + _MESSAGE_STOP
+        stop = aw.StopDelta(_choose_stop_reason(reply, self._has_tool_call), reply.stop_sequence)
+        end = sse.encode_event(encode(aw.MessageDelta(stop, _encode_usage(reply.usage))), b"message_delta")
+        return self._close_block() + end + _MESSAGE_STOP
 
     def error(self, error: ApiError) -> bytes:
-        return sse.event(error_body(error), b"error")
+        return sse.encode_event(encode_error_body(error), b"error")
 
     def keep_alive(self) -> bytes:
         """The official clients skip a ping wherever it stands, also before message_start."""
         return _PING
 
-    def _switch(self, kind: _Kind) -> bytes:
-        closed = self._close()
+    def _switch_block(self, kind: _BlockKind) -> bytes:
+        closed = self._close_block()
         if kind == "hidden":
             self._kind = kind
             return closed
-        return closed + self._open(kind, aw.TextBlock("") if kind == "text" else aw.ThinkingBlock(""))
+        return closed + self._open_block(kind, aw.TextBlock("") if kind == "text" else aw.ThinkingBlock(""))
 
-    def _start_call(self, call: CallStart) -> bytes:
-        self._called = True
-        block = aw.ToolUseBlock(f"toolu_{call.id}", flat_name(call.namespace, call.name), Raw(b"{}"))
-        opened = self._close() + self._open(call.kind, block)
-        return opened + self._delta + encode('{"input":"') + _DELTA_END if call.kind == "custom" else opened
+    def _start_call(self, call: ToolCallStart) -> bytes:
+        self._has_tool_call = True
+        block = aw.ToolUseBlock(f"toolu_{call.id}", join_namespace(call.namespace, call.name), Raw(b"{}"))
+        opened = self._close_block() + self._open_block(call.kind, block)
+        return opened + self._delta_start + encode('{"input":"') + _DELTA_END if call.kind == "custom" else opened
 
-    def _arguments(self, text: str) -> bytes:
+    def _encode_arguments(self, text: str) -> bytes:
         if self._kind == "custom":  # the text is part of a JSON string, see `_start_call`
             text = encode(text)[1:-1].decode()
-        return self._delta + encode(text) + _DELTA_END
+        return self._delta_start + encode(text) + _DELTA_END
 
-    def _open(self, kind: _Kind, block: aw.ReplyBlock) -> bytes:
+    def _open_block(self, kind: _BlockKind, block: aw.ReplyBlock) -> bytes:
         self._kind = kind
-        self._delta = _DELTA % (self._index, _DELTA_FIELDS[kind])
-        return sse.event(encode(aw.BlockStart(self._index, block)), b"content_block_start")
+        self._delta_start = _DELTA_START % (self._index, _DELTA_FIELDS[kind])
+        return sse.encode_event(encode(aw.BlockStart(self._index, block)), b"content_block_start")
 
-    def _close(self) -> bytes:
+    def _close_block(self) -> bytes:
         kind, self._kind = self._kind, None
         if kind is None or kind == "hidden":
             return b""
         last = b""
         if kind == "thinking":
-            last = _DELTA % (self._index, b'"signature_delta","signature":')
-            last += encode(ids.seal(self._exchange_id, self._thoughts)) + _DELTA_END
-            self._thoughts += 1
+            last = _DELTA_START % (self._index, b'"signature_delta","signature":')
+            last += encode(ids.make_seal(self._exchange_id, self._thinking_count)) + _DELTA_END
+            self._thinking_count += 1
         elif kind == "custom":
-            last = self._delta + encode('"}') + _DELTA_END
-        stop = sse.event(encode(aw.BlockStop(self._index)), b"content_block_stop")
+            last = self._delta_start + encode('"}') + _DELTA_END
+        stop = sse.encode_event(encode(aw.BlockStop(self._index)), b"content_block_stop")
         self._index += 1
         return last + stop

@@ -10,23 +10,23 @@ import re
 import msgspec
 from msgspec import UNSET, Raw, Struct, UnsetType
 
-from polar.dialects.anthropic_blocks import flat_name
+from polar.dialects.anthropic_blocks import join_namespace
 from polar.dialects.anthropic_wire import WireTool, WireToolChoice
-from polar.dialects.wire import unsupported
+from polar.dialects.wire import unsupported_field_error
 from polar.errors import ApiError
 from polar.types import Request, Tool, ToolChoice
 
 _EMPTY_SCHEMA = Raw(b'{"type":"object","properties":{}}')
 _FREEFORM_SCHEMA = Raw(b'{"type":"object","properties":{"input":{"type":"string"}},"required":["input"]}')
 
-_SERVER_TOOL = re.compile(r"(web_search|web_fetch|code_execution|tool_search_tool\w*?|advisor)_\d{8}")
+_SERVER_TOOL_PATTERN = re.compile(r"(web_search|web_fetch|code_execution|tool_search_tool\w*?|advisor)_\d{8}")
 """Types of tools that Anthropic runs; the group is the name under which the model calls one."""
 
 
 # Reading.
 
 
-def shown_tools(tools: list[WireTool], loaded: set[str]) -> list[Tool]:
+def decode_tools(tools: list[WireTool], loaded_tools: set[str]) -> list[Tool]:
     """The tools that the model sees: deferred ones only once a tool_reference has brought them in.
 
     Where the search over deferred tools is Anthropic's own, nobody can run it here: all of them are shown.
@@ -34,19 +34,19 @@ def shown_tools(tools: list[WireTool], loaded: set[str]) -> list[Tool]:
     searched = any((tool.type or "").startswith("tool_search_tool") for tool in tools)
     shown = []
     for index, tool in enumerate(tools):
-        canonical = _tool(tool, f"tools[{index}]")
-        if searched or not tool.defer_loading or canonical.name in loaded:
+        canonical = _decode_tool(tool, f"tools[{index}]")
+        if searched or not tool.defer_loading or canonical.name in loaded_tools:
             shown.append(canonical)
     return shown
 
 
-def json_object(raw: Raw | UnsetType, where: str) -> Raw:
+def require_json_object(raw: Raw | UnsetType, where: str) -> Raw:
     if raw is UNSET or bytes(memoryview(raw)[:1]) != b"{":
         raise ApiError("invalid_request", f"{where}: a JSON schema (an object) is required.", param=where)
     return raw
 
 
-def tool_choice(choice: WireToolChoice | None) -> tuple[ToolChoice, bool | None]:
+def decode_tool_choice(choice: WireToolChoice | None) -> tuple[ToolChoice, bool | None]:
     """The choice, and whether several calls at once are wanted."""
     if choice is None:
         return ToolChoice(), None
@@ -62,21 +62,21 @@ def tool_choice(choice: WireToolChoice | None) -> tuple[ToolChoice, bool | None]
     return ToolChoice("named", [choice.name]), parallel
 
 
-def _tool(tool: WireTool, where: str) -> Tool:
-    if tool.type is not None and _SERVER_TOOL.fullmatch(tool.type):
+def _decode_tool(tool: WireTool, where: str) -> Tool:
+    if tool.type is not None and _SERVER_TOOL_PATTERN.fullmatch(tool.type):
         return Tool(tool.type, kind="hosted")
     if not tool.name:
         raise ApiError("invalid_request", f"{where}.name: Field required.", param=f"{where}.name")
     if tool.type in (None, "custom"):
-        schema = json_object(tool.input_schema, f"{where}.input_schema")
-        return Tool(tool.name, _description(tool), schema, strict=tool.strict)
-    known = _KNOWN.get(tool.type)
+        schema = require_json_object(tool.input_schema, f"{where}.input_schema")
+        return Tool(tool.name, _describe_tool(tool), schema, strict=tool.strict)
+    known = _CLIENT_TOOLS.get(tool.type)
     if known is None:
-        raise unsupported(where, f"a tool of type {tool.type!r} has no schema that a model could be shown")
+        raise unsupported_field_error(where, f"a tool of type {tool.type!r} has no schema that a model could be shown")
     return Tool(tool.name, known.description, known.schema, strict=tool.strict)
 
 
-def _description(tool: WireTool) -> str:
+def _describe_tool(tool: WireTool) -> str:
     description = tool.description or ""
     if tool.input_examples is UNSET or bytes(tool.input_examples) in (b"null", b"[]"):
         return description
@@ -87,7 +87,7 @@ def _description(tool: WireTool) -> str:
 # Writing.
 
 
-def offered_tools(request: Request) -> tuple[list[WireTool], WireToolChoice | None]:
+def encode_tools(request: Request) -> tuple[list[WireTool], WireToolChoice | None]:
     """The API can force one tool, or any; a choice among some of them is said by offering no others."""
     tools, choice, parallel = request.tools, request.tool_choice, request.parallel_tool_calls
     disable = None if parallel is None else not parallel
@@ -96,46 +96,46 @@ def offered_tools(request: Request) -> tuple[list[WireTool], WireToolChoice | No
     elif choice.mode == "named" and len(choice.names) == 1:
         namespaces = {tool.name: tool.namespace for tool in tools}
         (name,) = choice.names
-        wanted = WireToolChoice("tool", flat_name(namespaces.get(name), name), disable)
+        wanted = WireToolChoice("tool", join_namespace(namespaces.get(name), name), disable)
     else:
         if choice.names:
             tools = [tool for tool in tools if tool.name in choice.names]
-        wanted = WireToolChoice("any" if choice.forces else "auto", None, disable)
-    offered = [wire for wire in map(_wire_tool, tools) if wire is not None]
+        wanted = WireToolChoice("any" if choice.forces_call else "auto", None, disable)
+    offered = [wire for wire in map(_encode_tool, tools) if wire is not None]
     return offered, None if wanted == WireToolChoice("auto") else wanted
 
 
-def _wire_tool(tool: Tool) -> WireTool | None:
+def _encode_tool(tool: Tool) -> WireTool | None:
     """None for another provider's hosted tool, for which there is no word here."""
     if tool.kind == "hosted":
-        server = _SERVER_TOOL.fullmatch(tool.name)
+        server = _SERVER_TOOL_PATTERN.fullmatch(tool.name)
         return WireTool(server[1], tool.name) if server else None
     description, schema = tool.description, tool.parameters or _EMPTY_SCHEMA
     if tool.kind == "custom":
         schema = _FREEFORM_SCHEMA
         if tool.grammar is not None:
             description = f"{description}\n\nThe format of `input`: {bytes(tool.grammar).decode()}".lstrip()
-    name = flat_name(tool.namespace, tool.name)
+    name = join_namespace(tool.namespace, tool.name)
     return WireTool(name, description=description or None, input_schema=schema, strict=tool.strict)
 
 
 # Anthropic's tools that run at the harness.
 
 
-class _KnownTool(Struct, frozen=True):
+class _ClientTool(Struct, frozen=True):
     description: str
     schema: Raw
 
 
-def _schema(required: list[str], **properties: dict[str, object]) -> Raw:
+def _object_schema(required: list[str], **properties: dict[str, object]) -> Raw:
     return Raw(msgspec.json.encode({"type": "object", "properties": properties, "required": required}))
 
 
-def _string(description: str) -> dict[str, object]:
+def _string_schema(description: str) -> dict[str, object]:
     return {"type": "string", "description": description}
 
 
-def _commands(*names: str) -> dict[str, object]:
+def _command_schema(*names: str) -> dict[str, object]:
     return {"type": "string", "enum": list(names), "description": "What to do."}
 
 
@@ -151,58 +151,58 @@ _RANGE: dict[str, object] = {
     "description": "For `view` of a file: first and last line, counted from 1; -1 as the last means to the end.",
 }
 
-_BASH = _KnownTool(
+_BASH = _ClientTool(
     "Runs a command in a bash session that keeps its state from call to call.",
-    _schema(
+    _object_schema(
         [],
-        command=_string("The command to run; needed unless the session is restarted."),
+        command=_string_schema("The command to run; needed unless the session is restarted."),
         restart={"type": "boolean", "description": "Start the session anew instead of running a command."},
     ),
 )
 
 
-def _editor(commands: tuple[str, ...], inserted: str) -> _KnownTool:
+def _make_editor_tool(commands: tuple[str, ...], insert_parameter: str) -> _ClientTool:
     """`inserted` is the parameter that holds the text of `insert`: it was renamed in the version of July 2025."""
     properties: dict[str, dict[str, object]] = {
-        "command": _commands(*commands),
-        "path": _string("The file or directory."),
-        "file_text": _string("For `create`: the whole text of the file."),
-        "old_str": _string("For `str_replace`: the text to replace; it must occur exactly once."),
-        "new_str": _string("For `str_replace`: the text to put in its place."),
+        "command": _command_schema(*commands),
+        "path": _string_schema("The file or directory."),
+        "file_text": _string_schema("For `create`: the whole text of the file."),
+        "old_str": _string_schema("For `str_replace`: the text to replace; it must occur exactly once."),
+        "new_str": _string_schema("For `str_replace`: the text to put in its place."),
         "insert_line": _LINE,
         "view_range": _RANGE,
     }
-    if inserted == "new_str":
-        properties["new_str"] = _string("For `str_replace` and `insert`: the new text.")
+    if insert_parameter == "new_str":
+        properties["new_str"] = _string_schema("For `str_replace` and `insert`: the new text.")
     else:
-        properties[inserted] = _string("For `insert`: the text to insert.")
-    return _KnownTool("Views, creates and edits text files.", _schema(["command", "path"], **properties))
+        properties[insert_parameter] = _string_schema("For `insert`: the text to insert.")
+    return _ClientTool("Views, creates and edits text files.", _object_schema(["command", "path"], **properties))
 
 
-_MEMORY = _KnownTool(
+_MEMORY = _ClientTool(
     "Keeps notes from one conversation to the next, as files under /memories.",
-    _schema(
+    _object_schema(
         ["command"],
-        command=_commands("view", "create", "str_replace", "insert", "delete", "rename"),
-        path=_string("The file or directory; needed by every command but `rename`."),
+        command=_command_schema("view", "create", "str_replace", "insert", "delete", "rename"),
+        path=_string_schema("The file or directory; needed by every command but `rename`."),
         view_range=_RANGE,
-        file_text=_string("For `create`: the whole text of the file."),
-        old_str=_string("For `str_replace`: the text to replace."),
-        new_str=_string("For `str_replace`: the text to put in its place."),
+        file_text=_string_schema("For `create`: the whole text of the file."),
+        old_str=_string_schema("For `str_replace`: the text to replace."),
+        new_str=_string_schema("For `str_replace`: the text to put in its place."),
         insert_line=_LINE,
-        insert_text=_string("For `insert`: the text to insert."),
-        old_path=_string("For `rename`: the present path."),
-        new_path=_string("For `rename`: the new path."),
+        insert_text=_string_schema("For `insert`: the text to insert."),
+        old_path=_string_schema("For `rename`: the present path."),
+        new_path=_string_schema("For `rename`: the new path."),
     ),
 )
 
-_EDITING = ("view", "create", "str_replace", "insert")
-_KNOWN = {
+_EDIT_COMMANDS = ("view", "create", "str_replace", "insert")
+_CLIENT_TOOLS = {
     "bash_20241022": _BASH,
     "bash_20250124": _BASH,
-    "text_editor_20241022": _editor((*_EDITING, "undo_edit"), "new_str"),
-    "text_editor_20250124": _editor((*_EDITING, "undo_edit"), "new_str"),
-    "text_editor_20250429": _editor(_EDITING, "new_str"),
-    "text_editor_20250728": _editor(_EDITING, "insert_text"),
+    "text_editor_20241022": _make_editor_tool((*_EDIT_COMMANDS, "undo_edit"), "new_str"),
+    "text_editor_20250124": _make_editor_tool((*_EDIT_COMMANDS, "undo_edit"), "new_str"),
+    "text_editor_20250429": _make_editor_tool(_EDIT_COMMANDS, "new_str"),
+    "text_editor_20250728": _make_editor_tool(_EDIT_COMMANDS, "insert_text"),
     "memory_20250818": _MEMORY,
 }

@@ -89,7 +89,7 @@ BLOCK_TYPES = frozenset(block.__struct_config__.tag for block in get_args(Block)
 # Requests.
 
 
-class Effort(Struct):
+class MessageOutputConfig(Struct):
     effort: str | None = None
 
 
@@ -97,17 +97,17 @@ class WireMessage(Struct, omit_defaults=True):
     role: Literal["user", "assistant", "system"]
     content: str | list[Block]
     clear_at: str | None = None  # on system messages: how long the text stays in front of the model
-    output_config: Effort | None = None
+    output_config: MessageOutputConfig | None = None
 
 
-class _Typed(Struct):
+class _TypedBlock(Struct):
     type: str = ""
 
 
 class BlockTypes(Struct):
     """Just the types of a message's blocks, to say which one is not known."""
 
-    content: list[_Typed]
+    content: list[_TypedBlock]
 
 
 class WireTool(Struct, omit_defaults=True):
@@ -204,13 +204,13 @@ class BlockStop(Struct, tag="content_block_stop", tag_field="type"):
     index: int
 
 
-class Stop(Struct):
+class StopDelta(Struct):
     stop_reason: str
     stop_sequence: str | None
 
 
 class MessageDelta(Struct, tag="message_delta", tag_field="type"):
-    delta: Stop
+    delta: StopDelta
     usage: WireUsage
 
 

@@ -14,9 +14,9 @@ from typing import Literal, NamedTuple, Protocol
 from msgspec import Raw, Struct
 
 from polar.errors import ApiError
-from polar.types import Event, Reply, Request, Usage
+from polar.types import Reply, ReplyEvent, Request, Usage
 
-Operation = Literal["generate", "count_tokens", "list_models", "get_model"]
+RouteOperation = Literal["generate", "count_tokens", "list_models", "get_model"]
 
 
 class Route(NamedTuple):
@@ -24,10 +24,10 @@ class Route(NamedTuple):
 
     method: str
     path: re.Pattern[str]
-    operation: Operation
+    operation: RouteOperation
 
 
-class Wire(Struct):
+class RawRequest(Struct):
     """A request's body, split but not yet understood: every top-level field as raw JSON, and the one list that grows
     from turn to turn (messages, input, contents) as raw items. The store keeps these by difference; the dialect
     decodes them."""
@@ -37,7 +37,7 @@ class Wire(Struct):
     items: list[Raw]
 
 
-class HttpError(Struct):
+class EncodedError(Struct):
     """An error as the provider would send it."""
 
     status: int
@@ -55,7 +55,7 @@ class StreamEncoder(Protocol):
 
     def start(self, usage: Usage | None) -> bytes: ...
 
-    def feed(self, event: Event) -> bytes: ...
+    def feed(self, event: ReplyEvent) -> bytes: ...
 
     def finish(self, reply: Reply) -> bytes:
         """Closes the stream. `reply` is the whole turn, with its finish reason and usage."""
@@ -72,15 +72,15 @@ class Dialect(Protocol):
     name: str
     routes: tuple[Route, ...]
 
-    def recognises(self, path: str, headers: Mapping[str, str]) -> bool:
+    def recognizes(self, path: str, headers: Mapping[str, str]) -> bool:
         """Whether a request looks like one of this provider's clients', also where no route of ours fits."""
         ...
 
-    def split(self, body: bytes) -> Wire:
+    def split(self, body: bytes) -> RawRequest:
         """Raises ApiError("invalid_request") where the body is no JSON object."""
         ...
 
-    def decode_request(self, wire: Wire, params: dict[str, str]) -> Request: ...
+    def decode_request(self, raw_request: RawRequest, params: dict[str, str]) -> Request: ...
 
     def encode_request(self, request: Request) -> bytes: ...
 
@@ -88,7 +88,7 @@ class Dialect(Protocol):
 
     def decode_reply(self, body: bytes) -> Reply: ...
 
-    def stream(self, request: Request, exchange_id: str, created: int) -> StreamEncoder: ...
+    def create_stream_encoder(self, request: Request, exchange_id: str, created: int) -> StreamEncoder: ...
 
     def encode_count(self, tokens: int) -> bytes: ...
 
@@ -96,4 +96,4 @@ class Dialect(Protocol):
         """The model list; with `model`, that one entry. Whatever name is asked for exists."""
         ...
 
-    def encode_error(self, error: ApiError) -> HttpError: ...
+    def encode_error(self, error: ApiError) -> EncodedError: ...

@@ -29,22 +29,22 @@ from polar import ids
 from polar.dialects import google_config, wire
 from polar.dialects import google_contents as gc
 from polar.dialects import google_wire as gw
-from polar.dialects.base import HttpError, Route, Wire
+from polar.dialects.base import EncodedError, RawRequest, Route
 from polar.dialects.wire import encode
-from polar.errors import STATUS, ApiError, ApiErrorKind
+from polar.errors import HTTP_STATUS, ApiError, ApiErrorKind
 from polar.types import (
-    CallDelta,
-    CallStart,
-    Event,
     FinishReason,
     Message,
     Reasoning,
     Reply,
+    ReplyEvent,
     Request,
     Text,
     TextDelta,
     TokenLogprob,
     ToolCall,
+    ToolCallDelta,
+    ToolCallStart,
     Usage,
 )
 
@@ -67,7 +67,7 @@ class Google:
         Route("GET", re.compile(_MODELS + "/(?P<model>.+)$"), "get_model"),
     )
 
-    def recognises(self, path: str, headers: Mapping[str, str]) -> bool:
+    def recognizes(self, path: str, headers: Mapping[str, str]) -> bool:
         """The newest clients ask under /v1, where the model list is also OpenAI's and Anthropic's: the key tells."""
         return (
             path.startswith(("/v1beta", "/v1alpha"))
@@ -75,11 +75,11 @@ class Google:
             or "x-goog-api-key" in headers
         )
 
-    def split(self, body: bytes) -> Wire:
+    def split(self, body: bytes) -> RawRequest:
         return wire.split(body, "contents")
 
-    def decode_request(self, wire: Wire, params: dict[str, str]) -> Request:
-        return _decode_request(wire, params)
+    def decode_request(self, raw_request: RawRequest, params: dict[str, str]) -> Request:
+        return _decode_request(raw_request, params)
 
     def encode_request(self, request: Request) -> bytes:
         """The body; model and verb stand in the path. Google knows system text only in front: later on it goes out as
@@ -87,13 +87,13 @@ class Google:
         messages = request.messages
         if request.prompt is not None:
             if not isinstance(request.prompt, str):
-                raise wire.unsupported("prompt", "Google takes no token ids")
+                raise wire.unsupported_field_error("prompt", "Google takes no token ids")
             messages = [Message("user", [Text(request.prompt)])]
-        leading = next((n for n, message in enumerate(messages) if message.role not in _SYSTEM), len(messages))
-        instruction = [gc.wire_part(part, {}) for message in messages[:leading] for part in message.parts]
+        leading = next((n for n, message in enumerate(messages) if message.role not in _SYSTEM_ROLES), len(messages))
+        instruction = [gc.encode_part(part, {}) for message in messages[:leading] for part in message.parts]
         return encode(
             gw.GenerateContentRequest(
-                contents=gc.contents(messages[leading:]),
+                contents=gc.encode_contents(messages[leading:]),
                 systemInstruction=gw.Content(instruction) if leading else None,
                 tools=google_config.encode_tools(request.tools),
                 toolConfig=google_config.encode_tool_choice(request),
@@ -102,7 +102,7 @@ class Google:
         )
 
     def encode_reply(self, request: Request, reply: Reply) -> bytes:
-        return encode(_response(reply, _reply_parts(reply, request.thinking.visible)))
+        return encode(_build_response(reply, _encode_reply_parts(reply, request.thinking.visible)))
 
     def decode_reply(self, body: bytes) -> Reply:
         try:
@@ -110,90 +110,92 @@ class Google:
         except (ApiError, UnicodeDecodeError) as error:
             raise ApiError("engine", f"This is no reply of generateContent: {error}") from error
 
-    def stream(self, request: Request, exchange_id: str, created: int) -> "GoogleStream":
-        return GoogleStream(request, exchange_id, created)
+    def create_stream_encoder(self, request: Request, exchange_id: str, created: int) -> "GoogleStreamEncoder":
+        return GoogleStreamEncoder(request, exchange_id, created)
 
     def encode_count(self, tokens: int) -> bytes:
         return encode(gw.TokenCount(tokens))
 
     def encode_models(self, models: list[str], model: str | None) -> bytes:
         if model is not None:
-            return encode(_model(model))
-        return encode(gw.ModelList([_model(name) for name in models]))
+            return encode(_encode_model(model))
+        return encode(gw.ModelList([_encode_model(name) for name in models]))
 
-    def encode_error(self, error: ApiError) -> HttpError:
+    def encode_error(self, error: ApiError) -> EncodedError:
         headers = {"content-type": "application/json"}
         if error.retry_after is not None:
-            headers["retry-after"] = str(_wait(error.retry_after))
-        return HttpError(STATUS[error.kind], _error_body(error), headers)
+            headers["retry-after"] = str(_retry_seconds(error.retry_after))
+        return EncodedError(HTTP_STATUS[error.kind], _encode_error_body(error), headers)
 
 
-def _model(name: str) -> gw.Model:
+def _encode_model(name: str) -> gw.Model:
     name = name.removeprefix("models/")
     return gw.Model(f"models/{name}", name)
 
 
 # Requests.
 
-_SYSTEM = ("system", "developer")
-_REFUSED = (
+_SYSTEM_ROLES = ("system", "developer")
+_UNSUPPORTED_FIELDS = (
     ("cachedContent", "no cached content is kept here, send the whole contents"),
     ("continuationToken", "no cut replies are kept here, send the whole contents"),
 )
 """Fields that stand for content which we don't have. Safety settings, labels, service tiers and the like pass."""
 
 
-def _decode_request(body: Wire, params: dict[str, str]) -> Request:
-    inner = _field(body, "generateContentRequest")
+def _decode_request(raw_request: RawRequest, params: dict[str, str]) -> Request:
+    inner = _find_field(raw_request, "generateContentRequest")
     if inner:  # countTokens may wrap what generateContent takes
-        body = wire.split(bytes(inner), "contents")
-    for name, why in _REFUSED:
-        if _field(body, name):
-            raise wire.unsupported(name, why)
-    if not body.items:
-        raise gc.invalid("contents", "a list with at least one entry is required")
+        raw_request = wire.split(bytes(inner), "contents")
+    for name, why in _UNSUPPORTED_FIELDS:
+        if _find_field(raw_request, name):
+            raise wire.unsupported_field_error(name, why)
+    if not raw_request.items:
+        raise gc.invalid_field_error("contents", "a list with at least one entry is required")
 
-    conversation = gc.Conversation()
-    instruction = _field(body, "systemInstruction")
+    conversation = gc.ContentReader()
+    instruction = _find_field(raw_request, "systemInstruction")
     if instruction is not None:
-        conversation.instruct(wire.decode(_INSTRUCTION, instruction, "systemInstruction"))
-    for index, raw in enumerate(body.items):
+        conversation.add_instruction(wire.decode(_INSTRUCTION, instruction, "systemInstruction"))
+    for index, raw in enumerate(raw_request.items):
         where = f"contents[{index}]"
-        conversation.add(wire.decode(_CONTENT, raw, where), where)
+        conversation.add_content(wire.decode(_CONTENT, raw, where), where)
 
-    config = google_config.decode_config(_field(body, "generationConfig"))
-    tools = google_config.decode_tools(_field(body, "tools"))
+    config = google_config.decode_config(_find_field(raw_request, "generationConfig"))
+    tools = google_config.decode_tools(_find_field(raw_request, "tools"))
     stream = params.get("verb") == "streamGenerateContent"
     return Request(
         model=params.get("model", "").removeprefix("models/"),
         messages=conversation.messages,
         tools=tools,
-        tool_choice=google_config.decode_tool_choice(_field(body, "toolConfig"), tools),
-        sampling=google_config.sampling(config),
-        response_format=google_config.response_format(config),
-        thinking=google_config.thinking(config),
+        tool_choice=google_config.decode_tool_choice(_find_field(raw_request, "toolConfig"), tools),
+        sampling=google_config.decode_sampling(config),
+        response_format=google_config.decode_response_format(config),
+        thinking=google_config.decode_thinking(config),
         stream=stream,
         logprobs=(config.logprobs or 0) if config.responseLogprobs else None,
         echo={"alt": _AS_ARRAY} if stream and params.get("alt") != "sse" else {},
     )
 
 
-def _field(body: Wire, name: str) -> Raw | None:
+def _find_field(raw_request: RawRequest, name: str) -> Raw | None:
     """A top-level field in either spelling; None where it is absent or null."""
-    raw = body.fields.get(name) or body.fields.get(re.sub(r"[A-Z]", lambda capital: "_" + capital[0].lower(), name))
+    raw = raw_request.fields.get(name) or raw_request.fields.get(
+        re.sub(r"[A-Z]", lambda capital: "_" + capital[0].lower(), name)
+    )
     return None if raw is None or bytes(raw) == b"null" else raw
 
 
 # Replies.
 
-_FINISH: dict[FinishReason, str] = {
+_WIRE_FINISH_REASONS: dict[FinishReason, str] = {
     "stop": "STOP",
     "tool_calls": "STOP",
     "length": "MAX_TOKENS",
     "content_filter": "SAFETY",
     "abort": "OTHER",
 }
-_FINISHED: dict[str, FinishReason] = {
+_FINISH_REASONS: dict[str, FinishReason] = {
     "STOP": "stop",
     "MAX_TOKENS": "length",
     "SAFETY": "content_filter",
@@ -206,7 +208,7 @@ _FINISHED: dict[str, FinishReason] = {
 """Any other reason means that something broke off the reply."""
 
 
-def _reply_parts(reply: Reply, thoughts: bool) -> list[gw.Part]:
+def _encode_reply_parts(reply: Reply, shows_thoughts: bool) -> list[gw.Part]:
     parts: list[gw.Part] = []
     first_call: gw.Part | None = None
     seal: str | None = None
@@ -216,28 +218,28 @@ def _reply_parts(reply: Reply, thoughts: bool) -> list[gw.Part]:
                 parts.append(gw.Part(text=part.text))
             case Reasoning():
                 seal = seal or part.seal
-                if thoughts and part.text:
+                if shows_thoughts and part.text:
                     parts.append(gw.Part(text=part.text, thought=True))
             case ToolCall():
-                parts.append(gw.Part(functionCall=_reply_call(part)))
+                parts.append(gw.Part(functionCall=_encode_reply_call(part)))
                 first_call = first_call or parts[-1]
                 seal = seal or part.seal
     if not parts:
         parts.append(gw.Part(text=""))
-    (first_call or parts[-1]).thoughtSignature = gc.signature(seal or ids.seal(reply.exchange_id, 0))
+    (first_call or parts[-1]).thoughtSignature = gc.encode_signature(seal or ids.make_seal(reply.exchange_id, 0))
     return parts
 
 
-def _reply_call(call: ToolCall) -> gw.FunctionCall:
-    out = gc.function_call(call)
-    out.id = gc.issued_id(call.id)
+def _encode_reply_call(call: ToolCall) -> gw.FunctionCall:
+    out = gc.encode_call(call)
+    out.id = gc.to_wire_call_id(call.id)
     return out
 
 
-def _response(reply: Reply, parts: list[gw.Part]) -> gw.GenerateContentResponse:
-    candidate = gw.Candidate(gw.Content(parts, "model"), _FINISH[reply.finish_reason], 0)
+def _build_response(reply: Reply, parts: list[gw.Part]) -> gw.GenerateContentResponse:
+    candidate = gw.Candidate(gw.Content(parts, "model"), _WIRE_FINISH_REASONS[reply.finish_reason], 0)
     if reply.logprobs is not None:
-        candidate.logprobsResult = _logprobs(reply.logprobs)
+        candidate.logprobsResult = _encode_logprobs(reply.logprobs)
         if reply.logprobs:
             candidate.avgLogprobs = sum(token.logprob for token in reply.logprobs) / len(reply.logprobs)
     usage = reply.usage
@@ -251,18 +253,18 @@ def _response(reply: Reply, parts: list[gw.Part]) -> gw.GenerateContentResponse:
             totalTokenCount=usage.prompt + usage.completion,
         ),
         modelVersion=reply.model,
-        createTime=_time(reply.created),
+        createTime=_format_time(reply.created),
         responseId=reply.exchange_id,
     )
 
 
-def _time(created: int) -> str:
+def _format_time(created: int) -> str:
     return datetime.fromtimestamp(created, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
-def _logprobs(tokens: list[TokenLogprob]) -> gw.LogprobsResult:
-    def candidates(of: list[TokenLogprob]) -> list[gw.LogprobsCandidate]:
-        return [gw.LogprobsCandidate(token.token, token.logprob) for token in of]
+def _encode_logprobs(tokens: list[TokenLogprob]) -> gw.LogprobsResult:
+    def candidates(logprobs: list[TokenLogprob]) -> list[gw.LogprobsCandidate]:
+        return [gw.LogprobsCandidate(token.token, token.logprob) for token in logprobs]
 
     asked = any(token.top_logprobs for token in tokens)
     top = [gw.TopCandidates(candidates(token.top_logprobs)) for token in tokens] if asked else []
@@ -271,23 +273,25 @@ def _logprobs(tokens: list[TokenLogprob]) -> gw.LogprobsResult:
 
 def _decode_reply(response: gw.GenerateContentResponse) -> Reply:
     candidate = response.candidates[0] if response.candidates else gw.Candidate()
-    conversation = gc.Conversation()
-    conversation.add(gw.Content(candidate.content.parts if candidate.content else [], "model"), "candidates[0].content")
+    conversation = gc.ContentReader()
+    conversation.add_content(
+        gw.Content(candidate.content.parts if candidate.content else [], "model"), "candidates[0].content"
+    )
     parts = conversation.messages[0].parts
     for part in parts:
         if isinstance(part, ToolCall):
-            part.id = part.id.removeprefix(gc.issued_id(""))
+            part.id = part.id.removeprefix(gc.to_wire_call_id(""))
     usage = response.usageMetadata or gw.UsageMetadata()
     if response.promptFeedback is not None and response.promptFeedback.blockReason:
         finish: FinishReason = "content_filter"
     else:
-        finish = _FINISHED.get(candidate.finishReason or "", "abort")
+        finish = _FINISH_REASONS.get(candidate.finishReason or "", "abort")
     if finish == "stop" and any(isinstance(part, ToolCall) for part in parts):
         finish = "tool_calls"
     return Reply(
         exchange_id=response.responseId,
         model=response.modelVersion,
-        created=_seconds(response.createTime),
+        created=_parse_time(response.createTime),
         parts=parts,
         finish_reason=finish,
         usage=Usage(
@@ -296,19 +300,19 @@ def _decode_reply(response: gw.GenerateContentResponse) -> Reply:
             cached=usage.cachedContentTokenCount,
             reasoning=usage.thoughtsTokenCount,
         ),
-        logprobs=_token_logprobs(candidate.logprobsResult),
+        logprobs=_decode_logprobs(candidate.logprobsResult),
     )
 
 
-def _seconds(time: str) -> int:
+def _parse_time(time: str) -> int:
     """Google's own API (unlike Vertex's) leaves the time out."""
     try:
         return int(datetime.fromisoformat(time).timestamp()) if time else 0
     except (ValueError, OverflowError) as error:
-        raise gc.invalid("createTime", f"{time!r} is no time") from error
+        raise gc.invalid_field_error("createTime", f"{time!r} is no time") from error
 
 
-def _token_logprobs(result: gw.LogprobsResult | None) -> list[TokenLogprob] | None:
+def _decode_logprobs(result: gw.LogprobsResult | None) -> list[TokenLogprob] | None:
     if result is None:
         return None
     tokens = [TokenLogprob(chosen.token, chosen.logProbability) for chosen in result.chosenCandidates]
@@ -320,7 +324,7 @@ def _token_logprobs(result: gw.LogprobsResult | None) -> list[TokenLogprob] | No
 # Streams.
 
 
-class _Events:
+class _SseFrames:
     """Chunks as server-sent events, the way that Google's own clients read them, which is not the standard's way.
 
     The Python client ends lines wherever Unicode does, so that every line separator in the JSON has to be escaped.
@@ -335,21 +339,21 @@ class _Events:
     content_type = "text/event-stream"
 
     def __init__(self) -> None:
-        self._begun = False
+        self._event_started = False
 
     def frame(self, *json: bytes) -> bytes:
-        before = b"" if self._begun else b"data: "
-        self._begun = False
-        return _one_line(b"".join((before, *json, b"\n\n")))
+        before = b"" if self._event_started else b"data: "
+        self._event_started = False
+        return _escape_line_separators(b"".join((before, *json, b"\n\n")))
 
     def keep_alive(self) -> bytes:
-        if self._begun:
+        if self._event_started:
             return b" "
-        self._begun = True
+        self._event_started = True
         return b"data: "
 
     def error(self, json: bytes) -> bytes:
-        return _one_line(json)
+        return _escape_line_separators(json)
 
     def end(self) -> bytes:
         return b""
@@ -358,7 +362,7 @@ class _Events:
 _SEPARATORS = tuple((char.encode(), f"\\u{ord(char):04x}".encode()) for char in "\x85\u2028\u2029")
 
 
-def _one_line(data: bytes) -> bytes:
+def _escape_line_separators(data: bytes) -> bytes:
     if data.isascii():
         return data
     for separator, escaped in _SEPARATORS:
@@ -366,7 +370,7 @@ def _one_line(data: bytes) -> bytes:
     return data
 
 
-class _Array:
+class _ArrayFrames:
     """Chunks as the elements of one JSON array."""
 
     content_type = "application/json"
@@ -388,83 +392,89 @@ class _Array:
         return b"]"
 
 
-_TEXT = b'{"candidates":[{"content":{"parts":[{"text":'
-_THOUGHT = b',"thought":true'
-_PART = b'{"candidates":[{"content":{"parts":['
+_TEXT_CHUNK_START = b'{"candidates":[{"content":{"parts":[{"text":'
+_THOUGHT_FIELD = b',"thought":true'
+_PART_CHUNK_START = b'{"candidates":[{"content":{"parts":['
 
 
-class GoogleStream:
+class GoogleStreamEncoder:
     """Writes one streamed reply: every piece of text is a chunk; a call is one chunk, once its arguments are whole; the
     last chunk has the finish reason, usage and, where no call carries it, the signature. No chunk is without a part."""
 
     def __init__(self, request: Request, exchange_id: str, created: int) -> None:
-        self._frames = _Array() if request.echo.get("alt") == _AS_ARRAY else _Events()
+        self._frames = _ArrayFrames() if request.echo.get("alt") == _AS_ARRAY else _SseFrames()
         self.content_type = self._frames.content_type
-        self._thoughts = request.thinking.visible
-        self._signature = gc.signature(ids.seal(exchange_id, 0))
-        self._call: CallStart | None = None
+        self._shows_thoughts = request.thinking.visible
+        self._signature = gc.encode_signature(ids.make_seal(exchange_id, 0))
+        self._open_call: ToolCallStart | None = None
         self._arguments: list[str] = []
-        self._signed = False
-        self._thinking = False  # what was shown last is thinking
-        self._about = encode(
-            gw.GenerateContentResponse(modelVersion=request.model, createTime=_time(created), responseId=exchange_id)
+        self._is_signed = False
+        self._was_thinking = False  # what was shown last is thinking
+        self._metadata = encode(
+            gw.GenerateContentResponse(
+                modelVersion=request.model, createTime=_format_time(created), responseId=exchange_id
+            )
         )[1:]
-        self._after = b'],"role":"model"},"index":0}],' + self._about
+        self._chunk_end = b'],"role":"model"},"index":0}],' + self._metadata
 
     def start(self, usage: Usage | None) -> bytes:
         """Nothing to say yet; every chunk will tell the prompt's length, where it is known."""
         if usage is not None:
             known = gw.UsageMetadata(usage.prompt, usage.cached, totalTokenCount=usage.prompt)
-            self._after = b'],"role":"model"},"index":0}],"usageMetadata":' + encode(known) + b"," + self._about
+            self._chunk_end = b'],"role":"model"},"index":0}],"usageMetadata":' + encode(known) + b"," + self._metadata
         return b""
 
-    def feed(self, event: Event) -> bytes:
-        if isinstance(event, CallDelta):
+    def feed(self, event: ReplyEvent) -> bytes:
+        if isinstance(event, ToolCallDelta):
             self._arguments.append(event.arguments)
             return b""
-        out = b"" if self._call is None else self._frames.frame(_PART, encode(self._end_call(self._call)), self._after)
-        if isinstance(event, CallStart):
-            self._call = event
+        out = (
+            b""
+            if self._open_call is None
+            else self._frames.frame(_PART_CHUNK_START, encode(self._end_call(self._open_call)), self._chunk_end)
+        )
+        if isinstance(event, ToolCallStart):
+            self._open_call = event
             self._arguments = []
         elif isinstance(event, TextDelta):
             if event.text:
-                self._thinking = False
-                out += self._frames.frame(_TEXT, encode(event.text), b"}", self._after)
-        elif self._thoughts and event.text:
-            self._thinking = True
-            out += self._frames.frame(_TEXT, encode(event.text), _THOUGHT, b"}", self._after)
+                self._was_thinking = False
+                out += self._frames.frame(_TEXT_CHUNK_START, encode(event.text), b"}", self._chunk_end)
+        elif self._shows_thoughts and event.text:
+            self._was_thinking = True
+            out += self._frames.frame(_TEXT_CHUNK_START, encode(event.text), _THOUGHT_FIELD, b"}", self._chunk_end)
         return out
 
     def finish(self, reply: Reply) -> bytes:
-        if self._call is not None:
-            part = self._end_call(self._call)
+        if self._open_call is not None:
+            part = self._end_call(self._open_call)
         else:
-            part = gw.Part(text="", thought=self._thinking or None)
-            if not self._signed:
+            part = gw.Part(text="", thought=self._was_thinking or None)
+            if not self._is_signed:
                 part.thoughtSignature = self._signature
-        return self._frames.frame(encode(_response(reply, [part]))) + self._frames.end()
+        return self._frames.frame(encode(_build_response(reply, [part]))) + self._frames.end()
 
     def error(self, error: ApiError) -> bytes:
-        return self._frames.error(_error_body(error))
+        return self._frames.error(_encode_error_body(error))
 
     def keep_alive(self) -> bytes:
         return self._frames.keep_alive()
 
-    def _end_call(self, start: CallStart) -> gw.Part:
-        self._call = None
-        self._thinking = False
-        call = _reply_call(ToolCall(start.id, start.name, "".join(self._arguments), start.kind, start.namespace))
+    def _end_call(self, start: ToolCallStart) -> gw.Part:
+        self._open_call = None
+        self._was_thinking = False
+        call = _encode_reply_call(ToolCall(start.id, start.name, "".join(self._arguments), start.kind, start.namespace))
         call.args = Raw(msgspec.json.format(bytes(call.args), indent=-1))  # an event's data is one line
         part = gw.Part(functionCall=call)
-        if not self._signed:
+        if not self._is_signed:
             part.thoughtSignature = self._signature
-            self._signed = True
+            self._is_signed = True
         return part
 
 
 # Errors.
 
-_CODES: dict[ApiErrorKind, str] = {
+_RPC_STATUSES: dict[ApiErrorKind, str] = {
     "invalid_request": "INVALID_ARGUMENT",
     "unsupported": "INVALID_ARGUMENT",
     "context_length": "INVALID_ARGUMENT",
@@ -479,13 +489,13 @@ _CODES: dict[ApiErrorKind, str] = {
     "timeout": "DEADLINE_EXCEEDED",
     "internal": "INTERNAL",
 }
-_TOO_LONG = "The input token count exceeds the maximum number of tokens allowed"
+_CONTEXT_LENGTH_MESSAGE = "The input token count exceeds the maximum number of tokens allowed"
 """Harnesses know Google's overflow by these words alone: it has no code of its own."""
 
 _RPC = "type.googleapis.com/google.rpc."
 
 
-def _wait(retry_after: float) -> int:
+def _retry_seconds(retry_after: float) -> int:
     return max(0, math.ceil(retry_after))
 
 
@@ -494,7 +504,7 @@ class _FieldViolation(Struct):
     description: str
 
 
-class _Detail(Struct, rename={"type": "@type"}, omit_defaults=True):
+class _ErrorDetail(Struct, rename={"type": "@type"}, omit_defaults=True):
     type: str
     reason: str = ""
     domain: str = ""
@@ -502,26 +512,26 @@ class _Detail(Struct, rename={"type": "@type"}, omit_defaults=True):
     fieldViolations: list[_FieldViolation] = []
 
 
-class _Status(Struct, omit_defaults=True):
+class _ErrorStatus(Struct, omit_defaults=True):
     code: int
     message: str
     status: str
-    details: list[_Detail] = []
+    details: list[_ErrorDetail] = []
 
 
 class _ErrorBody(Struct):
-    error: _Status
+    error: _ErrorStatus
 
 
-def _error_body(error: ApiError) -> bytes:
+def _encode_error_body(error: ApiError) -> bytes:
     message = error.message
-    if error.kind == "context_length" and _TOO_LONG not in message:
-        message = f"{_TOO_LONG}: {message}"
-    details: list[_Detail] = []
+    if error.kind == "context_length" and _CONTEXT_LENGTH_MESSAGE not in message:
+        message = f"{_CONTEXT_LENGTH_MESSAGE}: {message}"
+    details: list[_ErrorDetail] = []
     if error.kind == "authentication":
-        details.append(_Detail(_RPC + "ErrorInfo", reason="API_KEY_INVALID", domain="googleapis.com"))
+        details.append(_ErrorDetail(_RPC + "ErrorInfo", reason="API_KEY_INVALID", domain="googleapis.com"))
     if error.param is not None:
-        details.append(_Detail(_RPC + "BadRequest", fieldViolations=[_FieldViolation(error.param, error.message)]))
+        details.append(_ErrorDetail(_RPC + "BadRequest", fieldViolations=[_FieldViolation(error.param, error.message)]))
     if error.retry_after is not None:
-        details.append(_Detail(_RPC + "RetryInfo", retryDelay=f"{_wait(error.retry_after)}s"))
-    return encode(_ErrorBody(_Status(STATUS[error.kind], message, _CODES[error.kind], details)))
+        details.append(_ErrorDetail(_RPC + "RetryInfo", retryDelay=f"{_retry_seconds(error.retry_after)}s"))
+    return encode(_ErrorBody(_ErrorStatus(HTTP_STATUS[error.kind], message, _RPC_STATUSES[error.kind], details)))

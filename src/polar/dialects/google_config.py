@@ -7,9 +7,9 @@ from msgspec import Raw
 
 from polar.dialects import google_wire as gw
 from polar.dialects import wire
-from polar.dialects.google_contents import full_name, invalid
+from polar.dialects.google_contents import invalid_field_error, join_namespace
 from polar.dialects.wire import encode
-from polar.types import Request, ResponseFormat, Sampling, Thinking, Tool, ToolChoice
+from polar.types import Request, ResponseFormat, SamplingParams, Thinking, Tool, ToolChoice
 
 _OBJECTS = msgspec.json.Decoder(list[Raw])
 _DECLARATION = msgspec.json.Decoder(gw.FunctionDeclaration)
@@ -26,32 +26,32 @@ def decode_tools(raw: Raw | None) -> list[Tool]:
     tools: list[Tool] = []
     entries: list[Raw] = wire.decode(_OBJECTS, raw, "tools") if raw else []
     for index, entry in enumerate(entries):
-        for name, value in gw.fields(entry, f"tools[{index}]").items():
+        for name, value in gw.decode_fields(entry, f"tools[{index}]").items():
             if name != "functionDeclarations":
                 tools.append(Tool(name, kind="hosted"))
                 continue
             where = f"tools[{index}].functionDeclarations"
             declarations: list[Raw] = wire.decode(_OBJECTS, value, where)
-            tools += [_tool(declaration, f"{where}[{n}]") for n, declaration in enumerate(declarations)]
+            tools += [_decode_tool(declaration, f"{where}[{n}]") for n, declaration in enumerate(declarations)]
     return tools
 
 
-def _tool(raw: Raw, where: str) -> Tool:
-    declaration = wire.decode(_DECLARATION, gw.camel(raw, where), where)
+def _decode_tool(raw: Raw, where: str) -> Tool:
+    declaration = wire.decode(_DECLARATION, gw.to_camel_case(raw, where), where)
     schema: Raw | None = declaration.parametersJsonSchema or None
     if schema is None and declaration.parameters:
-        schema = gw.json_schema(declaration.parameters, f"{where}.parameters")
+        schema = gw.to_json_schema(declaration.parameters, f"{where}.parameters")
     return Tool(declaration.name, declaration.description, schema)
 
 
 def decode_tool_choice(raw: Raw | None, tools: list[Tool]) -> ToolChoice:
     """VALIDATED is AUTO with arguments that fit the schema, so it marks the tools as strict."""
     where = "toolConfig"
-    calling = wire.decode(_TOOL_CONFIG, gw.camel(raw, where), where).functionCallingConfig if raw else None
+    calling = wire.decode(_TOOL_CONFIG, gw.to_camel_case(raw, where), where).functionCallingConfig if raw else None
     if not calling:
         return ToolChoice()
     where = "toolConfig.functionCallingConfig"
-    config = wire.decode(_CALLING_CONFIG, gw.camel(calling, where), where)
+    config = wire.decode(_CALLING_CONFIG, gw.to_camel_case(calling, where), where)
     names = config.allowedFunctionNames
     match config.mode.upper():
         case "" | "MODE_UNSPECIFIED" | "AUTO":
@@ -65,7 +65,7 @@ def decode_tool_choice(raw: Raw | None, tools: list[Tool]) -> ToolChoice:
         case "NONE":
             return ToolChoice("none")
         case _:
-            raise invalid(f"{where}.mode", f"{config.mode!r} is not one of AUTO, ANY, NONE and VALIDATED")
+            raise invalid_field_error(f"{where}.mode", f"{config.mode!r} is not one of AUTO, ANY, NONE and VALIDATED")
 
 
 def decode_config(raw: Raw | None) -> gw.GenerationConfig:
@@ -73,21 +73,21 @@ def decode_config(raw: Raw | None) -> gw.GenerationConfig:
     where = "generationConfig"
     if raw is None:
         return gw.GenerationConfig()
-    config = wire.decode(_CONFIG, gw.camel(raw, where), where)
+    config = wire.decode(_CONFIG, gw.to_camel_case(raw, where), where)
     if (config.candidateCount or 1) != 1:
-        raise wire.unsupported(f"{where}.candidateCount", "a call samples one reply")
+        raise wire.unsupported_field_error(f"{where}.candidateCount", "a call samples one reply")
     if any(modality.upper() != "TEXT" for modality in config.responseModalities):
-        raise wire.unsupported(f"{where}.responseModalities", "replies are text")
+        raise wire.unsupported_field_error(f"{where}.responseModalities", "replies are text")
     for name, value in (("speechConfig", config.speechConfig), ("imageConfig", config.imageConfig)):
         if value:
-            raise wire.unsupported(f"{where}.{name}", "replies are text")
+            raise wire.unsupported_field_error(f"{where}.{name}", "replies are text")
     if config.responseFormat:
-        raise wire.unsupported(f"{where}.responseFormat", "use responseMimeType and responseJsonSchema")
+        raise wire.unsupported_field_error(f"{where}.responseFormat", "use responseMimeType and responseJsonSchema")
     return config
 
 
-def sampling(config: gw.GenerationConfig) -> Sampling:
-    return Sampling(
+def decode_sampling(config: gw.GenerationConfig) -> SamplingParams:
+    return SamplingParams(
         temperature=config.temperature,
         top_p=config.topP,
         top_k=config.topK,
@@ -99,10 +99,10 @@ def sampling(config: gw.GenerationConfig) -> Sampling:
     )
 
 
-def response_format(config: gw.GenerationConfig) -> ResponseFormat:
+def decode_response_format(config: gw.GenerationConfig) -> ResponseFormat:
     schema: Raw | None = config.responseJsonSchema or None
     if schema is None and config.responseSchema:
-        schema = gw.json_schema(config.responseSchema, "generationConfig.responseSchema")
+        schema = gw.to_json_schema(config.responseSchema, "generationConfig.responseSchema")
     match config.responseMimeType:
         case "application/json" | "" if schema is not None:
             return ResponseFormat("json_schema", schema)
@@ -111,15 +111,15 @@ def response_format(config: gw.GenerationConfig) -> ResponseFormat:
         case "text/plain" | "" if schema is None:
             return ResponseFormat()
         case other:
-            raise wire.unsupported("generationConfig.responseMimeType", f"{other!r} can't be enforced here")
+            raise wire.unsupported_field_error("generationConfig.responseMimeType", f"{other!r} can't be enforced here")
 
 
-def thinking(config: gw.GenerationConfig) -> Thinking:
+def decode_thinking(config: gw.GenerationConfig) -> Thinking:
     """A budget of 0 is off, -1 leaves the amount to the model."""
     where = "generationConfig.thinkingConfig"
     if not config.thinkingConfig:
         return Thinking(visible=False)
-    given = wire.decode(_THINKING, gw.camel(config.thinkingConfig, where), where)
+    given = wire.decode(_THINKING, gw.to_camel_case(config.thinkingConfig, where), where)
     level = given.thinkingLevel.lower()
     budget = given.thinkingBudget
     return Thinking(
@@ -132,27 +132,27 @@ def thinking(config: gw.GenerationConfig) -> Thinking:
 
 # Writing.
 
-WireTool: TypeAlias = dict[str, list[gw.FunctionDeclaration] | dict[str, str]]
+EncodedTool: TypeAlias = dict[str, list[gw.FunctionDeclaration] | dict[str, str]]
 
 _CUSTOM_INPUT = Raw(b'{"type":"object","properties":{"input":{"type":"string"}},"required":["input"]}')
 
 
-def encode_tools(tools: list[Tool]) -> list[WireTool]:
+def encode_tools(tools: list[Tool]) -> list[EncodedTool]:
     """A custom tool becomes a function with one string, `input`; a namespace becomes part of the name."""
     functions = [
         gw.FunctionDeclaration(
-            full_name(tool.namespace, tool.name),
-            _description(tool),
+            join_namespace(tool.namespace, tool.name),
+            _describe_tool(tool),
             parametersJsonSchema=_CUSTOM_INPUT if tool.kind == "custom" else tool.parameters or gw.ABSENT,
         )
         for tool in tools
         if tool.kind != "hosted"
     ]
-    declared: list[WireTool] = [{"functionDeclarations": functions}] if functions else []
+    declared: list[EncodedTool] = [{"functionDeclarations": functions}] if functions else []
     return declared + [{tool.name: {}} for tool in tools if tool.kind == "hosted"]
 
 
-def _description(tool: Tool) -> str:
+def _describe_tool(tool: Tool) -> str:
     if tool.grammar is None:
         return tool.description
     return f"{tool.description}\n\nThe format of `input`: {bytes(tool.grammar).decode()}".lstrip()
@@ -165,7 +165,7 @@ def encode_tool_choice(request: Request) -> gw.ToolConfig | None:
     mode = {"auto": "VALIDATED" if strict else "AUTO", "none": "NONE"}.get(choice.mode, "ANY")
     if mode == "AUTO" and not choice.names:
         return None
-    names = {tool.name: full_name(tool.namespace, tool.name) for tool in request.tools}
+    names = {tool.name: join_namespace(tool.namespace, tool.name) for tool in request.tools}
     allowed = [names.get(name, name) for name in choice.names]
     return gw.ToolConfig(Raw(encode(gw.FunctionCallingConfig(mode, allowed))))
 
@@ -175,7 +175,7 @@ def encode_config(request: Request) -> gw.GenerationConfig | None:
     asked, form, thoughts = request.sampling, request.response_format, request.thinking
     for name in ("min_p", "repetition_penalty", "min_tokens", "logit_bias"):
         if getattr(asked, name):
-            raise wire.unsupported(name, "Google has no such parameter")
+            raise wire.unsupported_field_error(name, "Google has no such parameter")
     budget = thoughts.budget
     if budget is None and thoughts.enabled is not None and not thoughts.effort:
         budget = -1 if thoughts.enabled else 0

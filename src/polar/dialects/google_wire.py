@@ -230,7 +230,7 @@ def _camel_name(name: str) -> str:
     return first + "".join(word[:1].upper() + word[1:] for word in rest)
 
 
-def fields(raw: Raw | bytes, where: str) -> dict[str, Raw]:
+def decode_fields(raw: Raw | bytes, where: str) -> dict[str, Raw]:
     """An object's fields under their names in camelCase, without those that are null."""
     return {
         _camel_name(name) if "_" in name else name: value
@@ -239,9 +239,9 @@ def fields(raw: Raw | bytes, where: str) -> dict[str, Raw]:
     }
 
 
-def camel(raw: Raw, where: str) -> bytes:
+def to_camel_case(raw: Raw, where: str) -> bytes:
     """An object with its own keys (not those further in) in camelCase."""
-    return wire.encode(fields(raw, where))
+    return wire.encode(decode_fields(raw, where))
 
 
 # Schemas. Google's kind is a part of OpenAPI 3.0's: types in capitals, `nullable`, whole numbers as strings.
@@ -260,27 +260,27 @@ _SNAKE_KEYWORDS = {
     "defs": "$defs",
     "ref": "$ref",
 }
-_COUNTS = {"maxItems", "maxLength", "maxProperties", "minItems", "minLength", "minProperties"}
-_COUNT = re.compile(r"[0-9]{1,18}")
+_COUNT_KEYWORDS = {"maxItems", "maxLength", "maxProperties", "minItems", "minLength", "minProperties"}
+_COUNT_PATTERN = re.compile(r"[0-9]{1,18}")
 _NO_TYPE = "TYPE_UNSPECIFIED"
 
 
-def json_schema(raw: Raw, where: str) -> Raw:
+def to_json_schema(raw: Raw, where: str) -> Raw:
     """A schema of Google's kind as an ordinary JSON schema; one that already is ordinary stays as it was sent."""
     schema = wire.decode(_SCHEMA, raw, where)
     try:
-        ordinary = _ordinary(schema)
+        ordinary = _convert_schema(schema)
         return raw if ordinary == schema else Raw(wire.encode(ordinary))
     except (RecursionError, OverflowError) as error:  # the latter where a number has more than 64 bits
         raise ApiError("invalid_request", f"{where}: {error}.", param=where) from error
 
 
-def _ordinary(schema: Any) -> Any:
+def _convert_schema(schema: Any) -> Any:
     """`additionalProperties`, for one, may be a truth value instead of a schema."""
-    return _ordinary_object(schema) if isinstance(schema, dict) else schema
+    return _convert_object_schema(schema) if isinstance(schema, dict) else schema
 
 
-def _ordinary_object(schema: dict[str, Any]) -> dict[str, Any]:
+def _convert_object_schema(schema: dict[str, Any]) -> dict[str, Any]:
     given = {_SNAKE_KEYWORDS.get(name, name): value for name, value in schema.items()}
     ordering = given.pop("propertyOrdering", None)
     nullable = given.pop("nullable", None)
@@ -291,14 +291,14 @@ def _ordinary_object(schema: dict[str, Any]) -> dict[str, Any]:
                 if value != _NO_TYPE:
                     out["type"] = value.lower()
             case "anyOf" | "oneOf" | "allOf" | "prefixItems", list():
-                out[name] = [_ordinary(item) for item in value]
+                out[name] = [_convert_schema(item) for item in value]
             case "items" | "additionalProperties" | "not", _:
-                out[name] = _ordinary(value)
+                out[name] = _convert_schema(value)
             case "properties" | "$defs" | "definitions", dict():
-                out[name] = {key: _ordinary(item) for key, item in value.items()}
+                out[name] = {key: _convert_schema(item) for key, item in value.items()}
             case "example", _:
                 out["examples"] = [value]
-            case _, str() if name in _COUNTS and _COUNT.fullmatch(value):
+            case _, str() if name in _COUNT_KEYWORDS and _COUNT_PATTERN.fullmatch(value):
                 out[name] = int(value)
             case _:
                 out[name] = value

@@ -13,7 +13,7 @@ import msgspec
 from polar import ids
 from polar.dialects import openai_chat_wire as w
 from polar.dialects import openai_errors, sse, wire
-from polar.dialects.base import HttpError, Route, StreamEncoder, Wire
+from polar.dialects.base import EncodedError, RawRequest, Route, StreamEncoder
 from polar.dialects.openai_chat_messages import (
     decode_assistant,
     decode_messages,
@@ -21,16 +21,15 @@ from polar.dialects.openai_chat_messages import (
     encode_call,
     encode_content,
     encode_result,
-    flat,
+    join_namespace,
 )
 from polar.errors import ApiError, EngineError
 from polar.types import (
-    CallStart,
-    Event,
     Raw,
     Reasoning,
     ReasoningDelta,
     Reply,
+    ReplyEvent,
     Request,
     ResponseFormat,
     Text,
@@ -39,6 +38,7 @@ from polar.types import (
     TokenLogprob,
     Tool,
     ToolCall,
+    ToolCallStart,
     ToolChoice,
     ToolResult,
     Usage,
@@ -48,8 +48,8 @@ _REQUEST = msgspec.json.Decoder(w.ChatRequest)
 _COMPLETION = msgspec.json.Decoder(w.Completion[w.Choice])
 _NAMES = msgspec.json.Decoder(dict[str, Raw])
 
-_REFUSED = {
-    **w.REFUSED,
+_UNSUPPORTED_FIELDS = {
+    **w.UNSUPPORTED_FIELDS,
     "functions": ((None, []), "it was replaced by `tools`"),
     "modalities": ((None, [], ["text"]), "replies are text"),
     "audio": ((None,), "replies are text"),
@@ -74,31 +74,31 @@ class OpenAIChat:
         Route("GET", re.compile(r"^/v1/models/(?P<model>.+)$"), "get_model"),
     )
 
-    def recognises(self, path: str, headers: Mapping[str, str]) -> bool:
+    def recognizes(self, path: str, headers: Mapping[str, str]) -> bool:
         """A bearer token is OpenAI's way to carry a key; a client may also carry it in the path, and send none."""
         return path.startswith(("/v1/chat/", "/v1/models")) or headers.get("Authorization", "").startswith("Bearer ")
 
-    def split(self, body: bytes) -> Wire:
+    def split(self, body: bytes) -> RawRequest:
         return wire.split(body, "messages")
 
-    def decode_request(self, wire: Wire, params: dict[str, str]) -> Request:  # noqa: ARG002
-        fields = w.decode_fields(_REQUEST, wire)
-        w.refuse(wire, _REFUSED)
+    def decode_request(self, raw_request: RawRequest, params: dict[str, str]) -> Request:  # noqa: ARG002
+        fields = w.decode_fields(_REQUEST, raw_request)
+        w.refuse_fields(raw_request, _UNSUPPORTED_FIELDS)
         if not fields.model:
             raise ApiError("invalid_request", "`model` is required.", param="model")
-        if not wire.items:
+        if not raw_request.items:
             raise ApiError("invalid_request", "`messages` is required, with at least one message.", param="messages")
         return Request(
             model=fields.model,
-            messages=decode_messages(wire.items),
+            messages=decode_messages(raw_request.items),
             tools=[_decode_tool(tool, f"tools[{i}]") for i, tool in enumerate(fields.tools or ())],
-            tool_choice=_decode_choice(fields.tool_choice),
+            tool_choice=_decode_tool_choice(fields.tool_choice),
             parallel_tool_calls=fields.parallel_tool_calls,
-            sampling=fields.sampling(),
+            sampling=fields.decode_sampling(),
             response_format=_decode_format(fields.response_format),
-            thinking=_decode_thinking(fields, wire),
+            thinking=_decode_thinking(fields, raw_request),
             stream=bool(fields.stream),
-            stream_usage=fields.stream_usage(),
+            stream_usage=fields.includes_usage(),
             logprobs=(fields.top_logprobs or 0) if fields.logprobs else None,
         )
 
@@ -116,11 +116,11 @@ class OpenAIChat:
             else:
                 messages.append(w.Message(message.role, encode_content(message.parts), message.name))
         out = w.ChatRequest(model=request.model, messages=messages)
-        out.set_sampling(request)
+        out.encode_sampling(request)
         out.max_completion_tokens, out.max_tokens = out.max_tokens, None
         if tools := [_encode_tool(tool) for tool in request.tools if tool.kind != "hosted"]:
             out.tools = tools
-            out.tool_choice = _encode_choice(request)
+            out.tool_choice = _encode_tool_choice(request)
             out.parallel_tool_calls = request.parallel_tool_calls
         out.response_format = _encode_format(request.response_format)
         _set_thinking(out, request.thinking)
@@ -138,7 +138,7 @@ class OpenAIChat:
             reasoning_content="".join([p.text for p in reply.parts if isinstance(p, Reasoning) and shown]) or None,
             tool_calls=[encode_call(p, "call_" + p.id) for p in reply.parts if isinstance(p, ToolCall)] or None,
         )
-        choice = w.Choice(0, message, _encode_logprobs(request, reply), w.FINISH[reply.finish_reason])
+        choice = w.Choice(0, message, _encode_logprobs(request, reply), w.WIRE_FINISH_REASONS[reply.finish_reason])
         if reply.stop_sequence is not None:
             choice.stop_reason = reply.stop_sequence
         completion = w.Completion(
@@ -147,7 +147,7 @@ class OpenAIChat:
             created=reply.created,
             model=reply.model,
             choices=[choice],
-            usage=w.usage(reply.usage),
+            usage=w.encode_usage(reply.usage),
         )
         return wire.encode(completion)
 
@@ -163,18 +163,18 @@ class OpenAIChat:
                 part.id = part.id.removeprefix("call_")
         logprobs = choice.logprobs.content if choice.logprobs else None
         return Reply(
-            exchange_id=ids.exchange_named(completion.id) or completion.id,
+            exchange_id=ids.find_exchange_id(completion.id) or completion.id,
             model=completion.model,
             created=completion.created,
             parts=parts,
-            finish_reason=w.canonical_finish(choice.finish_reason),
+            finish_reason=w.decode_finish_reason(choice.finish_reason),
             stop_sequence=choice.stop_reason if isinstance(choice.stop_reason, str) else None,
-            usage=w.canonical_usage(completion.usage),
+            usage=w.decode_usage(completion.usage),
             logprobs=None if logprobs is None else [_decode_logprob(token) for token in logprobs],
         )
 
-    def stream(self, request: Request, exchange_id: str, created: int) -> StreamEncoder:
-        return ChatStream(request, exchange_id, created)
+    def create_stream_encoder(self, request: Request, exchange_id: str, created: int) -> StreamEncoder:
+        return ChatStreamEncoder(request, exchange_id, created)
 
     def encode_count(self, tokens: int) -> bytes:
         """OpenAI has no such call for chats (no route leads here); the words are those of its Responses API."""
@@ -182,14 +182,14 @@ class OpenAIChat:
 
     def encode_models(self, models: list[str], model: str | None) -> bytes:
         if model is not None:
-            return wire.encode(_model(model))
-        return wire.encode(w.Models("list", [_model(name) for name in models]))
+            return wire.encode(_encode_model(model))
+        return wire.encode(w.ModelList("list", [_encode_model(name) for name in models]))
 
-    def encode_error(self, error: ApiError) -> HttpError:
+    def encode_error(self, error: ApiError) -> EncodedError:
         return openai_errors.encode_error(error)
 
 
-class ChatStream:
+class ChatStreamEncoder:
     """A chunk per event. What is the same in every chunk is encoded once; a delta adds one JSON string between."""
 
     content_type = "text/event-stream"
@@ -197,42 +197,42 @@ class ChatStream:
     def __init__(self, request: Request, exchange_id: str, created: int) -> None:
         self._request = request
         self._show_reasoning = request.thinking.visible
-        self._head = b'data: {"id":%b,"object":"chat.completion.chunk","created":%d,"model":%b,"choices":[' % (
+        self._chunk_start = b'data: {"id":%b,"object":"chat.completion.chunk","created":%d,"model":%b,"choices":[' % (
             wire.encode(f"chatcmpl-{exchange_id}"),
             created,
             wire.encode(request.model),
         )
         # With usage asked for, every chunk but the last says that it has none.
-        self._end = b'],"usage":null}\n\n' if request.stream_usage else b"]}\n\n"
-        self._delta = self._head + b'{"index":0,"delta":'
-        self._after = b',"logprobs":null,"finish_reason":null}' + self._end
-        self._text = self._delta + b'{"content":'
-        self._reasoning = self._delta + b'{"reasoning_content":'
-        self._text_end = b"}" + self._after
-        self._calls = 0
-        self._arguments = self._arguments_end = b""
+        self._chunk_end = b'],"usage":null}\n\n' if request.stream_usage else b"]}\n\n"
+        self._delta_start = self._chunk_start + b'{"index":0,"delta":'
+        self._delta_end = b',"logprobs":null,"finish_reason":null}' + self._chunk_end
+        self._text_start = self._delta_start + b'{"content":'
+        self._reasoning_start = self._delta_start + b'{"reasoning_content":'
+        self._text_end = b"}" + self._delta_end
+        self._tool_call_count = 0
+        self._arguments_start = self._arguments_end = b""
 
     def start(self, usage: Usage | None) -> bytes:  # noqa: ARG002
-        return self._delta + b'{"role":"assistant","content":""}' + self._after
+        return self._delta_start + b'{"role":"assistant","content":""}' + self._delta_end
 
-    def feed(self, event: Event) -> bytes:
+    def feed(self, event: ReplyEvent) -> bytes:
         if isinstance(event, TextDelta):
-            return self._text + wire.encode(event.text) + self._text_end if event.text else b""
+            return self._text_start + wire.encode(event.text) + self._text_end if event.text else b""
         if isinstance(event, ReasoningDelta):
             if not event.text or not self._show_reasoning:
                 return b""
-            return self._reasoning + wire.encode(event.text) + self._text_end
-        if isinstance(event, CallStart):
+            return self._reasoning_start + wire.encode(event.text) + self._text_end
+        if isinstance(event, ToolCallStart):
             return self._start_call(event)
-        return self._arguments + wire.encode(event.arguments) + self._arguments_end if event.arguments else b""
+        return self._arguments_start + wire.encode(event.arguments) + self._arguments_end if event.arguments else b""
 
-    def _start_call(self, event: CallStart) -> bytes:
+    def _start_call(self, event: ToolCallStart) -> bytes:
         kind, field = (b"custom", b"input") if event.kind == "custom" else (b"function", b"arguments")
-        call = self._delta + b'{"tool_calls":[{"index":%d,' % self._calls
-        self._calls += 1
-        self._arguments = call + b'"%b":{"%b":' % (kind, field)
-        self._arguments_end = b"}}]}" + self._after
-        name = wire.encode(flat(event.namespace, event.name))
+        call = self._delta_start + b'{"tool_calls":[{"index":%d,' % self._tool_call_count
+        self._tool_call_count += 1
+        self._arguments_start = call + b'"%b":{"%b":' % (kind, field)
+        self._arguments_end = b"}}]}" + self._delta_end
+        name = wire.encode(join_namespace(event.namespace, event.name))
         opening = b'"id":%b,"type":"%b","%b":{"name":%b,"%b":""' % (
             wire.encode("call_" + event.id),
             kind,
@@ -244,21 +244,21 @@ class ChatStream:
 
     def finish(self, reply: Reply) -> bytes:
         logprobs = wire.encode(_encode_logprobs(self._request, reply))
-        reason = w.FINISH[reply.finish_reason].encode()
-        last = self._delta + b'{},"logprobs":%b,"finish_reason":"%b"' % (logprobs, reason)
+        reason = w.WIRE_FINISH_REASONS[reply.finish_reason].encode()
+        last = self._delta_start + b'{},"logprobs":%b,"finish_reason":"%b"' % (logprobs, reason)
         if reply.stop_sequence is not None:
             last += b',"stop_reason":' + wire.encode(reply.stop_sequence)
-        last += b"}" + self._end
+        last += b"}" + self._chunk_end
         if self._request.stream_usage:
-            last += self._head + b'],"usage":' + wire.encode(w.usage(reply.usage)) + b"}\n\n"
-        return last + sse.event(b"[DONE]")
+            last += self._chunk_start + b'],"usage":' + wire.encode(w.encode_usage(reply.usage)) + b"}\n\n"
+        return last + sse.encode_event(b"[DONE]")
 
     def error(self, error: ApiError) -> bytes:
         """No [DONE] after it: a client that overlooks the error must not take the turn for whole."""
-        return sse.event(openai_errors.error_body(error))
+        return sse.encode_event(openai_errors.encode_error_body(error))
 
     def keep_alive(self) -> bytes:
-        return sse.COMMENT
+        return sse.KEEP_ALIVE_COMMENT
 
 
 # Tools
@@ -269,32 +269,34 @@ def _decode_tool(tool: w.Tool, where: str) -> Tool:
         if tool.function is None:
             raise ApiError("invalid_request", f"{where}.function is required.", param=where)
         found = tool.function
-        return Tool(found.name, found.description or "", w.present(found.parameters), strict=found.strict)
+        return Tool(found.name, found.description or "", w.null_to_none(found.parameters), strict=found.strict)
     if tool.type == "custom":
         if tool.custom is None:
             raise ApiError("invalid_request", f"{where}.custom is required.", param=where)
         custom = tool.custom
-        return Tool(custom.name, custom.description or "", kind="custom", grammar=w.present(custom.format))
+        return Tool(custom.name, custom.description or "", kind="custom", grammar=w.null_to_none(custom.format))
     return Tool(tool.type, kind="hosted")
 
 
 def _encode_tool(tool: Tool) -> w.Tool:
-    name = flat(tool.namespace, tool.name)
+    name = join_namespace(tool.namespace, tool.name)
     description = tool.description or None
     if tool.kind == "custom":
-        return w.Tool("custom", custom=w.Custom(name, description, w.NULL if tool.grammar is None else tool.grammar))
+        return w.Tool(
+            "custom", custom=w.CustomTool(name, description, w.NULL if tool.grammar is None else tool.grammar)
+        )
     parameters = w.NULL if tool.parameters is None else tool.parameters
-    return w.Tool("function", w.Function(name, description, parameters, tool.strict))
+    return w.Tool("function", w.FunctionTool(name, description, parameters, tool.strict))
 
 
-def _decode_choice(choice: w.WireChoice | None) -> ToolChoice:
+def _decode_tool_choice(choice: w.ChatToolChoice | None) -> ToolChoice:
     if choice is None or choice == "auto":
         return ToolChoice()
     if choice == "none":
         return ToolChoice("none")
     if choice == "required":
         return ToolChoice("required")
-    if isinstance(choice, w.Choose):
+    if isinstance(choice, w.NamedToolChoice):
         if choice.type == "allowed_tools" and choice.allowed_tools is not None:
             mode = choice.allowed_tools.mode
             named = [tool.function or tool.custom for tool in choice.allowed_tools.tools]
@@ -305,65 +307,67 @@ def _decode_choice(choice: w.WireChoice | None) -> ToolChoice:
     raise ApiError("invalid_request", "`tool_choice` names no tool.", param="tool_choice")
 
 
-def _encode_choice(request: Request) -> w.WireChoice | None:
+def _encode_tool_choice(request: Request) -> w.ChatToolChoice | None:
     choice = request.tool_choice
     if not choice.names:
         return None if choice.mode == "auto" else "none" if choice.mode == "none" else "required"
     tools = {tool.name: tool for tool in request.tools}
-    references = [_encode_reference(tools.get(name), name) for name in choice.names]
+    references = [_encode_tool_reference(tools.get(name), name) for name in choice.names]
     if choice.mode == "named" and len(references) == 1:
         only = references[0]
-        return w.Choose(only.type, only.function, only.custom)
-    return w.Choose(
+        return w.NamedToolChoice(only.type, only.function, only.custom)
+    return w.NamedToolChoice(
         "allowed_tools", allowed_tools=w.AllowedTools("auto" if choice.mode == "auto" else "required", references)
     )
 
 
-def _encode_reference(tool: Tool | None, name: str) -> w.ToolReference:
+def _encode_tool_reference(tool: Tool | None, name: str) -> w.ToolReference:
     if tool is None:
-        return w.ToolReference("function", w.Named(name))
-    named = w.Named(flat(tool.namespace, name))
+        return w.ToolReference("function", w.ToolName(name))
+    named = w.ToolName(join_namespace(tool.namespace, name))
     return w.ToolReference("custom", custom=named) if tool.kind == "custom" else w.ToolReference("function", named)
 
 
 # Output format and thinking
 
 
-def _decode_format(found: w.Format | None) -> ResponseFormat:
-    if found is None or found.type == "text":
+def _decode_format(wire_format: w.WireResponseFormat | None) -> ResponseFormat:
+    if wire_format is None or wire_format.type == "text":
         return ResponseFormat()
-    if found.type == "json_object":
+    if wire_format.type == "json_object":
         return ResponseFormat("json_object")
-    if found.json_schema is None:
+    if wire_format.json_schema is None:
         raise ApiError(
             "invalid_request", "`response_format.json_schema` is required.", param="response_format.json_schema"
         )
-    schema = found.json_schema
-    return ResponseFormat("json_schema", w.present(schema.schema), schema.name, schema.strict)
+    schema = wire_format.json_schema
+    return ResponseFormat("json_schema", w.null_to_none(schema.schema), schema.name, schema.strict)
 
 
-def _encode_format(wanted: ResponseFormat) -> w.Format | None:
-    if wanted.kind == "text":
+def _encode_format(response_format: ResponseFormat) -> w.WireResponseFormat | None:
+    if response_format.kind == "text":
         return None
-    if wanted.kind == "json_object":
-        return w.Format("json_object")
-    schema = w.NULL if wanted.schema is None else wanted.schema
-    return w.Format("json_schema", w.JsonSchema(wanted.name or "response", schema, wanted.strict))
+    if response_format.kind == "json_object":
+        return w.WireResponseFormat("json_object")
+    schema = w.NULL if response_format.schema is None else response_format.schema
+    return w.WireResponseFormat(
+        "json_schema", w.JsonSchema(response_format.name or "response", schema, response_format.strict)
+    )
 
 
-def _decode_thinking(fields: w.ChatRequest, wire_request: Wire) -> Thinking:
+def _decode_thinking(fields: w.ChatRequest, raw_request: RawRequest) -> Thinking:
     """Every server has its own words for this; what is said first in the lists below wins."""
     template = fields.chat_template_kwargs or w.TemplateArguments()
     if fields.chat_template_kwargs is not None:
-        given = wire.decode(_NAMES, wire_request.fields["chat_template_kwargs"], "chat_template_kwargs")
+        given = wire.decode(_NAMES, raw_request.fields["chat_template_kwargs"], "chat_template_kwargs")
         for name in given.keys() - _TEMPLATE_ARGUMENTS:
-            raise wire.unsupported(f"chat_template_kwargs.{name}", "it would change the prompt")
+            raise wire.unsupported_field_error(f"chat_template_kwargs.{name}", "it would change the prompt")
     reasoning = fields.reasoning or w.ReasoningOptions()
     switch = fields.thinking or w.ThinkingOptions()
     switched = {"enabled": True, "disabled": False}.get(switch.type or "")
-    effort = _first(fields.reasoning_effort, reasoning.effort, template.reasoning_effort)
+    effort = _first_given(fields.reasoning_effort, reasoning.effort, template.reasoning_effort)
     return Thinking(
-        enabled=_first(
+        enabled=_first_given(
             template.enable_thinking,
             template.thinking,
             fields.enable_thinking,
@@ -372,7 +376,7 @@ def _decode_thinking(fields: w.ChatRequest, wire_request: Wire) -> Thinking:
             False if effort == "none" else None,
         ),
         effort=effort,
-        budget=_first(
+        budget=_first_given(
             fields.thinking_token_budget,
             fields.thinking_budget,
             template.thinking_budget,
@@ -383,7 +387,7 @@ def _decode_thinking(fields: w.ChatRequest, wire_request: Wire) -> Thinking:
     )
 
 
-def _first(*values: w.S | None) -> w.S | None:
+def _first_given(*values: w.S | None) -> w.S | None:
     return next((value for value in values if value is not None), None)
 
 
@@ -406,19 +410,22 @@ def _encode_logprobs(request: Request, reply: Reply) -> w.Logprobs | None:
         [
             w.TokenLogprob(
                 found.token,
-                w.finite(found.logprob),
+                w.clamp_logprob(found.logprob),
                 found.bytes,
-                [w.Alternative(other.token, w.finite(other.logprob), other.bytes) for other in found.top_logprobs],
+                [
+                    w.Alternative(other.token, w.clamp_logprob(other.logprob), other.bytes)
+                    for other in found.top_logprobs
+                ],
             )
             for found in reply.logprobs
         ]
     )
 
 
-def _decode_logprob(found: w.TokenLogprob) -> TokenLogprob:
-    alternatives = [TokenLogprob(other.token, other.logprob, other.bytes) for other in found.top_logprobs]
-    return TokenLogprob(found.token, found.logprob, found.bytes, alternatives)
+def _decode_logprob(logprob: w.TokenLogprob) -> TokenLogprob:
+    alternatives = [TokenLogprob(other.token, other.logprob, other.bytes) for other in logprob.top_logprobs]
+    return TokenLogprob(logprob.token, logprob.logprob, logprob.bytes, alternatives)
 
 
-def _model(name: str) -> w.Model:
+def _encode_model(name: str) -> w.Model:
     return w.Model(name, "model", 0, "polar")

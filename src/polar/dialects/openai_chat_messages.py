@@ -23,8 +23,8 @@ _MESSAGE = msgspec.json.Decoder(w.Message)
 
 def decode_messages(items: Sequence[Raw]) -> list[Message]:
     messages: list[Message] = []
-    legacy_call = ""  # calls of the old kind had no ids: a result belongs to the call before it
-    made = wire.made_before(decode_messages)
+    legacy_call_id = ""  # calls of the old kind had no ids: a result belongs to the call before it
+    made = wire.cached_results(decode_messages)
     for index, item in enumerate(items):
         known = made.get(id(item))
         if known is not None:
@@ -34,38 +34,38 @@ def decode_messages(items: Sequence[Raw]) -> list[Message]:
         found = wire.decode(_MESSAGE, item, where)
         if found.role == "assistant":
             if found.function_call is not None:
-                legacy_call = f"function_call_{index}"
-            messages.append(Message("assistant", decode_assistant(found, where, legacy_call), found.name))
+                legacy_call_id = f"function_call_{index}"
+            messages.append(Message("assistant", decode_assistant(found, where, legacy_call_id), found.name))
         elif found.role == "tool" or found.role == "function":
-            call_id = legacy_call if found.role == "function" else found.tool_call_id
+            call_id = legacy_call_id if found.role == "function" else found.tool_call_id
             if call_id is None:
                 raise ApiError("invalid_request", f"{where}.tool_call_id is required.", param=f"{where}.tool_call_id")
             parts = _decode_content(found.content, where)
             messages.append(Message("tool", [ToolResult(call_id, parts, name=found.name)]))
         else:
             messages.append(Message(found.role, [*_decode_content(found.content, where)], found.name))
-        if not legacy_call:  # else it is what it is because of others
+        if not legacy_call_id:  # else it is what it is because of others
             made[id(item)] = item, messages[-1]
     return messages
 
 
-def decode_assistant(found: w.Message, where: str, legacy_call: str) -> list[Part]:
-    if w.present(found.audio) is not None:
-        raise wire.unsupported(f"{where}.audio", "no engine knows the audio that the provider keeps")
+def decode_assistant(message: w.Message, where: str, legacy_call_id: str) -> list[Part]:
+    if w.null_to_none(message.audio) is not None:
+        raise wire.unsupported_field_error(f"{where}.audio", "no engine knows the audio that the provider keeps")
     parts: list[Part] = []
-    if reasoning := found.reasoning_content or found.reasoning:
+    if reasoning := message.reasoning_content or message.reasoning:
         parts.append(Reasoning(reasoning))
-    parts += _decode_content(found.content, where)
-    if found.refusal:
-        parts.append(Text(found.refusal))
-    for index, call in enumerate(found.tool_calls or ()):
+    parts += _decode_content(message.content, where)
+    if message.refusal:
+        parts.append(Text(message.refusal))
+    for index, call in enumerate(message.tool_calls or ()):
         parts.append(_decode_call(call, f"{where}.tool_calls[{index}]"))
-    if found.function_call is not None:
-        parts.append(ToolCall(legacy_call, found.function_call.name, found.function_call.arguments or ""))
+    if message.function_call is not None:
+        parts.append(ToolCall(legacy_call_id, message.function_call.name, message.function_call.arguments or ""))
     return parts
 
 
-def _decode_call(call: w.Call, where: str) -> ToolCall:
+def _decode_call(call: w.ChatToolCall, where: str) -> ToolCall:
     if call.custom is not None:
         return ToolCall(call.id or "", call.custom.name, call.custom.input or "", "custom")
     if call.function is not None:
@@ -84,7 +84,7 @@ def _decode_content(content: w.Content | None, where: str) -> list[Text | Media]
     ]
 
 
-def _decode_part(part: w.OtherPart, where: str) -> Text | Media:
+def _decode_part(part: w.NonTextPart, where: str) -> Text | Media:
     match part:
         case w.RefusalPart():
             return Text(part.refusal)
@@ -92,7 +92,7 @@ def _decode_part(part: w.OtherPart, where: str) -> Text | Media:
             return _decode_address("image", part.image_url)
         case w.VideoPart():
             return _decode_address("video", part.video_url)
-        case w.AudioAddressPart():
+        case w.AudioUrlPart():
             return _decode_address("audio", part.audio_url)
         case w.AudioPart():
             subtype = "mpeg" if part.input_audio.format == "mp3" else part.input_audio.format
@@ -101,7 +101,7 @@ def _decode_part(part: w.OtherPart, where: str) -> Text | Media:
             return _decode_file(part.file, where)
 
 
-def _decode_address(kind: w.MediaKind, address: w.Address | str) -> Media:
+def _decode_address(kind: w.MediaKind, address: w.MediaUrl | str) -> Media:
     """A data URL is taken apart; any other address is kept, and never fetched."""
     url, detail = (address, None) if isinstance(address, str) else (address.url, address.detail)
     header, comma, data = url.partition(",")
@@ -128,7 +128,7 @@ def _decode_file(file: w.File, where: str) -> Media:
 
 def encode_assistant(message: Message) -> w.Message:
     content: list[Part] = []
-    calls: list[w.Call] = []
+    calls: list[w.ChatToolCall] = []
     reasoning: str | None = None
     for part in message.parts:
         if isinstance(part, ToolCall):
@@ -146,11 +146,11 @@ def encode_assistant(message: Message) -> w.Message:
     return out
 
 
-def encode_call(call: ToolCall, call_id: str) -> w.Call:
-    name = flat(call.namespace, call.name)
+def encode_call(call: ToolCall, call_id: str) -> w.ChatToolCall:
+    name = join_namespace(call.namespace, call.name)
     if call.kind == "custom":
-        return w.Call(call_id, "custom", custom=w.CustomCall(name, call.arguments))
-    return w.Call(call_id, "function", w.FunctionCall(name, call.arguments))
+        return w.ChatToolCall(call_id, "custom", custom=w.CustomCall(name, call.arguments))
+    return w.ChatToolCall(call_id, "function", w.FunctionCall(name, call.arguments))
 
 
 def encode_result(result: ToolResult) -> w.Message:
@@ -177,10 +177,10 @@ def _encode_media(media: Media) -> w.ContentPart:
     if media.kind == "audio" and media.data is not None:
         subtype = media.media_type.removeprefix("audio/")
         return w.AudioPart(w.Audio(media.data, _AUDIO_FORMATS.get(subtype, subtype)))
-    address = w.Address(media.url if media.url is not None else _data_url(media), media.detail)
+    address = w.MediaUrl(media.url if media.url is not None else _data_url(media), media.detail)
     if media.kind == "image":
         return w.ImagePart(address)
-    return w.VideoPart(address) if media.kind == "video" else w.AudioAddressPart(address)
+    return w.VideoPart(address) if media.kind == "video" else w.AudioUrlPart(address)
 
 
 _AUDIO_FORMATS = {"mpeg": "mp3", "x-wav": "wav", "wave": "wav"}
@@ -198,6 +198,6 @@ def _data_url(media: Media) -> str:
     return f"data:{media.media_type};base64,{media.data}"
 
 
-def flat(namespace: str | None, name: str) -> str:
+def join_namespace(namespace: str | None, name: str) -> str:
     """Chats know no namespaces."""
     return f"{namespace}__{name}" if namespace else name

@@ -11,10 +11,10 @@ import msgspec
 from msgspec import UNSET, Meta, Raw, Struct, UnsetType
 
 from polar import types
-from polar.dialects.base import Wire
-from polar.dialects.wire import decode, encode, unsupported
+from polar.dialects.base import RawRequest
+from polar.dialects.wire import decode, encode, unsupported_field_error
 from polar.errors import ApiError, EngineError
-from polar.types import FinishReason, Sampling
+from polar.types import FinishReason, SamplingParams
 
 S = TypeVar("S")
 Positive: TypeAlias = Annotated[int, Meta(ge=1)]
@@ -24,7 +24,7 @@ NULL = Raw(b"null")
 """Absent JSON: msgspec reads `Raw | None` as null only, so "no value" is spelled this way."""
 
 
-def present(raw: Raw) -> Raw | None:
+def null_to_none(raw: Raw) -> Raw | None:
     return None if bytes(raw) == b"null" else raw
 
 
@@ -42,7 +42,7 @@ class RefusalPart(Struct, tag="refusal", tag_field="type"):
     refusal: str
 
 
-class Address(Struct, omit_defaults=True):
+class MediaUrl(Struct, omit_defaults=True):
     """Where an image, clip or video is: an address, or the bytes themselves as a data URL."""
 
     url: str
@@ -50,17 +50,17 @@ class Address(Struct, omit_defaults=True):
 
 
 class ImagePart(Struct, tag="image_url", tag_field="type"):
-    image_url: Address | str
+    image_url: MediaUrl | str
 
 
 class VideoPart(Struct, tag="video_url", tag_field="type"):
     """vLLM's, as is `audio_url`; OpenAI has no part for these."""
 
-    video_url: Address | str
+    video_url: MediaUrl | str
 
 
-class AudioAddressPart(Struct, tag="audio_url", tag_field="type"):
-    audio_url: Address | str
+class AudioUrlPart(Struct, tag="audio_url", tag_field="type"):
+    audio_url: MediaUrl | str
 
 
 class Audio(Struct):
@@ -82,8 +82,8 @@ class FilePart(Struct, tag="file", tag_field="type"):
     file: File
 
 
-OtherPart: TypeAlias = RefusalPart | ImagePart | VideoPart | AudioAddressPart | AudioPart | FilePart
-ContentPart: TypeAlias = TextPart | OtherPart
+NonTextPart: TypeAlias = RefusalPart | ImagePart | VideoPart | AudioUrlPart | AudioPart | FilePart
+ContentPart: TypeAlias = TextPart | NonTextPart
 Content: TypeAlias = str | list[ContentPart]
 
 
@@ -100,7 +100,7 @@ class CustomCall(Struct):
     input: str | None = None
 
 
-class Call(Struct, omit_defaults=True):
+class ChatToolCall(Struct, omit_defaults=True):
     id: str | None = None
     type: str | None = None
     function: FunctionCall | None = None
@@ -117,7 +117,7 @@ class Message(Struct, omit_defaults=True):
     reasoning_content: str | None = None
     reasoning: str | None = None
     refusal: str | None = None
-    tool_calls: list[Call] | None = None
+    tool_calls: list[ChatToolCall] | None = None
     function_call: FunctionCall | None = None
     audio: Raw = NULL
 
@@ -125,14 +125,14 @@ class Message(Struct, omit_defaults=True):
 # Tools
 
 
-class Function(Struct, omit_defaults=True):
+class FunctionTool(Struct, omit_defaults=True):
     name: str
     description: str | None = None
     parameters: Raw = NULL
     strict: bool | None = None
 
 
-class Custom(Struct, omit_defaults=True):
+class CustomTool(Struct, omit_defaults=True):
     name: str
     description: str | None = None
     format: Raw = NULL
@@ -140,18 +140,18 @@ class Custom(Struct, omit_defaults=True):
 
 class Tool(Struct, omit_defaults=True):
     type: str | None = None
-    function: Function | None = None
-    custom: Custom | None = None
+    function: FunctionTool | None = None
+    custom: CustomTool | None = None
 
 
-class Named(Struct):
+class ToolName(Struct):
     name: str
 
 
 class ToolReference(Struct, omit_defaults=True):
     type: Literal["function", "custom"]
-    function: Named | None = None
-    custom: Named | None = None
+    function: ToolName | None = None
+    custom: ToolName | None = None
 
 
 class AllowedTools(Struct):
@@ -159,16 +159,16 @@ class AllowedTools(Struct):
     tools: list[ToolReference]
 
 
-class Choose(Struct, omit_defaults=True):
+class NamedToolChoice(Struct, omit_defaults=True):
     """A tool choice that names tools."""
 
     type: Literal["function", "custom", "allowed_tools"]
-    function: Named | None = None
-    custom: Named | None = None
+    function: ToolName | None = None
+    custom: ToolName | None = None
     allowed_tools: AllowedTools | None = None
 
 
-WireChoice: TypeAlias = Literal["none", "auto", "required"] | Choose
+ChatToolChoice: TypeAlias = Literal["none", "auto", "required"] | NamedToolChoice
 
 
 # Requests
@@ -180,7 +180,7 @@ class JsonSchema(Struct, omit_defaults=True):
     strict: bool | None = None
 
 
-class Format(Struct, omit_defaults=True):
+class WireResponseFormat(Struct, omit_defaults=True):
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
 
@@ -234,8 +234,8 @@ class SamplingFields(Struct, omit_defaults=True, kw_only=True):
     stop: str | list[str] | None = None
     logit_bias: dict[str, float] | None = None
 
-    def sampling(self) -> Sampling:
-        return Sampling(
+    def decode_sampling(self) -> SamplingParams:
+        return SamplingParams(
             temperature=self.temperature,
             top_p=self.top_p,
             top_k=self.top_k,
@@ -250,11 +250,11 @@ class SamplingFields(Struct, omit_defaults=True, kw_only=True):
             logit_bias=self.logit_bias or None,
         )
 
-    def stream_usage(self) -> bool:
+    def includes_usage(self) -> bool:
         """Whether the reply carries usage: a whole one always does, a stream where it is asked for."""
         return not self.stream or bool(self.stream_options and self.stream_options.include_usage)
 
-    def set_sampling(self, request: types.Request) -> None:
+    def encode_sampling(self, request: types.Request) -> None:
         """The other direction. `max_tokens` keeps this name; chat, which has a newer one, moves it."""
         sampling = request.sampling
         if request.stream:
@@ -277,9 +277,9 @@ class SamplingFields(Struct, omit_defaults=True, kw_only=True):
 class ChatRequest(SamplingFields, kw_only=True):
     messages: list[Message] | UnsetType = UNSET
     tools: list[Tool] | None = None
-    tool_choice: WireChoice | None = None
+    tool_choice: ChatToolChoice | None = None
     parallel_tool_calls: bool | None = None
-    response_format: Format | None = None
+    response_format: WireResponseFormat | None = None
     logprobs: bool | None = None
     top_logprobs: Count | None = None
     reasoning_effort: str | None = None
@@ -293,39 +293,39 @@ class ChatRequest(SamplingFields, kw_only=True):
     thinking: ThinkingOptions | None = None
 
 
-def decode_fields(decoder: "msgspec.json.Decoder[S]", wire: Wire) -> S:
+def decode_fields(decoder: "msgspec.json.Decoder[S]", raw_request: RawRequest) -> S:
     """All top-level fields but the list, in one pass; where that fails, field by field, to name the one at fault."""
     try:
-        return decoder.decode(encode(wire.fields))
+        return decoder.decode(encode(raw_request.fields))
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        for name, raw in wire.fields.items():
+        for name, raw in raw_request.fields.items():
             decode(decoder, encode({name: raw}), name)
         raise ApiError("invalid_request", f"The request can't be read: {error}.") from error
 
 
-ONE_REPLY = "one call samples one reply; send several calls instead"
-NO_CONSTRAINT = "constrain the reply with `response_format`"
+ONE_REPLY_HINT = "one call samples one reply; send several calls instead"
+RESPONSE_FORMAT_HINT = "constrain the reply with `response_format`"
 
-REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = {
+UNSUPPORTED_FIELDS: Mapping[str, tuple[tuple[Any, ...], str]] = {
     # field: (values that ask for nothing, why any other is refused)
-    "n": ((None, 1), ONE_REPLY),
-    "best_of": ((None, 1), ONE_REPLY),
-    "use_beam_search": ((None, False), ONE_REPLY),
+    "n": ((None, 1), ONE_REPLY_HINT),
+    "best_of": ((None, 1), ONE_REPLY_HINT),
+    "use_beam_search": ((None, False), ONE_REPLY_HINT),
     "ignore_eos": ((None, False), "a turn ends where the model ends it"),
     "stop_token_ids": ((None, []), "use `stop`"),
     "include_stop_str_in_output": ((None, False), "stop strings are not part of the reply"),
     "skip_special_tokens": ((None, True), "replies hold no special tokens"),
-    "allowed_token_ids": ((None, []), NO_CONSTRAINT),
+    "allowed_token_ids": ((None, []), RESPONSE_FORMAT_HINT),
     "bad_words": ((None, []), "use `logit_bias`"),
     "logits_processors": ((None, []), "engines run no code of a client's"),
     "truncate_prompt_tokens": ((None,), "the model sees the whole prompt or the call fails"),
-    "structured_outputs": ((None,), NO_CONSTRAINT),
-    "guided_json": ((None,), NO_CONSTRAINT),
-    "guided_regex": ((None,), NO_CONSTRAINT),
-    "guided_choice": ((None,), NO_CONSTRAINT),
-    "guided_grammar": ((None,), NO_CONSTRAINT),
-    "regex": ((None,), NO_CONSTRAINT),
-    "ebnf": ((None,), NO_CONSTRAINT),
+    "structured_outputs": ((None,), RESPONSE_FORMAT_HINT),
+    "guided_json": ((None,), RESPONSE_FORMAT_HINT),
+    "guided_regex": ((None,), RESPONSE_FORMAT_HINT),
+    "guided_choice": ((None,), RESPONSE_FORMAT_HINT),
+    "guided_grammar": ((None,), RESPONSE_FORMAT_HINT),
+    "regex": ((None,), RESPONSE_FORMAT_HINT),
+    "ebnf": ((None,), RESPONSE_FORMAT_HINT),
 }
 """Fields that change what is sampled and that the canonical request can't hold: OpenAI's, vLLM's and SGLang's."""
 
@@ -333,11 +333,11 @@ REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = {
 _ANY = msgspec.json.Decoder(Any)
 
 
-def refuse(wire: Wire, refused: Mapping[str, tuple[tuple[Any, ...], str]]) -> None:
-    for name in refused.keys() & wire.fields.keys():
-        neutral, why = refused[name]
-        if decode(_ANY, wire.fields[name], name) not in neutral:
-            raise unsupported(name, why)
+def refuse_fields(raw_request: RawRequest, unsupported_fields: Mapping[str, tuple[tuple[Any, ...], str]]) -> None:
+    for name in unsupported_fields.keys() & raw_request.fields.keys():
+        neutral, why = unsupported_fields[name]
+        if decode(_ANY, raw_request.fields[name], name) not in neutral:
+            raise unsupported_field_error(name, why)
 
 
 # Replies
@@ -359,7 +359,7 @@ class Usage(Struct):
     completion_tokens_details: ReasoningTokens | None = None
 
 
-def usage(counts: types.Usage) -> Usage:
+def encode_usage(counts: types.Usage) -> Usage:
     return Usage(
         prompt_tokens=counts.prompt,
         completion_tokens=counts.completion,
@@ -369,13 +369,13 @@ def usage(counts: types.Usage) -> Usage:
     )
 
 
-def canonical_usage(found: Usage | None) -> types.Usage:
-    if found is None:
+def decode_usage(counts: Usage | None) -> types.Usage:
+    if counts is None:
         return types.Usage()
-    cached, reasoning = found.prompt_tokens_details, found.completion_tokens_details
+    cached, reasoning = counts.prompt_tokens_details, counts.completion_tokens_details
     return types.Usage(
-        prompt=found.prompt_tokens,
-        completion=found.completion_tokens,
+        prompt=counts.prompt_tokens,
+        completion=counts.completion_tokens,
         cached=(cached.cached_tokens or 0) if cached else 0,
         reasoning=(reasoning.reasoning_tokens or 0) if reasoning else 0,
     )
@@ -399,7 +399,7 @@ class Logprobs(Struct):
     refusal: list[TokenLogprob] | None = None
 
 
-def finite(logprob: float) -> float:
+def clamp_logprob(logprob: float) -> float:
     """JSON has no infinity; this is OpenAI's own word for a token that could not be sampled."""
     return logprob if logprob > -9999.0 else -9999.0
 
@@ -435,7 +435,7 @@ def decode_completion(decoder: "msgspec.json.Decoder[Completion[C]]", body: byte
     return completion
 
 
-FINISH: Mapping[FinishReason, str] = {
+WIRE_FINISH_REASONS: Mapping[FinishReason, str] = {
     "stop": "stop",
     "length": "length",
     "tool_calls": "tool_calls",
@@ -443,7 +443,7 @@ FINISH: Mapping[FinishReason, str] = {
     "abort": "length",  # OpenAI has no word for it; this one says that the turn is cut
 }
 
-CANONICAL_FINISH: Mapping[str, FinishReason] = {
+FINISH_REASONS: Mapping[str, FinishReason] = {
     "stop": "stop",
     "length": "length",
     "tool_calls": "tool_calls",
@@ -453,9 +453,9 @@ CANONICAL_FINISH: Mapping[str, FinishReason] = {
 }
 
 
-def canonical_finish(reason: str | None) -> FinishReason:
+def decode_finish_reason(reason: str | None) -> FinishReason:
     """A turn without a reason was cut; an unknown reason is some server's own word for a natural end."""
-    return "abort" if reason is None else CANONICAL_FINISH.get(reason, "stop")
+    return "abort" if reason is None else FINISH_REASONS.get(reason, "stop")
 
 
 # Models
@@ -468,6 +468,6 @@ class Model(Struct):
     owned_by: str
 
 
-class Models(Struct):
+class ModelList(Struct):
     object: str
     data: list[Model]

@@ -14,10 +14,10 @@ from msgspec import Meta, Struct
 from polar import ids
 from polar.dialects import openai_chat_wire as w
 from polar.dialects import openai_errors, sse, wire
-from polar.dialects.base import HttpError, Route, StreamEncoder, Wire
+from polar.dialects.base import EncodedError, RawRequest, Route, StreamEncoder
 from polar.dialects.openai_chat import OpenAIChat
 from polar.errors import ApiError
-from polar.types import Event, Reply, Request, Text, TextDelta, TokenLogprob, Usage
+from polar.types import Reply, ReplyEvent, Request, Text, TextDelta, TokenLogprob, Usage
 
 TokenId: TypeAlias = Annotated[int, Meta(ge=0, lt=2**31)]
 Prompt: TypeAlias = str | list[TokenId | str | list[TokenId]]
@@ -31,7 +31,7 @@ class CompletionRequest(w.SamplingFields, kw_only=True):
     logprobs: w.Count | None = None
 
 
-class Logprobs(Struct):
+class CompletionLogprobs(Struct):
     """Columns, one entry per token."""
 
     tokens: list[str]
@@ -40,19 +40,19 @@ class Logprobs(Struct):
     text_offset: list[int] | None = None
 
 
-class Choice(Struct):
+class CompletionChoice(Struct):
     index: int
     text: str
-    logprobs: Logprobs | None = None
+    logprobs: CompletionLogprobs | None = None
     finish_reason: str | None = None
     stop_reason: str | int | msgspec.UnsetType | None = msgspec.UNSET
 
 
 _REQUEST = msgspec.json.Decoder(CompletionRequest)
-_COMPLETION = msgspec.json.Decoder(w.Completion[Choice])
+_COMPLETION = msgspec.json.Decoder(w.Completion[CompletionChoice])
 
-_REFUSED = {
-    **w.REFUSED,
+_UNSUPPORTED_FIELDS = {
+    **w.UNSUPPORTED_FIELDS,
     "suffix": ((None, ""), "the model writes on, it doesn't fill in"),
     "echo": ((None, False), "a reply holds what was sampled, not the prompt"),
     "response_format": ((None, {"type": "text"}), "only chats are constrained"),
@@ -63,19 +63,19 @@ class OpenAICompletions:
     name = "openai_completions"
     routes: tuple[Route, ...] = (Route("POST", re.compile(r"^/v1/completions$"), "generate"),)
 
-    def recognises(self, path: str, headers: Mapping[str, str]) -> bool:  # noqa: ARG002
+    def recognizes(self, path: str, headers: Mapping[str, str]) -> bool:  # noqa: ARG002
         return path.startswith("/v1/completions")
 
-    def split(self, body: bytes) -> Wire:
+    def split(self, body: bytes) -> RawRequest:
         """No list grows from turn to turn here: a prompt stays one field, whatever its form."""
         return wire.split(body, "messages")
 
-    def decode_request(self, wire: Wire, params: dict[str, str]) -> Request:  # noqa: ARG002
-        fields = w.decode_fields(_REQUEST, wire)
-        w.refuse(wire, _REFUSED)
+    def decode_request(self, raw_request: RawRequest, params: dict[str, str]) -> Request:  # noqa: ARG002
+        fields = w.decode_fields(_REQUEST, raw_request)
+        w.refuse_fields(raw_request, _UNSUPPORTED_FIELDS)
         if not fields.model:
             raise ApiError("invalid_request", "`model` is required.", param="model")
-        sampling = fields.sampling()
+        sampling = fields.decode_sampling()
         if sampling.max_tokens is None:
             sampling.max_tokens = DEFAULT_MAX_TOKENS
         return Request(
@@ -83,7 +83,7 @@ class OpenAICompletions:
             messages=[],
             sampling=sampling,
             stream=bool(fields.stream),
-            stream_usage=fields.stream_usage(),
+            stream_usage=fields.includes_usage(),
             logprobs=fields.logprobs,
             prompt=_decode_prompt(fields.prompt),
         )
@@ -93,12 +93,12 @@ class OpenAICompletions:
             raise ApiError("unsupported", "The completions API takes no messages: use the chat API.", param="messages")
         prompt: Prompt = request.prompt if isinstance(request.prompt, str) else [*request.prompt]
         out = CompletionRequest(model=request.model, prompt=prompt, logprobs=request.logprobs)
-        out.set_sampling(request)
+        out.encode_sampling(request)
         return wire.encode(out)
 
     def encode_reply(self, request: Request, reply: Reply) -> bytes:
         text = "".join([part.text for part in reply.parts if isinstance(part, Text)])
-        choice = Choice(0, text, _encode_logprobs(request, reply), w.FINISH[reply.finish_reason])
+        choice = CompletionChoice(0, text, _encode_logprobs(request, reply), w.WIRE_FINISH_REASONS[reply.finish_reason])
         if reply.stop_sequence is not None:
             choice.stop_reason = reply.stop_sequence
         completion = w.Completion(
@@ -107,7 +107,7 @@ class OpenAICompletions:
             created=reply.created,
             model=reply.model,
             choices=[choice],
-            usage=w.usage(reply.usage),
+            usage=w.encode_usage(reply.usage),
         )
         return wire.encode(completion)
 
@@ -115,18 +115,18 @@ class OpenAICompletions:
         completion = w.decode_completion(_COMPLETION, body)
         choice = completion.choices[0]
         return Reply(
-            exchange_id=ids.exchange_named(completion.id) or completion.id,
+            exchange_id=ids.find_exchange_id(completion.id) or completion.id,
             model=completion.model,
             created=completion.created,
             parts=[Text(choice.text)] if choice.text else [],
-            finish_reason=w.canonical_finish(choice.finish_reason),
+            finish_reason=w.decode_finish_reason(choice.finish_reason),
             stop_sequence=choice.stop_reason if isinstance(choice.stop_reason, str) else None,
-            usage=w.canonical_usage(completion.usage),
+            usage=w.decode_usage(completion.usage),
             logprobs=None if choice.logprobs is None else _decode_logprobs(choice.logprobs),
         )
 
-    def stream(self, request: Request, exchange_id: str, created: int) -> StreamEncoder:
-        return CompletionStream(request, exchange_id, created)
+    def create_stream_encoder(self, request: Request, exchange_id: str, created: int) -> StreamEncoder:
+        return CompletionStreamEncoder(request, exchange_id, created)
 
     def encode_count(self, tokens: int) -> bytes:
         return OpenAIChat().encode_count(tokens)
@@ -134,51 +134,51 @@ class OpenAICompletions:
     def encode_models(self, models: list[str], model: str | None) -> bytes:
         return OpenAIChat().encode_models(models, model)
 
-    def encode_error(self, error: ApiError) -> HttpError:
+    def encode_error(self, error: ApiError) -> EncodedError:
         return openai_errors.encode_error(error)
 
 
-class CompletionStream:
+class CompletionStreamEncoder:
     """A chunk per piece of text. Events that are no text can't come of a raw prompt, and have no place here."""
 
     content_type = "text/event-stream"
 
     def __init__(self, request: Request, exchange_id: str, created: int) -> None:
         self._request = request
-        self._head = b'data: {"id":%b,"object":"text_completion","created":%d,"model":%b,"choices":[' % (
+        self._chunk_start = b'data: {"id":%b,"object":"text_completion","created":%d,"model":%b,"choices":[' % (
             wire.encode(f"cmpl-{exchange_id}"),
             created,
             wire.encode(request.model),
         )
         # With usage asked for, every chunk but the last says that it has none.
-        self._end = b'],"usage":null}\n\n' if request.stream_usage else b"]}\n\n"
-        self._text = self._head + b'{"index":0,"text":'
-        self._after = b',"logprobs":null,"finish_reason":null}' + self._end
+        self._chunk_end = b'],"usage":null}\n\n' if request.stream_usage else b"]}\n\n"
+        self._text_start = self._chunk_start + b'{"index":0,"text":'
+        self._text_end = b',"logprobs":null,"finish_reason":null}' + self._chunk_end
 
     def start(self, usage: Usage | None) -> bytes:  # noqa: ARG002
         return b""
 
-    def feed(self, event: Event) -> bytes:
+    def feed(self, event: ReplyEvent) -> bytes:
         if isinstance(event, TextDelta) and event.text:
-            return self._text + wire.encode(event.text) + self._after
+            return self._text_start + wire.encode(event.text) + self._text_end
         return b""
 
     def finish(self, reply: Reply) -> bytes:
         logprobs = _encode_logprobs(self._request, reply)
-        choice = Choice(0, "", logprobs, w.FINISH[reply.finish_reason])
+        choice = CompletionChoice(0, "", logprobs, w.WIRE_FINISH_REASONS[reply.finish_reason])
         if reply.stop_sequence is not None:
             choice.stop_reason = reply.stop_sequence
-        last = self._head + wire.encode(choice) + self._end
+        last = self._chunk_start + wire.encode(choice) + self._chunk_end
         if self._request.stream_usage:
-            last += self._head + b'],"usage":' + wire.encode(w.usage(reply.usage)) + b"}\n\n"
-        return last + sse.event(b"[DONE]")
+            last += self._chunk_start + b'],"usage":' + wire.encode(w.encode_usage(reply.usage)) + b"}\n\n"
+        return last + sse.encode_event(b"[DONE]")
 
     def error(self, error: ApiError) -> bytes:
         """No [DONE] after it: a client that overlooks the error must not take the text for whole."""
-        return sse.event(openai_errors.error_body(error))
+        return sse.encode_event(openai_errors.encode_error_body(error))
 
     def keep_alive(self) -> bytes:
-        return sse.COMMENT
+        return sse.KEEP_ALIVE_COMMENT
 
 
 def _decode_prompt(prompt: Prompt | None) -> str | list[int]:
@@ -203,28 +203,28 @@ def _decode_prompt(prompt: Prompt | None) -> str | list[int]:
     return first
 
 
-def _encode_logprobs(request: Request, reply: Reply) -> Logprobs | None:
+def _encode_logprobs(request: Request, reply: Reply) -> CompletionLogprobs | None:
     """Only where the harness asked. In a stream all stand in the last chunk, since events and tokens don't line up."""
     if request.logprobs is None or reply.logprobs is None:
         return None
-    out = Logprobs([], [], [] if request.logprobs else None, [])
+    out = CompletionLogprobs([], [], [] if request.logprobs else None, [])
     offset = 0
     for found in reply.logprobs:
         out.tokens.append(found.token)
-        out.token_logprobs.append(w.finite(found.logprob))
+        out.token_logprobs.append(w.clamp_logprob(found.logprob))
         if out.top_logprobs is not None:
-            out.top_logprobs.append({other.token: w.finite(other.logprob) for other in found.top_logprobs})
+            out.top_logprobs.append({other.token: w.clamp_logprob(other.logprob) for other in found.top_logprobs})
         if out.text_offset is not None:
             out.text_offset.append(offset)
         offset += len(found.token)
     return out
 
 
-def _decode_logprobs(found: Logprobs) -> list[TokenLogprob]:
+def _decode_logprobs(logprobs: CompletionLogprobs) -> list[TokenLogprob]:
     """A token without a log-probability is the prompt's first, which nothing was sampled before."""
-    tops = found.top_logprobs or [None] * len(found.tokens)
+    tops = logprobs.top_logprobs or [None] * len(logprobs.tokens)
     return [
         TokenLogprob(token, logprob, top_logprobs=[TokenLogprob(*other) for other in (top or {}).items()])
-        for token, logprob, top in zip(found.tokens, found.token_logprobs, tops, strict=False)
+        for token, logprob, top in zip(logprobs.tokens, logprobs.token_logprobs, tops, strict=False)
         if logprob is not None
     ]

@@ -9,31 +9,31 @@ from typing import NamedTuple
 
 from msgspec import Struct
 
-from polar.dialects.base import HttpError
+from polar.dialects.base import EncodedError
 from polar.dialects.wire import encode
-from polar.errors import STATUS, ApiError, ApiErrorKind
+from polar.errors import HTTP_STATUS, ApiError, ApiErrorKind
 
 
-class _Spelling(NamedTuple):
+class _ErrorCode(NamedTuple):
     type: str
     code: str | None
 
 
-_SPELLING: dict[ApiErrorKind, _Spelling] = {
-    "invalid_request": _Spelling("invalid_request_error", None),
-    "unsupported": _Spelling("invalid_request_error", "unsupported_parameter"),
-    "context_length": _Spelling("invalid_request_error", "context_length_exceeded"),
-    "too_large": _Spelling("invalid_request_error", "request_too_large"),
-    "authentication": _Spelling("invalid_request_error", "invalid_api_key"),
-    "not_found": _Spelling("invalid_request_error", "not_found"),
-    "method": _Spelling("invalid_request_error", "method_not_supported"),
-    "upgrade": _Spelling("invalid_request_error", "upgrade_required"),
-    "rate_limit": _Spelling("requests", "rate_limit_exceeded"),
+_ERROR_CODES: dict[ApiErrorKind, _ErrorCode] = {
+    "invalid_request": _ErrorCode("invalid_request_error", None),
+    "unsupported": _ErrorCode("invalid_request_error", "unsupported_parameter"),
+    "context_length": _ErrorCode("invalid_request_error", "context_length_exceeded"),
+    "too_large": _ErrorCode("invalid_request_error", "request_too_large"),
+    "authentication": _ErrorCode("invalid_request_error", "invalid_api_key"),
+    "not_found": _ErrorCode("invalid_request_error", "not_found"),
+    "method": _ErrorCode("invalid_request_error", "method_not_supported"),
+    "upgrade": _ErrorCode("invalid_request_error", "upgrade_required"),
+    "rate_limit": _ErrorCode("requests", "rate_limit_exceeded"),
     # Not OpenAI's own `server_is_overloaded`: codex takes that one as final, and this may be tried again.
-    "overloaded": _Spelling("server_error", "service_unavailable"),
-    "engine": _Spelling("server_error", "bad_gateway"),
-    "timeout": _Spelling("server_error", "timeout"),
-    "internal": _Spelling("server_error", "server_error"),
+    "overloaded": _ErrorCode("server_error", "service_unavailable"),
+    "engine": _ErrorCode("server_error", "bad_gateway"),
+    "timeout": _ErrorCode("server_error", "timeout"),
+    "internal": _ErrorCode("server_error", "server_error"),
 }
 
 
@@ -50,18 +50,18 @@ class ErrorBody(Struct):
     error: ErrorObject
 
 
-def error_object(error: ApiError) -> ErrorObject:
-    spelling = _SPELLING[error.kind]
+def build_error_object(error: ApiError) -> ErrorObject:
+    spelling = _ERROR_CODES[error.kind]
     return ErrorObject(error.message, spelling.type, error.param, spelling.code)
 
 
-def error_body(error: ApiError) -> bytes:
+def encode_error_body(error: ApiError) -> bytes:
     """The JSON of an error, as a whole answer or as the data of a stream's last event."""
-    return encode(ErrorBody(error_object(error)))
+    return encode(ErrorBody(build_error_object(error)))
 
 
-def encode_error(error: ApiError) -> HttpError:
+def encode_error(error: ApiError) -> EncodedError:
     headers = {"content-type": "application/json"}
     if error.retry_after is not None:
         headers["retry-after"] = str(max(0, math.ceil(error.retry_after)))
-    return HttpError(STATUS[error.kind], error_body(error), headers)
+    return EncodedError(HTTP_STATUS[error.kind], encode_error_body(error), headers)

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from polar import ids
 from polar.dialects import openai_responses_wire as w
 from polar.dialects import wire
-from polar.dialects.openai_responses_tools import decode_tool, runs_search
+from polar.dialects.openai_responses_tools import decode_tool, is_client_search
 from polar.errors import ApiError
 from polar.types import (
     UNSET,
@@ -34,7 +34,7 @@ from polar.types import (
 )
 
 
-class Conversation:
+class ItemReader:
     """Reads items in order into messages and tools, and keeps the items of one model turn together."""
 
     def __init__(self) -> None:
@@ -42,38 +42,38 @@ class Conversation:
         self.tools: list[Tool] = []
         self.runs_tool_search = False
         self.effort: str | None = None
-        self.text: w.TextConfigIn | None = None
+        self.text_config: w.TextConfigIn | None = None
         self.logprobs: list[TokenLogprob] = []
-        self._declared: dict[tuple[str | None, str], int] = {}
+        self._tool_positions: dict[tuple[str | None, str], int] = {}
         self._turn: Message | None = None
         self._exchange: str | None = None
 
-    def read(self, raw: Raw, where: str) -> None:
-        head = wire.decode(w.HEAD, raw, where)
+    def read_item(self, raw: Raw, where: str) -> None:
+        head = wire.decode(w.ITEM_HEAD, raw, where)
         kind = head.type or ("item_reference" if head.role is None else "message")
-        reader = READERS.get(kind)
+        reader = _ITEM_READERS.get(kind)
         if reader is None:
-            why = _UNREADABLE.get(kind, "the provider's own tools and states mean nothing to an engine")
+            why = _REFUSAL_REASONS.get(kind, "the provider's own tools and states mean nothing to an engine")
             raise ApiError("unsupported", f"{where}: items of type `{kind}` can't be read: {why}.", param=where)
         reader(self, raw, where)
 
-    def add(self, message: Message) -> None:
+    def add_message(self, message: Message) -> None:
         self.messages.append(message)
         self._turn = None
 
-    def declare(self, tools: Iterable[w.ToolIn], where: str) -> None:
+    def declare_tools(self, tools: Iterable[w.ToolIn], where: str) -> None:
         """Tools are declared at the top, in items, and by searches; the last word on a name counts, in its first
         place."""
         for index, found in enumerate(tools):
-            self.runs_tool_search |= runs_search(found)
+            self.runs_tool_search |= is_client_search(found)
             for tool in decode_tool(found, f"{where}[{index}]"):
                 place = len(self.tools)
                 if tool.kind != "hosted":
-                    place = self._declared.setdefault((tool.namespace, tool.name), place)
+                    place = self._tool_positions.setdefault((tool.namespace, tool.name), place)
                 self.tools[place : place + 1] = [tool]
 
-    def _say(self, parts: Iterable[Part], *issued: str | None) -> None:
-        exchange = next(filter(None, map(ids.exchange_named, issued)), None)
+    def _add_to_turn(self, parts: Iterable[Part], *issued: str | None) -> None:
+        exchange = next(filter(None, map(ids.find_exchange_id, issued)), None)
         if self._turn is None or (exchange and self._exchange and exchange != self._exchange):
             self._turn = Message("assistant", [])
             self._exchange = None
@@ -85,9 +85,9 @@ class Conversation:
         found = wire.decode(w.MESSAGE, raw, where)
         parts = _decode_content(found.content, f"{where}.content")
         if found.role != "assistant":
-            self.add(Message(found.role, [*parts]))
+            self.add_message(Message(found.role, [*parts]))
             return
-        self._say(parts, found.id)
+        self._add_to_turn(parts, found.id)
         if isinstance(found.content, list):
             self.logprobs += [token for part in found.content for token in part.logprobs or ()]
 
@@ -95,7 +95,7 @@ class Conversation:
         """From another agent of codex. What it calls encrypted is what a model wrote into a call: nothing here encrypts
         it."""
         found = wire.decode(w.AGENT_MESSAGE, raw, where)
-        self.add(Message("user", [*_decode_content(found.content, f"{where}.content")]))
+        self.add_message(Message("user", [*_decode_content(found.content, f"{where}.content")]))
 
     def _read_reasoning(self, raw: Raw, where: str) -> None:
         found = wire.decode(w.REASONING, raw, where)
@@ -103,82 +103,84 @@ class Conversation:
         text = text or "\n\n".join([part.text or "" for part in found.summary or ()])
         seal = found.encrypted_content
         if seal and (own := _OWN_SEAL.fullmatch(seal)):
-            text = text or _unpack(own["packed"], f"{where}.encrypted_content")
+            text = text or _unpack_text(own["packed"], f"{where}.encrypted_content")
             seal = own["seal"]
-        self._say([Reasoning(text, seal or None)], found.id, seal)
+        self._add_to_turn([Reasoning(text, seal or None)], found.id, seal)
 
     def _read_function_call(self, raw: Raw, where: str) -> None:
         found = wire.decode(w.FUNCTION_CALL, raw, where)
         call = ToolCall(found.call_id, found.name, found.arguments, namespace=found.namespace)
-        self._say([call], found.id, found.call_id)
+        self._add_to_turn([call], found.id, found.call_id)
 
     def _read_custom_call(self, raw: Raw, where: str) -> None:
         found = wire.decode(w.CUSTOM_CALL, raw, where)
         call = ToolCall(found.call_id, found.name, found.input, "custom", found.namespace)
-        self._say([call], found.id, found.call_id)
+        self._add_to_turn([call], found.id, found.call_id)
 
     def _read_object_call(self, raw: Raw, where: str) -> None:
         found = wire.decode(w.OBJECT_CALL, raw, where)
         said = (found.arguments, found.action, found.actions, found.operation)
         arguments = next((value for value in said if value is not UNSET), Raw(b"{}"))
-        call_id = _call_id(found.call_id or found.id, where)
-        call = ToolCall(call_id, found.type.removesuffix("_call"), _text_of(arguments, where))
-        self._say([call], found.id, found.call_id)
+        call_id = _require_call_id(found.call_id or found.id, where)
+        call = ToolCall(call_id, found.type.removesuffix("_call"), _to_text(arguments, where))
+        self._add_to_turn([call], found.id, found.call_id)
 
     def _read_output(self, raw: Raw, where: str) -> None:
         found = wire.decode(w.OUTPUT, raw, where)
         output = [found.output] if isinstance(found.output, w.PartIn) else found.output
         result = ToolResult(
-            _call_id(found.call_id or found.id, where), _decode_content(output, f"{where}.output"), name=found.name
+            _require_call_id(found.call_id or found.id, where),
+            _decode_content(output, f"{where}.output"),
+            name=found.name,
         )
-        self.add(Message("tool", [result]))
+        self.add_message(Message("tool", [result]))
 
     def _read_object_output(self, raw: Raw, where: str) -> None:
         """The model sees the JSON. Tools that a search found can be called from now on."""
         found = wire.decode(w.OBJECT_OUTPUT, raw, where)
-        tools = w.given(found.tools)
+        tools = w.null_to_none(found.tools)
         if tools is not None:
             declared = wire.decode(w.TOOLS, tools, f"{where}.tools")
-            self.declare(declared, f"{where}.tools")
-        shown = tools or w.given(found.output) or Raw(b"[]")
-        result = ToolResult(_call_id(found.call_id or found.id, where), [Text(_text_of(shown, where))])
-        self.add(Message("tool", [result]))
+            self.declare_tools(declared, f"{where}.tools")
+        shown = tools or w.null_to_none(found.output) or Raw(b"[]")
+        result = ToolResult(_require_call_id(found.call_id or found.id, where), [Text(_to_text(shown, where))])
+        self.add_message(Message("tool", [result]))
 
     def _read_tools(self, raw: Raw, where: str) -> None:
-        self.declare(wire.decode(w.ADDITIONAL_TOOLS, raw, where).tools, f"{where}.tools")
+        self.declare_tools(wire.decode(w.ADDITIONAL_TOOLS, raw, where).tools, f"{where}.tools")
         self._turn = None
 
     def _read_configuration(self, raw: Raw, where: str) -> None:
         found = wire.decode(w.CONFIGURATION_UPDATE, raw, where)
         self.effort = (found.reasoning.effort if found.reasoning else None) or self.effort
-        self.text = found.text or self.text
+        self.text_config = found.text or self.text_config
         self._turn = None
 
 
-READERS: dict[str, Callable[[Conversation, Raw, str], None]] = {
-    "message": Conversation._read_message,
-    "agent_message": Conversation._read_agent_message,
-    "reasoning": Conversation._read_reasoning,
-    "function_call": Conversation._read_function_call,
-    "custom_tool_call": Conversation._read_custom_call,
-    "tool_search_call": Conversation._read_object_call,
-    "local_shell_call": Conversation._read_object_call,
-    "shell_call": Conversation._read_object_call,
-    "apply_patch_call": Conversation._read_object_call,
-    "computer_call": Conversation._read_object_call,
-    "function_call_output": Conversation._read_output,
-    "custom_tool_call_output": Conversation._read_output,
-    "local_shell_call_output": Conversation._read_output,
-    "apply_patch_call_output": Conversation._read_output,
-    "computer_call_output": Conversation._read_output,
-    "tool_search_output": Conversation._read_object_output,
-    "shell_call_output": Conversation._read_object_output,
-    "additional_tools": Conversation._read_tools,
-    "configuration_update": Conversation._read_configuration,
+_ITEM_READERS: dict[str, Callable[[ItemReader, Raw, str], None]] = {
+    "message": ItemReader._read_message,
+    "agent_message": ItemReader._read_agent_message,
+    "reasoning": ItemReader._read_reasoning,
+    "function_call": ItemReader._read_function_call,
+    "custom_tool_call": ItemReader._read_custom_call,
+    "tool_search_call": ItemReader._read_object_call,
+    "local_shell_call": ItemReader._read_object_call,
+    "shell_call": ItemReader._read_object_call,
+    "apply_patch_call": ItemReader._read_object_call,
+    "computer_call": ItemReader._read_object_call,
+    "function_call_output": ItemReader._read_output,
+    "custom_tool_call_output": ItemReader._read_output,
+    "local_shell_call_output": ItemReader._read_output,
+    "apply_patch_call_output": ItemReader._read_output,
+    "computer_call_output": ItemReader._read_output,
+    "tool_search_output": ItemReader._read_object_output,
+    "shell_call_output": ItemReader._read_object_output,
+    "additional_tools": ItemReader._read_tools,
+    "configuration_update": ItemReader._read_configuration,
 }
 
 _SEALED_STATE = "only the provider that sealed it can open it; let the harness compact by itself"
-_UNREADABLE = {
+_REFUSAL_REASONS = {
     "item_reference": "nothing is kept between calls; send the item itself",
     "compaction": _SEALED_STATE,
     "compaction_summary": _SEALED_STATE,
@@ -246,10 +248,10 @@ def _decode_address(media: Media, url: str) -> Media:
 
 
 _OWN_SEAL = re.compile(r"(?P<seal>polar\.\w+\.\d+)(?:\.(?P<packed>[\w=-]*))?", re.ASCII)
-_UNPACKED_LIMIT = 16 * 1024 * 1024
+_MAX_UNPACKED_BYTES = 16 * 1024 * 1024
 
 
-def pack(seal: str, text: str) -> str:
+def pack_seal(seal: str, text: str) -> str:
     """The text goes into seals of our own; those of another provider are its own matter."""
     own = _OWN_SEAL.fullmatch(seal)
     if own is None or own["packed"] is not None:
@@ -257,12 +259,12 @@ def pack(seal: str, text: str) -> str:
     return f"{seal}.{base64.urlsafe_b64encode(zlib.compress(text.encode(), 1)).decode()}"
 
 
-def _unpack(packed: str | None, where: str) -> str:
+def _unpack_text(packed: str | None, where: str) -> str:
     if not packed:
         return ""
     try:
         inflater = zlib.decompressobj()
-        text = inflater.decompress(base64.urlsafe_b64decode(packed), _UNPACKED_LIMIT).decode()
+        text = inflater.decompress(base64.urlsafe_b64decode(packed), _MAX_UNPACKED_BYTES).decode()
     except (binascii.Error, zlib.error, UnicodeDecodeError) as error:
         raise ApiError("invalid_request", f"{where} was damaged on its way: {error}.", param=where) from error
     if not inflater.eof:
@@ -270,13 +272,13 @@ def _unpack(packed: str | None, where: str) -> str:
     return text
 
 
-def _call_id(found: str | None, where: str) -> str:
+def _require_call_id(found: str | None, where: str) -> str:
     if found is None:
         raise ApiError("invalid_request", f"{where}.call_id is required.", param=f"{where}.call_id")
     return found
 
 
-def _text_of(raw: Raw, where: str) -> str:
+def _to_text(raw: Raw, where: str) -> str:
     """JSON as text; where it is a string, what the string says."""
     if bytes(memoryview(raw)[:1]) == b'"':
         return wire.decode(w.TEXT, raw, where)
@@ -287,11 +289,11 @@ def _text_of(raw: Raw, where: str) -> str:
 
 
 def encode_messages(messages: Iterable[Message]) -> Iterator[w.InputItem]:
-    custom: set[str] = set()  # calls of custom tools: their results have a type of their own
+    custom_call_ids: set[str] = set()  # calls of custom tools: their results have a type of their own
     thoughts = 0
     for message in messages:
         content: list[w.Content] = []
-        before = True  # nothing of this message was written yet
+        is_empty = True  # nothing of this message was written yet
         for part in message.parts:
             if isinstance(part, Text | Media):
                 content.append(_encode_content(part, message.role))
@@ -299,31 +301,31 @@ def encode_messages(messages: Iterable[Message]) -> Iterator[w.InputItem]:
             if content:
                 yield w.MessageItem(message.role, content)
                 content = []
-            before = False
+            is_empty = False
             if isinstance(part, Reasoning):
                 summary = [w.SummaryText(part.text)] if part.text else []
-                sealed = None if part.seal is None else pack(part.seal, part.text)
+                sealed = None if part.seal is None else pack_seal(part.seal, part.text)
                 yield w.ReasoningItem(f"rs_{thoughts}", summary, sealed)
                 thoughts += 1
             elif isinstance(part, ToolCall):
                 if part.kind == "custom":
-                    custom.add(part.id)
-                    yield w.CustomCallItem(part.id, part.name, part.arguments, w.said(part.namespace))
+                    custom_call_ids.add(part.id)
+                    yield w.CustomCallItem(part.id, part.name, part.arguments, w.none_to_unset(part.namespace))
                 else:
-                    yield w.FunctionCallItem(part.id, part.name, part.arguments, w.said(part.namespace))
+                    yield w.FunctionCallItem(part.id, part.name, part.arguments, w.none_to_unset(part.namespace))
             else:
-                yield _encode_result(part, part.call_id in custom)
-        if content or (before and message.role != "tool"):
+                yield _encode_result(part, part.call_id in custom_call_ids)
+        if content or (is_empty and message.role != "tool"):
             yield w.MessageItem(message.role, content)
 
 
-def _encode_result(result: ToolResult, custom: bool) -> w.InputItem:
+def _encode_result(result: ToolResult, is_custom: bool) -> w.InputItem:
     """There is no error flag here: what a failed tool said goes out as it is."""
     output: str | list[w.Content] = [_encode_content(part, "tool") for part in result.parts]
     if len(result.parts) == 1 and isinstance(result.parts[0], Text):
         output = result.parts[0].text
-    item = w.CustomOutputItem if custom else w.FunctionOutputItem
-    return item(result.call_id, output, w.said(result.name))
+    item = w.CustomOutputItem if is_custom else w.FunctionOutputItem
+    return item(result.call_id, output, w.none_to_unset(result.name))
 
 
 def _encode_content(part: Text | Media, role: str) -> w.Content:
@@ -331,16 +333,18 @@ def _encode_content(part: Text | Media, role: str) -> w.Content:
         return w.OutputText(part.text) if role == "assistant" else w.InputText(part.text)
     inline = None if part.data is None else f"data:{part.media_type};base64,{part.data}"
     if part.kind == "image":
-        return w.InputImage(w.said(inline or part.url), w.said(part.file_id), w.said(part.detail))
+        return w.InputImage(
+            w.none_to_unset(inline or part.url), w.none_to_unset(part.file_id), w.none_to_unset(part.detail)
+        )
     if part.kind == "audio":
         if part.data is None:
-            return w.InputAudio(audio_url=w.said(part.url))
+            return w.InputAudio(audio_url=w.none_to_unset(part.url))
         subtype = part.media_type.removeprefix("audio/")
         return w.InputAudio(w.Audio(part.data, "mp3" if subtype == "mpeg" else subtype))
     return w.InputFile(  # videos too: there is nothing nearer
-        file_data=w.said(inline if part.media_type or not part.data else part.data),
-        file_url=w.said(part.url),
-        file_id=w.said(part.file_id),
-        filename=w.said(part.name),
-        detail=w.said(part.detail),
+        file_data=w.none_to_unset(inline if part.media_type or not part.data else part.data),
+        file_url=w.none_to_unset(part.url),
+        file_id=w.none_to_unset(part.file_id),
+        filename=w.none_to_unset(part.name),
+        detail=w.none_to_unset(part.detail),
     )

@@ -14,39 +14,39 @@ from polar.types import UNSET, Request, Tool, ToolChoice, UnsetType
 TOOL_SEARCH = "tool_search"
 
 
-def runs_search(tool: w.ToolIn) -> bool:
+def is_client_search(tool: w.ToolIn) -> bool:
     return tool.type == TOOL_SEARCH and tool.execution == "client"
 
 
-def decode_tool(found: w.ToolIn, where: str, namespace: str | None = None) -> Iterator[Tool]:
-    description = found.description or ""
-    if found.type == "function" or found.type == "custom":
-        if not found.name:
+def decode_tool(wire_tool: w.ToolIn, where: str, namespace: str | None = None) -> Iterator[Tool]:
+    description = wire_tool.description or ""
+    if wire_tool.type == "function" or wire_tool.type == "custom":
+        if not wire_tool.name:
             raise ApiError("invalid_request", f"{where}.name is required.", param=f"{where}.name")
-        tool = Tool(found.name, description, namespace=namespace)
-        if found.type == "custom":
-            tool.kind, tool.grammar = "custom", w.given(found.format)
+        tool = Tool(wire_tool.name, description, namespace=namespace)
+        if wire_tool.type == "custom":
+            tool.kind, tool.grammar = "custom", w.null_to_none(wire_tool.format)
         else:
-            tool.parameters, tool.strict = w.given(found.parameters), found.strict
+            tool.parameters, tool.strict = w.null_to_none(wire_tool.parameters), wire_tool.strict
         yield tool
-    elif found.type == "namespace":
-        if not found.name or namespace is not None:
+    elif wire_tool.type == "namespace":
+        if not wire_tool.name or namespace is not None:
             raise ApiError(
                 "invalid_request", f"{where}: a namespace has a name, and no namespaces inside.", param=where
             )
-        for index, inner in enumerate(found.tools or ()):
-            for tool in decode_tool(inner, f"{where}.tools[{index}]", found.name):
+        for index, inner in enumerate(wire_tool.tools or ()):
+            for tool in decode_tool(inner, f"{where}.tools[{index}]", wire_tool.name):
                 if index == 0 and description and tool.kind != "hosted":
                     # said once, where the model first reads of the namespace
                     tool.description = f"{description}\n\n{tool.description}"
                 yield tool
-    elif runs_search(found):
-        yield Tool(TOOL_SEARCH, description, w.given(found.parameters))
+    elif is_client_search(wire_tool):
+        yield Tool(TOOL_SEARCH, description, w.null_to_none(wire_tool.parameters))
     else:
-        yield Tool(found.type, kind="hosted", namespace=namespace)
+        yield Tool(wire_tool.type, kind="hosted", namespace=namespace)
 
 
-def decode_choice(choice: str | w.ToolChoiceIn | None) -> ToolChoice:
+def decode_tool_choice(choice: str | w.ToolChoiceIn | None) -> ToolChoice:
     if choice is None or choice == "auto":
         return ToolChoice()
     if choice == "none":
@@ -54,21 +54,21 @@ def decode_choice(choice: str | w.ToolChoiceIn | None) -> ToolChoice:
     if choice == "required":
         return ToolChoice("required")
     if isinstance(choice, w.ToolChoiceIn):
-        if choice.type in ("function", "custom") and (name := _chosen(choice)):
+        if choice.type in ("function", "custom") and (name := _chosen_name(choice)):
             return ToolChoice("named", [name])
         if choice.type == "allowed_tools" and choice.mode in ("auto", "required"):
             # The provider's own tools stand in the list without a name; no engine has them.
-            names = [name for tool in choice.tools or () if (name := _chosen(tool))]
+            names = [name for tool in choice.tools or () if (name := _chosen_name(tool))]
             if choice.mode == "required" and names:
                 return ToolChoice("named", names)
             if choice.mode == "auto":
                 return ToolChoice("auto", names) if names else ToolChoice("none")
         elif choice.type not in ("function", "custom", "allowed_tools"):
-            raise wire.unsupported("tool_choice", f"no engine has the provider's own tool `{choice.type}`")
+            raise wire.unsupported_field_error("tool_choice", f"no engine has the provider's own tool `{choice.type}`")
     raise ApiError("invalid_request", "`tool_choice` names no mode and no tool.", param="tool_choice")
 
 
-def _chosen(choice: w.ToolChoiceIn) -> str | None:
+def _chosen_name(choice: w.ToolChoiceIn) -> str | None:
     return choice.name or (choice.function.name if choice.function else None)
 
 
@@ -79,9 +79,9 @@ def encode_tools(tools: Sequence[Tool]) -> Iterator[w.ToolOut]:
     for tool in tools:
         out = w.ToolOut(tool.kind, tool.name, tool.description or UNSET)
         if tool.kind == "function":
-            out.parameters, out.strict = w.said(tool.parameters), tool.strict
+            out.parameters, out.strict = w.none_to_unset(tool.parameters), tool.strict
         elif tool.kind == "custom":
-            out.format = w.said(tool.grammar)
+            out.format = w.none_to_unset(tool.grammar)
         else:
             out = w.ToolOut(tool.name)
         if tool.namespace is None:
@@ -94,7 +94,7 @@ def encode_tools(tools: Sequence[Tool]) -> Iterator[w.ToolOut]:
             yield space
 
 
-def encode_choice(request: Request) -> str | w.ToolChoiceOut | UnsetType:
+def encode_tool_choice(request: Request) -> str | w.ToolChoiceOut | UnsetType:
     choice = request.tool_choice
     if choice.mode == "none" or choice.mode == "required":
         return choice.mode

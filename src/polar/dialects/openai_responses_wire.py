@@ -15,12 +15,12 @@ from polar.types import TokenLogprob
 T = TypeVar("T")
 
 
-def given(raw: Raw | UnsetType | None) -> Raw | None:
+def null_to_none(raw: Raw | UnsetType | None) -> Raw | None:
     """Raw JSON that says something: there, and not null."""
     return raw if isinstance(raw, Raw) and bytes(raw) != b"null" else None
 
 
-def said(value: T | None) -> T | UnsetType:
+def none_to_unset(value: T | None) -> T | UnsetType:
     """The other way: a field for nothing is left out."""
     return UNSET if value is None else value
 
@@ -28,7 +28,7 @@ def said(value: T | None) -> T | UnsetType:
 # --- What comes in: items ---------------------------------------------------------------------------------------------
 
 
-class HeadIn(Struct):
+class ItemHeadIn(Struct):
     """Enough of an input item to know what it is."""
 
     type: str | None = None
@@ -213,19 +213,19 @@ class RequestIn(Struct):
 # --- What comes in: a whole reply -------------------------------------------------------------------------------------
 
 
-class CachedIn(Struct):
+class CachedTokensIn(Struct):
     cached_tokens: int = 0
 
 
-class ThoughtIn(Struct):
+class ReasoningTokensIn(Struct):
     reasoning_tokens: int = 0
 
 
 class UsageIn(Struct):
     input_tokens: int = 0
     output_tokens: int = 0
-    input_tokens_details: CachedIn | None = None
-    output_tokens_details: ThoughtIn | None = None
+    input_tokens_details: CachedTokensIn | None = None
+    output_tokens_details: ReasoningTokensIn | None = None
 
 
 class FailureIn(Struct):
@@ -249,7 +249,7 @@ class ReplyIn(Struct):
 
 
 REQUEST = msgspec.json.Decoder(RequestIn)
-HEAD = msgspec.json.Decoder(HeadIn)
+ITEM_HEAD = msgspec.json.Decoder(ItemHeadIn)
 MESSAGE = msgspec.json.Decoder(MessageIn)
 AGENT_MESSAGE = msgspec.json.Decoder(AgentMessageIn)
 REASONING = msgspec.json.Decoder(ReasoningIn)
@@ -308,14 +308,14 @@ class SummaryText(Struct, tag="summary_text", tag_field="type"):
 
 
 Content: TypeAlias = InputText | InputImage | InputFile | InputAudio | OutputText
-Status = Literal["in_progress", "completed", "incomplete"]
+ItemStatus = Literal["in_progress", "completed", "incomplete"]
 
 
 class MessageItem(Struct, tag="message", tag_field="type"):
     role: str
     content: Sequence[Content]
     id: str | UnsetType = UNSET
-    status: Status | UnsetType = UNSET
+    status: ItemStatus | UnsetType = UNSET
 
 
 class ReasoningItem(Struct, tag="reasoning", tag_field="type"):
@@ -330,7 +330,7 @@ class FunctionCallItem(Struct, tag="function_call", tag_field="type"):
     arguments: str
     namespace: str | UnsetType = UNSET
     id: str | UnsetType = UNSET
-    status: Status | UnsetType = UNSET
+    status: ItemStatus | UnsetType = UNSET
 
 
 class CustomCallItem(Struct, tag="custom_tool_call", tag_field="type"):
@@ -339,14 +339,14 @@ class CustomCallItem(Struct, tag="custom_tool_call", tag_field="type"):
     input: str
     namespace: str | UnsetType = UNSET
     id: str | UnsetType = UNSET
-    status: Status | UnsetType = UNSET
+    status: ItemStatus | UnsetType = UNSET
 
 
 class ToolSearchCallItem(Struct, tag="tool_search_call", tag_field="type"):
     id: str
     call_id: str
     arguments: Raw
-    status: Status
+    status: ItemStatus
     execution: str = "client"
 
 
@@ -435,20 +435,20 @@ class RequestOut(Struct, kw_only=True):
 # --- What goes out: a reply, whole or streamed ------------------------------------------------------------------------
 
 
-class CachedOut(Struct):
+class CachedTokensOut(Struct):
     cached_tokens: int
     cache_write_tokens: int = 0
 
 
-class ThoughtOut(Struct):
+class ReasoningTokensOut(Struct):
     reasoning_tokens: int
 
 
 class UsageOut(Struct):
     input_tokens: int
-    input_tokens_details: CachedOut
+    input_tokens_details: CachedTokensOut
     output_tokens: int
-    output_tokens_details: ThoughtOut
+    output_tokens_details: ReasoningTokensOut
     total_tokens: int
 
 
@@ -479,7 +479,7 @@ class ResponseOut(Struct, kw_only=True):
     usage: UsageOut | None = None
 
 
-ECHO: dict[str, Raw] = {
+ECHO_DEFAULTS: dict[str, Raw] = {
     "instructions": Raw(b"null"),
     "max_output_tokens": Raw(b"null"),
     "max_tool_calls": Raw(b"null"),

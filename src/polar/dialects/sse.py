@@ -3,28 +3,28 @@
 from collections.abc import Iterator
 
 
-def event(data: bytes, name: bytes | None = None) -> bytes:
+def encode_event(data: bytes, name: bytes | None = None) -> bytes:
     if name is None:
         return b"data: " + data + b"\n\n"
     return b"event: " + name + b"\ndata: " + data + b"\n\n"
 
 
-COMMENT = b": keep-alive\n\n"
+KEEP_ALIVE_COMMENT = b": keep-alive\n\n"
 """Ignored by every parser that follows the standard."""
 
 
-class Parser:
+class EventParser:
     """Cuts a byte stream into the `data` of its events, however the stream was cut into chunks.
 
     `limit` bounds what one event may hold, so that a stream without line ends can't take all memory.
     """
 
-    def __init__(self, limit: int = 64 * 1024 * 1024) -> None:
+    def __init__(self, max_event_bytes: int = 64 * 1024 * 1024) -> None:
         self._line: list[bytes] = []  # pieces of a line that has not ended
         self._line_size = 0
         self._data: list[bytes] = []  # of an event that has not ended
         self._data_size = 0
-        self._limit = limit
+        self._max_event_bytes = max_event_bytes
 
     def feed(self, chunk: bytes) -> Iterator[bytes]:
         *lines, rest = chunk.split(b"\n")
@@ -49,5 +49,5 @@ class Parser:
             self._check_size()
 
     def _check_size(self) -> None:
-        if self._data_size + self._line_size > self._limit:
-            raise ValueError(f"an event of more than {self._limit} bytes")
+        if self._data_size + self._line_size > self._max_event_bytes:
+            raise ValueError(f"an event of more than {self._max_event_bytes} bytes")

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import msgspec
 from msgspec import Raw
 
-from polar.dialects.base import Wire
+from polar.dialects.base import RawRequest
 from polar.errors import ApiError
 
 T = TypeVar("T")
@@ -20,7 +20,7 @@ encode = msgspec.json.Encoder().encode
 """Python values and Structs to JSON bytes; Raw goes in as it is."""
 
 
-def split(body: bytes, list_name: str) -> Wire:
+def split(body: bytes, list_name: str) -> RawRequest:
     """The body's top-level fields, with the list `list_name` as raw items (no items where it is absent or not a
     list)."""
     try:
@@ -33,16 +33,16 @@ def split(body: bytes, list_name: str) -> Wire:
         raise ApiError("invalid_request", "The request body is nested too deeply.") from error
     listed = fields.get(list_name)
     if listed is None or bytes(memoryview(listed)[:1]) != b"[":
-        return Wire(fields, list_name, [])
+        return RawRequest(fields, list_name, [])
     del fields[list_name]
-    return Wire(fields, list_name, _ITEMS.decode(listed))
+    return RawRequest(fields, list_name, _ITEMS.decode(listed))
 
 
 _ESCAPE = re.compile(rb"\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|\\u[dD][89a-fA-F][0-9a-fA-F]{2}|\\.")
 """A surrogate pair, half a pair, or any other escape (which is passed over, so that an escaped backslash is)."""
 
 
-def mend(body: bytes) -> bytes:
+def replace_lone_surrogates(body: bytes) -> bytes:
     """JavaScript harnesses cut strings in the middle of a character, which no decoder takes: half a character becomes
     U+FFFD, as it does in browsers."""
     if b"\\ud" not in body and b"\\uD" not in body:
@@ -50,23 +50,23 @@ def mend(body: bytes) -> bytes:
     return _ESCAPE.sub(lambda escape: b"\\ufffd" if len(escape.group()) == 6 else escape.group(), body)
 
 
-_decoded: ContextVar[dict[tuple[int, int], tuple[object, Any]] | None] = ContextVar("decoded", default=None)
+_decode_cache: ContextVar[dict[tuple[int, int], tuple[object, Any]] | None] = ContextVar("decoded", default=None)
 
 
 @contextmanager
-def remembering() -> Iterator[None]:
+def cache_decoded_items() -> Iterator[None]:
     """Within, an item that several requests hold is decoded once: a session's requests repeat its history, as the very
     same objects where they come out of the store."""
-    token = _decoded.set({})
+    token = _decode_cache.set({})
     try:
         yield
     finally:
-        _decoded.reset(token)
+        _decode_cache.reset(token)
 
 
 def decode(decoder: "msgspec.json.Decoder[T]", raw: Raw | bytes, where: str) -> T:
     """Decodes one field or item; an error says where in the request it stands. What comes out is not to be changed."""
-    known = _decoded.get()
+    known = _decode_cache.get()
     if known is None:
         return _decode(decoder, raw, where)
     key = id(decoder), id(raw)
@@ -76,13 +76,13 @@ def decode(decoder: "msgspec.json.Decoder[T]", raw: Raw | bytes, where: str) -> 
     return found
 
 
-def made_before(kind: object) -> dict[int, tuple[Raw, Any]]:
+def cached_results(maker: object) -> dict[int, tuple[Raw, Any]]:
     """What was made of items, by their id(), each with the item, so that no other one gets its id; to be added to.
     `kind` is whatever makes such things of items; it lives as long as the process."""
-    known = _decoded.get()
+    known = _decode_cache.get()
     if known is None:
         return {}
-    made: dict[int, tuple[Raw, Any]] = known.setdefault((id(kind), 0), (kind, {}))[1]
+    made: dict[int, tuple[Raw, Any]] = known.setdefault((id(maker), 0), (maker, {}))[1]
     return made
 
 
@@ -95,7 +95,7 @@ def _decode(decoder: "msgspec.json.Decoder[T]", raw: Raw | bytes, where: str) ->
         raise ApiError("invalid_request", f"{where} is nested too deeply.", param=where) from error
 
 
-def unsupported(field: str, why: str) -> ApiError:
+def unsupported_field_error(field: str, why: str) -> ApiError:
     return ApiError("unsupported", f"`{field}` is not supported: {why}.", param=field)
 
 

@@ -11,16 +11,16 @@ import numpy as np
 from msgspec import Struct, field
 from numpy.typing import NDArray
 
-from polar.types import Event, FinishReason, Request, Sampling, TokenLogprob, Usage
+from polar.types import FinishReason, ReplyEvent, Request, SamplingParams, TokenLogprob, Usage
 
-Ids = NDArray[np.int32]
-Standing = Literal["running", "frozen", "asleep"]
+TokenIds = NDArray[np.int32]
+EngineState = Literal["running", "frozen", "asleep"]
 LogprobKind = Literal["raw", "processed", "none"]
-SENTINEL = -1000.0
+SENTINEL_LOGPROB = -1000.0
 """No sampled token is this unlikely; engines write such numbers (-9999, say) where they have none."""
 
 
-def server_root(url: str) -> str:
+def normalize_engine_url(url: str) -> str:
     """An engine's address, as it is told apart from others: people write it with and without the API's own path."""
     return url.rstrip("/").removesuffix("/v1")
 
@@ -36,14 +36,14 @@ class VersionSpan(Struct, frozen=True, array_like=True, gc=False):
 class Chunk(Struct, gc=False):
     """One step of a generation, as the engine reported it. Fields are empty where this step says nothing of them."""
 
-    events: list[Event] = field(default_factory=list)
+    events: list[ReplyEvent] = field(default_factory=list)
     ids: list[int] = field(default_factory=list)
     logprobs: list[float | None] | None = None  # one per id
-    prompt_ids: Ids | None = None
+    prompt_ids: TokenIds | None = None
     prompt_json: bytes | None = None  # the same as a JSON list, where that is how the engine gave them
     versions: list[VersionSpan] | None = None  # as the engine labels them, over the whole reply
     routed_experts: bytes | None = None
-    reasoning: int | None = None  # how many of the ids are reasoning, where somebody counted
+    reasoning_tokens: int | None = None  # how many of the ids are reasoning, where somebody counted
     alternatives: list[TokenLogprob] | None = None  # for a harness that asked for log-probabilities itself
     finish_reason: FinishReason | None = None
     stop_sequence: str | None = None
@@ -54,7 +54,7 @@ class TokenPrompt(Struct, frozen=True):
     """A prompt as token ids, and the same as JSON (a list without its brackets): the longest part of what is sent, and
     mostly known from the call before."""
 
-    ids: Ids
+    ids: TokenIds
     json: bytes
 
 
@@ -62,8 +62,10 @@ class Capabilities(Struct):
     """What an engine can do, as found by a probe (`polar doctor`) or known of its kind."""
 
     logprobs: LogprobKind = "none"
-    takes_ids: bool = False  # prompts of token ids, and ids back
-    knows_weights: bool = False  # whatever it says of versions is true of its weights, whoever told it otherwise
+    accepts_token_ids: bool = False  # prompts of token ids, and ids back
+    reports_weight_version: bool = (
+        False  # whatever it says of versions is true of its weights, whoever told it otherwise
+    )
     context_length: int | None = None
     models: list[str] = field(default_factory=list)
 
@@ -87,11 +89,11 @@ class Engine(Protocol):
         have ids and no events. Only for engines that take ids."""
         ...
 
-    def tokenizer_folder(self) -> str | None:
+    def find_tokenizer_folder(self) -> str | None:
         """The folder of the model's tokenizer and chat template, where one is known."""
         ...
 
-    def defaults(self, sampling: Sampling) -> Sampling:
+    def apply_sampling_defaults(self, sampling: SamplingParams) -> SamplingParams:
         """Sampling as it will be used: what the harness left open is filled in."""
         ...
 
@@ -99,24 +101,24 @@ class Engine(Protocol):
         """The prompt's length, without sampling."""
         ...
 
-    async def version_spans(self) -> bool:
+    async def reports_version_spans(self) -> bool:
         """Whether the engine itself says which weights sampled which tokens."""
         ...
 
-    async def running(self) -> int | None:
+    async def count_running_calls(self) -> int | None:
         """How many calls are being sampled right now; None where the engine doesn't tell."""
         ...
 
     @property
-    def connections(self) -> int:
+    def connections_opened(self) -> int:
         """Made to the server so far."""
         ...
 
-    async def process_start(self) -> float | None:
+    async def get_process_start_time(self) -> float | None:
         """When the server's process was started; None where the engine doesn't tell."""
         ...
 
-    async def standing(self) -> Standing | None:
+    async def get_state(self) -> EngineState | None:
         """How it stands, whoever told it to; None where the engine doesn't tell."""
         ...
 
@@ -136,7 +138,7 @@ class Engine(Protocol):
     async def close(self) -> None: ...
 
 
-class Launched(Protocol):
+class LaunchedEngine(Protocol):
     """A server that an engine's kind brought up by itself, because none was configured. A kind that can has an
     `async def launch(settings) -> Launched`."""
 

@@ -14,11 +14,20 @@ import numpy as np
 from msgspec import Raw, Struct
 
 from polar.engines.base import Chunk, VersionSpan
-from polar.types import CallDelta, CallStart, Event, FinishReason, ReasoningDelta, TextDelta, TokenLogprob, Usage
+from polar.types import (
+    FinishReason,
+    ReasoningDelta,
+    ReplyEvent,
+    TextDelta,
+    TokenLogprob,
+    ToolCallDelta,
+    ToolCallStart,
+    Usage,
+)
 
 T = TypeVar("T")
 
-NULL = Raw(b"null")
+JSON_NULL = Raw(b"null")
 
 
 class _Logprob(Struct, gc=False):
@@ -92,7 +101,7 @@ class _Call(Struct, gc=False):
     function: _Function = msgspec.field(default_factory=_Function)
 
 
-class Turn(Struct, gc=False):
+class MessageOrDelta(Struct, gc=False):
     """A whole message, or the delta of one: the fields are the same."""
 
     content: str | None = None
@@ -110,12 +119,12 @@ class _WeightVersion(Struct, gc=False):
 
 class Choice(Struct, gc=False):
     index: int = 0
-    delta: Turn | None = None
-    message: Turn | None = None
+    delta: MessageOrDelta | None = None
+    message: MessageOrDelta | None = None
     text: str | None = None  # legacy completions
     logprobs: _Logprobs | None = None
     token_ids: list[int] | None = None
-    prompt_token_ids: Raw = NULL  # SGLang has them here, vLLM on top
+    prompt_token_ids: Raw = JSON_NULL  # SGLang has them here, vLLM on top
     meta_info: _MetaInfo | None = None  # SGLang
     finish_reason: str | None = None
     stop_reason: str | int | None = None
@@ -138,13 +147,13 @@ class _Usage(Struct, gc=False):
     completion_tokens_details: _ReasoningTokens | None = None
 
 
-class Reply(Struct, gc=False):
+class EndpointReply(Struct, gc=False):
     """A whole completion, or one chunk of a stream."""
 
     choices: list[Choice] = msgspec.field(default_factory=list)
     usage: _Usage | None = None
-    prompt_token_ids: Raw = NULL
-    error: Raw = NULL
+    prompt_token_ids: Raw = JSON_NULL
+    error: Raw = JSON_NULL
 
 
 class _Model(Struct, gc=False):
@@ -153,14 +162,14 @@ class _Model(Struct, gc=False):
     root: str | None = None  # where the server has it from
 
 
-class Models(Struct, gc=False):
+class ModelListing(Struct, gc=False):
     data: list[_Model] = msgspec.field(default_factory=list)
 
 
-_reply = msgspec.json.Decoder(Reply)
+_reply = msgspec.json.Decoder(EndpointReply)
 _full_reply = msgspec.json.Decoder(_FullReply)
 _id_reply = msgspec.json.Decoder(_IdReply)
-models = msgspec.json.Decoder(Models)
+model_list_decoder = msgspec.json.Decoder(ModelListing)
 
 _FINISH: dict[str, FinishReason] = {
     "stop": "stop",
@@ -187,32 +196,32 @@ def decode(decoder: "msgspec.json.Decoder[T]", data: bytes) -> T:
         raise ValueError("nested too deeply") from error
 
 
-class Events:
+class EventDecoder:
     """Turns or deltas into events, one after another. Remembers which call is open."""
 
     def __init__(self) -> None:
-        self._call = -1
-        self._open = False
+        self._call_index = -1
+        self._call_is_open = False
 
-    def of(self, turn: Turn) -> list[Event]:
-        events: list[Event] = []
+    def decode_turn(self, turn: MessageOrDelta) -> list[ReplyEvent]:
+        events: list[ReplyEvent] = []
         if thinking := turn.reasoning_content or turn.reasoning:
             events.append(ReasoningDelta(thinking))
         if text := turn.content or turn.refusal:
             events.append(TextDelta(text))
-        self._open = self._open and not events
+        self._call_is_open = self._call_is_open and not events
         for call in turn.tool_calls or ():
-            if call.index > self._call:
-                self._call, self._open = call.index, True
-                events.append(CallStart(call.id or "", call.function.name or ""))
-            elif call.index < self._call or (call.function.arguments and not self._open):
+            if call.index > self._call_index:
+                self._call_index, self._call_is_open = call.index, True
+                events.append(ToolCallStart(call.id or "", call.function.name or ""))
+            elif call.index < self._call_index or (call.function.arguments and not self._call_is_open):
                 raise ValueError("tool calls whose pieces are mixed")
             if call.function.arguments:
-                events.append(CallDelta(call.function.arguments))
+                events.append(ToolCallDelta(call.function.arguments))
         return events
 
 
-def fill(chunk: Chunk, choice: Choice) -> None:
+def fill_chunk(chunk: Chunk, choice: Choice) -> None:
     """Ids, log-probabilities and the end, from a choice."""
     if choice.meta_info is not None and choice.meta_info.output_token_logprobs is not None:
         sampled = choice.meta_info.output_token_logprobs
@@ -225,7 +234,7 @@ def fill(chunk: Chunk, choice: Choice) -> None:
             content = choice.logprobs.content
             chunk.logprobs = choice.logprobs.token_logprobs if content is None else [token.logprob for token in content]
     if choice.weight_versions:
-        chunk.versions = _spans(choice.weight_versions)
+        chunk.versions = _parse_version_spans(choice.weight_versions)
     if choice.routed_experts is not None:
         chunk.routed_experts = base64.b64decode(choice.routed_experts)
     if choice.finish_reason:
@@ -234,80 +243,80 @@ def fill(chunk: Chunk, choice: Choice) -> None:
             chunk.stop_sequence = choice.stop_reason
 
 
-def _spans(labelled: list[_WeightVersion]) -> list[VersionSpan] | None:
+def _parse_version_spans(weight_versions: list[_WeightVersion]) -> list[VersionSpan] | None:
     """None where the labels are no versions of ours, which are whole numbers."""
     try:
-        return [VersionSpan(int(span.version), span.start, span.end) for span in labelled]
+        return [VersionSpan(int(span.version), span.start, span.end) for span in weight_versions]
     except ValueError:
         return None
 
 
-def alternatives_of_ids(data: bytes, text: Callable[[int], str]) -> list[TokenLogprob] | None:
+def read_id_alternatives(data: bytes, token_text: Callable[[int], str]) -> list[TokenLogprob] | None:
     """Alternatives from a reply of ids, in text for a harness that asked for them."""
     choices = decode(_id_reply, data).choices
     content = choices[0].logprobs.content if choices and choices[0].logprobs is not None else None
-    return None if content is None else [_shown(_with_text(token, text)) for token in content]
+    return None if content is None else [_to_token_logprob(_add_token_text(token, token_text)) for token in content]
 
 
-def _with_text(token: _IdToken, text: Callable[[int], str]) -> _FullToken:
-    others = [_with_text(other, text) for other in token.top_logprobs]
-    said = text(token.token_id)
-    return _FullToken(said, token.logprob, list(said.encode("utf-8", "replace")), others)
+def _add_token_text(token: _IdToken, token_text: Callable[[int], str]) -> _FullToken:
+    others = [_add_token_text(other, token_text) for other in token.top_logprobs]
+    spelling = token_text(token.token_id)
+    return _FullToken(spelling, token.logprob, list(spelling.encode("utf-8", "replace")), others)
 
 
-def alternatives(data: bytes) -> list[TokenLogprob] | None:
+def read_text_alternatives(data: bytes) -> list[TokenLogprob] | None:
     choices = decode(_full_reply, data).choices
     found = choices[0].logprobs if choices else None
     if found is None or found.content is not None:
-        return [_shown(token) for token in found.content] if found and found.content else None
+        return [_to_token_logprob(token) for token in found.content] if found and found.content else None
     tops = found.top_logprobs or [None] * len(found.tokens)
     return [
-        _shown(_FullToken(token, logprob, None, [_FullToken(*other) for other in (top or {}).items()]))
+        _to_token_logprob(_FullToken(token, logprob, None, [_FullToken(*other) for other in (top or {}).items()]))
         for token, logprob, top in zip(found.tokens, found.token_logprobs, tops, strict=False)
     ]
 
 
-def _shown(token: _FullToken) -> TokenLogprob:
+def _to_token_logprob(token: _FullToken) -> TokenLogprob:
     """Where there is no log-probability, a harness gets the number that OpenAI has for this."""
     logprob = -9999.0 if token.logprob is None else token.logprob
-    return TokenLogprob(token.token, logprob, token.bytes, [_shown(other) for other in token.top_logprobs])
+    return TokenLogprob(token.token, logprob, token.bytes, [_to_token_logprob(other) for other in token.top_logprobs])
 
 
-def usage(usage: _Usage) -> Usage:
+def to_usage(usage: _Usage) -> Usage:
     cached, thinking = usage.prompt_tokens_details, usage.completion_tokens_details
     return Usage(
-        prompt=_counted(usage.prompt_tokens),
-        completion=_counted(usage.completion_tokens),
-        cached=_counted(cached.cached_tokens) if cached else 0,
-        reasoning=_counted(thinking.reasoning_tokens) if thinking else 0,
+        prompt=_to_count(usage.prompt_tokens),
+        completion=_to_count(usage.completion_tokens),
+        cached=_to_count(cached.cached_tokens) if cached else 0,
+        reasoning=_to_count(thinking.reasoning_tokens) if thinking else 0,
     )
 
 
-def _counted(tokens: int | None) -> int:
+def _to_count(tokens: int | None) -> int:
     return max(tokens or 0, 0)
 
 
-_PROMPT = b'"prompt_token_ids":['
+_PROMPT_IDS_KEY = b'"prompt_token_ids":['
 
 
-def read(data: bytes) -> tuple[Reply, bytes | None]:
+def read_reply(data: bytes) -> tuple[EndpointReply, bytes | None]:
     """A reply, and its prompt's ids as they stand there.
 
     They are most of what an engine sends, so they are cut out before the rest is decoded. Within a JSON string the
     quotes of `_PROMPT` would be escaped: what is found is the member itself.
     """
-    start = data.find(_PROMPT)
+    start = data.find(_PROMPT_IDS_KEY)
     end = data.find(b"]", start)
     if start < 0 or end < 0:
         reply = decode(_reply, data)
         loose = reply.prompt_token_ids  # where white space stands in between, say
-        if loose == NULL and reply.choices:
+        if loose == JSON_NULL and reply.choices:
             loose = reply.choices[0].prompt_token_ids
-        return reply, None if loose == NULL else bytes(loose)
-    opening = start + len(_PROMPT) - 1
+        return reply, None if loose == JSON_NULL else bytes(loose)
+    opening = start + len(_PROMPT_IDS_KEY) - 1
     return decode(_reply, data[:opening] + b"null" + data[end + 1 :]), data[opening : end + 1]
 
 
-def count(ids: bytes) -> int:
+def count_json_ids(ids: bytes) -> int:
     """The length of a list of numbers, without reading it."""
     return int(np.count_nonzero(np.frombuffer(ids, np.uint8) == ord(","))) + 1 if len(ids) > 2 else 0

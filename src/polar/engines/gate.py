@@ -23,7 +23,7 @@ class Gate:
         self.frozen = False
         self._open.set()
 
-    async def passed(self) -> None:
+    async def wait_until_open(self) -> None:
         if self._open.is_set():
             return
         self.held += 1

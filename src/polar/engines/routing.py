@@ -15,12 +15,12 @@ import hashlib
 from collections.abc import Collection, Sequence
 from typing import Protocol, TypeVar
 
-_TAKES = 1.25  # times the mean of calls: up to here a replica takes newcomers
-_KEEPS = 1.5  # times the mean: up to here it keeps those that it has
-_SLACK = 16  # calls above the mean that no engine minds, and for which no session gives up its cache
+_NEWCOMER_LOAD_FACTOR = 1.25  # times the mean of calls: up to here a replica takes newcomers
+_RESIDENT_LOAD_FACTOR = 1.5  # times the mean: up to here it keeps those that it has
+_SLACK_CALLS = 16  # calls above the mean that no engine minds, and for which no session gives up its cache
 
 
-class Place(Protocol):
+class RoutableReplica(Protocol):
     """What is asked of a replica."""
 
     @property
@@ -30,26 +30,30 @@ class Place(Protocol):
     def running(self) -> Collection[object]: ...
 
 
-P = TypeVar("P", bound=Place)
+ReplicaT = TypeVar("ReplicaT", bound=RoutableReplica)
 
 
-def choose(group: str, home: P | None, places: Sequence[P], most: int) -> P:
+def choose_replica(group: str, home: ReplicaT | None, replicas: Sequence[ReplicaT], max_calls: int) -> ReplicaT:
     """One of `places`, of which there must be some. `home` is where the session was last; `most` is how many calls one
     place should get at most. Where no place has room, the least busy one is taken."""
-    mean = (1 + sum(len(place.running) for place in places)) / len(places)
-    if home is not None and home in places and len(home.running) < min(most, max(_KEEPS * mean, mean + _SLACK)):
+    mean = (1 + sum(len(place.running) for place in replicas)) / len(replicas)
+    if (
+        home is not None
+        and home in replicas
+        and len(home.running) < min(max_calls, max(_RESIDENT_LOAD_FACTOR * mean, mean + _SLACK_CALLS))
+    ):
         return home
-    ordered = order(group, places)
-    room = min(most, max(1, int(_TAKES * mean)))
+    ordered = rank_replicas(group, replicas)
+    room = min(max_calls, max(1, int(_NEWCOMER_LOAD_FACTOR * mean)))
     return next(
         (place for place in ordered if len(place.running) < room), min(ordered, key=lambda place: len(place.running))
     )
 
 
-def order(group: str, places: Sequence[P]) -> list[P]:
+def rank_replicas(group: str, replicas: Sequence[ReplicaT]) -> list[ReplicaT]:
     """The places as a group prefers them."""
-    return sorted(places, key=lambda place: _weight(group, place.url), reverse=True)
+    return sorted(replicas, key=lambda place: _rendezvous_hash(group, place.url), reverse=True)
 
 
-def _weight(group: str, url: str) -> bytes:
+def _rendezvous_hash(group: str, url: str) -> bytes:
     return hashlib.blake2b(f"{group}\0{url}".encode("utf-8", "surrogatepass"), digest_size=8).digest()

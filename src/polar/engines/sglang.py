@@ -13,14 +13,14 @@ import numpy as np
 from msgspec import Struct, field
 from pydantic import Field
 
-from polar.config import EngineSettings, Section
-from polar.engines.base import Capabilities, Chunk, Standing, TokenPrompt
-from polar.engines.vllm import MOVING, Take, VllmEngine
-from polar.experts import written
+from polar.config import EngineSettings, SettingsSection
+from polar.engines.base import Capabilities, Chunk, EngineState, TokenPrompt
+from polar.engines.vllm import SLEEP_TIMEOUT_SECONDS, ReadIntoChunk, VllmEngine
+from polar.experts import encode_experts
 from polar.types import FinishReason, Request, Usage
 
 
-class Options(Section):
+class SglangOptions(SettingsSection):
     routed_experts: int | None = Field(
         None, gt=0, strict=True, description="of a token in a layer of a mixture: which ones is asked for"
     )
@@ -51,51 +51,55 @@ _FINISH: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort":
 
 class SglangEngine(VllmEngine):
     extra_fields = b'"return_prompt_token_ids":true,"return_meta_info":true'
-    capabilities = Capabilities(logprobs="raw", takes_ids=True)
+    capabilities = Capabilities(logprobs="raw", accepts_token_ids=True)
 
-    streams_chat = False
+    chat_streams_token_ids = False
 
     def __init__(self, url: str, settings: EngineSettings) -> None:
         super().__init__(url, settings)
-        self._experts = settings.options_as(Options).routed_experts
+        self._experts_per_token = settings.parse_options(SglangOptions).routed_experts
 
-    async def _opened(self, call: Request, prompt: TokenPrompt) -> aiohttp.ClientResponse:
-        asks = call.logprobs is not None
-        fields = {"sampling_params": _parameters(call), "stream": call.stream, "return_logprob": asks}
-        if self._experts is not None:
+    async def _open_generation(self, call: Request, prompt: TokenPrompt) -> aiohttp.ClientResponse:
+        wants_logprobs = call.logprobs is not None
+        fields = {
+            "sampling_params": _sampling_parameters(call),
+            "stream": call.stream,
+            "return_logprob": wants_logprobs,
+        }
+        if self._experts_per_token is not None:
             fields["return_routed_experts"] = True
         body = b'%b,"input_ids":[%b]}' % (msgspec.json.encode(fields)[:-1], prompt.json)
-        response = await self._http.open("/generate", body)
+        response = await self._http.post("/generate", body)
         if response.status == 200:
             return response
         refusal = await self._http.read(response)
-        raise self._http.refused(response.status, refusal, response.headers.get("Retry-After"))
+        raise self._http.error_from_response(response.status, refusal, response.headers.get("Retry-After"))
 
-    async def standing(self) -> Standing | None:
+    async def get_state(self) -> EngineState | None:
         """There is no route that tells."""
         return None
 
     async def sleep(self) -> bool:
         """Needs --enable-memory-saver; the weights are kept only with --enable-weights-cpu-backup, and are to be loaded
         anew without. A server that is told twice, or to wake while it is awake, dies of it."""
-        return await self._http.order("/release_memory_occupation", b"{}", timeout=MOVING)
+        return await self._http.post_if_supported("/release_memory_occupation", b"{}", timeout=SLEEP_TIMEOUT_SECONDS)
 
     async def wake(self) -> None:
-        await self._http.request("POST", "/resume_memory_occupation", b"{}", timeout=MOVING)
+        await self._http.request("POST", "/resume_memory_occupation", b"{}", timeout=SLEEP_TIMEOUT_SECONDS)
 
-    def _taker(self, *, wants: bool) -> Take:  # noqa: ARG002 (alternatives are not asked for)
-        return _Growing(self._experts).take
+    def _make_chunk_reader(self, *, wants_logprobs: bool) -> ReadIntoChunk:  # noqa: ARG002 (alternatives are not asked for)
+        return _CumulativeReader(self._experts_per_token).read_into_chunk
 
 
-class _Growing:
+class _CumulativeReader:
     """Each event of a stream repeats everything from the first token on; what is new is handed on."""
 
-    def __init__(self, experts: int | None) -> None:
-        self._experts = experts
+    def __init__(self, experts_per_token: int | None) -> None:
+        self._experts_per_token = experts_per_token
         self._ids = 0
         self._logprobs = 0
 
-    def take(self, chunk: Chunk, data: bytes) -> None:
+    def read_into_chunk(self, chunk: Chunk, data: bytes) -> None:
         output = _output.decode(data)
         meta = output.meta_info
         chunk.ids = chunk.ids + output.output_ids[self._ids :]
@@ -109,23 +113,23 @@ class _Growing:
             matched = meta.finish_reason.matched
             chunk.stop_sequence = matched if isinstance(matched, str) else None
             chunk.usage = Usage(meta.prompt_tokens, meta.completion_tokens, meta.cached_tokens)
-            if meta.routed_experts and self._experts is not None:
+            if meta.routed_experts and self._experts_per_token is not None:
                 tokens = meta.prompt_tokens + meta.completion_tokens - 1
-                chunk.routed_experts = _routed(meta.routed_experts, tokens, self._experts)
+                chunk.routed_experts = _encode_routed_experts(meta.routed_experts, tokens, self._experts_per_token)
 
 
-def _routed(data: str, tokens: int, each: int) -> bytes | None:
+def _encode_routed_experts(data: str, tokens: int, experts_per_token: int) -> bytes | None:
     """As vLLM gives them: a file of tokens x layers x experts, in as few bytes as their numbers take. None where they
     are not of so many tokens."""
     flat = np.frombuffer(base64.b64decode(data), "<i4")
-    if tokens < 1 or len(flat) == 0 or len(flat) % (tokens * each):
+    if tokens < 1 or len(flat) == 0 or len(flat) % (tokens * experts_per_token):
         return None
     if flat.min() >= 0:
         flat = flat.astype(np.min_scalar_type(flat.max()))
-    return written(flat.reshape(tokens, -1, each))
+    return encode_experts(flat.reshape(tokens, -1, experts_per_token))
 
 
-def _parameters(call: Request) -> dict[str, Any]:
+def _sampling_parameters(call: Request) -> dict[str, Any]:
     sampling = call.sampling
     named: dict[str, Any] = {
         "temperature": sampling.temperature,

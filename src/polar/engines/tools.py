@@ -8,7 +8,7 @@ shown to the model. What the model calls is translated back before the harness s
 import msgspec
 from msgspec import Raw, Struct
 
-from polar.types import CallDelta, CallStart, Event, Message, Part, Request, Tool, ToolCall
+from polar.types import Message, Part, ReplyEvent, Request, Tool, ToolCall, ToolCallDelta, ToolCallStart
 
 _FREEFORM = Raw(
     b'{"type":"object","properties":{"input":{"type":"string"}},"required":["input"],"additionalProperties":false}'
@@ -23,7 +23,7 @@ def flat_name(namespace: str | None, name: str) -> str:
     return f"{namespace}__{name}" if namespace else name
 
 
-def flatten(request: Request) -> Request:
+def flatten_request(request: Request) -> Request:
     """The same request with plain function tools only; `request` itself where it has no others."""
     plain_tools = all(tool.kind == "function" and not tool.namespace for tool in request.tools)
     if plain_tools and not _has_special_calls(request):
@@ -90,31 +90,33 @@ class CallTranslator:
         }
         self._held: list[str] | None = None
 
-    def translate(self, events: list[Event]) -> list[Event]:
+    def translate(self, events: list[ReplyEvent]) -> list[ReplyEvent]:
         if not self._special:
             return events
-        out: list[Event] = []
+        out: list[ReplyEvent] = []
         for event in events:
-            if isinstance(event, CallDelta) and self._held is not None:
+            if isinstance(event, ToolCallDelta) and self._held is not None:
                 self._held.append(event.arguments)
                 continue
             out += self.flush()
-            if isinstance(event, CallStart) and (tool := self._special.get(event.name)) is not None:
+            if isinstance(event, ToolCallStart) and (tool := self._special.get(event.name)) is not None:
                 custom = tool.kind == "custom"
                 out.append(
-                    CallStart(event.id, tool.name, "custom" if custom else "function", tool.namespace, event.written)
+                    ToolCallStart(
+                        event.id, tool.name, "custom" if custom else "function", tool.namespace, event.written
+                    )
                 )
                 self._held = [] if custom else None
             else:
                 out.append(event)
         return out
 
-    def flush(self) -> list[Event]:
+    def flush(self) -> list[ReplyEvent]:
         """What is held back, at the end of a call."""
         if self._held is None:
             return []
         text, self._held = "".join(self._held), None
         try:
-            return [CallDelta(msgspec.json.decode(text, type=_Input).input)]
+            return [ToolCallDelta(msgspec.json.decode(text, type=_Input).input)]
         except (msgspec.DecodeError, RecursionError):
-            return [CallDelta(text)]
+            return [ToolCallDelta(text)]

@@ -14,57 +14,57 @@ import aiohttp
 import msgspec
 from msgspec import Struct
 
-from polar.dialects.sse import Parser
+from polar.dialects.sse import EventParser
 from polar.engines import chat_wire as w
-from polar.engines.base import Capabilities, Chunk, Standing, TokenPrompt
+from polar.engines.base import Capabilities, Chunk, EngineState, TokenPrompt
 from polar.engines.chat import ChatEngine
-from polar.engines.tools import flatten
+from polar.engines.tools import flatten_request
 from polar.errors import EngineError
 from polar.rendering.tokenizer import Tokenizer, load_tokenizer
-from polar.types import Request, Sampling
+from polar.types import Request, SamplingParams
 
 
 class _Count(Struct):
     count: int
 
 
-class _Standing(Struct):
+class _StateReply(Struct):
     is_sleeping: bool = False
     is_paused: bool = False
 
 
 _count = msgspec.json.Decoder(_Count)
-_standing = msgspec.json.Decoder(_Standing)
-_GENERATE = "/inference/v1/generate"
-_PROCESS_START = re.compile(r"^process_start_time_seconds ([0-9.e+]+)$", re.MULTILINE)
-_RUNNING = re.compile(r"^vllm:num_requests_running(?:\{.*\})? ([0-9.]+)$", re.MULTILINE)
-_AWAKE = re.compile(r'^vllm:engine_sleep_state\{.*sleep_state="awake".*\} 1(?:\.0)?$', re.MULTILINE)
+_state_decoder = msgspec.json.Decoder(_StateReply)
+_GENERATE_PATH = "/inference/v1/generate"
+_PROCESS_START_METRIC = re.compile(r"^process_start_time_seconds ([0-9.e+]+)$", re.MULTILINE)
+_RUNNING_METRIC = re.compile(r"^vllm:num_requests_running(?:\{.*\})? ([0-9.]+)$", re.MULTILINE)
+_AWAKE_METRIC = re.compile(r'^vllm:engine_sleep_state\{.*sleep_state="awake".*\} 1(?:\.0)?$', re.MULTILINE)
 
-MOVING = 300.0
+SLEEP_TIMEOUT_SECONDS = 300.0
 """Seconds that an engine may take to move its weights out of the accelerator's memory, or back."""
 
-Take = Callable[[Chunk, bytes], None]
+ReadIntoChunk = Callable[[Chunk, bytes], None]
 """Adds what a reply of ids, or an event of its stream, says. Raises ValueError where it is none."""
 
 
 class VllmEngine(ChatEngine):
     extra_fields = b'"return_token_ids":true'
-    capabilities = Capabilities(logprobs="raw", takes_ids=True)
-    _generates = True  # until the server says that it has no such route
+    capabilities = Capabilities(logprobs="raw", accepts_token_ids=True)
+    _has_generate_route = True  # until the server says that it has no such route
     _tokenizer: Tokenizer | None = None
-    streams_chat = True
+    chat_streams_token_ids = True
     """Whether its chat API gives token ids with streams, too."""
 
-    def tokenizer_folder(self) -> str | None:
+    def find_tokenizer_folder(self) -> str | None:
         """An engine on this machine says where its model lies; elsewhere the path means nothing."""
-        named = super().tokenizer_folder()
+        named = super().find_tokenizer_folder()
         if named is None and self._root and (Path(self._root) / "tokenizer.json").is_file():
             return self._root
         return named
 
-    def defaults(self, sampling: Sampling) -> Sampling:
+    def apply_sampling_defaults(self, sampling: SamplingParams) -> SamplingParams:
         """A model's generation_config.json would otherwise set these behind our back."""
-        sampling = super().defaults(sampling)
+        sampling = super().apply_sampling_defaults(sampling)
         if sampling.top_k is None:
             sampling.top_k = -1
         if sampling.min_p is None:
@@ -79,7 +79,7 @@ class VllmEngine(ChatEngine):
         self, request: Request, *, stream: bool, prompt: TokenPrompt | None = None
     ) -> AsyncGenerator[Chunk, None]:
         if prompt is None:
-            chunks = super().generate(request, stream=stream and self.streams_chat)
+            chunks = super().generate(request, stream=stream and self.chat_streams_token_ids)
         else:
             chunks = self._sample(request, prompt, stream)
         try:
@@ -92,29 +92,29 @@ class VllmEngine(ChatEngine):
         if self.model is None:
             await self.start()
         call = self.prepare(request, stream)
-        room = self._room(prompt)
+        room = self._count_remaining_tokens(prompt)
         if room is not None:
             call.sampling.max_tokens = min(call.sampling.max_tokens or room, room)
-        response = await self._opened(call, prompt)
-        take = self._taker(wants=request.logprobs is not None)
+        response = await self._open_generation(call, prompt)
+        read_into_chunk = self._make_chunk_reader(wants_logprobs=request.logprobs is not None)
         try:
             if stream:
-                async for chunk in self._id_stream(response, take):
+                async for chunk in self._read_id_stream(response, read_into_chunk):
                     yield chunk
             else:
                 body = await self._http.read(response)
                 chunk = Chunk()
                 try:
-                    take(chunk, body)
+                    read_into_chunk(chunk, body)
                 except ValueError as error:
-                    raise self._http.broken(error) from error
+                    raise self._http.error_from_exception(error) from error
                 if chunk.finish_reason is None:
                     chunk.finish_reason = "stop"
                 yield chunk
         finally:
             response.close()
 
-    def _room(self, prompt: TokenPrompt) -> int | None:
+    def _count_remaining_tokens(self, prompt: TokenPrompt) -> int | None:
         length = self.capabilities.context_length
         if length is None:
             return None
@@ -125,140 +125,146 @@ class VllmEngine(ChatEngine):
             )
         return length - len(prompt.ids)
 
-    async def _opened(self, call: Request, prompt: TokenPrompt) -> aiohttp.ClientResponse:
-        if self._generates:
-            response = await self._http.open(_GENERATE, self._generate_body(call, prompt))
+    async def _open_generation(self, call: Request, prompt: TokenPrompt) -> aiohttp.ClientResponse:
+        if self._has_generate_route:
+            response = await self._http.post(_GENERATE_PATH, self._generate_body(call, prompt))
             if response.status == 200:
                 return response
             refusal = await self._http.read(response)
             if response.status != 404:
-                raise self._http.refused(response.status, refusal, response.headers.get("Retry-After"))
-        response = await self._http.open("/v1/completions", self._completion_body(call, prompt))
+                raise self._http.error_from_response(response.status, refusal, response.headers.get("Retry-After"))
+        response = await self._http.post("/v1/completions", self._completion_body(call, prompt))
         if response.status == 200:
-            self._generates = False  # a model that isn't there is a 404 of either route
+            self._has_generate_route = False  # a model that isn't there is a 404 of either route
             return response
         refusal = await self._http.read(response)
-        raise self._http.refused(response.status, refusal, response.headers.get("Retry-After"))
+        raise self._http.error_from_response(response.status, refusal, response.headers.get("Retry-After"))
 
     def _generate_body(self, call: Request, prompt: TokenPrompt) -> bytes:
         stream = b',"stream":true,"stream_options":{"include_usage":true}' if call.stream else b""
-        model, parameters = msgspec.json.encode(call.model), msgspec.json.encode(_parameters(call))
+        model, parameters = msgspec.json.encode(call.model), msgspec.json.encode(_sampling_parameters(call))
         return b'{"model":%b,"sampling_params":%b%b,"token_ids":[%b]}' % (model, parameters, stream, prompt.json)
 
     def _completion_body(self, call: Request, prompt: TokenPrompt) -> bytes:
-        fields = _parameters(call) | {"model": call.model, "return_token_ids": True, "stream": call.stream}
+        fields = _sampling_parameters(call) | {"model": call.model, "return_token_ids": True, "stream": call.stream}
         if call.stream:
             fields["stream_options"] = {"include_usage": True}
         return b'%b,"prompt":[%b]}' % (msgspec.json.encode(fields)[:-1], prompt.json)
 
-    async def _id_stream(self, response: aiohttp.ClientResponse, take: Take) -> AsyncGenerator[Chunk, None]:
-        parser = Parser()
+    async def _read_id_stream(
+        self, response: aiohttp.ClientResponse, read_into_chunk: ReadIntoChunk
+    ) -> AsyncGenerator[Chunk, None]:
+        parser = EventParser()
         finished = False
         try:
             async for piece in response.content.iter_any():
                 # What came in one piece is handed on as one chunk: an engine that is ahead is caught up with quickly.
-                whole = Chunk()
+                chunk = Chunk()
                 failure: EngineError | ValueError | None = None
                 try:
                     for data in parser.feed(piece):
                         if data != b"[DONE]":
-                            take(whole, data)
+                            read_into_chunk(chunk, data)
                 except (EngineError, ValueError) as error:
                     failure = error  # what came before it was sampled all the same
-                finished = finished or whole.finish_reason is not None
-                yield whole
+                finished = finished or chunk.finish_reason is not None
+                yield chunk
                 if failure is not None:
                     raise failure
         except ValueError as error:
-            raise self._http.broken(error) from error
+            raise self._http.error_from_exception(error) from error
         except (aiohttp.ClientError, TimeoutError) as error:
             if not finished:  # else all was said before the connection broke
-                raise self._http.broken(error) from error
+                raise self._http.error_from_exception(error) from error
         if not finished:
             raise EngineError(f"{self.url} ended its stream without a finish reason.")
 
-    def _taker(self, *, wants: bool) -> Take:
+    def _make_chunk_reader(self, *, wants_logprobs: bool) -> ReadIntoChunk:
         """`wants`: the harness asked for log-probabilities itself."""
-        return lambda whole, data: self._take(whole, data, wants)
+        return lambda whole, data: self._read_into_chunk(whole, data, wants_logprobs)
 
-    def _take(self, whole: Chunk, data: bytes, wants: bool) -> None:
-        reply, _ = w.read(data)
-        if reply.error != w.NULL:
-            raise self._http.refused(500, bytes(reply.error))
+    def _read_into_chunk(self, merged: Chunk, data: bytes, wants_logprobs: bool) -> None:
+        reply, _ = w.read_reply(data)
+        if reply.error != w.JSON_NULL:
+            raise self._http.error_from_response(500, bytes(reply.error))
         if reply.usage is not None:
-            whole.usage = w.usage(reply.usage)
+            merged.usage = w.to_usage(reply.usage)
         if not reply.choices:
             return
         chunk = Chunk()
-        w.fill(chunk, reply.choices[0])
-        whole.ids = whole.ids + chunk.ids
+        w.fill_chunk(chunk, reply.choices[0])
+        merged.ids = merged.ids + chunk.ids
         if chunk.logprobs is not None:
-            whole.logprobs = (whole.logprobs or []) + chunk.logprobs
-        if wants:
-            named = w.alternatives_of_ids(data, self._text) if self._generates else w.alternatives(data)
-            whole.alternatives = (whole.alternatives or []) + (named or [])
-        whole.versions = chunk.versions or whole.versions
-        whole.routed_experts = chunk.routed_experts or whole.routed_experts
+            merged.logprobs = (merged.logprobs or []) + chunk.logprobs
+        if wants_logprobs:
+            named = (
+                w.read_id_alternatives(data, self._decode_token)
+                if self._has_generate_route
+                else w.read_text_alternatives(data)
+            )
+            merged.alternatives = (merged.alternatives or []) + (named or [])
+        merged.versions = chunk.versions or merged.versions
+        merged.routed_experts = chunk.routed_experts or merged.routed_experts
         if chunk.finish_reason is not None:
-            whole.finish_reason, whole.stop_sequence = chunk.finish_reason, chunk.stop_sequence
+            merged.finish_reason, merged.stop_sequence = chunk.finish_reason, chunk.stop_sequence
 
-    def _text(self, id: int) -> str:
+    def _decode_token(self, id: int) -> str:
         if self._tokenizer is None:
-            folder = self.tokenizer_folder()
+            folder = self.find_tokenizer_folder()
             assert folder is not None  # ids come from a prompt that was rendered with it
             self._tokenizer = load_tokenizer(Path(folder))
-        return self._tokenizer.token_text(id)
+        return self._tokenizer.decode_token(id)
 
     # Beside sampling
 
     async def count_tokens(self, request: Request) -> int:
         if self.model is None:
             await self.start()
-        call = self.prepare(flatten(request), stream=False)
+        call = self.prepare(flatten_request(request), stream=False)
         body = await self._http.request("POST", "/tokenize", self._dialect.encode_request(call))
         try:
             return _count.decode(body).count
         except (ValueError, RecursionError) as error:
             raise EngineError(f"{self.url}/tokenize did not answer with a count: {error}.") from error
 
-    async def version_spans(self) -> bool:
+    async def reports_version_spans(self) -> bool:
         """Only the token-in, token-out route reports them (vLLM: --enable-scale-out)."""
         body = b'{"model":%b,"token_ids":[1,2,3],"sampling_params":{"max_tokens":1}}' % msgspec.json.encode(self.model)
         try:
-            return b"weight_versions" in await self._http.request("POST", _GENERATE, body)
+            return b"weight_versions" in await self._http.request("POST", _GENERATE_PATH, body)
         except EngineError:
             return False
 
-    async def running(self) -> int | None:
+    async def count_running_calls(self) -> int | None:
         try:
             metrics = (await self._http.request("GET", "/metrics", timeout=5)).decode()
         except EngineError:
             return None
-        counts = _RUNNING.findall(metrics)
+        counts = _RUNNING_METRIC.findall(metrics)
         return sum(int(float(count)) for count in counts) if counts else None
 
-    async def process_start(self) -> float | None:
-        found = _PROCESS_START.search((await self._http.ask("/metrics") or b"").decode())
+    async def get_process_start_time(self) -> float | None:
+        found = _PROCESS_START_METRIC.search((await self._http.get_if_supported("/metrics") or b"").decode())
         return float(found[1]) if found else None
 
-    async def standing(self) -> Standing | None:
+    async def get_state(self) -> EngineState | None:
         """A server without these routes can neither be frozen nor sent to sleep. vLLM 0.32 says that it sleeps when it
         is merely paused, and the other way round: its metrics tell."""
-        if not (await self._said("/is_sleeping")).is_sleeping:
-            return "frozen" if (await self._said("/is_paused")).is_paused else "running"
-        metrics = (await self._http.ask("/metrics") or b"").decode()
-        return "frozen" if _AWAKE.search(metrics) else "asleep"
+        if not (await self._query_state("/is_sleeping")).is_sleeping:
+            return "frozen" if (await self._query_state("/is_paused")).is_paused else "running"
+        metrics = (await self._http.get_if_supported("/metrics") or b"").decode()
+        return "frozen" if _AWAKE_METRIC.search(metrics) else "asleep"
 
-    async def _said(self, path: str) -> _Standing:
-        body = await self._http.ask(path)
+    async def _query_state(self, path: str) -> _StateReply:
+        body = await self._http.get_if_supported(path)
         try:
-            return _Standing() if body is None else _standing.decode(body)
+            return _StateReply() if body is None else _state_decoder.decode(body)
         except (ValueError, RecursionError) as error:
             raise EngineError(f"{self.url}{path} did not answer with yes or no: {error}.") from error
 
     async def freeze(self) -> bool:
         """Needs vLLM's development routes (VLLM_SERVER_DEV_MODE=1)."""
-        return await self._http.order("/pause?mode=keep")
+        return await self._http.post_if_supported("/pause?mode=keep")
 
     async def thaw(self) -> None:
         await self._http.request("POST", "/resume")
@@ -266,13 +272,13 @@ class VllmEngine(ChatEngine):
     async def sleep(self) -> bool:
         """Needs vLLM's development routes (VLLM_SERVER_DEV_MODE=1) and --enable-sleep-mode. The weights are kept in
         main memory."""
-        return await self._http.order("/sleep?level=1", timeout=MOVING)
+        return await self._http.post_if_supported("/sleep?level=1", timeout=SLEEP_TIMEOUT_SECONDS)
 
     async def wake(self) -> None:
-        await self._http.request("POST", "/wake_up", timeout=MOVING)
+        await self._http.request("POST", "/wake_up", timeout=SLEEP_TIMEOUT_SECONDS)
 
 
-def _parameters(call: Request) -> dict[str, Any]:
+def _sampling_parameters(call: Request) -> dict[str, Any]:
     """Sampling as vLLM names it; special tokens are wanted, since they are what was sampled."""
     sampling = call.sampling
     named: dict[str, Any] = {

@@ -18,56 +18,58 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from polar.evaluators import carrying, patterns, settings
-from polar.evaluators.base import NotTaken, Work
-from polar.evaluators.carrying import InsidePath
-from polar.rollout.models import Model
+from polar.evaluators import pattern_search, settings, workspace_transfer
+from polar.evaluators.base import GradingContext, UngradableWorkError
+from polar.evaluators.workspace_transfer import RuntimePath
+from polar.rollout.models import RequestModel
 from polar.store.base import Verdict
 
-_LONGEST = 100_000  # characters of the text, from its end
-_LARGEST = 16 << 20  # bytes of the file
-_SHOWN = 500
+_MAX_TEXT_CHARS = 100_000  # characters of the text, from its end
+_MAX_FILE_BYTES = 16 << 20  # bytes of the file
+_MAX_SHOWN_CHARS = 500
 
-_EMPHASIS = re.compile(r"(?<![\w*`~])[*_`~]{1,3}(?=\S)|(?<=\S)[*_`~]{1,3}(?![\w*`~])")
-_AROUND = " \t\n\"'“”‘’()[]{}<>$,;:"
-_BEHIND = ".!?"
-_NUMBER = re.compile(
+_EMPHASIS_PATTERN = re.compile(r"(?<![\w*`~])[*_`~]{1,3}(?=\S)|(?<=\S)[*_`~]{1,3}(?![\w*`~])")
+_SURROUNDING_CHARS = " \t\n\"'“”‘’()[]{}<>$,;:"
+_TRAILING_CHARS = ".!?"
+_NUMBER_PATTERN = re.compile(
     r"(?:(?<![\w.)])[-+])?(?:[0-9][0-9,]*(?:\.[0-9]+)?|\.[0-9]+)(?:[eE][-+]?[0-9]{1,4})?(?:\s*/\s*[0-9]+)?"
 )
-_LINE = re.compile(r"[\s#>*_]*(?:the )?(?:final )?answer\s*[*_]*(?::| is\b:?)[*_]*\s*(.*)", re.IGNORECASE)
+_ANSWER_LINE_PATTERN = re.compile(
+    r"[\s#>*_]*(?:the )?(?:final )?answer\s*[*_]*(?::| is\b:?)[*_]*\s*(.*)", re.IGNORECASE
+)
 
 
-class AnswerConfig(Model):
+class AnswerConfig(RequestModel):
     expected: list[str] = Field(min_length=1, description="one, or a list of those that are accepted")
     match: Literal["exact", "normalized", "contains", "regex", "number"] = "normalized"
     tolerance: float = Field(0, ge=0, allow_inf_nan=False, description="of `number`, absolute")
     pattern: str | None = Field(None, description="a regular expression; its last match's first group is the answer")
-    file: InsidePath | None = Field(None, description="holds the answer, in the agent's workspace")
+    file: RuntimePath | None = Field(None, description="holds the answer, in the agent's workspace")
 
     @field_validator("expected", mode="before")
     @classmethod
-    def _one_or_more(cls, expected: Any) -> Any:
+    def _to_list(cls, expected: Any) -> Any:
         several = expected if isinstance(expected, list) else [expected]
         return [str(one) if isinstance(one, int | float) and not isinstance(one, bool) else one for one in several]
 
     @field_validator("pattern")
     @classmethod
-    def _is_a_pattern(cls, pattern: str | None) -> str | None:
-        return None if pattern is None else _compiles(pattern)
+    def _check_pattern(cls, pattern: str | None) -> str | None:
+        return None if pattern is None else _check_regex(pattern)
 
     @model_validator(mode="after")
-    def _can_be_met(self) -> "AnswerConfig":
+    def _check_expected(self) -> "AnswerConfig":
         for expected in self.expected:
             if self.match == "regex":
-                _compiles(expected)
-            elif self.match == "number" and last_number(expected) is None:
+                _check_regex(expected)
+            elif self.match == "number" and extract_last_number(expected) is None:
                 raise ValueError(f"expected: {expected!r} is no number")
-            elif not (expected.strip() if self.match == "exact" else normalized(expected)):
+            elif not (expected.strip() if self.match == "exact" else normalize(expected)):
                 raise ValueError(f"expected: nothing is left of {expected!r} to be compared")
         return self
 
 
-def _compiles(pattern: str) -> str:
+def _check_regex(pattern: str) -> str:
     try:
         re.compile(pattern)
     except re.error as error:
@@ -76,65 +78,70 @@ def _compiles(pattern: str) -> str:
 
 
 class Answer:
-    wants_fresh: ClassVar[bool] = False
+    needs_fresh_runtime: ClassVar[bool] = False
 
     def __init__(self, config: dict[str, Any]) -> None:
-        self._config = settings.read(AnswerConfig, config)
+        self._config = settings.parse_config(AnswerConfig, config)
 
-    async def evaluate(self, work: Work) -> Verdict:
+    async def evaluate(self, work: GradingContext) -> Verdict:
         try:
-            answer = await self._answer((await self._text(work))[-_LONGEST:])
+            answer = await self._extract_answer((await self._read_text(work))[-_MAX_TEXT_CHARS:])
             matches = answer is not None and answer.strip() != "" and await self._matches(answer)
-        except NotTaken as error:
+        except UngradableWorkError as error:
             return Verdict(0.0, detail={"why": str(error)})
-        except patterns.TooSlow as error:
+        except pattern_search.SearchTimeoutError as error:
             return Verdict(0.0, detail={"why": f"The agent's text can't be searched: {error}."})
-        return Verdict(float(matches), detail={"answer": None if answer is None else answer[:_SHOWN]})
+        return Verdict(float(matches), detail={"answer": None if answer is None else answer[:_MAX_SHOWN_CHARS]})
 
-    async def _text(self, work: Work) -> str:
+    async def _read_text(self, work: GradingContext) -> str:
         if self._config.file is None:
             return work.answer
         here = work.scratch / "answer"
-        await carrying.get(work.agent, carrying.absolute(work.agent, self._config.file), here, _LARGEST)
+        await workspace_transfer.get(
+            work.agent_runtime,
+            workspace_transfer.to_absolute(work.agent_runtime, self._config.file),
+            here,
+            _MAX_FILE_BYTES,
+        )
         if here.is_dir():
-            raise NotTaken(f"{self._config.file} is a folder.")
+            raise UngradableWorkError(f"{self._config.file} is a folder.")
         return here.read_text(errors="replace")
 
-    async def _answer(self, text: str) -> str | None:
+    async def _extract_answer(self, text: str) -> str | None:
         if self._config.pattern is not None:
-            return await patterns.last_match(self._config.pattern, text)
-        return final(text)
+            return await pattern_search.find_last_match(self._config.pattern, text)
+        return extract_answer(text)
 
     async def _matches(self, answer: str) -> bool:
         config = self._config
         if config.match == "exact":
             return answer.strip() in {expected.strip() for expected in config.expected}
         if config.match == "regex":
-            return any([await patterns.last_match(one, answer) is not None for one in config.expected])
+            return any([await pattern_search.find_last_match(one, answer) is not None for one in config.expected])
         if config.match == "number":
-            found = last_number(answer)
+            found = extract_last_number(answer)
             return found is not None and any(self._is_near(found, expected) for expected in config.expected)
-        said, wanted = normalized(answer), {normalized(expected) for expected in config.expected}
+        normalized_answer, accepted = normalize(answer), {normalize(expected) for expected in config.expected}
         if config.match == "contains":
-            return any(re.search(rf"(?<!\w){re.escape(one)}(?!\w)", said) for one in wanted)
-        return said in wanted
+            return any(re.search(rf"(?<!\w){re.escape(one)}(?!\w)", normalized_answer) for one in accepted)
+        return normalized_answer in accepted
 
     def _is_near(self, found: float, expected: str) -> bool:
-        wanted = last_number(expected)
+        wanted = extract_last_number(expected)
         return wanted is not None and math.isclose(found, wanted, rel_tol=1e-9, abs_tol=self._config.tolerance)
 
 
-def final(text: str) -> str:
+def extract_answer(text: str) -> str:
     """The answer, where a text says which part of it that is; else the text."""
-    if (boxed := _boxed(text)) is not None:
+    if (boxed := _extract_boxed(text)) is not None:
         return boxed
     for line in reversed(text.splitlines()):
-        if (found := _LINE.match(line)) and found[1].strip():
+        if (found := _ANSWER_LINE_PATTERN.match(line)) and found[1].strip():
             return found[1]
     return text
 
 
-def _boxed(text: str) -> str | None:
+def _extract_boxed(text: str) -> str | None:
     """What stands in the last `\\boxed{...}`, with the braces that are in it."""
     _, mark, rest = text.rpartition("\\boxed{")
     depth = 1
@@ -145,13 +152,17 @@ def _boxed(text: str) -> str | None:
     return None
 
 
-def normalized(text: str) -> str:
+def normalize(text: str) -> str:
     text = unicodedata.normalize("NFKC", text).casefold()
-    return " ".join(_EMPHASIS.sub("", text).split()).strip(_AROUND).rstrip(_BEHIND + _AROUND)
+    return (
+        " ".join(_EMPHASIS_PATTERN.sub("", text).split())
+        .strip(_SURROUNDING_CHARS)
+        .rstrip(_TRAILING_CHARS + _SURROUNDING_CHARS)
+    )
 
 
-def last_number(text: str) -> float | None:
-    found = _NUMBER.findall(unicodedata.normalize("NFKC", text).replace("−", "-"))
+def extract_last_number(text: str) -> float | None:
+    found = _NUMBER_PATTERN.findall(unicodedata.normalize("NFKC", text).replace("−", "-"))
     if not found:
         return None
     above, _, below = found[-1].replace(",", "").partition("/")

@@ -17,7 +17,7 @@ outside and the grader's own put over them.
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Protocol
 
-from msgspec import Struct
+from msgspec import Struct, field
 
 from polar.config import JudgeSettings
 from polar.errors import PolarError
@@ -25,13 +25,15 @@ from polar.rollout.models import TaskRequest
 from polar.runtimes.base import Runtime
 from polar.store.base import Evidence, Exchange, Verdict
 
-Ended = Literal["finished", "timeout", "length"]
+EndReason = Literal["finished", "timeout", "length"]
 
 
 class Outcome(Struct, frozen=True):
     """How the harness's run ended."""
 
-    ended: Ended  # by itself; by the task's seconds; by its turns or tokens, or the model's context
+    end_reason: EndReason = field(
+        name="ended"
+    )  # by itself; by the task's seconds; by its turns or tokens, or the model's context
     exit_code: int | None  # None where it was killed
     seconds: float
     out_of_memory: bool = False
@@ -41,22 +43,22 @@ class GraderError(PolarError):
     """The task's own grader can't do its work, whatever the agent did: becomes the reason `grader_failed`."""
 
 
-class NotTaken(PolarError):
+class UngradableWorkError(PolarError):
     """What the agent left can't be graded, and that is its own doing: a reward of 0, with this sentence."""
 
 
-class Work(Protocol):
+class GradingContext(Protocol):
     """What there is to judge."""
 
     task: TaskRequest
     session_id: str
     outcome: Outcome
-    agent: Runtime
+    agent_runtime: Runtime
     """The agent's own runtime. Every process in it is dead, and its files can be taken; where the task asked for no
     fresh runtime, it is running, and `live` is true."""
 
     live: bool
-    before: Path | None
+    initial_workspace: Path | None
     """A copy of the workspace as it was before the agent began; None where it was too large to keep."""
 
     scratch: Path
@@ -78,7 +80,7 @@ class Work(Protocol):
     """Of tampering, so far. An evaluator may add to it before something that may fail: what stands here counts also
     where it raises afterwards. Otherwise its verdict's `evidence` is enough."""
 
-    async def fresh(self) -> Runtime:
+    async def create_fresh_runtime(self) -> Runtime:
         """A runtime that no agent has been in, prepared as the agent's was, and then with `eval_prepare`; no network.
         A new one for each call. Where the task asked for no fresh runtime, the agent's own."""
         ...
@@ -87,7 +89,7 @@ class Work(Protocol):
 class Evaluator(Protocol):
     """Made with the task's `config` for it; raises ConfigError where that can't be used, naming the field."""
 
-    wants_fresh: ClassVar[bool]
+    needs_fresh_runtime: ClassVar[bool]
     """Whether it calls `fresh`: then one is made ready while the agent still runs."""
 
     # An evaluator may also have `private_paths: Sequence[str]`, absolute or of the workspace: where its own files will
@@ -95,4 +97,4 @@ class Evaluator(Protocol):
 
     def __init__(self, config: dict[str, Any]) -> None: ...
 
-    async def evaluate(self, work: Work) -> Verdict: ...
+    async def evaluate(self, work: GradingContext) -> Verdict: ...

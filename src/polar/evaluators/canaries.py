@@ -16,7 +16,7 @@ import unittest
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-BODIES = {
+FUNCTION_BODIES = {
     "numbers": ["left, right = {a}, {b}", "assert left == right"],
     "texts": ["left, right = 'text {a}', 'text {b}'", "assert left == right"],
     "containers": ["left, right = [{a}, dict(key={b})], [{a}, dict(key={a})]", "assert left == right"],
@@ -26,7 +26,7 @@ BODIES = {
     "assert_equal": ["case = unittest.FunctionTestCase(print)", "case.assertEqual({a}, {b})"],
     "not_raised": ["case = unittest.FunctionTestCase(print)", "with case.assertRaises(KeyError):", "    left = {a}"],
 }
-METHODS = {
+METHOD_BODIES = {
     "method_equal": ["self.assertEqual({a}, {b})"],
     "method_true": ["self.assertTrue({a} == {b})"],
     "method_fail": ["self.fail('{a}')"],
@@ -39,11 +39,11 @@ if TYPE_CHECKING:
     """Takes a canary's kind and its outcome: failed, as it should; passed; skipped; error where it could not be run."""
 
 
-def make(kind: str, name: str, file: str, module: str) -> Any:
+def make_canary(kind: str, name: str, file: str, module: str) -> Any:
     """A function that must raise. It says that it is defined in `file` and `module`."""
     a, b = random.sample(range(10**6, 10**9), 2)
-    lines = [line.format(a=a, b=b) for line in (BODIES.get(kind) or METHODS[kind])]
-    source = "def canary({}):\n".format("self" if kind in METHODS else "")
+    lines = [line.format(a=a, b=b) for line in (FUNCTION_BODIES.get(kind) or METHOD_BODIES[kind])]
+    source = "def canary({}):\n".format("self" if kind in METHOD_BODIES else "")
     tree = ast.parse(source + "".join(f"    {line}\n" for line in lines))
     tree.body[0].name = name  # type: ignore[attr-defined]
     ast.increment_lineno(tree, random.randrange(10, 200))
@@ -52,7 +52,7 @@ def make(kind: str, name: str, file: str, module: str) -> Any:
     return scope[name]
 
 
-def similar_name(name: str) -> str:
+def make_similar_name(name: str) -> str:
     """A test's name, with a number that no test has."""
     stem = re.sub(r"\W.*", "", name) or "test"
     return f"{stem}_{random.randrange(10**6, 10**9)}"
@@ -66,8 +66,8 @@ class PytestCanaries:
         self._record = record
         self._may_xfail = may_xfail
         self._runner = sys.modules["_pytest.runner"]
-        self._run = self._runner.runtestprotocol
-        self._item = _canary_item(sys.modules["pytest"].Item)
+        self._run_protocol = self._runner.runtestprotocol
+        self._item_class = _make_item_class(sys.modules["pytest"].Item)
         self._started = 0
         self._session = None  # type: Any
         self._first = None  # type: Any
@@ -75,26 +75,26 @@ class PytestCanaries:
     def pytest_runtestloop(self, session: Any) -> None:
         self._session = session
         self._first = next(iter(getattr(session, "items", ())), None)  # xdist has them elsewhere
-        for kind in BODIES:
+        for kind in FUNCTION_BODIES:
             self._run_one(kind, session, self._first, self._first)
 
     def pytest_runtest_protocol(self, item: Any, nextitem: Any) -> None:  # noqa: ARG002  a hook's parameters
         self._started += 1
         if self._started & (self._started - 1) == 0:  # 1, 2, 4, 8, ...
-            self._run_one(random.choice(list(BODIES)), item.parent, item, item)
+            self._run_one(random.choice(list(FUNCTION_BODIES)), item.parent, item, item)
 
     def pytest_sessionfinish(self, session: Any) -> None:
         if self._session is not None:
-            for kind in BODIES:
+            for kind in FUNCTION_BODIES:
                 self._run_one(kind, session, self._first, None)
 
-    def _run_one(self, kind: str, parent: Any, beside: Any, before: Any) -> None:
-        file = str(getattr(beside, "fspath", "") or __file__)
-        module = getattr(getattr(beside, "module", None), "__name__", "tests")
-        function = make(kind, similar_name(getattr(beside, "name", "test")), file, module)
+    def _run_one(self, kind: str, parent: Any, neighbor: Any, next_item: Any) -> None:
+        file = str(getattr(neighbor, "fspath", "") or __file__)
+        module = getattr(getattr(neighbor, "module", None), "__name__", "tests")
+        function = make_canary(kind, make_similar_name(getattr(neighbor, "name", "test")), file, module)
         try:
-            item = _make_item(self._item, parent, function)
-            reports = self._run(item, log=False, nextitem=before)
+            item = _make_item(self._item_class, parent, function)
+            reports = self._run_protocol(item, log=False, nextitem=next_item)
         except Exception:  # noqa: BLE001  a plug-in that can't take such an item
             self._record(kind, "error")
             return
@@ -109,7 +109,7 @@ class PytestCanaries:
         return "skipped" if "skipped" in outcomes else "passed"
 
 
-def _canary_item(base: Any) -> Any:
+def _make_item_class(base: Any) -> Any:
     class TestItem(base):  # type: ignore[misc]
         function = None  # type: Any
 
@@ -138,7 +138,7 @@ class UnittestCanaries:
         self._case = unittest.TestCase
         self._result = unittest.TestResult
         self._started = 0
-        self._beside = None  # type: Any
+        self._neighbor = None  # type: Any
         self._running = False
 
     @property
@@ -148,23 +148,23 @@ class UnittestCanaries:
 
     def before_test(self, test: Any) -> None:
         self._started += 1
-        self._beside = test
+        self._neighbor = test
         if self._started == 1:
             self.run_all()
         elif self._started & (self._started - 1) == 0:
-            self._run_one(random.choice(list(METHODS)))
+            self._run_one(random.choice(list(METHOD_BODIES)))
 
     def run_all(self) -> None:
-        if self._beside is not None:
-            for kind in METHODS:
+        if self._neighbor is not None:
+            for kind in METHOD_BODIES:
                 self._run_one(kind)
 
     def _run_one(self, kind: str) -> None:
-        like = type(self._beside)
+        like = type(self._neighbor)
         module = sys.modules.get(like.__module__)
         file = getattr(module, "__file__", None) or __file__
-        name = similar_name(getattr(self._beside, "_testMethodName", "test"))
-        method = make(kind, name, file, like.__module__)
+        name = make_similar_name(getattr(self._neighbor, "_testMethodName", "test"))
+        method = make_canary(kind, name, file, like.__module__)
         scope = {name: method, "__module__": like.__module__, "__qualname__": like.__qualname__}
         case = types.new_class(like.__name__, (self._case,), exec_body=lambda body: body.update(scope))(name)
         result = self._result()

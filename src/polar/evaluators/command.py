@@ -26,22 +26,22 @@ from msgspec import Struct
 from msgspec.structs import replace
 from pydantic import AliasChoices, Field, field_validator, model_validator
 
-from polar.evaluators import carrying, settings
-from polar.evaluators.base import GraderError, NotTaken, Work
-from polar.evaluators.carrying import Carrying, InsidePath
-from polar.runtimes.base import Completed, Runtime, SandboxError
+from polar.evaluators import settings, workspace_transfer
+from polar.evaluators.base import GraderError, GradingContext, UngradableWorkError
+from polar.evaluators.workspace_transfer import RuntimePath, TransferConfig
+from polar.runtimes.base import CommandResult, Runtime, SandboxError
 from polar.store.base import Evidence, Verdict
 
-_LONGEST_NUMBER = 4096  # bytes
-_NOT_FOUND = 127  # as shells say it
-_KILLED = 128  # and more: the signal's number
+_MAX_REWARD_BYTES = 4096  # bytes
+_EXIT_NOT_FOUND = 127  # as shells say it
+_EXIT_SIGNAL_BASE = 128  # and more: the signal's number
 
 
-class CommandConfig(Carrying):
+class CommandConfig(TransferConfig):
     command: str | list[str] = Field(
         validation_alias=AliasChoices("command", "test_command"), description="words, or a line for `sh -c`"
     )
-    reward_file: InsidePath | None = None
+    reward_file: RuntimePath | None = None
     expected_output_json: dict[str, str] | None = Field(None, description="PASSED, FAILED, ... by the test's name")
     timeout_seconds: float = Field(600, gt=0, validation_alias=AliasChoices("timeout_seconds", "timeout"))
     cwd: str | None = Field(None, description="[default: the workspace]")
@@ -49,73 +49,73 @@ class CommandConfig(Carrying):
 
     @field_validator("command")
     @classmethod
-    def _something(cls, command: str | list[str]) -> str | list[str]:
+    def _check_command(cls, command: str | list[str]) -> str | list[str]:
         if not command or not command[0].strip():
             raise ValueError("it is empty")
         return command
 
     @field_validator("expected_output_json", mode="before")
     @classmethod
-    def _as_text(cls, expected: Any) -> Any:
+    def _parse_json(cls, expected: Any) -> Any:
         return json.loads(expected) if isinstance(expected, str) else expected
 
     @model_validator(mode="after")
-    def _one_way(self) -> "CommandConfig":
+    def _check_reward_source(self) -> "CommandConfig":
         if self.reward_file is not None and self.expected_output_json is not None:
             raise ValueError("it takes either `reward_file` or `expected_output_json`")
         return self
 
-    def outputs(self) -> list[str]:
+    def list_output_paths(self) -> list[str]:
         return [] if self.reward_file is None else [self.reward_file]
 
-    def import_folders(self) -> list[str]:
+    def list_import_folders(self) -> list[str]:
         line = self.command if isinstance(self.command, str) else " ".join(self.command)
-        return [self.cwd or "."] if carrying.imports_from_cwd(line) else []
+        return [self.cwd or "."] if workspace_transfer.imports_from_cwd(line) else []
 
 
-class _Ran(Struct, frozen=True):
-    completed: Completed
+class _CommandRun(Struct, frozen=True):
+    completed: CommandResult
     reward: float | None  # None where there is no number in the reward file
 
     @property
-    def is_silent(self) -> bool:
+    def lacks_reward(self) -> bool:
         return self.completed.exit_code == 0 and self.reward is None
 
 
 class Command:
-    wants_fresh: ClassVar[bool] = True
+    needs_fresh_runtime: ClassVar[bool] = True
 
     def __init__(self, config: dict[str, Any]) -> None:
-        self._config = settings.read(CommandConfig, config)
+        self._config = settings.parse_config(CommandConfig, config)
         files = [file.target for file in self._config.files]
         self.private_paths = [*files, *filter(None, [self._config.reward_file])]
 
-    async def evaluate(self, work: Work) -> Verdict:
+    async def evaluate(self, work: GradingContext) -> Verdict:
         evidence: list[Evidence] = []
         try:
-            grading = await carrying.carry(work, self._config, self._env(work))
+            grading = await workspace_transfer.prepare_grading(work, self._config, self._env(work))
             evidence = grading.evidence
             work.evidence.extend(evidence)
             ran = await self._run(work, grading.runtime, "evaluator.log")
-        except NotTaken as error:
+        except UngradableWorkError as error:
             return Verdict(0.0, detail={"why": str(error)}, evidence=evidence)
         if not work.live:
-            await self._check_itself(work, ran)
+            await self._check_grader(work, ran)
         return replace(self._verdict(ran), evidence=evidence)
 
-    async def _check_itself(self, work: Work, ran: _Ran) -> None:
+    async def _check_grader(self, work: GradingContext, ran: _CommandRun) -> None:
         """Raises GraderError where the command can't do its work, whatever the agent did."""
-        if ran.is_silent:
-            runtime = await work.fresh()
-            await carrying.put_over(work, runtime, self._config)
-            if (await self._run(work, runtime, "evaluator-without-agent.log")).is_silent:
+        if ran.lacks_reward:
+            runtime = await work.create_fresh_runtime()
+            await workspace_transfer.upload_grader_files(work, runtime, self._config)
+            if (await self._run(work, runtime, "evaluator-without-agent.log")).lacks_reward:
                 raise GraderError("config.command ends with 0 and writes no number into its reward_file.")
-        elif ran.completed.exit_code == _NOT_FOUND and (program := self._program(work)) is not None:
-            found = await (await work.fresh()).run(["sh", "-c", 'command -v -- "$1"', "sh", program])
+        elif ran.completed.exit_code == _EXIT_NOT_FOUND and (program := self._find_program(work)) is not None:
+            found = await (await work.create_fresh_runtime()).run(["sh", "-c", 'command -v -- "$1"', "sh", program])
             if found.exit_code != 0:
                 raise GraderError(f"config.command: there is no program {program} in the runtime.")
 
-    def _program(self, work: Work) -> str | None:
+    def _find_program(self, work: GradingContext) -> str | None:
         """What the command starts, where no agent can be meant to make it: a name that is looked up, and not in a
         PATH of the task's."""
         command = self._config.command
@@ -123,17 +123,17 @@ class Command:
         looked_up = re.fullmatch(r"[A-Za-z][\w.+-]*", first) is not None
         return first if looked_up and "PATH" not in work.task.runtime.env | self._env(work) else None
 
-    def _env(self, work: Work) -> dict[str, str]:
+    def _env(self, work: GradingContext) -> dict[str, str]:
         return (work.task.evaluator.env if work.task.evaluator is not None else {}) | self._config.env
 
-    async def _run(self, work: Work, runtime: Runtime, log: str) -> _Ran:
+    async def _run(self, work: GradingContext, runtime: Runtime, log: str) -> _CommandRun:
         config = self._config
         if config.reward_file is not None:
-            await carrying.blank(work, runtime, config.reward_file, config)
+            await workspace_transfer.create_empty_file(work, runtime, config.reward_file, config)
         completed = await runtime.run(
             ["sh", "-c", config.command] if isinstance(config.command, str) else config.command,
             env=self._env(work),
-            cwd=None if config.cwd is None else carrying.absolute(runtime, config.cwd),
+            cwd=None if config.cwd is None else workspace_transfer.to_absolute(runtime, config.cwd),
             timeout=config.timeout_seconds,
             output=work.logs / log,
         )
@@ -141,30 +141,34 @@ class Command:
             raise SandboxError("The grader's runtime was stopped while its command ran.")
         if not work.live:
             await runtime.stop()
-        return _Ran(completed, await self._reward(work, runtime, completed, log))
+        return _CommandRun(completed, await self._read_reward(work, runtime, completed, log))
 
-    async def _reward(self, work: Work, runtime: Runtime, completed: Completed, log: str) -> float | None:
+    async def _read_reward(
+        self, work: GradingContext, runtime: Runtime, completed: CommandResult, log: str
+    ) -> float | None:
         config = self._config
         if config.expected_output_json is not None:
-            printed = outcomes((work.logs / log).read_text(errors="replace"))
+            printed = parse_outcomes((work.logs / log).read_text(errors="replace"))
             return float(all(printed.get(name) == outcome for name, outcome in config.expected_output_json.items()))
         if config.reward_file is None:
             return float(completed.exit_code == 0)
         here = work.scratch / f"reward-{runtime.id}"
         try:
-            await carrying.get(runtime, carrying.absolute(runtime, config.reward_file), here, _LONGEST_NUMBER)
-            return number(here.read_text())
-        except (NotTaken, UnicodeDecodeError, IsADirectoryError):
+            await workspace_transfer.get(
+                runtime, workspace_transfer.to_absolute(runtime, config.reward_file), here, _MAX_REWARD_BYTES
+            )
+            return parse_number(here.read_text())
+        except (UngradableWorkError, UnicodeDecodeError, IsADirectoryError):
             return None
 
-    def _verdict(self, ran: _Ran) -> Verdict:
+    def _verdict(self, ran: _CommandRun) -> Verdict:
         completed = ran.completed
         detail: dict[str, Any] = {"exit_code": completed.exit_code, "seconds": completed.seconds}
         if completed.timed_out:
             return Verdict(0.0, detail=detail | {"why": "The command took too long."})
         if completed.out_of_memory:
             return Verdict(0.0, detail=detail | {"why": "The command ran out of memory."})
-        if completed.exit_code is not None and completed.exit_code > _KILLED:
+        if completed.exit_code is not None and completed.exit_code > _EXIT_SIGNAL_BASE:
             # By whom else than by what it ran: a number that it left is not to be trusted.
             return Verdict(0.0, detail=detail | {"why": "The command was killed."})
         if ran.reward is None:
@@ -172,7 +176,7 @@ class Command:
         return Verdict(ran.reward, detail=detail)
 
 
-def number(text: str) -> float | None:
+def parse_number(text: str) -> float | None:
     """The finite number that a text is; None where it is none."""
     try:
         value = float(text)
@@ -181,7 +185,7 @@ def number(text: str) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def outcomes(output: str) -> dict[str, str]:
+def parse_outcomes(output: str) -> dict[str, str]:
     """Lines such as `PASSED test_file.py::Class::test_name - ...`, by the whole name and by `Class.test_name`."""
     found: dict[str, str] = {}
     for line in output.splitlines():

@@ -15,15 +15,15 @@ import ctypes
 import os
 import struct
 
-MIN_LANDLOCK = 3  # the first version that also keeps files from being truncated
+MIN_LANDLOCK_VERSION = 3  # the first version that also keeps files from being truncated
 
 _CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446  # the same on all architectures
 _SET_DUMPABLE, _SET_NO_NEW_PRIVS = 4, 38
 _PATH_BENEATH = 1
 _WRITE_FILE, _READ_FILE, _TRUNCATE = 1 << 1, 1 << 2, 1 << 14
 _CHANGE_FOLDER = sum(1 << bit for bit in range(4, 14))  # remove, make and move entries of every kind
-_SCOPED = 3  # abstract sockets and signals, since version 6
-_SCOPED_VERSION = 6
+_ALL_SCOPES = 3  # abstract sockets and signals, since version 6
+_MIN_SCOPE_VERSION = 6
 _FILE_CAPABILITIES = 0b11111  # chown, dac_override, dac_read_search, fowner, fsetid
 _CAPABILITY_VERSION = 0x20080522
 _DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom", "/dev/tty")
@@ -42,7 +42,7 @@ def landlock_version() -> int:
 
 
 def confine(writable: str) -> None:
-    if landlock_version() < MIN_LANDLOCK:
+    if landlock_version() < MIN_LANDLOCK_VERSION:
         raise ConfinementError("Landlock is missing or too old: grading in two processes takes Linux 6.2 or later.")
     _call(_libc.prctl, _SET_DUMPABLE, *map(ctypes.c_ulong, (0, 0, 0, 0)))
     _call(_libc.prctl, _SET_NO_NEW_PRIVS, *map(ctypes.c_ulong, (1, 0, 0, 0)))
@@ -59,8 +59,8 @@ def confine(writable: str) -> None:
 
 
 def confine_worker() -> None:
-    if landlock_version() >= _SCOPED_VERSION:
-        _restrict(_make_ruleset(struct.pack("=QQQ", 0, 0, _SCOPED)))
+    if landlock_version() >= _MIN_SCOPE_VERSION:
+        _restrict(_make_ruleset(struct.pack("=QQQ", 0, 0, _ALL_SCOPES)))
 
 
 def hide(paths: "list[str]") -> None:

@@ -30,32 +30,32 @@ from msgspec import Struct
 from pydantic import AfterValidator, AliasChoices, Field, field_validator
 
 from polar.evaluators import settings
-from polar.evaluators.base import GraderError, NotTaken, Work
-from polar.evaluators.carrying import clear, explain_put_error, get, imports_from_cwd
-from polar.evaluators.layer import carry
-from polar.rollout.models import Model
-from polar.runtimes.base import Completed, Runtime, SandboxError, Spoiled, TooLarge
+from polar.evaluators.base import GraderError, GradingContext, UngradableWorkError
+from polar.evaluators.system_transfer import transfer_changes
+from polar.evaluators.workspace_transfer import explain_put_error, get, imports_from_cwd, remove_folder
+from polar.rollout.models import RequestModel
+from polar.runtimes.base import CommandResult, CorruptedRuntimeError, Runtime, SandboxError, TransferTooLargeError
 from polar.store.base import Evidence, Verdict
 
-_TESTS = "/tests"
-_RESULTS = "/logs/verifier"
-_KILLED = 128  # and more: the signal's number
-_BROKEN = (0, 126, 127)  # how tests end, without a reward, that no agent could pass: well, or never begun
-_LONGEST_REWARD = 64 * 1024
-_MOST_LOGS = 64 << 20
+_TESTS_FOLDER = "/tests"
+_RESULTS_FOLDER = "/logs/verifier"
+_EXIT_SIGNAL_BASE = 128  # and more: the signal's number
+_BROKEN_EXIT_CODES = (0, 126, 127)  # how tests end, without a reward, that no agent could pass: well, or never begun
+_MAX_REWARD_BYTES = 64 * 1024
+_MAX_LOG_BYTES = 64 << 20
 _PYTEST_FILES = ("pytest.ini", ".pytest.ini", "pytest.toml", "pyproject.toml", "tox.ini", "setup.cfg")
 
 
-def _absolute(path: str) -> str:
+def _validate_absolute(path: str) -> str:
     if not path.startswith("/") or ".." in path.split("/") or posixpath.normpath(path) == "/":
         raise ValueError(f"{path!r} must be an absolute path below the root, without `..`")
     return posixpath.normpath(path)
 
 
-SystemPath = Annotated[str, AfterValidator(_absolute)]
+SystemPath = Annotated[str, AfterValidator(_validate_absolute)]
 
 
-class HarborConfig(Model):
+class HarborConfig(RequestModel):
     tests: str = Field(description="the task's folder tests/, absolute")
     timeout_seconds: float = Field(600, gt=0, validation_alias=AliasChoices("timeout_seconds", "timeout"))
     env: dict[str, str] = Field({}, description="besides the evaluator's")
@@ -65,68 +65,70 @@ class HarborConfig(Model):
 
     @field_validator("tests")
     @classmethod
-    def _is_absolute(cls, tests: str) -> str:
+    def _check_tests(cls, tests: str) -> str:
         if not Path(tests).is_absolute():
             raise ValueError("it must be an absolute path")
         return tests
 
 
-class _Ran(Struct, frozen=True):
-    completed: Completed
+class _HarborRun(Struct, frozen=True):
+    completed: CommandResult
     rewards: dict[str, float]
-    why: str | None = None  # there is no reward
+    failure: str | None = None  # there is no reward
 
 
 class Harbor:
-    wants_fresh: ClassVar[bool] = True
-    private_paths: ClassVar[tuple[str, ...]] = (_TESTS, _RESULTS)
+    needs_fresh_runtime: ClassVar[bool] = True
+    private_paths: ClassVar[tuple[str, ...]] = (_TESTS_FOLDER, _RESULTS_FOLDER)
     paths: ClassVar[tuple[str, ...]] = ("tests",)  # of its config, on this machine
 
     def __init__(self, config: dict[str, Any]) -> None:
-        self._config = settings.read(HarborConfig, config)
+        self._config = settings.parse_config(HarborConfig, config)
 
-    async def evaluate(self, work: Work) -> Verdict:
+    async def evaluate(self, work: GradingContext) -> Verdict:
         tests = Path(self._config.tests)
         if not (tests / "test.sh").is_file():
             raise GraderError(f"config.tests: there is no {tests / 'test.sh'}.")
-        if work.agent.path(_TESTS) != _TESTS:
+        if work.agent_runtime.path(_TESTS_FOLDER) != _TESTS_FOLDER:
             raise GraderError("harbor needs a runtime with a root of its own: bubblewrap, docker or podman, not local.")
         evidence: list[Evidence] = []
         detail: dict[str, Any] = {"live": True} if work.live else {}
         try:
-            runtime = work.agent
+            runtime = work.agent_runtime
             if not work.live:
-                own = [_TESTS, _RESULTS]
+                own = [_TESTS_FOLDER, _RESULTS_FOLDER]
                 from_workdir = imports_from_cwd(
                     await asyncio.to_thread((tests / "test.sh").read_text, errors="replace")
                 )
                 counted, most = self._config.system_paths, self._config.max_mb << 20
-                layer = await carry(work, counted, own, most, env=self._env(work), from_workdir=from_workdir)
+                layer = await transfer_changes(work, counted, own, most, env=self._env(work), from_workdir=from_workdir)
                 runtime, evidence = layer.runtime, layer.evidence
                 work.evidence.extend(evidence)
                 detail |= {"not_counted": layer.not_counted} if layer.not_counted else {}
             ran = await self._run(work, runtime, "harbor")
-        except (NotTaken, Spoiled) as error:
+        except (UngradableWorkError, CorruptedRuntimeError) as error:
             return Verdict(0.0, detail=detail | {"why": str(error)}, evidence=evidence)
         detail |= {"exit_code": ran.completed.exit_code, "seconds": ran.completed.seconds}
-        if ran.why is None:
+        if ran.failure is None:
             reward = ran.rewards[self._config.reward_key]
             return Verdict(reward, detail=detail | {"rewards": ran.rewards}, evidence=evidence)
         if not work.live:
-            await self._check_itself(work)
-        return Verdict(0.0, detail=detail | {"why": ran.why}, evidence=evidence)
+            await self._check_grader(work)
+        return Verdict(0.0, detail=detail | {"why": ran.failure}, evidence=evidence)
 
-    async def _check_itself(self, work: Work) -> None:
+    async def _check_grader(self, work: GradingContext) -> None:
         """Raises GraderError where the tests give no reward, whatever the agent does."""
-        ran = await self._run(work, await work.fresh(), "harbor-without-agent")
-        if ran.why is not None and ran.completed.exit_code in _BROKEN:
-            raise GraderError(f"The tests of {self._config.tests} give no reward without the agent, either: {ran.why}")
+        ran = await self._run(work, await work.create_fresh_runtime(), "harbor-without-agent")
+        if ran.failure is not None and ran.completed.exit_code in _BROKEN_EXIT_CODES:
+            raise GraderError(
+                f"The tests of {self._config.tests} give no reward without the agent, either: {ran.failure}"
+            )
 
-    async def _run(self, work: Work, runtime: Runtime, name: str) -> _Ran:
+    async def _run(self, work: GradingContext, runtime: Runtime, name: str) -> _HarborRun:
         scratch = Path(tempfile.mkdtemp(dir=work.scratch))
-        await self._place(work, runtime, scratch)
+        await self._upload_tests(work, runtime, scratch)
         completed = await runtime.run(
-            ["/bin/bash", "-c", '. "$0"', f"{_TESTS}/test.sh"],
+            ["/bin/bash", "-c", '. "$0"', f"{_TESTS_FOLDER}/test.sh"],
             env=self._env(work),
             timeout=self._config.timeout_seconds,
             output=work.logs / f"{name}.log",
@@ -135,62 +137,66 @@ class Harbor:
             raise SandboxError("The grader's runtime was stopped while its tests ran.")
         if not work.live:
             await runtime.stop()
-        with contextlib.suppress(NotTaken):  # more than is kept, or nothing
-            await get(runtime, _RESULTS, work.logs / f"{name}-verifier", _MOST_LOGS)
+        with contextlib.suppress(UngradableWorkError):  # more than is kept, or nothing
+            await get(runtime, _RESULTS_FOLDER, work.logs / f"{name}-verifier", _MAX_LOG_BYTES)
         if completed.timed_out:
-            return _Ran(completed, {}, "The tests took too long.")
+            return _HarborRun(completed, {}, "The tests took too long.")
         if completed.out_of_memory:
-            return _Ran(completed, {}, "The tests ran out of memory.")
-        if completed.exit_code is not None and completed.exit_code > _KILLED:
+            return _HarborRun(completed, {}, "The tests ran out of memory.")
+        if completed.exit_code is not None and completed.exit_code > _EXIT_SIGNAL_BASE:
             # By whom else than by what they ran: a reward that they left is not to be trusted.
-            return _Ran(completed, {}, "The tests were killed.")
-        return await self._told(runtime, completed, scratch)
+            return _HarborRun(completed, {}, "The tests were killed.")
+        return await self._read_result(runtime, completed, scratch)
 
-    def _env(self, work: Work) -> dict[str, str]:
+    def _env(self, work: GradingContext) -> dict[str, str]:
         return (work.task.evaluator.env if work.task.evaluator is not None else {}) | self._config.env
 
-    async def _place(self, work: Work, runtime: Runtime, scratch: Path) -> None:
+    async def _upload_tests(self, work: GradingContext, runtime: Runtime, scratch: Path) -> None:
         """The tests and an empty folder for what they tell, in place of whatever is there."""
         (scratch / "results").mkdir()
         (scratch / "results").chmod(0o777)
         try:
-            await _real_folder(runtime, "/logs", scratch)
-            for source, inside in ((Path(self._config.tests), _TESTS), (scratch / "results", _RESULTS)):
-                await clear(runtime, inside)
+            await _ensure_real_folder(runtime, "/logs", scratch)
+            for source, inside in ((Path(self._config.tests), _TESTS_FOLDER), (scratch / "results", _RESULTS_FOLDER)):
+                await remove_folder(runtime, inside)
                 await runtime.put(source, inside)
             if not any((Path(self._config.tests) / name).exists() for name in _PYTEST_FILES):
-                await runtime.put(b"[pytest]\n", f"{_TESTS}/pytest.ini")
+                await runtime.put(b"[pytest]\n", f"{_TESTS_FOLDER}/pytest.ini")
         except OSError as error:
-            raise explain_put_error(runtime, _TESTS, error, live=work.live) from error
+            raise explain_put_error(runtime, _TESTS_FOLDER, error, live=work.live) from error
 
-    async def _told(self, runtime: Runtime, completed: Completed, scratch: Path) -> _Ran:
+    async def _read_result(self, runtime: Runtime, completed: CommandResult, scratch: Path) -> _HarborRun:
         for name in ("reward.json", "reward.txt"):
             here = scratch / name
             try:
-                await get(runtime, f"{_RESULTS}/{name}", here, _LONGEST_REWARD)
-            except NotTaken:
+                await get(runtime, f"{_RESULTS_FOLDER}/{name}", here, _MAX_REWARD_BYTES)
+            except UngradableWorkError:
                 continue
-            found = rewards(here)
+            found = read_rewards(here)
             if self._config.reward_key in found:
-                return _Ran(completed, found)
-            return _Ran(completed, {}, f"{_RESULTS}/{name} has no finite number `{self._config.reward_key}`.")
-        return _Ran(completed, {}, f"test.sh ended with {completed.exit_code} and left no reward in {_RESULTS}.")
+                return _HarborRun(completed, found)
+            return _HarborRun(
+                completed, {}, f"{_RESULTS_FOLDER}/{name} has no finite number `{self._config.reward_key}`."
+            )
+        return _HarborRun(
+            completed, {}, f"test.sh ended with {completed.exit_code} and left no reward in {_RESULTS_FOLDER}."
+        )
 
 
-def rewards(file: Path) -> dict[str, float]:
+def read_rewards(file: Path) -> dict[str, float]:
     """The finite numbers of a reward file by name. One alone is the reward, whatever its name."""
     try:
         text = file.read_text()
-        told = json.loads(text) if file.suffix == ".json" else {"reward": float(text)}
+        content = json.loads(text) if file.suffix == ".json" else {"reward": float(text)}
     except (OSError, ValueError, RecursionError):  # a folder; no text, no JSON, no number
         return {}
-    if not isinstance(told, dict):
-        told = {"reward": told}
-    finite = {name: number for name, value in told.items() if (number := _finite(value)) is not None}
-    return finite | ({"reward": next(iter(finite.values()))} if len(finite) == len(told) == 1 else {})
+    if not isinstance(content, dict):
+        content = {"reward": content}
+    finite = {name: number for name, value in content.items() if (number := _to_finite(value)) is not None}
+    return finite | ({"reward": next(iter(finite.values()))} if len(finite) == len(content) == 1 else {})
 
 
-def _finite(value: Any) -> float | None:
+def _to_finite(value: Any) -> float | None:
     try:
         number = float(value) if isinstance(value, int | float) else math.nan
     except OverflowError:
@@ -198,11 +204,11 @@ def _finite(value: Any) -> float | None:
     return number if math.isfinite(number) else None
 
 
-async def _real_folder(runtime: Runtime, inside: str, scratch: Path) -> None:
+async def _ensure_real_folder(runtime: Runtime, path: str, scratch: Path) -> None:
     """A link that the agent left there would lead elsewhere: a file now, which makes place for a folder."""
     try:
-        await runtime.get(inside, scratch / "probe", max_bytes=1024)
-    except TooLarge:
+        await runtime.get(path, scratch / "probe", max_bytes=1024)
+    except TransferTooLargeError:
         return
     except OSError:
-        await runtime.put(b"", inside)
+        await runtime.put(b"", path)

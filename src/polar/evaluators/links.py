@@ -24,19 +24,19 @@ from pathlib import Path
 
 from msgspec import Struct
 
-from polar.changes import changes, entries
-from polar.evaluators.base import NotTaken
-from polar.runtimes.base import Runtime, SandboxError, TooLarge
+from polar.changes import find_changes, list_entries
+from polar.evaluators.base import UngradableWorkError
+from polar.runtimes.base import Runtime, SandboxError, TransferTooLargeError
 from polar.store.base import Evidence
 
-_MAX_STEPS = 40  # links on the way of one path, as in the kernel
+_MAX_LINK_STEPS = 40  # links on the way of one path, as in the kernel
 _MAX_FOLDER_BYTES = 64 << 20
-_MAX_BYTES = 1 << 30  # that are compared, of all links of a session
-_MAX_COMPARED = 500  # files and folders
+_MAX_COMPARED_BYTES = 1 << 30  # that are compared, of all links of a session
+_MAX_COMPARED_PATHS = 500  # files and folders
 _MAX_SECONDS = 60.0  # for one look where paths lead
 
 # For each line of standard input: what it leads to in the runtime, as `KIND PATH`.
-_LEADS_TO = """
+_RESOLVE_SCRIPT = """
 while IFS= read -r path; do
     real=$(readlink -f "$path") || real=
     if [ -z "$real" ]; then echo -
@@ -48,7 +48,7 @@ done
 """
 
 
-class Carried(Struct, frozen=True):
+class TransferredEntries(Struct, frozen=True):
     """What is laid into a runtime, by absolute path: where each link leads, None for files and folders."""
 
     entries: Mapping[str, str | None]
@@ -56,61 +56,71 @@ class Carried(Struct, frozen=True):
     """Nothing stands at or below these but what is in `entries`."""
 
 
-class Refused(Struct, frozen=True):
+class RefusedLink(Struct, frozen=True):
     """A link that is not laid."""
 
     path: str
     target: str
-    leads_to: str | None  # as far as it could be followed
-    into_grader: bool  # it leads to or into a place of the grader's
+    resolved_path: str | None  # as far as it could be followed
+    enters_grader_paths: bool  # it leads to or into a place of the grader's
 
     def evidence(self, *, proven: bool) -> Evidence:
-        detail = printable(f"It leads to {self.target}.")
-        return Evidence("link_out", printable(self.path), proven=proven, detail=detail)
+        detail = escape_path(f"It leads to {self.target}.")
+        return Evidence("link_out", escape_path(self.path), proven=proven, detail=detail)
 
 
-class _Resolved(Struct, frozen=True):
+class _LinkTarget(Struct, frozen=True):
     path: str | None  # None for a link that leads nowhere
-    of_machine: bool = False  # a path of the machine itself, in a runtime that has no root of its own
+    is_host_path: bool = False  # a path of the machine itself, in a runtime that has no root of its own
 
 
-async def refuse(
-    carried: Carried, candidates: Iterable[str], places: Iterable[str], *, agent: Runtime, fresh: Runtime, scratch: Path
-) -> list[Refused]:
+async def find_refused_links(
+    carried: TransferredEntries,
+    candidates: Iterable[str],
+    grader_paths: Iterable[str],
+    *,
+    agent: Runtime,
+    fresh: Runtime,
+    scratch: Path,
+) -> list[RefusedLink]:
     """Those of the links at `candidates` that may not be laid into `fresh`. `places` are the grader's: files, and
     folders that are its own. Raises NotTaken where what the agent left keeps that from being found out."""
     candidates = list(candidates)
     if not candidates:
         return []
     has_root = fresh.path("/") == "/"
-    grader = sorted({posixpath.normpath(place) for place in places})
-    grader += [real for real in await _real_places(fresh, grader, live=agent is fresh) if real not in grader]
+    grader = sorted({posixpath.normpath(place) for place in grader_paths})
+    grader += [real for real in await _resolve_grader_paths(fresh, grader, live=agent is fresh) if real not in grader]
     resolved = {path: _resolve(carried, path, has_root) for path in candidates}
     outside = {
         found.path
         for found in resolved.values()
-        if found.path is not None and not found.of_machine and not _is_known(carried, found.path)
+        if found.path is not None and not found.is_host_path and not _is_known(carried, found.path)
     }
-    same = await _same_for_both(outside, grader, agent, fresh, scratch)
+    same = await _find_identical(outside, grader, agent, fresh, scratch)
     refused = []
     for path, found in resolved.items():
-        into = found.path is not None and not found.of_machine and any(below(found.path, one) for one in grader)
-        if found.path is None or into or not (found.of_machine or _leads_to_known(carried, found.path, grader, same)):
-            refused.append(Refused(path, str(carried.entries[path]), found.path, into))
+        into = found.path is not None and not found.is_host_path and any(is_below(found.path, one) for one in grader)
+        if (
+            found.path is None
+            or into
+            or not (found.is_host_path or _leads_to_known_path(carried, found.path, grader, same))
+        ):
+            refused.append(RefusedLink(path, str(carried.entries[path]), found.path, into))
     return refused
 
 
-def _leads_to_known(carried: Carried, path: str, places: list[str], same: set[str]) -> bool:
-    if any(below(place, path) for place in places):
+def _leads_to_known_path(carried: TransferredEntries, path: str, places: list[str], same: set[str]) -> bool:
+    if any(is_below(place, path) for place in places):
         return False
     return path in carried.entries if _is_known(carried, path) else path in same
 
 
-def _is_known(carried: Carried, path: str) -> bool:
-    return path in carried.entries or any(below(path, root) for root in carried.roots)
+def _is_known(carried: TransferredEntries, path: str) -> bool:
+    return path in carried.entries or any(is_below(path, root) for root in carried.roots)
 
 
-def _resolve(carried: Carried, link: str, has_root: bool) -> _Resolved:
+def _resolve(carried: TransferredEntries, link: str, has_root: bool) -> _LinkTarget:
     """The path that a link leads to, with every link on the way that is carried followed."""
     at, steps = posixpath.dirname(link), 0
     ahead = [posixpath.basename(link)]
@@ -118,8 +128,8 @@ def _resolve(carried: Carried, link: str, has_root: bool) -> _Resolved:
         part = ahead.pop()
         if part == "..":
             # Elsewhere the runtime may have links of its own, above which `..` leads to another folder.
-            if at == "/" or not (_is_known(carried, at) or below(posixpath.dirname(link), at)):
-                return _Resolved(None)
+            if at == "/" or not (_is_known(carried, at) or is_below(posixpath.dirname(link), at)):
+                return _LinkTarget(None)
             at = posixpath.dirname(at)
             continue
         if part in ("", "."):
@@ -130,28 +140,30 @@ def _resolve(carried: Carried, link: str, has_root: bool) -> _Resolved:
             at = place
             continue
         steps += 1
-        if steps > _MAX_STEPS:
-            return _Resolved(None)
+        if steps > _MAX_LINK_STEPS:
+            return _LinkTarget(None)
         if target.startswith("/"):
             if not has_root:
-                return _Resolved(target, of_machine=True)
+                return _LinkTarget(target, is_host_path=True)
             at = "/"
         ahead += reversed(target.split("/"))
-    return _Resolved(at)
+    return _LinkTarget(at)
 
 
-async def _same_for_both(paths: set[str], places: list[str], agent: Runtime, fresh: Runtime, scratch: Path) -> set[str]:
+async def _find_identical(
+    paths: set[str], places: list[str], agent: Runtime, fresh: Runtime, scratch: Path
+) -> set[str]:
     """Those of the paths that lead to the same content in both runtimes, out of the grader's places."""
     if agent is fresh:
-        leads = await _lead(fresh, sorted(paths), agents_doing=True)
-        return {path for path, (_, real) in leads.items() if not _touches(real, places)}
-    left = _MAX_BYTES
+        leads = await _resolve_in_runtime(fresh, sorted(paths), agents_doing=True)
+        return {path for path, (_, real) in leads.items() if not _overlaps(real, places)}
+    left = _MAX_COMPARED_BYTES
     same: dict[str, bool] = {}
     found = set()
-    for path, (kind, real) in (await _lead(fresh, sorted(paths), agents_doing=True)).items():
+    for path, (kind, real) in (await _resolve_in_runtime(fresh, sorted(paths), agents_doing=True)).items():
         if real not in same:
             same[real] = False
-            if not _touches(real, places) and left > 0 and len(same) <= _MAX_COMPARED:
+            if not _overlaps(real, places) and left > 0 and len(same) <= _MAX_COMPARED_PATHS:
                 most = left if kind == "f" else min(left, _MAX_FOLDER_BYTES)
                 same[real], size = await _compare(real, most, agent, fresh, scratch)
                 left -= size
@@ -160,19 +172,19 @@ async def _same_for_both(paths: set[str], places: list[str], agent: Runtime, fre
     return found
 
 
-def _touches(path: str, places: list[str]) -> bool:
-    return any(below(path, place) or below(place, path) for place in places)
+def _overlaps(path: str, places: list[str]) -> bool:
+    return any(is_below(path, place) or is_below(place, path) for place in places)
 
 
-async def _real_places(fresh: Runtime, places: list[str], *, live: bool) -> list[str]:
+async def _resolve_grader_paths(fresh: Runtime, places: list[str], *, live: bool) -> list[str]:
     """The grader's places with the prepared links on the way to them followed."""
     above = {posixpath.dirname(place) for place in places}
-    leads = await _lead(fresh, sorted(above), agents_doing=live)
+    leads = await _resolve_in_runtime(fresh, sorted(above), agents_doing=live)
     real = ((place, leads.get(posixpath.dirname(place))) for place in places)
     return [posixpath.join(found[1], posixpath.basename(place)) for place, found in real if found is not None]
 
 
-async def _lead(fresh: Runtime, paths: list[str], *, agents_doing: bool) -> dict[str, tuple[str, str]]:
+async def _resolve_in_runtime(fresh: Runtime, paths: list[str], *, agents_doing: bool) -> dict[str, tuple[str, str]]:
     """Where paths lead in a runtime: `f` or `d`, and the real path. Those that lead nowhere are left out.
     `agents_doing`: whatever takes too long, or too much memory, is the agent's (its links, or its programs in a live
     runtime)."""
@@ -182,21 +194,21 @@ async def _lead(fresh: Runtime, paths: list[str], *, agents_doing: bool) -> dict
     with tempfile.NamedTemporaryFile(prefix="links-") as listing:
         stdin = b"".join(os.fsencode(fresh.path(path)) + b"\n" for path in asked)
         done = await fresh.run(
-            ["/bin/sh", "-c", _LEADS_TO], stdin=stdin, timeout=_MAX_SECONDS, output=Path(listing.name)
+            ["/bin/sh", "-c", _RESOLVE_SCRIPT], stdin=stdin, timeout=_MAX_SECONDS, output=Path(listing.name)
         )
         lines = os.fsdecode(listing.read()).split("\n")
     if done.timed_out or done.out_of_memory:
         how = f"{_MAX_SECONDS:g} seconds" if done.timed_out else "its memory"
         message = f"Where {len(asked)} paths lead could not be found out within {how}."
-        raise NotTaken(message) if agents_doing else SandboxError(message)
+        raise UngradableWorkError(message) if agents_doing else SandboxError(message)
     if done.exit_code is None:
         raise SandboxError("The grader's runtime was stopped while links were resolved.")
     if done.exit_code != 0 or len(lines) != len(asked) + 1:  # no program for it, or paths of several lines
         return {}
-    return await asyncio.to_thread(_inside, fresh.path("/"), dict(zip(asked, lines, strict=False)))
+    return await asyncio.to_thread(_to_runtime_paths, fresh.path("/"), dict(zip(asked, lines, strict=False)))
 
 
-def _inside(root: str, lines: dict[str, str]) -> dict[str, tuple[str, str]]:
+def _to_runtime_paths(root: str, lines: dict[str, str]) -> dict[str, tuple[str, str]]:
     """Real paths as those of the runtime, which may have no root of its own."""
     root = os.path.realpath(root).rstrip("/")
     found = {}
@@ -214,7 +226,7 @@ async def _compare(path: str, max_bytes: int, agent: Runtime, fresh: Runtime, sc
         for runtime, name in ((agent, "agent"), (fresh, "fresh")):
             await runtime.get(path, folder / name, max_bytes=max_bytes, all_links=True)
         return await asyncio.to_thread(_is_same, folder / "agent", folder / "fresh")
-    except TooLarge:
+    except TransferTooLargeError:
         return False, max_bytes
     except OSError:
         return False, 0
@@ -224,18 +236,18 @@ async def _compare(path: str, max_bytes: int, agent: Runtime, fresh: Runtime, sc
 
 def _is_same(one: Path, other: Path) -> tuple[bool, int]:
     if one.is_dir() and other.is_dir():
-        size = sum(entry.size for _, entry in entries(one, skipped=()))
-        return not changes(one, other, skipped=()), size
+        size = sum(entry.size for _, entry in list_entries(one, skipped=()))
+        return not find_changes(one, other, skipped=()), size
     if one.is_dir() or other.is_dir():
         return False, 0
     return filecmp.cmp(one, other, shallow=False), one.stat().st_size
 
 
-def below(path: str, folder: str) -> bool:
+def is_below(path: str, folder: str) -> bool:
     """Whether an absolute path is the folder itself, or in it."""
     return path == folder or path.startswith(folder.rstrip("/") + "/")
 
 
-def printable(path: str) -> str:
+def escape_path(path: str) -> str:
     """A path as text that can be stored: bytes that are no UTF-8 are escaped."""
     return os.fsencode(path).decode(errors="backslashreplace")

@@ -67,8 +67,8 @@ def _make_time(hour: int, minute: int, second: int, micro: int, zone: Any, fold:
     return datetime.time(hour, minute, second, micro, _timezone(zone), fold=fold)
 
 
-def _make_datetime(y: int, m: int, d: int, h: int, min: int, s: int, micro: int, zone: Any, fold: int) -> Any:
-    return datetime.datetime(y, m, d, h, min, s, micro, _timezone(zone), fold=fold)
+def _make_datetime(y: int, m: int, d: int, h: int, minute: int, s: int, micro: int, zone: Any, fold: int) -> Any:
+    return datetime.datetime(y, m, d, h, minute, s, micro, _timezone(zone), fold=fold)
 
 
 _VALUE_TYPES: dict[str, tuple[type, Callable[[Any], tuple[Any, ...]], Callable[..., Any]]] = {
@@ -153,9 +153,9 @@ def _is_plain_exception(kind: Any) -> bool:
     return EXCEPTIONS.get(kind.__name__) is kind
 
 
-def _put_bytes(out: bytearray, tag: bytes, data: bytes, most: int = MAX_FRAME_BYTES) -> None:
-    if len(data) > most:
-        raise NotPlainError(f"A value of {len(data)} bytes can't be copied; {most} is the most.")
+def _put_bytes(out: bytearray, tag: bytes, data: bytes, max_bytes: int = MAX_FRAME_BYTES) -> None:
+    if len(data) > max_bytes:
+        raise NotPlainError(f"A value of {len(data)} bytes can't be copied; {max_bytes} is the most.")
     out += tag + struct.pack(">I", len(data)) + data
 
 
@@ -177,7 +177,7 @@ def decode(data: bytes, resolve: Resolve) -> Any:
     return value
 
 
-def refuse(*_: Any) -> NoReturn:
+def reject_references(*_: Any) -> NoReturn:
     """For messages that hold no references."""
     raise ProtocolError("A message refers to something.")
 
@@ -195,9 +195,9 @@ class _Reader:
         taken, self.position = self._data[self.position : end], end
         return taken
 
-    def _take_counted(self, most: int) -> bytes:
+    def _take_counted(self, max_bytes: int) -> bytes:
         count = struct.unpack(">I", self._take(4))[0]
-        if count > most:
+        if count > max_bytes:
             raise ProtocolError(f"A message has a value of {count} bytes.")
         return self._take(count)
 

@@ -38,7 +38,7 @@ from typing import Any, NoReturn
 # Relative, since it is loaded under another name inside runtimes.
 from .remote_codec import EXCEPTIONS, Connection, NotPlainError, ProtocolError, decode, encode, make_exception
 
-MAX_TEXT = 8192  # of tracebacks, in characters
+MAX_TRACEBACK_CHARS = 8192  # of tracebacks, in characters
 _MAX_BASES = 32
 
 
@@ -60,18 +60,18 @@ class RemoteNamespace(Mapping):  # type: ignore[type-arg]  # Python 3.8
     def __getitem__(self, name: str) -> Any:
         if _is_dunder(name):
             return self._local[name]
-        if name not in self._own():
+        if name not in self._list_own_names():
             raise KeyError(name)
         return self._worker.request("get", self._remote, name)
 
     def __iter__(self) -> Iterator[str]:
         yield from (name for name in self._local if _is_dunder(name))
-        yield from (name for name in self._own() if not _is_dunder(name))
+        yield from (name for name in self._list_own_names() if not _is_dunder(name))
 
     def __len__(self) -> int:
         return len(list(iter(self)))
 
-    def _own(self) -> list[str]:
+    def _list_own_names(self) -> list[str]:
         return self._worker.list_names(self._remote, own=True)
 
 
@@ -93,7 +93,7 @@ class RemoteType(type):
         return cls._polar_worker.call(cls, args, named)
 
     def __getattr__(cls, name: str) -> Any:
-        if cls._polar_worker is None or not _is_open(name):
+        if cls._polar_worker is None or not _is_allowed(name):
             raise AttributeError(name)
         return cls._polar_worker.request("get", cls, name)
 
@@ -109,13 +109,13 @@ class RemoteType(type):
         cls._polar_worker.request("delete", cls, name)
 
     def __iter__(cls) -> Any:
-        return iter(cls._require().request("operate", cls, "__iter__", ()))
+        return iter(cls._require_worker().request("operate", cls, "__iter__", ()))
 
     def __getitem__(cls, key: Any) -> Any:
-        return cls._require().request("operate", cls, "__getitem__", (key,))
+        return cls._require_worker().request("operate", cls, "__getitem__", (key,))
 
     def __len__(cls) -> Any:
-        return cls._require().request("operate", cls, "__len__", ())
+        return cls._require_worker().request("operate", cls, "__len__", ())
 
     def __bool__(cls) -> bool:
         return True
@@ -123,7 +123,7 @@ class RemoteType(type):
     def __dir__(cls) -> list[str]:
         return [] if cls._polar_worker is None else cls._polar_worker.list_names(cls)
 
-    def _require(cls) -> Worker:
+    def _require_worker(cls) -> Worker:
         if cls._polar_worker is None:
             raise TypeError("This is no class of the code under test.")
         return cls._polar_worker
@@ -133,15 +133,15 @@ def _is_dunder(name: str) -> bool:
     return name.startswith("__") and name.endswith("__")
 
 
-_OPEN_DUNDERS = (
+_ALLOWED_DUNDERS = (
     *("__name__", "__qualname__", "__doc__", "__dict__", "__all__", "__version__", "__author__", "__notes__"),
     *("__annotations__", "__members__", "__self__", "__func__", "__defaults__", "__wrapped__"),
 )
 
 
-def _is_open(name: str) -> bool:
+def _is_allowed(name: str) -> bool:
     """Names of protocols are not: numpy, say, would read memory where an `__array_interface__` tells it to."""
-    return not _is_dunder(name) or name in _OPEN_DUNDERS
+    return not _is_dunder(name) or name in _ALLOWED_DUNDERS
 
 
 class RemoteObject(metaclass=RemoteType):
@@ -150,7 +150,7 @@ class RemoteObject(metaclass=RemoteType):
     _polar_handle: int
 
     def __getattr__(self, name: str) -> Any:
-        if not _is_open(name) or name.startswith("_polar_"):
+        if not _is_allowed(name) or name.startswith("_polar_"):
             raise AttributeError(name)
         try:
             return _worker(self).request("get", self, name)
@@ -278,7 +278,7 @@ def _await(self: Any) -> Any:
 
 def _exit(self: Any, kind: Any, error: Any, traceback: Any) -> Any:  # noqa: ARG001  a context manager's parameters
     """The code under test may not suppress that a test fails."""
-    plain = None if error is None else _plain_error(error)
+    plain = None if error is None else _to_plain_error(error)
     suppressed = _worker(self).request(
         "operate", self, "__exit__", (None if plain is None else type(plain), plain, None)
     )
@@ -309,7 +309,7 @@ class RemoteModule(types.ModuleType):
     _polar_remote: RemoteObject
 
     def __getattr__(self, name: str) -> Any:
-        if not _is_open(name) or name.startswith("_polar_"):
+        if not _is_allowed(name) or name.startswith("_polar_"):
             raise AttributeError(name)
         return self._polar_worker.request("get", self._polar_remote, name)
 
@@ -334,7 +334,15 @@ class RemoteModule(types.ModuleType):
 # The worker process, as the test process sees it
 
 
-_FILES = (io.StringIO, io.BytesIO, io.TextIOWrapper, io.BufferedReader, io.BufferedWriter, io.BufferedRandom, io.FileIO)
+_FILE_TYPES = (
+    io.StringIO,
+    io.BytesIO,
+    io.TextIOWrapper,
+    io.BufferedReader,
+    io.BufferedWriter,
+    io.BufferedRandom,
+    io.FileIO,
+)
 FILE_METHODS = ("read", "readline", "readlines", "write", "writelines", "seek", "tell", "truncate", "flush", "close")
 CALL, ITERATE, FILE = range(3)
 """What the code under test can do with something that a test hands to it."""
@@ -364,14 +372,14 @@ class Worker:
         self.temporary = temporary
         self._connection: Connection | None = None
         self._process: subprocess.Popen[bytes] | None = None
-        self._broken: str | None = None
+        self._broken_reason: str | None = None
         self._lock = threading.RLock()
         self._owner = os.getpid()
         self._types: dict[int, Any] = {}
         self._lent: list[Any] = []
         self._lent_ids: dict[int, int] = {}
         self._released: list[int] = []
-        self._told: tuple[str, dict[str, str]] = ("", {})
+        self._sent_context: tuple[str, dict[str, str]] = ("", {})
         self._failure: BaseException | None = None
 
     def start(self) -> None:
@@ -406,16 +414,16 @@ class Worker:
             self.start()
         imported = self.request("import", name, list(sys.path))
         if type(imported) is not tuple or len(imported) != 2:
-            self._give_up("An import gave no module.")
+            self._fail_forged("An import gave no module.")
         module, names = imported
-        if not isinstance(module, RemoteObject) or not _are_texts(names):
-            self._give_up("An import gave no module.")
+        if not isinstance(module, RemoteObject) or not _are_strings(names):
+            self._fail_forged("An import gave no module.")
         return module, names
 
     def list_names(self, remote: Any, *, own: bool = False) -> list[str]:
         names = self.request("names", remote, own)
-        if not _are_texts(names):
-            self._give_up("A list of names holds something else.")
+        if not _are_strings(names):
+            self._fail_forged("A list of names holds something else.")
         return names  # type: ignore[no-any-return]
 
     def call(self, remote: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
@@ -423,37 +431,37 @@ class Worker:
 
     def request(self, operation: str, *operands: Any) -> Any:
         with self._lock:
-            if self._broken is not None or self._connection is None or os.getpid() != self._owner:
-                raise WorkerDiedError(self._broken or "The code under test can't be used from another process.")
-            released, told = self._released, self._told
+            if self._broken_reason is not None or self._connection is None or os.getpid() != self._owner:
+                raise WorkerDiedError(self._broken_reason or "The code under test can't be used from another process.")
+            released, told = self._released, self._sent_context
             try:
-                message = encode(("request", operation, operands, released, self._context()), self._refer)
+                message = encode(("request", operation, operands, released, self._collect_context()), self._refer)
             except NotPlainError:
-                self._told = told
+                self._sent_context = told
                 raise
             self._released = []
             try:
                 self._connection.send(message)
                 return self._await_reply(operation, operands)
             except ProtocolError as error:
-                self._give_up(str(error))
+                self._fail_forged(str(error))
             except (EOFError, ConnectionError) as error:
-                if self._broken is None:
-                    self._broken = "The process of the code under test ended."
-                    self._report(self._broken, False)
-                raise WorkerDiedError(self._broken) from error
+                if self._broken_reason is None:
+                    self._broken_reason = "The process of the code under test ended."
+                    self._report(self._broken_reason, False)
+                raise WorkerDiedError(self._broken_reason) from error
 
-    def _give_up(self, why: str) -> NoReturn:
-        if self._broken is None:
-            self._broken = f"The process of the code under test sent a forged message. {why}"
-            self._report(self._broken, True)
-        raise WorkerDiedError(self._broken)
+    def _fail_forged(self, why: str) -> NoReturn:
+        if self._broken_reason is None:
+            self._broken_reason = f"The process of the code under test sent a forged message. {why}"
+            self._report(self._broken_reason, True)
+        raise WorkerDiedError(self._broken_reason)
 
-    def _context(self) -> Any:
+    def _collect_context(self) -> Any:
         """What the test has changed of its working folder and environment, where it has."""
         folder, environment = os.getcwd(), dict(os.environ)
-        before, self._told = self._told, (folder, environment)
-        if before == self._told:
+        before, self._sent_context = self._sent_context, (folder, environment)
+        if before == self._sent_context:
             return None
         gone = [name for name in before[1] if name not in environment]
         changed = {name: value for name, value in environment.items() if before[1].get(name) != value}
@@ -483,7 +491,7 @@ class Worker:
         except (EOFError, ConnectionError, ProtocolError, WorkerDiedError):
             raise
         except BaseException:
-            self._broken = "A call of the code under test was interrupted."
+            self._broken_reason = "A call of the code under test was interrupted."
             raise
 
     def _receive(self) -> tuple[Any, ...]:
@@ -502,10 +510,10 @@ class Worker:
 
     def _serve(self, kind: str, parts: list[Any]) -> None:
         """What the worker may send before its reply."""
-        if kind == "output" and len(parts) == 2 and _are_texts(parts):
+        if kind == "output" and len(parts) == 2 and _are_strings(parts):
             stream = sys.stderr if parts[0] == "stderr" else sys.stdout
             stream.write(parts[1].encode("utf-8", "backslashreplace").decode())
-        elif kind == "warning" and len(parts) == 2 and _are_texts(parts):
+        elif kind == "warning" and len(parts) == 2 and _are_strings(parts):
             category = EXCEPTIONS.get(parts[0], UserWarning)
             try:
                 warnings.warn(parts[1], category if issubclass(category, Warning) else UserWarning, stacklevel=5)
@@ -538,7 +546,7 @@ class Worker:
         except BaseException as error:  # noqa: BLE001  it is raised in the worker
             if isinstance(error, AssertionError) or not isinstance(error, Exception):
                 self._failure = error
-            answer = encode(("error", _plain_error(error)), self._refer)
+            answer = encode(("error", _to_plain_error(error)), self._refer)
         self._connection.send(answer)
 
     def _refer(self, value: Any) -> tuple[bytes, int, int]:
@@ -581,7 +589,12 @@ class Worker:
         if type(described) is not tuple or len(described) != 4:
             raise ProtocolError("A message describes no class.")
         name, module, bases, operators = described
-        if not _are_texts([name, module]) or type(bases) is not list or not _are_texts(operators) or depth > _MAX_BASES:
+        if (
+            not _are_strings([name, module])
+            or type(bases) is not list
+            or not _are_strings(operators)
+            or depth > _MAX_BASES
+        ):
             raise ProtocolError("A message describes no class.")
         own, raised = [], []
         for base in bases[:_MAX_BASES]:
@@ -610,7 +623,7 @@ class Worker:
         raise ProtocolError("A message describes a class that can't be made.")
 
 
-def _plain_error(error: BaseException) -> Any:
+def _to_plain_error(error: BaseException) -> Any:
     """An exception that the worker can be told of."""
     if isinstance(error, RemoteObject):
         return error
@@ -619,12 +632,12 @@ def _plain_error(error: BaseException) -> Any:
     return make_exception(kind.__name__, plain)
 
 
-def _are_texts(values: Any) -> bool:
+def _are_strings(values: Any) -> bool:
     return type(values) is list and all(type(value) is str for value in values)
 
 
 def _lent_kind(value: Any) -> int | None:
-    if type(value) in _FILES:
+    if type(value) in _FILE_TYPES:
         return FILE
     if isinstance(value, Iterator):
         return ITERATE
@@ -640,7 +653,7 @@ def _make_remote(kind: Any, handle: int) -> Any:
 def _raise(error: Any, traceback: Any) -> NoReturn:
     if not isinstance(error, BaseException) or type(traceback) is not str:
         raise ProtocolError("A message raises something that is no exception.")
-    raise error from RemoteTraceback("\n" + traceback[-MAX_TEXT:])
+    raise error from RemoteTraceback("\n" + traceback[-MAX_TRACEBACK_CHARS:])
 
 
 def _copy_back(args: Sequence[Any], named: dict[str, Any], changed: Any) -> None:
@@ -683,17 +696,17 @@ class RemoteFinder:
         sys.meta_path.insert(0, self)
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
-        if path is None and (spec := self._find_elsewhere(name)) is not None:
+        if path is None and (spec := self._find_outside_workspace(name)) is not None:
             return spec
         others = [finder for finder in sys.meta_path if finder is not self and hasattr(finder, "find_spec")]
         spec = next(filter(None, (finder.find_spec(name, path, target) for finder in others)), None)
-        if spec is None or all(map(self._is_trusted, _locations(spec))):
+        if spec is None or all(map(self._is_trusted, _list_locations(spec))):
             return spec
         remote = importlib.machinery.ModuleSpec(name, self, origin=spec.origin, is_package=True)  # type: ignore[arg-type]
         remote.submodule_search_locations = list(spec.submodule_search_locations or [])
         return remote
 
-    def _find_elsewhere(self, name: str) -> Any:
+    def _find_outside_workspace(self, name: str) -> Any:
         if name in sys.builtin_module_names:
             return importlib.machinery.BuiltinImporter.find_spec(name)
         entries = [entry for entry in sys.path if entry and not self._is_in_workspace(entry)]
@@ -724,7 +737,7 @@ class RemoteFinder:
         module.__file__ = None if module.__spec__ is None else module.__spec__.origin
 
 
-def _locations(spec: Any) -> list[str]:
+def _list_locations(spec: Any) -> list[str]:
     if spec.origin in (None, "built-in", "frozen", "namespace"):
         return [os.path.join(folder, "__init__.py") for folder in spec.submodule_search_locations or []]
     return [spec.origin]

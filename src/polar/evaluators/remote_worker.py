@@ -22,7 +22,7 @@ from typing import Any
 
 _HERE = os.path.dirname(os.path.abspath(__file__))
 _PACKAGE = "polar_inside"
-_CHUNK = 1 << 16
+_CHUNK_CHARS = 1 << 16
 
 
 def _load(name: str) -> Any:
@@ -45,7 +45,7 @@ class Server:
         self._handles: dict[int, int] = {}  # by id
         self._classes: list[type] = []
         self._class_numbers: dict[type, int] = {}
-        self._next = 1
+        self._next_handle = 1
         self.output: dict[str, list[str]] = {"stdout": [], "stderr": []}
 
     def serve(self) -> None:
@@ -54,7 +54,7 @@ class Server:
                 message = self._receive()
             except EOFError:
                 return
-            self._answer(message)
+            self._handle_request(message)
 
     def _receive(self) -> Any:
         return codec.decode(self._connection.receive(), self._resolve)
@@ -64,11 +64,13 @@ class Server:
             if texts:
                 text = "".join(texts)
                 texts.clear()
-                for start in range(0, len(text), _CHUNK):
-                    self._connection.send(codec.encode(("output", stream, text[start : start + _CHUNK]), self._refer))
+                for start in range(0, len(text), _CHUNK_CHARS):
+                    self._connection.send(
+                        codec.encode(("output", stream, text[start : start + _CHUNK_CHARS]), self._refer)
+                    )
         self._connection.send(codec.encode(message, self._refer))
 
-    def _answer(self, message: Any) -> None:
+    def _handle_request(self, message: Any) -> None:
         _, operation, operands, released, context = message
         for handle in released:
             self._release(handle)
@@ -77,10 +79,10 @@ class Server:
                 _apply_context(*context)
             before = _snapshot(operands) if operation == "call" else []
             value = getattr(self, f"_do_{operation}")(*operands)
-            changed = _changes(before, operands) if before else []
+            changed = _find_changes(before, operands) if before else []
             self.send("value", value, changed)
         except BaseException as error:  # noqa: BLE001  it is raised in the test
-            text = traceback.format_exc()[-remote.MAX_TEXT :]
+            text = traceback.format_exc()[-remote.MAX_TRACEBACK_CHARS :]
             if not isinstance(error, (Exception, SystemExit)):
                 error = RuntimeError(f"{type(error).__name__}: {error}")
             try:
@@ -122,20 +124,20 @@ class Server:
 
     def _do_describe(self, number: int) -> Any:
         kind = self._classes[number]
-        bases = [self._base(base) for base in kind.__bases__ if base not in (object, BaseException)]
+        bases = [self._describe_base(base) for base in kind.__bases__ if base not in (object, BaseException)]
         operators = [name for name in remote.OPERATORS if getattr(kind, name, None) is not None]
         if issubclass(kind, type):  # classes of a metaclass are objects here
             operators = [name for name in operators if name != "__call__"] + ["__call__"]
         return kind.__name__, str(kind.__module__), bases, operators
 
-    def _base(self, base: type) -> Any:
+    def _describe_base(self, base: type) -> Any:
         if codec.EXCEPTIONS.get(base.__name__) is base:
             return base.__name__
-        return self._number(base)
+        return self._get_class_number(base)
 
     # References
 
-    def _number(self, kind: type) -> int:
+    def _get_class_number(self, kind: type) -> int:
         if kind not in self._class_numbers:
             self._class_numbers[kind] = len(self._classes)
             self._classes.append(kind)
@@ -145,14 +147,14 @@ class Server:
         if type(value) in (Lent, LentIterator, LentFile):
             return b"k", value.number, 0
         if isinstance(value, type):
-            return b"c", self._number(value), 0
+            return b"c", self._get_class_number(value), 0
         handle = self._handles.get(id(value))
         if handle is None:
-            handle = self._handles[id(value)] = self._next
+            handle = self._handles[id(value)] = self._next_handle
             self._objects[handle] = [value, 0]
-            self._next += 1
+            self._next_handle += 1
         self._objects[handle][1] += 1
-        return b"o", handle, self._number(type(value))
+        return b"o", handle, self._get_class_number(type(value))
 
     def _release(self, handle: int) -> None:
         entry = self._objects[handle]
@@ -178,7 +180,7 @@ class Server:
                 return message[1]
             if message[0] == "error":
                 raise message[1]
-            self._answer(message)
+            self._handle_request(message)
 
 
 class Lent:
@@ -253,18 +255,18 @@ def _apply_context(folder: str, changed: dict[str, str], gone: list[str]) -> Non
         os.environ.pop(name, None)
 
 
-def _mutable(operands: tuple[Any, ...]) -> list[tuple[Any, Any]]:
+def _list_mutable(operands: tuple[Any, ...]) -> list[tuple[Any, Any]]:
     _, args, named = operands
     places = [*enumerate(args), *named.items()]
     return [(place, value) for place, value in places if type(value) in (list, dict, set, bytearray)]
 
 
 def _snapshot(operands: tuple[Any, ...]) -> list[tuple[Any, bytes]]:
-    return [(place, _fingerprint(value)) for place, value in _mutable(operands)]
+    return [(place, _fingerprint(value)) for place, value in _list_mutable(operands)]
 
 
-def _changes(before: list[tuple[Any, bytes]], operands: tuple[Any, ...]) -> list[tuple[Any, Any]]:
-    now = dict(_mutable(operands))
+def _find_changes(before: list[tuple[Any, bytes]], operands: tuple[Any, ...]) -> list[tuple[Any, Any]]:
+    now = dict(_list_mutable(operands))
     return [(place, now[place]) for place, known in before if _fingerprint(now[place]) != known]
 
 
@@ -278,7 +280,7 @@ def main() -> None:
     connection = codec.Connection(end)
     confinement = _load("confinement")
     confinement.confine_worker()
-    confinement.hide(codec.decode(connection.receive(), codec.refuse))
+    confinement.hide(codec.decode(connection.receive(), codec.reject_references))
     sys.dont_write_bytecode = True
     server = Server(connection)
     sys.stdout = Output(server, "stdout")

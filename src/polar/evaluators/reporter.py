@@ -28,8 +28,8 @@ from typing import Any
 
 _HERE = os.path.dirname(os.path.abspath(__file__))
 _PACKAGE = "polar_inside"
-_NO_PYTEST = 70
-_WATCHED = ("pytest", "_pytest", "pluggy", "unittest")
+_EXIT_NO_PYTEST = 70
+_WATCHED_PACKAGES = ("pytest", "_pytest", "pluggy", "unittest")
 _WATCHED_BUILTINS = (
     *("abs", "all", "any", "callable", "getattr", "hasattr", "hash", "id", "isinstance", "issubclass", "iter", "len"),
     *("max", "min", "next", "repr", "round", "sorted", "sum", "vars"),
@@ -44,9 +44,9 @@ def main() -> int:
     if asked:
         os.environ["PYTHONPATH"] = os.pathsep.join(asked)
     rest = sys.path[1:]
-    sys.path[:] = [entry for entry in asked + rest if not _below(entry, workdir)]
+    sys.path[:] = [entry for entry in asked + rest if not _is_below(entry, workdir)]
     if job["framework"] == "pytest" and not _has_pytest():
-        return _NO_PYTEST
+        return _EXIT_NO_PYTEST
     if hasattr(sys, "pycache_prefix"):  # compiled files of the workspace may be the agent's own
         sys.pycache_prefix = os.path.join(_HERE, "pycache")
     isolate = job["isolate"]
@@ -55,13 +55,13 @@ def main() -> int:
             _confine()
         return _check(job["framework"])
     write = _writer(job.pop("secret"), job["results"])
-    tests = _Tests(workdir, job["tests"])
+    tests = _TestFiles(workdir, job["tests"])
     worker = None if isolate is None else _isolate(workdir, tests, write, isolate["equality"])
     if job["framework"] == "pytest":
-        run = _pytest_run(job["args"], tests, write, worker)
+        run = _prepare_pytest(job["args"], tests, write, worker)
         first = workdir
     else:
-        run = _unittest_run(job["args"], tests, write)
+        run = _prepare_unittest(job["args"], tests, write)
         first = workdir if job["args"][0] == "-m" else os.path.dirname(os.path.join(workdir, job["args"][0]))
     sys.path[:] = [first, *asked, *rest]
     code = run()
@@ -90,7 +90,7 @@ def _confine() -> str:
     return temporary
 
 
-def _isolate(workdir: str, tests: "_Tests", write: "Callable[[dict[str, Any]], None]", equality: bool) -> Any:
+def _isolate(workdir: str, tests: "_TestFiles", write: "Callable[[dict[str, Any]], None]", equality: bool) -> Any:
     """From now on, modules of the workspace that are no tests run in another process."""
     remote = _load("remote_modules")
 
@@ -100,18 +100,18 @@ def _isolate(workdir: str, tests: "_Tests", write: "Callable[[dict[str, Any]], N
 
     script = os.path.join(_HERE, "remote_worker.py")
     temporary = _confine()
-    worker = remote.Worker(script, report, temporary=temporary, hidden=tests.sources(), trust_equality=equality)
-    worker.finder = remote.RemoteFinder(worker, workdir, tests.holds)
+    worker = remote.Worker(script, report, temporary=temporary, hidden=tests.list_sources(), trust_equality=equality)
+    worker.finder = remote.RemoteFinder(worker, workdir, tests.contains)
     worker.finder.install()
     return worker
 
 
-def _below(entry: str, folder: str) -> bool:
+def _is_below(entry: str, folder: str) -> bool:
     entry, folder = os.path.realpath(entry), os.path.realpath(folder)
     return entry == folder or entry.startswith(folder.rstrip("/") + "/")
 
 
-def _is_there(file: str) -> bool:
+def _exists_as_file(file: str) -> bool:
     """As a file, or in one that Python imports from."""
     while file and not os.path.exists(file):
         file = os.path.dirname(file)
@@ -163,8 +163,8 @@ def test_nothing() -> None:
     """For `_check`."""
 
 
-def _pytest_run(
-    args: "list[str]", tests: "_Tests", write: "Callable[[dict[str, Any]], None]", worker: Any
+def _prepare_pytest(
+    args: "list[str]", tests: "_TestFiles", write: "Callable[[dict[str, Any]], None]", worker: Any
 ) -> "Callable[[], int]":
     framework = sys.modules["pytest"]
     canaries = _load("canaries")
@@ -173,12 +173,12 @@ def _pytest_run(
     framework.hookimpl(tryfirst=True)(kind.pytest_runtestloop)
     framework.hookimpl(tryfirst=True)(kind.pytest_runtest_protocol)
     framework.hookimpl(trylast=True)(kind.pytest_sessionfinish)
-    watch = _Watch(tests)
+    watch = _TamperWatch(tests)
     reporter = _Reporter(write, watch, (framework.skip.Exception, framework.xfail.Exception))
     plugins = [reporter, kind(_record_canary(write), watch.may_xfail)]  # type: list[Any]
     if worker is not None:
-        framework.hookimpl(tryfirst=True)(_Imports.pytest_load_initial_conftests)
-        plugins.append(_Imports(worker.finder))
+        framework.hookimpl(tryfirst=True)(_FinderPlugin.pytest_load_initial_conftests)
+        plugins.append(_FinderPlugin(worker.finder))
     start = framework.main
     return lambda: int(start(args, plugins=plugins))
 
@@ -187,7 +187,7 @@ def _record_canary(write: "Callable[[dict[str, Any]], None]") -> "Callable[[str,
     return lambda kind, outcome: write({"canary": kind, "outcome": outcome})
 
 
-class _Imports:
+class _FinderPlugin:
     """A plug-in of pytest's that keeps our finder in front of pytest's own, which reads whatever it takes for tests,
     and all tests in this process: workers of pytest-xdist would import the code under test."""
 
@@ -205,24 +205,28 @@ class _Reporter:
     """A plug-in of pytest's."""
 
     def __init__(
-        self, write: "Callable[[dict[str, Any]], None]", watch: "_Watch", given_up: "tuple[type, ...]"
+        self, write: "Callable[[dict[str, Any]], None]", watch: "_TamperWatch", skip_exceptions: "tuple[type, ...]"
     ) -> None:
         self._write = write
         self._watch = watch
-        self._given_up = given_up
+        self._skip_exceptions = skip_exceptions
         self._outcomes = {}  # type: dict[str, str]
-        self._ended_by_others = set()  # type: set[str]
+        self._skipped_by_workspace = set()  # type: set[str]
 
     def pytest_runtest_makereport(self, item: Any, call: Any) -> None:
         """Only looks who says that a test is skipped, or fails as it should; the report is pytest's."""
         error = call.excinfo
-        if error is not None and isinstance(error.value, self._given_up) and self._watch.is_others(error.value):
-            self._ended_by_others.add(item.nodeid)
+        if (
+            error is not None
+            and isinstance(error.value, self._skip_exceptions)
+            and self._watch.is_raised_by_workspace(error.value)
+        ):
+            self._skipped_by_workspace.add(item.nodeid)
 
     def pytest_runtest_logreport(self, report: Any) -> None:
         """Each test is reported as it is set up, called and torn down; one that is not set up is not called."""
         outcome = report.outcome
-        if report.nodeid in self._ended_by_others:
+        if report.nodeid in self._skipped_by_workspace:
             outcome = "failed"
         elif outcome == "skipped" and hasattr(report, "wasxfail"):
             authored = self._watch.may_xfail(str(report.fspath))
@@ -233,7 +237,7 @@ class _Reporter:
         self._outcomes[report.nodeid] = outcome if so_far == "passed" else so_far
         if report.when == "teardown":
             self._watch.report(self._write)
-            self._ended_by_others.discard(report.nodeid)
+            self._skipped_by_workspace.discard(report.nodeid)
             self._write({"names": [report.nodeid], "outcome": self._outcomes.pop(report.nodeid)})
 
     def pytest_collection_finish(self, session: Any) -> None:
@@ -241,25 +245,25 @@ class _Reporter:
 
     def pytest_collectreport(self, report: Any) -> None:
         """What skips a whole file says where it stands."""
-        skipped = report.skipped and not self._watch.may_give_up(str(report.longrepr[0]))
+        skipped = report.skipped and not self._watch.may_skip(str(report.longrepr[0]))
         if report.failed or skipped:
             self._write({"not_collected": report.nodeid})
 
 
-class _Tests:
+class _TestFiles:
     """Which files of the workspace are tests, or stand beside them: those that the task names, and the usual ones."""
 
     def __init__(self, workdir: str, named: "list[str]") -> None:
         self.workdir = workdir
         self._named = frozenset(named)
 
-    def sources(self) -> "list[str]":
+    def list_sources(self) -> "list[str]":
         walked = (
             (folder, name) for folder, _, names in os.walk(self.workdir) for name in names if name.endswith(".py")
         )
-        return [path for path in (os.path.join(*place) for place in walked) if self.holds(path)]
+        return [path for path in (os.path.join(*place) for place in walked) if self.contains(path)]
 
-    def holds(self, file: str) -> bool:
+    def contains(self, file: str) -> bool:
         """By its path alone, wherever links on it lead."""
         for top in (self.workdir, os.path.realpath(self.workdir)):
             path = os.path.relpath(os.path.abspath(file), top)
@@ -276,71 +280,71 @@ class _Tests:
         )
 
 
-class _Watch:
+class _TamperWatch:
     """Whether the frameworks' functions are still their own. Other plug-ins may exchange some: then the new one's code
     comes from a file that is not of the workspace. And whether it is a test that gives itself up."""
 
-    def __init__(self, tests: _Tests) -> None:
+    def __init__(self, tests: _TestFiles) -> None:
         self._tests = tests
         self._workdir = tests.workdir
         self._case = importlib.import_module("unittest.case").TestCase
-        self._marks = _marks(self._case)
-        self._seen = []  # type: list[tuple[Any, str, Any, Any]]
-        self._seen += [
+        self._dunders = _list_dunders(self._case)
+        self._originals = []  # type: list[tuple[Any, str, Any, Any]]
+        self._originals += [
             (builtins, key, value, None)
             for key, value in vars(builtins).items()
             if isinstance(value, type) or key in _WATCHED_BUILTINS
         ]
-        self._tracers = _tracers()
+        self._tracers = _find_tracers()
         self._reported = set()  # type: set[str]
         self._xfailing = {}  # type: dict[str, bool]
-        self._seen.append((self._case, "failureException", self._case.failureException, None))
+        self._originals.append((self._case, "failureException", self._case.failureException, None))
         for name, module in list(sys.modules.items()):
-            if name.split(".")[0] in _WATCHED:
-                self._look_at(module)
+            if name.split(".")[0] in _WATCHED_PACKAGES:
+                self._record_functions(module)
                 for value in list(vars(module).values()):
                     if isinstance(value, type) and value.__module__ == name:
-                        self._look_at(value)
+                        self._record_functions(value)
 
-    def _look_at(self, holder: Any) -> None:
+    def _record_functions(self, holder: Any) -> None:
         for key, value in list(vars(holder).items()):
-            function = _function(value)
+            function = _unwrap_function(value)
             if function is not None:
-                self._seen.append((holder, key, value, function.__code__))
+                self._originals.append((holder, key, value, function.__code__))
 
     def report(self, write: "Callable[[dict[str, Any]], None]") -> None:
         """Says what is not as it was: a changed function is proof of tampering; a tracer may be a coverage tool's."""
-        changed = self.changed()
+        changed = self.find_change()
         if changed:
             write({"tampered": changed})
-        for tracer in sorted(_tracers() - self._tracers - self._reported):
+        for tracer in sorted(_find_tracers() - self._tracers - self._reported):
             self._reported.add(tracer)
             write({"evidence": {"kind": "grader_environment", "subject": tracer, "detail": "active in a test"}})
 
-    def changed(self) -> "str | None":
-        for holder, key, value, code in self._seen:
+    def find_change(self) -> "str | None":
+        for holder, key, value, code in self._originals:
             now = vars(holder).get(key)
-            if (now is not value or _code(value) is not code) and not self._from_elsewhere(_function(now)):
+            if (now is not value or _get_code(value) is not code) and not self._is_from_outside(_unwrap_function(now)):
                 return f"{holder.__name__}.{key}"
-        return ", ".join(sorted(_marks(self._case) - self._marks)) or None
+        return ", ".join(sorted(_list_dunders(self._case) - self._dunders)) or None
 
-    def is_others(self, error: Any) -> bool:
+    def is_raised_by_workspace(self, error: Any) -> bool:
         """Whether what ends a test was raised by code of the workspace that is no test."""
         traced, file = error.__traceback__, ""
         while traced is not None:
             frame, traced = traced.tb_frame, traced.tb_next
-            if str(frame.f_globals.get("__name__")).split(".")[0] not in _WATCHED:
+            if str(frame.f_globals.get("__name__")).split(".")[0] not in _WATCHED_PACKAGES:
                 file = frame.f_code.co_filename
-        return not self.may_give_up(file)
+        return not self.may_skip(file)
 
     def may_xfail(self, file: str) -> bool:
         """Whether the author of the tests says, in this file or in others of the tests, that some test fails. Code
         that a test calls can mark it so, too."""
         files = [getattr(module, "__file__", None) for module in list(sys.modules.values())]
-        tests = [path for path in files if path and _below(path, self._workdir) and self.may_give_up(path)]
-        return any(self._names_xfail(path) for path in [os.path.join(self._workdir, file), *tests])
+        tests = [path for path in files if path and _is_below(path, self._workdir) and self.may_skip(path)]
+        return any(self._mentions_xfail(path) for path in [os.path.join(self._workdir, file), *tests])
 
-    def _names_xfail(self, file: str) -> bool:
+    def _mentions_xfail(self, file: str) -> bool:
         if file not in self._xfailing:
             try:
                 with open(file, "rb") as source:
@@ -350,19 +354,19 @@ class _Watch:
             self._xfailing[file] = b"xfail" in text or b"expectedFailure" in text
         return self._xfailing[file]
 
-    def may_give_up(self, file: str) -> bool:
+    def may_skip(self, file: str) -> bool:
         """A test, what its author put beside it, and code that is not of the workspace."""
-        return self._tests.holds(os.path.realpath(file)) if _below(file, self._workdir) else _is_there(file)
+        return self._tests.contains(os.path.realpath(file)) if _is_below(file, self._workdir) else _exists_as_file(file)
 
-    def _from_elsewhere(self, value: Any) -> bool:
+    def _is_from_outside(self, value: Any) -> bool:
         """Also what a decorator of the standard library has wrapped."""
         file = getattr(getattr(value, "__code__", None), "co_filename", "")
         wrapped = getattr(value, "__wrapped__", None)
-        outside = _is_there(file) and not _below(file, self._workdir)
-        return outside and (wrapped is None or self._from_elsewhere(wrapped))
+        outside = _exists_as_file(file) and not _is_below(file, self._workdir)
+        return outside and (wrapped is None or self._is_from_outside(wrapped))
 
 
-def _function(value: Any) -> Any:
+def _unwrap_function(value: Any) -> Any:
     """The function that a class or module holds as itself, as a method of the class or as a property."""
     if isinstance(value, (classmethod, staticmethod)):
         value = value.__func__
@@ -371,11 +375,11 @@ def _function(value: Any) -> Any:
     return value if isinstance(value, types.FunctionType) else None
 
 
-def _code(value: Any) -> Any:
-    return getattr(_function(value), "__code__", None)
+def _get_code(value: Any) -> Any:
+    return getattr(_unwrap_function(value), "__code__", None)
 
 
-def _tracers() -> "set[str]":
+def _find_tracers() -> "set[str]":
     """What follows every line that runs, and could jump over some."""
     found = {f"sys.set{kind}" for kind in ("trace", "profile") if getattr(sys, "get" + kind)() is not None}
     monitoring = getattr(sys, "monitoring", None)
@@ -385,12 +389,14 @@ def _tracers() -> "set[str]":
     return found
 
 
-def _marks(case: type) -> "set[str]":
+def _list_dunders(case: type) -> "set[str]":
     """What unittest, or Python itself, would heed in a test case without being told by its author."""
     return {key for key in vars(case) if key.startswith("__")}
 
 
-def _unittest_run(args: "list[str]", tests: "_Tests", write: "Callable[[dict[str, Any]], None]") -> "Callable[[], int]":
+def _prepare_unittest(
+    args: "list[str]", tests: "_TestFiles", write: "Callable[[dict[str, Any]], None]"
+) -> "Callable[[], int]":
     """Any program that runs its tests by unittest, in one process: `-m unittest ...`, or Django's runtests.py."""
     canaries = _load("canaries").UnittestCanaries(_record_canary(write))
     _watch_unittest(tests, write, canaries)
@@ -414,9 +420,9 @@ def _unittest_run(args: "list[str]", tests: "_Tests", write: "Callable[[dict[str
     return run
 
 
-def _watch_unittest(tests: "_Tests", write: "Callable[[dict[str, Any]], None]", canaries: Any) -> None:
+def _watch_unittest(tests: "_TestFiles", write: "Callable[[dict[str, Any]], None]", canaries: Any) -> None:
     """Every kind of result calls these methods of their base."""
-    watches = []  # type: list[_Watch]
+    watches = []  # type: list[_TamperWatch]
     base = importlib.import_module("unittest.result").TestResult
     importlib.import_module("unittest.main")
     outcomes = {}  # type: dict[int, str]
@@ -441,7 +447,7 @@ def _watch_unittest(tests: "_Tests", write: "Callable[[dict[str, Any]], None]", 
         if canaries.running:
             return
         watches[0].report(write)
-        write({"names": _names(test), "outcome": outcomes.pop(id(test), "unknown")})
+        write({"names": _list_names(test), "outcome": outcomes.pop(id(test), "unknown")})
 
     def ends(outcome: str) -> "Callable[..., None]":
         def end(test: Any, *rest: Any) -> None:  # noqa: ARG001  why it failed
@@ -460,7 +466,7 @@ def _watch_unittest(tests: "_Tests", write: "Callable[[dict[str, Any]], None]", 
         method = getattr(test, getattr(test, "_testMethodName", ""), None)
         marked = any(getattr(holder, "__unittest_skip__", False) for holder in (type(test), method))
         error = sys.exc_info()[1]
-        own = marked or (error is not None and not watches[0].is_others(error))
+        own = marked or (error is not None and not watches[0].is_raised_by_workspace(error))
         ends("skipped" if own else "failed")(test, *rest)
 
     def part(test: Any, part: Any, error: Any) -> None:  # noqa: ARG001
@@ -472,7 +478,7 @@ def _watch_unittest(tests: "_Tests", write: "Callable[[dict[str, Any]], None]", 
 
     def made(name: str, error: Any, *rest: Any) -> Any:
         """In the place of a file that says, as it is imported, that it is to be skipped."""
-        if watches[0].is_others(error):
+        if watches[0].is_raised_by_workspace(error):
             write({"not_collected": name})
         return make(name, error, *rest)
 
@@ -485,10 +491,10 @@ def _watch_unittest(tests: "_Tests", write: "Callable[[dict[str, Any]], None]", 
     for name in ("addFailure", "addError", "addUnexpectedSuccess"):
         before(name, ends("failed"))
     before("addSkip", skip)
-    watches.append(_Watch(tests))  # ours are the ones to be there
+    watches.append(_TamperWatch(tests))  # ours are the ones to be there
 
 
-def _names(test: Any) -> "list[str]":
+def _list_names(test: Any) -> "list[str]":
     """`a.b.Class.test_x`; `test_x (a.b.Class)`, as older Pythons print it; and the first line of what it says of
     itself, which is all that a verbose run prints of some."""
     path = test.id()

@@ -4,18 +4,18 @@ agent that gives up at once completes its session, too."""
 from typing import Any, ClassVar
 
 from polar.evaluators import settings
-from polar.evaluators.base import Work
-from polar.rollout.models import Model
+from polar.evaluators.base import GradingContext
+from polar.rollout.models import RequestModel
 from polar.store.base import Verdict
 
 
 class SessionCompleted:
-    wants_fresh: ClassVar[bool] = False
+    needs_fresh_runtime: ClassVar[bool] = False
 
     def __init__(self, config: dict[str, Any]) -> None:
-        settings.read(Model, config)
+        settings.parse_config(RequestModel, config)
 
-    async def evaluate(self, work: Work) -> Verdict:
+    async def evaluate(self, work: GradingContext) -> Verdict:
         outcome = work.outcome
-        completed = outcome.ended == "finished" and outcome.exit_code == 0
-        return Verdict(float(completed), detail={"ended": outcome.ended, "exit_code": outcome.exit_code})
+        completed = outcome.end_reason == "finished" and outcome.exit_code == 0
+        return Verdict(float(completed), detail={"ended": outcome.end_reason, "exit_code": outcome.exit_code})

@@ -6,13 +6,13 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from polar.errors import ConfigError
-from polar.rollout.models import Model
+from polar.rollout.models import RequestModel
 
-_Settings = TypeVar("_Settings", bound=Model)
-_UNKNOWN = "extra_forbidden"
-_UPLOADS = ("upload_file", "upload_dir")
+_Settings = TypeVar("_Settings", bound=RequestModel)
+_UNKNOWN_FIELD = "extra_forbidden"
+_UPLOAD_TYPES = ("upload_file", "upload_dir")
 _MESSAGES = {
-    _UNKNOWN: "there is no such field",
+    _UNKNOWN_FIELD: "there is no such field",
     "missing": "it must be given",
     "string_type": "it must be text",
     "float_type": "it must be a number",
@@ -32,34 +32,34 @@ _MESSAGES = {
     "literal_error": "it must be {expected}",
     "too_short": "it is empty",
     "string_too_short": "it is empty",
-    "union_tag_not_found": f"its `type` is missing: {' or '.join(_UPLOADS)}",
-    "union_tag_invalid": f"its `type` must be {' or '.join(_UPLOADS)}",
+    "union_tag_not_found": f"its `type` is missing: {' or '.join(_UPLOAD_TYPES)}",
+    "union_tag_invalid": f"its `type` must be {' or '.join(_UPLOAD_TYPES)}",
 }
 
 
-def read(model: type[_Settings], config: dict[str, Any]) -> _Settings:
+def parse_config(model: type[_Settings], config: dict[str, Any]) -> _Settings:
     """Raises ConfigError, which names the field: one that isn't known before any other, as a misspelt field is why
     another is missing."""
     try:
         return model.model_validate(config)
     except ValidationError as error:
-        problem = min(error.errors(), key=lambda problem: problem["type"] != _UNKNOWN)
-        raise ConfigError(f"{_field(problem)}: {_message(problem)}.") from error
+        problem = min(error.errors(), key=lambda problem: problem["type"] != _UNKNOWN_FIELD)
+        raise ConfigError(f"{_format_field(problem)}: {_format_message(problem)}.") from error
 
 
-def _field(problem: ErrorDetails) -> str:
+def _format_field(problem: ErrorDetails) -> str:
     """As it is written in the task: which form of several was tried is pydantic's word."""
-    steps = problem["loc"][:1] if _in_a_form(problem) else problem["loc"]
+    steps = problem["loc"][:1] if _is_in_union(problem) else problem["loc"]
     written = (
         str(step)
         for before, step in zip(("", *steps), steps, strict=False)
-        if not (isinstance(before, int) and step in _UPLOADS)
+        if not (isinstance(before, int) and step in _UPLOAD_TYPES)
     )
     return ".".join(("config", *written))
 
 
-def _message(problem: ErrorDetails) -> str:
-    if _in_a_form(problem):
+def _format_message(problem: ErrorDetails) -> str:
+    if _is_in_union(problem):
         return "it must be text, or a list of words"
     known = _MESSAGES.get(problem["type"])
     if known is None:
@@ -67,6 +67,6 @@ def _message(problem: ErrorDetails) -> str:
     return known.format_map(problem.get("ctx", {}))
 
 
-def _in_a_form(problem: ErrorDetails) -> bool:
+def _is_in_union(problem: ErrorDetails) -> bool:
     """A command is text, or a list."""
     return problem["loc"][:1] in (("command",), ("test_command",)) and len(problem["loc"]) > 1

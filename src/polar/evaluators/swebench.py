@@ -20,41 +20,41 @@ from msgspec.structs import replace
 from pydantic import AliasChoices, BeforeValidator, Field
 
 from polar.errors import ConfigError
-from polar.evaluators import patched, protecting, results, runs, settings
-from polar.evaluators.base import GraderError, NotTaken, Work
-from polar.evaluators.links import printable
-from polar.evaluators.protecting import Protected, Protecting, Taken
-from polar.evaluators.results import BrokenResults, Run
-from polar.evaluators.runs import Plan, SignedRun
-from polar.evaluators.tests import named_tests
-from polar.patches import MAX_BYTES, patch
+from polar.evaluators import patch_paths, protected_files, results, settings, signed_run
+from polar.evaluators.base import GraderError, GradingContext, UngradableWorkError
+from polar.evaluators.links import escape_path
+from polar.evaluators.project_tests import list_named_tests
+from polar.evaluators.protected_files import ProtectedFiles, ProtectionConfig, WorkspaceDiff
+from polar.evaluators.results import BrokenResultsError, RunResults
+from polar.evaluators.signed_run import RunnerCommand, SignedRun
+from polar.patches import MAX_PATCH_BYTES, make_patch
 from polar.runtimes.base import Runtime
 from polar.store.base import Evidence, Verdict
 
 _APPLY_SECONDS = 120.0
-_TAIL = 1000
-_FILES = "{files}"
+_MAX_LOG_TAIL_CHARS = 1000
+_FILES_PLACEHOLDER = "{files}"
 
 # A repository of another user's is refused otherwise. `patch` where there is no git.
-_APPLY = (
+_APPLY_SCRIPT = (
     'if command -v git >/dev/null; then git -c safe.directory="*" apply -v --whitespace=nowarn - ; '
     "else patch --batch --forward --fuzz=5 -p1; fi"
 )
 
 
-def _listed(value: Any) -> Any:
+def _parse_list(value: Any) -> Any:
     """The dataset has lists as JSON in a string."""
     return json.loads(value) if isinstance(value, str) else value
 
 
-Names = Annotated[list[str], BeforeValidator(_listed)]
+NameList = Annotated[list[str], BeforeValidator(_parse_list)]
 
 
-class SweBenchConfig(Protecting):
+class SweBenchConfig(ProtectionConfig):
     instance_id: str
     test_patch: str = Field(min_length=1)
-    fail_to_pass: Names = Field(min_length=1, validation_alias=AliasChoices("FAIL_TO_PASS", "fail_to_pass"))
-    pass_to_pass: Names = Field([], validation_alias=AliasChoices("PASS_TO_PASS", "pass_to_pass"))
+    fail_to_pass: NameList = Field(min_length=1, validation_alias=AliasChoices("FAIL_TO_PASS", "fail_to_pass"))
+    pass_to_pass: NameList = Field([], validation_alias=AliasChoices("PASS_TO_PASS", "pass_to_pass"))
     test_command: str | list[str] = Field("python3 -m pytest {files}", description="{files}: those of test_patch")
     timeout_seconds: float = Field(1800, gt=0, validation_alias=AliasChoices("timeout_seconds", "timeout"))
     env: dict[str, str] = Field({}, description="besides the evaluator's")
@@ -73,79 +73,83 @@ class SweBenchConfig(Protecting):
 
 
 class SweBench:
-    wants_fresh: ClassVar[bool] = True
+    needs_fresh_runtime: ClassVar[bool] = True
 
     def __init__(self, config: dict[str, Any]) -> None:
-        self._config = settings.read(SweBenchConfig, config)
-        self._touched = patched.paths(self._config.test_patch)
-        if not self._touched:
+        self._config = settings.parse_config(SweBenchConfig, config)
+        self._patched_paths = patch_paths.list_paths(self._config.test_patch)
+        if not self._patched_paths:
             raise ConfigError("config.test_patch: it names no file; it must be in git's format.")
-        self._plan = _with_files(runs.named_plan(self._config.test_command, "test_command"), self._test_files())
-        named = named_tests(self._plan, [*self._config.fail_to_pass, *self._config.pass_to_pass])
-        self._protected = Protected(self._config, files=self._touched, named=named)
+        self._runner_command = _insert_files(
+            signed_run.require_command(self._config.test_command, "test_command"), self._list_test_files()
+        )
+        named = list_named_tests(self._runner_command, [*self._config.fail_to_pass, *self._config.pass_to_pass])
+        self._protected = ProtectedFiles(self._config, files=self._patched_paths, named=named)
 
-    def _test_files(self) -> list[str]:
+    def _list_test_files(self) -> list[str]:
         """Those that are there once the patch is applied, and have tests."""
         support = ("conftest.py", "__init__.py")
-        wanted = [path for path in patched.paths(self._config.test_patch, left=True) if path.endswith(".py")]
-        named = results.files_of([*self._config.fail_to_pass, *self._config.pass_to_pass])
+        wanted = [
+            path for path in patch_paths.list_paths(self._config.test_patch, existing_only=True) if path.endswith(".py")
+        ]
+        named = results.list_node_files([*self._config.fail_to_pass, *self._config.pass_to_pass])
         return list(dict.fromkeys([path for path in wanted if PurePosixPath(path).name not in support] + named))
 
-    async def evaluate(self, work: Work) -> Verdict:
+    async def evaluate(self, work: GradingContext) -> Verdict:
         detail: dict[str, Any] = {"instance_id": self._config.instance_id}
         evidence: list[Evidence] = []
         try:
             run = await self._run(work, detail, evidence)
-        except (NotTaken, BrokenResults) as error:
+        except (UngradableWorkError, BrokenResultsError) as error:
             evidence += getattr(error, "evidence", ())
             return Verdict(0.0, detail={**detail, "resolved": False, "why": str(error)}, evidence=evidence)
-        wanted = await asyncio.to_thread(results.judge, run.results, self._config.fail_to_pass)
-        kept = await asyncio.to_thread(results.judge, run.results, self._config.pass_to_pass)
+        wanted = await asyncio.to_thread(results.match_named_tests, run.results, self._config.fail_to_pass)
+        kept = await asyncio.to_thread(results.match_named_tests, run.results, self._config.pass_to_pass)
         resolved = not wanted.failed and not kept.failed
         failed = {"FAIL_TO_PASS_failed": wanted.failed, "PASS_TO_PASS_failed": kept.failed}
         evidence += run.evidence
         return Verdict(float(resolved), detail={**detail, "resolved": resolved, **failed}, evidence=evidence)
 
-    async def _run(self, work: Work, detail: dict[str, Any], evidence: list[Evidence]) -> Run:
+    async def _run(self, work: GradingContext, detail: dict[str, Any], evidence: list[Evidence]) -> RunResults:
         if work.live:
             raise GraderError("swebench needs a fresh runtime: leave `refresh_runtime` at true.")
-        fresh = await work.fresh()
-        taken = await protecting.take(work, fresh, self._protected, self._config, self._env(work))
+        fresh = await work.create_fresh_runtime()
+        taken = await protected_files.diff_workspace(work, fresh, self._protected, self._config, self._env(work))
         evidence += taken.evidence
         work.evidence.extend(taken.evidence)
-        detail["dropped"] = [printable(change.path) for change in taken.dropped]
+        detail["dropped"] = [escape_path(change.path) for change in taken.dropped]
         detail["left_out"] = await asyncio.to_thread(_write, taken, work.logs / "model.patch")
         if not taken.kept:
-            raise NotTaken("The model patch is empty.")
+            raise UngradableWorkError("The model patch is empty.")
         log = work.logs / "swebench.log"
-        tests = SignedRun(fresh, self._plan, self._env(work), Path(tempfile.mkdtemp(dir=work.scratch)))
+        tests = SignedRun(fresh, self._runner_command, self._env(work), Path(tempfile.mkdtemp(dir=work.scratch)))
         await tests.check(log)
-        await self._apply(fresh, log)
-        await protecting.lay(taken, fresh)
+        await self._apply_test_patch(fresh, log)
+        await protected_files.apply_changes(taken, fresh)
         return await tests.run(log, self._config.timeout_seconds)
 
-    async def _apply(self, fresh: Runtime, log: Path) -> None:
+    async def _apply_test_patch(self, fresh: Runtime, log: Path) -> None:
         repo = self._config.repo_dir
         if repo is not None and posixpath.normpath(repo) != fresh.spec.workdir:
             raise GraderError(f"config.repo_dir is {repo}, the workspace {fresh.spec.workdir}: set runtime.workdir.")
         text = self._config.test_patch.encode()
         text += b"" if text.endswith(b"\n") else b"\n"
-        done = await fresh.run(["/bin/sh", "-c", _APPLY], stdin=text, timeout=_APPLY_SECONDS, output=log)
+        done = await fresh.run(["/bin/sh", "-c", _APPLY_SCRIPT], stdin=text, timeout=_APPLY_SECONDS, output=log)
         if done.exit_code != 0:
-            said = (await asyncio.to_thread(log.read_text, errors="replace"))[-_TAIL:]
+            said = (await asyncio.to_thread(log.read_text, errors="replace"))[-_MAX_LOG_TAIL_CHARS:]
             raise GraderError(f"config.test_patch does not apply, before anything of the agent's is there: {said}")
 
-    def _env(self, work: Work) -> dict[str, str]:
+    def _env(self, work: GradingContext) -> dict[str, str]:
         return (work.task.evaluator.env if work.task.evaluator is not None else {}) | self._config.env
 
 
-def _with_files(plan: Plan, files: list[str]) -> Plan:
-    args = [word for arg in plan.args for word in (files if arg == _FILES else [arg])]
-    return replace(plan, args=args)
+def _insert_files(command: RunnerCommand, files: list[str]) -> RunnerCommand:
+    args = [word for arg in command.args for word in (files if arg == _FILES_PLACEHOLDER else [arg])]
+    return replace(command, args=args)
 
 
-def _write(taken: Taken, file: Path) -> list[str]:
+def _write(taken: WorkspaceDiff, file: Path) -> list[str]:
     """Keeps the model patch; what is too large for it, though it is graded."""
-    made = patch(taken.before, taken.after, taken.kept, max_file_bytes=MAX_BYTES)
+    made = make_patch(taken.before, taken.after, taken.kept, max_file_bytes=MAX_PATCH_BYTES)
     file.write_bytes(made.text)
-    return [printable(path) for path in made.left_out]
+    return [escape_path(path) for path in made.left_out]

@@ -14,13 +14,13 @@ from pydantic import Field
 
 from polar.errors import ConfigError
 from polar.evaluators import load_evaluator, settings
-from polar.evaluators.base import Evaluator, GraderError, Work
-from polar.rollout.models import EvaluatorRequest, Model
+from polar.evaluators.base import Evaluator, GraderError, GradingContext
+from polar.rollout.models import EvaluatorRequest, RequestModel
 from polar.runtimes.base import Runtime
 from polar.store.base import Verdict
 
 
-class PartConfig(Model):
+class PartConfig(RequestModel):
     strategy: str
     config: dict[str, Any] = Field({}, description="of that evaluator")
     weight: float = Field(1.0, gt=0, allow_inf_nan=False)
@@ -28,7 +28,7 @@ class PartConfig(Model):
     required: bool = False
 
 
-class WeightedConfig(Model):
+class WeightedConfig(RequestModel):
     parts: list[PartConfig] = Field(min_length=1)
 
 
@@ -41,26 +41,26 @@ class _Part(Struct, frozen=True):
 
 
 class Weighted:
-    wants_fresh: bool
+    needs_fresh_runtime: bool
 
     def __init__(self, config: dict[str, Any]) -> None:
-        parts = settings.read(WeightedConfig, config).parts
+        parts = settings.parse_config(WeightedConfig, config).parts
         total = sum(part.weight for part in parts)
         self._parts: list[_Part] = []
         for number, part in enumerate(parts):
-            name = _unused(part.name or part.strategy, [other.name for other in self._parts])
+            name = _make_unique(part.name or part.strategy, [other.name for other in self._parts])
             request = EvaluatorRequest(strategy=part.strategy, config=part.config)
             try:
                 evaluator = load_evaluator(request)
             except ConfigError as error:
                 raise ConfigError(f"config.parts.{number}: {error}") from error
             self._parts.append(_Part(name, f"part-{number}", evaluator, part.weight / total, part.required))
-        self.wants_fresh = any(part.evaluator.wants_fresh for part in self._parts)
+        self.needs_fresh_runtime = any(part.evaluator.needs_fresh_runtime for part in self._parts)
         self.private_paths = [path for part in self._parts for path in getattr(part.evaluator, "private_paths", ())]
 
-    async def evaluate(self, work: Work) -> Verdict:
-        verdicts = [(part, await _evaluated(part, work)) for part in self._parts]
-        detail = {part.name: _told(verdict) for part, verdict in verdicts}
+    async def evaluate(self, work: GradingContext) -> Verdict:
+        verdicts = [(part, await _evaluate_part(part, work)) for part in self._parts]
+        detail = {part.name: _to_detail(verdict) for part, verdict in verdicts}
         evidence = list(dict.fromkeys(one for _, verdict in verdicts for one in verdict.evidence))
         for part, verdict in verdicts:
             if verdict.reward is None:
@@ -75,8 +75,8 @@ class Weighted:
         return Verdict(reward, turn_rewards=turns, detail=detail, evidence=evidence)
 
 
-async def _evaluated(part: _Part, work: Work) -> Verdict:
-    own = _PartOfWork(work, part.folder)
+async def _evaluate_part(part: _Part, work: GradingContext) -> Verdict:
+    own = _PartContext(work, part.folder)
     try:
         verdict = await part.evaluator.evaluate(own)
     except GraderError as error:
@@ -89,16 +89,16 @@ async def _evaluated(part: _Part, work: Work) -> Verdict:
     return verdict
 
 
-class _PartOfWork:
+class _PartContext:
     """The same work, with folders that no other part uses."""
 
-    def __init__(self, work: Work, folder: str) -> None:
+    def __init__(self, work: GradingContext, folder: str) -> None:
         self.task = work.task
         self.session_id = work.session_id
         self.outcome = work.outcome
-        self.agent = work.agent
+        self.agent_runtime = work.agent_runtime
         self.live = work.live
-        self.before = work.before
+        self.initial_workspace = work.initial_workspace
         self.exchanges = work.exchanges
         self.judges = work.judges
         self.answer = work.answer
@@ -109,11 +109,11 @@ class _PartOfWork:
         self.scratch.mkdir(exist_ok=True)
         self.logs.mkdir(exist_ok=True)
 
-    async def fresh(self) -> Runtime:
-        return await self._work.fresh()
+    async def create_fresh_runtime(self) -> Runtime:
+        return await self._work.create_fresh_runtime()
 
 
-def _unused(name: str, used: list[str]) -> str:
+def _make_unique(name: str, used: list[str]) -> str:
     number, unused = 1, name
     while unused in used:
         number += 1
@@ -121,6 +121,6 @@ def _unused(name: str, used: list[str]) -> str:
     return unused
 
 
-def _told(verdict: Verdict) -> dict[str, Any]:
+def _to_detail(verdict: Verdict) -> dict[str, Any]:
     earned = {"reward": verdict.reward} if verdict.reward is not None else {"reason": verdict.reason}
     return earned | verdict.detail

@@ -9,24 +9,32 @@ What is lost: nothing that trains. `versions` is -1 for context, and for a token
 
 from typing import Any, ClassVar
 
-from polar.export.base import Item, Need, TraceLines, facts, needed, over_all, tokens
+from polar.export.base import (
+    ExportNeed,
+    SessionItem,
+    TraceLines,
+    pad_over_prompt,
+    require_logprobs,
+    trace_metadata,
+    trace_token_ids,
+)
 from polar.trajectory.types import NO_VERSION, Trace
 
 
-class AReaL(TraceLines):
+class ArealExporter(TraceLines):
     name: ClassVar[str] = "areal"
-    needs: ClassVar[frozenset[Need]] = frozenset(("traces", "reward", "logprobs"))
+    needs: ClassVar[frozenset[ExportNeed]] = frozenset(("traces", "reward", "logprobs"))
 
-    def row(self, item: Item, index: int, trace: Trace) -> dict[str, Any]:
-        ids = tokens(trace)
+    def row(self, item: SessionItem, index: int, trace: Trace) -> dict[str, Any]:
+        ids = trace_token_ids(trace)
         return {
             "input_ids": [ids.tolist()],
-            "loss_mask": [over_all(trace, trace.loss_mask)],
-            "logprobs": [over_all(trace, needed(trace.logprobs), prompt=0.0)],
-            "versions": [over_all(trace, trace.policy_versions, prompt=NO_VERSION)],
+            "loss_mask": [pad_over_prompt(trace, trace.loss_mask)],
+            "logprobs": [pad_over_prompt(trace, require_logprobs(trace.logprobs), fill=0.0)],
+            "versions": [pad_over_prompt(trace, trace.policy_versions, fill=NO_VERSION)],
             "attention_mask": [[True] * len(ids)],
             "rewards": [trace.reward],
-            "polar": facts(item, index, trace),
+            "polar": trace_metadata(item, index, trace),
         }
 
 

@@ -10,21 +10,21 @@ raw completions: tokens, and which of them were sampled.
 
 from typing import Any, ClassVar
 
-from polar.export.base import Item, Need, TraceLines, facts, over_all, tokens
+from polar.export.base import ExportNeed, SessionItem, TraceLines, pad_over_prompt, trace_metadata, trace_token_ids
 from polar.trajectory.types import Trace
 
-EXACT = 1 << 0
-SAMPLED = 1 << 1
+FLAG_EXACT = 1 << 0
+FLAG_SAMPLED = 1 << 1
 
 
-class Art(TraceLines):
+class ArtExporter(TraceLines):
     name: ClassVar[str] = "art"
-    needs: ClassVar[frozenset[Need]] = frozenset(("traces",))
+    needs: ClassVar[frozenset[ExportNeed]] = frozenset(("traces",))
 
-    def row(self, item: Item, index: int, trace: Trace) -> dict[str, Any]:
+    def row(self, item: SessionItem, index: int, trace: Trace) -> dict[str, Any]:
         begin = len(trace.prompt_ids)
-        ids = tokens(trace).tolist()
-        mask = over_all(trace, trace.loss_mask)
+        ids = trace_token_ids(trace).tolist()
+        mask = pad_over_prompt(trace, trace.loss_mask)
         model = str(item.session.metadata.get("model", "polar"))
         return {
             "history": {
@@ -35,14 +35,14 @@ class Art(TraceLines):
             },
             "model": model,
             "tokens": ids,
-            "logprobs": _off_sample_nan(trace, mask),
-            "flags": [EXACT | SAMPLED if sampled else EXACT for sampled in mask],
-            "polar": facts(item, index, trace),
+            "logprobs": _logprobs_or_nan(trace, mask),
+            "flags": [FLAG_EXACT | FLAG_SAMPLED if sampled else FLAG_EXACT for sampled in mask],
+            "polar": trace_metadata(item, index, trace),
         }
 
 
-def _off_sample_nan(trace: Trace, mask: list[int]) -> list[float | str]:
+def _logprobs_or_nan(trace: Trace, mask: list[int]) -> list[float | str]:
     if trace.logprobs is None:
         return ["NaN"] * len(mask)
-    recorded = over_all(trace, trace.logprobs, prompt=0.0)
+    recorded = pad_over_prompt(trace, trace.logprobs, fill=0.0)
     return [value if sampled else "NaN" for value, sampled in zip(recorded, mask, strict=True)]

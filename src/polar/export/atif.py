@@ -16,29 +16,29 @@ from typing import Any, ClassVar
 import msgspec
 import numpy as np
 
-from polar.export.base import Item, Need, SessionLines
-from polar.export.messages import Conversation, Said, chat_tools, conversations
+from polar.export.base import ExportNeed, SessionItem, SessionLines
+from polar.export.messages import ConversationBranch, ConversationCall, chat_tools, collect_branches
 from polar.types import Media, Message, Reasoning, Text, ToolCall, ToolResult
 
-SCHEMA = "ATIF-v1.7"
-_PICTURES = frozenset(("image/jpeg", "image/png", "image/gif", "image/webp"))
-_SOURCES = {"assistant": "agent", "user": "user"}  # anything else is the system's
+SCHEMA_VERSION = "ATIF-v1.7"
+_IMAGE_TYPES = frozenset(("image/jpeg", "image/png", "image/gif", "image/webp"))
+_SOURCE_BY_ROLE = {"assistant": "agent", "user": "user"}  # anything else is the system's
 
 
-class Atif(SessionLines):
+class AtifExporter(SessionLines):
     name: ClassVar[str] = "atif"
-    needs: ClassVar[frozenset[Need]] = frozenset(("messages",))
+    needs: ClassVar[frozenset[ExportNeed]] = frozenset(("messages",))
 
-    def lines(self, item: Item) -> list[dict[str, Any]]:
-        found = [conversation for conversation in conversations(item) if not conversation.calls[0].raw]
+    def lines(self, item: SessionItem) -> list[dict[str, Any]]:
+        found = [conversation for conversation in collect_branches(item) if not conversation.calls[0].is_raw_completion]
         if not found:
             self.left_out["session without an answered chat"] += 1
             return []
         first, *others = [_trajectory(item, conversation) for conversation in found]
         first["extra"] = {
-            "task_id": item.group,
-            "reward": item.sampled.reward,
-            "reason": item.sampled.reason,
+            "task_id": item.group_id,
+            "reward": item.session_paths.reward,
+            "reason": item.session_paths.reason,
             "suspicious": item.session.suspicious,
             "evidence": msgspec.to_builtins(item.session.evidence),
             "metadata": item.session.metadata,
@@ -48,17 +48,17 @@ class Atif(SessionLines):
         return [first]
 
 
-def _trajectory(item: Item, conversation: Conversation) -> dict[str, Any]:
+def _trajectory(item: SessionItem, conversation: ConversationBranch) -> dict[str, Any]:
     calls = conversation.calls
     metadata = item.session.metadata
-    steps = _Steps()
-    history = calls[0].messages[: -len(calls[0].news) or None]
-    steps.add_messages(history, copied=conversation.fork)
+    steps = _StepWriter()
+    history = calls[0].request_messages[: -len(calls[0].new_messages) or None]
+    steps.add_messages(history, copied=conversation.is_fork)
     for one in calls:
-        steps.add_messages(one.news)
+        steps.add_messages(one.new_messages)
         steps.add_call(one)
     return {
-        "schema_version": SCHEMA,
+        "schema_version": SCHEMA_VERSION,
         "session_id": item.session.session_id,
         "trajectory_id": calls[0].exchange.exchange_id,
         "agent": {
@@ -78,25 +78,25 @@ def _trajectory(item: Item, conversation: Conversation) -> dict[str, Any]:
     }
 
 
-class _Steps:
+class _StepWriter:
     def __init__(self) -> None:
         self.steps: list[dict[str, Any]] = []
-        self._calls: dict[str, dict[str, Any]] = {}  # the step that made a tool call, by its id
+        self._step_by_call_id: dict[str, dict[str, Any]] = {}  # the step that made a tool call, by its id
 
     def add_messages(self, messages: list[Message], *, copied: bool = False) -> None:
         for message in messages:
             if message.role == "tool":
                 for part in message.parts:
                     if isinstance(part, ToolResult):
-                        self._observe(part)
+                        self._add_observation(part)
                 continue
-            step = self._step(_SOURCES.get(message.role, "system"), message)
+            step = self._add_step(_SOURCE_BY_ROLE.get(message.role, "system"), message)
             if copied or step["source"] == "agent":  # a turn that is no call of this session was written by somebody
                 step["is_copied_context"] = True
 
-    def add_call(self, one: Said) -> None:
+    def add_call(self, one: ConversationCall) -> None:
         exchange = one.exchange
-        step = self._step("agent", one.reply)
+        step = self._add_step("agent", one.reply_message)
         step["timestamp"] = datetime.fromtimestamp(exchange.ended_at, UTC).isoformat()
         step["model_name"] = one.call.request.model
         step["llm_call_count"] = 1
@@ -111,7 +111,7 @@ class _Steps:
             "branch_reason": exchange.branch_reason,
         }
 
-    def _step(self, source: str, message: Message) -> dict[str, Any]:
+    def _add_step(self, source: str, message: Message) -> dict[str, Any]:
         step: dict[str, Any] = {"step_id": len(self.steps) + 1, "source": source, "message": _content(message.parts)}
         thoughts = [part.text for part in message.parts if isinstance(part, Reasoning)]
         calls = [part for part in message.parts if isinstance(part, ToolCall)]
@@ -121,15 +121,15 @@ class _Steps:
             step["tool_calls"] = [
                 {"tool_call_id": call.id, "function_name": call.name, "arguments": _arguments(call)} for call in calls
             ]
-            self._calls |= {call.id: step for call in calls}
+            self._step_by_call_id |= {call.id: step for call in calls}
         self.steps.append(step)
         return step
 
-    def _observe(self, result: ToolResult) -> None:
+    def _add_observation(self, result: ToolResult) -> None:
         seen: dict[str, Any] = {"content": _content(result.parts)}
-        step = self._calls.get(result.call_id)
+        step = self._step_by_call_id.get(result.call_id)
         if step is None:  # of a call that is not in this trajectory
-            step = self._step("system", Message("system", []))
+            step = self._add_step("system", Message("system", []))
         else:
             seen["source_call_id"] = result.call_id
         if result.is_error:
@@ -137,7 +137,7 @@ class _Steps:
         step.setdefault("observation", {"results": []})["results"].append(seen)
 
 
-def _metrics(one: Said) -> dict[str, Any]:
+def _metrics(one: ConversationCall) -> dict[str, Any]:
     exchange, usage = one.exchange, one.exchange.usage
     metrics: dict[str, Any] = {
         "prompt_tokens": usage.prompt,
@@ -175,6 +175,6 @@ def _content(parts: list[Any]) -> str | list[dict[str, Any]]:
 
 def _media(media: Media) -> dict[str, Any]:
     path = media.url if media.url is not None else f"data:{media.media_type};base64,{media.data}"
-    if media.kind == "image" and media.media_type in _PICTURES and media.file_id is None:
+    if media.kind == "image" and media.media_type in _IMAGE_TYPES and media.file_id is None:
         return {"type": "image", "source": {"media_type": media.media_type, "path": path}}
     return {"type": "text", "text": f"[{media.kind}]"}

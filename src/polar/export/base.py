@@ -21,10 +21,10 @@ from numpy.typing import NDArray
 
 from polar.store.base import Exchange, Session
 from polar.trajectory.checker import SessionCheck
-from polar.trajectory.session import Part
-from polar.trajectory.types import NO_VERSION, TRAINABLE_ROLES, ExchangeRole, Ids, Sampled, Trace, Trajectory
+from polar.trajectory.session import SessionCall
+from polar.trajectory.types import NO_VERSION, TRAINABLE_ROLES, ExchangeRole, Ids, SessionPaths, Trace, Trajectory
 
-Need = Literal[
+ExportNeed = Literal[
     "traces",  # at least one: a session with nothing to train is left out
     "messages",  # the session's exchanges come with it
     "tree",  # sessions of one group come one after another: traces, as one tree
@@ -35,23 +35,23 @@ Need = Literal[
 ]
 
 
-class Item(Struct):
+class SessionItem(Struct):
     """One session on its way out: what is known of it, what was sampled, and what the builder made of that."""
 
     session: Session
-    sampled: Sampled
+    session_paths: SessionPaths
     trajectory: Trajectory
     exchanges: list[Exchange] = field(default_factory=list)
     roles: frozenset[ExchangeRole] = TRAINABLE_ROLES  # of calls that go out
-    parts: list[Part] | None = None  # the exchanges, read, where somebody has done so
+    calls: list[SessionCall] | None = None  # the exchanges, read, where somebody has done so
     check: SessionCheck | None = None  # that the session has passed; a tree of several sessions is checked with theirs
 
     @property
-    def group(self) -> str:
-        return group_of(self.session)
+    def group_id(self) -> str:
+        return session_group_id(self.session)
 
 
-def group_of(session: Session) -> str:
+def session_group_id(session: Session) -> str:
     """The task that a session is a sample of. Without one, a session is a group of its own."""
     named = (session.metadata.get(key) for key in ("task_id", "group"))
     return str(next((name for name in named if name is not None), session.session_id))
@@ -62,12 +62,12 @@ class Exporter(Protocol):
     it names in `takes`."""
 
     name: ClassVar[str]
-    needs: ClassVar[frozenset[Need]]
-    binary: ClassVar[bool]
+    needs: ClassVar[frozenset[ExportNeed]]
+    is_binary: ClassVar[bool]
     rows: int  # written so far
     left_out: Counter[str]  # what it could not write, by reason
 
-    def feed(self, item: Item) -> bytes:
+    def feed(self, item: SessionItem) -> bytes:
         """What can be written now, possibly nothing."""
         ...
 
@@ -77,19 +77,19 @@ class Exporter(Protocol):
 
 
 @runtime_checkable
-class InFolder(Protocol):
+class FolderExporter(Protocol):
     """An exporter whose file stands in a folder, with others beside it."""
 
-    file: ClassVar[str]  # where in the folder
-    beside: ClassVar[dict[str, str]]  # the others: what they say, by where they stand
+    file_name: ClassVar[str]  # where in the folder
+    extra_files: ClassVar[dict[str, str]]  # the others: what they say, by where they stand
 
 
 class JsonLines(ABC):
     """An exporter that writes a JSON value a line."""
 
     name: ClassVar[str]
-    needs: ClassVar[frozenset[Need]]
-    binary: ClassVar[bool] = False
+    needs: ClassVar[frozenset[ExportNeed]]
+    is_binary: ClassVar[bool] = False
 
     def __init__(self) -> None:
         self.rows = 0
@@ -97,12 +97,12 @@ class JsonLines(ABC):
         self._encode = msgspec.json.Encoder().encode
 
     @abstractmethod
-    def feed(self, item: Item) -> bytes: ...
+    def feed(self, item: SessionItem) -> bytes: ...
 
     def finish(self) -> bytes:
         return b""
 
-    def write(self, rows: Iterable[Any]) -> bytes:
+    def encode_rows(self, rows: Iterable[Any]) -> bytes:
         written = [self._encode(row) + b"\n" for row in rows]
         self.rows += len(written)
         return b"".join(written)
@@ -112,28 +112,28 @@ class SessionLines(JsonLines):
     """One whose lines are each of one session."""
 
     @abstractmethod
-    def lines(self, item: Item) -> Iterable[Any]: ...
+    def lines(self, item: SessionItem) -> Iterable[Any]: ...
 
-    def feed(self, item: Item) -> bytes:
-        return self.write(self.lines(item))
+    def feed(self, item: SessionItem) -> bytes:
+        return self.encode_rows(self.lines(item))
 
 
 class TraceLines(SessionLines):
     """One with a line for each trace."""
 
-    def lines(self, item: Item) -> Iterable[Any]:
+    def lines(self, item: SessionItem) -> Iterable[Any]:
         return [self.row(item, index, trace) for index, trace in enumerate(item.trajectory.traces)]
 
     @abstractmethod
-    def row(self, item: Item, index: int, trace: Trace) -> Any: ...
+    def row(self, item: SessionItem, index: int, trace: Trace) -> Any: ...
 
 
-def facts(item: Item, index: int, trace: Trace) -> dict[str, Any]:
+def trace_metadata(item: SessionItem, index: int, trace: Trace) -> dict[str, Any]:
     """What trainers' classes have no field for. It goes where a format has room for more, so that a row says where it
     is from and can be turned back into the trace."""
     return {
         "session_id": item.session.session_id,
-        "task_id": item.group,
+        "task_id": item.group_id,
         "trace": index,
         "traces": len(item.trajectory.traces),
         "reward": trace.reward,
@@ -153,42 +153,42 @@ def facts(item: Item, index: int, trace: Trace) -> dict[str, Any]:
     }
 
 
-def tokens(trace: Trace) -> Ids:
+def trace_token_ids(trace: Trace) -> Ids:
     """Prompt and response."""
     return np.concatenate([trace.prompt_ids, trace.response_ids])
 
 
-def over_all(trace: Trace, values: NDArray[Any], *, prompt: float = 0) -> list[Any]:
+def pad_over_prompt(trace: Trace, values: NDArray[Any], *, fill: float = 0) -> list[Any]:
     """Values of the response, with `prompt` for each token of the prompt before them."""
-    return [prompt] * len(trace.prompt_ids) + list(values.tolist())
+    return [fill] * len(trace.prompt_ids) + list(values.tolist())
 
 
-def logprobs(trace: Trace) -> list[float] | None:
+def logprobs_as_list(trace: Trace) -> list[float] | None:
     return None if trace.logprobs is None else list(trace.logprobs.tolist())
 
 
-def needed(values: NDArray[np.float32] | None) -> NDArray[np.float32]:
+def require_logprobs(values: NDArray[np.float32] | None) -> NDArray[np.float32]:
     """Log-probabilities of a format that needs them: whatever has none was left out before."""
     if values is None:
         raise ValueError("a trace without log-probabilities reached a format that needs them")
     return values
 
 
-def credit(trace: Trace) -> list[float] | None:
+def reward_per_token(trace: Trace) -> list[float] | None:
     """The session's reward where a token trains, 0 elsewhere: advantages before anybody has looked at the group. None
     where there is no reward."""
     if trace.reward is None:
         return None
-    return over_all(trace, np.where(trace.loss_mask == 1, trace.reward, 0.0), prompt=0.0)
+    return pad_over_prompt(trace, np.where(trace.loss_mask == 1, trace.reward, 0.0), fill=0.0)
 
 
-def versions(trace: Trace) -> list[int]:
+def policy_version_runs(trace: Trace) -> list[int]:
     """The policy versions that sampled it, in order, runs of the same one once."""
     known = trace.policy_versions[(trace.loss_mask == 1) & (trace.policy_versions != NO_VERSION)]
     return [version for version, _ in groupby(known.tolist())]
 
 
-def number(*names: str) -> int:
+def stable_number(*names: str) -> int:
     """A number for a name, for trainers that count where we name: the same in every export, and different for
     different names (53 bits, which every reader of JSON keeps)."""
     digest = hashlib.blake2b("\0".join(names).encode(), digest_size=8).digest()

@@ -16,14 +16,14 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import msgspec
 
-from polar.export.base import Item, Need
+from polar.export.base import ExportNeed, SessionItem
 from polar.export.parquet import ParquetRows
-from polar.export.sft import Sft
+from polar.export.sft import SftExporter
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
-_CARD = """---
+_DATASET_CARD = """---
 configs:
 - config_name: default
   data_files:
@@ -42,21 +42,21 @@ configs:
 """
 
 
-class HuggingFace(ParquetRows):
+class HuggingFaceExporter(ParquetRows):
     name: ClassVar[str] = "huggingface"
-    needs: ClassVar[frozenset[Need]] = Sft.needs
-    file: ClassVar[str] = "data/train-00000-of-00001.parquet"
-    beside: ClassVar[dict[str, str]] = {"README.md": _CARD}
+    needs: ClassVar[frozenset[ExportNeed]] = SftExporter.needs
+    file_name: ClassVar[str] = "data/train-00000-of-00001.parquet"
+    extra_files: ClassVar[dict[str, str]] = {"README.md": _DATASET_CARD}
 
     def __init__(self) -> None:
         super().__init__()
-        self._conversations = Sft()
+        self._sft = SftExporter()
 
-    def made(self, item: Item) -> Iterator[dict[str, Any]]:
-        for row in self._conversations.lines(item):
+    def make_rows(self, item: SessionItem) -> Iterator[dict[str, Any]]:
+        for row in self._sft.lines(item):
             try:
-                messages = [message | {"content": _text(message.get("content"))} for message in row["messages"]]
-            except _Picture:
+                messages = [message | {"content": _join_text(message.get("content"))} for message in row["messages"]]
+            except _PictureError:
                 self.left_out["conversation with a picture"] += 1
                 continue
             known = row["metadata"]
@@ -65,8 +65,8 @@ class HuggingFace(ParquetRows):
                 "tools": msgspec.json.encode(row["tools"]).decode(),
                 **{name: known[name] for name in ("session_id", "task_id", "reward", "suspicious", "role", "agent_id")},
             }
-        self.left_out += self._conversations.left_out
-        self._conversations.left_out.clear()
+        self.left_out += self._sft.left_out
+        self._sft.left_out.clear()
 
     def schema(self) -> "pa.Schema":
         import pyarrow as pa
@@ -97,22 +97,22 @@ class HuggingFace(ParquetRows):
             }
         )
 
-    def size(self, item: Item, rows: list[dict[str, Any]]) -> int:  # noqa: ARG002
-        return sum(len(row["tools"]) + sum(map(_size, row["messages"])) for row in rows)
+    def estimate_bytes(self, item: SessionItem, rows: list[dict[str, Any]]) -> int:  # noqa: ARG002
+        return sum(len(row["tools"]) + sum(map(_json_bytes, row["messages"])) for row in rows)
 
 
-class _Picture(Exception):
+class _PictureError(Exception):
     """Something that is no text."""
 
 
-def _text(content: str | list[dict[str, Any]] | None) -> str | None:
+def _join_text(content: str | list[dict[str, Any]] | None) -> str | None:
     """One text of several, joined as prompts are (rendering/messages.py)."""
     if content is None or isinstance(content, str):
         return content
     if not all(part.get("type") == "text" for part in content):
-        raise _Picture
+        raise _PictureError
     return "\n".join(part["text"] for part in content)
 
 
-def _size(message: dict[str, Any]) -> int:
+def _json_bytes(message: dict[str, Any]) -> int:
     return len(msgspec.json.encode(message))

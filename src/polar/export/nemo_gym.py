@@ -13,8 +13,8 @@ are no items for it. A model call has the items that it was parsed into, and the
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
-from polar.export.base import Item, Need, SessionLines, facts, needed, tokens
-from polar.export.messages import said_of
+from polar.export.base import ExportNeed, SessionItem, SessionLines, require_logprobs, trace_metadata, trace_token_ids
+from polar.export.messages import conversation_calls
 from polar.trajectory.types import Trace
 from polar.types import Part, Reasoning, Text, ToolCall
 
@@ -23,21 +23,21 @@ Replies = Mapping[str, Sequence[Part]]
 counts."""
 
 
-class NemoGym(SessionLines):
+class NemoGymExporter(SessionLines):
     name: ClassVar[str] = "nemo-gym"
-    needs: ClassVar[frozenset[Need]] = frozenset(("traces", "messages", "reward", "logprobs"))
+    needs: ClassVar[frozenset[ExportNeed]] = frozenset(("traces", "messages", "reward", "logprobs"))
 
-    def lines(self, item: Item) -> list[dict[str, Any]]:
-        return verify_responses(item, {name: one.reply.parts for name, one in said_of(item).items()})
+    def lines(self, item: SessionItem) -> list[dict[str, Any]]:
+        return verify_responses(item, {name: one.reply_message.parts for name, one in conversation_calls(item).items()})
 
 
-def verify_responses(item: Item, replies: Replies) -> list[dict[str, Any]]:
+def verify_responses(item: SessionItem, replies: Replies) -> list[dict[str, Any]]:
     """One for each trace."""
     return [_verify_response(item, index, trace, replies) for index, trace in enumerate(item.trajectory.traces)]
 
 
-def _verify_response(item: Item, index: int, trace: Trace, replies: Replies) -> dict[str, Any]:
-    ids, recorded, begin = tokens(trace), needed(trace.logprobs), len(trace.prompt_ids)
+def _verify_response(item: SessionItem, index: int, trace: Trace, replies: Replies) -> dict[str, Any]:
+    ids, recorded, begin = trace_token_ids(trace), require_logprobs(trace.logprobs), len(trace.prompt_ids)
     output = []
     for span in trace.spans:
         items = _items(span.exchange_id, replies.get(span.exchange_id, ()))
@@ -51,13 +51,15 @@ def _verify_response(item: Item, index: int, trace: Trace, replies: Replies) -> 
     name = f"resp_{item.session.session_id}_{index}"
     return {
         "responses_create_params": {"input": [], "model": model},
-        "response": response(name, item.session.created_at, model, output, complete=trace.finish_reason != "length"),
+        "response": make_response(
+            name, item.session.created_at, model, output, complete=trace.finish_reason != "length"
+        ),
         "reward": trace.reward,
-        "polar": facts(item, index, trace),
+        "polar": trace_metadata(item, index, trace),
     }
 
 
-def response(
+def make_response(
     name: str, created_at: float, model: str, output: list[dict[str, Any]], *, complete: bool
 ) -> dict[str, Any]:
     """A Responses object."""

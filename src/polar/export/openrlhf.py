@@ -10,27 +10,27 @@ null. A reward of null asks the trainer for its reward model.
 
 from typing import Any, ClassVar
 
-from polar.export.base import Item, Need, TraceLines, facts, over_all, tokens
+from polar.export.base import ExportNeed, SessionItem, TraceLines, pad_over_prompt, trace_metadata, trace_token_ids
 from polar.trajectory.types import Trace
 
 
-class OpenRlhf(TraceLines):
+class OpenRlhfExporter(TraceLines):
     name: ClassVar[str] = "openrlhf"
-    needs: ClassVar[frozenset[Need]] = frozenset(("traces",))
+    needs: ClassVar[frozenset[ExportNeed]] = frozenset(("traces",))
 
-    def row(self, item: Item, index: int, trace: Trace) -> dict[str, Any]:
+    def row(self, item: SessionItem, index: int, trace: Trace) -> dict[str, Any]:
         begin = len(trace.prompt_ids)
         return {
-            "prompt": item.group,
+            "prompt": item.group_id,
             "label": None,
             "images": None,
             "mm_train_inputs": None,
             "reward": trace.reward,
             "scores": trace.reward,
-            "observation_tokens": tokens(trace).tolist(),
+            "observation_tokens": trace_token_ids(trace).tolist(),
             "action_ranges": [[begin + span.start, begin + span.stop] for span in trace.spans],
-            "rollout_log_probs": None if trace.logprobs is None else over_all(trace, trace.logprobs, prompt=0.0),
+            "rollout_log_probs": None if trace.logprobs is None else pad_over_prompt(trace, trace.logprobs, fill=0.0),
             "truncated": trace.finish_reason == "length",
             "extra_logs": {},
-            "polar": facts(item, index, trace),
+            "polar": trace_metadata(item, index, trace),
         }

@@ -19,53 +19,53 @@ import msgspec
 import numpy as np
 
 from polar.errors import ConfigError
-from polar.export.base import Item, Need
-from polar.trajectory.types import Excluded, Span, TokenCounts, Trace, Trajectory
+from polar.export.base import ExportNeed, SessionItem
+from polar.trajectory.types import ExcludedSpan, Span, TokenCounts, Trace, Trajectory
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
-_ROW_GROUP = 16 * 1024 * 1024
+_ROW_GROUP_BYTES = 16 * 1024 * 1024
 """Bytes, roughly, that are held before they are written. All that stays of them is their line in the file's footer."""
-_PER_TOKEN = 4 + 1 + 4 + 4  # id, mask, log-probability, version
-_PER_ROW = 1024
+_BYTES_PER_TOKEN = 4 + 1 + 4 + 4  # id, mask, log-probability, version
+_BYTES_PER_ROW = 1024
 
 
 class ParquetRows(ABC):
     """An exporter that writes rows of a table, some megabytes at a time."""
 
     name: ClassVar[str]
-    needs: ClassVar[frozenset[Need]]
-    binary: ClassVar[bool] = True
+    needs: ClassVar[frozenset[ExportNeed]]
+    is_binary: ClassVar[bool] = True
 
     def __init__(self) -> None:
-        pq = _pyarrow_parquet()
+        pq = _import_pyarrow_parquet()
         self.rows = 0
         self.left_out: Counter[str] = Counter()
-        self._sink = _Sink()
+        self._sink = _BytesSink()
         self._schema = self.schema()
         self._writer = pq.ParquetWriter(self._sink, self._schema, compression="zstd")
-        self._held: list[dict[str, Any]] = []
-        self._size = 0
+        self._pending_rows: list[dict[str, Any]] = []
+        self._pending_bytes = 0
 
     @abstractmethod
     def schema(self) -> "pa.Schema": ...
 
     @abstractmethod
-    def made(self, item: Item) -> Iterator[dict[str, Any]]:
+    def make_rows(self, item: SessionItem) -> Iterator[dict[str, Any]]:
         """The rows of a session."""
         ...
 
     @abstractmethod
-    def size(self, item: Item, rows: list[dict[str, Any]]) -> int:
+    def estimate_bytes(self, item: SessionItem, rows: list[dict[str, Any]]) -> int:
         """Bytes that they take, roughly."""
         ...
 
-    def feed(self, item: Item) -> bytes:
-        found = list(self.made(item))
-        self._held += found
-        self._size += self.size(item, found)
-        if self._size >= _ROW_GROUP:
+    def feed(self, item: SessionItem) -> bytes:
+        found = list(self.make_rows(item))
+        self._pending_rows += found
+        self._pending_bytes += self.estimate_bytes(item, found)
+        if self._pending_bytes >= _ROW_GROUP_BYTES:
             self._flush()
         return self._sink.take()
 
@@ -75,31 +75,31 @@ class ParquetRows(ABC):
         return self._sink.take()
 
     def _flush(self) -> None:
-        if not self._held:
+        if not self._pending_rows:
             return
         import pyarrow as pa
 
-        self._writer.write_table(pa.Table.from_pylist(self._held, self._schema))
-        self.rows += len(self._held)
-        self._held.clear()
-        self._size = 0
+        self._writer.write_table(pa.Table.from_pylist(self._pending_rows, self._schema))
+        self.rows += len(self._pending_rows)
+        self._pending_rows.clear()
+        self._pending_bytes = 0
 
 
-class Parquet(ParquetRows):
+class ParquetExporter(ParquetRows):
     name: ClassVar[str] = "parquet"
-    needs: ClassVar[frozenset[Need]] = frozenset()
+    needs: ClassVar[frozenset[ExportNeed]] = frozenset()
 
     def schema(self) -> "pa.Schema":
-        return schema()
+        return trace_schema()
 
-    def made(self, item: Item) -> Iterator[dict[str, Any]]:
-        return rows(item)
+    def make_rows(self, item: SessionItem) -> Iterator[dict[str, Any]]:
+        return trace_rows(item)
 
-    def size(self, item: Item, rows: list[dict[str, Any]]) -> int:
-        return _PER_TOKEN * item.trajectory.tokens.computed + _PER_ROW * len(rows)
+    def estimate_bytes(self, item: SessionItem, rows: list[dict[str, Any]]) -> int:
+        return _BYTES_PER_TOKEN * item.trajectory.tokens.computed + _BYTES_PER_ROW * len(rows)
 
 
-class _Sink:
+class _BytesSink:
     """Takes what Arrow writes, to be handed on piece by piece."""
 
     closed = False
@@ -127,7 +127,7 @@ class _Sink:
     def close(self) -> None: ...
 
 
-def _pyarrow_parquet() -> Any:
+def _import_pyarrow_parquet() -> Any:
     try:
         import pyarrow.parquet as pq
     except ImportError as error:
@@ -135,7 +135,7 @@ def _pyarrow_parquet() -> Any:
     return pq
 
 
-def schema() -> "pa.Schema":
+def trace_schema() -> "pa.Schema":
     import pyarrow as pa
 
     text, ids = pa.string(), pa.list_(pa.int32())
@@ -178,16 +178,16 @@ def schema() -> "pa.Schema":
     )
 
 
-_ARRAYS = {"prompt_ids": np.int32, "response_ids": np.int32, "loss_mask": np.uint8, "policy_versions": np.int32}
-_PLAIN = ("weight", "exchange_ids", "role", "agent_id", "branch_reason", "temperature", "finish_reason")
-_OF_TRACE = (*_ARRAYS, *_PLAIN, "logprobs", "spans", "reward", "reason", "turn_rewards", "trace")
+_ARRAY_TYPES = {"prompt_ids": np.int32, "response_ids": np.int32, "loss_mask": np.uint8, "policy_versions": np.int32}
+_PLAIN_COLUMNS = ("weight", "exchange_ids", "role", "agent_id", "branch_reason", "temperature", "finish_reason")
+_TRACE_COLUMNS = (*_ARRAY_TYPES, *_PLAIN_COLUMNS, "logprobs", "spans", "reward", "reason", "turn_rewards", "trace")
 
 
-def rows(item: Item) -> Iterator[dict[str, Any]]:
+def trace_rows(item: SessionItem) -> Iterator[dict[str, Any]]:
     session, trajectory = item.session, item.trajectory
     common = {
         "session_id": session.session_id,
-        "task_id": item.group,
+        "task_id": item.group_id,
         "run": session.run,
         "created_at": session.created_at,
         "ended_at": session.ended_at,
@@ -201,15 +201,15 @@ def rows(item: Item) -> Iterator[dict[str, Any]]:
     }
     excluded = msgspec.to_builtins(trajectory.excluded)
     if not trajectory.traces:
-        yield {**common, "excluded": excluded, **dict.fromkeys(_OF_TRACE)}
+        yield {**common, "excluded": excluded, **dict.fromkeys(_TRACE_COLUMNS)}
     for index, trace in enumerate(trajectory.traces):
-        yield {**common, "excluded": [] if index else excluded, **_of_trace(index, trace)}
+        yield {**common, "excluded": [] if index else excluded, **_trace_columns(index, trace)}
 
 
-def _of_trace(index: int, trace: Trace) -> dict[str, Any]:
+def _trace_columns(index: int, trace: Trace) -> dict[str, Any]:
     return {
         "trace": index,
-        **{name: getattr(trace, name) for name in (*_ARRAYS, *_PLAIN)},
+        **{name: getattr(trace, name) for name in (*_ARRAY_TYPES, *_PLAIN_COLUMNS)},
         "logprobs": trace.logprobs,
         "spans": msgspec.to_builtins(trace.spans),
         "reward": trace.reward,
@@ -222,14 +222,14 @@ def read(path: str | Path) -> Iterator[Trajectory]:
     """The trajectories of a file, in order, a row group in memory at a time."""
     trajectory: Trajectory | None = None
     left = 0
-    for batch in _pyarrow_parquet().ParquetFile(path).iter_batches(batch_size=64):
+    for batch in _import_pyarrow_parquet().ParquetFile(path).iter_batches(batch_size=64):
         for row in batch.to_pylist():
             if left == 0:
                 trajectory = Trajectory(
                     session_id=row["session_id"],
                     builder=row["builder"],
                     traces=[],
-                    excluded=msgspec.convert(row["excluded"], list[Excluded]),
+                    excluded=msgspec.convert(row["excluded"], list[ExcludedSpan]),
                     tokens=msgspec.convert(row["tokens"], TokenCounts),
                     reward=row["session_reward"],
                     reason=row["session_reason"],
@@ -245,11 +245,11 @@ def read(path: str | Path) -> Iterator[Trajectory]:
 
 
 def _to_trace(row: dict[str, Any]) -> Trace:
-    arrays: dict[str, Any] = {name: np.array(row[name], kind) for name, kind in _ARRAYS.items()}
+    arrays: dict[str, Any] = {name: np.array(row[name], kind) for name, kind in _ARRAY_TYPES.items()}
     return Trace(
         session_id=row["session_id"],
         **arrays,
-        **{name: row[name] for name in _PLAIN},
+        **{name: row[name] for name in _PLAIN_COLUMNS},
         logprobs=None if row["logprobs"] is None else np.array(row["logprobs"], np.float32),
         spans=msgspec.convert(row["spans"], list[Span]),
         reward=row["reward"],

@@ -16,19 +16,19 @@ import msgspec
 from msgspec import Struct, field
 
 from polar.errors import ConfigError
-from polar.export.base import Exporter, Item, Need, group_of
-from polar.export.messages import said_in
+from polar.export.base import Exporter, ExportNeed, SessionItem, session_group_id
+from polar.export.messages import digest_conversations
 from polar.rollout.models import SuspiciousFilter
-from polar.rollout.samples import Sample, outcome_of, sample_of
+from polar.rollout.samples import SampleKey, final_verdict, sample_key
 from polar.store.base import Session, Store
-from polar.trajectory.checker import HeldBack, SessionChecker
-from polar.trajectory.roles import Overrides
-from polar.trajectory.session import sampled as sampled_of
-from polar.trajectory.types import ExchangeRole, Excluded, Sampled, Trajectory
+from polar.trajectory.checker import HeldBackError, SessionChecker
+from polar.trajectory.roles import RoleOverrides
+from polar.trajectory.session import read_session_paths as sampled_of
+from polar.trajectory.types import ExchangeRole, ExcludedSpan, SessionPaths, Trajectory
 
-_PAGE = 100
+_PAGE_SIZE = 100
 
-Builder = Callable[[Sampled], Trajectory]
+Builder = Callable[[SessionPaths], Trajectory]
 
 
 class Selection(Struct, frozen=True):
@@ -43,116 +43,122 @@ class Selection(Struct, frozen=True):
     suspicious: SuspiciousFilter = "keep"
 
 
-class Tally(Struct):
+class ExportTally(Struct):
     """What went out, and what did not."""
 
     sessions: int = 0
-    tokens: int = 0  # that train
-    tokenless: int = 0  # sessions that went out without a token
-    pictures: int = 0  # sessions that went out without the pictures which they were shown
+    trainable_tokens: int = 0  # that train
+    without_tokens: int = 0  # sessions that went out without a token
+    without_pictures: int = 0  # sessions that went out without the pictures which they were shown
     other_roles: Counter[str] = field(default_factory=Counter)  # tokens that would train, by role
     excluded: Counter[str] = field(default_factory=Counter)  # tokens that don't train, by reason
     left_out: dict[str, Counter[str]] = field(default_factory=dict)  # sessions, by kind and then reason
 
-    def leave(self, kind: str, reason: str) -> None:
+    def count_left_out(self, kind: str, reason: str) -> None:
         self.left_out.setdefault(kind, Counter())[reason] += 1
 
-    def lines(self) -> list[str]:
+    def describe(self) -> list[str]:
         """What did not go out, in sentences."""
         said = []
         for kind, reasons in self.left_out.items():
             sessions = "1 session" if reasons.total() == 1 else f"{reasons.total()} sessions"
-            said.append(f"{sessions} {kind} {_was(reasons.total())} left out: {_counts(reasons)}")
+            said.append(f"{sessions} {kind} {_was_or_were(reasons.total())} left out: {_format_counts(reasons)}")
         if self.other_roles:
             count = self.other_roles.total()
             tokens = "1 token" if count == 1 else f"{count} tokens"
-            said.append(f"{tokens} of other roles {_was(count)} left out: {_counts(self.other_roles)}")
+            said.append(f"{tokens} of other roles {_was_or_were(count)} left out: {_format_counts(self.other_roles)}")
         if self.excluded:
-            said.append(f"Sampled tokens that don't train: {_counts(self.excluded)}")
-        if self.tokenless:
+            said.append(f"Sampled tokens that don't train: {_format_counts(self.excluded)}")
+        if self.without_tokens:
             said.append(
-                f"{self.tokenless} of the sessions have no tokens: their engine told none. `--format sft` has what "
+                f"{self.without_tokens} of the sessions have no tokens: their engine told none. `--format "
+                "sft` has what "
                 "they say, and `--format sft-tokens --tokenizer DIR` another model's tokens for it"
             )
-        if self.pictures:
+        if self.without_pictures:
             said.append(
-                f"{self.pictures} of the sessions show pictures: tokens hold their places, the pictures are not here"
+                f"{self.without_pictures} of the sessions show pictures: tokens hold their places, the "
+                "pictures are not here"
             )
         return said
 
 
-def _was(count: int) -> str:
+def _was_or_were(count: int) -> str:
     return "was" if count == 1 else "were"
 
 
-def _counts(counter: Counter[str]) -> str:
+def _format_counts(counter: Counter[str]) -> str:
     return ", ".join(f"{name} x {count}" for name, count in counter.most_common())
 
 
-async def items(
+async def select_items(
     store: Store,
     selection: Selection,
-    needs: frozenset[Need],
+    needs: frozenset[ExportNeed],
     build: Builder,
-    tally: Tally,
+    tally: ExportTally,
     checker: SessionChecker | None = None,
-) -> AsyncIterator[Item]:
+) -> AsyncIterator[SessionItem]:
     """The selected sessions that the exporter can take, as it needs them. Without a `checker`, all are checked."""
     checker = checker or SessionChecker()
     grouped = selection.best is not None or not needs.isdisjoint(("tree", "group"))
-    sessions = _grouped(store, selection, tally) if grouped else _select_passing(store, selection, tally)
-    settled: set[Sample] = set()
-    said: set[bytes] = set()
+    sessions = _sessions_by_group(store, selection, tally) if grouped else _filter_suspicious(store, selection, tally)
+    settled: set[SampleKey] = set()
+    seen_digests: set[bytes] = set()
     passed: Counter[str] = Counter()  # sessions that went out, by group
     async for session in sessions:
         if session.status == "open" and not selection.sessions:
-            tally.leave("still open", "named with --session they are exported as they are")
+            tally.count_left_out("still open", "named with --session they are exported as they are")
             continue
-        replaced = not selection.sessions and _stood_in_for(session, settled)
-        if not replaced and not _rewarded(session, selection, needs, tally):
+        was_rerun = not selection.sessions and _was_rerun(session, settled)
+        if not was_rerun and not _has_wanted_reward(session, selection, needs, tally):
             continue
-        if replaced or await _superseded(store, session):
-            tally.leave("whose sample another session stands for", "superseded")
+        if was_rerun or await _is_superseded(store, session):
+            tally.count_left_out("whose sample another session stands for", "superseded")
             continue
-        if selection.best is not None and passed[group_of(session)] >= selection.best:
-            tally.leave("that others of their task outdo", f"not among the best {selection.best}")
+        if selection.best is not None and passed[session_group_id(session)] >= selection.best:
+            tally.count_left_out("that others of their task outdo", f"not among the best {selection.best}")
             continue
         exchanges = [exchange async for exchange in store.exchanges(session.session_id)]
         check = checker.begin(session)
         try:
-            check.rows(exchanges)
-            whole = sampled_of(session, exchanges)
-            sampled = of_roles(whole, selection.roles, tally)
-            check.paths(exchanges, sampled.paths, selection.roles or None)
-            item = Item(session, sampled, build(sampled), check=check)
-            check.traces(item.trajectory)
-        except HeldBack as held:
-            tally.leave("held back by verification", str(held))
+            check.check_rows(exchanges)
+            all_paths = sampled_of(session, exchanges)
+            sampled = restrict_to_roles(all_paths, selection.roles, tally)
+            check.set_paths(exchanges, sampled.paths, selection.roles or None)
+            item = SessionItem(session, sampled, build(sampled), check=check)
+            check.check_traces(item.trajectory)
+        except HeldBackError as held:
+            tally.count_left_out("held back by verification", str(held))
             continue
         except ConfigError as error:
-            tally.leave("that can't be read", f"{session.session_id}: {error}")
+            tally.count_left_out("that can't be read", f"{session.session_id}: {error}")
             continue
-        item.roles = selection.roles or Overrides.of(session.metadata).trainable_roles
+        item.roles = selection.roles or RoleOverrides.from_metadata(session.metadata).trainable_roles
         if "messages" in needs:
             item.exchanges = exchanges
-        if not trainable(item, needs, tally):
+        if not has_trainable_traces(item, needs, tally):
             continue
         if selection.unique:
-            if (digest := said_in(Item(session, sampled, item.trajectory, exchanges, item.roles))) in said:
-                tally.leave("that say the same as another", "duplicate")
+            if (
+                digest := digest_conversations(SessionItem(session, sampled, item.trajectory, exchanges, item.roles))
+            ) in seen_digests:
+                tally.count_left_out("that say the same as another", "duplicate")
                 continue
-            said.add(digest)
-        passed[group_of(session)] += 1
+            seen_digests.add(digest)
+        passed[session_group_id(session)] += 1
         tally.sessions += 1
-        tally.tokenless += _in_tokens(needs) and not item.trajectory.traces and not item.trajectory.excluded
-        tally.pictures += _in_tokens(needs) and any(path.images for path in sampled.paths if path.trainable)
-        tally.tokens += item.trajectory.tokens.trainable
-        for excluded in (each for path in whole.paths for each in path.excluded):
+        tally.without_tokens += _exports_tokens(needs) and not item.trajectory.traces and not item.trajectory.excluded
+        tally.without_pictures += _exports_tokens(needs) and any(
+            path.images for path in sampled.paths if path.num_trainable
+        )
+        tally.trainable_tokens += item.trajectory.tokens.trainable
+        for excluded in (each for path in all_paths.paths for each in path.excluded):
             tally.excluded[excluded.reason] += excluded.stop - excluded.start
         yield item
 
 
-async def export(found: AsyncIterator[Item], exporter: Exporter, write: Callable[[bytes], object]) -> None:
+async def export(found: AsyncIterator[SessionItem], exporter: Exporter, write: Callable[[bytes], object]) -> None:
     async for item in found:
         if data := exporter.feed(item):
             write(data)
@@ -160,76 +166,78 @@ async def export(found: AsyncIterator[Item], exporter: Exporter, write: Callable
         write(data)
 
 
-def of_roles(sampled: Sampled, roles: frozenset[ExchangeRole], tally: Tally) -> Sampled:
+def restrict_to_roles(sampled: SessionPaths, roles: frozenset[ExchangeRole], tally: ExportTally) -> SessionPaths:
     """The session, with only calls of these roles to train: tokens of the others are excluded, and are context at most.
     Weights are shares of what is left, so a session's still add up to 1."""
     if not roles:
         return sampled
     paths = []
     for path in sampled.paths:
-        if path.trainable and path.role not in roles:
-            tally.other_roles[path.role] += path.trainable
-            reason = Excluded(path.exchange_id, 0, path.trainable, f"role_{path.role}")
-            paths.append(msgspec.structs.replace(path, trainable=0, excluded=[reason, *path.excluded]))
+        if path.num_trainable and path.role not in roles:
+            tally.other_roles[path.role] += path.num_trainable
+            reason = ExcludedSpan(path.exchange_id, 0, path.num_trainable, f"role_{path.role}")
+            paths.append(msgspec.structs.replace(path, num_trainable=0, excluded=[reason, *path.excluded]))
         else:
             paths.append(path)
     return msgspec.structs.replace(sampled, paths=paths)
 
 
-def _stood_in_for(session: Session, settled: set[Sample]) -> bool:
+def _was_rerun(session: Session, settled: set[SampleKey]) -> bool:
     """One that settles nothing, where a later session has settled the same sample: `polar run --resume` ran it again.
     Sessions come newest first."""
-    sample = sample_of(session)
+    sample = sample_key(session)
     if sample is None:
         return False
-    if outcome_of(session) is not None:
+    if final_verdict(session) is not None:
         settled.add(sample)
         return False
     return sample in settled
 
 
-async def _superseded(store: Store, session: Session) -> bool:
+async def _is_superseded(store: Store, session: Session) -> bool:
     """A node may die between a session's verdict and its answer to the server: then another node runs it again."""
     task_id, work_id = session.metadata.get("task_id"), session.metadata.get("work_id")
     if not isinstance(task_id, str) or not isinstance(work_id, int):  # of no server's
         return False
-    standing = await store.standing_session(session.run, task_id, work_id)
+    standing = await store.accepted_session(session.run, task_id, work_id)
     return standing is not None and standing != session.session_id
 
 
-def _rewarded(session: Session, selection: Selection, needs: frozenset[Need], tally: Tally) -> bool:
+def _has_wanted_reward(
+    session: Session, selection: Selection, needs: frozenset[ExportNeed], tally: ExportTally
+) -> bool:
     least = selection.min_reward
     if session.reward is None:
         if least is not None or selection.best is not None or not needs.isdisjoint(("reward", "accepted")):
             unsaid = "not_ended" if session.status == "open" else "not_evaluated"
-            tally.leave("without a reward", session.reason or unsaid)
+            tally.count_left_out("without a reward", session.reason or unsaid)
             return False
     elif least is not None and session.reward < least:
-        tally.leave("of too small a reward", f"below {least:g}")
+        tally.count_left_out("of too small a reward", f"below {least:g}")
         return False
     elif least is None and "accepted" in needs and session.reward <= 0:
-        tally.leave("of too small a reward", "not above 0")
+        tally.count_left_out("of too small a reward", "not above 0")
         return False
     return True
 
 
-def _in_tokens(needs: frozenset[Need]) -> bool:
+def _exports_tokens(needs: frozenset[ExportNeed]) -> bool:
     """A format without messages, which is where pictures are."""
     return "traces" in needs or "messages" not in needs
 
 
-def trainable(item: Item, needs: frozenset[Need], tally: Tally) -> bool:
+def has_trainable_traces(item: SessionItem, needs: frozenset[ExportNeed], tally: ExportTally) -> bool:
     if "traces" in needs and not item.trajectory.traces:
         reasons = {excluded.reason for excluded in item.trajectory.excluded}
-        tally.leave("with nothing to train", " and ".join(sorted(reasons)) or "nothing sampled")
+        tally.count_left_out("with nothing to train", " and ".join(sorted(reasons)) or "nothing sampled")
         return False
     if "logprobs" in needs and any(trace.logprobs is None for trace in item.trajectory.traces):
-        tally.leave("without log-probabilities", "the trainer would have to recompute them")
+        tally.count_left_out("without log-probabilities", "the trainer would have to recompute them")
         return False
     return True
 
 
-async def _sessions(store: Store, selection: Selection) -> AsyncIterator[Session]:
+async def _list_sessions(store: Store, selection: Selection) -> AsyncIterator[Session]:
     since = float("-inf") if selection.since is None else selection.since
     if selection.sessions:
         for session_id in selection.sessions:
@@ -240,7 +248,7 @@ async def _sessions(store: Store, selection: Selection) -> AsyncIterator[Session
                 yield session
         return
     last: str | None = None
-    while page := await store.sessions(limit=_PAGE, before=last):
+    while page := await store.sessions(limit=_PAGE_SIZE, before=last):
         for session in page:
             if session.created_at < since:
                 return
@@ -248,42 +256,42 @@ async def _sessions(store: Store, selection: Selection) -> AsyncIterator[Session
         last = page[-1].session_id
 
 
-async def _select_passing(store: Store, selection: Selection, tally: Tally) -> AsyncIterator[Session]:
+async def _filter_suspicious(store: Store, selection: Selection, tally: ExportTally) -> AsyncIterator[Session]:
     """Those that the filter of suspicious sessions lets through."""
-    async for session in _sessions(store, selection):
+    async for session in _list_sessions(store, selection):
         if selection.suspicious == "exclude" and session.suspicious:
             kinds = {one.kind for one in session.evidence if one.proven}
-            tally.leave("whose agent tampered with its grading", " and ".join(sorted(kinds)))
+            tally.count_left_out("whose agent tampered with its grading", " and ".join(sorted(kinds)))
         elif selection.suspicious == "only" and not session.suspicious:
-            tally.leave("without proven tampering", "not suspicious")
+            tally.count_left_out("without proven tampering", "not suspicious")
         else:
             yield session
 
 
-async def _grouped(store: Store, selection: Selection, tally: Tally) -> AsyncIterator[Session]:
+async def _sessions_by_group(store: Store, selection: Selection, tally: ExportTally) -> AsyncIterator[Session]:
     """In order of each group's first session. Only ids are held."""
-    groups: defaultdict[str, list[_Ranked]] = defaultdict(list)
-    async for session in _select_passing(store, selection, tally):
-        groups[group_of(session)].append(_Ranked.of(session))
+    groups: defaultdict[str, list[_RankedSession]] = defaultdict(list)
+    async for session in _filter_suspicious(store, selection, tally):
+        groups[session_group_id(session)].append(_RankedSession.from_session(session))
     for members in groups.values():
         if selection.best is not None:
             # Of equal ones the first sample, whenever it was run: so a run that was stopped on the way gives the same.
-            members.sort(key=_Ranked.rank)
-        async for session in _sessions(store, Selection(tuple(one.session_id for one in members))):
+            members.sort(key=_RankedSession.sort_key)
+        async for session in _list_sessions(store, Selection(tuple(one.session_id for one in members))):
             yield session
 
 
-class _Ranked(NamedTuple):
+class _RankedSession(NamedTuple):
     session_id: str
     reward: float | None
     sample: int
     created_at: float
 
     @classmethod
-    def of(cls, session: Session) -> "_Ranked":
+    def from_session(cls, session: Session) -> "_RankedSession":
         sample = session.metadata.get("sample")
         return cls(session.session_id, session.reward, sample if isinstance(sample, int) else 0, session.created_at)
 
-    def rank(self) -> tuple[bool, float, int, float]:
+    def sort_key(self) -> tuple[bool, float, int, float]:
         """The highest rewards first, sessions without one last."""
         return self.reward is None, -(self.reward or 0.0), self.sample, self.created_at

@@ -7,13 +7,13 @@ What is lost: nothing. A session without a reward has null and its reason, and o
 
 from typing import Any, ClassVar
 
-from polar.export.base import Item, Need, SessionLines
-from polar.rollout.results import session_result
+from polar.export.base import ExportNeed, SessionItem, SessionLines
+from polar.rollout.results import render_session_result
 
 
-class Polar(SessionLines):
+class PolarExporter(SessionLines):
     name: ClassVar[str] = "polar"
-    needs: ClassVar[frozenset[Need]] = frozenset(("messages",))
+    needs: ClassVar[frozenset[ExportNeed]] = frozenset(("messages",))
 
-    def lines(self, item: Item) -> list[dict[str, Any]]:
-        return [session_result(item)]
+    def lines(self, item: SessionItem) -> list[dict[str, Any]]:
+        return [render_session_result(item)]

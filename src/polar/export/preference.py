@@ -17,13 +17,13 @@ from typing import Any, ClassVar
 import msgspec
 from msgspec import Struct
 
-from polar.export.base import Item, JsonLines, Need
-from polar.export.messages import addressed, chat_messages, chat_tools, conversations, unnamed
+from polar.export.base import ExportNeed, JsonLines, SessionItem
+from polar.export.messages import chat_messages, chat_tools, collect_branches, developer_to_system, normalize_call_ids
 
-_ALONE = "session with none of another reward to be paired with"
+_UNPAIRED_REASON = "session with none of another reward to be paired with"
 
 
-class _Side(Struct):
+class _Candidate(Struct):
     session_id: str
     reward: float
     sample: int
@@ -33,43 +33,43 @@ class _Side(Struct):
     tools: list[dict[str, Any]]
     suspicious: bool
 
-    def rank(self) -> tuple[float, int, float]:
+    def sort_key(self) -> tuple[float, int, float]:
         return -self.reward, self.sample, self.created_at
 
 
-class Preference(JsonLines):
+class PreferenceExporter(JsonLines):
     name: ClassVar[str] = "preference"
-    needs: ClassVar[frozenset[Need]] = frozenset(("messages", "reward", "group"))
+    needs: ClassVar[frozenset[ExportNeed]] = frozenset(("messages", "reward", "group"))
 
     def __init__(self) -> None:
         super().__init__()
-        self._group: str | None = None
-        self._sides: defaultdict[bytes, list[_Side]] = defaultdict(list)  # by how they began
+        self._group_id: str | None = None
+        self._candidates: defaultdict[bytes, list[_Candidate]] = defaultdict(list)  # by how they began
 
-    def feed(self, item: Item) -> bytes:
-        pairs = self._paired() if item.group != self._group else b""
-        self._group = item.group
-        self._take(item)
+    def feed(self, item: SessionItem) -> bytes:
+        pairs = self._flush_pairs() if item.group_id != self._group_id else b""
+        self._group_id = item.group_id
+        self._add_candidate(item)
         return pairs
 
     def finish(self) -> bytes:
-        return self._paired()
+        return self._flush_pairs()
 
-    def _take(self, item: Item) -> None:
-        own = [found for found in conversations(item) if found.calls[0].role == "main"]
-        if len(own) != 1 or own[0].calls[0].raw:
+    def _add_candidate(self, item: SessionItem) -> None:
+        own = [found for found in collect_branches(item) if found.calls[0].role == "main"]
+        if len(own) != 1 or own[0].calls[0].is_raw_completion:
             self.left_out["session of no conversation, or of several" if own else "session without an answer"] += 1
             return
         first, last = own[0].calls[0], own[0].calls[-1]
-        opening, whole = unnamed(first.messages), unnamed(last.whole)
+        opening, whole = normalize_call_ids(first.request_messages), normalize_call_ids(last.transcript)
         if whole[: len(opening)] != opening:
             self.left_out["session whose agent rewrote its beginning"] += 1
             return
-        said, sample = chat_messages(addressed(last.whole)), item.session.metadata.get("sample")
-        split = len(chat_messages(first.messages))
+        said, sample = chat_messages(developer_to_system(last.transcript)), item.session.metadata.get("sample")
+        split = len(chat_messages(first.request_messages))
         reward = item.session.reward
         assert reward is not None  # others were left out before
-        side = _Side(
+        side = _Candidate(
             item.session.session_id,
             reward,
             sample if isinstance(sample, int) else 0,
@@ -79,30 +79,30 @@ class Preference(JsonLines):
             chat_tools(last.tools),
             item.session.suspicious,
         )
-        self._sides[msgspec.json.encode([opening, last.tools])].append(side)
+        self._candidates[msgspec.json.encode([opening, last.tools])].append(side)
 
-    def _paired(self) -> bytes:
+    def _flush_pairs(self) -> bytes:
         rows = []
-        for sides in self._sides.values():
-            sides.sort(key=_Side.rank)
+        for sides in self._candidates.values():
+            sides.sort(key=_Candidate.sort_key)
             pairs = [
                 (best, worst) for best, worst in zip(sides, reversed(sides), strict=True) if best.reward > worst.reward
             ]
             used = {one.session_id for pair in pairs for one in pair}
-            if alone := sum(one.session_id not in used for one in sides):
-                self.left_out[_ALONE] += alone
-            rows += [self._row(chosen, rejected) for chosen, rejected in pairs]
-        self._sides.clear()
-        return self.write(rows)
+            if unpaired := sum(one.session_id not in used for one in sides):
+                self.left_out[_UNPAIRED_REASON] += unpaired
+            rows += [self._pair_row(chosen, rejected) for chosen, rejected in pairs]
+        self._candidates.clear()
+        return self.encode_rows(rows)
 
-    def _row(self, chosen: _Side, rejected: _Side) -> dict[str, Any]:
+    def _pair_row(self, chosen: _Candidate, rejected: _Candidate) -> dict[str, Any]:
         return {
             "prompt": chosen.prompt,
             "chosen": chosen.completion,
             "rejected": rejected.completion,
             "tools": chosen.tools,
             "metadata": {
-                "task_id": self._group,
+                "task_id": self._group_id,
                 "chosen_session_id": chosen.session_id,
                 "chosen_reward": chosen.reward,
                 "chosen_suspicious": chosen.suspicious,

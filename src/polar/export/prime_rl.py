@@ -12,24 +12,32 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from polar.export.base import Item, Need, TraceLines, credit, needed, over_all, tokens
+from polar.export.base import (
+    ExportNeed,
+    SessionItem,
+    TraceLines,
+    pad_over_prompt,
+    require_logprobs,
+    reward_per_token,
+    trace_token_ids,
+)
 from polar.trajectory.types import Trace
 
-_TEMPERATURE = 1.0
+_DEFAULT_TEMPERATURE = 1.0
 """Of a call that named none."""
 
 
-class PrimeRl(TraceLines):
+class PrimeRlExporter(TraceLines):
     name: ClassVar[str] = "prime-rl"
-    needs: ClassVar[frozenset[Need]] = frozenset(("traces", "logprobs"))
+    needs: ClassVar[frozenset[ExportNeed]] = frozenset(("traces", "logprobs"))
 
-    def row(self, item: Item, index: int, trace: Trace) -> list[Any]:
-        ids = tokens(trace)
+    def row(self, item: SessionItem, index: int, trace: Trace) -> list[Any]:
+        ids = trace_token_ids(trace)
         return [
             ids.tolist(),
             [False] * len(trace.prompt_ids) + trace.loss_mask.astype(np.bool_).tolist(),
-            over_all(trace, needed(trace.logprobs), prompt=0.0),
-            _temperatures(item, trace),
+            pad_over_prompt(trace, require_logprobs(trace.logprobs), fill=0.0),
+            _token_temperatures(item, trace),
             str(item.session.metadata.get("env", "polar")),  # env_name
             None,  # ref_logprobs
             None,  # multimodal inputs
@@ -38,18 +46,20 @@ class PrimeRl(TraceLines):
             None,  # rl_weights
             None,  # ce_weights
             None,  # ref_kl_weights
-            credit(trace),  # advantages
+            reward_per_token(trace),  # advantages
             None,  # sampling_mask
             item.session.session_id,  # trace_id
             index,  # branch_index
         ]
 
 
-def _temperatures(item: Item, trace: Trace) -> list[float]:
+def _token_temperatures(item: SessionItem, trace: Trace) -> list[float]:
     """Of each token the one that it was sampled at; of context the usual one, which nobody looks at."""
-    used = {path.exchange_id: path.temperature for path in item.sampled.paths}
-    temperatures = [_TEMPERATURE] * len(trace.response_ids)
+    used = {path.exchange_id: path.temperature for path in item.session_paths.paths}
+    temperatures = [_DEFAULT_TEMPERATURE] * len(trace.response_ids)
     for span in trace.spans:
         named = used.get(span.exchange_id, trace.temperature)  # a live session has no paths
-        temperatures[span.start : span.stop] = [_TEMPERATURE if named is None else named] * (span.stop - span.start)
-    return [_TEMPERATURE] * len(trace.prompt_ids) + temperatures
+        temperatures[span.start : span.stop] = [_DEFAULT_TEMPERATURE if named is None else named] * (
+            span.stop - span.start
+        )
+    return [_DEFAULT_TEMPERATURE] * len(trace.prompt_ids) + temperatures

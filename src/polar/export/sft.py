@@ -15,30 +15,30 @@ completions API have no messages and are left out.
 from collections.abc import Iterable
 from typing import Any, ClassVar
 
-from polar.export.base import Item, Need, SessionLines
-from polar.export.messages import addressed, chat_messages, chat_tools, conversations
+from polar.export.base import ExportNeed, SessionItem, SessionLines
+from polar.export.messages import chat_messages, chat_tools, collect_branches, developer_to_system
 
 
-class Sft(SessionLines):
+class SftExporter(SessionLines):
     name: ClassVar[str] = "sft"
-    needs: ClassVar[frozenset[Need]] = frozenset(("messages", "accepted"))
+    needs: ClassVar[frozenset[ExportNeed]] = frozenset(("messages", "accepted"))
 
-    def lines(self, item: Item) -> Iterable[dict[str, Any]]:
-        found = conversations(item)
+    def lines(self, item: SessionItem) -> Iterable[dict[str, Any]]:
+        found = collect_branches(item)
         if not found:
             self.left_out["session without an answered call"] += 1
         for conversation in found:
             last = conversation.calls[-1]
-            if last.raw:
+            if last.is_raw_completion:
                 self.left_out["call of the completions API"] += 1
                 continue
             yield {
-                "messages": chat_messages(addressed(last.whole)),
+                "messages": chat_messages(developer_to_system(last.transcript)),
                 "tools": chat_tools(last.tools),
                 "metadata": {
                     "session_id": item.session.session_id,
-                    "task_id": item.group,
-                    "reward": item.sampled.reward,
+                    "task_id": item.group_id,
+                    "reward": item.session_paths.reward,
                     "suspicious": item.session.suspicious,
                     "role": last.role,
                     "agent_id": last.agent_id,

@@ -20,40 +20,40 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from polar.export.base import Item, Need, SessionLines, tokens
-from polar.export.replaying import replayed
+from polar.export.base import ExportNeed, SessionItem, SessionLines, trace_token_ids
+from polar.export.replay import replay_session
 from polar.plugins import load
-from polar.rendering.model import Model
+from polar.rendering.model_codec import ModelCodec
 from polar.trajectory.types import Trace, Trajectory
 
-UNTRAINED = -100
-_NO_TOKENS = "session without recorded tokens (--tokenizer renders it)"
+IGNORE_INDEX = -100
+_NO_TOKENS_REASON = "session without recorded tokens (--tokenizer renders it)"
 
 
-class SftTokens(SessionLines):
+class SftTokensExporter(SessionLines):
     name: ClassVar[str] = "sft-tokens"
-    needs: ClassVar[frozenset[Need]] = frozenset(("messages", "accepted"))
-    takes: ClassVar[frozenset[str]] = frozenset(("tokenizer",))
+    needs: ClassVar[frozenset[ExportNeed]] = frozenset(("messages", "accepted"))
+    option_names: ClassVar[frozenset[str]] = frozenset(("tokenizer",))
 
     def __init__(self, tokenizer: str | None = None) -> None:
         super().__init__()
-        self._model = None if tokenizer is None else Model.load(tokenizer)
+        self._model = None if tokenizer is None else ModelCodec.load(tokenizer)
         self.tokens = 0  # that train
 
-    def lines(self, item: Item) -> Iterable[dict[str, Any]]:
-        trajectory = item.trajectory if self._model is None else self._rendered(item, self._model)
+    def lines(self, item: SessionItem) -> Iterable[dict[str, Any]]:
+        trajectory = item.trajectory if self._model is None else self._render(item, self._model)
         if not trajectory.traces:
-            self.left_out[_NO_TOKENS if self._model is None else "session without an answered call"] += 1
+            self.left_out[_NO_TOKENS_REASON if self._model is None else "session without an answered call"] += 1
         for index, trace in enumerate(trajectory.traces):
             self.tokens += int(trace.loss_mask.sum())
             yield {
-                "input_ids": tokens(trace).tolist(),
-                "labels": labels(trace),
+                "input_ids": trace_token_ids(trace).tolist(),
+                "labels": make_labels(trace),
                 "rendered": self._model is not None,
                 "metadata": {
                     "session_id": item.session.session_id,
-                    "task_id": item.group,
-                    "reward": item.sampled.reward,
+                    "task_id": item.group_id,
+                    "reward": item.session_paths.reward,
                     "suspicious": item.session.suspicious,
                     "trace": index,
                     "traces": len(trajectory.traces),
@@ -64,13 +64,13 @@ class SftTokens(SessionLines):
                 },
             }
 
-    def _rendered(self, item: Item, model: Model) -> Trajectory:
+    def _render(self, item: SessionItem, model: ModelCodec) -> Trajectory:
         build = load("builders", item.trajectory.builder)
-        trajectory: Trajectory = build(replayed(item, model, self.left_out))
+        trajectory: Trajectory = build(replay_session(item, model, self.left_out))
         self.left_out += Counter()  # what is 0 is nothing that was left out
         return trajectory
 
 
-def labels(trace: Trace) -> list[int]:
-    own = np.where(trace.loss_mask == 1, trace.response_ids, UNTRAINED)
-    return [UNTRAINED] * len(trace.prompt_ids) + [int(label) for label in own]
+def make_labels(trace: Trace) -> list[int]:
+    own = np.where(trace.loss_mask == 1, trace.response_ids, IGNORE_INDEX)
+    return [IGNORE_INDEX] * len(trace.prompt_ids) + [int(label) for label in own]

@@ -11,22 +11,22 @@ or for none, so where one session has none, none has.
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
-from polar.export.base import Item, Need, SessionLines, facts, logprobs, number
+from polar.export.base import ExportNeed, SessionItem, SessionLines, logprobs_as_list, stable_number, trace_metadata
 
 
-class SkyRl(SessionLines):
+class SkyRlExporter(SessionLines):
     name: ClassVar[str] = "skyrl"
-    needs: ClassVar[frozenset[Need]] = frozenset(("traces", "reward"))
+    needs: ClassVar[frozenset[ExportNeed]] = frozenset(("traces", "reward"))
 
-    def lines(self, item: Item) -> list[dict[str, Any]]:
-        return [session_output(item, item.group, number(item.session.session_id))]
+    def lines(self, item: SessionItem) -> list[dict[str, Any]]:
+        return [session_output(item, item.group_id, stable_number(item.session.session_id))]
 
 
-def session_output(item: Item, instance: str, repetition: int) -> dict[str, Any]:
+def session_output(item: SessionItem, instance_id: str, repetition_id: int) -> dict[str, Any]:
     """A session as a `GeneratorOutput` of JSON's types; SkyRL compares sessions of the same `instance`."""
     traces = item.trajectory.traces
-    recorded = [logprobs(trace) for trace in traces]
-    identity = {"instance_id": instance, "repetition_id": repetition}
+    recorded = [logprobs_as_list(trace) for trace in traces]
+    identity = {"instance_id": instance_id, "repetition_id": repetition_id}
     return {
         "prompt_token_ids": [trace.prompt_ids.tolist() for trace in traces],
         "response_ids": [trace.response_ids.tolist() for trace in traces],
@@ -37,7 +37,7 @@ def session_output(item: Item, instance: str, repetition: int) -> dict[str, Any]
         "trajectory_ids": [identity for _ in traces],
         "is_last_step": [False] * (len(traces) - 1) + [True],
         "rollout_metrics": None,
-        "env_metrics": [facts(item, index, trace) for index, trace in enumerate(traces)],
+        "env_metrics": [trace_metadata(item, index, trace) for index, trace in enumerate(traces)],
     }
 
 

@@ -12,32 +12,41 @@ What is lost: nothing that trains. `weight_versions` are the trace's versions in
 
 from typing import Any, ClassVar
 
-from polar.export.base import Item, Need, TraceLines, facts, logprobs, number, tokens, versions
+from polar.export.base import (
+    ExportNeed,
+    SessionItem,
+    TraceLines,
+    logprobs_as_list,
+    policy_version_runs,
+    stable_number,
+    trace_metadata,
+    trace_token_ids,
+)
 from polar.trajectory.types import Trace
 
-_STATUS = {"length": "truncated", "abort": "aborted"}
+_STATUS_BY_FINISH_REASON = {"length": "truncated", "abort": "aborted"}
 
 
-class Slime(TraceLines):
+class SlimeExporter(TraceLines):
     name: ClassVar[str] = "slime"
-    needs: ClassVar[frozenset[Need]] = frozenset(("traces",))
+    needs: ClassVar[frozenset[ExportNeed]] = frozenset(("traces",))
 
-    def row(self, item: Item, index: int, trace: Trace) -> dict[str, Any]:
+    def row(self, item: SessionItem, index: int, trace: Trace) -> dict[str, Any]:
         session_id = item.session.session_id
         return {
-            "group_index": number(item.group),
-            "index": number(session_id, str(index)),
-            "rollout_id": number(session_id),
+            "group_index": stable_number(item.group_id),
+            "index": stable_number(session_id, str(index)),
+            "rollout_id": stable_number(session_id),
             "session_id": session_id,
             "prompt": "",
-            "tokens": tokens(trace).tolist(),
+            "tokens": trace_token_ids(trace).tolist(),
             "response": "",
             "response_length": len(trace.response_ids),
             "loss_mask": trace.loss_mask.tolist(),
-            "rollout_log_probs": logprobs(trace),
-            "weight_versions": [str(version) for version in versions(trace)],
+            "rollout_log_probs": logprobs_as_list(trace),
+            "weight_versions": [str(version) for version in policy_version_runs(trace)],
             "reward": trace.reward,
-            "status": _STATUS.get(trace.finish_reason or "", "completed"),
+            "status": _STATUS_BY_FINISH_REASON.get(trace.finish_reason or "", "completed"),
             "remove_sample": False,
-            "metadata": facts(item, index, trace),
+            "metadata": trace_metadata(item, index, trace),
         }

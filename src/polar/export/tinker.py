@@ -13,37 +13,48 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from polar.export.base import Item, Need, TraceLines, credit, facts, needed, over_all, tokens
+from polar.export.base import (
+    ExportNeed,
+    SessionItem,
+    TraceLines,
+    pad_over_prompt,
+    require_logprobs,
+    reward_per_token,
+    trace_metadata,
+    trace_token_ids,
+)
 from polar.trajectory.types import Trace
 
 
-class Tinker(TraceLines):
+class TinkerExporter(TraceLines):
     name: ClassVar[str] = "tinker"
-    needs: ClassVar[frozenset[Need]] = frozenset(("traces", "logprobs"))
+    needs: ClassVar[frozenset[ExportNeed]] = frozenset(("traces", "logprobs"))
 
-    def lines(self, item: Item) -> Iterable[dict[str, Any]]:
+    def lines(self, item: SessionItem) -> Iterable[dict[str, Any]]:
         for index, trace in enumerate(item.trajectory.traces):
             if len(trace.prompt_ids):
                 yield self.row(item, index, trace)
             else:
                 self.left_out["trace without a prompt"] += 1
 
-    def row(self, item: Item, index: int, trace: Trace) -> dict[str, Any]:
-        ids = tokens(trace)
+    def row(self, item: SessionItem, index: int, trace: Trace) -> dict[str, Any]:
+        ids = trace_token_ids(trace)
         inputs = {
-            "target_tokens": _tensor(ids[1:].tolist(), "int64"),
-            "logprobs": _tensor(over_all(trace, needed(trace.logprobs), prompt=0.0)[1:], "float32"),
+            "target_tokens": _tensor_to_dict(ids[1:].tolist(), "int64"),
+            "logprobs": _tensor_to_dict(
+                pad_over_prompt(trace, require_logprobs(trace.logprobs), fill=0.0)[1:], "float32"
+            ),
         }
-        if (advantages := credit(trace)) is not None:
-            inputs["advantages"] = _tensor(advantages[1:], "float32")
+        if (advantages := reward_per_token(trace)) is not None:
+            inputs["advantages"] = _tensor_to_dict(advantages[1:], "float32")
         return {
             "model_input": {"chunks": [{"type": "encoded_text", "tokens": ids[:-1].tolist()}]},
             "loss_fn_inputs": inputs,
-            "polar": facts(item, index, trace),
+            "polar": trace_metadata(item, index, trace),
         }
 
 
-def _tensor(values: list[Any], dtype: str) -> dict[str, Any]:
+def _tensor_to_dict(values: list[Any], dtype: str) -> dict[str, Any]:
     return {"data": values, "dtype": dtype, "shape": [len(values)]}
 
 

@@ -9,27 +9,27 @@ What is lost: roles and agents, which are the traces' matter.
 
 from typing import Any, ClassVar
 
-from polar.export.base import Item, JsonLines, Need
+from polar.export.base import ExportNeed, JsonLines, SessionItem
 from polar.trajectory import wire
 from polar.trajectory.builders import prefix_tree
-from polar.trajectory.checker import HeldBack, SessionCheck
-from polar.trajectory.types import Sampled
+from polar.trajectory.checker import HeldBackError, SessionCheck
+from polar.trajectory.types import SessionPaths
 
 
-class Tree(JsonLines):
+class TreeExporter(JsonLines):
     name: ClassVar[str] = "tree"
-    needs: ClassVar[frozenset[Need]] = frozenset(("tree",))
+    needs: ClassVar[frozenset[ExportNeed]] = frozenset(("tree",))
 
     def __init__(self) -> None:
         super().__init__()
-        self._group: str | None = None
-        self._sessions: list[Sampled] = []
+        self._group_id: str | None = None
+        self._sessions: list[SessionPaths] = []
         self._checks: list[SessionCheck] = []
 
-    def feed(self, item: Item) -> bytes:
-        done = b"" if item.group == self._group else self.finish()
-        self._group = item.group
-        self._sessions.append(item.sampled)
+    def feed(self, item: SessionItem) -> bytes:
+        done = b"" if item.group_id == self._group_id else self.finish()
+        self._group_id = item.group_id
+        self._sessions.append(item.session_paths)
         if item.check is not None:
             self._checks.append(item.check)
         return done
@@ -42,8 +42,8 @@ class Tree(JsonLines):
         if checks:
             try:
                 checks[0].checker.check_tree(checks, tree)
-            except HeldBack as held:
+            except HeldBackError as held:
                 self.left_out[str(held)] += 1
                 return b""
-        built: dict[str, Any] = {"task_id": self._group} | wire.tree(tree)
-        return self.write([built])
+        built: dict[str, Any] = {"task_id": self._group_id} | wire.tree_to_dict(tree)
+        return self.encode_rows([built])

@@ -16,25 +16,25 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from polar.export.base import Item, Need, TraceLines, facts, logprobs
+from polar.export.base import ExportNeed, SessionItem, TraceLines, logprobs_as_list, trace_metadata
 from polar.trajectory.types import Trace
 
 
-class Trl(TraceLines):
+class TrlExporter(TraceLines):
     name: ClassVar[str] = "trl"
-    needs: ClassVar[frozenset[Need]] = frozenset(("traces",))
+    needs: ClassVar[frozenset[ExportNeed]] = frozenset(("traces",))
 
-    def row(self, item: Item, index: int, trace: Trace) -> dict[str, Any]:
+    def row(self, item: SessionItem, index: int, trace: Trace) -> dict[str, Any]:
         return {
             "prompt_ids": trace.prompt_ids.tolist(),
             "completion_ids": trace.response_ids.tolist(),
-            "logprobs": logprobs(trace),
+            "logprobs": logprobs_as_list(trace),
             "env_mask": trace.loss_mask.tolist(),
-            **facts(item, index, trace),
+            **trace_metadata(item, index, trace),
         }
 
 
-def rollout(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def to_rollout_columns(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """What a `rollout_func` returns: a dict of lists. Log-probabilities are None, for all, where one row has none."""
     columns: dict[str, Any] = {name: [row[name] for row in rows] for name in rows[0]}
     if any(values is None for values in columns["logprobs"]):
@@ -42,13 +42,19 @@ def rollout(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return columns
 
 
-def filler(like: dict[str, Any], pad: int, reason: str) -> dict[str, Any]:
+def make_filler_row(like: dict[str, Any], pad_token_id: int, reason: str) -> dict[str, Any]:
     """A row that trains nothing and has no reward, for a place that must not be empty."""
-    own = {"prompt_ids": [pad], "completion_ids": [pad], "logprobs": [0.0], "env_mask": [0], "reason": reason}
+    own = {
+        "prompt_ids": [pad_token_id],
+        "completion_ids": [pad_token_id],
+        "logprobs": [0.0],
+        "env_mask": [0],
+        "reason": reason,
+    }
     return dict.fromkeys(like) | {"reward": None} | own
 
 
-def to_sample(row: dict[str, Any], *, advantage: float, model_version: int, group: int) -> Any:
+def to_sample(row: dict[str, Any], *, advantage: float, model_version: int, group_id: int) -> Any:
     """A `RolloutSample` of trl.experimental.async_grpo. Raises ValueError for a row without log-probabilities."""
     from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
 
@@ -63,7 +69,7 @@ def to_sample(row: dict[str, Any], *, advantage: float, model_version: int, grou
         old_log_probs=np.array(context + row["logprobs"], np.float32),
         advantage=advantage,
         model_version=model_version,
-        group_id=group,
+        group_id=group_id,
         metrics={"reward": row["reward"]},
         enqueued_at=time.time(),
     )

@@ -15,48 +15,52 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from polar.export.base import Item, Need, TraceLines, facts, logprobs, versions
+from polar.export.base import ExportNeed, SessionItem, TraceLines, logprobs_as_list, policy_version_runs, trace_metadata
 from polar.trajectory.types import Trace
 
 
-class Verl(TraceLines):
+class VerlExporter(TraceLines):
     name: ClassVar[str] = "verl"
-    needs: ClassVar[frozenset[Need]] = frozenset(("traces",))
+    needs: ClassVar[frozenset[ExportNeed]] = frozenset(("traces",))
 
-    def row(self, item: Item, index: int, trace: Trace) -> dict[str, Any]:
+    def row(self, item: SessionItem, index: int, trace: Trace) -> dict[str, Any]:
         return {
             "prompt_ids": trace.prompt_ids.tolist(),
             "response_ids": trace.response_ids.tolist(),
             "response_mask": trace.loss_mask.tolist(),
-            "response_logprobs": logprobs(trace),
+            "response_logprobs": logprobs_as_list(trace),
             "reward_score": trace.reward,
-            "num_turns": _turns(trace),
+            "num_turns": _count_turns(trace),
             "metrics": {},
-            "extra_fields": {**facts(item, index, trace), **_steps(trace), "reward_extra_info": {}},
+            "extra_fields": {
+                **trace_metadata(item, index, trace),
+                **_global_step_range(trace),
+                "reward_extra_info": {},
+            },
         }
 
 
-def _turns(trace: Trace) -> int:
+def _count_turns(trace: Trace) -> int:
     """The prompt, each turn of the model, and each stretch of context between two of them."""
     gaps = sum(after.start > before.stop for before, after in zip(trace.spans, trace.spans[1:], strict=False))
     return 1 + len(trace.spans) + gaps
 
 
-def _steps(trace: Trace) -> dict[str, int | None]:
+def _global_step_range(trace: Trace) -> dict[str, int | None]:
     """verl's versions are steps; it asks for the first and the last of a row."""
-    known = versions(trace)
+    known = policy_version_runs(trace)
     return {"min_global_steps": min(known, default=None), "max_global_steps": max(known, default=None)}
 
 
-def keys(rows: Sequence[dict[str, Any]]) -> list[str]:
+def trajectory_keys(rows: Sequence[dict[str, Any]]) -> list[str]:
     """Rows by verl's own names, `uid_session_index`, which its `compute_advantage_for_multi_trajectories` takes: one
     advantage for each session, whatever the number of its traces. Sessions are counted as they come."""
     sessions: dict[str, int] = {}
     named = []
     for row in rows:
-        told = row["extra_fields"]
-        number = sessions.setdefault(told["session_id"], len(sessions))
-        named.append(f"{told['task_id']}_{number}_{told['trace']}")
+        fields = row["extra_fields"]
+        number = sessions.setdefault(fields["session_id"], len(sessions))
+        named.append(f"{fields['task_id']}_{number}_{fields['trace']}")
     return named
 
 

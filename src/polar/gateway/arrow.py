@@ -7,15 +7,15 @@ import pyarrow as pa
 
 from polar.gateway import view
 from polar.store.base import Store
-from polar.trajectory.session import roles_of
+from polar.trajectory.session import load_roles
 
-_ARRAYS = {
+_ARRAY_COLUMNS = {
     "prompt_ids": pa.list_(pa.int32()),
     "sampled_ids": pa.list_(pa.int32()),
     "logprobs": pa.list_(pa.float32()),
     "policy_versions": pa.list_(pa.int64()),
 }
-_NUMBERS = {
+_SCALAR_COLUMNS = {
     "seq": pa.int64(),
     "malformed": pa.bool_(),
     "mixed_kv": pa.bool_(),
@@ -25,9 +25,9 @@ _NUMBERS = {
     "ended_at": pa.float64(),
     "routed_experts": pa.binary(),
 }
-_JSON = ("request", "params", "hints", "reply", "sampling", "usage")
+_JSON_COLUMNS = ("request", "params", "hints", "reply", "sampling", "usage")
 """Columns that hold JSON text, since their shape is the harness's own."""
-_TEXT = (
+_TEXT_COLUMNS = (
     "exchange_id",
     "session_id",
     "parent",
@@ -44,7 +44,9 @@ _TEXT = (
     "replica",
 )
 
-SCHEMA = pa.schema({**dict.fromkeys((*_TEXT, *_JSON), pa.string()), **_NUMBERS, **_ARRAYS})
+SCHEMA = pa.schema(
+    {**dict.fromkeys((*_TEXT_COLUMNS, *_JSON_COLUMNS), pa.string()), **_SCALAR_COLUMNS, **_ARRAY_COLUMNS}
+)
 
 
 class _Buffer:
@@ -67,14 +69,14 @@ class _Buffer:
     def flush(self) -> None: ...
 
 
-async def to_stream(store: Store, session_id: str) -> AsyncIterator[bytes]:
+async def stream_exchanges(store: Store, session_id: str) -> AsyncIterator[bytes]:
     buffer = _Buffer()
-    labels = await roles_of(store, session_id)
+    labels = await load_roles(store, session_id)
     with pa.ipc.new_stream(pa.PythonFile(buffer, mode="w"), SCHEMA) as writer:
         async for exchange in store.exchanges(session_id):
-            row = view.exchange(exchange, labels[exchange.exchange_id])
-            for name in _JSON:
-                row[name] = view.encode(row[name]).decode()
+            row = view.exchange_to_dict(exchange, labels[exchange.exchange_id])
+            for name in _JSON_COLUMNS:
+                row[name] = view.encode_json(row[name]).decode()
             # Straight from the arrays: NaN stays NaN here.
             row |= {name: getattr(exchange, name) for name in ("prompt_ids", "sampled_ids", "logprobs")}
             writer.write_batch(pa.RecordBatch.from_pylist([row], SCHEMA))

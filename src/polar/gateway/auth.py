@@ -6,10 +6,10 @@ from urllib.parse import unquote
 
 from multidict import CIMultiDictProxy
 
-_PREFIX = "/s/"
-_KEY = re.compile(r"sk-polar-[\w-]+")  # as `ids.new_key` makes them
+_KEY_PATH_PREFIX = "/s/"
+_KEY_PATTERN = re.compile(r"sk-polar-[\w-]+")  # as `ids.new_key` makes them
 
-_NO_HINTS = frozenset(
+_UNRECORDED_HEADERS = frozenset(
     {
         "host",
         "connection",
@@ -32,9 +32,9 @@ and no list has all. A header that is left out by mistake costs a hint; one that
 
 def split_path(path: str) -> tuple[str | None, str]:
     """`/s/{key}/v1/...` into the key and the rest, for harnesses that can't carry a key elsewhere."""
-    if not path.startswith(_PREFIX):
+    if not path.startswith(_KEY_PATH_PREFIX):
         return None, path
-    key, _, rest = path[len(_PREFIX) :].partition("/")
+    key, _, rest = path[len(_KEY_PATH_PREFIX) :].partition("/")
     return unquote(key), "/" + rest
 
 
@@ -45,21 +45,21 @@ def find_key(headers: CIMultiDictProxy[str], query: Mapping[str, str]) -> str | 
     return headers.get("x-api-key") or headers.get("x-goog-api-key") or query.get("key")
 
 
-def shown(path: str) -> str:
+def redact_keys(path: str) -> str:
     """A path as it may be logged, or told: a key may stand where we don't look for one."""
-    return _KEY.sub("(key)", path)
+    return _KEY_PATTERN.sub("(key)", path)
 
 
-def hints(headers: CIMultiDictProxy[str]) -> dict[str, str]:
+def collect_hints(headers: CIMultiDictProxy[str]) -> dict[str, str]:
     """What the request's headers say of the harness: its threads, agents and retries."""
     found = {}
     for name, value in headers.items():
         name = name.lower()
-        if name not in _NO_HINTS and not _is_credential(name, value):
+        if name not in _UNRECORDED_HEADERS and not _is_credential(name, value):
             found[name] = value.encode("utf-8", "replace").decode()  # bytes that are no text stay out of the store
     return found
 
 
 def _is_credential(name: str, value: str) -> bool:
-    patterns = ((_CREDENTIAL_NAME, name), (_CREDENTIAL_VALUE, value), (_KEY, value))
+    patterns = ((_CREDENTIAL_NAME, name), (_CREDENTIAL_VALUE, value), (_KEY_PATTERN, value))
     return any(pattern.search(text) for pattern, text in patterns)

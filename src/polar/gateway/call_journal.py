@@ -30,9 +30,9 @@ class CallJournal:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._running: dict[str, StartedCall] = {}
-        self._file = _open_for_appending(path)
-        self._bytes = 0
-        self._limit = MAX_JOURNAL_BYTES
+        self._fd = _open_for_appending(path)
+        self._size_bytes = 0
+        self._limit_bytes = MAX_JOURNAL_BYTES
         self._failed = False
 
     @property
@@ -52,47 +52,47 @@ class CallJournal:
             self._write(exchange_id)
 
     def close(self) -> None:
-        os.close(self._file)
+        os.close(self._fd)
 
     def _write(self, entry: StartedCall | str) -> None:
         line = _encoder.encode(entry) + b"\n"
         try:
-            if self._bytes + len(line) > self._limit:
+            if self._size_bytes + len(line) > self._limit_bytes:
                 self._rewrite()
             # What a full disk left of a line must not spoil the next one.
-            _write_all(self._file, b"\n" + line if self._failed else line)
+            _write_all(self._fd, b"\n" + line if self._failed else line)
         except OSError as error:
             if not self._failed:
                 log.warning("If this process is killed, calls under way will not be listed as interrupted: %s", error)
             self._failed = True
             return
         self._failed = False
-        self._bytes += len(line)
+        self._size_bytes += len(line)
 
     def _rewrite(self) -> None:
         """By another file that takes the name at once: a process killed here leaves the old journal or the new one."""
         lines = b"".join(_encoder.encode(call) + b"\n" for call in self._running.values())
         unfinished = self._path.with_suffix(".partial")
-        file = _open_for_appending(unfinished)
+        fd = _open_for_appending(unfinished)
         try:
-            os.ftruncate(file, 0)
-            _write_all(file, lines)
+            os.ftruncate(fd, 0)
+            _write_all(fd, lines)
             unfinished.rename(self._path)
         except OSError:
-            os.close(file)
+            os.close(fd)
             raise
-        os.close(self._file)
-        self._file = file
-        self._bytes = len(lines)
-        self._limit = max(MAX_JOURNAL_BYTES, 2 * len(lines))
+        os.close(self._fd)
+        self._fd = fd
+        self._size_bytes = len(lines)
+        self._limit_bytes = max(MAX_JOURNAL_BYTES, 2 * len(lines))
 
 
 def _open_for_appending(path: Path) -> int:
     return os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
 
 
-def _write_all(file: int, data: bytes) -> None:
-    if os.write(file, data) < len(data):
+def _write_all(fd: int, data: bytes) -> None:
+    if os.write(fd, data) < len(data):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 

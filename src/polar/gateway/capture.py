@@ -9,34 +9,34 @@ import numpy as np
 from msgspec import Struct
 
 from polar import ids
-from polar.dialects.base import Dialect, Wire
-from polar.engines.base import Chunk, Ids, TokenPrompt, VersionSpan
+from polar.dialects.base import Dialect, RawRequest
+from polar.engines.base import Chunk, TokenIds, TokenPrompt, VersionSpan
 from polar.engines.replica import Replica
 from polar.errors import ApiError
-from polar.gateway.checks import untrainable
 from polar.gateway.meter import Clock
-from polar.gateway.prompt_ids import PromptIds
-from polar.gateway.sessions import OpenSession
-from polar.parts import Parts
-from polar.rendering.mark import ContextMark
+from polar.gateway.prompt_id_parser import PromptIdParser
+from polar.gateway.session_registry import OpenSession
+from polar.gateway.trainability import find_untrainable_reason
+from polar.rendering.context_mark import ContextMark
+from polar.reply_parts import PartsBuilder
 from polar.store.base import Continuation, Exchange, ExchangeStatus, StartedCall
 from polar.types import (
-    CallStart,
     FinishReason,
     ReasoningDelta,
     Reply,
     Request,
     TokenLogprob,
+    ToolCallStart,
     Usage,
 )
 
 log = logging.getLogger(__name__)
 
-_LONG = 5.0  # seconds after which an engine should have begun
-_PATIENCE = 1.0  # seconds that a call may wait for the engine as part of its session's time
+_SLOW_START_SECONDS = 5.0  # seconds after which an engine should have begun
+_COUNTED_WAIT_SECONDS = 1.0  # seconds that a call may wait for the engine as part of its session's time
 
 
-class Call(Struct, frozen=True):
+class HarnessCall(Struct, frozen=True):
     """What a harness asked for, understood: all that does not change while it is answered."""
 
     session: OpenSession
@@ -44,28 +44,28 @@ class Call(Struct, frozen=True):
     params: dict[str, str]
     hints: dict[str, str]
     body: bytes
-    wire: Wire
+    raw_request: RawRequest
     request: Request
 
-    def repeats(self, other: "Call") -> bool:
+    def is_retry_of(self, other: "HarnessCall") -> bool:
         """The same request once more, as a client sends it after a broken connection."""
         return self.body == other.body and self.params == other.params and self.dialect is other.dialect
 
 
-class Rendered(Struct):
+class PreparedPrompt(Struct):
     """A prompt of our own, and how it came about."""
 
     prompt: TokenPrompt
     request: Request  # with plain function tools
-    end: str  # of the prompt's text
+    text_tail: str  # of the prompt's text
     continuation: Continuation
     parent: str | None
     branch_reason: str | None
-    mark: ContextMark | None
+    context_mark: ContextMark | None
 
 
 class Capture:
-    def __init__(self, call: Call, seq: int) -> None:
+    def __init__(self, call: HarnessCall, seq: int) -> None:
         self.call = call
         self.seq = seq
         self.exchange_id = ids.new_exchange_id()
@@ -74,23 +74,23 @@ class Capture:
         self._started_at = time.time()
         self._first_token_at: float | None = None
         self._logprobs: list[float | None] | None = None
-        self._aligned = True  # every chunk's log-probabilities are those of its own tokens
+        self._logprobs_aligned = True  # every chunk's log-probabilities are those of its own tokens
         self._alternatives: list[TokenLogprob] = []
-        self._prompt_ids: Ids | None = None
+        self._prompt_ids: TokenIds | None = None
         self._prompt_json: bytes | None = None  # until the end, when there is time to read it
-        self._parts = Parts()
-        self._calls = 0
+        self._parts = PartsBuilder()
+        self._tool_call_count = 0
         self._usage = Usage()
-        self._rendered: Rendered | None = None
+        self._rendered: PreparedPrompt | None = None
         self._routed_experts: bytes | None = None
         self.malformed = False
-        self._patience: asyncio.TimerHandle | None = None
+        self._hold_timer: asyncio.TimerHandle | None = None
         self._has_begun = False
         self._reasoning_tokens = 0
         self._finish_reason: FinishReason | None = None
         self._stop_sequence: str | None = None
         self._replica: Replica | None = None
-        self._versions = _Versions()
+        self._versions = _VersionTracker()
 
     @property
     def started_call(self) -> StartedCall:
@@ -100,93 +100,95 @@ class Capture:
             session_id=call.session.session_id,
             seq=self.seq,
             dialect=call.dialect.name,
-            list_name=call.wire.list_name,
+            list_name=call.raw_request.list_name,
             model=call.request.model,
             started_at=self._started_at,
             request_bytes=len(call.body),
         )
 
-    def rendered(self, rendered: Rendered) -> None:
+    def set_prompt(self, rendered: PreparedPrompt) -> None:
         """The prompt is ours: its ids are known before anything is sampled."""
         self._rendered = rendered
         self._prompt_ids = rendered.prompt.ids
         self._usage.prompt = len(rendered.prompt.ids)
 
-    def chosen(self, replica: Replica) -> None:
+    def assign_replica(self, replica: Replica) -> None:
         """The call goes to this replica (and to another, if it gets no answer there)."""
         self._replica = self.call.session.replica = replica
-        self._versions = _Versions(replica.version, believed=replica.engine.capabilities.knows_weights)
+        self._versions = _VersionTracker(
+            replica.version, trusts_engine=replica.engine.capabilities.reports_weight_version
+        )
         if replica.weights_lost:
-            self._versions.change(replica.version, 0, known=False)
+            self._versions.change(replica.version, 0, boundary_known=False)
         if not self.call.request.stream:
-            self.begun()  # its first chunk will be its last
+            self.mark_begun()  # its first chunk will be its last
 
     # What the session's clock is told.
 
-    def waits(self, *, paused: bool) -> None:
+    def start_waiting(self, *, paused: bool) -> None:
         """For the engine to begin."""
         loop = asyncio.get_running_loop()
-        self._patience = loop.call_later(0 if paused else _PATIENCE, self._clock.hold, self)
+        self._hold_timer = loop.call_later(0 if paused else _COUNTED_WAIT_SECONDS, self._clock.hold, self)
 
-    def begun(self) -> None:
+    def mark_begun(self) -> None:
         self._has_begun = True
-        self._lose_patience()
+        self._cancel_hold_timer()
         if self._replica is None or not self._replica.frozen:
-            self._clock.busy(self)
+            self._clock.mark_busy(self)
 
-    def froze(self) -> None:
+    def on_frozen(self) -> None:
         self._clock.hold(self)
 
-    def thawed(self) -> None:
+    def on_thawed(self) -> None:
         if self._has_begun:
-            self._clock.busy(self)  # another goes on waiting
+            self._clock.mark_busy(self)  # another goes on waiting
 
-    def over(self, error: ApiError | None, *, given_up: bool) -> None:
+    def finish(self, error: ApiError | None, *, given_up: bool) -> None:
         """`error` is what it failed with. Who gives a call up that has not begun for long has waited for the engine;
         who gives up another has reasons of its own."""
-        self._lose_patience()
-        self._clock.done(self)
+        self._cancel_hold_timer()
+        self._clock.release(self)
         meter = self.call.session.meter
-        meter.sampled(max(0, self._usage.completion - len(self.sampled)))  # of an engine that tells no ids
-        late = time.time() - self._started_at > _LONG and not self._has_begun
+        meter.add_tokens(max(0, self._usage.completion - len(self.sampled)))  # of an engine that tells no ids
+        late = time.time() - self._started_at > _SLOW_START_SECONDS and not self._has_begun
         if error is not None and (late or not given_up):
-            meter.failed(self.exchange_id, error)
+            meter.record_failure(self.exchange_id, error)
 
     @property
     def _clock(self) -> Clock:
         return self.call.session.meter.clock
 
-    def _lose_patience(self) -> None:
-        if self._patience is not None:
-            self._patience.cancel()
-            self._patience = None
+    def _cancel_hold_timer(self) -> None:
+        if self._hold_timer is not None:
+            self._hold_timer.cancel()
+            self._hold_timer = None
 
-    def version_changed(self, version: int, *, frozen: bool) -> None:
+    def on_version_changed(self, version: int, *, frozen: bool) -> None:
         """The weights changed under this call. Where it stood still meanwhile, the boundary is here; else nobody knows.
         Nor where nothing has come yet: an engine that replies whole may have sampled much."""
-        self._versions.change(version, len(self.sampled), known=frozen and bool(self.sampled))
+        self._versions.change(version, len(self.sampled), boundary_known=frozen and bool(self.sampled))
 
-    def take(self, chunk: Chunk) -> None:
+    def add_chunk(self, chunk: Chunk) -> None:
         if chunk.ids:
             if self._first_token_at is None:
                 self._first_token_at = time.time()
             self.sampled += chunk.ids
-            self.call.session.meter.sampled(len(chunk.ids))
+            self.call.session.meter.add_tokens(len(chunk.ids))
         if chunk.logprobs is not None:
             if self._logprobs is None:
                 self._logprobs = []
             self._logprobs += chunk.logprobs
-            self._aligned = self._aligned and len(chunk.logprobs) == len(chunk.ids)
+            self._logprobs_aligned = self._logprobs_aligned and len(chunk.logprobs) == len(chunk.ids)
         if chunk.alternatives is not None:
             self._alternatives += chunk.alternatives
         for event in chunk.events:
-            if isinstance(event, CallStart):
-                event.id = ids.call_id(self.exchange_id, self._calls)
-                self._calls += 1
-            elif isinstance(event, ReasoningDelta) and chunk.reasoning is None:
+            if isinstance(event, ToolCallStart):
+                event.id = ids.make_call_id(self.exchange_id, self._tool_call_count)
+                self._tool_call_count += 1
+            elif isinstance(event, ReasoningDelta) and chunk.reasoning_tokens is None:
                 self._reasoning_tokens += len(chunk.ids)
             self._parts.add(event)
-        self._reasoning_tokens += chunk.reasoning or 0
+        self._reasoning_tokens += chunk.reasoning_tokens or 0
         if chunk.prompt_ids is not None:
             self._prompt_ids = chunk.prompt_ids
         if chunk.prompt_json is not None:
@@ -208,7 +210,7 @@ class Capture:
         """Prompt counts, as far as they are known while the reply is being sampled."""
         return self._usage if self._usage.prompt else None
 
-    def reply(self) -> Reply:
+    def build_reply(self) -> Reply:
         """The turn as it stands."""
         usage = self._usage
         if not usage.prompt and self._prompt_ids is not None:
@@ -216,31 +218,33 @@ class Capture:
         usage.completion = usage.completion or len(self.sampled)
         usage.reasoning = usage.reasoning or min(self._reasoning_tokens, usage.completion)
         finish = self._finish_reason or "stop"
-        if finish == "stop" and self._calls:
+        if finish == "stop" and self._tool_call_count:
             finish = "tool_calls"
         return Reply(
             self.exchange_id,
             self.call.request.model,
             self.created,
-            self._parts.all(),
+            self._parts.build(),
             finish,
             self._stop_sequence,
             usage,
             self._alternatives or None,
         )
 
-    def read_prompt(self, prompts: PromptIds) -> None:
+    def parse_prompt_ids(self, parser: PromptIdParser) -> None:
         """Reads the prompt's ids, where the engine gave them as JSON; what is no list of ids counts as none."""
         if self._prompt_json is not None and self._prompt_ids is None:
             try:
-                self._prompt_ids = prompts.parse(self.call.session.session_id, self._prompt_json)
+                self._prompt_ids = parser.parse(self.call.session.session_id, self._prompt_json)
             except (ValueError, OverflowError, RecursionError) as error:
                 log.warning("exchange %s: the engine's prompt ids can't be read: %s", self.exchange_id, error)
 
-    def exchange(self, status: ExchangeStatus, delivered: int, error: str | None, *, wants_logprobs: bool) -> Exchange:
+    def build_exchange(
+        self, status: ExchangeStatus, delivered: int, error: str | None, *, wants_logprobs: bool
+    ) -> Exchange:
         call, sampled = self.call, self.sampled
         engine = self._replica.engine if self._replica else None
-        reply = self.reply() if sampled or self._finish_reason else None
+        reply = self.build_reply() if sampled or self._finish_reason else None
         logprobs = None
         if self._logprobs is not None:
             with np.errstate(over="ignore"):  # what is too large for a float is infinite, which the checks see
@@ -252,7 +256,7 @@ class Capture:
             dialect=call.dialect.name,
             params=call.params,
             hints=call.hints,
-            wire=call.wire,
+            raw_request=call.raw_request,
             status=status,
             started_at=self._started_at,
             first_token_at=self._first_token_at,
@@ -260,11 +264,11 @@ class Capture:
             reply=reply,
             error=error,
             prompt_ids=self._prompt_ids,
-            sampled_ids=_array(sampled),
+            sampled_ids=_to_ids(sampled),
             logprobs=logprobs,
             logprob_kind="none" if logprobs is None or engine is None else engine.capabilities.logprobs,
             delivered=delivered,
-            sampling=engine.defaults(call.request.sampling) if engine else call.request.sampling,
+            sampling=engine.apply_sampling_defaults(call.request.sampling) if engine else call.request.sampling,
             versions=self._versions.spans(len(sampled)),
             replica=self._replica.url if self._replica else "",
             finish_reason=reply.finish_reason if reply and self._finish_reason else None,
@@ -275,15 +279,15 @@ class Capture:
             exchange.continuation = rendered.continuation
             exchange.parent = rendered.parent
             exchange.branch_reason = rendered.branch_reason
-            exchange.context = rendered.mark
+            exchange.context_mark = rendered.context_mark
             exchange.malformed = self.malformed
-        exchange.untrainable = untrainable(
-            exchange, call.request, tokens=len(sampled), aligned=self._aligned, wants_logprobs=wants_logprobs
+        exchange.untrainable = find_untrainable_reason(
+            exchange, call.request, tokens=len(sampled), aligned=self._logprobs_aligned, wants_logprobs=wants_logprobs
         )
         return exchange
 
 
-def _array(sampled: list[int]) -> Ids | None:
+def _to_ids(sampled: list[int]) -> TokenIds | None:
     """None where there are none, or where they are numbers that no token has."""
     try:
         return np.frombuffer(array("i", sampled), dtype=np.int32) if sampled else None
@@ -291,7 +295,7 @@ def _array(sampled: list[int]) -> Ids | None:
         return None
 
 
-class _Versions:
+class _VersionTracker:
     """Which policy sampled which tokens: as the engine reports it, or as far as we can know.
 
     An engine's labels count only where somebody keeps them up to date: labels that are all older than the version that
@@ -299,26 +303,26 @@ class _Versions:
     may have come back with other weights than it was given, so that only what it says counts.
     """
 
-    def __init__(self, version: int = 0, *, believed: bool = False) -> None:
+    def __init__(self, version: int = 0, *, trusts_engine: bool = False) -> None:
         self.reported: list[VersionSpan] | None = None
-        self._believed = believed
+        self._trusts_engine = trusts_engine
         self._spans: list[VersionSpan] = []
         self._version = version
         self._start = 0
-        self._known = True
+        self._boundaries_known = True
 
-    def change(self, version: int, sampled: int, *, known: bool) -> None:
-        self._known = self._known and known
+    def change(self, version: int, sampled: int, *, boundary_known: bool) -> None:
+        self._boundaries_known = self._boundaries_known and boundary_known
         self._spans = self.spans(sampled)
         self._version, self._start = version, sampled
 
     def spans(self, sampled: int) -> list[VersionSpan]:
         """None (an empty list) where unknown."""
-        if self._believed:
+        if self._trusts_engine:
             return self.reported or []
         if self.reported and max(span.version for span in self.reported) >= self._version:
             return self.reported
-        if not self._known:
+        if not self._boundaries_known:
             return []
         return (
             [*self._spans, VersionSpan(self._version, self._start, sampled)] if sampled > self._start else self._spans

@@ -22,7 +22,7 @@ from aiohttp.streams import StreamReader
 
 from polar.errors import ApiError
 
-HEADER_LIMIT = 64 * 1024
+MAX_HEADER_BYTES = 64 * 1024
 """Bytes of one header; harnesses put JSON into theirs."""
 
 MAX_HEADERS = 128
@@ -33,7 +33,7 @@ _MERGED_HEADERS = frozenset(
 )
 """Headers that aiohttp takes once and whose repetition is harmless: nothing here depends on them."""
 
-_DUPLICATE = re.compile(r"Duplicate '([\w-]+)' header found")
+_DUPLICATE_HEADER = re.compile(r"Duplicate '([\w-]+)' header found")
 _MAX_MERGES = 8
 """Attempts at one request's head. Each parses the head again, and a client could send it line by line."""
 
@@ -46,7 +46,7 @@ ErrorEncoder = Callable[[str, ApiError], web.Response]
 """Encodes an error for a client that asked for this path."""
 
 
-class Server(web.Server):
+class HttpServer(web.Server):
     """Creates a `Connection` for each client. A handler is cancelled when its client goes away."""
 
     def __init__(self, handler: Handler, encode_error: ErrorEncoder, **options: Any) -> None:
@@ -54,18 +54,18 @@ class Server(web.Server):
         self._encode_error = encode_error
         self._connection_options = options
 
-    def __call__(self) -> "Connection":
-        return Connection(self, self._encode_error, loop=asyncio.get_running_loop(), **self._connection_options)
+    def __call__(self) -> "HttpConnection":
+        return HttpConnection(self, self._encode_error, loop=asyncio.get_running_loop(), **self._connection_options)
 
 
-class Connection(web.RequestHandler):
+class HttpConnection(web.RequestHandler):
     """Answers errors of HTTP itself in the shape of the provider whose path was asked for."""
 
-    def __init__(self, server: Server, encode_error: ErrorEncoder, **options: Any) -> None:
+    def __init__(self, server: HttpServer, encode_error: ErrorEncoder, **options: Any) -> None:
         super().__init__(
             server,
-            max_line_size=HEADER_LIMIT,
-            max_field_size=HEADER_LIMIT,
+            max_line_size=MAX_HEADER_BYTES,
+            max_field_size=MAX_HEADER_BYTES,
             max_headers=MAX_HEADERS,
             read_bufsize=READ_BUFFER_BYTES,
             auto_decompress=False,
@@ -86,7 +86,7 @@ class Connection(web.RequestHandler):
         path = request.path
         if isinstance(exc, BadHttpMessage) and isinstance(self._parser, RequestParser):
             path = self._parser.failed_path
-        response = self._encode_error(path, _describe(status, exc))
+        response = self._encode_error(path, _to_api_error(status, exc))
         response.force_close()
         return response
 
@@ -98,15 +98,15 @@ class RequestParser:
     gets the same head with that header merged, and stays strict about everything else. This needs all bytes of the
     head from its first: where pipelined requests hide that, repeated headers are refused."""
 
-    def __init__(self, connection: Connection, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, connection: HttpConnection, loop: asyncio.AbstractEventLoop) -> None:
         self._connection = connection
         self._loop = loop
-        self._parser = self._create()
+        self._parser = self._create_parser()
         self._head: list[bytes] = []
-        self._is_aligned = True  # `_head` begins with a request's first byte
+        self._is_head_aligned = True  # `_head` begins with a request's first byte
         self._merges = 0
         self._payload: StreamReader | None = None
-        self._body_left: int | None = 0  # bytes of the body that are still to come; None where it is chunked
+        self._body_bytes_left: int | None = 0  # bytes of the body that are still to come; None where it is chunked
         self.failed_path = "/"
         """The path of the last request that could not be parsed, as far as it could be read."""
 
@@ -122,9 +122,9 @@ class RequestParser:
                 return self._fail_body(payload, error)
             parsed = self._merge_and_parse(error)
         if parsed[0]:
-            self._start_body(parsed, aligned=self._is_aligned and not in_body)
+            self._start_body(parsed, aligned=self._is_head_aligned and not in_body)
         elif in_body:
-            self._continue_body(data, len(data))
+            self._count_body_bytes(data, len(data))
         return parsed
 
     def message_consumed(self) -> None:
@@ -136,13 +136,13 @@ class RequestParser:
     def set_upgraded(self, upgraded: bool) -> None:
         self._parser.set_upgraded(upgraded)
 
-    def _create(self) -> Any:
+    def _create_parser(self) -> Any:
         return HttpRequestParser(
             self._connection,
             self._loop,
             READ_BUFFER_BYTES,
-            max_line_size=HEADER_LIMIT,
-            max_field_size=HEADER_LIMIT,
+            max_line_size=MAX_HEADER_BYTES,
+            max_field_size=MAX_HEADER_BYTES,
             max_headers=MAX_HEADERS,
             payload_exception=web.RequestPayloadError,
             auto_decompress=False,
@@ -151,22 +151,22 @@ class RequestParser:
     def _start_body(self, parsed: ParserResult, *, aligned: bool) -> None:
         messages, upgraded, _ = parsed
         message, self._payload = messages[-1]
-        self._is_aligned = aligned and len(messages) == 1 and not upgraded
-        if self._is_aligned:
+        self._is_head_aligned = aligned and len(messages) == 1 and not upgraded
+        if self._is_head_aligned:
             received = b"".join(self._head)
-            self._body_left = None if message.chunked else int(message.headers.get("Content-Length", 0))
-            self._continue_body(received, len(received) - received.find(_HEAD_END) - len(_HEAD_END))
+            self._body_bytes_left = None if message.chunked else int(message.headers.get("Content-Length", 0))
+            self._count_body_bytes(received, len(received) - received.find(_HEAD_END) - len(_HEAD_END))
         self._head.clear()
         self._merges = 0
 
-    def _continue_body(self, data: bytes, size: int) -> None:
+    def _count_body_bytes(self, data: bytes, size: int) -> None:
         """Notes that `data`, whose last `size` bytes are of the body, was parsed."""
-        if self._body_left is not None:
-            self._body_left -= size
-            self._is_aligned &= self._body_left >= 0
+        if self._body_bytes_left is not None:
+            self._body_bytes_left -= size
+            self._is_head_aligned &= self._body_bytes_left >= 0
         elif self._payload is not None and self._payload.is_eof():
             # The start of another head could follow, but would not end so: it would be complete, and another message.
-            self._is_aligned &= data.endswith(_HEAD_END)
+            self._is_head_aligned &= data.endswith(_HEAD_END)
 
     def _fail_body(self, payload: StreamReader, error: BadHttpMessage) -> ParserResult:
         """Whoever reads the body answers the request. Nothing can follow on this connection."""
@@ -178,9 +178,9 @@ class RequestParser:
     def _merge_and_parse(self, error: BadHttpMessage) -> ParserResult:
         head = b"".join(self._head)
         while True:
-            found = _DUPLICATE.match(error.message)
+            found = _DUPLICATE_HEADER.match(error.message)
             merged = None
-            if found is not None and self._is_aligned and self._merges < _MAX_MERGES:
+            if found is not None and self._is_head_aligned and self._merges < _MAX_MERGES:
                 merged = _merge_header(head, found[1].lower().encode())
             if merged is None:
                 line = _REQUEST_LINE.match(head)
@@ -189,7 +189,7 @@ class RequestParser:
                 raise error
             self._merges += 1
             self._head = [head := merged]
-            self._parser = self._create()
+            self._parser = self._create_parser()
             try:
                 parsed: ParserResult = self._parser.feed_data(head)
             except BadHttpMessage as again:
@@ -219,7 +219,7 @@ def _merge_header(data: bytes, name: bytes) -> bytes | None:
     return b"\r\n".join([*lines, *unfinished]) + end + rest
 
 
-def _describe(status: int, error: BaseException | None) -> ApiError:
+def _to_api_error(status: int, error: BaseException | None) -> ApiError:
     if status >= 500:
         return ApiError("internal", "Polar's gateway failed on this request; its log says why.")
     reason = _summarize(error) if isinstance(error, BadHttpMessage) else "unknown reason"
@@ -229,7 +229,7 @@ def _describe(status: int, error: BaseException | None) -> ApiError:
 def _summarize(error: BadHttpMessage) -> str:
     """What is wrong, without the bytes themselves: a key may be among them."""
     if isinstance(error, LineTooLong):
-        return f"the request line or a header has more than {HEADER_LIMIT} bytes"
+        return f"the request line or a header has more than {MAX_HEADER_BYTES} bytes"
     if isinstance(error, InvalidHeader):
         return "a header contains characters that are not allowed"
     first_line, _, rest = error.message.partition("\n")

@@ -17,72 +17,72 @@ from collections.abc import AsyncGenerator
 from msgspec import Struct
 
 from polar.engines.base import Chunk, TokenPrompt
-from polar.engines.pools import Pools
+from polar.engines.fleet import EngineFleet
 from polar.errors import ApiError, EngineError, StoreError
 from polar.gateway.call_journal import CallJournal
-from polar.gateway.capture import Call, Capture, Rendered
-from polar.gateway.metrics import Metrics
-from polar.gateway.prompt_ids import PromptIds
-from polar.gateway.prompting import Prompting, parsed
-from polar.rendering.families import Parser
+from polar.gateway.capture import Capture, HarnessCall, PreparedPrompt
+from polar.gateway.metrics import GatewayMetrics
+from polar.gateway.prompt_id_parser import PromptIdParser
+from polar.gateway.prompt_renderer import PromptRenderer, parse_chunks
+from polar.rendering.families import ReplyParser
 from polar.store.base import ExchangeStatus, Store
 from polar.telemetry import tracing
 from polar.telemetry.logs import bind
-from polar.types import Event, Request, TextDelta
+from polar.types import ReplyEvent, Request, TextDelta
 
 log = logging.getLogger(__name__)
 
-RECORDED_REFUSAL_BYTES = 1024 * 1024
+MAX_RECORDED_REFUSAL_BYTES = 1024 * 1024
 """Of a request that does not fit the model's context, up to which it is recorded all the same."""
 
-_BEGINNING = (TextDelta(""),)
+_START_EVENTS = (TextDelta(""),)
 """Says nothing but that the engine has begun."""
 
 
-class Context(Struct, frozen=True):
+class GenerationContext(Struct, frozen=True):
     """What every generation of a gateway has in common."""
 
-    pools: Pools
+    pools: EngineFleet
     store: Store
     journal: CallJournal
-    metrics: Metrics
-    prompts: PromptIds
-    prompting: Prompting
+    metrics: GatewayMetrics
+    prompt_ids: PromptIdParser
+    prompt_renderer: PromptRenderer
     wants_logprobs: bool
-    grace: float  # seconds that a generation goes on after its harness went away
+    grace_seconds: float  # seconds that a generation goes on after its harness went away
 
 
 class Generation:
-    def __init__(self, call: Call, context: Context) -> None:
+    def __init__(self, call: HarnessCall, context: GenerationContext) -> None:
         self.call = call
         self.capture = Capture(call, call.session.take_seq())
-        self.events: list[Event] = []
+        self.events: list[ReplyEvent] = []
         self.finished = False
         self.error: ApiError | None = None
         self._context = context
-        self._pool = context.pools.of(call.session.run)
-        self._ends: list[int] = []  # for each event, the tokens sampled up to and with its chunk
-        self._delivered = 0
-        self._sampling = False
-        self._reading = True
-        self._served = False
+        self._pool = context.pools.get_pool(call.session.run)
+        self._tokens_at_event: list[int] = []  # for each event, the tokens sampled up to and with its chunk
+        self._delivered_tokens = 0
+        self._is_sampling = False
+        self._has_reader = True
+        self._is_served = False
         self._given_up = False
-        self._rendered: Rendered | None = None
-        self._parser: Parser | None = None
-        self._recorded: tuple[ExchangeStatus, int] | None = None  # and how many tokens were delivered
+        self._rendered: PreparedPrompt | None = None
+        self._parser: ReplyParser | None = None
+        self._recorded_delivery: tuple[ExchangeStatus, int] | None = None  # and how many tokens were delivered
         self._waiter: asyncio.Future[None] | None = None
-        self._farewell: asyncio.TimerHandle | None = None
-        self._amendment: asyncio.Task[None] | None = None
+        self._give_up_timer: asyncio.TimerHandle | None = None
+        self._amend_task: asyncio.Task[None] | None = None
         call.session.running.add(self)
-        context.metrics.running.inc()
+        context.metrics.running_calls.inc()
         context.journal.start(self.capture.started_call)
         self._task = asyncio.get_running_loop().create_task(self._run())
 
     # The reader's side
 
-    async def more(self, have: int) -> None:
+    async def wait_for_events(self, seen: int) -> None:
         """Waits until there are more than `have` events, or the end, or somebody calls `wake`."""
-        if len(self.events) == have and not self.finished:
+        if len(self.events) == seen and not self.finished:
             self._waiter = asyncio.get_running_loop().create_future()
             try:
                 await self._waiter
@@ -93,54 +93,54 @@ class Generation:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
-    def delivered(self, events: int) -> None:
+    def mark_delivered(self, events: int) -> None:
         """Text was written to the harness, up to and with that of the last of so many events."""
-        self._delivered = max(self._delivered, self._ends[events - 1])
+        self._delivered_tokens = max(self._delivered_tokens, self._tokens_at_event[events - 1])
 
-    def served(self) -> None:
+    def mark_served(self) -> None:
         """The reply was written to its last byte."""
-        self._served = True
+        self._is_served = True
 
-    def can_answer(self, call: Call) -> bool:
+    def can_answer(self, call: HarnessCall) -> bool:
         """Whether a retry may have this reply. One that failed is no answer: the retry is for a better one."""
-        return self.error is None and self.call.repeats(call)
+        return self.error is None and self.call.is_retry_of(call)
 
     def attach(self) -> None:
         """A new reader takes over, from the first chunk on."""
-        self._reading = True
-        if self._farewell is not None:
-            self._farewell.cancel()
-            self._farewell = None
+        self._has_reader = True
+        if self._give_up_timer is not None:
+            self._give_up_timer.cancel()
+            self._give_up_timer = None
         self.call.session.orphans.remove(self)
 
     def detach(self) -> None:
         """The reader leaves: served, or because the harness went away. Then the generation goes on for a moment, so
         that a retry can attach to it, and is given up after that."""
-        self._reading = False
-        if not self._served:
+        self._has_reader = False
+        if not self._is_served:
             self.call.session.orphans.append(self)
-            self._farewell = asyncio.get_running_loop().call_later(self._context.grace, self.give_up)
+            self._give_up_timer = asyncio.get_running_loop().call_later(self._context.grace_seconds, self.give_up)
         else:
-            self._correct()  # it may have been recorded while nobody was reading
+            self._correct_delivery()  # it may have been recorded while nobody was reading
 
     def give_up(self) -> None:
         """Nobody will read this any more: its harness stayed away, or the session ended."""
-        if self._farewell is not None:
-            self._farewell.cancel()
-            self._farewell = None
+        if self._give_up_timer is not None:
+            self._give_up_timer.cancel()
+            self._give_up_timer = None
         if self in self.call.session.orphans:
             self.call.session.orphans.remove(self)
         self._given_up = True
-        if self._sampling:
+        if self._is_sampling:
             self._task.cancel()  # one that has not begun finds out by itself; cancelled before, it would never end
         elif self.finished:
-            self._correct()
+            self._correct_delivery()
 
-    async def settled(self) -> None:
+    async def wait_until_recorded(self) -> None:
         """Until all that is to be recorded of this generation is."""
         await asyncio.wait([self._task])
-        if self._amendment is not None:
-            await asyncio.wait([self._amendment])
+        if self._amend_task is not None:
+            await asyncio.wait([self._amend_task])
 
     # The engine's side
 
@@ -148,7 +148,7 @@ class Generation:
         capture = self.capture
         status: ExchangeStatus = "complete"
         chunks: AsyncGenerator[Chunk, None] | None = None
-        self._sampling = True
+        self._is_sampling = True
         session = self.call.session
         bind(session_id=session.session_id, run=session.run, exchange_id=capture.exchange_id)
         if session.group != session.session_id:
@@ -156,73 +156,73 @@ class Generation:
         try:
             if self._given_up:
                 raise asyncio.CancelledError
-            capture.waits(paused=self._pool.gate.paused)
-            chunks = await self._chunks()
+            capture.start_waiting(paused=self._pool.gate.paused)
+            chunks = await self._generate_chunks()
             async for chunk in chunks:
                 if not self.events:
-                    capture.begun()
-                capture.take(chunk)
-                for event in chunk.events or (() if self.events else _BEGINNING):
+                    capture.mark_begun()
+                capture.add_chunk(chunk)
+                for event in chunk.events or (() if self.events else _START_EVENTS):
                     self.events.append(event)
-                    self._ends.append(len(capture.sampled))
+                    self._tokens_at_event.append(len(capture.sampled))
                 self.wake()
         except ApiError as error:  # the template refuses the request
             self.error = error
         except EngineError as error:
-            self.error = error.told()
+            self.error = error.to_api_error()
         except asyncio.CancelledError:
             self.error = ApiError("timeout", "The call was given up, because nobody waited for its reply any more.")
         except Exception:
             log.exception("exchange %s failed while it was sampled", capture.exchange_id)
-            self.error = _our_fault()
+            self.error = _internal_error()
         finally:
-            capture.over(self.error, given_up=self._given_up)
-            self._sampling = False  # from here on nothing cancels this task: what was sampled gets recorded
+            capture.finish(self.error, given_up=self._given_up)
+            self._is_sampling = False  # from here on nothing cancels this task: what was sampled gets recorded
             if chunks is not None:
                 await chunks.aclose()
         if self._parser is not None:
             capture.malformed = self._parser.malformed
         if self.error is not None:
             status = "partial" if capture.sampled else "failed"
-        elif not self._reading:
+        elif not self._has_reader:
             status = "partial"  # nobody has it yet; amended if somebody still comes
         meter = self.call.session.meter
         try:
-            if self._is_refused_giant():
-                meter.too_long = True
+            if self._is_oversized_refusal():
+                meter.has_unrecorded_long_call = True
                 self._context.journal.drop(self.capture.exchange_id)
             else:
                 await self._record(status)
-            meter.unrecorded = None
+            meter.recording_error = None
         except StoreError as error:
             # What is not durable is not delivered: the harness may try again when the store is well.
             self.error = ApiError("overloaded", f"The reply could not be recorded: {error}")
-            meter.unrecorded = str(self.error)
+            meter.recording_error = str(self.error)
         except Exception:
             log.exception("exchange %s could not be recorded", capture.exchange_id)
-            self.error = _our_fault()
-            meter.unrecorded = str(self.error)
+            self.error = _internal_error()
+            meter.recording_error = str(self.error)
         finally:
             self.call.session.running.discard(self)
-            self._context.metrics.running.dec()
+            self._context.metrics.running_calls.dec()
             self.finished = True
             self.wake()
         if self._given_up:
-            self._correct()
+            self._correct_delivery()
 
-    async def _chunks(self) -> AsyncGenerator[Chunk, None]:
+    async def _generate_chunks(self) -> AsyncGenerator[Chunk, None]:
         """What is sampled for this call, on ids of our own wherever they can be had."""
         call, capture = self.call, self.capture
-        await self._pool.occupied()
-        model, rendered = await self._context.prompting.render(call)
+        await self._pool.wait_until_routable()
+        model, rendered = await self._context.prompt_renderer.render(call)
         if model is None or rendered is None:
-            return self._sampled(call.request, None)
+            return self._sample(call.request, None)
         self._rendered = rendered
-        capture.rendered(rendered)
-        self._parser = model.parser(rendered.request, rendered.end)
-        return parsed(self._sampled(rendered.request, rendered.prompt), self._parser, call.request)
+        capture.set_prompt(rendered)
+        self._parser = model.make_parser(rendered.request, rendered.text_tail)
+        return parse_chunks(self._sample(rendered.request, rendered.prompt), self._parser, call.request)
 
-    def _sampled(self, request: Request, prompt: TokenPrompt | None) -> AsyncGenerator[Chunk, None]:
+    def _sample(self, request: Request, prompt: TokenPrompt | None) -> AsyncGenerator[Chunk, None]:
         return self._pool.generate(
             request,
             stream=request.stream,
@@ -230,48 +230,48 @@ class Generation:
             group=self.call.session.group,
             preferred=self.call.session.replica,
             call=self.capture,
-            chosen=self.capture.chosen,
+            on_chosen=self.capture.assign_replica,
         )
 
-    def _is_refused_giant(self) -> bool:
+    def _is_oversized_refusal(self) -> bool:
         """A request that did not fit the context and is long enough for its recording to keep others waiting."""
         too_long = self.error is not None and self.error.kind == "context_length" and not self.capture.sampled
-        return too_long and len(self.call.body) > RECORDED_REFUSAL_BYTES
+        return too_long and len(self.call.body) > MAX_RECORDED_REFUSAL_BYTES
 
     async def _record(self, status: ExchangeStatus) -> None:
-        delivered = len(self.capture.sampled) if status == "complete" else self._delivered
+        delivered = len(self.capture.sampled) if status == "complete" else self._delivered_tokens
         error = str(self.error) if self.error else None
-        self.capture.read_prompt(self._context.prompts)
-        exchange = self.capture.exchange(status, delivered, error, wants_logprobs=self._context.wants_logprobs)
+        self.capture.parse_prompt_ids(self._context.prompt_ids)
+        exchange = self.capture.build_exchange(status, delivered, error, wants_logprobs=self._context.wants_logprobs)
         await self._context.store.append(exchange)
         self._context.journal.mark_recorded(exchange.exchange_id)
-        self._recorded = status, delivered
-        self._context.prompting.learn(self.call.session, exchange, self._rendered)
-        self._context.metrics.captured(exchange)
+        self._recorded_delivery = status, delivered
+        self._context.prompt_renderer.add_exchange(self.call.session, exchange, self._rendered)
+        self._context.metrics.record_exchange(exchange)
         used = exchange.usage
-        self.call.session.meter.used.add(used, answered=status == "complete")
+        self.call.session.meter.usage_totals.add(used, answered=status == "complete")
         log.debug("exchange %s is %s: %d + %d tokens", exchange.exchange_id, status, used.prompt, used.completion)
         replica = self.call.session.replica
-        tracing.current().call(
+        tracing.current().record_call(
             exchange,
             self.call.request,
             served=replica.engine.capabilities.models if replica else [],
             error=self.error.kind if self.error else None,
         )
 
-    def _correct(self) -> None:
+    def _correct_delivery(self) -> None:
         """Makes the record say what was really delivered, once nobody reads any more."""
-        if self._recorded is None:
+        if self._recorded_delivery is None:
             return
-        status, delivered = self._recorded[0], self._delivered
+        status, delivered = self._recorded_delivery[0], self._delivered_tokens
         if self.error is None:
-            status = "complete" if self._served else "partial"
+            status = "complete" if self._is_served else "partial"
         if status == "complete":
             delivered = len(self.capture.sampled)
-        if (status, delivered) != self._recorded:
-            self._recorded = status, delivered
-            self._context.prompting.amend(self.call.session, self.capture.exchange_id, delivered)
-            self._amendment = asyncio.get_running_loop().create_task(self._amend(status, delivered))
+        if (status, delivered) != self._recorded_delivery:
+            self._recorded_delivery = status, delivered
+            self._context.prompt_renderer.set_delivered(self.call.session, self.capture.exchange_id, delivered)
+            self._amend_task = asyncio.get_running_loop().create_task(self._amend(status, delivered))
 
     async def _amend(self, status: ExchangeStatus, delivered: int) -> None:
         try:
@@ -280,5 +280,5 @@ class Generation:
             log.error("exchange %s stays recorded as delivered otherwise: %s", self.capture.exchange_id, error)
 
 
-def _our_fault() -> ApiError:
+def _internal_error() -> ApiError:
     return ApiError("internal", "Polar's gateway failed on this call; its log says why.")

@@ -11,21 +11,21 @@ from polar.types import Media, Request, Text, ToolResult
 _SHOWN_CHARACTERS = 100
 
 
-def refuse_addresses(request: Request) -> None:
+def refuse_media_urls(request: Request) -> None:
     """Raises ApiError where a message contains media by an address other than a `data:` URL."""
     for message in request.messages:
         for part in message.parts:
             if type(part) is Text:
                 continue
             if isinstance(part, Media):
-                _check(part)
+                _refuse_remote_url(part)
             elif isinstance(part, ToolResult):
                 for piece in part.parts:
                     if isinstance(piece, Media):
-                        _check(piece)
+                        _refuse_remote_url(piece)
 
 
-def _check(media: Media) -> None:
+def _refuse_remote_url(media: Media) -> None:
     address = media.url
     if address is None and media.data is not None and "://" in media.data[:64]:
         address = media.data  # where clients may write either

@@ -12,10 +12,10 @@ from collections.abc import Hashable
 from typing import Literal
 
 from polar.errors import ApiError, ApiErrorKind
-from polar.types import Used
+from polar.types import UsageTotals
 
-Limit = Literal["timeout", "length"]
-_SHORTEST = 0.02  # seconds between two looks at a clock that may stand still
+UsedUpLimit = Literal["timeout", "length"]
+_MIN_POLL_SECONDS = 0.02  # seconds between two looks at a clock that may stand still
 
 
 class Clock:
@@ -25,35 +25,35 @@ class Clock:
         self._counted = 0.0
         self._since: float | None = None  # when it last began to run
         self._started = False
-        self._holding: set[Hashable] = set()
+        self._holders: set[Hashable] = set()
         self._busy: set[Hashable] = set()
 
     def start(self) -> None:
         self._started = True
-        self._set()
+        self._update()
 
     def elapsed(self) -> float:
         running = 0.0 if self._since is None else time.monotonic() - self._since
         return self._counted + running
 
-    def hold(self, who: Hashable) -> None:
-        self._busy.discard(who)
-        self._holding.add(who)
-        self._set()
+    def hold(self, caller: Hashable) -> None:
+        self._busy.discard(caller)
+        self._holders.add(caller)
+        self._update()
 
-    def busy(self, who: Hashable) -> None:
-        self._holding.discard(who)
-        self._busy.add(who)
-        self._set()
+    def mark_busy(self, caller: Hashable) -> None:
+        self._holders.discard(caller)
+        self._busy.add(caller)
+        self._update()
 
-    def done(self, who: Hashable) -> None:
+    def release(self, caller: Hashable) -> None:
         """Neither holds it nor is busy any more."""
-        self._holding.discard(who)
-        self._busy.discard(who)
-        self._set()
+        self._holders.discard(caller)
+        self._busy.discard(caller)
+        self._update()
 
-    def _set(self) -> None:
-        runs = self._started and (bool(self._busy) or not self._holding)
+    def _update(self) -> None:
+        runs = self._started and (bool(self._busy) or not self._holders)
         if runs and self._since is None:
             self._since = time.monotonic()
         elif not runs and self._since is not None:
@@ -61,67 +61,69 @@ class Clock:
             self._since = None
 
 
-_OURS = frozenset({"engine", "overloaded", "timeout", "internal", "rate_limit"})
+_PLATFORM_ERROR_KINDS = frozenset({"engine", "overloaded", "timeout", "internal", "rate_limit"})
 """Kinds of errors that neither the harness nor the model is to blame for. (A session that has used up what it may is
 told of a rate limit too, but that call never begins.)"""
 
 
 class Meter:
-    def __init__(self, *, turns: int | None = None, tokens: int | None = None) -> None:
+    def __init__(self, *, max_turns: int | None = None, max_tokens: int | None = None) -> None:
         self.clock = Clock()
         self.turns = 0
         self.tokens = 0
-        self.used = Used()  # by calls that are recorded
+        self.usage_totals = UsageTotals()  # by calls that are recorded
         self._failures: dict[str, tuple[ApiErrorKind, str]] = {}  # by exchange; an exception would hold on to its call
-        self.unrecorded: str | None = None  # the last reply could not be recorded, and so not delivered
-        self.too_long = False  # the last call did not fit the model's context by far, and was not recorded
-        self._most_turns = turns
-        self._most_tokens = tokens
-        self._over = asyncio.Event()
+        self.recording_error: str | None = None  # the last reply could not be recorded, and so not delivered
+        self.has_unrecorded_long_call = (
+            False  # the last call did not fit the model's context by far, and was not recorded
+        )
+        self._max_turns = max_turns
+        self._max_tokens = max_tokens
+        self._limit_reached = asyncio.Event()
 
-    def begin(self, wanted: int | None) -> int | None:
+    def begin_call(self, requested_tokens: int | None) -> int | None:
         """A call begins: the most tokens it may sample, given what it asked for. Raises ApiError where the session has
         no turn or no token left."""
-        if self._most_turns is not None and self.turns >= self._most_turns:
-            self._over.set()
-            raise ApiError("rate_limit", f"The session has used up its turns ({self._most_turns}).")
-        left = None if self._most_tokens is None else self._most_tokens - self.tokens
+        if self._max_turns is not None and self.turns >= self._max_turns:
+            self._limit_reached.set()
+            raise ApiError("rate_limit", f"The session has used up its turns ({self._max_turns}).")
+        left = None if self._max_tokens is None else self._max_tokens - self.tokens
         if left is not None and left <= 0:
-            self._over.set()
-            raise ApiError("rate_limit", f"The session has used up its tokens ({self._most_tokens}).")
+            self._limit_reached.set()
+            raise ApiError("rate_limit", f"The session has used up its tokens ({self._max_tokens}).")
         self.turns += 1
-        self.too_long = False
-        return wanted if left is None else left if wanted is None else min(wanted, left)
+        self.has_unrecorded_long_call = False
+        return requested_tokens if left is None else left if requested_tokens is None else min(requested_tokens, left)
 
-    def sampled(self, tokens: int) -> None:
+    def add_tokens(self, tokens: int) -> None:
         """As they come: several calls at once share what is left."""
         self.tokens += tokens
-        if self._most_tokens is not None and self.tokens >= self._most_tokens:
-            self._over.set()
+        if self._max_tokens is not None and self.tokens >= self._max_tokens:
+            self._limit_reached.set()
 
-    def failed(self, exchange_id: str, error: ApiError) -> None:
+    def record_failure(self, exchange_id: str, error: ApiError) -> None:
         self._failures[exchange_id] = error.kind, str(error)
 
-    def our_failure(self, exchange_id: str) -> str | None:
+    def find_platform_failure(self, exchange_id: str) -> str | None:
         """Why a call failed, where that was the platform's doing."""
         kind, message = self._failures.get(exchange_id, (None, None))
-        return message if kind in _OURS else None
+        return message if kind in _PLATFORM_ERROR_KINDS else None
 
-    def was_full(self, exchange_id: str) -> bool:
+    def exceeded_context(self, exchange_id: str) -> bool:
         """Whether a call did not fit the model's context."""
         return self._failures.get(exchange_id, (None, None))[0] == "context_length"
 
-    async def time_over(self, seconds: float) -> None:
+    async def wait_for_timeout(self, seconds: float) -> None:
         """Until the session's clock has counted so many seconds."""
         while (left := seconds - self.clock.elapsed()) > 0:  # noqa: ASYNC110 (the clock may stand still meanwhile)
-            await asyncio.sleep(max(left, _SHORTEST))
+            await asyncio.sleep(max(left, _MIN_POLL_SECONDS))
 
-    async def used_up(self, seconds: float) -> Limit:
+    async def wait_until_used_up(self, seconds: float) -> UsedUpLimit:
         """Until the session has used up its turns or tokens, or so many seconds."""
         while (left := seconds - self.clock.elapsed()) > 0:
             try:
-                async with asyncio.timeout(max(left, _SHORTEST)):
-                    await self._over.wait()
+                async with asyncio.timeout(max(left, _MIN_POLL_SECONDS)):
+                    await self._limit_reached.wait()
                 return "length"
             except TimeoutError:
                 continue  # unless the clock stood still meanwhile, this was it

@@ -5,13 +5,13 @@ from collections.abc import Callable, Iterable, Mapping
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import GaugeMetricFamily
 
-from polar.engines.pool import Pool
+from polar.engines.pool import EnginePool
 from polar.store.base import Exchange
-from polar.telemetry.collecting import Reading, gauge
-from polar.telemetry.labels import MOST_RUNS, Capped, without_password
+from polar.telemetry.gauges import GaugeCollector, make_gauge
+from polar.telemetry.labels import MAX_RUN_LABELS, LabelCap, strip_password
 
 
-class Metrics:
+class GatewayMetrics:
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
         self._exchanges = Counter(
@@ -27,60 +27,62 @@ class Metrics:
             registry=self.registry,
         )
         tokens = Counter("polar_tokens", "Tokens", ("kind",), registry=self.registry)
-        self._prompt, self._cached, self._sampled = (tokens.labels(kind) for kind in ("prompt", "cached", "sampled"))
+        self._prompt_tokens, self._cached_tokens, self._sampled_tokens = (
+            tokens.labels(kind) for kind in ("prompt", "cached", "sampled")
+        )
         self._first_token = Histogram(
             "polar_first_token_seconds",
             "From the request to its first sampled token",
             buckets=(0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300),
             registry=self.registry,
         )
-        self.running = Gauge("polar_calls_running", "Model calls in progress", registry=self.registry)
+        self.running_calls = Gauge("polar_calls_running", "Model calls in progress", registry=self.registry)
 
-    def captured(self, exchange: Exchange) -> None:
+    def record_exchange(self, exchange: Exchange) -> None:
         self._exchanges.labels(exchange.dialect, exchange.status).inc()
         if exchange.untrainable is not None:
             self._untrainable.labels(exchange.untrainable).inc()
         if exchange.branch_reason is not None:
             self._branches.labels(exchange.branch_reason).inc()
-        self._prompt.inc(exchange.usage.prompt)
-        self._cached.inc(exchange.usage.cached)
-        self._sampled.inc(exchange.usage.completion)
+        self._prompt_tokens.inc(exchange.usage.prompt)
+        self._cached_tokens.inc(exchange.usage.cached)
+        self._sampled_tokens.inc(exchange.usage.completion)
         if exchange.first_token_at is not None:
             self._first_token.observe(max(0.0, exchange.first_token_at - exchange.started_at))
 
-    def watch(self, pools: Callable[[], Mapping[str, Pool]]) -> None:
+    def watch_pools(self, pools: Callable[[], Mapping[str, EnginePool]]) -> None:
         """Tells of these engines, too: by run, for those runs that have some of their own ("default" for the rest)."""
-        run = Capped(MOST_RUNS, "default")
+        run_label = LabelCap(MAX_RUN_LABELS, "default")
 
         def replicas() -> Iterable[tuple[tuple[str, str], int, bool]]:
             for name, pool in pools().items():
                 for replica in pool.replicas:
-                    labels = run(name), without_password(replica.url)
+                    labels = run_label(name), strip_password(replica.url)
                     yield labels, len(replica.running), replica.down
 
         def state() -> Iterable[GaugeMetricFamily]:
-            gates = [((run(name),), pool.gate) for name, pool in pools().items()]
+            gates = [((run_label(name),), pool.gate) for name, pool in pools().items()]
             labels = ("run", "replica")
-            yield gauge(
+            yield make_gauge(
                 "polar_engine_calls",
                 "Model calls at a replica",
                 labels,
                 ((named, calls) for named, calls, _ in replicas()),
             )
-            yield gauge(
+            yield make_gauge(
                 "polar_engine_down",
                 "1 where a replica did not answer, and is left alone for a while",
                 labels,
                 ((named, down) for named, _, down in replicas()),
                 max,
             )
-            yield gauge(
+            yield make_gauge(
                 "polar_calls_held",
                 "Model calls that wait for generation to go on",
                 ("run",),
                 ((named, gate.held) for named, gate in gates),
             )
-            yield gauge(
+            yield make_gauge(
                 "polar_paused",
                 "1 while generation is paused",
                 ("run",),
@@ -88,4 +90,4 @@ class Metrics:
                 max,
             )
 
-        Reading(self.registry, state)
+        GaugeCollector(self.registry, state)

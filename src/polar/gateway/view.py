@@ -8,11 +8,11 @@ from msgspec import Raw
 from polar.errors import ApiError
 from polar.plugins import load
 from polar.store.base import Exchange, Session
-from polar.trajectory.roles import Labelled
+from polar.trajectory.roles import CallLabel
 from polar.types import Reply
 
 
-def session(record: Session) -> dict[str, Any]:
+def session_to_dict(record: Session) -> dict[str, Any]:
     """Everything but the key."""
     return {
         "session_id": record.session_id,
@@ -29,7 +29,7 @@ def session(record: Session) -> dict[str, Any]:
     }
 
 
-def exchange(record: Exchange, label: Labelled) -> dict[str, Any]:
+def exchange_to_dict(record: Exchange, label: CallLabel) -> dict[str, Any]:
     sampled = record.sampled_ids
     return {
         "exchange_id": record.exchange_id,
@@ -41,17 +41,17 @@ def exchange(record: Exchange, label: Labelled) -> dict[str, Any]:
         "role": label.role,
         "status": record.status,
         "error": record.error,
-        "request": record.request(),
+        "request": record.request_body(),
         "params": record.params,
         "hints": record.hints,
-        "reply": _reply(record),
-        "prompt_ids": _list(record.prompt_ids),
-        "sampled_ids": _list(sampled),
-        "logprobs": _list(record.logprobs),
+        "reply": _encode_reply(record),
+        "prompt_ids": _to_list(record.prompt_ids),
+        "sampled_ids": _to_list(sampled),
+        "logprobs": _to_list(record.logprobs),
         "logprob_kind": record.logprob_kind,
         "delivered": record.delivered,
         "sampling": record.sampling,
-        "policy_versions": _versions(record),
+        "policy_versions": _versions_by_token(record),
         "mixed_kv": len({span.version for span in record.versions}) > 1,  # context computed under older weights
         "routed_experts": record.routed_experts,
         "finish_reason": record.finish_reason,
@@ -67,28 +67,28 @@ def exchange(record: Exchange, label: Labelled) -> dict[str, Any]:
     }
 
 
-def _list(values: Any) -> list[Any] | None:
+def _to_list(values: Any) -> list[Any] | None:
     """JSON has no NaN and no infinity: such log-probabilities are encoded as null."""
     return None if values is None else values.tolist()
 
 
-def _versions(record: Exchange) -> list[int] | None:
+def _versions_by_token(record: Exchange) -> list[int] | None:
     if record.sampled_ids is None or not record.versions:
         return None
     return [span.version for span in record.versions for _ in range(span.stop - span.start)]
 
 
-def _reply(record: Exchange) -> Raw | Reply | None:
+def _encode_reply(record: Exchange) -> Raw | Reply | None:
     """As the harness would have got it whole; the canonical form where its dialect can't say it."""
     if record.reply is None:
         return None
     dialect = load("dialects", record.dialect)()
     try:
-        request = dialect.decode_request(record.wire, dict(record.params))
+        request = dialect.decode_request(record.raw_request, dict(record.params))
         return Raw(dialect.encode_reply(request, record.reply))
     except ApiError:
         return record.reply
 
 
-def encode(value: Any) -> bytes:
+def encode_json(value: Any) -> bytes:
     return msgspec.json.encode(value)

@@ -5,11 +5,11 @@ from collections.abc import Mapping
 from pathlib import PurePath
 
 from polar import config
-from polar.harnesses.base import Harness, Knowledge
+from polar.harnesses.base import CallPatterns, Harness
 from polar.plugins import load, names
 
 
-def environment(gateway_url: str, key: str, model: str) -> dict[str, str]:
+def build_environment(gateway_url: str, key: str, model: str) -> dict[str, str]:
     """What the providers' own client libraries read. Works for most agents without further configuration."""
     exempt = os.environ.get("NO_PROXY") or os.environ.get("no_proxy")
     no_proxy = ",".join(filter(None, (exempt, "127.0.0.1,localhost")))
@@ -35,17 +35,17 @@ def environment(gateway_url: str, key: str, model: str) -> dict[str, str]:
     }
 
 
-def inherited(variables: Mapping[str, str]) -> dict[str, str]:
+def filter_environment(variables: Mapping[str, str]) -> dict[str, str]:
     """What a harness gets of our own environment: neither settings of ours, which hold keys, nor what would lead it to
     an account of the user's."""
     return {
         name: value
         for name, value in variables.items()
-        if name not in _ACCOUNTS and not (name.startswith(config.PREFIX) and "__" in name)
+        if name not in _ACCOUNT_VARIABLES and not (name.startswith(config.ENVIRONMENT_PREFIX) and "__" in name)
     }
 
 
-_ACCOUNTS = frozenset(
+_ACCOUNT_VARIABLES = frozenset(
     {
         "ANTHROPIC_AUTH_TOKEN",
         "CLAUDE_CODE_OAUTH_TOKEN",
@@ -60,27 +60,27 @@ _ACCOUNTS = frozenset(
 
 def load_harness(name: str) -> Harness:
     """By its name, or by that of its command."""
-    harness: Harness = load("harnesses", proper(name))()
+    harness: Harness = load("harnesses", to_preset_name(name))()
     return harness
 
 
-def knowledge(name: str | None) -> Knowledge:
+def find_call_patterns(name: str | None) -> CallPatterns:
     """What is known of a harness's calls; for one that has no name, or an unknown one, what is known of any."""
-    if name is not None and proper(name) in names("harnesses"):
-        return load_harness(name).knowledge
-    return Knowledge.union(load_harness(known).knowledge for known in names("harnesses"))
+    if name is not None and to_preset_name(name) in names("harnesses"):
+        return load_harness(name).call_patterns
+    return CallPatterns.union(load_harness(known).call_patterns for known in names("harnesses"))
 
 
-def proper(name: str) -> str:
+def to_preset_name(name: str) -> str:
     """The preset's own name, for that of its command, or one that other systems give it."""
-    name = known_by_command([name]) or name.replace("-", "_")
-    return _ELSEWHERE.get(name, name)
+    name = find_by_command([name]) or name.replace("-", "_")
+    return _NAME_ALIASES.get(name, name)
 
 
-_ELSEWHERE = {"openhands_sdk": "openhands", "custom_shell": "shell"}
+_NAME_ALIASES = {"openhands_sdk": "openhands", "custom_shell": "shell"}
 
 
-def known_by_command(argv: list[str]) -> str | None:
+def find_by_command(argv: list[str]) -> str | None:
     """The harness that a command line runs, told by its executable (also behind npx, uvx and the like)."""
     words = [PurePath(word).name.split("@")[0] for word in argv[:3]]
     for name in names("harnesses"):

@@ -12,11 +12,11 @@ Settings:
 from pathlib import PurePosixPath
 from typing import Any
 
-from polar.harnesses.base import Knowledge, Mark, Package, Setup, Wanted
+from polar.harnesses.base import CallPatterns, HarnessSetup, Package, RolePattern, SetupRequest
 from polar.harnesses.files import as_json
-from polar.harnesses.settings import Common, read_settings
+from polar.harnesses.settings import CommonSettings, read_settings
 
-_FOLDER = ".aider"
+_CONFIG_FOLDER = ".aider"
 _QUIET = {
     "AIDER_YES_ALWAYS": "true",
     "AIDER_ANALYTICS_DISABLE": "true",
@@ -37,41 +37,41 @@ class Aider:
     name = "aider"
     executables = ("aider", "aider-chat")
     default_model = "polar"
-    knowledge = Knowledge(
-        marks=(
-            Mark("auxiliary", system="one-line Git commit messages based on the provided diffs"),
-            Mark("compaction", system="*Briefly* summarize this partial conversation about programming."),
+    call_patterns = CallPatterns(
+        role_patterns=(
+            RolePattern("auxiliary", system_prompt="one-line Git commit messages based on the provided diffs"),
+            RolePattern("compaction", system_prompt="*Briefly* summarize this partial conversation about programming."),
         )
     )
-    package = Package("pypi", "aider-chat", "0.86.2", "aider", python=">=3.10,<3.13")
-    skills = None
-    takes_mcp = False
-    logs = (_FOLDER,)
+    package = Package("pypi", "aider-chat", "0.86.2", "aider", requires_python=">=3.10,<3.13")
+    skills_folder = None
+    supports_mcp = False
+    log_paths = (_CONFIG_FOLDER,)
 
-    def setup(self, wanted: Wanted) -> Setup:
-        read_settings(self.name, wanted.settings, Common)
-        folder = PurePosixPath(wanted.home, _FOLDER)
+    def setup(self, request: SetupRequest) -> HarnessSetup:
+        read_settings(self.name, request.settings, CommonSettings)
+        folder = PurePosixPath(request.home, _CONFIG_FOLDER)
         # It fetches what it does not know of a model.
-        known = {f"openai/{wanted.model}": {"litellm_provider": "openai", "mode": "chat"}}
-        return Setup(
-            files={f"{_FOLDER}/models.json": as_json(known)},
+        known = {f"openai/{request.model}": {"litellm_provider": "openai", "mode": "chat"}}
+        return HarnessSetup(
+            files={f"{_CONFIG_FOLDER}/models.json": as_json(known)},
             env={
                 **_QUIET,
                 "AIDER_MODEL_METADATA_FILE": str(folder / "models.json"),
-                "AIDER_MODEL": f"openai/{wanted.model}",
+                "AIDER_MODEL": f"openai/{request.model}",
                 # Else they lie in the workspace.
                 "AIDER_INPUT_HISTORY_FILE": str(folder / "input.history"),
                 "AIDER_CHAT_HISTORY_FILE": str(folder / "chat.history.md"),
                 "AIDER_LLM_HISTORY_FILE": str(folder / "llm.history"),
-                "OPENAI_API_BASE": f"{wanted.gateway_url}/v1",
-                "OPENAI_BASE_URL": f"{wanted.gateway_url}/v1",
-                "OPENAI_API_KEY": wanted.key,
+                "OPENAI_API_BASE": f"{request.gateway_url}/v1",
+                "OPENAI_BASE_URL": f"{request.gateway_url}/v1",
+                "OPENAI_API_KEY": request.key,
                 "LITELLM_LOCAL_MODEL_COST_MAP": "True",  # else it fetches prices
             },
         )
 
-    def command(self, instruction: str, settings: dict[str, Any]) -> list[str]:
-        chosen = read_settings(self.name, settings, Common)
+    def build_command(self, instruction: str, settings: dict[str, Any]) -> list[str]:
+        chosen = read_settings(self.name, settings, CommonSettings)
         # These begin a command of aider's own.
         said = f"\n{instruction}" if instruction.startswith(("/", "!")) else instruction
         return ["aider", *chosen.args, f"--message={said}"]

@@ -23,13 +23,13 @@ from polar.harnesses.base import Harness
 from polar.runtimes.base import Mount
 from polar.user_cache import user_cache_folder
 
-INSIDE = "/opt/polar/harnesses"  # in every runtime
-MARKER = "installed.json"
-FILES = "files.json"
+MOUNT_FOLDER = "/opt/polar/harnesses"  # in every runtime
+MARKER_FILE = "installed.json"
+INVENTORY_FILE = "files.json"
 _VERSION = re.compile(r"[0-9A-Za-z][0-9A-Za-z.+_-]*")
 
 
-class Installed(Struct, frozen=True):
+class Installation(Struct, frozen=True):
     name: str
     version: str
     folder: Path
@@ -37,11 +37,11 @@ class Installed(Struct, frozen=True):
     bytes: int
 
     def mount(self) -> Mount:
-        return Mount(self.folder, f"{INSIDE}/{self.name}")
+        return Mount(self.folder, f"{MOUNT_FOLDER}/{self.name}")
 
-    def program(self) -> str:
+    def program_path(self) -> str:
         """The executable's path inside, once it is mounted."""
-        return f"{INSIDE}/{self.name}/bin/{self.executable}"
+        return f"{MOUNT_FOLDER}/{self.name}/bin/{self.executable}"
 
 
 class Marker(Struct, frozen=True):
@@ -61,43 +61,47 @@ def cache_folder(settings_value: str | None, environment: Mapping[str, str] = os
     return (user_cache_folder(environment) / "harnesses").resolve()
 
 
-def find(cache: Path, harness: Harness, version: str | None = None) -> Installed | None:
+def find_installation(cache: Path, harness: Harness, version: str | None = None) -> Installation | None:
     """An installed harness. Without a version: the one that the preset is made for, else the newest that is there.
     None where there is none, and where what is there is no whole installation."""
     if harness.package is None:
         return None
     if version is not None:
-        return read(cache / harness.name / version) if is_version(version) else None
-    return read(cache / harness.name / harness.package.version) or next(iter(installed(cache, harness.name)), None)
+        return read_installation(cache / harness.name / version) if is_version(version) else None
+    return read_installation(cache / harness.name / harness.package.version) or next(
+        iter(list_installations(cache, harness.name)), None
+    )
 
 
-def installed(cache: Path, name: str) -> list[Installed]:
+def list_installations(cache: Path, name: str) -> list[Installation]:
     """Every version of a harness that is there, the newest first."""
     folders = cache.glob(f"{name}/[!.]*")
-    return sorted(filter(None, map(read, folders)), key=lambda one: _version_key(one.version), reverse=True)
+    return sorted(
+        filter(None, map(read_installation, folders)), key=lambda one: _version_key(one.version), reverse=True
+    )
 
 
-def read(folder: Path) -> Installed | None:
+def read_installation(folder: Path) -> Installation | None:
     """What is installed in a folder, if anything is."""
     try:
-        marker = msgspec.json.decode((folder / MARKER).read_bytes(), type=Marker)
+        marker = msgspec.json.decode((folder / MARKER_FILE).read_bytes(), type=Marker)
     except (OSError, msgspec.DecodeError):
         return None
     if marker.version != folder.name or not os.access(folder / "bin" / marker.executable, os.X_OK):
         return None
-    return Installed(marker.name, marker.version, folder.absolute(), marker.executable, marker.bytes)
+    return Installation(marker.name, marker.version, folder.absolute(), marker.executable, marker.bytes)
 
 
-def damage(found: Installed) -> str | None:
+def find_damage(installation: Installation) -> str | None:
     """What is wrong with an installation, after a look at each of its files; None where all is well. Files that were
     added since are not looked at: a harness that isn't mounted read-only may keep some there."""
     try:
-        files = msgspec.json.decode((found.folder / FILES).read_bytes(), type=dict[str, int])
+        files = msgspec.json.decode((installation.folder / INVENTORY_FILE).read_bytes(), type=dict[str, int])
     except (OSError, msgspec.DecodeError) as error:
-        return f"{FILES} can't be read: {error}"
+        return f"{INVENTORY_FILE} can't be read: {error}"
     for path, size in files.items():
         try:
-            there = os.lstat(found.folder / path).st_size
+            there = os.lstat(installation.folder / path).st_size
         except OSError:
             return f"{path} is missing"
         if there != size:
@@ -109,10 +113,10 @@ def seal(folder: Path, marker: Marker) -> None:
     """Notes what is in a folder, and then that it is an installation. `marker.bytes` is filled in."""
     paths = (os.path.join(above, name) for above, _, names in os.walk(folder) for name in names)
     found = {os.path.relpath(path, folder): os.lstat(path) for path in paths}
-    (folder / FILES).write_bytes(msgspec.json.encode({path: stat.st_size for path, stat in found.items()}))
+    (folder / INVENTORY_FILE).write_bytes(msgspec.json.encode({path: stat.st_size for path, stat in found.items()}))
     by_inode = {stat.st_ino: stat.st_size for stat in found.values()}  # some files have several names
     whole = msgspec.structs.replace(marker, bytes=sum(by_inode.values()))
-    (folder / MARKER).write_bytes(msgspec.json.format(msgspec.json.encode(whole)) + b"\n")
+    (folder / MARKER_FILE).write_bytes(msgspec.json.format(msgspec.json.encode(whole)) + b"\n")
 
 
 def is_version(text: str) -> bool:

@@ -8,59 +8,59 @@ Settings:
 from pathlib import PurePosixPath
 from typing import Any
 
-from polar.harnesses.base import Knowledge, Mark, Package, Setup, Wanted
+from polar.harnesses.base import CallPatterns, HarnessSetup, Package, RolePattern, SetupRequest
 from polar.harnesses.files import as_json
-from polar.harnesses.mcp import by_name
-from polar.harnesses.settings import Common, read_settings
+from polar.harnesses.mcp import build_server_table
+from polar.harnesses.settings import CommonSettings, read_settings
 
 
 class ClaudeCode:
     name = "claude_code"
     executables = ("claude", "claude-code")
     default_model = "claude-sonnet-4-5"  # an unknown name gets other prompts
-    knowledge = Knowledge(
-        agents=("x-claude-code-agent-id",),
-        subagents=("x-claude-code-agent-id",),  # the main agent has no id
+    call_patterns = CallPatterns(
+        agent_headers=("x-claude-code-agent-id",),
+        subagent_headers=("x-claude-code-agent-id",),  # the main agent has no id
         # Helpers share the main agent's prompt and tools, for the sake of the provider's cache.
-        marks=(
-            Mark("compaction", header="x-claude-code-compaction"),
-            Mark("compaction", last="Your task is to create a detailed summary of"),
-            Mark("compaction", system="tasked with summarizing conversations"),
-            Mark("auxiliary", header="x-claude-code-auxiliary-type"),
-            Mark("auxiliary", last="[SUGGESTION MODE:"),
+        role_patterns=(
+            RolePattern("compaction", header="x-claude-code-compaction"),
+            RolePattern("compaction", last_user_message="Your task is to create a detailed summary of"),
+            RolePattern("compaction", system_prompt="tasked with summarizing conversations"),
+            RolePattern("auxiliary", header="x-claude-code-auxiliary-type"),
+            RolePattern("auxiliary", last_user_message="[SUGGESTION MODE:"),
         ),
     )
     package = Package("npm", "@anthropic-ai/claude-code", "2.1.325", "claude")
-    skills = ".claude/skills"
-    takes_mcp = True
-    logs = (".claude/projects",)
+    skills_folder = ".claude/skills"
+    supports_mcp = True
+    log_paths = (".claude/projects",)
 
-    def setup(self, wanted: Wanted) -> Setup:
-        read_settings(self.name, wanted.settings, Common)
+    def setup(self, request: SetupRequest) -> HarnessSetup:
+        read_settings(self.name, request.settings, CommonSettings)
         # Questions that it asks once, at its first start, as if they had been answered.
         state = {
             "hasCompletedOnboarding": True,
             "bypassPermissionsModeAccepted": True,
-            "customApiKeyResponses": {"approved": [wanted.key[-20:]], "rejected": []},
-            "mcpServers": by_name(wanted.mcp_servers),
+            "customApiKeyResponses": {"approved": [request.key[-20:]], "rejected": []},
+            "mcpServers": build_server_table(request.mcp_servers),
         }
-        return Setup(
+        return HarnessSetup(
             files={
                 ".claude/settings.json": as_json({"permissions": {"defaultMode": "bypassPermissions"}}),
                 ".claude/.claude.json": as_json(state),
             },
             env={
-                "CLAUDE_CONFIG_DIR": str(PurePosixPath(wanted.home, ".claude")),
-                "ANTHROPIC_BASE_URL": wanted.gateway_url,
-                "ANTHROPIC_API_KEY": wanted.key,
-                "ANTHROPIC_MODEL": wanted.model,
+                "CLAUDE_CONFIG_DIR": str(PurePosixPath(request.home, ".claude")),
+                "ANTHROPIC_BASE_URL": request.gateway_url,
+                "ANTHROPIC_API_KEY": request.key,
+                "ANTHROPIC_MODEL": request.model,
                 "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
                 "DISABLE_AUTOUPDATER": "1",
                 "IS_SANDBOX": "1",  # else it won't bypass permissions as root, which is what one is in a container
             },
         )
 
-    def command(self, instruction: str, settings: dict[str, Any]) -> list[str]:
-        chosen = read_settings(self.name, settings, Common)
+    def build_command(self, instruction: str, settings: dict[str, Any]) -> list[str]:
+        chosen = read_settings(self.name, settings, CommonSettings)
         events = ["--output-format", "stream-json", "--verbose"] if chosen.json else []
         return ["claude", "-p", *events, *chosen.args, "--", instruction]

@@ -11,15 +11,15 @@ from pathlib import PurePosixPath
 from typing import Any
 
 from polar.errors import ConfigError
-from polar.harnesses.base import Knowledge, Mark, Package, Setup, Wanted
+from polar.harnesses.base import CallPatterns, HarnessSetup, Package, RolePattern, SetupRequest
 from polar.harnesses.files import toml_string
-from polar.harnesses.mcp import transport
-from polar.harnesses.settings import Common, read_settings
+from polar.harnesses.mcp import resolve_transport
+from polar.harnesses.settings import CommonSettings, read_settings
 from polar.rollout.models import McpServer
 
 # Nothing is asked and nothing is boxed in: whoever runs the harness decides where it runs. Web search, a tool that the
 # provider would run, is off: no engine has it.
-_CONFIG = """\
+_CONFIG_TEMPLATE = """\
 model = {model}
 model_provider = "polar"
 approval_policy = "never"
@@ -46,37 +46,39 @@ class Codex:
     name = "codex"
     executables = ("codex",)
     default_model = "gpt-5.5"  # known to this version: it warns about unknown names, and guesses what they can do
-    knowledge = Knowledge(
-        agents=("thread-id",),  # the session id is the same for all of them
-        subagents=("x-codex-parent-thread-id", "x-openai-subagent"),
-        marks=(
-            Mark("compaction", header="x-codex-turn-metadata", value='"request_kind":"compaction"'),
-            Mark("compaction", header="x-openai-subagent", value="compact"),
-            Mark("compaction", last="CONTEXT CHECKPOINT COMPACTION"),
-            Mark("auxiliary", header="x-openai-subagent", value="memory_consolidation"),
+    call_patterns = CallPatterns(
+        agent_headers=("thread-id",),  # the session id is the same for all of them
+        subagent_headers=("x-codex-parent-thread-id", "x-openai-subagent"),
+        role_patterns=(
+            RolePattern("compaction", header="x-codex-turn-metadata", header_text='"request_kind":"compaction"'),
+            RolePattern("compaction", header="x-openai-subagent", header_text="compact"),
+            RolePattern("compaction", last_user_message="CONTEXT CHECKPOINT COMPACTION"),
+            RolePattern("auxiliary", header="x-openai-subagent", header_text="memory_consolidation"),
         ),
     )
     package = Package("npm", "@openai/codex", "0.166.0", "codex")
-    skills = ".codex/skills"
-    takes_mcp = True
-    logs = (".codex/sessions",)
+    skills_folder = ".codex/skills"
+    supports_mcp = True
+    log_paths = (".codex/sessions",)
 
-    def setup(self, wanted: Wanted) -> Setup:
-        read_settings(self.name, wanted.settings, Common)
-        config = _CONFIG.format(model=toml_string(wanted.model), base_url=toml_string(f"{wanted.gateway_url}/v1"))
-        return Setup(
-            files={".codex/config.toml": config + "".join(_server(server) for server in wanted.mcp_servers)},
-            env={"CODEX_HOME": str(PurePosixPath(wanted.home, ".codex")), "POLAR_API_KEY": wanted.key},
+    def setup(self, request: SetupRequest) -> HarnessSetup:
+        read_settings(self.name, request.settings, CommonSettings)
+        config = _CONFIG_TEMPLATE.format(
+            model=toml_string(request.model), base_url=toml_string(f"{request.gateway_url}/v1")
+        )
+        return HarnessSetup(
+            files={".codex/config.toml": config + "".join(_server(server) for server in request.mcp_servers)},
+            env={"CODEX_HOME": str(PurePosixPath(request.home, ".codex")), "POLAR_API_KEY": request.key},
         )
 
-    def command(self, instruction: str, settings: dict[str, Any]) -> list[str]:
-        chosen = read_settings(self.name, settings, Common)
+    def build_command(self, instruction: str, settings: dict[str, Any]) -> list[str]:
+        chosen = read_settings(self.name, settings, CommonSettings)
         events = ["--json"] if chosen.json else []
         return ["codex", "exec", "--skip-git-repo-check", *events, *chosen.args, "--", instruction]
 
 
 def _server(server: McpServer) -> str:
-    if transport(server) == "sse":
+    if resolve_transport(server) == "sse":
         raise ConfigError(f"codex takes no MCP servers over sse: {server.name!r} needs another transport.")
     lines = ["", f"[mcp_servers.{toml_string(server.name)}]"]
     if server.command is not None:

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from polar.harnesses.base import Setup
+from polar.harnesses.base import HarnessSetup
 
 
 def as_json(content: Any) -> str:
@@ -17,7 +17,7 @@ def toml_string(text: str) -> str:
     return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
-def write_setup(setup: Setup, home: Path) -> None:
+def write_setup(setup: HarnessSetup, home: Path) -> None:
     for name, content in setup.files.items():
         path = home / name
         path.parent.mkdir(parents=True, exist_ok=True)

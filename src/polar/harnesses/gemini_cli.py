@@ -7,10 +7,10 @@ Settings:
 
 from typing import Any
 
-from polar.harnesses.base import Knowledge, Mark, Package, Setup, Wanted
+from polar.harnesses.base import CallPatterns, HarnessSetup, Package, RolePattern, SetupRequest
 from polar.harnesses.files import as_json
-from polar.harnesses.mcp import google_by_name
-from polar.harnesses.settings import Common, read_settings
+from polar.harnesses.mcp import build_google_server_table
+from polar.harnesses.settings import CommonSettings, read_settings
 
 # What --yolo does, which no setting can: allow every tool, also shell commands that redirect.
 _POLICY = """\
@@ -26,40 +26,40 @@ class GeminiCli:
     name = "gemini_cli"
     executables = ("gemini", "gemini-cli")
     default_model = "gemini-2.5-pro"
-    knowledge = Knowledge(
-        marks=(
-            Mark("compaction", system="distilling chat history into"),
-            Mark("compaction", last="evaluate the <state_snapshot> you just generated"),
-            Mark("auxiliary", last="your immediately preceding response"),  # whose turn is it?
+    call_patterns = CallPatterns(
+        role_patterns=(
+            RolePattern("compaction", system_prompt="distilling chat history into"),
+            RolePattern("compaction", last_user_message="evaluate the <state_snapshot> you just generated"),
+            RolePattern("auxiliary", last_user_message="your immediately preceding response"),  # whose turn is it?
         )
     )
     package = Package("npm", "@google/gemini-cli", "0.61.0", "gemini")
-    skills = ".gemini/skills"
-    takes_mcp = True
-    logs = (".gemini/tmp",)
+    skills_folder = ".gemini/skills"
+    supports_mcp = True
+    log_paths = (".gemini/tmp",)
 
-    def setup(self, wanted: Wanted) -> Setup:
-        read_settings(self.name, wanted.settings, Common)
+    def setup(self, request: SetupRequest) -> HarnessSetup:
+        read_settings(self.name, request.settings, CommonSettings)
         settings = {
             "security": {"auth": {"selectedType": "gemini-api-key"}, "folderTrust": {"enabled": False}},
-            "model": {"name": wanted.model},
+            "model": {"name": request.model},
             "general": {"enableAutoUpdate": False, "enableAutoUpdateNotification": False},
             "privacy": {"usageStatisticsEnabled": False},
             "telemetry": {"enabled": False},
-            "mcpServers": google_by_name(wanted.mcp_servers),
+            "mcpServers": build_google_server_table(request.mcp_servers),
         }
-        return Setup(
+        return HarnessSetup(
             files={".gemini/settings.json": as_json(settings), ".gemini/policies/polar.toml": _POLICY},
             env={
-                "GEMINI_CLI_HOME": wanted.home,
+                "GEMINI_CLI_HOME": request.home,
                 "GEMINI_CLI_TRUST_WORKSPACE": "true",
-                "GOOGLE_GEMINI_BASE_URL": wanted.gateway_url,
-                "GEMINI_API_KEY": wanted.key,
-                "GEMINI_MODEL": wanted.model,
+                "GOOGLE_GEMINI_BASE_URL": request.gateway_url,
+                "GEMINI_API_KEY": request.key,
+                "GEMINI_MODEL": request.model,
             },
         )
 
-    def command(self, instruction: str, settings: dict[str, Any]) -> list[str]:
-        chosen = read_settings(self.name, settings, Common)
+    def build_command(self, instruction: str, settings: dict[str, Any]) -> list[str]:
+        chosen = read_settings(self.name, settings, CommonSettings)
         events = ["-o", "stream-json"] if chosen.json else []
         return ["gemini", *events, *chosen.args, f"--prompt={instruction}"]

@@ -15,16 +15,18 @@ from typing import Any, Literal
 import yaml
 
 from polar.errors import ConfigError
-from polar.harnesses.base import Knowledge, Mark, Package, Setup, Wanted
-from polar.harnesses.mcp import transport
-from polar.harnesses.settings import Common, read_settings
+from polar.harnesses.base import CallPatterns, HarnessSetup, Package, RolePattern, SetupRequest
+from polar.harnesses.mcp import resolve_transport
+from polar.harnesses.settings import CommonSettings, read_settings
 from polar.rollout.models import McpServer
 
-_ROOT = ".goose"
-_TIMEOUT = 300  # seconds for a call of an MCP server's tool: goose's own default, which it wants spelled out
+_ROOT_FOLDER = ".goose"
+_TOOL_TIMEOUT_SECONDS = (
+    300  # seconds for a call of an MCP server's tool: goose's own default, which it wants spelled out
+)
 
 
-class _Settings(Common, frozen=True, forbid_unknown_fields=True):
+class _Settings(CommonSettings, frozen=True, forbid_unknown_fields=True):
     api: Literal["chat", "anthropic"] = "chat"
 
 
@@ -32,49 +34,51 @@ class Goose:
     name = "goose"
     executables = ("goose",)
     default_model = "polar"
-    knowledge = Knowledge(
-        marks=(
-            Mark("auxiliary", system="Generate a short title (four words or less)"),
-            Mark("auxiliary", system="Your task is to summarize a tool call & response pair"),
-            Mark("compaction", system="An llm context limit was reached when a user was in a working session"),
+    call_patterns = CallPatterns(
+        role_patterns=(
+            RolePattern("auxiliary", system_prompt="Generate a short title (four words or less)"),
+            RolePattern("auxiliary", system_prompt="Your task is to summarize a tool call & response pair"),
+            RolePattern(
+                "compaction", system_prompt="An llm context limit was reached when a user was in a working session"
+            ),
         )
     )
     package = Package("npm", "@aaif/goose", "0.20.1", "goose")
-    skills = ".agents/skills"
-    takes_mcp = True
-    logs = (f"{_ROOT}/data/sessions", f"{_ROOT}/state/logs")
+    skills_folder = ".agents/skills"
+    supports_mcp = True
+    log_paths = (f"{_ROOT_FOLDER}/data/sessions", f"{_ROOT_FOLDER}/state/logs")
 
-    def setup(self, wanted: Wanted) -> Setup:
-        settings = read_settings(self.name, wanted.settings, _Settings)
+    def setup(self, request: SetupRequest) -> HarnessSetup:
+        settings = read_settings(self.name, request.settings, _Settings)
         config = {
             "GOOSE_PROVIDER": "openai" if settings.api == "chat" else "anthropic",
-            "GOOSE_MODEL": wanted.model,
+            "GOOSE_MODEL": request.model,
             "GOOSE_MODE": "auto",
             "GOOSE_TELEMETRY_ENABLED": False,
-            "extensions": {server.name: _extension(server) for server in wanted.mcp_servers},
+            "extensions": {server.name: _extension(server) for server in request.mcp_servers},
         }
-        return Setup(
-            files={f"{_ROOT}/config/config.yaml": yaml.safe_dump(config, sort_keys=False, allow_unicode=True)},
+        return HarnessSetup(
+            files={f"{_ROOT_FOLDER}/config/config.yaml": yaml.safe_dump(config, sort_keys=False, allow_unicode=True)},
             env={
-                "GOOSE_PATH_ROOT": str(PurePosixPath(wanted.home, _ROOT)),
+                "GOOSE_PATH_ROOT": str(PurePosixPath(request.home, _ROOT_FOLDER)),
                 "GOOSE_DISABLE_KEYRING": "1",
-                "OPENAI_HOST": wanted.gateway_url,
-                "OPENAI_API_KEY": wanted.key,
-                "ANTHROPIC_HOST": wanted.gateway_url,
-                "ANTHROPIC_API_KEY": wanted.key,
+                "OPENAI_HOST": request.gateway_url,
+                "OPENAI_API_KEY": request.key,
+                "ANTHROPIC_HOST": request.gateway_url,
+                "ANTHROPIC_API_KEY": request.key,
             },
         )
 
-    def command(self, instruction: str, settings: dict[str, Any]) -> list[str]:
+    def build_command(self, instruction: str, settings: dict[str, Any]) -> list[str]:
         chosen = read_settings(self.name, settings, _Settings)
         events = ["--output-format", "stream-json"] if chosen.json else []
         return ["goose", "run", *events, *chosen.args, f"--text={instruction}"]
 
 
 def _extension(server: McpServer) -> dict[str, Any]:
-    common = {"enabled": True, "name": server.name, "description": "", "timeout": _TIMEOUT}
+    common = {"enabled": True, "name": server.name, "description": "", "timeout": _TOOL_TIMEOUT_SECONDS}
     if server.command is not None:
         return {**common, "type": "stdio", "cmd": server.command, "args": server.args, "envs": server.env}
-    if transport(server) == "sse":
+    if resolve_transport(server) == "sse":
         raise ConfigError(f"goose takes no MCP servers over sse: {server.name!r} needs another transport.")
     return {**common, "type": "streamable_http", "uri": server.url, "headers": server.headers}

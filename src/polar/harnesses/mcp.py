@@ -5,11 +5,11 @@ from typing import Any, Literal
 from polar.rollout.models import McpServer
 
 
-def transport(server: McpServer) -> Literal["stdio", "http", "sse"]:
+def resolve_transport(server: McpServer) -> Literal["stdio", "http", "sse"]:
     return server.transport or ("stdio" if server.command is not None else "http")
 
 
-def by_name(servers: tuple[McpServer, ...]) -> dict[str, dict[str, Any]]:
+def build_server_table(servers: tuple[McpServer, ...]) -> dict[str, dict[str, Any]]:
     """The table that most of them have. Any: a document in their format."""
     return {server.name: _entry(server) for server in servers}
 
@@ -17,10 +17,10 @@ def by_name(servers: tuple[McpServer, ...]) -> dict[str, dict[str, Any]]:
 def _entry(server: McpServer) -> dict[str, Any]:
     if server.command is not None:
         return {"type": "stdio", "command": server.command, "args": server.args, "env": server.env}
-    return {"type": transport(server), "url": server.url, "headers": server.headers}
+    return {"type": resolve_transport(server), "url": server.url, "headers": server.headers}
 
 
-def google_by_name(servers: tuple[McpServer, ...]) -> dict[str, dict[str, Any]]:
+def build_google_server_table(servers: tuple[McpServer, ...]) -> dict[str, dict[str, Any]]:
     """The same in gemini-cli's format, which qwen-code has as well: the field says the transport."""
     return {server.name: _google_entry(server) for server in servers}
 
@@ -28,4 +28,4 @@ def google_by_name(servers: tuple[McpServer, ...]) -> dict[str, dict[str, Any]]:
 def _google_entry(server: McpServer) -> dict[str, Any]:
     if server.command is not None:
         return {"command": server.command, "args": server.args, "env": server.env}
-    return {"url" if transport(server) == "sse" else "httpUrl": server.url, "headers": server.headers}
+    return {"url" if resolve_transport(server) == "sse" else "httpUrl": server.url, "headers": server.headers}

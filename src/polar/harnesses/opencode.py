@@ -12,9 +12,9 @@ Settings:
 from pathlib import PurePosixPath
 from typing import Any, Literal
 
-from polar.harnesses.base import Knowledge, Mark, Package, Setup, Wanted
+from polar.harnesses.base import CallPatterns, HarnessSetup, Package, RolePattern, SetupRequest
 from polar.harnesses.files import as_json
-from polar.harnesses.settings import Common, read_settings
+from polar.harnesses.settings import CommonSettings, read_settings
 from polar.rollout.models import McpServer
 
 # The libraries that speak these APIs are part of opencode.
@@ -23,11 +23,11 @@ _APIS = {
     "responses": ("polar-responses", "@ai-sdk/openai"),
     "anthropic": ("polar-anthropic", "@ai-sdk/anthropic"),
 }
-_FOLDER = ".config/opencode"
-_DATA = ".local/share/opencode"
+_CONFIG_FOLDER = ".config/opencode"
+_DATA_FOLDER = ".local/share/opencode"
 
 
-class _Settings(Common, frozen=True, forbid_unknown_fields=True):
+class _Settings(CommonSettings, frozen=True, forbid_unknown_fields=True):
     api: Literal["chat", "responses", "anthropic"] = "chat"
 
 
@@ -35,27 +35,27 @@ class OpenCode:
     name = "opencode"
     executables = ("opencode", "opencode-ai")
     default_model = "polar"
-    knowledge = Knowledge(
-        agents=("x-session-id",),
-        subagents=("x-parent-session-id",),
-        marks=(
-            Mark("auxiliary", system="You are a title generator"),
-            Mark("compaction", last="anchored summary"),
+    call_patterns = CallPatterns(
+        agent_headers=("x-session-id",),
+        subagent_headers=("x-parent-session-id",),
+        role_patterns=(
+            RolePattern("auxiliary", system_prompt="You are a title generator"),
+            RolePattern("compaction", last_user_message="anchored summary"),
         ),
     )
     package = Package("npm", "opencode-ai", "1.18.33", "opencode")
-    skills = f"{_FOLDER}/skills"
-    takes_mcp = True
-    logs = tuple(f"{_DATA}/{name}" for name in ("log", "opencode.db", "opencode.db-wal"))
+    skills_folder = f"{_CONFIG_FOLDER}/skills"
+    supports_mcp = True
+    log_paths = tuple(f"{_DATA_FOLDER}/{name}" for name in ("log", "opencode.db", "opencode.db-wal"))
 
-    def setup(self, wanted: Wanted) -> Setup:
-        settings = read_settings(self.name, wanted.settings, _Settings)
-        home = PurePosixPath(wanted.home)
-        options = {"baseURL": f"{wanted.gateway_url}/v1", "apiKey": "{env:POLAR_API_KEY}"}
-        models = {wanted.model: {"name": wanted.model, "tool_call": True, "reasoning": True}}
+    def setup(self, request: SetupRequest) -> HarnessSetup:
+        settings = read_settings(self.name, request.settings, _Settings)
+        home = PurePosixPath(request.home)
+        options = {"baseURL": f"{request.gateway_url}/v1", "apiKey": "{env:POLAR_API_KEY}"}
+        models = {request.model: {"name": request.model, "tool_call": True, "reasoning": True}}
         config = {
-            "model": f"{_APIS[settings.api][0]}/{wanted.model}",
-            "small_model": f"polar/{wanted.model}",
+            "model": f"{_APIS[settings.api][0]}/{request.model}",
+            "small_model": f"polar/{request.model}",
             "provider": {
                 name: {"npm": library, "options": options, "models": models} for name, library in _APIS.values()
             },
@@ -63,35 +63,35 @@ class OpenCode:
             "permission": "allow",
             "autoupdate": False,
             "share": "disabled",
-            "mcp": {server.name: _server(server) for server in wanted.mcp_servers},
+            "mcp": {server.name: _server(server) for server in request.mcp_servers},
         }
         # It fetches the library for plug-ins, which there are none of, unless its folder says that it is there.
         plugins = {"packages": {"": {"dependencies": {"@opencode-ai/plugin": "*"}}}}
-        return Setup(
+        return HarnessSetup(
             files={
-                f"{_FOLDER}/opencode.json": as_json(config),
-                f"{_FOLDER}/package-lock.json": as_json(plugins),
-                f"{_FOLDER}/node_modules/.package-lock.json": as_json({"packages": {}}),
+                f"{_CONFIG_FOLDER}/opencode.json": as_json(config),
+                f"{_CONFIG_FOLDER}/package-lock.json": as_json(plugins),
+                f"{_CONFIG_FOLDER}/node_modules/.package-lock.json": as_json({"packages": {}}),
             },
             env={
                 "XDG_CONFIG_HOME": str(home / ".config"),
                 "XDG_DATA_HOME": str(home / ".local" / "share"),
                 "XDG_STATE_HOME": str(home / ".local" / "state"),
                 "XDG_CACHE_HOME": str(home / ".cache"),
-                "OPENCODE_CONFIG": str(home / _FOLDER / "opencode.json"),
+                "OPENCODE_CONFIG": str(home / _CONFIG_FOLDER / "opencode.json"),
                 "OPENCODE_DISABLE_AUTOUPDATE": "1",
                 "OPENCODE_DISABLE_MODELS_FETCH": "1",
-                "POLAR_API_KEY": wanted.key,
+                "POLAR_API_KEY": request.key,
             },
         )
 
-    def command(self, instruction: str, settings: dict[str, Any]) -> list[str]:
+    def build_command(self, instruction: str, settings: dict[str, Any]) -> list[str]:
         chosen = read_settings(self.name, settings, _Settings)
         events = ["--format", "json"] if chosen.json else []
-        return ["opencode", "run", *events, *chosen.args, *_words(instruction)]
+        return ["opencode", "run", *events, *chosen.args, *_split_words(instruction)]
 
 
-def _words(instruction: str) -> list[str]:
+def _split_words(instruction: str) -> list[str]:
     """It joins words with spaces, and puts quotes around those that have some: so each is a word. Those that begin with
     a dash would be flags (and behind `--` numbers are a fault): a tab is put before them instead of the space."""
     first, *others = instruction.split(" ")

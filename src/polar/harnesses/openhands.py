@@ -14,13 +14,13 @@ from typing import Any, Literal
 
 from msgspec import Struct
 
-from polar.harnesses.base import Knowledge, Mark, Package, Setup, Wanted
+from polar.harnesses.base import CallPatterns, HarnessSetup, Package, RolePattern, SetupRequest
 from polar.harnesses.files import as_json
-from polar.harnesses.mcp import transport
+from polar.harnesses.mcp import resolve_transport
 from polar.harnesses.settings import read_settings
 from polar.rollout.models import McpServer
 
-_FOLDER = ".openhands"
+_CONFIG_FOLDER = ".openhands"
 _SCRIPT = '''\
 """Runs one instruction with OpenHands' default agent; what it runs with stands in polar.json, beside this file."""
 
@@ -66,35 +66,43 @@ class OpenHands:
     name = "openhands"
     executables = ("openhands",)
     default_model = "polar"
-    knowledge = Knowledge(marks=(Mark("compaction", system="You are maintaining a context-aware state summary"),))
-    package = Package("pypi", "openhands-sdk", "1.58.0", "python", beside=("openhands-tools==1.58.0",), python="3.12")
-    skills = f"{_FOLDER}/skills"
-    takes_mcp = True
-    logs = (f"{_FOLDER}/conversations",)
+    call_patterns = CallPatterns(
+        role_patterns=(RolePattern("compaction", system_prompt="You are maintaining a context-aware state summary"),)
+    )
+    package = Package(
+        "pypi", "openhands-sdk", "1.58.0", "python", extra_packages=("openhands-tools==1.58.0",), requires_python="3.12"
+    )
+    skills_folder = f"{_CONFIG_FOLDER}/skills"
+    supports_mcp = True
+    log_paths = (f"{_CONFIG_FOLDER}/conversations",)
 
-    def setup(self, wanted: Wanted) -> Setup:
-        settings = read_settings(self.name, wanted.settings, _Settings)
-        folder = PurePosixPath(wanted.home, _FOLDER)
+    def setup(self, request: SetupRequest) -> HarnessSetup:
+        settings = read_settings(self.name, request.settings, _Settings)
+        folder = PurePosixPath(request.home, _CONFIG_FOLDER)
         if settings.api == "anthropic":
-            llm = {"model": f"anthropic/{wanted.model}", "base_url": wanted.gateway_url}
+            llm = {"model": f"anthropic/{request.model}", "base_url": request.gateway_url}
         else:
-            llm = {"model": f"openai/{wanted.model}", "base_url": f"{wanted.gateway_url}/v1", "api_mode": settings.api}
+            llm = {
+                "model": f"openai/{request.model}",
+                "base_url": f"{request.gateway_url}/v1",
+                "api_mode": settings.api,
+            }
         config = {
             "llm": llm,
-            "mcp_servers": {server.name: _server(server) for server in wanted.mcp_servers},
+            "mcp_servers": {server.name: _server(server) for server in request.mcp_servers},
             "conversations": str(folder / "conversations"),
         }
-        return Setup(
-            files={f"{_FOLDER}/run.py": _SCRIPT, f"{_FOLDER}/polar.json": as_json(config)},
+        return HarnessSetup(
+            files={f"{_CONFIG_FOLDER}/run.py": _SCRIPT, f"{_CONFIG_FOLDER}/polar.json": as_json(config)},
             env={
                 "POLAR_OPENHANDS": str(folder / "run.py"),
-                "POLAR_API_KEY": wanted.key,
+                "POLAR_API_KEY": request.key,
                 "OPENHANDS_SUPPRESS_BANNER": "1",
                 "LITELLM_LOCAL_MODEL_COST_MAP": "True",  # else it fetches prices
             },
         )
 
-    def command(self, instruction: str, settings: dict[str, Any]) -> list[str]:
+    def build_command(self, instruction: str, settings: dict[str, Any]) -> list[str]:
         chosen = read_settings(self.name, settings, _Settings)
         start = "import os, runpy; runpy.run_path(os.environ['POLAR_OPENHANDS'], run_name='__main__')"
         return ["python", "-c", start, "json" if chosen.json else "text", instruction]
@@ -103,4 +111,4 @@ class OpenHands:
 def _server(server: McpServer) -> dict[str, Any]:
     if server.command is not None:
         return {"command": server.command, "args": server.args, "env": server.env}
-    return {"transport": transport(server), "url": server.url, "headers": server.headers}
+    return {"transport": resolve_transport(server), "url": server.url, "headers": server.headers}

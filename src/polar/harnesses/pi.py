@@ -12,9 +12,9 @@ Settings:
 from pathlib import PurePosixPath
 from typing import Any, Literal
 
-from polar.harnesses.base import Knowledge, Mark, Package, Setup, Wanted
+from polar.harnesses.base import CallPatterns, HarnessSetup, Package, RolePattern, SetupRequest
 from polar.harnesses.files import as_json
-from polar.harnesses.settings import Common, read_settings
+from polar.harnesses.settings import CommonSettings, read_settings
 
 _APIS = {
     "chat": ("polar", "openai-completions", "/v1"),
@@ -22,10 +22,10 @@ _APIS = {
     "anthropic": ("polar-anthropic", "anthropic-messages", ""),
     "google": ("polar-google", "google-generative-ai", "/v1beta"),
 }
-_FOLDER = ".pi/agent"
+_CONFIG_FOLDER = ".pi/agent"
 
 
-class _Settings(Common, frozen=True, forbid_unknown_fields=True):
+class _Settings(CommonSettings, frozen=True, forbid_unknown_fields=True):
     api: Literal["chat", "responses", "anthropic", "google"] = "chat"
 
 
@@ -33,41 +33,43 @@ class Pi:
     name = "pi"
     executables = ("pi", "pi-coding-agent")
     default_model = "polar"
-    knowledge = Knowledge(marks=(Mark("compaction", system="You are a context summarization assistant"),))
+    call_patterns = CallPatterns(
+        role_patterns=(RolePattern("compaction", system_prompt="You are a context summarization assistant"),)
+    )
     package = Package("npm", "@earendil-works/pi-coding-agent", "0.87.1", "pi")
-    skills = f"{_FOLDER}/skills"
-    takes_mcp = False
-    logs = (f"{_FOLDER}/sessions",)
+    skills_folder = f"{_CONFIG_FOLDER}/skills"
+    supports_mcp = False
+    log_paths = (f"{_CONFIG_FOLDER}/sessions",)
 
-    def setup(self, wanted: Wanted) -> Setup:
-        settings = read_settings(self.name, wanted.settings, _Settings)
+    def setup(self, request: SetupRequest) -> HarnessSetup:
+        settings = read_settings(self.name, request.settings, _Settings)
         # `reasoning` only says that the model may think: pi then asks for it, and sends it back.
-        models = [{"id": wanted.model, "reasoning": True}]
+        models = [{"id": request.model, "reasoning": True}]
         providers = {
-            provider: {"baseUrl": wanted.gateway_url + path, "api": api, "apiKey": "$POLAR_API_KEY", "models": models}
+            provider: {"baseUrl": request.gateway_url + path, "api": api, "apiKey": "$POLAR_API_KEY", "models": models}
             for provider, api, path in _APIS.values()
         }
         chosen = {
             "defaultProvider": _APIS[settings.api][0],
-            "defaultModel": wanted.model,
+            "defaultModel": request.model,
             "defaultProjectTrust": "always",
             "enableInstallTelemetry": False,
             "enableAnalytics": False,
         }
-        return Setup(
+        return HarnessSetup(
             files={
-                f"{_FOLDER}/models.json": as_json({"providers": providers}),
-                f"{_FOLDER}/settings.json": as_json(chosen),
+                f"{_CONFIG_FOLDER}/models.json": as_json({"providers": providers}),
+                f"{_CONFIG_FOLDER}/settings.json": as_json(chosen),
             },
             env={
-                "PI_CODING_AGENT_DIR": str(PurePosixPath(wanted.home, _FOLDER)),
+                "PI_CODING_AGENT_DIR": str(PurePosixPath(request.home, _CONFIG_FOLDER)),
                 "PI_OFFLINE": "1",
                 "PI_TELEMETRY": "0",
-                "POLAR_API_KEY": wanted.key,
+                "POLAR_API_KEY": request.key,
             },
         )
 
-    def command(self, instruction: str, settings: dict[str, Any]) -> list[str]:
+    def build_command(self, instruction: str, settings: dict[str, Any]) -> list[str]:
         chosen = read_settings(self.name, settings, _Settings)
         events = ["--mode", "json"] if chosen.json else []
         # A word that begins with @ is a file to it, wherever it stands.

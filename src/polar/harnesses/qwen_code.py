@@ -8,56 +8,56 @@ Settings:
 from pathlib import PurePosixPath
 from typing import Any
 
-from polar.harnesses.base import Knowledge, Mark, Package, Setup, Wanted
+from polar.harnesses.base import CallPatterns, HarnessSetup, Package, RolePattern, SetupRequest
 from polar.harnesses.files import as_json
-from polar.harnesses.mcp import google_by_name
-from polar.harnesses.settings import Common, read_settings
+from polar.harnesses.mcp import build_google_server_table
+from polar.harnesses.settings import CommonSettings, read_settings
 
 
 class QwenCode:
     name = "qwen_code"
     executables = ("qwen", "qwen-code")
     default_model = "qwen3-coder-plus"
-    knowledge = Knowledge(
-        marks=(
-            Mark("compaction", system="component that summarizes a conversation"),
-            Mark("auxiliary", system="Generate a concise, sentence-case title"),
-            Mark("auxiliary", system="You generate session recaps"),
-            Mark("auxiliary", system="You are now acting as the managed memory"),
-            Mark("auxiliary", system="You are performing a managed memory dream"),
-            Mark("auxiliary", last="your immediately preceding response"),  # whose turn is it?
+    call_patterns = CallPatterns(
+        role_patterns=(
+            RolePattern("compaction", system_prompt="component that summarizes a conversation"),
+            RolePattern("auxiliary", system_prompt="Generate a concise, sentence-case title"),
+            RolePattern("auxiliary", system_prompt="You generate session recaps"),
+            RolePattern("auxiliary", system_prompt="You are now acting as the managed memory"),
+            RolePattern("auxiliary", system_prompt="You are performing a managed memory dream"),
+            RolePattern("auxiliary", last_user_message="your immediately preceding response"),  # whose turn is it?
         )
     )
     package = Package("npm", "@qwen-code/qwen-code", "0.24.4", "qwen")
-    skills = ".qwen/skills"
-    takes_mcp = True
-    logs = (".qwen/projects",)
+    skills_folder = ".qwen/skills"
+    supports_mcp = True
+    log_paths = (".qwen/projects",)
 
-    def setup(self, wanted: Wanted) -> Setup:
-        read_settings(self.name, wanted.settings, Common)
+    def setup(self, request: SetupRequest) -> HarnessSetup:
+        read_settings(self.name, request.settings, CommonSettings)
         settings = {
             "security": {"auth": {"selectedType": "openai"}, "folderTrust": {"enabled": False}},
-            "model": {"name": wanted.model},
+            "model": {"name": request.model},
             "tools": {"approvalMode": "yolo"},
             "general": {"enableAutoUpdate": False},
             "privacy": {"usageStatisticsEnabled": False},
             "telemetry": {"enabled": False},
             # Agents that write down what later sessions might use, which never see this home.
             "memory": {"enableManagedAutoMemory": False, "enableManagedAutoDream": False},
-            "mcpServers": google_by_name(wanted.mcp_servers),
+            "mcpServers": build_google_server_table(request.mcp_servers),
         }
-        return Setup(
+        return HarnessSetup(
             files={".qwen/settings.json": as_json(settings)},
             env={
-                "QWEN_HOME": str(PurePosixPath(wanted.home, ".qwen")),
-                "OPENAI_BASE_URL": f"{wanted.gateway_url}/v1",
-                "OPENAI_API_KEY": wanted.key,
-                "OPENAI_MODEL": wanted.model,
+                "QWEN_HOME": str(PurePosixPath(request.home, ".qwen")),
+                "OPENAI_BASE_URL": f"{request.gateway_url}/v1",
+                "OPENAI_API_KEY": request.key,
+                "OPENAI_MODEL": request.model,
                 "QWEN_CODE_SUPPRESS_YOLO_WARNING": "1",
             },
         )
 
-    def command(self, instruction: str, settings: dict[str, Any]) -> list[str]:
-        chosen = read_settings(self.name, settings, Common)
+    def build_command(self, instruction: str, settings: dict[str, Any]) -> list[str]:
+        chosen = read_settings(self.name, settings, CommonSettings)
         events = ["-o", "stream-json"] if chosen.json else []
         return ["qwen", *events, *chosen.args, f"--prompt={instruction}"]

@@ -8,7 +8,7 @@ from msgspec import Struct, field
 from polar.errors import ConfigError
 
 
-class Common(Struct, frozen=True, forbid_unknown_fields=True):
+class CommonSettings(Struct, frozen=True, forbid_unknown_fields=True):
     """What every preset takes."""
 
     args: list[str] = field(default_factory=list)
@@ -18,10 +18,10 @@ class Common(Struct, frozen=True, forbid_unknown_fields=True):
     """Whether it writes its run as events, where it can; else what a person reads."""
 
 
-S = TypeVar("S", bound=Struct)
+SettingsT = TypeVar("SettingsT", bound=Struct)
 
 
-def read_settings(harness: str, settings: dict[str, Any], kind: type[S]) -> S:
+def read_settings(harness: str, settings: dict[str, Any], kind: type[SettingsT]) -> SettingsT:
     try:
         return msgspec.convert(settings, kind)
     except msgspec.ValidationError as error:

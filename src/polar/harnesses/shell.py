@@ -13,10 +13,10 @@ from typing import Any
 from msgspec import Struct
 
 from polar.errors import ConfigError
-from polar.harnesses.base import Knowledge, Package, Setup, Wanted
+from polar.harnesses.base import CallPatterns, HarnessSetup, Package, SetupRequest
 from polar.harnesses.settings import read_settings
 
-_PLACE = "{{INSTRUCTION}}"
+_INSTRUCTION_PLACEHOLDER = "{{INSTRUCTION}}"
 
 
 class _Settings(Struct, frozen=True, forbid_unknown_fields=True):
@@ -27,17 +27,17 @@ class Shell:
     name = "shell"
     executables: tuple[str, ...] = ()  # `polar capture -- sh ...` runs whatever it runs
     default_model = "polar"
-    knowledge = Knowledge()
+    call_patterns = CallPatterns()
     package: Package | None = None
-    skills = None
-    takes_mcp = False
-    logs: tuple[str, ...] = ()
+    skills_folder = None
+    supports_mcp = False
+    log_paths: tuple[str, ...] = ()
 
-    def setup(self, wanted: Wanted) -> Setup:
-        read_settings(self.name, wanted.settings, _Settings)
-        return Setup()
+    def setup(self, request: SetupRequest) -> HarnessSetup:
+        read_settings(self.name, request.settings, _Settings)
+        return HarnessSetup()
 
-    def command(self, instruction: str, settings: dict[str, Any]) -> list[str]:
+    def build_command(self, instruction: str, settings: dict[str, Any]) -> list[str]:
         command = read_settings(self.name, settings, _Settings).command
         if not command:
             raise ConfigError(
@@ -45,5 +45,7 @@ class Shell:
                 "harness in agent.harness (--harness)."
             )
         quoted = shlex.quote(instruction)
-        script = f"POLAR_INSTRUCTION={quoted}; export POLAR_INSTRUCTION\n{command.replace(_PLACE, quoted)}"
+        script = (
+            f"POLAR_INSTRUCTION={quoted}; export POLAR_INSTRUCTION\n{command.replace(_INSTRUCTION_PLACEHOLDER, quoted)}"
+        )
         return ["sh", "-c", script]

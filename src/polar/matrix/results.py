@@ -10,46 +10,46 @@ from typing import Any
 import msgspec
 from msgspec import Struct, field
 
-from polar.rollout.samples import Sample, outcome_of, sample_of
+from polar.rollout.samples import SampleKey, final_verdict, sample_key
 from polar.store import open_store
 
-_PAGE = 1000
+_PAGE_SIZE = 1000
 
 
-class Outcome(Struct, frozen=True):
+class GradedSession(Struct, frozen=True):
     reward: float
     tokens: int  # sampled
 
     @property
-    def solved(self) -> bool:
+    def is_solved(self) -> bool:
         return self.reward >= 1
 
 
-class Seen(Struct):
+class ModelSessions(Struct):
     """All sessions of a model so far."""
 
-    graded: dict[Sample, Outcome] = field(default_factory=dict)
-    failed: dict[Sample, list[str]] = field(default_factory=dict)  # reasons of tries that came to nothing
+    graded: dict[SampleKey, GradedSession] = field(default_factory=dict)
+    failed: dict[SampleKey, list[str]] = field(default_factory=dict)  # reasons of tries that came to nothing
 
     @classmethod
-    async def of(cls, data: Path) -> "Seen":
+    async def load(cls, data: Path) -> "ModelSessions":
         seen = cls()
         if not (data / "polar.db").exists():
             return seen
         store = open_store(f"sqlite:{data / 'polar.db'}")
         try:
             last: str | None = None
-            while page := await store.sessions(limit=_PAGE, before=last):
+            while page := await store.sessions(limit=_PAGE_SIZE, before=last):
                 last = page[-1].session_id
                 for session in page:
-                    if (sample := sample_of(session)) is None:
+                    if (sample := sample_key(session)) is None:
                         continue
-                    verdict = outcome_of(session)
+                    verdict = final_verdict(session)
                     if verdict is not None and verdict.reward is not None:
                         if sample in seen.graded:  # of two, the newer one counts, as where a collection resumes
                             continue
-                        used = await store.used(session.session_id)
-                        seen.graded[sample] = Outcome(verdict.reward, used.sampled)
+                        used = await store.usage_totals(session.session_id)
+                        seen.graded[sample] = GradedSession(verdict.reward, used.sampled)
                     elif session.reason is not None:
                         seen.failed.setdefault(sample, []).append(session.reason)
         finally:
@@ -80,36 +80,36 @@ class Matrix(Struct, frozen=True):
     cells: list[Cell]
 
     @property
-    def complete(self) -> bool:
+    def is_complete(self) -> bool:
         return all(cell.graded == cell.asked for cell in self.cells)
 
-    def told(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """As JSON."""
         fields: dict[str, Any] = msgspec.to_builtins(self)
-        return fields | {"complete": self.complete}
+        return fields | {"complete": self.is_complete}
 
 
-def cell(seen: Seen, model: str, harness: str, keys: Mapping[str, str], samples: int) -> Cell:
+def make_cell(sessions: ModelSessions, model: str, harness: str, keys: Mapping[str, str], samples: int) -> Cell:
     """`keys`: of the tasks as this harness runs them."""
     wanted = {task: [(key, sample) for sample in range(samples)] for task, key in keys.items()}
-    by_task = {task: [seen.graded[one] for one in ones if one in seen.graded] for task, ones in wanted.items()}
+    by_task = {task: [sessions.graded[one] for one in ones if one in sessions.graded] for task, ones in wanted.items()}
     graded = [outcome for outcomes in by_task.values() for outcome in outcomes]
-    shares = [fmean(outcome.solved for outcome in outcomes) for outcomes in by_task.values() if outcomes]
-    missing = [one for ones in wanted.values() for one in ones if one not in seen.graded]
+    shares = [fmean(outcome.is_solved for outcome in outcomes) for outcomes in by_task.values() if outcomes]
+    missing = [one for ones in wanted.values() for one in ones if one not in sessions.graded]
     return Cell(
         model,
         harness,
         asked=len(keys) * samples,
         graded=len(graded),
-        solved=sum(outcome.solved for outcome in graded),
+        solved=sum(outcome.is_solved for outcome in graded),
         tasks=len(shares),
-        pass_at_1=_mean(shares),
+        pass_at_1=_mean_or_none(shares),
         stderr=stdev(shares) / math.sqrt(len(shares)) if len(shares) > 1 else None,
-        reasons=dict(Counter(reason for one in missing for reason in seen.failed.get(one, []))),
-        tokens=_mean(outcome.tokens for outcome in graded),
+        reasons=dict(Counter(reason for one in missing for reason in sessions.failed.get(one, []))),
+        tokens=_mean_or_none(outcome.tokens for outcome in graded),
     )
 
 
-def _mean(values: Iterable[float]) -> float | None:
+def _mean_or_none(values: Iterable[float]) -> float | None:
     listed = list(values)
     return fmean(listed) if listed else None

@@ -6,12 +6,12 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
-from polar import config, problems
+from polar import config, validation_errors
 from polar.config import EngineSettings, Settings
 from polar.errors import ConfigError
 
 
-class Model(EngineSettings):
+class MatrixModel(EngineSettings):
     """An engine that serves it, as [engine] in polar.toml."""
 
     kind: str = "vllm"
@@ -22,7 +22,7 @@ class MatrixSettings(BaseModel):
 
     tasks: list[str] = Field(min_length=1, description="files and folders, as `polar run` takes them")
     harnesses: list[str] = Field(min_length=1, description="NAME or NAME@VERSION")
-    models: dict[str, Model] = Field(min_length=1)
+    models: dict[str, MatrixModel] = Field(min_length=1)
     samples: int = Field(1, gt=0, description="sessions of each task, with each model and harness")
     attempts: int = Field(3, gt=0, description="tries of a session, where the platform fails")
     backend: str | None = Field(None, description="where all tasks run, whatever they say")
@@ -33,12 +33,12 @@ class MatrixSettings(BaseModel):
 
     @field_validator("harnesses")
     @classmethod
-    def _once(cls, harnesses: list[str]) -> list[str]:
+    def _drop_duplicates(cls, harnesses: list[str]) -> list[str]:
         return list(dict.fromkeys(harnesses))
 
     @field_validator("models")
     @classmethod
-    def _folders(cls, models: dict[str, Model]) -> dict[str, Model]:
+    def _check_folder_names(cls, models: dict[str, MatrixModel]) -> dict[str, MatrixModel]:
         """A model's name is that of a folder."""
         for name in models:
             if "/" in name or name in (".", "..") or not name.isprintable():
@@ -53,21 +53,21 @@ class MatrixSettings(BaseModel):
     def output_folder(self) -> Path:
         return (self.folder / self.output).absolute()
 
-    def data(self, model: str) -> Path:
+    def data_folder(self, model: str) -> Path:
         """The model's data folder."""
         return self.output_folder / model
 
-    def of_model(self, name: str) -> Settings:
+    def model_settings(self, name: str) -> Settings:
         """Those of a gateway in front of the model's engine, with a store of its own. A key that the model hasn't is
         that of polar.toml, or of POLAR_ENGINE__API_KEY. Raises ConfigError."""
-        common = config.load(overrides={**self.polar, "gateway": config.PRIVATE, "store": {"url": None}})
+        common = config.load(overrides={**self.polar, "gateway": config.PRIVATE_GATEWAY, "store": {"url": None}})
         engine = self.models[name]
         if engine.api_key is None:
             engine = engine.model_copy(update={"api_key": common.engine.api_key})
         return common.model_copy(update={"engine": engine})
 
 
-def load(path: Path, **overrides: Any) -> MatrixSettings:
+def load_matrix_settings(path: Path, **overrides: Any) -> MatrixSettings:
     """`overrides` win; None is none. Raises ConfigError."""
     try:
         table = tomllib.loads(path.read_text(encoding="utf-8"))
@@ -79,4 +79,6 @@ def load(path: Path, **overrides: Any) -> MatrixSettings:
     try:
         return MatrixSettings.model_validate(table | wanted | {"folder": path.parent})
     except ValidationError as error:
-        raise ConfigError(f"{path}: {problems.listed(error, whole='the settings')}.") from error
+        raise ConfigError(
+            f"{path}: {validation_errors.format_validation_errors(error, subject='the settings')}."
+        ) from error

@@ -8,28 +8,28 @@ import rich.progress
 from rich.console import Console
 
 
-class Progress(Protocol):
-    def step(self, what: str, total: float | None = None) -> None:
+class ModelProgress(Protocol):
+    def start_step(self, description: str, total: float | None = None) -> None:
         """Another part begins: of so many bytes, where that is known."""
         ...
 
     def advance(self, bytes: float) -> None: ...
 
 
-class Silent:
-    def step(self, what: str, total: float | None = None) -> None: ...
+class SilentProgress:
+    def start_step(self, description: str, total: float | None = None) -> None: ...
 
     def advance(self, bytes: float) -> None: ...
 
 
-class _Bar:
+class _ProgressBar:
     def __init__(self, bar: rich.progress.Progress) -> None:
         self._bar = bar
         self._task: rich.progress.TaskID | None = None
 
-    def step(self, what: str, total: float | None = None) -> None:
+    def start_step(self, description: str, total: float | None = None) -> None:
         self.finish()
-        self._task = self._bar.add_task(what, total=total)
+        self._task = self._bar.add_task(description, total=total)
 
     def advance(self, bytes: float) -> None:
         if self._task is not None:
@@ -43,7 +43,7 @@ class _Bar:
 
 
 @contextmanager
-def shown() -> Iterator[Progress]:
+def show_progress() -> Iterator[ModelProgress]:
     """Bars on standard error. Nothing is drawn before there is a first step."""
     bar = rich.progress.Progress(
         rich.progress.TextColumn("{task.description}"),
@@ -53,6 +53,6 @@ def shown() -> Iterator[Progress]:
         console=Console(stderr=True),
     )
     with bar:
-        steps = _Bar(bar)
+        steps = _ProgressBar(bar)
         yield steps
         steps.finish()

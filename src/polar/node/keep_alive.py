@@ -15,15 +15,15 @@ from collections.abc import Callable
 from functools import partial
 
 from polar.errors import PolarError
-from polar.node.remote import RemoteServer
-from polar.rollout.protocol import Beat
+from polar.node.remote_server import RemoteServer
+from polar.rollout.protocol import Heartbeat
 
 log = logging.getLogger(__name__)
 
-HANGS_AFTER = 60.0
+HANG_SECONDS = 60.0
 """Seconds without a beat of the node's own after which its loop is taken to hang."""
 
-_LATE = 1.5  # beats
+_LATE_BEATS = 1.5  # beats
 
 
 class KeepAlive:
@@ -31,7 +31,7 @@ class KeepAlive:
 
     def __init__(self, connect: Callable[[], RemoteServer]) -> None:
         self._connect = connect
-        self._last: tuple[float, float, str, Beat] | None = None  # when, how often, by whom, what
+        self._last_beat: tuple[float, float, str, Heartbeat] | None = None  # when, how often, by whom, what
         self._started = threading.Event()
         self._stop: Callable[[], object]
         self._thread = threading.Thread(target=self._run, name="keep-alive", daemon=True)
@@ -45,13 +45,13 @@ class KeepAlive:
         self._stop()
         self._thread.join()
 
-    def record(self, node_id: str, beat: Beat, seconds: float) -> None:
+    def record(self, node_id: str, beat: Heartbeat, seconds: float) -> None:
         """The node beats by itself now, and will again in so many seconds."""
-        self._last = (time.monotonic(), seconds, node_id, beat)
+        self._last_beat = (time.monotonic(), seconds, node_id, beat)
 
     def forget(self) -> None:
         """The node leaves."""
-        self._last = None
+        self._last_beat = None
 
     def _run(self) -> None:
         with contextlib.suppress(asyncio.CancelledError):
@@ -64,15 +64,15 @@ class KeepAlive:
         self._started.set()
         async with self._connect() as server:
             while True:
-                last = self._last
-                if last is not None and _LATE * last[1] < time.monotonic() - last[0] < HANGS_AFTER:
+                last = self._last_beat
+                if last is not None and _LATE_BEATS * last[1] < time.monotonic() - last[0] < HANG_SECONDS:
                     await self._repeat(server, last)
                 await asyncio.sleep(0.1 if last is None else min(last[1] / 4, 0.5))
 
-    async def _repeat(self, server: RemoteServer, last: tuple[float, float, str, Beat]) -> None:
+    async def _repeat(self, server: RemoteServer, last: tuple[float, float, str, Heartbeat]) -> None:
         _, seconds, node_id, beat = last
         try:
             async with asyncio.timeout(2 * seconds):
-                await server.beat(node_id, beat)
+                await server.heartbeat(node_id, beat)
         except (PolarError, TimeoutError) as error:
             log.debug("The server did not hear that this node is busy: %r", error)

@@ -17,52 +17,52 @@ import msgspec
 from polar.config import Settings
 from polar.data_plane import DataPlane
 from polar.errors import ConfigError
-from polar.export.base import Item
-from polar.node.finished import Finished
-from polar.node.node import Load, Node, Running
-from polar.node.plan import Plan
-from polar.node.working import node_of
+from polar.export.base import SessionItem
+from polar.node.finished_session import FinishedSession
+from polar.node.node import Node, NodeLoad, RunningSession
+from polar.node.node_service import make_node
+from polar.node.task_plan import TaskPlan
 from polar.rollout.models import TaskRequest
-from polar.rollout.results import session_result
-from polar.trajectory.checker import HeldBack, SessionChecker
-from polar.trajectory.session import build, nothing_of
-from polar.trajectory.types import Sampled
-from polar.types import Used
+from polar.rollout.results import render_session_result
+from polar.trajectory.checker import HeldBackError, SessionChecker
+from polar.trajectory.session import build_trajectory, hold_back_session
+from polar.trajectory.types import SessionPaths
+from polar.types import UsageTotals
 
-_LOOK_S = 1.0  # between two looks at what is wanted, where that may be a matter of time
+_POLL_SECONDS = 1.0  # between two looks at what is wanted, where that may be a matter of time
 
 
-class Wanted(Protocol):
+class SessionSource(Protocol):
     """Which sessions are to be run. What comes next may depend on what came of others."""
 
-    def next(self) -> tuple[Plan, int] | None:
+    def next_sample(self) -> tuple[TaskPlan, int] | None:
         """The next one, a sample of a task; None where there is none now."""
         ...
 
-    def ended(self, finished: Finished) -> bool:
+    def record_finished(self, finished: FinishedSession) -> bool:
         """Whether that is its last word. Else it is tried again, and nobody needs to hear of it."""
         ...
 
     @property
-    def left(self) -> int:
+    def num_left(self) -> int:
         """That may still come, as far as is known, besides those that `next` gave."""
         ...
 
 
-class AllOf:
+class AllSamples:
     """Every sample of every task, the urgent ones first."""
 
-    def __init__(self, plans: Iterable[Plan]) -> None:
+    def __init__(self, plans: Iterable[TaskPlan]) -> None:
         ordered = sorted(plans, key=lambda plan: -plan.task.dispatch_priority)
         self._samples = iter([(plan, sample) for plan in ordered for sample in range(plan.task.num_samples)])
-        self.left = sum(plan.task.num_samples for plan in ordered)
+        self.num_left = sum(plan.task.num_samples for plan in ordered)
 
-    def next(self) -> tuple[Plan, int] | None:
+    def next_sample(self) -> tuple[TaskPlan, int] | None:
         found = next(self._samples, None)
-        self.left -= found is not None
+        self.num_left -= found is not None
         return found
 
-    def ended(self, finished: Finished) -> bool:  # noqa: ARG002
+    def record_finished(self, finished: FinishedSession) -> bool:  # noqa: ARG002
         return True
 
 
@@ -73,8 +73,8 @@ class LocalRollout:
         self._settings = settings
         self._data = data
         self._stack = contextlib.AsyncExitStack()
-        self._running: set[Running] = set()
-        self._ended: asyncio.Queue[asyncio.Task[Finished] | None] = asyncio.Queue()  # None: look again
+        self._running: set[RunningSession] = set()
+        self._finished: asyncio.Queue[asyncio.Task[FinishedSession] | None] = asyncio.Queue()  # None: look again
         self._changed = asyncio.Event()  # something ended, or was cancelled
         self._cancelled = False
         self._checker = SessionChecker(settings.verify.share)
@@ -87,7 +87,7 @@ class LocalRollout:
             if all(replica.down for replica in plane.pool.replicas):
                 urls = ", ".join(replica.url for replica in plane.pool.replicas) or "any address"
                 raise ConfigError(f"No engine answers at {urls}: start it, or name another ([engine] urls, --engine).")
-            self.node = await stack.enter_async_context(node_of(plane))
+            self.node = await stack.enter_async_context(make_node(plane))
             self._stack = stack.pop_all()
         return self
 
@@ -96,19 +96,19 @@ class LocalRollout:
     ) -> None:
         await self._stack.aclose()
 
-    async def plan(self, tasks: Iterable[TaskRequest]) -> list[Plan]:
+    async def plan(self, tasks: Iterable[TaskRequest]) -> list[TaskPlan]:
         """Raises ConfigError for the first one that can't be run here, before any is."""
         return [await self.node.plan(task) for task in tasks]
 
-    async def run(self, wanted: Iterable[Plan] | Wanted) -> AsyncIterator[Finished]:
+    async def run(self, source: Iterable[TaskPlan] | SessionSource) -> AsyncIterator[FinishedSession]:
         """Every sample of every task (or whatever is wanted), each as soon as it has ended. Those that run when nobody
         reads on any more are cancelled."""
-        chosen = AllOf(wanted) if isinstance(wanted, Iterable) else wanted
+        sessions = AllSamples(source) if isinstance(source, Iterable) else source
         self._cancelled = False
-        feeding = asyncio.get_running_loop().create_task(self._feed(chosen))
+        feeding = asyncio.get_running_loop().create_task(self._submit_sessions(sessions))
         try:
-            while not feeding.done() or self._running or not self._ended.empty():
-                finished = await self._ended.get()
+            while not feeding.done() or self._running or not self._finished.empty():
+                finished = await self._finished.get()
                 if finished is not None:
                     yield finished.result()
             await feeding
@@ -117,32 +117,34 @@ class LocalRollout:
             feeding.cancel()
             await asyncio.wait({feeding, *(running.finished for running in self._running)})
 
-    async def _feed(self, wanted: Wanted) -> None:
+    async def _submit_sessions(self, source: SessionSource) -> None:
         try:
-            while not self._cancelled and (wanted.left or self._running):
-                await self.node.room()
+            while not self._cancelled and (source.num_left or self._running):
+                await self.node.wait_for_room()
                 self._changed.clear()
-                found = None if self._cancelled else wanted.next()
+                found = None if self._cancelled else source.next_sample()
                 if found is not None:
                     running = await self.node.submit(*found)
                     self._running.add(running)
-                    running.finished.add_done_callback(partial(self._over, running, wanted))
+                    running.finished.add_done_callback(partial(self._on_session_done, running, source))
                     if self._cancelled:  # meanwhile
                         running.cancel()
                 else:
                     with contextlib.suppress(TimeoutError):
-                        async with asyncio.timeout(_LOOK_S):
+                        async with asyncio.timeout(_POLL_SECONDS):
                             await self._changed.wait()
         finally:
-            self._ended.put_nowait(None)
+            self._finished.put_nowait(None)
 
-    def _over(self, running: Running, wanted: Wanted, task: asyncio.Task[Finished]) -> None:
+    def _on_session_done(
+        self, running: RunningSession, source: SessionSource, task: asyncio.Task[FinishedSession]
+    ) -> None:
         self._running.discard(running)
         broken = task.cancelled() or task.exception() is not None  # who reads it hears why
-        if broken or wanted.ended(task.result()) or self._cancelled:
-            self._ended.put_nowait(task)
+        if broken or source.record_finished(task.result()) or self._cancelled:
+            self._finished.put_nowait(task)
         self._changed.set()
-        self._ended.put_nowait(None)
+        self._finished.put_nowait(None)
 
     def cancel(self) -> None:
         """Those that run end as cancelled, and those that have not begun never do."""
@@ -150,20 +152,20 @@ class LocalRollout:
         for running in self._running:
             running.cancel()
         self._changed.set()
-        self._ended.put_nowait(None)
+        self._finished.put_nowait(None)
 
     @property
     def running(self) -> int:
         return len(self._running)
 
-    def used(self) -> Used:
+    def used(self) -> UsageTotals:
         """What all sessions used so far."""
         return self.node.used()
 
-    def load(self) -> Load:
+    def load(self) -> NodeLoad:
         return self.node.load()
 
-    async def result(self, plan: Plan, finished: Finished) -> dict[str, Any]:
+    async def build_result(self, plan: TaskPlan, finished: FinishedSession) -> dict[str, Any]:
         """The session as trainers read it (models.SessionResult); held back where it fails the check."""
         store = self.plane.store
         session = await store.session(finished.session_id)
@@ -173,13 +175,13 @@ class LocalRollout:
         def made() -> dict[str, Any]:
             builder, error = plan.task.builder.strategy, finished.error
             try:
-                built = build(session, exchanges, builder, self._checker)
-                item = Item(session, built.sampled, built.trajectory, exchanges, parts=built.parts)
-            except HeldBack as held:
+                built = build_trajectory(session, exchanges, builder, self._checker)
+                item = SessionItem(session, built.session_paths, built.trajectory, exchanges, calls=built.calls)
+            except HeldBackError as held:
                 error = str(held)
-                kept, nothing = nothing_of(session, builder, held)
-                item = Item(kept, Sampled(session.session_id, []), nothing)
-            return session_result(
+                kept, nothing = hold_back_session(session, builder, held)
+                item = SessionItem(kept, SessionPaths(session.session_id, []), nothing)
+            return render_session_result(
                 item,
                 stages=finished.seconds,
                 error=error,

@@ -16,55 +16,55 @@ from types import TracebackType
 from msgspec import Struct
 
 from polar.config import Settings
-from polar.engines.pools import Pools
+from polar.engines.fleet import EngineFleet
 from polar.errors import ConfigError
-from polar.gateway.sessions import Sessions
-from polar.node.before import Before
-from polar.node.finished import Finished
-from polar.node.kinds import Kinds
-from polar.node.plan import Plan, plan, prewarmed
-from polar.node.session import Life, Place
+from polar.gateway.session_registry import SessionRegistry
+from polar.node.finished_session import FinishedSession
+from polar.node.runtime_backends import RuntimeBackends
+from polar.node.session_run import NodeContext, SessionRun
 from polar.node.stages import Stage, StageName
-from polar.node.warm import Warm
+from polar.node.task_plan import TaskPlan, make_plan, prewarm_recipe
+from polar.node.warm_pool import WarmPool
+from polar.node.workspace_snapshots import WorkspaceSnapshots
 from polar.rollout.models import TaskRequest
 from polar.runtimes.base import SandboxError
-from polar.runtimes.state import State
+from polar.runtimes.state_folder import StateFolder
 from polar.store.base import Store, Verdict
-from polar.types import Used
+from polar.types import UsageTotals
 
 log = logging.getLogger(__name__)
 
-_AHEAD = 2  # sessions that wait, for each that can be in INIT
+_WAITING_PER_INIT_WORKER = 2  # sessions that wait, for each that can be in INIT
 
 
-class Running:
+class RunningSession:
     """A session that was taken in."""
 
-    def __init__(self, life: Life, finished: "asyncio.Task[Finished]") -> None:
-        self._life = life
+    def __init__(self, life: SessionRun, finished: "asyncio.Task[FinishedSession]") -> None:
+        self._session_run = life
         self.session_id = life.session_id
         self.plan = life.plan
         self.finished = finished
 
     @property
     def stage(self) -> StageName | None:
-        return self._life.stage
+        return self._session_run.stage
 
     @property
     def tokens(self) -> int:
-        return self._life.meter.tokens
+        return self._session_run.meter.tokens
 
     @property
-    def used(self) -> Used:
-        return self._life.meter.used
+    def used(self) -> UsageTotals:
+        return self._session_run.meter.usage_totals
 
     def cancel(self) -> bool:
         """Ends it, in whatever stage it is: it gets the reason `cancelled`, and is torn down. False where that was
         said before, or it is at its end."""
-        return self._life.cancel(self.finished)
+        return self._session_run.cancel(self.finished)
 
 
-class Load(Struct):
+class NodeLoad(Struct):
     """What goes on at a node."""
 
     waiting: int  # for their first stage
@@ -87,10 +87,10 @@ class Node:
         data: Path,
         *,
         store: Store,
-        sessions: Sessions,
-        pools: Pools,
+        sessions: SessionRegistry,
+        pools: EngineFleet,
         gateway_url: str,
-        kinds: Kinds | None = None,
+        runtime_backends: RuntimeBackends | None = None,
     ) -> None:
         """`kinds` of runtimes in place of those that are installed."""
         node = settings.node
@@ -98,43 +98,48 @@ class Node:
         self._store = store
         self._sessions = sessions
         self._pools = pools
-        self._state = State(data / "node")
-        self._kinds = kinds or Kinds(data / "runtimes", gateway_url, node.runtimes)
-        self._place = Place(
+        self._state = StateFolder(data / "node")
+        self._runtime_backends = runtime_backends or RuntimeBackends(data / "runtimes", gateway_url, node.runtimes)
+        self._context = NodeContext(
             settings=settings,
             data=data.absolute(),
             node_id=self._state.folder.name,
             store=store,
             sessions=sessions,
-            warm=Warm(self._kinds, self._state.shared, launching=node.init_workers, most=node.postrun_workers),
-            before=Before(self._state.folder / "before"),
+            warm_pool=WarmPool(
+                self._runtime_backends,
+                self._state.get_shared_path,
+                max_launches=node.init_workers,
+                max_expected=node.postrun_workers,
+            ),
+            snapshots=WorkspaceSnapshots(self._state.folder / "before"),
             init=Stage("init", node.init_workers),
             ready=Stage("ready", node.ready_buffer),
             run=Stage("run", node.run_workers),
             postrun=Stage("postrun", node.postrun_workers),
         )
-        self._submitting: set[asyncio.Task[Running]] = set()
-        self._running: dict[str, Running] = {}
-        self._untold = False  # there is a session whose verdict the store did not take
+        self._submitting: set[asyncio.Task[RunningSession]] = set()
+        self._running: dict[str, RunningSession] = {}
+        self._has_unrecorded = False  # there is a session whose verdict the store did not take
         self._tokens = 0  # of sessions that have ended
-        self._used = Used()  # likewise
+        self._used = UsageTotals()  # likewise
         self.replaced: list[str] = []  # ids of nodes that are no more, and left something here
         self.stopped: list[str] = []  # those of them that had been told to end
 
     @property
     def node_id(self) -> str:
         """New with every start."""
-        return self._place.node_id
+        return self._context.node_id
 
-    async def backends(self) -> list[str]:
+    async def available_backends(self) -> list[str]:
         """Kinds of runtimes that work here."""
-        return await self._kinds.working()
+        return await self._runtime_backends.list_available()
 
     async def __aenter__(self) -> "Node":
         await self.sweep()
-        wanted = [(prewarmed(one, self._settings.node), one.count) for one in self._settings.node.prewarm]
+        wanted = [(prewarm_recipe(one, self._settings.node), one.count) for one in self._settings.node.prewarm]
         for recipe, count in wanted:
-            self._place.warm.keep(recipe, count)
+            self._context.warm_pool.reserve(recipe, count)
         return self
 
     async def __aexit__(
@@ -144,13 +149,13 @@ class Node:
 
     async def sweep(self) -> list[str]:
         """Tidies up after nodes that are no more; the sessions that were running there."""
-        await self._kinds.sweep()
+        await self._runtime_backends.sweep()
         lost = []
-        for left in self._state.left():
+        for left in self._state.iter_abandoned():
             self.replaced.append(left.folder.name)
             if left.was_ending:
                 self.stopped.append(left.folder.name)
-            for folder in left.runtimes:
+            for folder in left.runtime_folders:
                 lost.append(folder.name)
                 verdict = Verdict(reason="node_lost")
                 await self._store.end_session(folder.name, ended_at=time.time(), verdict=verdict)
@@ -166,30 +171,30 @@ class Node:
         """This node was told to end. The next one on its folder says so to the server, should this one not come to."""
         self._state.mark_ending()
 
-    async def plan(self, task: TaskRequest) -> Plan:
+    async def plan(self, task: TaskRequest) -> TaskPlan:
         """Raises ConfigError where the task can't be run here, with what to do."""
         try:
-            planned = plan(task, self._settings.node)
-            kind = await self._kinds.get(planned.recipe.backend)
-            if (why := kind.refuses(task.runtime.image)) is not None:
+            planned = make_plan(task, self._settings.node)
+            kind = await self._runtime_backends.get(planned.recipe.backend)
+            if (why := kind.check_image(task.runtime.image)) is not None:
                 raise ConfigError(why)
         except ConfigError as error:
             raise ConfigError(f"Task {task.task_id}: {error}") from error
         return planned
 
-    async def room(self) -> None:
+    async def wait_for_room(self) -> None:
         """Until it makes sense to submit another session: not many wait for their first stage, and graders keep up,
         so that no heap of finished ones waits for them."""
-        place = self._place
-        await place.postrun.queue_shorter_than(place.run.size + 1)
-        await place.init.queue_shorter_than(_AHEAD * place.init.size)
+        place = self._context
+        await place.postrun.wait_until_queue_below(place.run.size + 1)
+        await place.init.wait_until_queue_below(_WAITING_PER_INIT_WORKER * place.init.size)
 
-    def free(self) -> int:
+    def free_slots(self) -> int:
         """How many may be submitted before the next one should wait (`room`)."""
-        init = self._place.init
-        return max(0, (1 + _AHEAD) * init.size - init.inside - init.waiting)
+        init = self._context.init
+        return max(0, (1 + _WAITING_PER_INIT_WORKER) * init.size - init.active - init.waiting)
 
-    async def submit(self, plan: Plan, sample: int = 0, work_id: int | None = None) -> Running:
+    async def submit(self, plan: TaskPlan, sample: int = 0, work_id: int | None = None) -> RunningSession:
         """Takes a session in. It is in the store on return, and waits for its first stage. One that is on its way into
         the store gets there, whoever waits for it. `work_id`: of the work of a rollout server that it is for."""
         submitting = asyncio.get_running_loop().create_task(self._submit(plan, sample, work_id))
@@ -197,23 +202,23 @@ class Node:
         submitting.add_done_callback(self._submitting.discard)
         return await asyncio.shield(submitting)
 
-    async def _submit(self, plan: Plan, sample: int, work_id: int | None) -> Running:
-        life = await Life.begin(plan, sample, self._place, self._state.runtime, work_id)
-        running = Running(life, asyncio.get_running_loop().create_task(life.live()))
+    async def _submit(self, plan: TaskPlan, sample: int, work_id: int | None) -> RunningSession:
+        life = await SessionRun.create(plan, sample, self._context, self._state.create_runtime_folder, work_id)
+        running = RunningSession(life, asyncio.get_running_loop().create_task(life.run()))
         self._running[life.session_id] = running
-        running.finished.add_done_callback(lambda _: self._ended(life))
+        running.finished.add_done_callback(lambda _: self._on_session_done(life))
         return running
 
-    def _ended(self, life: Life) -> None:
+    def _on_session_done(self, life: SessionRun) -> None:
         self._tokens += life.meter.tokens
-        self._used += life.meter.used
-        self._untold |= not life.told
+        self._used += life.meter.usage_totals
+        self._has_unrecorded |= not life.is_recorded
         del self._running[life.session_id]
 
-    def load(self) -> Load:
+    def load(self) -> NodeLoad:
         stages = [running.stage for running in self._running.values()]
-        pools = self._pools.by_run().values()
-        return Load(
+        pools = self._pools.get_pools_by_run().values()
+        return NodeLoad(
             waiting=stages.count(None),
             init=stages.count("init"),
             ready=stages.count("ready"),
@@ -225,7 +230,7 @@ class Node:
             tokens=self._tokens + sum(running.tokens for running in self._running.values()),
         )
 
-    def used(self) -> Used:
+    def used(self) -> UsageTotals:
         """What all of its sessions used so far."""
         return sum((running.used for running in self._running.values()), self._used)
 
@@ -238,7 +243,7 @@ class Node:
             one.cancel()
         if running:
             await asyncio.wait([one.finished for one in running])
-        await self._place.warm.close()
-        await self._kinds.close()
-        if not self._untold:  # else the next node ends what is open
+        await self._context.warm_pool.close()
+        await self._runtime_backends.close()
+        if not self._has_unrecorded:  # else the next node ends what is open
             await asyncio.to_thread(self._state.close)

@@ -25,7 +25,7 @@ from polar.store.base import Evidence, Exchange
 from polar.types import Text, ToolCall
 
 _MAX_PATHS = 200
-_CACHED = 1024
+_CACHE_SIZE = 1024
 
 
 def upload_targets(steps: Iterable[Step] | None) -> list[str]:
@@ -35,11 +35,11 @@ def upload_targets(steps: Iterable[Step] | None) -> list[str]:
 class GraderPathProbes:
     """`before` is the workspace as the agent got it; None where it is not known."""
 
-    def __init__(self, paths: Iterable[str], *, workdir: str, before: Path | None) -> None:
-        wanted = dict.fromkeys(form for path in paths for form in _forms(path, workdir))
-        self._unseen = [path for path in wanted if not _is_there(before, path)][:_MAX_PATHS]
+    def __init__(self, paths: Iterable[str], *, workdir: str, workspace: Path | None) -> None:
+        wanted = dict.fromkeys(form for path in paths for form in _path_forms(path, workdir))
+        self._unseen = [path for path in wanted if not _exists_in(workspace, path)][:_MAX_PATHS]
         self._evidence: list[Evidence] = []
-        self._read: set[int] = set()  # identities of requests' parts: exchanges share them
+        self._read_parts: set[int] = set()  # identities of requests' parts: exchanges share them
 
     @property
     def evidence(self) -> list[Evidence]:
@@ -54,13 +54,13 @@ class GraderPathProbes:
         for exchange in exchanges:
             if not self._unseen:
                 return
-            for raw in (*exchange.wire.fields.values(), *exchange.wire.items):
+            for raw in (*exchange.raw_request.fields.values(), *exchange.raw_request.items):
                 self._show_raw(raw)
             for part in () if exchange.reply is None else exchange.reply.parts:
                 if isinstance(part, Text):
                     self._record(part.text, f"named in exchange {exchange.exchange_id}")
                 elif isinstance(part, ToolCall):
-                    self._record(_text_of_arguments(part.arguments), f"named in a call of {part.name}")
+                    self._record(_argument_text(part.arguments), f"named in a call of {part.name}")
 
     def read_patch(self, patch: bytes) -> None:
         """What the agent changed in its workspace: files that stand at these paths, and lines that name them."""
@@ -69,12 +69,12 @@ class GraderPathProbes:
             self._record(added.decode(errors="surrogateescape"), "left or named in the workspace")
 
     def _show_raw(self, raw: Raw) -> None:
-        if id(raw) in self._read:
+        if id(raw) in self._read_parts:
             return
-        self._read.add(id(raw))
+        self._read_parts.add(id(raw))
         data = bytes(raw)
-        if any(name in data for path in self._unseen for name in _written(path)):
-            self.show(_text_of(_decode_json(data)))
+        if any(name in data for path in self._unseen for name in _json_forms(path)):
+            self.show(_join_strings(_decode_json(data)))
 
     def _record(self, text: str, where: str) -> None:
         for path in self._named_in(text):
@@ -83,10 +83,10 @@ class GraderPathProbes:
 
     def _named_in(self, text: str) -> list[str]:
         """Of paths that are inside of one another, all that are named: `.grader/expected.txt` names `.grader` too."""
-        return [path for path in self._unseen if path in text and _pattern(path).search(text)]
+        return [path for path in self._unseen if path in text and _path_pattern(path).search(text)]
 
 
-def _forms(path: str, workdir: str) -> Iterator[str]:
+def _path_forms(path: str, workdir: str) -> Iterator[str]:
     """As it is searched for: below the workspace relative to it, so that both ways of writing it are found; and the
     hidden folders that it stands in. Words that everybody uses (`tests`, say) are left out."""
     whole = posixpath.normpath(posixpath.join(workdir, path))
@@ -100,27 +100,27 @@ def _forms(path: str, workdir: str) -> Iterator[str]:
             yield "/".join(steps[:count])
 
 
-def _is_there(before: Path | None, path: str) -> bool:
-    return before is not None and not path.startswith("/") and os.path.lexists(before / path)
+def _exists_in(workspace: Path | None, path: str) -> bool:
+    return workspace is not None and not path.startswith("/") and os.path.lexists(workspace / path)
 
 
-@lru_cache(_CACHED)
-def _pattern(path: str) -> re.Pattern[str]:
+@lru_cache(_CACHE_SIZE)
+def _path_pattern(path: str) -> re.Pattern[str]:
     """As a path of its own, not as a part of a longer name. Below the workspace it may come after a slash. A line
     break before it may be written as an escape, since tools answer with JSON in text."""
     before = r"(?<![\w./-])" if path.startswith("/") else r"(?<![\w.-])"
     return re.compile(rf"(?:{before}|(?<=\\[nrt])){re.escape(path)}(?![\w-]|\.\w)")
 
 
-@lru_cache(_CACHED)
-def _written(path: str) -> set[bytes]:
+@lru_cache(_CACHE_SIZE)
+def _json_forms(path: str) -> set[bytes]:
     """As JSON has it."""
     return {path.encode(errors="surrogateescape"), json.dumps(path)[1:-1].encode()}
 
 
-def _text_of_arguments(arguments: str) -> str:
+def _argument_text(arguments: str) -> str:
     """A function's arguments are JSON; those of a custom tool are text."""
-    return _text_of(_decode_json(arguments.encode(errors="surrogatepass"), arguments))
+    return _join_strings(_decode_json(arguments.encode(errors="surrogatepass"), arguments))
 
 
 def _decode_json(data: bytes, otherwise: Any = None) -> Any:
@@ -130,7 +130,7 @@ def _decode_json(data: bytes, otherwise: Any = None) -> Any:
         return otherwise
 
 
-def _text_of(document: Any) -> str:
+def _join_strings(document: Any) -> str:
     """All strings of it, a line or more each: one search is enough, however many an agent makes them."""
     strings: list[str] = []
     waiting = [document]

@@ -21,9 +21,9 @@ class Stage:
     def __init__(self, name: str, size: int) -> None:
         self.name = name
         self.size = size
-        self.inside = 0
+        self.active = 0
         self._waiting: list[tuple[int, int, asyncio.Future[None]]] = []
-        self._moved = asyncio.Event()  # somebody who waited does so no more
+        self._queue_changed = asyncio.Event()  # somebody who waited does so no more
         self._order = count()
 
     @property
@@ -32,8 +32,8 @@ class Stage:
 
     async def enter(self, priority: int = 0) -> None:
         """Waits for room. Higher priorities go first, and among equals those who came first."""
-        if self.inside < self.size:  # then nobody waits
-            self.inside += 1
+        if self.active < self.size:  # then nobody waits
+            self.active += 1
             return
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         heapq.heappush(self._waiting, (-priority, next(self._order), turn))
@@ -44,13 +44,13 @@ class Stage:
                 self.leave()  # the place was given at the same moment
             raise
         finally:
-            self._moved.set()
+            self._queue_changed.set()
 
-    async def queue_shorter_than(self, length: int) -> None:
+    async def wait_until_queue_below(self, length: int) -> None:
         """Until fewer than so many wait."""
         while self.waiting >= length:
-            self._moved.clear()
-            await self._moved.wait()
+            self._queue_changed.clear()
+            await self._queue_changed.wait()
 
     def leave(self) -> None:
         while self._waiting:
@@ -58,10 +58,10 @@ class Stage:
             if not turn.done():
                 turn.set_result(None)  # the place goes from hand to hand
                 return
-        self.inside -= 1
+        self.active -= 1
 
     @asynccontextmanager
-    async def place(self, priority: int = 0) -> AsyncIterator[None]:
+    async def slot(self, priority: int = 0) -> AsyncIterator[None]:
         await self.enter(priority)
         try:
             yield
@@ -69,7 +69,7 @@ class Stage:
             self.leave()
 
 
-class Timing:
+class StageTiming:
     """When a session came into each stage, and how long it was there. A stage begins where the wait for it ends."""
 
     def __init__(self) -> None:
@@ -77,8 +77,8 @@ class Timing:
         self.seconds: dict[str, float] = {}
         self._since = time.monotonic()
 
-    def ended(self, what: str) -> None:
+    def record(self, stage: str) -> None:
         """What went on since the last call of this was `what`."""
         now = time.monotonic()
-        self.seconds[what] = self.seconds.get(what, 0.0) + now - self._since
+        self.seconds[stage] = self.seconds.get(stage, 0.0) + now - self._since
         self._since = now

@@ -20,13 +20,13 @@ from typing import Any, get_args
 
 import msgspec
 
-from polar.node.finished import printable
+from polar.node.finished_session import to_printable
 from polar.rollout.models import OnTampering
 from polar.store.base import Evidence, EvidenceKind, Verdict, is_suspicious
 
 log = logging.getLogger(__name__)
 
-SUSPICIOUS = "suspicious"
+SUSPICIOUS_REASON = "suspicious"
 """The reason of sessions that `exclude` leaves without a reward."""
 
 MAX_EVIDENCE = 50
@@ -43,7 +43,7 @@ def bound_evidence(evidence: Iterable[Evidence]) -> list[Evidence]:
     known = []
     for one in dict.fromkeys(evidence):
         if one.kind in _KINDS:
-            known.append(_readable(one))
+            known.append(_shorten_evidence(one))
         else:  # could not be read from the store again
             log.error("Evidence of the unknown kind %r is not recorded.", one.kind)
     known.sort(key=lambda one: not one.proven)
@@ -58,7 +58,7 @@ def apply_policy(verdict: Verdict, policy: OnTampering) -> Verdict:
     if policy == "keep" or not is_suspicious(verdict.evidence):
         return verdict
     if policy == "exclude":
-        return Verdict(reason=SUSPICIOUS, detail=_explain(verdict), evidence=verdict.evidence)
+        return Verdict(reason=SUSPICIOUS_REASON, detail=_explain(verdict), evidence=verdict.evidence)
     reward = 0.0 if verdict.reward is None else min(0.0, verdict.reward)
     turns = {turn: min(0.0, earned) for turn, earned in verdict.turn_rewards.items()}
     if reward == verdict.reward and turns == verdict.turn_rewards:
@@ -76,12 +76,12 @@ def _explain(verdict: Verdict) -> dict[str, Any]:
     return {**verdict.detail, **said, **earned, "why": why}
 
 
-def _readable(evidence: Evidence) -> Evidence:
+def _shorten_evidence(evidence: Evidence) -> Evidence:
     subject, detail = _shorten(evidence.subject, _MAX_SUBJECT), _shorten(evidence.detail, _MAX_DETAIL)
     return msgspec.structs.replace(evidence, subject=subject, detail=detail, count=max(1, evidence.count))
 
 
-def _shorten(text: str, most: int) -> str:
+def _shorten(text: str, max_chars: int) -> str:
     """The beginning and the end: of a path, both say something."""
-    text = printable(str(text))
-    return text if len(text) <= most else f"{text[: most // 2]}…{text[-(most // 2 - 1) :]}"
+    text = to_printable(str(text))
+    return text if len(text) <= max_chars else f"{text[: max_chars // 2]}…{text[-(max_chars // 2 - 1) :]}"

@@ -15,62 +15,62 @@ from typing import Any, Protocol, TypeVar
 import msgspec
 from msgspec import Struct
 
-from polar.engines.wanted import Engines
+from polar.engines.desired_state import DesiredEngines
 from polar.errors import ConfigError, PolarError, StoreError
-from polar.node.finished import Finished
-from polar.node.following import Following, Problems
+from polar.node.engine_follower import EngineFollower, EngineProblems
+from polar.node.finished_session import FinishedSession
 from polar.node.keep_alive import KeepAlive
-from polar.node.plan import Plan
-from polar.node.planning import Plans
+from polar.node.plan_cache import PlanCache
+from polar.node.task_plan import TaskPlan
 from polar.rollout.models import TaskRequest
 from polar.rollout.protocol import (
     INTERRUPTED,
     NOT_RUNNABLE,
-    Answer,
-    Beat,
-    Ended,
-    Held,
-    Joined,
-    Joining,
+    FinishStatus,
+    Heartbeat,
+    HeartbeatResponse,
+    JoinRequest,
+    JoinResponse,
     Lease,
-    Orders,
-    Server,
+    LeaseId,
+    RolloutServer,
+    ServerUnreachable,
+    SessionOutcome,
     UnknownNode,
-    Unreachable,
 )
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-_BATCH = 128  # ends that are told at once
-_REFUSED = "result_refused"  # why there is no reward: the server can't keep what was told of the end
-_FIRST_WAIT, _LAST_WAIT = 0.1, 5.0  # seconds between two tries to reach the server
-_PARTING = 20.0  # seconds in which a node that closes tells what it still can
+_MAX_BATCH = 128  # ends that are told at once
+_RESULT_REFUSED = "result_refused"  # why there is no reward: the server can't keep what was told of the end
+_FIRST_RETRY_SECONDS, _MAX_RETRY_SECONDS = 0.1, 5.0  # seconds between two tries to reach the server
+_LEAVE_SECONDS = 20.0  # seconds in which a node that closes tells what it still can
 
 
-class Running(Protocol):
+class SessionHandle(Protocol):
     """A session that was taken in (node.Running)."""
 
     @property
-    def finished(self) -> "asyncio.Future[Finished]": ...
+    def finished(self) -> "asyncio.Future[FinishedSession]": ...
 
     def cancel(self) -> bool: ...
 
 
-class Host(Protocol):
+class SessionHost(Protocol):
     """What runs sessions (node.Node)."""
 
-    async def plan(self, task: TaskRequest) -> Plan: ...
+    async def plan(self, task: TaskRequest) -> TaskPlan: ...
 
-    async def room(self) -> None: ...
+    async def wait_for_room(self) -> None: ...
 
-    def free(self) -> int: ...
+    def free_slots(self) -> int: ...
 
-    async def submit(self, plan: Plan, sample: int, work_id: int) -> Running: ...
+    async def submit(self, plan: TaskPlan, sample: int, work_id: int) -> SessionHandle: ...
 
 
-class Place(Struct):
+class WorkerContext(Struct):
     """Where a worker works."""
 
     node_id: str
@@ -80,23 +80,25 @@ class Place(Struct):
     store: str  # the id of the store that sessions are written to
     replaces: list[str]
     load: Callable[[], dict[str, Any]]
-    apply: Callable[[Engines], Awaitable[Problems]]  # makes engines and policy be like this here
-    export: Callable[[str], Awaitable[bytes]]  # a copy of a session
-    disown: Callable[[str, str], Awaitable[None]]  # a session, for a reason: another one stands for its sample
+    apply_engines: Callable[[DesiredEngines], Awaitable[EngineProblems]]  # makes engines and policy be like this here
+    export_session: Callable[[str], Awaitable[bytes]]  # a copy of a session
+    disown_session: Callable[[str, str], Awaitable[None]]  # a session, for a reason: another one stands for its sample
     stopped: list[str] = []  # of those that it replaces, the ones that had been told to end
     mark_ending: Callable[[], None] | None = None  # leaves a note that this one was told to end
     drain_seconds: float = 0.0  # that sessions may go on when the node is told to drain
-    stays: bool = False  # drained, it takes no more sessions, but goes on following what is said of engines
+    stays_when_drained: bool = (
+        False  # drained, it takes no more sessions, but goes on following what is said of engines
+    )
 
 
-class _Session:
+class _LeasedSession:
     """A lease, and what goes on because of it."""
 
     def __init__(self, lease: Lease) -> None:
         self.lease = lease
-        self.running: Running | None = None
+        self.running: SessionHandle | None = None
         self.cancelled: str | None = None  # why
-        self.ended: Ended | None = None
+        self.ended: SessionOutcome | None = None
 
     def cancel(self, reason: str) -> None:
         if self.cancelled is None:
@@ -106,31 +108,37 @@ class _Session:
 
 
 class Worker:
-    def __init__(self, server: Server, host: Host | None, place: Place, keep_alive: KeepAlive | None = None) -> None:
+    def __init__(
+        self,
+        server: RolloutServer,
+        host: SessionHost | None,
+        context: WorkerContext,
+        keep_alive: KeepAlive | None = None,
+    ) -> None:
         """Without a host it leases nothing, and only follows what is said of engines and the policy. `keep_alive` beats
         while this loop is busy; a server on the same loop is just as busy, and needs none."""
         self._server = server
         self._host = host
-        self._place = place
+        self._context = context
         self._keep_alive = keep_alive
-        self._held: dict[Held, _Session] = {}
-        self._plans = None if host is None else Plans(host.plan)
-        self._outbox: list[_Session] = []
-        self._posted = asyncio.Event()  # something is in the outbox
+        self._held: dict[LeaseId, _LeasedSession] = {}
+        self._plan_cache = None if host is None else PlanCache(host.plan)
+        self._outbox: list[_LeasedSession] = []
+        self._outbox_filled = asyncio.Event()  # something is in the outbox
         self._idle = asyncio.Event()  # nothing is held
         self._idle.set()
-        self._joined: Joined | None = None
-        self._joining = asyncio.Lock()
-        self._tell = asyncio.Event()  # there is something to say before the next beat
-        self._following = Following(place.apply, self._tell.set)
+        self._join_response: JoinResponse | None = None
+        self._join_lock = asyncio.Lock()
+        self._beat_now = asyncio.Event()  # there is something to say before the next beat
+        self._engine_follower = EngineFollower(context.apply_engines, self._beat_now.set)
         self._draining = asyncio.Event()
         self._ending = False  # somebody told this process to end
-        self._pause = 0.0  # seconds before more is leased, where sessions can't begin
+        self._lease_delay = 0.0  # seconds before more is leased, where sessions can't begin
         self._tasks: set[asyncio.Task[None]] = set()
 
     @property
     def node_id(self) -> str:
-        return self._place.node_id
+        return self._context.node_id
 
     async def run(self, stop: asyncio.Event, drain: asyncio.Event | None = None) -> None:
         """Until `stop`, or until the server has it drained. Then what still runs is handed back, and it leaves. With
@@ -145,8 +153,11 @@ class Worker:
                 task.cancel()
             return
         joining.result()
-        loops = [self._spawn(work) for work in (self._lease, self._beat, self._send, self._follow_engines)]
-        draining = asyncio.ensure_future(self._drained())
+        loops = [
+            self._spawn(work)
+            for work in (self._lease_work, self._send_heartbeats, self._send_outcomes, self._follow_engines)
+        ]
+        draining = asyncio.ensure_future(self._wait_until_drained())
         try:
             await asyncio.wait({*ends, draining, *loops}, return_when=asyncio.FIRST_COMPLETED)
             if winding_down.done() and not stopping.done():
@@ -154,7 +165,7 @@ class Worker:
             elif stopping.done():
                 self._announce_end()
             failed = [loop for loop in loops if loop.done()]
-            await self._part(leasing=loops[0], beating=loops[1])
+            await self._leave(leasing=loops[0], beating=loops[1])
             for loop in failed:
                 loop.result()  # raises
         finally:
@@ -174,8 +185,8 @@ class Worker:
     # The server
 
     async def _join(self) -> None:
-        place = self._place
-        joining = Joining(
+        place = self._context
+        joining = JoinRequest(
             node_id=place.node_id,
             name=place.name,
             backends=place.backends,
@@ -184,80 +195,80 @@ class Worker:
             replaces=place.replaces,
             stopped=place.stopped,
         )
-        self._joined = await self._reach(lambda: self._server.join(joining))
-        self._following.want(self._joined.engines)
+        self._join_response = await self._retry_until_reached(lambda: self._server.join(joining))
+        self._engine_follower.set_wanted(self._join_response.engines)
 
-    async def _reach(self, call: Callable[[], Awaitable[T]]) -> T:
+    async def _retry_until_reached(self, call: Callable[[], Awaitable[T]]) -> T:
         """Until the server answers."""
-        wait = _FIRST_WAIT
+        wait = _FIRST_RETRY_SECONDS
         while True:
             try:
                 return await call()
-            except (Unreachable, StoreError) as error:
-                log.log(logging.WARNING if wait == _FIRST_WAIT else logging.DEBUG, "%s", error)
+            except (ServerUnreachable, StoreError) as error:
+                log.log(logging.WARNING if wait == _FIRST_RETRY_SECONDS else logging.DEBUG, "%s", error)
             await asyncio.sleep(wait)
-            beat = _LAST_WAIT if self._joined is None else self._joined.beat
-            wait = min(2 * wait, _LAST_WAIT, beat)  # a server that is back has to hear of us within a term
+            beat = _MAX_RETRY_SECONDS if self._join_response is None else self._join_response.beat
+            wait = min(2 * wait, _MAX_RETRY_SECONDS, beat)  # a server that is back has to hear of us within a term
 
-    async def _say(self, call: Callable[[], Awaitable[T]]) -> T:
+    async def _call_as_member(self, call: Callable[[], Awaitable[T]]) -> T:
         """The same, as a member: where the server does not know us, we join first."""
         while True:
-            joined = self._joined
+            joined = self._join_response
             try:
-                return await self._reach(call)
+                return await self._retry_until_reached(call)
             except UnknownNode as error:
-                async with self._joining:
-                    if self._joined is joined:  # else another of our calls has done so
+                async with self._join_lock:
+                    if self._join_response is joined:  # else another of our calls has done so
                         log.warning("%s", error)
                         await self._join()
 
     # Work
 
-    async def _lease(self) -> None:
+    async def _lease_work(self) -> None:
         host = self._host
         while host is not None and not self._draining.is_set():  # whatever a server that was started since then says
-            await asyncio.sleep(self._pause)
-            await host.room()
+            await asyncio.sleep(self._lease_delay)
+            await host.wait_for_room()
             beginning = sum(session.running is None and session.ended is None for session in self._held.values())
-            room = host.free() - beginning
+            room = host.free_slots() - beginning
             if room <= 0:
                 await asyncio.sleep(0.01)  # those that begin are about to take their places
                 continue
-            for lease in await self._say(
-                lambda room=room: self._server.lease(self._place.node_id, list(self._held), room)  # type: ignore[misc]
+            for lease in await self._call_as_member(
+                lambda room=room: self._server.lease(self._context.node_id, list(self._held), room)  # type: ignore[misc]
             ):
-                if lease.held not in self._held:
-                    session = self._held[lease.held] = _Session(lease)
+                if lease.lease_id not in self._held:
+                    session = self._held[lease.lease_id] = _LeasedSession(lease)
                     self._idle.clear()
-                    self._spawn(self._live, session)
+                    self._spawn(self._run_session, session)
         await asyncio.Event().wait()
 
-    async def _live(self, session: _Session) -> None:
+    async def _run_session(self, session: _LeasedSession) -> None:
         """One session, to its place in the outbox."""
-        session.ended = await self._lived(session)
-        if self._held.get(session.lease.held) is session:
+        session.ended = await self._run_to_outcome(session)
+        if self._held.get(session.lease.lease_id) is session:
             self._outbox.append(session)
-            self._posted.set()
+            self._outbox_filled.set()
         else:  # it was lost meanwhile, and may have come again
             await self._disown(session.ended)
 
-    async def _disown(self, ended: Ended) -> None:
+    async def _disown(self, ended: SessionOutcome) -> None:
         """What it earned, another session earns: nobody is to find both."""
         if ended.session_id is not None:
             try:
-                await self._place.disown(ended.session_id, "superseded")
+                await self._context.disown_session(ended.session_id, "superseded")
             except StoreError as error:
                 log.error(
                     "Session %s still has its reward, though another one took its place: %s", ended.session_id, error
                 )
 
-    async def _lived(self, session: _Session) -> Ended:
+    async def _run_to_outcome(self, session: _LeasedSession) -> SessionOutcome:
         lease, host = session.lease, self._host
         assert host is not None
-        assert self._plans is not None
-        ended = Ended(lease.work_id, lease.fence, None)
+        assert self._plan_cache is not None
+        ended = SessionOutcome(lease.work_id, lease.fence, None)
         try:
-            plan = await self._plans.of(lease)
+            plan = await self._plan_cache.get(lease)
             if self._ending:  # it was on its way here: others may have it
                 ended.reason = INTERRUPTED
                 return ended
@@ -266,11 +277,11 @@ class Worker:
             except (StoreError, OSError) as error:
                 # Our disk is full, say. Nothing was begun: others may have it, and we take no more for a while.
                 log.warning("A session of task %s could not begin here: %s", lease.task_id, error)
-                self._pause = min(2 * self._pause or _FIRST_WAIT, _LAST_WAIT)
+                self._lease_delay = min(2 * self._lease_delay or _FIRST_RETRY_SECONDS, _MAX_RETRY_SECONDS)
                 ended.reason, ended.error = INTERRUPTED, str(error)
                 return ended
         except ConfigError as error:  # others may be able to
-            self._pause = min(2 * self._pause or _FIRST_WAIT, _LAST_WAIT)
+            self._lease_delay = min(2 * self._lease_delay or _FIRST_RETRY_SECONDS, _MAX_RETRY_SECONDS)
             ended.reason, ended.error = NOT_RUNNABLE, str(error)
             return ended
         except Exception as error:
@@ -278,21 +289,21 @@ class Worker:
                 log.exception("A session of task %s could not begin", lease.task_id)
             ended.reason, ended.error = "node_failed", str(error)
             return ended
-        self._pause = 0.0
+        self._lease_delay = 0.0
         if session.cancelled is not None:  # while it began
             session.running.cancel()
         try:
             # Shielded: who ends this ends not the session, which is being torn down.
-            return _told(ended, await asyncio.shield(session.running.finished), session.cancelled)
+            return _fill_outcome(ended, await asyncio.shield(session.running.finished), session.cancelled)
         except Exception as error:
             log.exception("A session of task %s failed", lease.task_id)
             ended.reason, ended.error = "node_failed", repr(error)
             return ended
 
-    async def _send(self) -> None:
+    async def _send_outcomes(self) -> None:
         while True:
-            await self._posted.wait()
-            batch = self._outbox[:_BATCH]
+            await self._outbox_filled.wait()
+            batch = self._outbox[:_MAX_BATCH]
             ended = [session.ended for session in batch if session.ended is not None]
             await self._send_copies(ended)
             answers = await self._finish(ended)
@@ -302,139 +313,139 @@ class Worker:
                     log.warning("Session of task %s came too late: it was leased anew.", session.lease.task_id)
                     if session.ended is not None:
                         await self._disown(session.ended)
-                self._drop(session.lease.held)
+                self._release(session.lease.lease_id)
             if not self._outbox:
-                self._posted.clear()
+                self._outbox_filled.clear()
 
-    async def _finish(self, ended: list[Ended]) -> list[Answer]:
+    async def _finish(self, ended: list[SessionOutcome]) -> list[FinishStatus]:
         """Where one can't be taken as it is, the others are, and its work ends all the same."""
         try:
-            return await self._reach(lambda: self._server.finish(self._place.node_id, ended))
+            return await self._retry_until_reached(lambda: self._server.finish(self._context.node_id, ended))
         except ConfigError as error:
             if len(ended) > 1:
                 return [answer for one in ended for answer in await self._finish([one])]
             (one,) = ended
-            if one.reason == _REFUSED:  # it is not what is said, but who says it
+            if one.reason == _RESULT_REFUSED:  # it is not what is said, but who says it
                 raise
             log.error("The end of a session was not taken: %s", error)
-            refused = Ended(one.work_id, one.fence, one.session_id, reason=_REFUSED, error=str(error))
+            refused = SessionOutcome(one.work_id, one.fence, one.session_id, reason=_RESULT_REFUSED, error=str(error))
             return await self._finish([refused])
 
-    async def _send_copies(self, ended: list[Ended]) -> None:
+    async def _send_copies(self, ended: list[SessionOutcome]) -> None:
         """Where the server can't read our store, it gets what it needs of it."""
-        assert self._joined is not None
-        if self._joined.shares_store:
+        assert self._join_response is not None
+        if self._join_response.shares_store:
             return
         for one in ended:
             if one.session_id is not None:
                 try:
-                    data = await self._place.export(one.session_id)
+                    data = await self._context.export_session(one.session_id)
                 except StoreError as error:  # without its calls it is of no use; another try has some
                     one.session_id, one.reward, one.reason, one.error = None, None, "store_failed", str(error)
                     continue
                 try:
-                    await self._say(lambda data=data: self._server.send_session(self._place.node_id, data))  # type: ignore[misc]
+                    await self._call_as_member(lambda data=data: self._server.send_session(self._context.node_id, data))  # type: ignore[misc]
                 except ConfigError as error:  # too large, say: it will not be taken the next time either
                     one.session_id, one.reward, one.reason, one.error = None, None, "copy_refused", str(error)
 
-    def _drop(self, held: Held) -> None:
+    def _release(self, held: LeaseId) -> None:
         self._held.pop(held, None)
         if not self._held:
             self._idle.set()
 
     # Orders
 
-    async def _beat(self) -> None:
+    async def _send_heartbeats(self) -> None:
         while True:
-            self._tell.clear()
-            beat = asyncio.ensure_future(self._say(self._beat_once))
-            tell = asyncio.ensure_future(self._tell.wait())
+            self._beat_now.clear()
+            beat = asyncio.ensure_future(self._call_as_member(self._send_heartbeat))
+            tell = asyncio.ensure_future(self._beat_now.wait())
             try:
                 await asyncio.wait({beat, tell}, return_when=asyncio.FIRST_COMPLETED)
                 if beat.done():
-                    self._follow(beat.result())
+                    self._apply_orders(beat.result())
             finally:
                 for task in (beat, tell):
                     task.cancel()
                 await asyncio.gather(beat, tell, return_exceptions=True)
 
-    async def _beat_once(self) -> Orders:
+    async def _send_heartbeat(self) -> HeartbeatResponse:
         holding = [held for held, session in self._held.items() if session.ended is None]
-        beat = Beat(
+        beat = Heartbeat(
             holding,
-            self._place.load(),
-            seen=self._following.wanted.generation,
-            applied=self._following.applied,
-            problems=self._following.problems,
+            self._context.load(),
+            seen=self._engine_follower.wanted.generation,
+            applied=self._engine_follower.applied_generation,
+            problems=self._engine_follower.problems,
             ending=self._ending,
         )
-        if self._keep_alive is not None and self._joined is not None:
-            self._keep_alive.record(self._place.node_id, beat, self._joined.beat)
-        return await self._server.beat(self._place.node_id, beat)
+        if self._keep_alive is not None and self._join_response is not None:
+            self._keep_alive.record(self._context.node_id, beat, self._join_response.beat)
+        return await self._server.heartbeat(self._context.node_id, beat)
 
-    def _follow(self, orders: Orders) -> None:
+    def _apply_orders(self, orders: HeartbeatResponse) -> None:
         for held in orders.lost:
             session = self._held.get(held)
             if session is not None and session.ended is None:
                 log.warning("A session of task %s was lost to another node.", session.lease.task_id)
                 session.cancel("lease_lost")
-                self._drop(held)
+                self._release(held)
         for cancel in orders.cancel:
             if cancel.held in self._held:
                 self._held[cancel.held].cancel(cancel.reason)
         if orders.engines is not None:
-            self._following.want(orders.engines)
+            self._engine_follower.set_wanted(orders.engines)
         if orders.drain:
             self._draining.set()
 
     async def _follow_engines(self) -> None:
-        assert self._joined is not None
-        await self._following.follow(self._joined.beat)
+        assert self._join_response is not None
+        await self._engine_follower.follow(self._join_response.beat)
 
     # The end
 
-    async def _drained(self) -> None:
+    async def _wait_until_drained(self) -> None:
         await self._draining.wait()
         log.info("The server has this node drained: it takes no more sessions.")
-        await (asyncio.Event() if self._place.stays else self._idle).wait()
+        await (asyncio.Event() if self._context.stays_when_drained else self._idle).wait()
 
     def _announce_end(self) -> None:
         self._ending = True
-        if self._place.mark_ending is not None:
-            self._place.mark_ending()
+        if self._context.mark_ending is not None:
+            self._context.mark_ending()
         self._draining.set()
-        self._tell.set()
+        self._beat_now.set()
 
     async def _wind_down(self, until: "set[asyncio.Future[Any]]") -> None:
         """Sessions get some time to end; the server gives this node no more, and blames none should it be killed."""
         self._announce_end()
         if self._held:
-            log.warning("Told to end: %d sessions get %g seconds.", len(self._held), self._place.drain_seconds)
+            log.warning("Told to end: %d sessions get %g seconds.", len(self._held), self._context.drain_seconds)
         idle = asyncio.ensure_future(self._idle.wait())
         until = {*until, idle}
-        await asyncio.wait(until, timeout=self._place.drain_seconds, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait(until, timeout=self._context.drain_seconds, return_when=asyncio.FIRST_COMPLETED)
         idle.cancel()
         if self._held:
             log.warning("%d sessions did not end in time: others get them.", len(self._held))
 
-    async def _part(self, leasing: "asyncio.Task[None]", beating: "asyncio.Task[None]") -> None:
+    async def _leave(self, leasing: "asyncio.Task[None]", beating: "asyncio.Task[None]") -> None:
         """Hands back what still runs, tells all that is known, and leaves; as far as the server can be reached."""
         leasing.cancel()
         for session in self._held.values():
             session.cancel(INTERRUPTED)
         try:
-            async with asyncio.timeout(_PARTING):
+            async with asyncio.timeout(_LEAVE_SECONDS):
                 await self._idle.wait()
                 beating.cancel()  # a beat that is answered after we left would make us join again
                 await asyncio.wait({beating})
                 if self._keep_alive is not None:
                     self._keep_alive.forget()
-                await self._server.leave(self._place.node_id)
-        except (TimeoutError, UnknownNode, Unreachable, StoreError) as error:
+                await self._server.leave(self._context.node_id)
+        except (TimeoutError, UnknownNode, ServerUnreachable, StoreError) as error:
             log.warning("The server was not told that this node ends (%r): it will notice.", error)
 
 
-def _told(ended: Ended, finished: Finished, cancelled: str | None) -> Ended:
+def _fill_outcome(ended: SessionOutcome, finished: FinishedSession, cancelled: str | None) -> SessionOutcome:
     verdict = finished.verdict
     ended.session_id = finished.session_id
     ended.reward = verdict.reward

@@ -26,41 +26,41 @@ import numpy as np
 import tokenizers
 
 from polar.errors import PolarError
-from polar.rendering.length import TextBound
 from polar.rendering.memo import Memo
-from polar.rendering.tokenizer import Ids, Tokenizer, encode_ids
+from polar.rendering.text_bound import TextBound
+from polar.rendering.tokenizer import TokenIds, Tokenizer, encode_ids
 
-_GUARDED_BYTES = _SPAN_BYTES = 64 * 1024 * 1024
+_GUARD_CACHE_BYTES = _SPAN_CACHE_BYTES = 64 * 1024 * 1024
 """For texts with their guarded form, and for spans of rendered text with their ids."""
 
-_FIRST_SPAN_BYTES = 8 * 1024 * 1024
+_FIRST_SPAN_CACHE_BYTES = 8 * 1024 * 1024
 """For spans that begin a prompt, with their ids."""
 
-_SCANNED_CHARACTERS = 32 * 1024
+_SCAN_PIECE_CHARACTERS = 32 * 1024
 """Characters of a piece that is encoded by itself, only to see how many tokens it has."""
 
 _TOKEN_FIELDS = ("content", "single_word", "lstrip", "rstrip", "normalized", "special")
 """Of an added token in tokenizer.json, besides its id."""
 
-_IDS_COMPARED = 1024
+_MAX_SET_LOOKUP_IDS = 1024
 """Ids up to which a Python set is the quickest way to find one among them."""
 
-BROKEN, TURN = "\x00", "\x01"
+BREAK_PLACEHOLDER, TURN_PLACEHOLDER = "\x00", "\x01"
 """How digests of rendered text (continuation.py) write a break, and the place of a turn. Content that has these
 characters is broken there too, so that it never looks like either."""
 
-BREAK = f"`{secrets.token_hex(8)}`"
+SPELLING_BREAK = f"`{secrets.token_hex(8)}`"
 """Stands within a spelling that is only text. Random, so that nobody can write it; made of characters that no JSON or
 HTML escapes, and with edges that no control token has."""
 
 
-class TooMuchNewText(PolarError):
+class NewTextLimitExceeded(PolarError):
     """A prompt has more new text than the caller wanted to spend time on."""
 
 
 class _Allowance:
     def __init__(self, left: int) -> None:
-        self.left = left  # bytes
+        self.remaining_bytes = left  # bytes
 
 
 _allowance: ContextVar[_Allowance | None] = ContextVar("new_text_allowance", default=None)
@@ -77,15 +77,15 @@ def new_text_limit(size: int) -> Iterator[None]:
         _allowance.reset(token)
 
 
-def _charge(text: str) -> None:
+def _charge_new_text(text: str) -> None:
     allowance = _allowance.get()
     if allowance is not None:
-        allowance.left -= utf8_size(text)
-        if allowance.left < 0:
-            raise TooMuchNewText("The prompt has too much new text to be rendered here.")
+        allowance.remaining_bytes -= count_utf8_bytes(text)
+        if allowance.remaining_bytes < 0:
+            raise NewTextLimitExceeded("The prompt has too much new text to be rendered here.")
 
 
-def utf8_size(text: str) -> int:
+def count_utf8_bytes(text: str) -> int:
     return len(text) if text.isascii() else len(text.encode("utf-8", "surrogatepass"))
 
 
@@ -96,69 +96,81 @@ class PromptEncoder:
         self.text_bound = plain.text_bound
         self.fingerprint = plain.fingerprint
         """Of the tokenizer: ids mean something only with the one that they are from."""
-        self.control = _control_tokens(tokenizer)
+        self.control_tokens = _control_tokens(tokenizer)
         """Ids of the control tokens by their text."""
-        self._pattern = re.compile(_any_of(self.control))
+        self._pattern = re.compile(_build_pattern(self.control_tokens))
         self._splitter = re.compile(f"({self._pattern.pattern})")
         # One character at a time, since spellings can overlap.
-        self._fragile = re.compile(f"(?={self._pattern.pattern}).|[{BROKEN}{TURN}]", re.DOTALL)
-        self._beginnings = {token[:cut] for token in self.control for cut in range(1, len(token))}
-        self._endings = {token[cut:] for token in self.control for cut in range(1, len(token))}
-        self._trimmed = all(token == token.strip() for token in self.control)  # white space alone completes none
-        self._longest = max(map(len, self.control), default=1)
+        self._breakable_pattern = re.compile(
+            f"(?={self._pattern.pattern}).|[{BREAK_PLACEHOLDER}{TURN_PLACEHOLDER}]", re.DOTALL
+        )
+        self._control_prefixes = {token[:cut] for token in self.control_tokens for cut in range(1, len(token))}
+        self._control_suffixes = {token[cut:] for token in self.control_tokens for cut in range(1, len(token))}
+        self._controls_are_trimmed = all(
+            token == token.strip() for token in self.control_tokens
+        )  # white space alone completes none
+        self._longest = max(map(len, self.control_tokens), default=1)
         self._flags = {
             token.content: (token.lstrip, token.rstrip)
             for token in tokenizer.backend.get_added_tokens_decoder().values()
-            if token.content in self.control and (token.lstrip or token.rstrip)
+            if token.content in self.control_tokens and (token.lstrip or token.rstrip)
         }
-        self._control_ids = np.array(list(self.control.values()), np.int32)
-        self._guarded: Memo[str, str] = Memo(self._broken, _GUARDED_BYTES, charge=_charge)
-        self._first_span: Memo[str, Ids] = Memo(self._encode_first, _FIRST_SPAN_BYTES, charge=_charge)
-        self._span: Memo[str, Ids] = Memo(self._encode_span, _SPAN_BYTES, charge=_charge)
+        self._control_ids = np.array(list(self.control_tokens.values()), np.int32)
+        self._guard_memo: Memo[str, str] = Memo(self._break_spellings, _GUARD_CACHE_BYTES, charge=_charge_new_text)
+        self._first_span_memo: Memo[str, TokenIds] = Memo(
+            self._encode_first, _FIRST_SPAN_CACHE_BYTES, charge=_charge_new_text
+        )
+        self._span_memo: Memo[str, TokenIds] = Memo(self._encode_span, _SPAN_CACHE_BYTES, charge=_charge_new_text)
 
     def guard(self, text: str) -> str:
         """Content as it may go into a template."""
-        return self._guarded(text)
+        return self._guard_memo(text)
 
-    def encode(self, text: str, *, first: bool = True) -> Ids:
+    def encode(self, text: str, *, first: bool = True) -> TokenIds:
         """The ids of rendered text; `first` where it begins the prompt."""
-        pieces: list[Ids] = []
+        pieces: list[TokenIds] = []
         for control, span in self._split(text):
             if control is not None:
-                pieces.append(np.array([self.control[control]], np.int32))
+                pieces.append(np.array([self.control_tokens[control]], np.int32))
             elif span:
-                pieces.append(self._first_span(span) if first and not pieces else self._span(span))
+                pieces.append(self._first_span_memo(span) if first and not pieces else self._span_memo(span))
         return np.concatenate(pieces) if pieces else np.empty(0, np.int32)
 
-    def exceeds(self, text: str, tokens: int) -> bool:
+    def exceeds_tokens(self, text: str, tokens: int) -> bool:
         """Whether a text has more tokens by far, found by encoding pieces of it until there are more than twice as
         many: a cut between two pieces adds a few tokens at most. False says nothing."""
         count = 0
-        for start in range(0, len(text), _SCANNED_CHARACTERS):
-            piece = text[start : start + _SCANNED_CHARACTERS].replace(BREAK, "")
-            count += len(encode_ids(self._plain, _encodable(piece)))
-            if count > 2 * tokens + _SCANNED_CHARACTERS // 16:
+        for start in range(0, len(text), _SCAN_PIECE_CHARACTERS):
+            piece = text[start : start + _SCAN_PIECE_CHARACTERS].replace(SPELLING_BREAK, "")
+            count += len(encode_ids(self._plain, _replace_surrogates(piece)))
+            if count > 2 * tokens + _SCAN_PIECE_CHARACTERS // 16:
                 return True
         return False
 
     def is_control_at(self, text: str, start: int) -> bool:
         return self._pattern.match(text, start) is not None
 
-    def controls(self, text: str, start: int = 0) -> Iterator[re.Match[str]]:
+    def find_controls(self, text: str, start: int = 0) -> Iterator[re.Match[str]]:
         return self._pattern.finditer(text, start)
 
-    def _broken(self, text: str) -> str:
+    def _break_spellings(self, text: str) -> str:
         # A template may complete a spelling: '<function=' + name + '>'. It may trim the text before it does: breaks
         # stand within the white space at the edges, so that trimming comes to the same as without them.
-        core = text.strip() if self._trimmed else text
+        core = text.strip() if self._controls_are_trimmed else text
         before, _, behind = text.partition(core) if core else (text, "", "")
         near = range(1, self._longest)
-        start = BREAK if any(each[:cut] in self._endings for each in (text, core) for cut in near) else ""
-        end = BREAK if any(each[-cut:] in self._beginnings for each in (text, core) for cut in near) else ""
-        if self._pattern.search(core) is not None or BROKEN in core or TURN in core:
-            core = self._fragile.sub(lambda found: found.group() + BREAK, core)
-        if not start and core.strip() and any(core.strip() in token for token in self.control):
-            start = BREAK  # ... on both sides: '<|' + name + '|>'
+        start = (
+            SPELLING_BREAK if any(each[:cut] in self._control_suffixes for each in (text, core) for cut in near) else ""
+        )
+        end = (
+            SPELLING_BREAK
+            if any(each[-cut:] in self._control_prefixes for each in (text, core) for cut in near)
+            else ""
+        )
+        if self._pattern.search(core) is not None or BREAK_PLACEHOLDER in core or TURN_PLACEHOLDER in core:
+            core = self._breakable_pattern.sub(lambda found: found.group() + SPELLING_BREAK, core)
+        if not start and core.strip() and any(core.strip() in token for token in self.control_tokens):
+            start = SPELLING_BREAK  # ... on both sides: '<|' + name + '|>'
         guarded = before + start + core + end + behind
         return text if guarded == text else guarded  # nearly always: one object instead of two
 
@@ -177,28 +189,28 @@ class PromptEncoder:
                     piece = piece.rstrip()
                 yield None, piece
 
-    def _encode_first(self, span: str) -> Ids:
-        return self._checked(span.replace(BREAK, ""), anchored=False)
+    def _encode_first(self, span: str) -> TokenIds:
+        return self._encode_checked(span.replace(SPELLING_BREAK, ""), anchored=False)
 
-    def _encode_span(self, span: str) -> Ids:
-        return self._checked(span.replace(BREAK, ""), anchored=self._anchor is not None)
+    def _encode_span(self, span: str) -> TokenIds:
+        return self._encode_checked(span.replace(SPELLING_BREAK, ""), anchored=self._anchor is not None)
 
-    def _checked(self, text: str, *, anchored: bool) -> Ids:
-        text = _encodable(text)
+    def _encode_checked(self, text: str, *, anchored: bool) -> TokenIds:
+        text = _replace_surrogates(text)
         ids = encode_ids(self._plain, f"{self._anchor}{text}")[1:] if anchored else encode_ids(self._plain, text)
         array = np.asarray(ids, np.int32)
         if self._has_control(array) and (spelling := self._pattern.search(text)):
             # A vocabulary that has the control token's text as an ordinary piece: cut the spelling in two.
             at = spelling.start() + 1
-            behind = self._checked(text[at:], anchored=self._anchor is not None)
-            return np.concatenate([self._checked(text[:at], anchored=anchored), behind])
+            behind = self._encode_checked(text[at:], anchored=self._anchor is not None)
+            return np.concatenate([self._encode_checked(text[:at], anchored=anchored), behind])
         array.flags.writeable = False  # shared by all who ask
         return array
 
-    def _has_control(self, ids: Ids) -> bool:
-        if len(ids) > _IDS_COMPARED:
+    def _has_control(self, ids: TokenIds) -> bool:
+        if len(ids) > _MAX_SET_LOOKUP_IDS:
             return bool(np.isin(ids, self._control_ids).any())
-        return not set(ids.tolist()).isdisjoint(self.control.values())
+        return not set(ids.tolist()).isdisjoint(self.control_tokens.values())
 
 
 def _control_tokens(tokenizer: Tokenizer) -> dict[str, int]:
@@ -212,7 +224,7 @@ def _control_tokens(tokenizer: Tokenizer) -> dict[str, int]:
     }
 
 
-def _any_of(words: Iterable[str]) -> str:
+def _build_pattern(words: Iterable[str]) -> str:
     """A pattern that matches the longest of the words at a position. It branches by character, so that its cost does
     not grow with the number of words: some models have hundreds of control tokens that begin alike."""
     tree: dict[str, Any] = {}
@@ -221,18 +233,18 @@ def _any_of(words: Iterable[str]) -> str:
         for character in word:
             node = node.setdefault(character, {})
         node[""] = {}
-    return _branches(tree) or r"(?!)"
+    return _build_branches(tree) or r"(?!)"
 
 
-def _branches(node: dict[str, Any]) -> str:
-    options = [re.escape(character) + _branches(behind) for character, behind in node.items() if character]
+def _build_branches(node: dict[str, Any]) -> str:
+    options = [re.escape(character) + _build_branches(behind) for character, behind in node.items() if character]
     if not options:
         return ""
     pattern = options[0] if len(options) == 1 and "" not in node else f"(?:{'|'.join(options)})"
     return f"{pattern}?" if "" in node else pattern
 
 
-def _encodable(text: str) -> str:
+def _replace_surrogates(text: str) -> str:
     """JSON can spell half a character (a lone surrogate), which no tokenizer takes: it is shown as undecodable."""
     try:
         text.encode()
@@ -260,7 +272,7 @@ def _plain_text_encoder(tokenizer: Tokenizer) -> _PlainTextEncoder:
     control = _control_tokens(tokenizer)
     kept = [token for token in data["added_tokens"] if token["content"] not in control]
     plain = tokenizers.Tokenizer.from_buffer(msgspec.json.encode({**data, "added_tokens": [], "post_processor": None}))
-    if _keep_their_ids(plain, kept):  # better no such tokens than ones with other ids
+    if _would_keep_ids(plain, kept):  # better no such tokens than ones with other ids
         plain.add_tokens([tokenizers.AddedToken(**{name: token[name] for name in _TOKEN_FIELDS}) for token in kept])
     anchor = f"\ue002{secrets.token_hex(8)}\ue003"
     plain.add_tokens([tokenizers.AddedToken(anchor, normalized=False)])
@@ -270,7 +282,7 @@ def _plain_text_encoder(tokenizer: Tokenizer) -> _PlainTextEncoder:
     return _PlainTextEncoder(plain, None if same else anchor, TextBound(data), fingerprint)
 
 
-def _keep_their_ids(plain: tokenizers.Tokenizer, tokens: list[dict[str, Any]]) -> bool:
+def _would_keep_ids(plain: tokenizers.Tokenizer, tokens: list[dict[str, Any]]) -> bool:
     """Whether these tokens would get the ids that they have: a tokenizer numbers new ones from the end of its
     vocabulary."""
     following = plain.get_vocab_size()

@@ -27,7 +27,7 @@ class Memo(Generic[K, V]):
     def __init__(
         self,
         compute: Callable[[K], V],
-        budget: int,
+        budget_bytes: int,
         *,
         measure: Callable[[K, V], int] | None = None,
         charge: Callable[[K], None] | None = None,
@@ -37,10 +37,10 @@ class Memo(Generic[K, V]):
         self._compute = compute
         self._charge = charge
         self._measure = measure or _measure
-        self._budget = budget
+        self._budget_bytes = budget_bytes
         self._known: OrderedDict[K, tuple[V, int]] = OrderedDict()
         self._lock = Lock()
-        self.size = 0
+        self.size_bytes = 0
         """Bytes held, about."""
 
     def __call__(self, key: K) -> V:
@@ -59,23 +59,23 @@ class Memo(Generic[K, V]):
         with self._lock:
             if key not in self._known:
                 self._known[key] = value, size
-                self.size += size
-            while self.size > self._budget:
+                self.size_bytes += size
+            while self.size_bytes > self._budget_bytes:
                 _, (_, freed) = self._known.popitem(last=False)
-                self.size -= freed
+                self.size_bytes -= freed
         return value
 
     def __len__(self) -> int:
         return len(self._known)
 
 
-def held_bytes(value: Any) -> int:
+def estimate_bytes(value: Any) -> int:
     """Of text, bytes, an array, or a tuple of these."""
     if isinstance(value, np.ndarray):
         return value.nbytes + _ARRAY_BYTES
-    inner = sum(map(held_bytes, value)) if isinstance(value, tuple) else 0
+    inner = sum(map(estimate_bytes, value)) if isinstance(value, tuple) else 0
     return sys.getsizeof(value) + inner
 
 
 def _measure(key: Hashable, value: object) -> int:
-    return held_bytes(key) + (0 if value is key else held_bytes(value))
+    return estimate_bytes(key) + (0 if value is key else estimate_bytes(value))

@@ -23,34 +23,34 @@ from typing import Any
 import msgspec
 from msgspec import Struct, field
 
-from polar.rendering.memo import Memo, held_bytes
+from polar.rendering.memo import Memo, estimate_bytes
 from polar.rendering.template import ChatMessage, TemplateError, ToolSpec
 from polar.types import Media, Message, Part, Reasoning, Text, Tool, ToolCall, ToolResult
 
 Guard = Callable[[str], str]
-CallId = Callable[[str, int], str]
+MakeCallId = Callable[[str, int], str]
 """A call's id as the model itself writes it, from its name and its number in the conversation."""
 
-_SPEC_BYTES = 32 * 1024 * 1024
+_SPEC_CACHE_BYTES = 32 * 1024 * 1024
 """For tools as templates take them."""
 
 _BYTES_PER_JSON_BYTE = 10
 """What a byte of a tool's schema takes: in the key, as objects, and as JSON again."""
 
 
-class Traits(Struct, frozen=True):
+class TemplateTraits(Struct, frozen=True):
     """What a template can take."""
 
-    system: bool = True  # a system message at the beginning
-    late_system: bool = True  # and elsewhere
-    repeats: bool = True  # two messages of one role in a row
-    tools: bool = True
-    parallel_calls: bool = True
-    mapped_arguments: bool = True
-    text_arguments: bool = True  # arguments that are no JSON object, as models write them now and then
+    supports_system: bool = True  # a system message at the beginning
+    supports_late_system: bool = True  # and elsewhere
+    supports_repeated_roles: bool = True  # two messages of one role in a row
+    supports_tools: bool = True
+    supports_parallel_calls: bool = True
+    maps_arguments: bool = True
+    supports_text_arguments: bool = True  # arguments that are no JSON object, as models write them now and then
 
 
-class Turn(Struct):
+class ModelTurn(Struct):
     """A model's turn in a conversation: the message in it, or the neighbours that together are one reply."""
 
     reasoning: str
@@ -59,13 +59,13 @@ class Turn(Struct):
     parts: list[Part] = field(default_factory=list)  # as the harness sent them
 
 
-class Context(Struct):
+class ContextMessage(Struct):
     """A message that is not the model's."""
 
     message: ChatMessage
 
 
-Item = Turn | Context
+Item = ModelTurn | ContextMessage
 
 
 class Conversation(Struct):
@@ -76,20 +76,20 @@ class Conversation(Struct):
     kwargs: dict[str, Any]
 
     @property
-    def turns(self) -> list[Turn]:
-        return [item for item in self.items if isinstance(item, Turn)]
+    def turns(self) -> list[ModelTurn]:
+        return [item for item in self.items if isinstance(item, ModelTurn)]
 
 
-def conversation(
+def build_conversation(
     messages: Sequence[Message],
     tools: Sequence[Tool],
     kwargs: dict[str, Any],
     *,
-    traits: Traits,
+    traits: TemplateTraits,
     guard: Guard,
-    call_id: CallId,
-    written: Callable[[str], str | None],
-    together: Callable[[Message, Message], bool],
+    make_call_id: MakeCallId,
+    find_written_id: Callable[[str], str | None],
+    belong_together: Callable[[Message, Message], bool],
 ) -> Conversation:
     """`written` gives a call's id as the model wrote it, where it did; `together` says whether two assistant messages
     in a row are parts of one reply."""
@@ -100,28 +100,32 @@ def conversation(
     for message in messages:
         if message.role == "assistant":
             before = items[-1] if items else None
-            if last_assistant is not None and isinstance(before, Turn) and together(last_assistant, message):
+            if (
+                last_assistant is not None
+                and isinstance(before, ModelTurn)
+                and belong_together(last_assistant, message)
+            ):
                 before.parts += message.parts
             else:
-                items.append(Turn("", "", [], list(message.parts)))
+                items.append(ModelTurn("", "", [], list(message.parts)))
             for call in message.parts:
                 if isinstance(call, ToolCall):
-                    shown.append(guard(written(call.id) or call_id(call.name, len(shown))))
+                    shown.append(guard(find_written_id(call.id) or make_call_id(call.name, len(shown))))
                     names[call.id] = shown[-1], guard(call.name)
             last_assistant = message
             continue
         last_assistant = None
-        items += [Context(rendered) for rendered in _context(message, guard, names)]
+        items += [ContextMessage(rendered) for rendered in _to_chat_messages(message, guard, names)]
     ids = iter(shown)
     for item in items:
-        if isinstance(item, Turn):
-            _fill(item, guard, traits, ids)
-    specs = [_spec((tool.name, tool.description, bytes(tool.parameters or b"{}"), guard)) for tool in tools]
+        if isinstance(item, ModelTurn):
+            _fill_turn(item, guard, traits, ids)
+    specs = [_spec_memo((tool.name, tool.description, bytes(tool.parameters or b"{}"), guard)) for tool in tools]
     conversation = Conversation(items, specs or None, kwargs)
-    return conversation if _fits(traits) else _adapted(conversation, traits)
+    return conversation if _needs_no_fallback(traits) else _apply_fallbacks(conversation, traits)
 
 
-def as_message(turn: Turn) -> dict[str, Any]:
+def to_chat_message(turn: ModelTurn) -> dict[str, Any]:
     """A turn as the template's assistant message."""
     message: dict[str, Any] = {"role": "assistant", "content": turn.text}
     if turn.reasoning:
@@ -139,7 +143,7 @@ def as_message(turn: Turn) -> dict[str, Any]:
     return message
 
 
-def _fill(turn: Turn, guard: Guard, traits: Traits, ids: Iterator[str]) -> None:
+def _fill_turn(turn: ModelTurn, guard: Guard, traits: TemplateTraits, ids: Iterator[str]) -> None:
     """What the turn's parts come to in a template's message. `ids` are the next calls' own."""
     for part in turn.parts:
         match part:
@@ -148,38 +152,38 @@ def _fill(turn: Turn, guard: Guard, traits: Traits, ids: Iterator[str]) -> None:
             case Text():
                 turn.text += part.text
             case ToolCall():
-                arguments = _arguments(part.arguments, guard, traits)
+                arguments = _guard_arguments(part.arguments, guard, traits)
                 turn.calls.append(ToolCall(next(ids), guard(part.name), arguments))
             case _:
                 raise ValueError(f"an assistant message with a {type(part).__name__}")
     turn.reasoning, turn.text = guard(turn.reasoning), guard(turn.text)
 
 
-def _arguments(arguments: str, guard: Guard, traits: Traits) -> str:
+def _guard_arguments(arguments: str, guard: Guard, traits: TemplateTraits) -> str:
     """A template that gets a mapping sees what JSON's escapes stand for, and they can spell anything."""
     guarded = guard(arguments)
-    if not traits.tools or not traits.mapped_arguments:
+    if not traits.supports_tools or not traits.maps_arguments:
         return guarded
-    if not traits.text_arguments and not _is_object(arguments):
+    if not traits.supports_text_arguments and not _is_json_object(arguments):
         return json.dumps({"arguments": guarded}, ensure_ascii=False)
     if "\\" not in arguments:
         return guarded
     try:
         value = json.loads(guarded)
-        safe = _guarded(value, guard)
+        safe = _guard_value(value, guard)
     except (ValueError, RecursionError):
         return guarded  # shown as text
     return guarded if safe == value else json.dumps(safe, ensure_ascii=False)
 
 
-def _is_object(arguments: str) -> bool:
+def _is_json_object(arguments: str) -> bool:
     try:
         return not arguments or isinstance(json.loads(arguments), dict)
     except (ValueError, RecursionError):
         return False
 
 
-def _context(message: Message, guard: Guard, names: dict[str, tuple[str, str]]) -> list[dict[str, Any]]:
+def _to_chat_messages(message: Message, guard: Guard, names: dict[str, tuple[str, str]]) -> list[dict[str, Any]]:
     texts: list[str] = []
     rendered: list[dict[str, Any]] = []
     for part in message.parts:
@@ -213,71 +217,78 @@ def _make_spec(tool: _ToolKey) -> ToolSpec:
     that are out of range."""
     name, description, parameters, guard = tool
     try:
-        schema = _guarded(msgspec.json.decode(parameters), guard)
+        schema = _guard_value(msgspec.json.decode(parameters), guard)
     except msgspec.DecodeError as error:
         raise TemplateError(f"The parameters of the tool {name!r} can't be read: {error}.") from error
     function = {"name": guard(name), "description": guard(description), "parameters": schema}
     return ToolSpec({"type": "function", "function": function})
 
 
-def _spec_bytes(tool: _ToolKey, _: ToolSpec) -> int:
+def _estimate_spec_bytes(tool: _ToolKey, _: ToolSpec) -> int:
     """Estimated from the key: walking through the objects would take longer than making them."""
     name, description, parameters, _guard = tool
-    return 4 * held_bytes((name, description)) + _BYTES_PER_JSON_BYTE * len(parameters)
+    return 4 * estimate_bytes((name, description)) + _BYTES_PER_JSON_BYTE * len(parameters)
 
 
-_spec = Memo(_make_spec, _SPEC_BYTES, measure=_spec_bytes)
+_spec_memo = Memo(_make_spec, _SPEC_CACHE_BYTES, measure=_estimate_spec_bytes)
 
 
-def _guarded(value: Any, guard: Guard) -> Any:
+def _guard_value(value: Any, guard: Guard) -> Any:
     if isinstance(value, str):
         return guard(value)
     if isinstance(value, dict):
-        return {guard(key): _guarded(inner, guard) for key, inner in value.items()}
+        return {guard(key): _guard_value(inner, guard) for key, inner in value.items()}
     if isinstance(value, list):
-        return [_guarded(inner, guard) for inner in value]
+        return [_guard_value(inner, guard) for inner in value]
     return value
 
 
 # Fallbacks
 
 
-def _fits(traits: Traits) -> bool:
-    return traits.system and traits.late_system and traits.repeats and traits.tools
+def _needs_no_fallback(traits: TemplateTraits) -> bool:
+    return (
+        traits.supports_system
+        and traits.supports_late_system
+        and traits.supports_repeated_roles
+        and traits.supports_tools
+    )
 
 
-def _adapted(conversation: Conversation, traits: Traits) -> Conversation:
+def _apply_fallbacks(conversation: Conversation, traits: TemplateTraits) -> Conversation:
     items = list(conversation.items)
     tools = conversation.tools
-    if not traits.tools:
-        items, tools = _spelled_out(items, tools), None
+    if not traits.supports_tools:
+        items, tools = _spell_out_tools(items, tools), None
     messages: list[Item] = []
     for item in items:
         before = messages[-1] if messages else None
-        if isinstance(item, Context):
-            if item.message["role"] == "system" and not _takes_system(traits, messages):
-                item = Context({**item.message, "role": "user"})
+        if isinstance(item, ContextMessage):
+            if item.message["role"] == "system" and not _supports_system_after(traits, messages):
+                item = ContextMessage({**item.message, "role": "user"})
             role = item.message["role"]
-            repeats = traits.late_system if role == "system" else traits.repeats or role == "tool"
-            if not repeats and isinstance(before, Context) and before.message["role"] == role:
+            repeats = (
+                traits.supports_late_system if role == "system" else traits.supports_repeated_roles or role == "tool"
+            )
+            if not repeats and isinstance(before, ContextMessage) and before.message["role"] == role:
                 joined = f"{before.message['content']}\n\n{item.message['content']}"
-                messages[-1] = Context({**before.message, "content": joined})
+                messages[-1] = ContextMessage({**before.message, "content": joined})
                 continue
-        elif not traits.repeats and isinstance(before, Turn):
-            messages[-1] = _one_turn(before, item)
+        elif not traits.supports_repeated_roles and isinstance(before, ModelTurn):
+            messages[-1] = _merge_turns(before, item)
             continue
         messages.append(item)
     return Conversation(messages, tools, conversation.kwargs)
 
 
-def _takes_system(traits: Traits, before: Sequence[Item]) -> bool:
+def _supports_system_after(traits: TemplateTraits, before: Sequence[Item]) -> bool:
     """Whether a system message can stand behind these; where it can't be late, it may still be joined to the first."""
-    leading = all(isinstance(item, Context) and item.message["role"] == "system" for item in before)
-    return traits.system if leading else traits.late_system
+    leading = all(isinstance(item, ContextMessage) and item.message["role"] == "system" for item in before)
+    return traits.supports_system if leading else traits.supports_late_system
 
 
-def _one_turn(first: Turn, second: Turn) -> Turn:
-    return Turn(
+def _merge_turns(first: ModelTurn, second: ModelTurn) -> ModelTurn:
+    return ModelTurn(
         "\n\n".join(filter(None, (first.reasoning, second.reasoning))),
         "\n\n".join(filter(None, (first.text, second.text))),
         [*first.calls, *second.calls],
@@ -285,34 +296,34 @@ def _one_turn(first: Turn, second: Turn) -> Turn:
     )
 
 
-def _spelled_out(items: list[Item], tools: list[ToolSpec] | None) -> list[Item]:
+def _spell_out_tools(items: list[Item], tools: list[ToolSpec] | None) -> list[Item]:
     """Tools for a template that knows none: told in the system message, called and answered in tagged text."""
     spelled: list[Item] = []
     for item in items:
-        if isinstance(item, Turn) and item.calls:
+        if isinstance(item, ModelTurn) and item.calls:
             calls = "".join(f"\n<tool_call>\n{_call_text(call)}\n</tool_call>" for call in item.calls)
-            spelled.append(Turn(item.reasoning, (item.text + calls).lstrip("\n"), [], item.parts))
-        elif isinstance(item, Context) and item.message["role"] == "tool":
+            spelled.append(ModelTurn(item.reasoning, (item.text + calls).lstrip("\n"), [], item.parts))
+        elif isinstance(item, ContextMessage) and item.message["role"] == "tool":
             content = f"<tool_response>\n{item.message['content']}\n</tool_response>"
             before = spelled[-1] if spelled else None
-            if isinstance(before, Context) and before.message["content"].endswith("</tool_response>"):
-                spelled[-1] = Context({"role": "user", "content": f"{before.message['content']}\n{content}"})
+            if isinstance(before, ContextMessage) and before.message["content"].endswith("</tool_response>"):
+                spelled[-1] = ContextMessage({"role": "user", "content": f"{before.message['content']}\n{content}"})
             else:
-                spelled.append(Context({"role": "user", "content": content}))
+                spelled.append(ContextMessage({"role": "user", "content": content}))
         else:
             spelled.append(item)
     if tools:
         listed = "\n".join(tool.json for tool in tools)
-        told = (
+        instructions = (
             "You can call functions. These are there, one JSON description a line:\n"
             f"<tools>\n{listed}\n</tools>\n"
             'To call one, write <tool_call>{"name": its name, "arguments": {its arguments}}</tool_call>.'
         )
         first = spelled[0] if spelled else None
-        if isinstance(first, Context) and first.message["role"] == "system":
-            spelled[0] = Context({**first.message, "content": f"{first.message['content']}\n\n{told}"})
+        if isinstance(first, ContextMessage) and first.message["role"] == "system":
+            spelled[0] = ContextMessage({**first.message, "content": f"{first.message['content']}\n\n{instructions}"})
         else:
-            spelled.insert(0, Context({"role": "system", "content": told}))
+            spelled.insert(0, ContextMessage({"role": "system", "content": instructions}))
     return spelled
 
 

@@ -18,84 +18,84 @@ from typing import Any, Literal, NamedTuple
 
 from msgspec import Struct
 
-from polar.rendering.messages import Context, Conversation, Item, Traits, Turn, as_message
+from polar.rendering.messages import ContextMessage, Conversation, Item, ModelTurn, TemplateTraits, to_chat_message
 from polar.rendering.template import ChatMessage, ChatTemplate, TemplateError
 from polar.types import ToolCall
 
-Piece = Literal["r", "c", "a"]
+PieceKind = Literal["r", "c", "a"]
 """Thinking, text (content), or a call's arguments."""
 
-_MARK = f"Polar{secrets.token_hex(6)}"
+_MARK_PREFIX = f"Polar{secrets.token_hex(6)}"
 _PROSE = "Aa é\n\n <b>&amp;"
 _VALUE = "Aa  <b>&amp;"  # nothing that JSON writes otherwise
-_FOUND = re.compile(f"{_MARK}([rca])(\\d+)x((?:{re.escape(_PROSE)}|{re.escape(_VALUE)})*)X")
+_MARK_PATTERN = re.compile(f"{_MARK_PREFIX}([rca])(\\d+)x((?:{re.escape(_PROSE)}|{re.escape(_VALUE)})*)X")
 
 
-class Place(NamedTuple):
+class TurnSpan(NamedTuple):
     """Where a turn stands in the rendered text, and what of it is shown."""
 
     start: int  # of its first mark
     stop: int  # behind its last mark
-    last: Piece
-    thinking: bool
-    text: bool
-    calls: bool
+    last_piece: PieceKind
+    shows_thinking: bool
+    shows_text: bool
+    shows_calls: bool
 
 
 class Skeleton(Struct):
     text: str
-    places: list[Place | None]  # for each marked turn; None where nothing of it is shown
-    ordered: bool  # turns stand in the order of the conversation, none within another, no piece twice
+    turn_spans: list[TurnSpan | None]  # for each marked turn; None where nothing of it is shown
+    is_ordered: bool  # turns stand in the order of the conversation, none within another, no piece twice
 
 
 class Renderer:
     """A template as this model's requests are rendered with it."""
 
-    def __init__(self, template: ChatTemplate, traits: Traits) -> None:
+    def __init__(self, template: ChatTemplate, traits: TemplateTraits) -> None:
         self._template = template
         self.traits = traits
 
-    def whole(self, conversation: Conversation, *, generation_prompt: bool = True) -> str:
+    def render(self, conversation: Conversation, *, generation_prompt: bool = True) -> str:
         """Raises TemplateError where the template refuses."""
         return self._template.render(
             self._messages(conversation.items),
             conversation.tools,
             generation_prompt,
-            map_arguments=self.traits.mapped_arguments,
+            map_arguments=self.traits.maps_arguments,
             **conversation.kwargs,
         )
 
-    def attempt(self, conversation: Conversation, *, generation_prompt: bool = True) -> str | None:
+    def try_render(self, conversation: Conversation, *, generation_prompt: bool = True) -> str | None:
         try:
-            return self.whole(conversation, generation_prompt=generation_prompt)
+            return self.render(conversation, generation_prompt=generation_prompt)
         except TemplateError:
             return None
 
-    def skeleton(self, conversation: Conversation, turns: int | None = None) -> Skeleton:
+    def render_skeleton(self, conversation: Conversation, turns: int | None = None) -> Skeleton:
         """With marks for the first `turns` turns (default: all) as far as they are shown; the others as they are."""
-        skeleton = self._skeleton(conversation, turns, hidden=())
-        hidden = [number for number, place in enumerate(skeleton.places) if place is None]
-        return self._skeleton(conversation, turns, hidden) if hidden else skeleton
+        skeleton = self._render_skeleton(conversation, turns, hidden=())
+        hidden = [number for number, place in enumerate(skeleton.turn_spans) if place is None]
+        return self._render_skeleton(conversation, turns, hidden) if hidden else skeleton
 
-    def _skeleton(self, conversation: Conversation, turns: int | None, hidden: Container[int]) -> Skeleton:
+    def _render_skeleton(self, conversation: Conversation, turns: int | None, hidden: Container[int]) -> Skeleton:
         items: list[Item] = []
-        marked: list[Turn] = []
+        marked: list[ModelTurn] = []
         for item in conversation.items:
-            if isinstance(item, Turn) and (turns is None or len(marked) < turns):
-                shape = self.mark(item, len(marked))
+            if isinstance(item, ModelTurn) and (turns is None or len(marked) < turns):
+                shape = self.mark_turn(item, len(marked))
                 item = item if len(marked) in hidden else shape
                 marked.append(shape)
             items.append(item)
-        return read(self.whole(Conversation(items, conversation.tools, conversation.kwargs)), marked)
+        return read_skeleton(self.render(Conversation(items, conversation.tools, conversation.kwargs)), marked)
 
-    def mark(self, turn: Turn, number: int, fill: int = 0) -> Turn:
+    def mark_turn(self, turn: ModelTurn, number: int, fill: int = 0) -> ModelTurn:
         """The turn's shape, with marks for its pieces; `fill` makes them longer."""
-        calls = turn.calls if self.traits.parallel_calls else turn.calls[:1]
-        value = f"{_MARK}a{number}x{_VALUE * fill}X"
+        calls = turn.calls if self.traits.supports_parallel_calls else turn.calls[:1]
+        value = f"{_MARK_PREFIX}a{number}x{_VALUE * fill}X"
         arguments = f'{{"{value}": "{value}"}}'
-        return Turn(
-            f"{_MARK}r{number}x{_PROSE * fill}X" if turn.reasoning else "",
-            f"{_MARK}c{number}x{_PROSE * fill}X" if turn.text else "",
+        return ModelTurn(
+            f"{_MARK_PREFIX}r{number}x{_PROSE * fill}X" if turn.reasoning else "",
+            f"{_MARK_PREFIX}c{number}x{_PROSE * fill}X" if turn.text else "",
             [ToolCall(call.id, call.name, arguments) for call in calls],
         )
 
@@ -103,56 +103,56 @@ class Renderer:
         messages: list[ChatMessage] = []
         taken = 0  # results that stand with their calls already
         for index, item in enumerate(items):
-            if isinstance(item, Context):
+            if isinstance(item, ContextMessage):
                 if taken:
                     taken -= 1
                 else:
                     messages.append(item.message)
-            elif len(item.calls) > 1 and not self.traits.parallel_calls:
-                split = self._one_by_one(item, items[index + 1 :])
+            elif len(item.calls) > 1 and not self.traits.supports_parallel_calls:
+                split = self._split_calls(item, items[index + 1 :])
                 messages += split
                 taken = sum(message["role"] == "tool" for message in split)
             else:
-                messages.append(as_message(item))
+                messages.append(to_chat_message(item))
         return messages
 
-    def _one_by_one(self, turn: Turn, following: Sequence[Item]) -> list[ChatMessage]:
+    def _split_calls(self, turn: ModelTurn, following: Sequence[Item]) -> list[ChatMessage]:
         """A turn with several calls, for a template that takes one a turn: each with its own result behind it."""
         messages: list[ChatMessage] = []
         for index, call in enumerate(turn.calls):
             reasoning, text = (turn.reasoning, turn.text) if index == 0 else ("", "")
-            messages.append(as_message(Turn(reasoning, text, [call])))
+            messages.append(to_chat_message(ModelTurn(reasoning, text, [call])))
             result = following[index] if index < len(following) else None
-            if not isinstance(result, Context) or result.message["role"] != "tool":
+            if not isinstance(result, ContextMessage) or result.message["role"] != "tool":
                 break  # fewer results than calls: what has none was never answered
             messages.append(result.message)
         return messages
 
 
-def read(text: str, marked: Sequence[Turn]) -> Skeleton:
+def read_skeleton(text: str, marked: Sequence[ModelTurn]) -> Skeleton:
     """Finds the marks of turns in a rendering."""
     seen: list[list[re.Match[str]]] = [[] for _ in marked]
     order: list[int] = []
-    for found in _FOUND.finditer(text):
+    for found in _MARK_PATTERN.finditer(text):
         number = int(found.group(2))
         seen[number].append(found)
         if not order or order[-1] != number:
             order.append(number)
-    places = [_place(turn, marks) if marks else None for turn, marks in zip(marked, seen, strict=True)]
-    once = all(map(_once, marked, seen))
+    places = [_find_turn_span(turn, marks) if marks else None for turn, marks in zip(marked, seen, strict=True)]
+    once = all(map(_is_shown_once, marked, seen))
     return Skeleton(text, places, once and order == sorted(set(order)))
 
 
-def _once(turn: Turn, marks: Sequence[re.Match[str]]) -> bool:
+def _is_shown_once(turn: ModelTurn, marks: Sequence[re.Match[str]]) -> bool:
     """Whether no piece is shown more than once. What a template repeats, it says about the turn, not in it."""
     shown = [found.group(1) for found in marks]
     return shown.count("r") <= 1 and shown.count("c") <= 1 and shown.count("a") <= 2 * len(turn.calls)
 
 
-def _place(turn: Turn, marks: Sequence[re.Match[str]]) -> Place:
+def _find_turn_span(turn: ModelTurn, marks: Sequence[re.Match[str]]) -> TurnSpan:
     shown = [found.group(1) for found in marks]
     text = "c" in shown
     last: Any = shown[-1]
     # Two marks in each call's arguments, key and value. Calls that were spelled out in the text are as visible as it.
     calls = shown.count("a") >= 2 * len(turn.calls) if turn.calls else text
-    return Place(marks[0].start(), marks[-1].end(), last, "r" in shown, text, calls)
+    return TurnSpan(marks[0].start(), marks[-1].end(), last, "r" in shown, text, calls)

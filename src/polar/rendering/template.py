@@ -73,9 +73,11 @@ def _tojson(
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
-_OF_DICTS = frozenset(dir(dict))
-_OF_LOOPS = frozenset(("first", "last", "index", "index0", "revindex", "revindex0", "length", "previtem", "nextitem"))
-_HARMLESS = frozenset((str, LoopContext, Namespace))
+_DICT_ATTRIBUTES = frozenset(dir(dict))
+_LOOP_ATTRIBUTES = frozenset(
+    ("first", "last", "index", "index0", "revindex", "revindex0", "length", "previtem", "nextitem")
+)
+_HARMLESS_TYPES = frozenset((str, LoopContext, Namespace))
 
 
 class _Sandbox(ImmutableSandboxedEnvironment):
@@ -84,14 +86,14 @@ class _Sandbox(ImmutableSandboxedEnvironment):
 
     def getattr(self, obj: Any, attribute: str) -> Any:
         kind = type(obj)
-        if kind is dict and attribute not in _OF_DICTS:  # it can only be a key
+        if kind is dict and attribute not in _DICT_ATTRIBUTES:  # it can only be a key
             return obj[attribute] if attribute in obj else self.undefined(obj=obj, name=attribute)
-        if kind is LoopContext and attribute in _OF_LOOPS:
+        if kind is LoopContext and attribute in _LOOP_ATTRIBUTES:
             return getattr(obj, attribute)
         return super().getattr(obj, attribute)
 
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
-        if type(obj) in _HARMLESS:  # nothing of theirs is internal, or changes what is given to a template
+        if type(obj) in _HARMLESS_TYPES:  # nothing of theirs is internal, or changes what is given to a template
             return not attr.startswith("_")
         return super().is_safe_attribute(obj, attr, value)
 
@@ -105,7 +107,7 @@ def _compile(source: str) -> jinja2.Template:
     return environment.from_string(source)
 
 
-def _mapped(call: Any) -> Any:
+def _map_call_arguments(call: Any) -> Any:
     """A tool call whose arguments are a mapping: templates expect one, the API carries JSON text. Text that is no JSON
     object stays as it is."""
     function = call.get("function") if isinstance(call, Mapping) else None
@@ -121,11 +123,11 @@ def _mapped(call: Any) -> Any:
     return {**call, "function": {**function, "arguments": parsed}}
 
 
-def _with_mapped_arguments(message: ChatMessage) -> ChatMessage:
+def _map_message_arguments(message: ChatMessage) -> ChatMessage:
     calls = message.get("tool_calls")
     if not isinstance(calls, list):
         return message
-    return {**message, "tool_calls": [_mapped(call) for call in calls]}
+    return {**message, "tool_calls": [_map_call_arguments(call) for call in calls]}
 
 
 class ChatTemplate:
@@ -146,11 +148,11 @@ class ChatTemplate:
                 raise TemplateError(f"The chat template is no valid Jinja: {error}.") from error
 
     @property
-    def text(self) -> str:
+    def all_sources(self) -> str:
         """The sources of all of them."""
         return "\n".join(self._sources.values())
 
-    def source(self, tools: bool = False) -> str:
+    def select_source(self, tools: bool = False) -> str:
         return self._sources["tool_use"] if tools and "tool_use" in self._sources else self._sources["default"]
 
     def render(
@@ -167,8 +169,8 @@ class ChatTemplate:
         """
         variables = self._variables | kwargs
         try:
-            return _compile(self.source(tools is not None)).render(
-                messages=[_with_mapped_arguments(message) for message in messages] if map_arguments else messages,
+            return _compile(self.select_source(tools is not None)).render(
+                messages=[_map_message_arguments(message) for message in messages] if map_arguments else messages,
                 tools=tools,
                 documents=None,
                 add_generation_prompt=add_generation_prompt,

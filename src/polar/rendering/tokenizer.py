@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from polar.errors import ConfigError
 from polar.rendering.template import ChatTemplate, TemplateError
 
-Ids = NDArray[np.int32]
+TokenIds = NDArray[np.int32]
 
 _TURNS_REMEMBERED = 8192
 _REPLACEMENT = "�"  # what undecodable bytes, such as half a character, are shown as
@@ -44,7 +44,7 @@ class _Config(Struct):
     mask_token: str | _AddedToken | None = None
     chat_template: str | list[_NamedTemplate] | None = None
 
-    def special(self) -> dict[str, str]:
+    def collect_special_tokens(self) -> dict[str, str]:
         tokens = {name: getattr(self, name) for name in self.__struct_fields__ if name.endswith("_token")}
         return {
             name: token.content if isinstance(token, _AddedToken) else token
@@ -65,18 +65,18 @@ class Tokenizer:
     def __init__(
         self,
         backend: tokenizers.Tokenizer,
-        special: dict[str, str],
+        special_tokens: dict[str, str],
         template: ChatTemplate | None,
         folder: str = "The tokenizer",
     ) -> None:
         self._folder = folder
         self.backend = backend
         self._template = template
-        self.special = special
+        self.special_tokens = special_tokens
         """The special tokens' text by their part: `eos_token`, `bos_token`, ..."""
-        self.added = {token.content: id for id, token in backend.get_added_tokens_decoder().items()}
+        self.added_tokens = {token.content: id for id, token in backend.get_added_tokens_decoder().items()}
         """The ids of all tokens that are matched as a whole before the text is cut: control tokens and markup."""
-        self.eos_id = self.added.get(special.get("eos_token", ""))
+        self.eos_id = self.added_tokens.get(special_tokens.get("eos_token", ""))
         self.vocabulary_size: int = backend.get_vocab_size(with_added_tokens=True)
         self._turn_end = self._find_turn_end()
         self._encode_turn = lru_cache(maxsize=_TURNS_REMEMBERED)(self._encode_array)
@@ -95,7 +95,7 @@ class Tokenizer:
                 config = msgspec.json.decode(path.read_bytes(), type=_Config)
             except msgspec.DecodeError as error:
                 raise ConfigError(f"{path} can't be read: {error}.") from error
-        special = config.special()
+        special = config.collect_special_tokens()
         source: str | dict[str, str] | None
         if (path := folder / "chat_template.jinja").exists():
             source = path.read_text(encoding="utf-8")
@@ -120,7 +120,7 @@ class Tokenizer:
     @property
     def template_source(self) -> str:
         """All of the template's text; empty where there is none."""
-        return "" if self._template is None else self._template.text
+        return "" if self._template is None else self._template.all_sources
 
     def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
         return encode_ids(self.backend, text, add_special_tokens=add_special_tokens)
@@ -130,7 +130,7 @@ class Tokenizer:
         encoding = self.backend.encode(text, add_special_tokens=False)
         return encoding.ids, encoding.word_ids
 
-    def encode_turns(self, text: str) -> Ids:
+    def encode_turns(self, text: str) -> TokenIds:
         """The same ids as `encode`, for a rendered conversation of which much was encoded before."""
         if self._turn_end is None:
             return self._encode_turn(text)
@@ -140,7 +140,7 @@ class Tokenizer:
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
         return self.backend.decode(ids, skip_special_tokens=skip_special_tokens)
 
-    def token_text(self, id: int) -> str:
+    def decode_token(self, id: int) -> str:
         """One token's own text; with the replacement character where it holds a part of a character."""
         if not 0 <= id < self.vocabulary_size:
             return ""
@@ -149,17 +149,17 @@ class Tokenizer:
             text = self._token_texts[id] = self.decode([id])
         return text
 
-    def token(self, id: int) -> str | None:
+    def id_to_token(self, id: int) -> str | None:
         """The vocabulary's entry: in byte-level tokenizers one character for each byte."""
         return self.backend.id_to_token(id)
 
-    def id(self, token: str) -> int | None:
+    def token_to_id(self, token: str) -> int | None:
         return self.backend.token_to_id(token)
 
-    def detokenizer(self) -> "Detokenizer":
+    def make_detokenizer(self) -> "Detokenizer":
         return Detokenizer(self)
 
-    def _encode_array(self, text: str) -> Ids:
+    def _encode_array(self, text: str) -> TokenIds:
         ids = np.asarray(self.encode(text), dtype=np.int32)
         ids.flags.writeable = False  # shared by all who ask
         return ids
@@ -168,7 +168,7 @@ class Tokenizer:
         """The end-of-turn token, if cutting the text behind it changes no ids."""
         if self.eos_id is None:
             return None
-        eos = self.special["eos_token"]
+        eos = self.special_tokens["eos_token"]
         for before, after in (("Yes.", "\nNo"), (" a", " b"), ("", "x"), ("\n", "\n\n"), ("é", "  1")):
             if self.encode(before + eos + after) != self.encode(before + eos) + self.encode(after):
                 return None
@@ -206,9 +206,9 @@ class Detokenizer:
         return new
 
 
-def pieces(tokenizer: Tokenizer, ids: Iterable[int]) -> list[str]:
+def decode_pieces(tokenizer: Tokenizer, ids: Iterable[int]) -> list[str]:
     """What each id adds to the text; together they are the whole text."""
-    detokenizer = tokenizer.detokenizer()
+    detokenizer = tokenizer.make_detokenizer()
     out = [detokenizer.add(id) for id in ids]
     if out:
         out[-1] += detokenizer.flush()

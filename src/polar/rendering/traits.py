@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from polar.rendering.messages import CallId, Traits
+from polar.rendering.messages import MakeCallId, TemplateTraits
 from polar.rendering.template import ChatMessage, ChatTemplate, TemplateError, ToolSpec
 
 _USER: ChatMessage = {"role": "user", "content": "polarquestion"}
@@ -21,7 +21,7 @@ _TOOL = ToolSpec(
 )
 
 
-def find_traits(template: ChatTemplate, call_id: CallId) -> Traits:
+def find_traits(template: ChatTemplate, make_call_id: MakeCallId) -> TemplateTraits:
     def shows(messages: Sequence[ChatMessage], *words: str, tools: bool = False, mapped: bool = True) -> bool:
         """Whether it renders, with all of these words in this order."""
         try:
@@ -37,7 +37,11 @@ def find_traits(template: ChatTemplate, call_id: CallId) -> Traits:
         return True
 
     def calls(count: int, arguments: str = '{"polarkey": "polarvalue"}') -> list[ChatMessage]:
-        return [_USER, _calling(call_id, count, arguments), *(_result(call_id, number) for number in range(count))]
+        return [
+            _USER,
+            _make_calls_message(make_call_id, count, arguments),
+            *(_make_result_message(make_call_id, number) for number in range(count)),
+        ]
 
     mapped = shows(calls(1), "polarkey", "polarresult0", tools=True)
     by_text = not mapped and shows(calls(1), "polarkey", "polarresult0", tools=True, mapped=False)
@@ -47,21 +51,24 @@ def find_traits(template: ChatTemplate, call_id: CallId) -> Traits:
         """With tools and without, which may be two templates."""
         return shows(messages, *words) and (not tools or shows(messages, *words, tools=True))
 
-    return Traits(
-        system=always([_SYSTEM, _USER], "polarsystem", "polarquestion"),
-        late_system=always([_USER, _REPLY, _SYSTEM, _USER], "polaranswer", "polarsystem"),
-        repeats=always([_USER, {"role": "user", "content": "polaragain"}], "polarquestion", "polaragain"),
-        tools=tools,
-        parallel_calls=not tools or shows(calls(2), "polarkey", "polarkey", "polarresult1", tools=True, mapped=mapped),
-        mapped_arguments=mapped or not by_text,
-        text_arguments=not tools or shows(calls(1, "polartext"), "polartext", "polarresult0", tools=True),
+    return TemplateTraits(
+        supports_system=always([_SYSTEM, _USER], "polarsystem", "polarquestion"),
+        supports_late_system=always([_USER, _REPLY, _SYSTEM, _USER], "polaranswer", "polarsystem"),
+        supports_repeated_roles=always(
+            [_USER, {"role": "user", "content": "polaragain"}], "polarquestion", "polaragain"
+        ),
+        supports_tools=tools,
+        supports_parallel_calls=not tools
+        or shows(calls(2), "polarkey", "polarkey", "polarresult1", tools=True, mapped=mapped),
+        maps_arguments=mapped or not by_text,
+        supports_text_arguments=not tools or shows(calls(1, "polartext"), "polartext", "polarresult0", tools=True),
     )
 
 
-def _calling(call_id: CallId, count: int, arguments: str) -> ChatMessage:
+def _make_calls_message(make_call_id: MakeCallId, count: int, arguments: str) -> ChatMessage:
     calls: list[dict[str, Any]] = [
         {
-            "id": call_id("polarfunction", number),
+            "id": make_call_id("polarfunction", number),
             "type": "function",
             "function": {"name": "polarfunction", "arguments": arguments},
         }
@@ -70,6 +77,6 @@ def _calling(call_id: CallId, count: int, arguments: str) -> ChatMessage:
     return {"role": "assistant", "content": "", "tool_calls": calls}
 
 
-def _result(call_id: CallId, number: int) -> ChatMessage:
-    shown = call_id("polarfunction", number)
+def _make_result_message(make_call_id: MakeCallId, number: int) -> ChatMessage:
+    shown = make_call_id("polarfunction", number)
     return {"role": "tool", "content": f"polarresult{number}", "tool_call_id": shown, "name": "polarfunction"}

@@ -21,86 +21,86 @@ import msgspec
 import numpy as np
 from msgspec import Struct
 
-from polar.rendering.continuation import BranchReason, Mode
-from polar.rendering.encoder import BREAK
-from polar.rendering.mark import ContextMark
-from polar.rendering.model import Model
-from polar.rendering.prompt_job import ContextExceeded, Prompt, PromptBase, PromptJob, make_prompt
+from polar.rendering.context_mark import ContextMark
+from polar.rendering.continuation import BranchReason, ContinuationMode
+from polar.rendering.encoder import SPELLING_BREAK
+from polar.rendering.model_codec import ModelCodec
+from polar.rendering.prompt_job import ContextExceeded, PromptJob, PromptPrefix, RenderedPrompt, make_prompt
 from polar.rendering.template import TemplateError
 
-LENGTH_BYTES = 8
+FRAME_LENGTH_BYTES = 8
 _NICENESS = 5
 """Those who wait for a long text wait a little longer, and nobody else notices."""
 
 
-class Setup(Struct):
+class WorkerSetup(Struct):
     folder: str
-    mode: Mode
+    mode: ContinuationMode
     template_kwargs: dict[str, Any]
     break_mark: str
     """The mark within broken spellings (encoder.BREAK) of the process that gets the results."""
 
 
-Failure = Literal["template", "context_exceeded", "too_deep", "failed"]
+PromptFailure = Literal["template", "context_exceeded", "too_deep", "failed"]
 
 
-class Made(Struct):
+class PromptResult(Struct):
     """A prompt, or why there is none."""
 
-    failure: Failure | None = None
+    failure: PromptFailure | None = None
     message: str = ""
-    base: PromptBase | None = None
+    base: PromptPrefix | None = None
     ids: bytes = b""  # int32
     json: bytes = b""
     end: str = ""
     mark: ContextMark | None = None
     reason: BranchReason | None = None
 
-    def prompt(self) -> Prompt:
-        return Prompt(self.base, np.frombuffer(self.ids, np.int32), self.json, self.end, self.mark, self.reason)
+    def to_prompt(self) -> RenderedPrompt:
+        return RenderedPrompt(self.base, np.frombuffer(self.ids, np.int32), self.json, self.end, self.mark, self.reason)
 
 
 def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt is for the parent, and its end is ours
     os.nice(_NICENESS)
     source, sink = sys.stdin.buffer, sys.stdout.buffer
-    frame = _read(source)
+    frame = _read_frame(source)
     if frame is None:
         return
-    setup = msgspec.json.decode(frame, type=Setup)
-    model = Model.load(setup.folder, setup.mode, setup.template_kwargs)
-    while (frame := _read(source)) is not None:
-        made = _make(model, frame, setup.break_mark)
+    setup = msgspec.json.decode(frame, type=WorkerSetup)
+    model = ModelCodec.load(setup.folder, setup.mode, setup.template_kwargs)
+    while (frame := _read_frame(source)) is not None:
+        made = _run_job(model, frame, setup.break_mark)
         reply = msgspec.msgpack.encode(made)
-        sink.write(len(reply).to_bytes(LENGTH_BYTES, "little"))
+        sink.write(len(reply).to_bytes(FRAME_LENGTH_BYTES, "little"))
         sink.write(reply)
         sink.flush()
 
 
-def _read(source: BinaryIO) -> bytes | None:
+def _read_frame(source: BinaryIO) -> bytes | None:
     """None at the end."""
-    head = source.read(LENGTH_BYTES)
-    if len(head) < LENGTH_BYTES:
+    head = source.read(FRAME_LENGTH_BYTES)
+    if len(head) < FRAME_LENGTH_BYTES:
         return None
     size = int.from_bytes(head, "little")
     frame = source.read(size)
     return frame if len(frame) == size else None
 
 
-def _make(model: Model, frame: bytes, break_mark: str) -> Made:
+def _run_job(model: ModelCodec, frame: bytes, break_mark: str) -> PromptResult:
     try:
         job: PromptJob = pickle.loads(frame)
-        made = make_prompt(model, job.request, job.history(), job.cuts, job.context_length)
+        made = make_prompt(model, job.request, job.build_history(), job.partial_turns, job.context_length)
     except TemplateError as error:
-        return Made("template", str(error))
+        return PromptResult("template", str(error))
     except ContextExceeded as error:
-        return Made("context_exceeded", str(error))
+        return PromptResult("context_exceeded", str(error))
     except RecursionError:
-        return Made("too_deep")
+        return PromptResult("too_deep")
     except Exception as error:  # noqa: BLE001 (the parent raises it where it is logged)
-        return Made("failed", repr(error))
-    end = made.end.replace(BREAK, break_mark)
-    return Made(None, "", made.base, made.ids.tobytes(), made.json, end, made.mark, made.reason)
+        return PromptResult("failed", repr(error))
+    end = made.prompt_end.replace(SPELLING_BREAK, break_mark)
+    return PromptResult(None, "", made.base, made.ids.tobytes(), made.ids_json, end, made.mark, made.reason)
 
 
 if __name__ == "__main__":

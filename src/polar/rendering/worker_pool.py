@@ -17,9 +17,9 @@ from weakref import WeakValueDictionary
 import msgspec
 
 from polar.errors import PolarError
-from polar.rendering.prompt_job import ContextExceeded, Prompt, PromptJob
+from polar.rendering.prompt_job import ContextExceeded, PromptJob, RenderedPrompt
 from polar.rendering.template import TemplateError
-from polar.rendering.worker import LENGTH_BYTES, Made, Setup
+from polar.rendering.worker import FRAME_LENGTH_BYTES, PromptResult, WorkerSetup
 
 log = logging.getLogger(__name__)
 
@@ -29,9 +29,9 @@ VERY_LONG_BYTES = 1024 * 1024
 JOB_SECONDS = 120.0
 """After which a job is given up and its process is killed."""
 
-_TRIES = 2
-_PIPE_LIMIT = 1024 * 1024  # bytes of a reply that are buffered before reading goes on
-_MOST_PROCESSES = 4  # of each lane
+_MAX_TRIES = 2
+_PIPE_LIMIT_BYTES = 1024 * 1024  # bytes of a reply that are buffered before reading goes on
+_MAX_LANE_PROCESSES = 4  # of each lane
 
 
 class WorkerDied(PolarError):
@@ -43,28 +43,28 @@ class RenderTimeout(PolarError):
 
 
 class WorkerPool:
-    def __init__(self, setup: Setup) -> None:
-        count = max(1, min(_MOST_PROCESSES, (os.cpu_count() or 1) // 4))
+    def __init__(self, setup: WorkerSetup) -> None:
+        count = max(1, min(_MAX_LANE_PROCESSES, (os.cpu_count() or 1) // 4))
         self._long = [_Worker(setup) for _ in range(count)]
         self._very_long = [_Worker(setup) for _ in range(count)]
-        self._sessions: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
-        self._jobs: set[asyncio.Task[Made]] = set()
+        self._session_locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+        self._jobs: set[asyncio.Task[PromptResult]] = set()
 
     @property
     def process_ids(self) -> list[int]:
         """Of the processes that run now."""
         return [worker.pid for worker in (*self._long, *self._very_long) if worker.pid is not None]
 
-    async def make(self, session_id: str, job: PromptJob) -> Prompt:
+    async def make_prompt(self, session_id: str, job: PromptJob) -> RenderedPrompt:
         """Raises what prompt_job.make_prompt does, and WorkerDied or RenderTimeout."""
         frame = await asyncio.to_thread(pickle.dumps, job, pickle.HIGHEST_PROTOCOL)
         task = asyncio.get_running_loop().create_task(self._run(session_id, frame))
         self._jobs.add(task)
-        task.add_done_callback(self._forget)
+        task.add_done_callback(self._discard_job)
         made = await asyncio.shield(task)
         match made.failure:
             case None:
-                return made.prompt()
+                return made.to_prompt()
             case "template":
                 raise TemplateError(made.message)
             case "context_exceeded":
@@ -82,19 +82,19 @@ class WorkerPool:
         for worker in (*self._long, *self._very_long):
             await worker.stop()
 
-    def _forget(self, task: "asyncio.Task[Made]") -> None:
+    def _discard_job(self, task: "asyncio.Task[PromptResult]") -> None:
         self._jobs.discard(task)
         if not task.cancelled():
             task.exception()  # whoever waited has it, or went away
 
-    async def _run(self, session_id: str, frame: bytes) -> Made:
-        lock = self._sessions.get(session_id)
+    async def _run(self, session_id: str, frame: bytes) -> PromptResult:
+        lock = self._session_locks.get(session_id)
         if lock is None:
-            lock = self._sessions[session_id] = asyncio.Lock()
+            lock = self._session_locks[session_id] = asyncio.Lock()
         async with lock:
             lane = self._very_long if len(frame) > VERY_LONG_BYTES else self._long
-            for left in reversed(range(_TRIES)):
-                worker = min(lane, key=lambda worker: worker.waiting)
+            for left in reversed(range(_MAX_TRIES)):
+                worker = min(lane, key=lambda worker: worker.pending_jobs)
                 try:
                     return await worker.run(frame)
                 except WorkerDied:
@@ -106,31 +106,31 @@ class WorkerPool:
 class _Worker:
     """One process, or none yet."""
 
-    def __init__(self, setup: Setup) -> None:
+    def __init__(self, setup: WorkerSetup) -> None:
         self._setup = setup
         self._process: asyncio.subprocess.Process | None = None
-        self._turn = asyncio.Lock()
-        self.waiting = 0  # jobs, the running one included
+        self._job_lock = asyncio.Lock()
+        self.pending_jobs = 0  # jobs, the running one included
 
     @property
     def pid(self) -> int | None:
         return None if self._process is None or self._process.returncode is not None else self._process.pid
 
-    async def run(self, frame: bytes) -> Made:
-        self.waiting += 1
+    async def run(self, frame: bytes) -> PromptResult:
+        self.pending_jobs += 1
         try:
-            async with self._turn:
+            async with self._job_lock:
                 return await self._run(frame)
         finally:
-            self.waiting -= 1
+            self.pending_jobs -= 1
 
-    async def _run(self, frame: bytes) -> Made:
+    async def _run(self, frame: bytes) -> PromptResult:
         try:
             async with asyncio.timeout(JOB_SECONDS):
                 if self.pid is None:
                     await self._start()
                 await self._send(frame)
-                return msgspec.msgpack.decode(await self._receive(), type=Made)
+                return msgspec.msgpack.decode(await self._receive(), type=PromptResult)
         except BaseException as error:
             await self.stop()  # what it would still answer belongs to nobody
             if isinstance(error, (ConnectionError, asyncio.IncompleteReadError)):
@@ -147,21 +147,21 @@ class _Worker:
             stdout=asyncio.subprocess.PIPE,
             env=os.environ | {"TOKENIZERS_PARALLELISM": "false"},
             start_new_session=True,  # an interrupt is for us alone, and our end is the end of its input
-            limit=_PIPE_LIMIT,
+            limit=_PIPE_LIMIT_BYTES,
         )
         await self._send(msgspec.json.encode(self._setup))
 
     async def _send(self, frame: bytes) -> None:
         assert self._process is not None
         assert self._process.stdin is not None
-        self._process.stdin.write(len(frame).to_bytes(LENGTH_BYTES, "little"))
+        self._process.stdin.write(len(frame).to_bytes(FRAME_LENGTH_BYTES, "little"))
         self._process.stdin.write(frame)
         await self._process.stdin.drain()
 
     async def _receive(self) -> bytes:
         assert self._process is not None
         assert self._process.stdout is not None
-        size = int.from_bytes(await self._process.stdout.readexactly(LENGTH_BYTES), "little")
+        size = int.from_bytes(await self._process.stdout.readexactly(FRAME_LENGTH_BYTES), "little")
         return await self._process.stdout.readexactly(size)
 
     async def stop(self) -> None:

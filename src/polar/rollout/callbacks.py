@@ -18,47 +18,47 @@ from weakref import WeakValueDictionary
 import aiohttp
 from yarl import URL
 
-from polar.backoff import delays, jittered
+from polar.backoff import add_jitter, backoff_delays
 from polar.config import ServerSettings
 from polar.errors import StoreError
 from polar.gateway.http import is_loopback
-from polar.rollout.events import Events
-from polar.rollout.pages import Pages
+from polar.rollout.events import EventBus
+from polar.rollout.queue_rows import parse_callback_url
 from polar.rollout.records import TaskRow
-from polar.rollout.rows import callback_url_of
+from polar.rollout.result_pages import ResultPages
 
 log = logging.getLogger(__name__)
 
-AT_ONCE = 4
+MAX_POSTS_PER_HOST = 4
 """Posts to one host at the same time: one that hangs keeps nobody waiting but its own."""
-_FIRST, _LONGEST, _REFUSED = 1.0, 300.0, 60.0
+_FIRST_RETRY_SECONDS, _MAX_RETRY_SECONDS, _REFUSED_RETRY_SECONDS = 1.0, 300.0, 60.0
 """Seconds before the next try: at first, at most, and at least where the receiver knows of no such task."""
-_REFUSALS = frozenset((404, 410, 422))
-_ANSWER = 60.0  # seconds that a receiver may take to say anything
-_READ = 500  # tasks at once
+_REFUSAL_STATUSES = frozenset((404, 410, 422))
+_RESPONSE_SECONDS = 60.0  # seconds that a receiver may take to say anything
+_TASKS_PER_READ = 500  # tasks at once
 
 
-class Waiting(Protocol):
+class CallbackSource(Protocol):
     """What is asked of the rollout server."""
 
     @property
-    def events(self) -> Events: ...
+    def events(self) -> EventBus: ...
 
     async def task(self, run: str, task_id: str) -> TaskRow | None: ...
 
-    async def callbacks_waiting(self, limit: int, after: int = 0) -> list[TaskRow]: ...
+    async def tasks_awaiting_callback(self, limit: int, after: int = 0) -> list[TaskRow]: ...
 
-    async def callback_done(self, run: str, task_id: str, *, acknowledged: bool = True) -> None: ...
+    async def finish_callback(self, run: str, task_id: str, *, acknowledged: bool = True) -> None: ...
 
 
-class Allowed:
+class AllowedHosts:
     """The addresses that may be posted to."""
 
     def __init__(self, settings: ServerSettings) -> None:
         self._hosts = {host.lower() for host in settings.callback_hosts}
         self._loopback = not settings.callback_hosts and is_loopback(settings.host)
 
-    def problem(self, url: str) -> str | None:
+    def find_problem(self, url: str) -> str | None:
         """Why not this one."""
         try:
             parts = urlsplit(url)
@@ -85,21 +85,23 @@ class Allowed:
 class Callbacks:
     """Use as an async context manager."""
 
-    def __init__(self, rollout: Waiting, pages: Pages, settings: ServerSettings) -> None:
-        self.allowed = Allowed(settings)
+    def __init__(self, rollout: CallbackSource, pages: ResultPages, settings: ServerSettings) -> None:
+        self.allowed_hosts = AllowedHosts(settings)
         self._rollout = rollout
         self._pages = pages
         self._patience = settings.callback_hours * 3600
-        self._turns: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()  # by host, while it is called
-        self._telling: dict[tuple[str, str], asyncio.Task[None]] = {}
+        self._host_limits: WeakValueDictionary[str, asyncio.Semaphore] = (
+            WeakValueDictionary()
+        )  # by host, while it is called
+        self._deliveries: dict[tuple[str, str], asyncio.Task[None]] = {}
         self._watching: asyncio.Task[None]
         self._http: aiohttp.ClientSession
-        self.given_up: Callable[[], None] = lambda: None  # is told of each that nobody acknowledged
+        self.on_given_up: Callable[[], None] = lambda: None  # is told of each that nobody acknowledged
 
     async def __aenter__(self) -> "Callbacks":
         self._http = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0),
-            timeout=aiohttp.ClientTimeout(total=None, sock_connect=10, sock_read=_ANSWER),
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=10, sock_read=_RESPONSE_SECONDS),
             cookie_jar=aiohttp.DummyCookieJar(),
         )
         self._watching = asyncio.create_task(self._watch())
@@ -108,39 +110,39 @@ class Callbacks:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        tasks = [self._watching, *self._telling.values()]
+        tasks = [self._watching, *self._deliveries.values()]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         await self._http.close()
 
-    async def over(self) -> None:
+    async def wait_until_failed(self) -> None:
         """Until it has ended before its time."""
         await asyncio.wait({self._watching})
         if not self._watching.cancelled() and (error := self._watching.exception()) is not None:
             log.error("Callbacks are not sent any more", exc_info=error)
 
-    def pending(self) -> int:
+    def count_pending(self) -> int:
         """Tasks whose callbacks nobody has acknowledged yet."""
-        return len(self._telling)
+        return len(self._deliveries)
 
     async def _watch(self) -> None:
         """All that waits now; then whatever ends. Where this listened too slowly, it looks through everything again."""
         while not self._rollout.events.closed:
             ended = self._rollout.events.subscribe()
-            await self._begin_all()
+            await self._start_pending()
             async for event in ended:
                 if event.kind == "task.ended" and event.run is not None and event.fields["callback"]:
-                    self._begin(event.run, event.fields["task_id"])
+                    self._start_delivery(event.run, event.fields["task_id"])
                 if event.kind == "task.redirected" and event.run is not None:
-                    self._begin_anew(event.run, event.fields["task_id"])
+                    self._restart_delivery(event.run, event.fields["task_id"])
 
-    async def _begin_all(self) -> None:
+    async def _start_pending(self) -> None:
         after = 0
-        pauses = delays(_FIRST, _LONGEST)
+        pauses = backoff_delays(_FIRST_RETRY_SECONDS, _MAX_RETRY_SECONDS)
         while True:
             try:
-                rows = await self._rollout.callbacks_waiting(_READ, after)
+                rows = await self._rollout.tasks_awaiting_callback(_TASKS_PER_READ, after)
             except StoreError as error:
                 log.warning("Callbacks wait for the store: %s", error)
                 await asyncio.sleep(next(pauses))
@@ -148,76 +150,78 @@ class Callbacks:
             if not rows:
                 return
             for row in rows:
-                self._begin(row.run, row.task_id)
+                self._start_delivery(row.run, row.task_id)
             after = rows[-1].cursor or 0
 
-    def _begin(self, run: str, task_id: str) -> None:
+    def _start_delivery(self, run: str, task_id: str) -> None:
         key = run, task_id
-        if key not in self._telling:
-            self._telling[key] = telling = asyncio.create_task(self._tell(run, task_id))
+        if key not in self._deliveries:
+            self._deliveries[key] = telling = asyncio.create_task(self._deliver(run, task_id))
             telling.add_done_callback(lambda _: self._forget(key, telling))
 
     def _forget(self, key: tuple[str, str], telling: "asyncio.Task[None]") -> None:
-        if self._telling.get(key) is telling:  # and not one that was begun anew
-            del self._telling[key]
+        if self._deliveries.get(key) is telling:  # and not one that was begun anew
+            del self._deliveries[key]
 
-    def _begin_anew(self, run: str, task_id: str) -> None:
+    def _restart_delivery(self, run: str, task_id: str) -> None:
         """At the address that the task names now, without waiting for the next try at the old one."""
-        telling = self._telling.pop((run, task_id), None)
+        telling = self._deliveries.pop((run, task_id), None)
         if telling is not None:
             telling.cancel()
-        self._begin(run, task_id)
+        self._start_delivery(run, task_id)
 
-    async def _tell(self, run: str, task_id: str) -> None:
+    async def _deliver(self, run: str, task_id: str) -> None:
         now = asyncio.get_running_loop().time
         deadline = now() + self._patience
-        pauses = delays(_FIRST, _LONGEST)
+        pauses = backoff_delays(_FIRST_RETRY_SECONDS, _MAX_RETRY_SECONDS)
         for attempt in count(1):
             try:
                 task = await self._rollout.task(run, task_id)
                 if task is None or task.callback != "waiting" or task.state == "running":  # it may be run again
                     return
-                problem, slowly = await self._post(task, attempt)
+                problem, retry_slowly = await self._post(task, attempt)
                 if problem is None:
-                    await self._rollout.callback_done(run, task_id)
+                    await self._rollout.finish_callback(run, task_id)
                     return
                 if now() >= deadline:
                     log.error("Nobody acknowledged the end of task %s; it is told no more: %s", task_id, problem)
                     self._rollout.events.publish("callback.failed", run=run, task_id=task_id, error=problem)
-                    await self._rollout.callback_done(run, task_id, acknowledged=False)
-                    self.given_up()
+                    await self._rollout.finish_callback(run, task_id, acknowledged=False)
+                    self.on_given_up()
                     return
                 log.info("The end of task %s is told again later: %s", task_id, problem)
             except StoreError as error:
                 log.warning("The end of task %s is told when the store is back: %s", task_id, error)
-                slowly = False
+                retry_slowly = False
             pause = next(pauses)
-            await asyncio.sleep(min(max(pause, jittered(_REFUSED)) if slowly else pause, self._patience))
+            await asyncio.sleep(
+                min(max(pause, add_jitter(_REFUSED_RETRY_SECONDS)) if retry_slowly else pause, self._patience)
+            )
 
     async def _post(self, task: TaskRow, attempt: int) -> tuple[str | None, bool]:
         """What went wrong, and whether it is of little use to ask again soon."""
-        url = callback_url_of(task.request) or ""
-        problem = self.allowed.problem(url)  # the settings may be others than when it was submitted
+        url = parse_callback_url(task.request) or ""
+        problem = self.allowed_hosts.find_problem(url)  # the settings may be others than when it was submitted
         if problem is not None:
             return problem, True
         headers = {
             "Content-Type": "application/json",
-            "Idempotency-Key": key_of(task),
+            "Idempotency-Key": idempotency_key(task),
             "X-Polar-Attempt": str(attempt),
         }
         shown = urlsplit(url)._replace(query="", fragment="").geturl()  # a secret of the receiver's may stand there
-        async with self._turns.setdefault(urlsplit(url).netloc, asyncio.Semaphore(AT_ONCE)):
+        async with self._host_limits.setdefault(urlsplit(url).netloc, asyncio.Semaphore(MAX_POSTS_PER_HOST)):
             try:
                 async with self._http.post(
-                    url, data=self._pages.status(task, results=True), headers=headers, allow_redirects=False
+                    url, data=self._pages.stream_status(task, results=True), headers=headers, allow_redirects=False
                 ) as response:
                     status = response.status
             except (aiohttp.ClientError, TimeoutError, OSError) as error:
                 why = (isinstance(error, OSError) and error.strerror) or type(error).__name__
                 return f"{shown} can't be reached: {why}", False
-        return (None if 200 <= status < 300 else f"{shown} answered {status}"), status in _REFUSALS
+        return (None if 200 <= status < 300 else f"{shown} answered {status}"), status in _REFUSAL_STATUSES
 
 
-def key_of(task: TaskRow) -> str:
+def idempotency_key(task: TaskRow) -> str:
     """The same whenever this task's end is told."""
     return hashlib.blake2b(f"{task.run}\0{task.task_id}\0{task.cursor}".encode(), digest_size=16).hexdigest()

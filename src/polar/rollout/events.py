@@ -17,12 +17,12 @@ import msgspec
 from msgspec import Struct
 
 LAGGED = "lagged"
-_REMEMBERED = 10_000
-_WAITING = 1_000
+_MAX_REMEMBERED_EVENTS = 10_000
+_MAX_PENDING_EVENTS = 1_000
 """Events that may wait for one listener."""
 
 
-class Event(Struct, frozen=True):
+class ServiceEvent(Struct, frozen=True):
     id: str
     kind: str
     run: str | None  # None: it concerns all of them
@@ -30,35 +30,35 @@ class Event(Struct, frozen=True):
     fields: dict[str, Any]
 
 
-class Events:
+class EventBus:
     """Ids begin with a word that is new with every start, so that one from before it is known for what it is."""
 
-    def __init__(self, remembered: int = _REMEMBERED, waiting: int = _WAITING) -> None:
+    def __init__(self, max_remembered: int = _MAX_REMEMBERED_EVENTS, max_pending: int = _MAX_PENDING_EVENTS) -> None:
         self._start = secrets.token_hex(4)
         self._count = 0
-        self._latest: deque[Event] = deque(maxlen=remembered)
-        self._listeners: set[Listener] = set()
-        self._waiting = waiting
+        self._remembered: deque[ServiceEvent] = deque(maxlen=max_remembered)
+        self._listeners: set[EventListener] = set()
+        self._max_pending = max_pending
         self.closed = False
 
     def publish(self, kind: str, *, run: str | None = None, **fields: Any) -> None:
         """From the event loop's thread."""
         self._count += 1
-        told = {"run": run, **fields} if run is not None else fields
-        event = Event(f"{self._start}-{self._count}", kind, run, msgspec.json.encode(told), told)
-        self._latest.append(event)
+        payload = {"run": run, **fields} if run is not None else fields
+        event = ServiceEvent(f"{self._start}-{self._count}", kind, run, msgspec.json.encode(payload), payload)
+        self._remembered.append(event)
         for listener in list(self._listeners):
-            listener.hear(event)
+            listener.deliver(event)
 
-    def subscribe(self, run: str | None = None, after: str | None = None) -> "Listener":
+    def subscribe(self, run: str | None = None, after: str | None = None) -> "EventListener":
         """What happens from now on, or from behind the event with the id `after`; of one run, or of all."""
-        listener = Listener(self, run, self._waiting)
+        listener = EventListener(self, run, self._max_pending)
         if after is not None:
-            missed = self._since(after)
+            missed = self._events_after(after)
             if missed is None:
-                listener.hear(self._lagged("more has happened than is remembered"))
+                listener.deliver(self._lagged_event("more has happened than is remembered"))
             for event in missed or ():
-                listener.hear(event, force=True)
+                listener.deliver(event, force=True)
         if self.closed:
             listener.end()
         else:
@@ -71,62 +71,62 @@ class Events:
         for listener in list(self._listeners):
             listener.end()
 
-    def lag(self, why: str) -> None:
+    def mark_lagged(self, why: str) -> None:
         """Something may have happened that was not told: every listener hears so, and is let go."""
         for listener in list(self._listeners):
-            listener.hear(self._lagged(why), force=True)
+            listener.deliver(self._lagged_event(why), force=True)
             listener.end()
 
-    def forget(self, listener: "Listener") -> None:
+    def remove_listener(self, listener: "EventListener") -> None:
         self._listeners.discard(listener)
 
-    def _since(self, after: str) -> list[Event] | None:
+    def _events_after(self, after: str) -> list[ServiceEvent] | None:
         """None where some of what came after it is gone."""
         start, _, number = after.rpartition("-")
         if start != self._start or not (number.isascii() and number.isdigit()) or len(number) > 18:
             return None
-        oldest = self._count - len(self._latest)
+        oldest = self._count - len(self._remembered)
         if not oldest <= int(number) <= self._count:
             return None
-        return list(self._latest)[int(number) - oldest :]
+        return list(self._remembered)[int(number) - oldest :]
 
-    def _lagged(self, why: str) -> Event:
-        told = {"detail": f"{why}: read GET /rollout/results for what ended meanwhile"}
-        return Event(f"{self._start}-{self._count}", LAGGED, None, msgspec.json.encode(told), told)
+    def _lagged_event(self, why: str) -> ServiceEvent:
+        payload = {"detail": f"{why}: read GET /rollout/results for what ended meanwhile"}
+        return ServiceEvent(f"{self._start}-{self._count}", LAGGED, None, msgspec.json.encode(payload), payload)
 
 
-class Listener:
+class EventListener:
     """Events as they come: iterate over it, or wait for the `next` one. None, and the iteration's end, is the end."""
 
-    def __init__(self, events: Events, run: str | None, waiting: int) -> None:
+    def __init__(self, events: EventBus, run: str | None, max_pending: int) -> None:
         self._events = events
         self._run = run
-        self._waiting = waiting
-        self._queue: asyncio.Queue[Event | None] = asyncio.Queue()
+        self._max_pending = max_pending
+        self._queue: asyncio.Queue[ServiceEvent | None] = asyncio.Queue()
 
-    def hear(self, event: Event, *, force: bool = False) -> None:
+    def deliver(self, event: ServiceEvent, *, force: bool = False) -> None:
         if self._run is not None and event.run is not None and event.run != self._run:
             return
-        if self._queue.qsize() >= self._waiting and not force:
-            self._queue.put_nowait(self._events._lagged("you listened too slowly"))
+        if self._queue.qsize() >= self._max_pending and not force:
+            self._queue.put_nowait(self._events._lagged_event("you listened too slowly"))
             self.end()
         else:
             self._queue.put_nowait(event)
 
     def end(self) -> None:
-        self._events.forget(self)
+        self._events.remove_listener(self)
         self._queue.put_nowait(None)
 
-    async def next(self) -> Event | None:
+    async def next(self) -> ServiceEvent | None:
         event = await self._queue.get()
         if event is None:
             self._queue.put_nowait(None)  # for whoever asks again
         return event
 
     def close(self) -> None:
-        self._events.forget(self)
+        self._events.remove_listener(self)
 
-    async def __aiter__(self) -> AsyncIterator[Event]:
+    async def __aiter__(self) -> AsyncIterator[ServiceEvent]:
         try:
             while (event := await self.next()) is not None:
                 yield event

@@ -9,80 +9,82 @@ from typing import Any
 
 from msgspec import Struct
 
-from polar.rollout.protocol import Beat, Cancel, Held, Joining, Orders
-from polar.rollout.records import Tracked
+from polar.rollout.protocol import CancelOrder, Heartbeat, HeartbeatResponse, JoinRequest, LeaseId
+from polar.rollout.records import TrackedLease
 
 
-class Member:
+class NodeMember:
     def __init__(self, node_id: str) -> None:
         self.node_id = node_id
-        self.joined: Joining | None = None  # None: the database says that it has work, and it was not heard of yet
-        self.leases: dict[Held, Tracked] = {}
-        self.cancelled: dict[Held, str] = {}  # why
+        self.registration: JoinRequest | None = (
+            None  # None: the database says that it has work, and it was not heard of yet
+        )
+        self.leases: dict[LeaseId, TrackedLease] = {}
+        self.cancelled: dict[LeaseId, str] = {}  # why
         self.load: dict[str, Any] = {}
-        self.heard = -1  # the generation of the engines that it has heard of
-        self.applied = -1
+        self.seen_generation = -1  # the generation of the engines that it has heard of
+        self.applied_generation = -1
         self.problems: dict[str, list[str]] = {}  # by run
         self.draining = False
         self.ending = False  # somebody told it to end
         self.lost = False
-        self.seen = asyncio.get_running_loop().time()
-        self._recorded = self.seen
-        self._news = asyncio.Event()
+        self.last_seen = asyncio.get_running_loop().time()
+        self._lifetime_recorded_at = self.last_seen
+        self._wake = asyncio.Event()
 
     @property
     def name(self) -> str:
-        return self.joined.name if self.joined is not None else self.node_id
+        return self.registration.name if self.registration is not None else self.node_id
 
     @property
     def backends(self) -> frozenset[str]:
-        return frozenset(self.joined.backends) if self.joined is not None else frozenset()
+        return frozenset(self.registration.backends) if self.registration is not None else frozenset()
 
     @property
     def slots(self) -> int:
-        return self.joined.slots if self.joined is not None else 0
+        return self.registration.slots if self.registration is not None else 0
 
-    def hear(self) -> None:
-        self.seen = asyncio.get_running_loop().time()
+    def mark_alive(self) -> None:
+        self.last_seen = asyncio.get_running_loop().time()
 
     def take_lifetime(self) -> float:
         """The seconds that it is known to have lived since the last time that this was asked."""
-        seconds, self._recorded = self.seen - self._recorded, self.seen
+        seconds, self._lifetime_recorded_at = self.last_seen - self._lifetime_recorded_at, self.last_seen
         return seconds
 
-    def has(self, tracked: Tracked) -> None:
+    def add_lease(self, tracked: TrackedLease) -> None:
         """A lease of its own, which may be cancelled already."""
-        self.leases[tracked.held] = tracked
+        self.leases[tracked.lease_id] = tracked
         if tracked.cancelled is not None:
-            self.cancel(tracked.held, tracked.cancelled)
+            self.cancel(tracked.lease_id, tracked.cancelled)
 
-    def cancel(self, held: Held, reason: str) -> None:
+    def cancel(self, held: LeaseId, reason: str) -> None:
         if held in self.leases and held not in self.cancelled:
             self.cancelled[held] = reason
-            self._news.set()
+            self._wake.set()
 
-    def drop(self, held: Held) -> None:
+    def drop_lease(self, held: LeaseId) -> None:
         self.cancelled.pop(held, None)
         self.leases.pop(held, None)
 
-    def tell(self) -> None:
+    def wake(self) -> None:
         """There is something that it should hear of soon."""
-        self._news.set()
+        self._wake.set()
 
-    async def orders(self, beat: Beat, generation: int, seconds: float) -> Orders:
+    async def next_orders(self, heartbeat: Heartbeat, generation: int, seconds: float) -> HeartbeatResponse:
         """At once where there is something new; else when the time for the next beat has come."""
-        self.load = beat.load
-        lost = [held for held in beat.holding if held not in self.leases]
-        if not lost and not self._news.is_set() and beat.seen == generation:
+        self.load = heartbeat.load
+        lost = [held for held in heartbeat.holding if held not in self.leases]
+        if not lost and not self._wake.is_set() and heartbeat.seen == generation:
             try:
                 async with asyncio.timeout(seconds):
-                    await self._news.wait()
+                    await self._wake.wait()
             except TimeoutError:
                 pass
-        self._news.clear()
-        return Orders(
+        self._wake.clear()
+        return HeartbeatResponse(
             lost=lost,
-            cancel=[Cancel(held, reason) for held, reason in self.cancelled.items()],
+            cancel=[CancelOrder(held, reason) for held, reason in self.cancelled.items()],
             drain=self.draining,
         )
 
@@ -100,9 +102,9 @@ class NodeView(Struct):
     draining: bool
 
 
-def view(member: Member) -> NodeView | None:
+def node_view(member: NodeMember) -> NodeView | None:
     """None for one that was not heard of yet."""
-    joined = member.joined
+    joined = member.registration
     if joined is None:
         return None
     return NodeView(
@@ -112,6 +114,6 @@ def view(member: Member) -> NodeView | None:
         slots=joined.slots,
         leases=len(member.leases),
         load=member.load,
-        seen=asyncio.get_running_loop().time() - member.seen,
+        seen=asyncio.get_running_loop().time() - member.last_seen,
         draining=member.draining,
     )

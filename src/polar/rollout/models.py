@@ -23,13 +23,13 @@ SuspiciousFilter = Literal["keep", "only", "exclude"]
 
 SessionStatus = Literal["COMPLETED", "ERROR", "TIMEOUT"]
 TaskState = Literal["running", "completed", "failed"]
-Unit = Literal["session", "group"]
+ResultUnit = Literal["session", "group"]
 """What results are read by: sessions, or tasks with all of their sessions."""
 PauseMode = Literal["freeze", "hold", "drain", "sleep"]
 """What becomes of calls that run when generation is paused."""
 
 
-class Model(BaseModel):
+class RequestModel(BaseModel):
     """A part of a request. Null stands for a field's default, unless null is a value of the field's own."""
 
     model_config = ConfigDict(extra="forbid", populate_by_name=True)
@@ -53,22 +53,22 @@ class Model(BaseModel):
         return frozenset(names)
 
 
-def _replaced_by(instead: str) -> BeforeValidator:
+def _unsupported_field(hint: str) -> BeforeValidator:
     """Of a field that there is no equal of here: `instead` says what to use in its place. Empty values are taken."""
 
     def refuse(value: Any) -> None:
         if value not in (None, {}, []):
-            raise ValueError(instead)
+            raise ValueError(hint)
 
     return BeforeValidator(refuse)
 
 
-class StepModel(Model):
+class StepModel(RequestModel):
     """A step that is written with the fields of all kinds of steps has null in those of the others."""
 
     @model_validator(mode="before")
     @classmethod
-    def _drop_others(cls, data: Any) -> Any:
+    def _drop_nulls_of_other_steps(cls, data: Any) -> Any:
         if not isinstance(data, dict):
             return data
         return {name: value for name, value in data.items() if value is not None or name not in _STEP_FIELDS}
@@ -91,7 +91,7 @@ class UploadFile(Upload):
     target: str = Field(validation_alias=AliasChoices("target", "dst", "dest", "remote_path"))
 
     @model_validator(mode="after")
-    def _one_of_both(self) -> "UploadFile":
+    def _check_source(self) -> "UploadFile":
         if (self.source is None) == (self.content is None):
             raise ValueError("it takes either `source` or `content`")
         return self
@@ -119,7 +119,7 @@ class Exec(StepModel):
     )
 
 
-def _own_network(name: Any) -> Any:
+def _normalize_network(name: Any) -> Any:
     """A container engine's default networks are not handed out: `allow_internet` says what a sandbox may reach."""
     return None if name in ("host", "bridge", "default") else name
 
@@ -127,7 +127,7 @@ def _own_network(name: Any) -> Any:
 Step = Annotated[UploadFile | UploadDir | Exec, Field(discriminator="type")]
 
 
-class RuntimeRequest(Model):
+class RuntimeRequest(RequestModel):
     backend: str = "bubblewrap"
     image: str | None = None
     prepare: list[Step] = []
@@ -135,7 +135,7 @@ class RuntimeRequest(Model):
         None, description="in the evaluator's fresh runtime: besides `prepare`, unless `semantics` says otherwise"
     )
     env: dict[str, str] = {}
-    network: Annotated[Literal["gateway", "none", "internet"] | None, BeforeValidator(_own_network)] = None
+    network: Annotated[Literal["gateway", "none", "internet"] | None, BeforeValidator(_normalize_network)] = None
     allow_internet: bool = False
     workdir: str = "/workspace"
     cpus: float | None = Field(None, gt=0)
@@ -147,39 +147,41 @@ class RuntimeRequest(Model):
         True, description="false: system calls are not filtered; a list: calls and address families allowed besides"
     )
     kwargs: Annotated[
-        None, _replaced_by("set the fields of `runtime` itself: cpus, memory_mb, disk_mb, network, env")
+        None, _unsupported_field("set the fields of `runtime` itself: cpus, memory_mb, disk_mb, network, env")
     ] = Field(None, exclude=True)
     import_path: Annotated[
         None,
-        _replaced_by(
+        _unsupported_field(
             "code is never named over HTTP: install it as an entry point of polar.runtimes, and name that in `backend`"
         ),
     ] = Field(None, exclude=True)
     internet_volumes: Annotated[
         None,
-        _replaced_by("folders of the machine are never mounted: copy them in with an `upload_dir` step of `prepare`"),
+        _unsupported_field(
+            "folders of the machine are never mounted: copy them in with an `upload_dir` step of `prepare`"
+        ),
     ] = Field(None, exclude=True)
-    direct_exec_init_command: Annotated[None, _replaced_by("make it an `exec` step of `prepare`")] = Field(
+    direct_exec_init_command: Annotated[None, _unsupported_field("make it an `exec` step of `prepare`")] = Field(
         None, exclude=True
     )
 
     @field_validator("workdir")
     @classmethod
-    def _absolute(cls, workdir: str) -> str:
+    def _check_workdir(cls, workdir: str) -> str:
         if not posixpath.isabs(workdir) or posixpath.normpath(workdir) == "/":
             raise ValueError("it must be an absolute path, and not the root")
         return posixpath.normpath(workdir)
 
     @property
-    def reaches(self) -> Literal["gateway", "none", "internet"]:
+    def effective_network(self) -> Literal["gateway", "none", "internet"]:
         return self.network or ("internet" if self.allow_internet else "gateway")
 
 
-def _own_transport(name: Any) -> Any:
+def _normalize_transport(name: Any) -> Any:
     return "http" if name in ("streamable-http", "streamable_http") else name
 
 
-class McpServer(Model):
+class McpServer(RequestModel):
     """A server of tools: a command that speaks over its standard input and output, or an address."""
 
     name: str
@@ -188,41 +190,41 @@ class McpServer(Model):
     env: dict[str, str] = {}
     url: str | None = None
     headers: dict[str, str] = {}
-    transport: Annotated[Literal["stdio", "http", "sse"] | None, BeforeValidator(_own_transport)] = Field(
+    transport: Annotated[Literal["stdio", "http", "sse"] | None, BeforeValidator(_normalize_transport)] = Field(
         None, validation_alias=AliasChoices("transport", "type"), description="[default: told by command or url]"
     )
 
     @model_validator(mode="after")
-    def _one_of_both(self) -> "McpServer":
+    def _check_address(self) -> "McpServer":
         if (self.command is None) == (self.url is None):
             raise ValueError("it takes either `command` or `url`")
         return self
 
 
-class CustomShell(Model):
+class CustomShell(RequestModel):
     command: str
     cwd: str | None = None
     env: dict[str, str] = {}
 
 
-def _servers(value: Any) -> Any:
+def _list_servers(value: Any) -> Any:
     """A table by name, as most harnesses write it, is as good as a list."""
     if isinstance(value, dict):
         return [{"name": name, **server} if isinstance(server, dict) else server for name, server in value.items()]
     return value
 
 
-class AgentRequest(Model):
+class AgentRequest(RequestModel):
     harness: str = Field("shell", description="a preset's name, perhaps with a version: pi@0.87.1")
     model_name: str | None = None
     settings: dict[str, Any] = {}
     env: dict[str, str] = {}
-    mcp_servers: Annotated[list[McpServer], BeforeValidator(_servers)] = []
+    mcp_servers: Annotated[list[McpServer], BeforeValidator(_list_servers)] = []
     skills_path: str | None = None
     custom_shell: CustomShell | None = None
     import_path: Annotated[
         None,
-        _replaced_by(
+        _unsupported_field(
             "code is never named over HTTP: install it as an entry point of polar.harnesses, and name that in "
             "`harness`; or use the harness `shell` with `custom_shell`"
         ),
@@ -237,19 +239,19 @@ class AgentRequest(Model):
         return self.harness.partition("@")[2] or None
 
 
-class BuilderRequest(Model):
+class BuilderRequest(RequestModel):
     strategy: str = "prefix_merging"
     config: dict[str, Any] = {}
 
 
-class EvaluatorRequest(Model):
+class EvaluatorRequest(RequestModel):
     strategy: str
     config: dict[str, Any] = {}
     env: dict[str, str] = {}
     refresh_runtime: bool = Field(True, description="false: in the agent's own runtime as it runs; the verdict says so")
 
 
-class Budget(Model):
+class Budget(RequestModel):
     """What a session may use up besides its seconds. A turn is a model call of the harness, whoever in it makes it;
     tokens are sampled ones."""
 
@@ -257,7 +259,7 @@ class Budget(Model):
     tokens: int | None = Field(None, gt=0)
 
 
-def _named_semantics(value: Any) -> Any:
+def _resolve_semantics(value: Any) -> Any:
     if isinstance(value, str):
         if value not in SEMANTICS:
             raise ValueError(f"there are no semantics {value!r}; known: {', '.join(SEMANTICS)}")
@@ -265,7 +267,7 @@ def _named_semantics(value: Any) -> Any:
     return value
 
 
-class TaskRequest(Model):
+class TaskRequest(RequestModel):
     task_id: str = Field(min_length=1, max_length=200)
     instruction: str
     num_samples: int = Field(1, ge=1, le=100_000)
@@ -291,7 +293,7 @@ class TaskRequest(Model):
     callback_url: str | None = None
     run: str = Field(DEFAULT_RUN, min_length=1, max_length=200)
     metadata: dict[str, Any] = {}
-    semantics: Annotated[TaskSemantics, BeforeValidator(_named_semantics)] = Field(
+    semantics: Annotated[TaskSemantics, BeforeValidator(_resolve_semantics)] = Field(
         POLAR, description="what it means where systems differ: polar, nvidia, or each of it [default: the server's]"
     )
 
@@ -308,7 +310,7 @@ class TaskRequest(Model):
             if "strategy" not in self.builder.model_fields_set:
                 self.builder = self.builder.model_copy(update={"strategy": self.semantics.builder})
 
-    def adopt(self, semantics: TaskSemantics) -> "TaskRequest":
+    def with_semantics(self, semantics: TaskSemantics) -> "TaskRequest":
         """With these semantics, unless it names its own."""
         if "semantics" in self.model_fields_set or semantics == self.semantics:
             return self

@@ -5,7 +5,7 @@ from typing import Any
 from msgspec import Struct
 from pydantic import ValidationError
 
-from polar import problems
+from polar import validation_errors
 from polar.errors import ConfigError
 from polar.harnesses import load_harness
 from polar.rollout.models import AgentRequest, TaskRequest
@@ -42,4 +42,4 @@ class Overrides(Struct, frozen=True):
         try:
             return TaskRequest.model_validate(fields | {"agent": agent})
         except ValidationError as error:
-            raise ConfigError(f"{problems.listed(error)}.") from error
+            raise ConfigError(f"{validation_errors.format_validation_errors(error)}.") from error

@@ -10,17 +10,17 @@ from typing import Any, Literal, Protocol
 
 from msgspec import Raw, Struct, field
 
-from polar.engines.wanted import Engines
+from polar.engines.desired_state import DesiredEngines
 from polar.errors import PolarError
 from polar.store.base import Evidence
 
-Answer = Literal["taken", "lost"]
+FinishStatus = Literal["taken", "lost"]
 
 
 NOT_RUNNABLE = "not_runnable"
 """The node can't run the task: it has not the harness, say, or not the image. Others may."""
 
-PLATFORM = frozenset({"sandbox_failed", "store_failed", "engine_failed", "node_failed", NOT_RUNNABLE})
+PLATFORM_REASONS = frozenset({"sandbox_failed", "store_failed", "engine_failed", "node_failed", NOT_RUNNABLE})
 """Reasons for which a session is tried again: they say nothing of the agent."""
 
 INTERRUPTED = "interrupted"
@@ -31,18 +31,18 @@ class UnknownNode(PolarError):
     """The server knows nothing of this node, or counts it among the dead: it is to join (again)."""
 
 
-class Unreachable(PolarError):
+class ServerUnreachable(PolarError):
     """The server did not answer; it may or may not have heard. To be said again, a little later."""
 
 
-class Held(Struct, frozen=True):
+class LeaseId(Struct, frozen=True):
     """A lease, as whoever holds it names it."""
 
     work_id: int
     fence: int
 
 
-class Joining(Struct):
+class JoinRequest(Struct):
     node_id: str  # new with every start
     name: str
     backends: list[str]  # runtimes that it can make
@@ -52,11 +52,11 @@ class Joining(Struct):
     stopped: list[str] = []  # those of them that had been told to end: nothing that ran there killed them
 
 
-class Joined(Struct):
+class JoinResponse(Struct):
     term: float  # seconds that leases live without a beat
     beat: float  # seconds between beats
     shares_store: bool  # else it sends a copy of each session, before it says that it has ended
-    engines: Engines
+    engines: DesiredEngines
 
 
 class Lease(Struct):
@@ -70,12 +70,12 @@ class Lease(Struct):
     request: Raw  # a TaskRequest
 
     @property
-    def held(self) -> Held:
-        return Held(self.work_id, self.fence)
+    def lease_id(self) -> LeaseId:
+        return LeaseId(self.work_id, self.fence)
 
 
-class Beat(Struct):
-    holding: list[Held]
+class Heartbeat(Struct):
+    holding: list[LeaseId]
     load: dict[str, bool | int | float] = {}
     seen: int = -1  # the generation of the engines that it has heard of
     applied: int = -1  # the one that is in force there
@@ -83,19 +83,19 @@ class Beat(Struct):
     ending: bool = False  # it was told to end: it begins nothing more, and nothing that runs there is to blame
 
 
-class Cancel(Struct):
-    held: Held
+class CancelOrder(Struct):
+    held: LeaseId
     reason: str
 
 
-class Orders(Struct):
-    lost: list[Held] = []  # somebody else's by now, or nobody's
-    cancel: list[Cancel] = []
-    engines: Engines | None = None  # where they have changed
+class HeartbeatResponse(Struct):
+    lost: list[LeaseId] = []  # somebody else's by now, or nobody's
+    cancel: list[CancelOrder] = []
+    engines: DesiredEngines | None = None  # where they have changed
     drain: bool = False  # take no more, and leave when all is done
 
 
-class Ended(Struct):
+class SessionOutcome(Struct):
     """What became of a session. What trainers read besides is in the store."""
 
     work_id: int
@@ -119,24 +119,24 @@ class Ended(Struct):
     mask_traces: bool = False  # where it has no reward
 
     @property
-    def held(self) -> Held:
-        return Held(self.work_id, self.fence)
+    def lease_id(self) -> LeaseId:
+        return LeaseId(self.work_id, self.fence)
 
 
-class Server(Protocol):
+class RolloutServer(Protocol):
     """The rollout server, as nodes see it. Raises UnknownNode and Unreachable."""
 
-    async def join(self, joining: Joining) -> Joined: ...
+    async def join(self, request: JoinRequest) -> JoinResponse: ...
 
-    async def lease(self, node_id: str, holding: list[Held], room: int) -> list[Lease]:
+    async def lease(self, node_id: str, holding: list[LeaseId], room: int) -> list[Lease]:
         """Waits a beat for some. What was leased before and is not in `holding` comes again: its answer was lost."""
         ...
 
-    async def beat(self, node_id: str, beat: Beat) -> Orders:
+    async def heartbeat(self, node_id: str, heartbeat: Heartbeat) -> HeartbeatResponse:
         """Waits a beat for something to tell."""
         ...
 
-    async def finish(self, node_id: str, ended: list[Ended]) -> list[Answer]:
+    async def finish(self, node_id: str, ended: list[SessionOutcome]) -> list[FinishStatus]:
         """Durable on return."""
         ...
 

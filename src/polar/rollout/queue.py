@@ -15,61 +15,64 @@ from functools import partial
 
 import msgspec
 
-from polar.rollout.blame import CONTROL_RATIO, SUSPECT, Case
-from polar.rollout.choosing import choose
-from polar.rollout.protocol import INTERRUPTED, PLATFORM, Answer, Ended, Held, Lease
+from polar.rollout.killer_detection import CONTROL_RATIO, SUSPECT_KILLS, SuspectRecord
+from polar.rollout.protocol import INTERRUPTED, PLATFORM_REASONS, FinishStatus, Lease, LeaseId, SessionOutcome
 from polar.rollout.queue_reads import QueueReads
-from polar.rollout.records import (
-    Admitted,
-    Allowance,
-    Change,
-    EndedTask,
-    Head,
-    Lane,
-    NewTask,
-    Outcome,
-    TaskRow,
-    Tracked,
-    WorkRow,
-    WorkState,
-)
-from polar.rollout.rows import (
-    callback_url_of,
-    change_of,
+from polar.rollout.queue_rows import (
     count_parameters,
     end_parameters,
     lease_parameters,
-    leased,
-    leased_again,
-    new_row,
+    make_lease,
+    new_task_row,
+    parse_callback_url,
+    restore_lease,
     task_parameters,
+    to_change,
     work_parameters,
 )
-from polar.rollout.transactions import number
+from polar.rollout.records import (
+    AdmittedTask,
+    EndedTask,
+    FinishResult,
+    Lane,
+    LeaseAllowance,
+    LeaseCandidate,
+    NewTask,
+    TaskRow,
+    TrackedLease,
+    WorkChange,
+    WorkRow,
+    WorkState,
+)
+from polar.rollout.transactions import fetch_number
+from polar.rollout.work_selection import select_work
 from polar.store.sql import Connection, WritingConnection
 
-_KILLER = "Node after node died under this session, the last one under it alone, while others lived: set aside."
+_KILLER_ERROR = "Node after node died under this session, the last one under it alone, while others lived: set aside."
 
 
 class Queue(QueueReads):
     # Tasks
 
-    async def submit(self, tasks: Sequence[NewTask]) -> list[Admitted]:
+    async def submit(self, tasks: Sequence[NewTask]) -> list[AdmittedTask]:
         """Each as it is in the queue now. One that is there already may have other content."""
 
         now = time.time()
 
-        def insert(db: WritingConnection) -> list[Admitted]:
+        def insert(db: WritingConnection) -> list[AdmittedTask]:
             samples = sum(task.samples for task in tasks)
-            first = number(db, self.q.take, name="work", count=samples) - samples + 1
+            first = fetch_number(db, self.q.advance_counter, name="work", count=samples) - samples + 1
             new = [
-                bool(rows) for rows in self.all(db, self.q.insert_task, [task_parameters(task, now) for task in tasks])
+                bool(rows)
+                for rows in self.execute_each(db, self.q.insert_task, [task_parameters(task, now) for task in tasks])
             ]
             known = [task for task, is_new in zip(tasks, new, strict=True) if not is_new]
             named = [{"run": task.run, "task_id": task.task_id} for task in known]
-            found = iter(self.all(db, self.q.task, named))
+            found = iter(self.execute_each(db, self.q.task, named))
             admitted = [
-                Admitted(new_row(task, now)) if is_new else self._admit_again(db, task, TaskRow(*next(found)[0]), now)
+                AdmittedTask(new_task_row(task, now))
+                if is_new
+                else self._readmit(db, task, TaskRow(*next(found)[0]), now)
                 for task, is_new in zip(tasks, new, strict=True)
             ]
             work: list[dict[str, object]] = []
@@ -83,7 +86,7 @@ class Queue(QueueReads):
 
         return await self.transact(insert)
 
-    def _admit_again(self, db: WritingConnection, task: NewTask, known: TaskRow, now: float) -> Admitted:
+    def _readmit(self, db: WritingConnection, task: NewTask, known: TaskRow, now: float) -> AdmittedTask:
         """A task of a name that is there already."""
         name = {"run": task.run, "task_id": task.task_id}
         if task.rerun:  # it may be there twice among those that are submitted now
@@ -93,58 +96,62 @@ class Queue(QueueReads):
             db.execute(self.q.drop_work, name)
             db.execute(self.q.drop_task, name)
             db.execute(self.q.insert_task, task_parameters(task, now))
-            return Admitted(new_row(task, now), replaced=known)
+            return AdmittedTask(new_task_row(task, now), replaced=known)
         same = known.digest == task.digest
-        if same and task.callback_url not in (None, callback_url_of(known.request)):
-            db.execute(self.q.set_callback, {**name, "request": task.request})
+        if same and task.callback_url not in (None, parse_callback_url(known.request)):
+            db.execute(self.q.redirect_callback, {**name, "request": task.request})
             known = msgspec.structs.replace(known, request=task.request, callback="waiting")
-            return Admitted(known, is_new=False, calls_elsewhere=True)
-        return Admitted(known, is_new=False)
+            return AdmittedTask(known, is_new=False, has_new_callback=True)
+        return AdmittedTask(known, is_new=False)
 
-    async def cancel(self, run: str, task_id: str, reason: str) -> list[Change] | None:
+    async def cancel(self, run: str, task_id: str, reason: str) -> list[WorkChange] | None:
         """Ends what has not begun; what runs is its nodes' to end. None where there is no such task."""
 
-        def cancel(db: WritingConnection) -> list[Change] | None:
+        def cancel(db: WritingConnection) -> list[WorkChange] | None:
             if db.execute(self.q.task, {"run": run, "task_id": task_id}).fetchone() is None:
                 return None
             return self._cancel(db, run, task_id, reason)
 
         return await self.transact(cancel)
 
-    def _cancel(self, db: WritingConnection, run: str, task_id: str, reason: str) -> list[Change]:
+    def _cancel(self, db: WritingConnection, run: str, task_id: str, reason: str) -> list[WorkChange]:
         db.execute(self.q.cancel_task, {"run": run, "task_id": task_id, "reason": reason})
-        rows = db.execute(self.q.work_of, {"run": run, "task_id": task_id}).fetchall()
+        rows = db.execute(self.q.task_work, {"run": run, "task_id": task_id}).fetchall()
         idle = [work for row in rows if (work := WorkRow(*row)).state in ("queued", "waiting")]
-        ending = [(Ended(work.work_id, work.fence, None, reason=reason), work.state) for work in idle]
-        return [change for change in self._end(db, ending) if change is not None]
+        ending = [(SessionOutcome(work.work_id, work.fence, None, reason=reason), work.state) for work in idle]
+        return [change for change in self._finish_work(db, ending) if change is not None]
 
-    async def told(self, run: str, task_id: str, callback: str) -> None:
+    async def set_callback_state(self, run: str, task_id: str, state: str) -> None:
         """Its callback is acknowledged, or given up."""
-        await self.write(self.q.told, run=run, task_id=task_id, callback=callback)
+        await self.write(self.q.set_callback_state, run=run, task_id=task_id, callback=state)
 
     # Leases
 
     async def lease(
         self,
         node: str,
-        holding: Iterable[Held],
-        allowances: Sequence[Allowance],
+        holding: Iterable[LeaseId],
+        allowances: Sequence[LeaseAllowance],
         room: int,
         slots: int,
-        unfit: Collection[tuple[str, str]] = (),
-    ) -> list[tuple[Lease, Tracked]]:
+        unrunnable: Collection[tuple[str, str]] = (),
+    ) -> list[tuple[Lease, TrackedLease]]:
         """So many more for a node, and those that it has without knowing; nothing of tasks for which it is unfit."""
         known = set(holding)
         given: set[int] = set()  # by a run of this that may have been committed, or not
 
-        def lease(db: WritingConnection) -> list[tuple[Lease, Tracked]]:
-            has = self._has(db, node)
-            unknown = sorted(has.keys() - known, key=_work_id)
-            found = self.all(db, self.q.leased_work, [{"work_id": held.work_id} for held in unknown])
-            again = [leased_again(rows[0], node) for rows in found]
-            was = any(held.work_id in given for held in unknown)
-            heads = partial(self._heads, db)
-            chosen = [] if was else choose(heads, allowances, room - len(again), slots, has.values(), unfit)
+        def lease(db: WritingConnection) -> list[tuple[Lease, TrackedLease]]:
+            held_leases = self._leases_with_kills(db, node)
+            unknown = sorted(held_leases.keys() - known, key=_work_id)
+            found = self.execute_each(db, self.q.leased_work, [{"work_id": held.work_id} for held in unknown])
+            again = [restore_lease(rows[0], node) for rows in found]
+            is_rerun = any(held.work_id in given for held in unknown)
+            heads = partial(self._fetch_candidates, db)
+            chosen = (
+                []
+                if is_rerun
+                else select_work(heads, allowances, room - len(again), slots, held_leases.values(), unrunnable)
+            )
             given.update(head.work_id for head, _ in chosen)
             if chosen:
                 db.executemany(
@@ -154,85 +161,95 @@ class Queue(QueueReads):
                         for head, allowance in chosen
                     ],
                 )
-            return [*again, *(leased(head, allowance, node) for head, allowance in chosen)]
+            return [*again, *(make_lease(head, allowance, node) for head, allowance in chosen)]
 
         return await self.transact(lease)
 
-    def _heads(self, db: Connection, lane: Lane, limit: int, most_kills: int) -> list[Head]:
+    def _fetch_candidates(self, db: Connection, lane: Lane, limit: int, most_kills: int) -> list[LeaseCandidate]:
         parameters = {
             "run": lane.run,
             "lane": lane.name,
             "limit": limit,
             "most_kills": most_kills,
-            "suspect": SUSPECT,
+            "suspect": SUSPECT_KILLS,
             "rest": CONTROL_RATIO,
         }
-        return [Head(*row) for row in db.execute(self.q.heads, parameters).fetchall()]
+        return [LeaseCandidate(*row) for row in db.execute(self.q.lease_candidates, parameters).fetchall()]
 
-    def _has(self, db: Connection, node: str) -> dict[Held, int]:
+    def _leases_with_kills(self, db: Connection, node: str) -> dict[LeaseId, int]:
         """What a node has, and how many nodes died with it."""
-        rows = db.execute(self.q.leased_to, {"node": node}).fetchall()
-        return {Held(work_id, fence): kills for work_id, fence, kills in rows}
+        rows = db.execute(self.q.node_leases, {"node": node}).fetchall()
+        return {LeaseId(work_id, fence): kills for work_id, fence, kills in rows}
 
-    async def finish(self, ended: Sequence[Ended], attempts: int) -> list[Outcome]:
+    async def finish(self, ended: Sequence[SessionOutcome], attempts: int) -> list[FinishResult]:
         """Only the last lease of some work can end it; told again, that is answered the same."""
 
-        def finish(db: WritingConnection) -> list[Outcome]:
-            changes = self._try_again(db, ended, attempts)
-            ending = [one for one in ended if one.held not in changes]
+        def finish(db: WritingConnection) -> list[FinishResult]:
+            changes = self._retry(db, ended, attempts)
+            ending = [one for one in ended if one.lease_id not in changes]
             for one in ending:
                 if one.reason == INTERRUPTED:  # and its task was cancelled meanwhile
                     one.reason = "cancelled"
-            for one, change in zip(ending, self._end(db, [(one, "leased") for one in ending]), strict=True):
+            for one, change in zip(ending, self._finish_work(db, [(one, "leased") for one in ending]), strict=True):
                 if change is not None:
-                    changes[one.held] = change
+                    changes[one.lease_id] = change
             return [
-                Outcome("taken", changes[one.held]) if one.held in changes else Outcome(self._answer_again(db, one))
+                FinishResult("taken", changes[one.lease_id])
+                if one.lease_id in changes
+                else FinishResult(self._repeat_status(db, one))
                 for one in ended
             ]
 
         return await self.transact(finish)
 
-    def _try_again(self, db: WritingConnection, ended: Sequence[Ended], attempts: int) -> dict[Held, Change]:
+    def _retry(
+        self, db: WritingConnection, ended: Sequence[SessionOutcome], attempts: int
+    ) -> dict[LeaseId, WorkChange]:
         """Those that are the platform's fault, and may be tried again."""
         back = [one for one in ended if one.reason == INTERRUPTED]
-        again = [one for one in ended if one.reason in PLATFORM]
-        handed = self.all(db, self.q.hand_back, [{**lease_parameters(one.held), "killed": 0} for one in back])
-        tried = self.all(db, self.q.try_again, [{**lease_parameters(one.held), "attempts": attempts} for one in again])
+        again = [one for one in ended if one.reason in PLATFORM_REASONS]
+        handed = self.execute_each(
+            db, self.q.release, [{**lease_parameters(one.lease_id), "killed": 0} for one in back]
+        )
+        tried = self.execute_each(
+            db, self.q.retry, [{**lease_parameters(one.lease_id), "attempts": attempts} for one in again]
+        )
         changes = [
-            *(change_of(rows, "leased", "queued", one) for one, rows in zip(back, handed, strict=True)),
-            *(change_of(rows, "leased", "waiting", one) for one, rows in zip(again, tried, strict=True)),
+            *(to_change(rows, "leased", "queued", one) for one, rows in zip(back, handed, strict=True)),
+            *(to_change(rows, "leased", "waiting", one) for one, rows in zip(again, tried, strict=True)),
         ]
-        return {change.ended.held: change for change in changes if change is not None}
+        return {change.outcome.lease_id: change for change in changes if change is not None}
 
-    def _end(self, db: WritingConnection, ending: Sequence[tuple[Ended, WorkState]]) -> list[Change | None]:
+    def _finish_work(
+        self, db: WritingConnection, ending: Sequence[tuple[SessionOutcome, WorkState]]
+    ) -> list[WorkChange | None]:
         """None where something isn't in that state, of that fence, any more."""
         if not ending:
             return []
         # Two each: for its own end, and for its task's. What is not used is left out.
-        first = number(db, self.q.take, name="cursor", count=2 * len(ending)) - 2 * len(ending) + 1
+        first = fetch_number(db, self.q.advance_counter, name="cursor", count=2 * len(ending)) - 2 * len(ending) + 1
         cursors = range(first, first + 2 * len(ending), 2)
         parameters = [end_parameters(*one, cursor) for one, cursor in zip(ending, cursors, strict=True)]
         changes = [
-            change_of(rows, state, "done", ended, cursor)
+            to_change(rows, state, "done", ended, cursor)
             for rows, (ended, state), cursor in zip(
-                self.all(db, self.q.finish, parameters), ending, cursors, strict=True
+                self.execute_each(db, self.q.finish, parameters), ending, cursors, strict=True
             )
         ]
         done = [change for change in changes if change is not None]
         counted = [count_parameters(change) for change in done]
-        for change, [row] in zip(done, self.all(db, self.q.count_end, counted), strict=True):
+        for change, [row] in zip(done, self.execute_each(db, self.q.count_end, counted), strict=True):
             state, cursor, usable, enough, cancelled, callback = row
             if cursor is not None:
-                change.task = EndedTask(change.lane.run, change.task_id, state, cursor, callback is not None)
+                change.ended_task = EndedTask(change.lane.run, change.task_id, state, cursor, callback is not None)
             elif enough is not None and usable >= enough and cancelled is None:
-                change.enough = True
-        stopped = {(change.lane.run, change.task_id): change for change in reversed(done) if change.enough}
+                change.triggers_early_stop = True
+        stopped = {(change.lane.run, change.task_id): change for change in reversed(done) if change.triggers_early_stop}
         for (run, task_id), change in stopped.items():
-            change.others = self._cancel(db, run, task_id, "early_stop")
+            change.cancelled_work = self._cancel(db, run, task_id, "early_stop")
         return changes
 
-    def _answer_again(self, db: Connection, ended: Ended) -> Answer:
+    def _repeat_status(self, db: Connection, ended: SessionOutcome) -> FinishStatus:
         """To one who says it again, or too late. Work of that fence that is neither leased nor done was given back, by
         its node or because that was lost: an end that gives it back was heard, another one never will be."""
         row = db.execute(self.q.work, {"work_id": ended.work_id}).fetchone()
@@ -242,47 +259,49 @@ class Queue(QueueReads):
         if work.state == "done":
             heard = work.session_id == ended.session_id
         else:
-            heard = work.state != "leased" and (ended.reason == INTERRUPTED or ended.reason in PLATFORM)
+            heard = work.state != "leased" and (ended.reason == INTERRUPTED or ended.reason in PLATFORM_REASONS)
         return "taken" if heard and work.fence == ended.fence else "lost"
 
-    async def lose(self, node: str, *, died: bool) -> list[Change]:
+    async def release_leases(self, node: str, *, died: bool) -> list[WorkChange]:
         """All that a node had, which is no more: others may have it. `died`: nobody had told it to end, so that what
         it had is marked, and what has killed it is set aside (blame.py)."""
 
-        def lose(db: WritingConnection) -> list[Change]:
-            has = self._has(db, node)
-            convicted: list[Held] = []
+        def lose(db: WritingConnection) -> list[WorkChange]:
+            has = self._leases_with_kills(db, node)
+            convicted: list[LeaseId] = []
             if died and not any(has.values()):
                 db.execute(self.q.add_control_death)
             elif died and len(has) == 1:
-                convicted = [held for held in has if self._case_against(db, held).is_proven]
+                convicted = [held for held in has if self._suspect_record(db, held).is_proven]
             ended = {
-                held: Ended(held.work_id, held.fence, None, reason="node_lost", node_id=node)
+                held: SessionOutcome(held.work_id, held.fence, None, reason="node_lost", node_id=node)
                 for held in sorted(has, key=_work_id)
             }
             back = [one for held, one in ended.items() if held not in convicted]
-            handed = self.all(
-                db, self.q.hand_back, [{**lease_parameters(one.held), "killed": int(died)} for one in back]
+            handed = self.execute_each(
+                db, self.q.release, [{**lease_parameters(one.lease_id), "killed": int(died)} for one in back]
             )
             changes = {
-                one.held: change_of(rows, "leased", "queued", one) for one, rows in zip(back, handed, strict=True)
+                one.lease_id: to_change(rows, "leased", "queued", one) for one, rows in zip(back, handed, strict=True)
             }
             ending = [one for held, one in ended.items() if changes.get(held) is None]
             for one in ending:  # else it was cancelled, and so nobody tries again
-                one.reason, one.error = ("node_killer", _KILLER) if one.held in convicted else ("cancelled", None)
-            told = self._end(db, [(one, "leased") for one in ending])
-            return [change for change in (*changes.values(), *told) if change is not None]
+                one.reason, one.error = (
+                    ("node_killer", _KILLER_ERROR) if one.lease_id in convicted else ("cancelled", None)
+                )
+            finished = self._finish_work(db, [(one, "leased") for one in ending])
+            return [change for change in (*changes.values(), *finished) if change is not None]
 
         return await self.transact(lose)
 
-    def _case_against(self, db: Connection, held: Held) -> Case:
-        return Case(*db.execute(self.q.case_against, {"work_id": held.work_id}).fetchone())
+    def _suspect_record(self, db: Connection, held: LeaseId) -> SuspectRecord:
+        return SuspectRecord(*db.execute(self.q.suspect_record, {"work_id": held.work_id}).fetchone())
 
     async def record_lifetimes(self, seconds: Mapping[str, float]) -> bool:
         """That nodes have lived so much longer, for the cases against marked work. False where there is none."""
 
         def record(db: WritingConnection) -> bool:
-            rows = db.execute(self.q.marked).fetchall()
+            rows = db.execute(self.q.suspect_work).fetchall()
             hosts = {work_id: node for work_id, node, state in rows if state == "leased"}
             for work_id, node in hosts.items():
                 db.execute(self.q.add_exposure, {"work_id": work_id, "seconds": seconds.get(node, 0.0)})
@@ -294,35 +313,35 @@ class Queue(QueueReads):
 
         return await self.transact(record)
 
-    async def acquit(self, work_ids: Iterable[int]) -> None:
+    async def retract_kills(self, work_ids: Iterable[int]) -> None:
         """Takes back a death that was none: the node lives."""
 
         def acquit(db: WritingConnection) -> None:
             for work_id in work_ids:
-                db.execute(self.q.acquit, {"work_id": work_id})
+                db.execute(self.q.retract_kill, {"work_id": work_id})
 
         await self.transact(acquit)
 
-    async def go_on(self, work_ids: Iterable[int]) -> list[Lane]:
+    async def requeue(self, work_ids: Iterable[int]) -> list[Lane]:
         """Work that waited for another try; in which lanes some is queued now."""
 
         def go_on(db: WritingConnection) -> list[Lane]:
             found = []
             for work_id in work_ids:
-                found += [Lane(*row) for row in db.execute(self.q.go_on, {"work_id": work_id}).fetchall()]
+                found += [Lane(*row) for row in db.execute(self.q.requeue, {"work_id": work_id}).fetchall()]
             return found
 
         return await self.transact(go_on)
 
-    async def forget(self, cursor: int, limit: int) -> int:
+    async def delete_ended_tasks(self, cursor: int, limit: int) -> int:
         """Drops up to `limit` tasks that ended by the cursor, with their sessions, and up to `limit` sessions of tasks
         that ended by then and were run again. Returns how many tasks and such sessions there were."""
 
         def forget(db: WritingConnection) -> int:
-            tasks = db.execute(self.q.ended_up_to, {"cursor": cursor, "limit": limit}).fetchall()
+            tasks = db.execute(self.q.tasks_ended_up_to, {"cursor": cursor, "limit": limit}).fetchall()
             for run, task_id in tasks:
                 task = {"run": run, "task_id": task_id}
-                for (session_id,) in db.execute(self.q.sessions_of, task).fetchall():
+                for (session_id,) in db.execute(self.q.task_sessions, task).fetchall():
                     self._drop_session(db, session_id)
                 db.execute(self.q.drop_work, task)
                 db.execute(self.q.drop_task, task)
@@ -339,5 +358,5 @@ class Queue(QueueReads):
         db.execute(self.q.drop_session, {"session_id": session_id})
 
 
-def _work_id(held: Held) -> int:
+def _work_id(held: LeaseId) -> int:
     return held.work_id

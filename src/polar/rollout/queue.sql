@@ -3,23 +3,23 @@
 -- name: fact
 SELECT value FROM facts WHERE name = :name;
 
--- name: keep_fact
+-- name: save_fact
 INSERT INTO facts (name, value) VALUES (:name, :value) ON CONFLICT (name) DO UPDATE SET value = excluded.value;
 
 -- name: counter
 SELECT value FROM counters WHERE name = :name;
 
--- name: hold
+-- name: lock_counter
 -- Whoever has changed the row holds it until the transaction ends: no other server starts meanwhile.
 UPDATE counters SET value = value WHERE name = :name RETURNING value;
 
--- name: take
+-- name: advance_counter
 UPDATE counters SET value = value + :count WHERE name = :name RETURNING value;
 
 -- name: runs
 SELECT run, settings FROM runs;
 
--- name: keep_run
+-- name: save_run
 INSERT INTO runs (run, settings) VALUES (:run, :settings) ON CONFLICT (run) DO UPDATE SET settings = excluded.settings;
 
 -- name: insert_task
@@ -49,7 +49,7 @@ WHERE run = :run AND cursor > :after
 ORDER BY cursor
 LIMIT :limit;
 
--- name: tasks_to_tell
+-- name: tasks_awaiting_callback
 SELECT run, task_id, state, cancelled, samples, ended, usable, enough, created_at, ended_at, cursor, callback, digest,
     request
 FROM tasks
@@ -57,7 +57,7 @@ WHERE callback = 'waiting' AND cursor > :after
 ORDER BY cursor
 LIMIT :limit;
 
--- name: set_callback
+-- name: redirect_callback
 UPDATE tasks SET request = :request, callback = 'waiting' WHERE run = :run AND task_id = :task_id;
 
 -- name: recent_tasks
@@ -68,10 +68,10 @@ WHERE run = :run
 ORDER BY created_at DESC, task_id
 LIMIT :limit;
 
--- name: told
+-- name: set_callback_state
 UPDATE tasks SET callback = :callback WHERE run = :run AND task_id = :task_id AND callback = 'waiting';
 
--- name: work_of
+-- name: task_work
 SELECT work_id, run, task_id, sample, state, fence, attempt, kills, node, version, cursor, session_id, summary
 FROM work
 WHERE run = :run AND task_id = :task_id
@@ -84,7 +84,7 @@ WHERE run = :run AND cursor > :after
 ORDER BY cursor
 LIMIT :limit;
 
--- name: heads
+-- name: lease_candidates
 SELECT w.work_id, w.rank, w.kills, w.fence, w.task_id, w.sample, w.attempt, t.digest, t.request
 FROM work w
 JOIN tasks t ON t.run = w.run AND t.task_id = w.task_id
@@ -97,7 +97,7 @@ LIMIT :limit;
 UPDATE work SET state = 'leased', node = :node, fence = fence + 1, version = :version
 WHERE work_id = :work_id AND state = 'queued';
 
--- name: leased_to
+-- name: node_leases
 SELECT work_id, fence, kills FROM work WHERE state = 'leased' AND node = :node;
 
 -- name: leased_work
@@ -136,7 +136,7 @@ SET ended = ended + 1,
 WHERE run = :run AND task_id = :task_id
 RETURNING state, cursor, usable, enough, cancelled, callback;
 
--- name: try_again
+-- name: retry
 UPDATE work SET state = 'waiting', attempt = attempt + 1
 WHERE work_id = :work_id AND fence = :fence AND state = 'leased' AND attempt + 1 < :attempts
     AND NOT EXISTS (
@@ -144,7 +144,7 @@ WHERE work_id = :work_id AND fence = :fence AND state = 'leased' AND attempt + 1
     )
 RETURNING run, task_id, sample, lane;
 
--- name: hand_back
+-- name: release
 UPDATE work SET state = 'queued', kills = kills + :killed
 WHERE work_id = :work_id AND fence = :fence AND state = 'leased'
     AND NOT EXISTS (
@@ -152,7 +152,7 @@ WHERE work_id = :work_id AND fence = :fence AND state = 'leased'
     )
 RETURNING run, task_id, sample, lane;
 
--- name: marked
+-- name: suspect_work
 -- Work under which nodes have died, and that has not ended.
 SELECT work_id, node, state FROM work WHERE kills > 0 AND state <> 'done';
 
@@ -165,16 +165,16 @@ UPDATE work SET control = control + :seconds WHERE kills > 0 AND state <> 'done'
 -- name: add_control_death
 UPDATE work SET control_deaths = control_deaths + 1 WHERE kills > 0 AND state <> 'done';
 
--- name: case_against
+-- name: suspect_record
 SELECT kills, exposure, control, control_deaths FROM work WHERE work_id = :work_id;
 
--- name: acquit
+-- name: retract_kill
 UPDATE work SET kills = kills - 1 WHERE work_id = :work_id AND kills > 0 AND state <> 'done';
 
--- name: go_on
+-- name: requeue
 UPDATE work SET state = 'queued' WHERE work_id = :work_id AND state = 'waiting' RETURNING run, lane;
 
--- name: waiting
+-- name: waiting_work
 SELECT work_id FROM work WHERE state = 'waiting';
 
 -- name: cancel_task
@@ -202,16 +202,16 @@ SELECT COALESCE(SUM(usable), 0) FROM tasks WHERE run = :run AND (cursor > :after
 -- name: consumers
 SELECT run, consumer, cursor, unit FROM consumers;
 
--- name: keep_consumer
+-- name: save_consumer
 INSERT INTO consumers (run, consumer, cursor, unit) VALUES (:run, :consumer, :cursor, :unit)
 ON CONFLICT (run, consumer) DO UPDATE SET cursor = excluded.cursor, unit = excluded.unit;
 
--- name: ended_up_to
+-- name: tasks_ended_up_to
 SELECT run, task_id FROM tasks WHERE cursor <= :cursor AND (callback IS NULL OR callback <> 'waiting')
 ORDER BY cursor
 LIMIT :limit;
 
--- name: sessions_of
+-- name: task_sessions
 SELECT session_id FROM work WHERE run = :run AND task_id = :task_id AND session_id IS NOT NULL;
 
 -- name: keep_replaced

@@ -3,55 +3,55 @@
 from dataclasses import dataclass
 from functools import cache
 
-from polar.store.sql import Style, named, read
+from polar.store.sql import ParameterStyle, parse_queries, read_sql
 
 
 @dataclass(frozen=True)
 class Queries:
     fact: str
-    keep_fact: str
+    save_fact: str
     counter: str
-    hold: str
-    take: str
+    lock_counter: str
+    advance_counter: str
     runs: str
-    keep_run: str
+    save_run: str
     insert_task: str
     insert_work: str
     task: str
     tasks_after: str
-    tasks_to_tell: str
-    set_callback: str
+    tasks_awaiting_callback: str
+    redirect_callback: str
     recent_tasks: str
-    told: str
-    work_of: str
+    set_callback_state: str
+    task_work: str
     work_after: str
-    heads: str
+    lease_candidates: str
     lease: str
-    leased_to: str
+    node_leases: str
     leased_work: str
     leases: str
     finish: str
     work: str
     count_end: str
-    try_again: str
-    hand_back: str
-    marked: str
+    retry: str
+    release: str
+    suspect_work: str
     add_exposure: str
     add_control: str
     add_control_death: str
-    case_against: str
-    acquit: str
-    go_on: str
-    waiting: str
+    suspect_record: str
+    retract_kill: str
+    requeue: str
+    waiting_work: str
     cancel_task: str
     counts: str
     totals: str
     usable_after: str
     usable_in_tasks_after: str
     consumers: str
-    keep_consumer: str
-    ended_up_to: str
-    sessions_of: str
+    save_consumer: str
+    tasks_ended_up_to: str
+    task_sessions: str
     keep_replaced: str
     replaced_up_to: str
     drop_replaced: str
@@ -62,5 +62,5 @@ class Queries:
 
 
 @cache
-def queries(style: Style) -> Queries:
-    return named(Queries, read(__package__, "queue.sql"), style)
+def queries(style: ParameterStyle) -> Queries:
+    return parse_queries(Queries, read_sql(__package__, "queue.sql"), style)

@@ -4,8 +4,8 @@ from typing import Literal
 
 from msgspec import Struct
 
-from polar.rollout.models import Unit
-from polar.rollout.protocol import Answer, Ended, Held
+from polar.rollout.models import ResultUnit
+from polar.rollout.protocol import FinishStatus, LeaseId, SessionOutcome
 
 WorkState = Literal["queued", "leased", "waiting", "done"]
 
@@ -56,13 +56,13 @@ class NewTask(Struct):
     rerun: bool = False  # one of this name that has ended is run again
 
 
-class Admitted(Struct):
+class AdmittedTask(Struct):
     """What became of a NewTask."""
 
     row: TaskRow  # as it is in the queue now; it may have other content
     is_new: bool = True
     replaced: TaskRow | None = None  # the ended task of this name that it takes the place of
-    calls_elsewhere: bool = False  # it was there, and another address is to be told of its end
+    has_new_callback: bool = False  # it was there, and another address is to be told of its end
 
 
 class Lane(Struct, frozen=True):
@@ -72,17 +72,19 @@ class Lane(Struct, frozen=True):
     name: str
 
 
-class Allowance(Struct, frozen=True):
+class LeaseAllowance(Struct, frozen=True):
     """What a node may have of a lane."""
 
     lane: Lane
-    most: int  # of the run, shared by its lanes
-    busy: int  # of the run, by now: of equally urgent work, that of the least busy run goes first
+    max_sessions: int  # of the run, shared by its lanes
+    running: int  # of the run, by now: of equally urgent work, that of the least busy run goes first
     version: int | None  # of the policy
-    isolates: bool = False  # the node gets nothing that is less urgent than work that is to run alone, until it is idle
+    is_isolation_node: bool = (
+        False  # the node gets nothing that is less urgent than work that is to run alone, until it is idle
+    )
 
 
-class Head(Struct):
+class LeaseCandidate(Struct):
     """The next of a lane."""
 
     work_id: int
@@ -96,10 +98,10 @@ class Head(Struct):
     request: str
 
 
-class Tracked(Struct):
+class TrackedLease(Struct):
     """A lease, as the server keeps it in memory."""
 
-    held: Held
+    lease_id: LeaseId
     lane: Lane
     task_id: str
     node: str
@@ -113,36 +115,36 @@ class EndedTask(Struct):
     task_id: str
     state: str
     cursor: int
-    callback: bool  # somebody is to be told
+    has_callback: bool  # somebody is to be told
 
 
-class Outcome(Struct):
+class FinishResult(Struct):
     """What became of something that was said to have ended."""
 
-    answer: Answer
-    change: "Change | None" = None  # None where it was heard before, or too late
+    status: FinishStatus
+    change: "WorkChange | None" = None  # None where it was heard before, or too late
 
 
-class Change(Struct):
+class WorkChange(Struct):
     """Some work is no longer what it was."""
 
     lane: Lane
     task_id: str
     sample: int
-    was: WorkState
-    became: WorkState
-    ended: Ended
+    old_state: WorkState
+    new_state: WorkState
+    outcome: SessionOutcome
     cursor: int | None = None
-    task: EndedTask | None = None  # that ended with it
-    enough: bool = False  # its task has enough graded sessions now: the others are not wanted any more
-    others: list["Change"] = []  # of those, what had not begun
+    ended_task: EndedTask | None = None  # that ended with it
+    triggers_early_stop: bool = False  # its task has enough graded sessions now: the others are not wanted any more
+    cancelled_work: list["WorkChange"] = []  # of those, what had not begun
 
 
-class Taken(Struct, frozen=True):
+class ConsumerPosition(Struct, frozen=True):
     """How far a consumer has taken everything."""
 
     cursor: int
-    unit: Unit
+    unit: ResultUnit
 
 
 class Counts(Struct):

@@ -5,20 +5,20 @@ from typing import Any, Literal
 
 import msgspec
 
-from polar.export.base import Item
-from polar.export.messages import of_trace, said_of
+from polar.export.base import SessionItem
+from polar.export.messages import conversation_calls, trace_messages
 from polar.rollout.models import SessionStatus, TaskState
-from polar.rollout.protocol import Ended
+from polar.rollout.protocol import SessionOutcome
 from polar.rollout.records import TaskRow
 from polar.store.base import Exchange, Session
 from polar.trajectory import wire
 from polar.trajectory.checker import SessionChecker
-from polar.trajectory.session import MERGED, build
-from polar.trajectory.types import Sampled, TokenCounts, Trajectory
+from polar.trajectory.session import TRACE_BUILDER, build_trajectory
+from polar.trajectory.types import SessionPaths, TokenCounts, Trajectory
 
 
 class _Builder(msgspec.Struct):
-    strategy: str = MERGED
+    strategy: str = TRACE_BUILDER
 
 
 class _Semantics(msgspec.Struct):
@@ -33,31 +33,31 @@ class _Request(msgspec.Struct):
     semantics: _Semantics = msgspec.field(default_factory=_Semantics)
 
 
-_request = msgspec.json.Decoder(_Request).decode
+_decode_request = msgspec.json.Decoder(_Request).decode
 
 
 class ResultForm(msgspec.Struct, frozen=True):
     """How a task wants its results."""
 
-    builder: str = MERGED
+    builder: str = TRACE_BUILDER
     mask_traces: bool = False  # of sessions without a reward
 
 
-def form_of(request: str) -> ResultForm:
+def result_form(request: str) -> ResultForm:
     """`request` is a TaskRequest, as JSON."""
-    read = _request(request)
+    read = _decode_request(request)
     return ResultForm(read.builder.strategy, read.semantics.mask_traces)
 
 
-def status_of_task(task: TaskRow) -> TaskState:
+def task_status(task: TaskRow) -> TaskState:
     """As its semantics have it."""
-    return _request(task.request).semantics.all_failed if task.state == "failed" else task.state
+    return _decode_request(task.request).semantics.all_failed if task.state == "failed" else task.state
 
 
-def ended_result(
+def render_ended_result(
     task_id: str,
     sample: int,
-    ended: Ended,
+    ended: SessionOutcome,
     form: ResultForm,
     session: Session | None,
     exchanges: Sequence[Exchange],
@@ -65,31 +65,33 @@ def ended_result(
 ) -> dict[str, Any]:
     """What the rollout server keeps of a session's end, together with what the store has of it: nothing, where it
     ended before it began. Raises HeldBack where the session fails the check."""
-    known = _known(task_id, sample, ended, session)
-    built = build(known, exchanges, form.builder, checker)
-    item = Item(known, built.sampled, built.trajectory, list(exchanges), parts=built.parts)
-    return _to_result(item, sample, ended, form, began=session is not None)
+    known = _ended_session(task_id, sample, ended, session)
+    built = build_trajectory(known, exchanges, form.builder, checker)
+    item = SessionItem(known, built.session_paths, built.trajectory, list(exchanges), calls=built.calls)
+    return _render(item, sample, ended, form, has_session=session is not None)
 
 
-def unbuilt_result(
-    task_id: str, sample: int, ended: Ended, reason: str, error: str, session: Session | None = None
+def render_failed_result(
+    task_id: str, sample: int, ended: SessionOutcome, reason: str, error: str, session: Session | None = None
 ) -> dict[str, Any]:
     """Of a session whose traces can't be made, or must not be handed on: there is no use in its reward without them."""
     failed = msgspec.structs.replace(ended, reward=None, reason=reason, error=error)
-    known = _known(task_id, sample, failed, session)
-    nothing = Trajectory(known.session_id, MERGED, [], [], TokenCounts(0, 0, 0), None, reason)
-    item = Item(known, Sampled(known.session_id, [], None, reason), nothing)
-    return _to_result(item, sample, failed, ResultForm(), began=session is not None)
+    known = _ended_session(task_id, sample, failed, session)
+    nothing = Trajectory(known.session_id, TRACE_BUILDER, [], [], TokenCounts(0, 0, 0), None, reason)
+    item = SessionItem(known, SessionPaths(known.session_id, [], None, reason), nothing)
+    return _render(item, sample, failed, ResultForm(), has_session=session is not None)
 
 
-def _known(task_id: str, sample: int, ended: Ended, session: Session | None) -> Session:
-    known = as_ended(session or Session(ended.session_id or f"{task_id}#{sample}", b"", 0.0), ended)
+def _ended_session(task_id: str, sample: int, ended: SessionOutcome, session: Session | None) -> Session:
+    known = with_outcome(session or Session(ended.session_id or f"{task_id}#{sample}", b"", 0.0), ended)
     known.metadata = {**known.metadata, "task_id": task_id}
     return known
 
 
-def _to_result(item: Item, sample: int, ended: Ended, form: ResultForm, *, began: bool) -> dict[str, Any]:
-    result = session_result(
+def _render(
+    item: SessionItem, sample: int, ended: SessionOutcome, form: ResultForm, *, has_session: bool
+) -> dict[str, Any]:
+    result = render_session_result(
         item,
         stages=ended.seconds,
         error=ended.error,
@@ -97,7 +99,7 @@ def _to_result(item: Item, sample: int, ended: Ended, form: ResultForm, *, began
         detail=ended.detail or None,
         mask_traces=form.mask_traces,
     )
-    if not began:
+    if not has_session:
         result["metadata"]["timing"] = {"stages": ended.seconds}
     result["node_id"] = ended.node_id or result["node_id"]
     result["metadata"] |= {
@@ -112,13 +114,13 @@ def _to_result(item: Item, sample: int, ended: Ended, form: ResultForm, *, began
     return result
 
 
-def as_ended(session: Session, ended: Ended) -> Session:
+def with_outcome(session: Session, ended: SessionOutcome) -> Session:
     """With the verdict that counts: what a node said of the session in time."""
     return msgspec.structs.replace(session, reward=ended.reward, reason=ended.reason, evidence=ended.evidence)
 
 
-def session_result(
-    item: Item,
+def render_session_result(
+    item: SessionItem,
     *,
     stages: dict[str, float] | None = None,
     error: str | None = None,
@@ -130,18 +132,18 @@ def session_result(
     in one, `outcome` how the harness's run ended, and `detail` how its verdict came about (in a live runtime, say).
     `mask_traces`: where there is no reward."""
     session = item.session
-    said = said_of(item)
-    status = status_of(session.reason)
-    messages = [of_trace(trace, said) for trace in item.trajectory.traces]
+    sampled_texts = conversation_calls(item)
+    status = session_status(session.reason)
+    messages = [trace_messages(trace, sampled_texts) for trace in item.trajectory.traces]
     error = error or session.reason
-    trajectory = wire.trajectory(item.trajectory, messages, status=status, error=error)
+    trajectory = wire.trajectory_to_dict(item.trajectory, messages, status=status, error=error)
     if session.reward is not None:
-        trajectory["metadata"]["evaluation"] = evaluation_of(session.reward, detail or {})
+        trajectory["metadata"]["evaluation"] = evaluation_report(session.reward, detail or {})
     if mask_traces and status != "COMPLETED":
-        _mask(trajectory)
+        _mask_traces(trajectory)
     return {
         "session_id": session.session_id,
-        "task_id": item.group,
+        "task_id": item.group_id,
         "status": status,
         "reward": session.reward,
         "reason": session.reason,
@@ -166,14 +168,14 @@ def session_result(
     }
 
 
-def evaluation_of(reward: float, detail: dict[str, Any]) -> dict[str, Any]:
+def evaluation_report(reward: float, detail: dict[str, Any]) -> dict[str, Any]:
     """As bridges look for it: `report.resolved` is the evaluator's own word, else whether the reward is all of 1."""
     resolved = detail.get("resolved")
     report = {**detail, "resolved": resolved if isinstance(resolved, bool) else reward >= 1.0}
     return {"outcome_reward": reward, "trace_rewards": None, "report": report}
 
 
-def _mask(trajectory: dict[str, Any]) -> None:
+def _mask_traces(trajectory: dict[str, Any]) -> None:
     """Nothing of it is to be trained on, whatever a trainer reads of it."""
     reason = "session_timeout" if trajectory["status"] == "TIMEOUT" else "session_error"
     for trace in trajectory["traces"]:
@@ -194,7 +196,7 @@ def stage_timing(stages: dict[str, float]) -> dict[str, float]:
     return {field: 1000.0 * stages.get(stage, 0.0) for field, stage in named.items()}
 
 
-def status_of(reason: str | None) -> SessionStatus:
+def session_status(reason: str | None) -> SessionStatus:
     """A reason is why there is no reward; a reward, whatever it is, means that the session was graded."""
     if reason is None:
         return "COMPLETED"

@@ -15,13 +15,13 @@ from polar.rollout.queue import Queue
 
 log = logging.getLogger(__name__)
 
-_NOTES = 100  # in the time that results are kept
-_AT_ONCE = 50  # tasks that are forgotten in one transaction
-_FACT = "retention"
+_MARKS_PER_PERIOD = 100  # in the time that results are kept
+_MAX_TASKS_PER_TRANSACTION = 50  # tasks that are forgotten in one transaction
+_FACT_NAME = "retention"
 
 
-class Note(Struct, array_like=True):
-    served: float  # seconds, of all servers so far
+class RetentionMark(Struct, array_like=True):
+    served_seconds: float  # seconds, of all servers so far
     cursor: int  # of the last result then
 
 
@@ -29,26 +29,26 @@ class Retention:
     def __init__(self, queue: Queue, hours: float) -> None:
         self._queue = queue
         self._seconds = hours * 3600
-        self._notes: list[Note] = []
+        self._marks: list[RetentionMark] = []
 
-    async def keep(self) -> None:
+    async def run(self) -> None:
         """For ever."""
         loop = asyncio.get_running_loop()
-        known = await self._queue.fact(_FACT)
-        self._notes = [Note(0.0, 0)] if known is None else msgspec.json.decode(known, type=list[Note])
-        began = loop.time() - self._notes[-1].served
+        known = await self._queue.fact(_FACT_NAME)
+        self._marks = [RetentionMark(0.0, 0)] if known is None else msgspec.json.decode(known, type=list[RetentionMark])
+        began = loop.time() - self._marks[-1].served_seconds
         while True:
-            await asyncio.sleep(self._seconds / _NOTES)
+            await asyncio.sleep(self._seconds / _MARKS_PER_PERIOD)
             try:
-                await self._look(loop.time() - began)
+                await self._delete_expired(loop.time() - began)
             except StoreError as error:
                 log.error("What has ended long ago could not be forgotten: %s", error)
 
-    async def _look(self, served: float) -> None:
-        self._notes.append(Note(served, await self._queue.cursor()))
-        old = [note for note in self._notes if note.served <= served - self._seconds]
+    async def _delete_expired(self, served: float) -> None:
+        self._marks.append(RetentionMark(served, await self._queue.last_cursor()))
+        old = [note for note in self._marks if note.served_seconds <= served - self._seconds]
         if old:
-            while await self._queue.forget(old[-1].cursor, _AT_ONCE):
+            while await self._queue.delete_ended_tasks(old[-1].cursor, _MAX_TASKS_PER_TRANSACTION):
                 pass  # a few at a time: others write, too
-            self._notes = [note for note in self._notes if note.served >= old[-1].served]
-        await self._queue.keep_fact(_FACT, msgspec.json.encode(self._notes).decode())
+            self._marks = [note for note in self._marks if note.served_seconds >= old[-1].served_seconds]
+        await self._queue.save_fact(_FACT_NAME, msgspec.json.encode(self._marks).decode())

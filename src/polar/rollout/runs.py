@@ -6,7 +6,7 @@ import msgspec
 from msgspec import Struct, field
 
 from polar.config import Compat
-from polar.engines.wanted import PauseMode
+from polar.engines.desired_state import PauseState
 
 
 class Quotas(Struct, frozen=True):
@@ -22,7 +22,7 @@ class Quotas(Struct, frozen=True):
     max_lag: int = 0
 
     @property
-    def ahead(self) -> int | None:
+    def max_ahead(self) -> int | None:
         return None if self.batch is None else self.batch * (self.max_lag + 1)
 
 
@@ -32,7 +32,7 @@ class RunSettings(Struct):
     quotas: Quotas = field(default_factory=Quotas)
     added: list[str] = []  # replicas, besides those of the configuration
     removed: list[str] = []
-    paused: PauseMode | None = None
+    paused: PauseState | None = None
     compat: Compat | None = None  # whose meaning its tasks have [default: the server's]
     since: int = 0  # the generation of the engines in which they were frozen last
 
@@ -47,14 +47,14 @@ class RunSettings(Struct):
 OnStale = Literal["mark", "cancel"]
 
 
-class Freshness(Struct, frozen=True):
+class StalenessLimits(Struct, frozen=True):
     """What a task says about the age of the policy that its tokens come from (fields of a TaskRequest)."""
 
     oldest_version: int | None = None
     max_lag: int | None = None
     on_stale: OnStale = "mark"
 
-    def too_old(self, version: int | None, newest: int) -> bool:
+    def is_stale(self, version: int | None, newest: int) -> bool:
         if version is None:
             return False
         oldest = max(
@@ -64,9 +64,9 @@ class Freshness(Struct, frozen=True):
         return version < oldest
 
 
-_freshness = msgspec.json.Decoder(Freshness)
+_staleness_decoder = msgspec.json.Decoder(StalenessLimits)
 
 
-def freshness(request: str) -> Freshness:
+def parse_staleness_limits(request: str) -> StalenessLimits:
     """Of a TaskRequest, as JSON."""
-    return _freshness.decode(request)
+    return _staleness_decoder.decode(request)

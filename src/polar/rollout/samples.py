@@ -9,10 +9,10 @@ import hashlib
 import msgspec
 
 from polar.rollout.models import TaskRequest
-from polar.rollout.semantics import MASKED
+from polar.rollout.semantics import MASKED_REASONS
 from polar.store.base import Session, Verdict
 
-_ABOUT_RUNNING = {
+_EXECUTION_FIELDS = {
     "num_samples",
     "dispatch_priority",
     "metadata",
@@ -21,27 +21,27 @@ _ABOUT_RUNNING = {
     "early_stop_min_usable_sessions",
 }
 
-Sample = tuple[str, int]
+SampleKey = tuple[str, int]
 
 
-def keyed(task: TaskRequest, source: str) -> TaskRequest:
+def with_task_key(task: TaskRequest, source: str) -> TaskRequest:
     """The task, whose sessions say in their metadata which one it was, and where it is from."""
-    asked = task.model_dump(mode="json", exclude=_ABOUT_RUNNING)
+    asked = task.model_dump(mode="json", exclude=_EXECUTION_FIELDS)
     key = hashlib.blake2b(msgspec.json.encode(asked, order="deterministic"), digest_size=12).hexdigest()
     return task.model_copy(update={"metadata": {"source": source, **task.metadata, "task_key": key}})
 
 
-def sample_of(session: Session) -> Sample | None:
+def sample_key(session: Session) -> SampleKey | None:
     """None for sessions that `polar run` did not begin."""
     key, sample = session.metadata.get("task_key"), session.metadata.get("sample")
     return (key, sample) if isinstance(key, str) and isinstance(sample, int) else None
 
 
-def settles(verdict: Verdict) -> bool:
-    return verdict.reward is not None or verdict.reason is None or verdict.reason in MASKED
+def is_final(verdict: Verdict) -> bool:
+    return verdict.reward is not None or verdict.reason is None or verdict.reason in MASKED_REASONS
 
 
-def outcome_of(session: Session) -> Verdict | None:
+def final_verdict(session: Session) -> Verdict | None:
     """None where it has none yet, or none that counts."""
     verdict = Verdict(session.reward, session.reason)
-    return verdict if session.status == "ended" and settles(verdict) else None
+    return verdict if session.status == "ended" and is_final(verdict) else None

@@ -14,7 +14,7 @@ OnLimit = Literal["grade", "zero", "mask"]
 """What a session that ran into a limit earns: what stands then is evaluated, or nothing (0), or it has no reward."""
 
 
-MASKED = frozenset(("timeout", "length", "nonzero_exit", "timeout_grading", "suspicious"))
+MASKED_REASONS = frozenset(("timeout", "length", "nonzero_exit", "timeout_grading", "suspicious"))
 """Reasons of sessions that earn nothing because their task says so: neither the platform nor a grader failed."""
 
 

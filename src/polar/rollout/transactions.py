@@ -5,16 +5,16 @@ from typing import Any, Protocol, Self, TypeVar
 
 from polar.errors import StoreError
 from polar.rollout.queue_sql import Queries, queries
-from polar.store.sql import Connection, Style, WritingConnection
+from polar.store.sql import Connection, ParameterStyle, WritingConnection
 
 T = TypeVar("T")
 
 
-class Database(Protocol):
+class QueueDatabase(Protocol):
     """What the queue needs of a store."""
 
     @property
-    def style(self) -> Style: ...
+    def parameter_style(self) -> ParameterStyle: ...
 
     async def transact(self, work: Callable[[WritingConnection], T]) -> T: ...
 
@@ -25,27 +25,27 @@ class Superseded(StoreError):
     """Another server has been started on this database."""
 
 
-class Transactions:
-    def __init__(self, database: Database, epoch: int) -> None:
+class QueueTransactions:
+    def __init__(self, database: QueueDatabase, epoch: int) -> None:
         self.db = database
-        self.q: Queries = queries(database.style)
+        self.q: Queries = queries(database.parameter_style)
         self.epoch = epoch
-        self.doubts = 0  # times that something may have changed that nobody was told of
-        self.settled = 0  # so many of them; as long as there are more, what is counted is to be counted anew
+        self.uncertain_commits = 0  # times that something may have changed that nobody was told of
+        self.reconciled_commits = 0  # so many of them; as long as there are more, what is counted is to be counted anew
 
     @classmethod
-    async def open(cls, database: Database) -> Self:
+    async def open(cls, database: QueueDatabase) -> Self:
         """From here on this one writes, and no earlier one."""
-        q = queries(database.style)
+        q = queries(database.parameter_style)
 
         def take(db: WritingConnection) -> int:
-            return number(db, q.take, name="epoch", count=1)
+            return fetch_number(db, q.advance_counter, name="epoch", count=1)
 
         return cls(database, await database.transact(take))
 
     @property
-    def doubtful(self) -> bool:
-        return self.doubts > self.settled
+    def is_uncertain(self) -> bool:
+        return self.uncertain_commits > self.reconciled_commits
 
     async def transact(self, work: Callable[[WritingConnection], T]) -> T:
         runs = 0
@@ -53,31 +53,33 @@ class Transactions:
         def guarded(db: WritingConnection) -> T:
             nonlocal runs
             runs += 1
-            if number(db, self.q.hold, name="epoch") != self.epoch:
+            if fetch_number(db, self.q.lock_counter, name="epoch") != self.epoch:
                 raise Superseded("Another server has been started on this database: this one stops.")
             return work(db)
 
         try:
             return await self.db.transact(guarded)
         except BaseException:  # and yet it may be written
-            self.doubts += 1
+            self.uncertain_commits += 1
             raise
         finally:
-            self.doubts += runs > 1  # the first may have been written, and the last found nothing to do
+            self.uncertain_commits += runs > 1  # the first may have been written, and the last found nothing to do
 
-    async def check(self) -> None:
+    async def check_epoch(self) -> None:
         """Raises Superseded where another server has been started since."""
         await self.transact(lambda _: None)
 
-    def all(self, db: Connection, query: str, parameters: Sequence[Mapping[str, object]]) -> list[Sequence[Any]]:
+    def execute_each(
+        self, db: Connection, query: str, parameters: Sequence[Mapping[str, object]]
+    ) -> list[Sequence[Any]]:
         """The rows of each. PostgreSQL gets all statements before the first answer is waited for; SQLite is better off
         with one after the other."""
-        if self.db.style == "named":
+        if self.db.parameter_style == "named":
             return [db.execute(query, one).fetchall() for one in parameters]
         return [cursor.fetchall() for cursor in [db.execute(query, one) for one in parameters]]
 
-    async def rows(self, kind: Callable[..., T], query: str, **parameters: object) -> list[T]:
-        return await self.db.query(lambda db: [kind(*row) for row in db.execute(query, parameters).fetchall()])
+    async def fetch_rows(self, make_row: Callable[..., T], query: str, **parameters: object) -> list[T]:
+        return await self.db.query(lambda db: [make_row(*row) for row in db.execute(query, parameters).fetchall()])
 
     async def write(self, query: str, **parameters: object) -> None:
         def write(db: WritingConnection) -> None:
@@ -86,6 +88,6 @@ class Transactions:
         await self.transact(write)
 
 
-def number(db: Connection, query: str, **parameters: object) -> int:
+def fetch_number(db: Connection, query: str, **parameters: object) -> int:
     value: int = db.execute(query, parameters).fetchone()[0]
     return value

@@ -36,10 +36,10 @@ class Mount(Struct, frozen=True):
     """A folder of the machine that is seen inside, read-only."""
 
     source: Path
-    inside: str
+    target: str
 
 
-class Spec(Struct, frozen=True):
+class RuntimeSpec(Struct, frozen=True):
     """What a runtime is made of. Paths are those inside."""
 
     image: str | None = None  # a kind's own: a Docker image or `build:FOLDER`, an unpacked root; None for the default
@@ -52,25 +52,25 @@ class Spec(Struct, frozen=True):
     seccomp: bool | tuple[str, ...] = True  # whether system calls are filtered; the names of those allowed besides
 
 
-class Completed(Struct, frozen=True):
+class CommandResult(Struct, frozen=True):
     """How a command ended."""
 
     exit_code: int | None  # None where it was killed: it timed out, ran out of memory, or its runtime was stopped
     seconds: float
     timed_out: bool = False
     out_of_memory: bool = False
-    output_cut: bool = False  # it wrote more than was kept
+    output_truncated: bool = False  # it wrote more than was kept
 
 
 class SandboxError(PolarError):
     """The platform's own failure: a runtime could not be made or used. Never the agent's fault, never a reward."""
 
 
-class Spoiled(PolarError):
+class CorruptedRuntimeError(PolarError):
     """What ran inside left it so that it can't be started again: its own doing, and not the platform's."""
 
 
-class TooLarge(PolarError):
+class TransferTooLargeError(PolarError):
     """What `get` was asked for is more than may be taken: the doing of what ran inside."""
 
 
@@ -89,7 +89,7 @@ class FileState(Struct, frozen=True):
 
 class Runtime(Protocol):
     id: str
-    spec: Spec
+    spec: RuntimeSpec
 
     async def start(self) -> None: ...
 
@@ -111,17 +111,17 @@ class Runtime(Protocol):
         timeout: float | None = None,
         output: Path | None = None,
         max_output: int = 64 * 1024 * 1024,
-    ) -> Completed:
+    ) -> CommandResult:
         """Runs a command to its end. Standard output and error go to the file `output`, as they come. At the time-out,
         and when the call is cancelled, the command dies with everything that it started, inside. A program that isn't
         there is exit code 127, and death by a signal 128 + its number, as in a shell."""
         ...
 
-    async def put(self, source: Path | bytes, inside: str) -> None:
+    async def put(self, source: Path | bytes, path: str) -> None:
         """A file or a folder, or the bytes of a file."""
         ...
 
-    async def get(self, inside: str, destination: Path, *, max_bytes: int = 1 << 30, all_links: bool = False) -> None:
+    async def get(self, path: str, destination: Path, *, max_bytes: int = 1 << 30, all_links: bool = False) -> None:
         """A file or a folder, whole or not at all. Links are not followed: they come as links, and those that lead out
         of what was asked for, like devices and sockets, not at all; with `all_links` they come too, for a copy that
         goes into another runtime and that nobody here reads through a link. FileNotFoundError where there is no file
@@ -132,7 +132,7 @@ class Runtime(Protocol):
         """Removes files, links and folders, from outside. What is not there is fine; links are not followed."""
         ...
 
-    async def entries(self, inside: str, *, without: Collection[str] = ()) -> dict[str, FileState]:
+    async def list_entries(self, path: str, *, exclude: Collection[str] = ()) -> dict[str, FileState]:
         """The files, folders and links at and below a path, by absolute path, found from outside and without following
         a link. `without` are paths that are left out, with what is below them. Nothing where there is nothing."""
         ...
@@ -151,17 +151,17 @@ class Runtime(Protocol):
         ...
 
 
-class Kind(Protocol):
+class RuntimeBackend(Protocol):
     """Makes runtimes of one kind. Is itself made with the folder that it may keep its state in (`state`) and the
     address of the gateway on this machine (`gateway`: `http://HOST:PORT`, or `unix:PATH`)."""
 
     name: str
 
-    async def unavailable(self) -> str | None:
+    async def check_availability(self) -> str | None:
         """Why there can be none here, with what to do; None where there can."""
         ...
 
-    def refuses(self, image: str | None) -> str | None:
+    def check_image(self, image: str | None) -> str | None:
         """What is wrong with an image's name, with what to do; None where nothing is."""
         ...
 
@@ -169,7 +169,7 @@ class Kind(Protocol):
         """Makes ready what runtimes of this image share, so that creating one is quick."""
         ...
 
-    async def create(self, id: str, spec: Spec) -> Runtime:
+    async def create(self, id: str, spec: RuntimeSpec) -> Runtime:
         """Not started yet."""
         ...
 
@@ -177,7 +177,7 @@ class Kind(Protocol):
         """An image for a trial of this kind, made here and for as long as it is needed; None where none is needed."""
         ...
 
-    def missing(self) -> list[str]:
+    def list_isolation_gaps(self) -> list[str]:
         """What runtimes made here do not isolate, or which limits they do not keep. Known once one was made."""
         ...
 

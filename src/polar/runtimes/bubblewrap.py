@@ -47,129 +47,139 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from polar.runtimes import files, linux, privileges, processes, relay, roots, seccomp
-from polar.runtimes.base import Completed, FileState, SandboxError, Spec, Spoiled
-from polar.runtimes.cgroups import Cgroups, Group
+from polar.runtimes import files, linux, privileges, relay, roots, seccomp, spawner_client
+from polar.runtimes.base import CommandResult, CorruptedRuntimeError, FileState, RuntimeSpec, SandboxError
+from polar.runtimes.cgroups import Cgroup, CgroupHierarchies
 from polar.runtimes.namespace_worker import NamespaceWorkers
-from polar.runtimes.processes import Spawned, Spawner
-from polar.runtimes.relay import PORT, Relay
-from polar.runtimes.spawner import STAGE
-from polar.runtimes.state import State, remove_tree
+from polar.runtimes.relay import GATEWAY_PORT, GatewayRelay
+from polar.runtimes.spawner import STAGE_FOLDER
+from polar.runtimes.spawner_client import SpawnedJob, Spawner
+from polar.runtimes.state_folder import StateFolder, remove_tree
 from polar.runtimes.user_ranges import SHARED_USERS, UserRange, UserRanges
 
 _log = logging.getLogger(__name__)
 _PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 _START_SECONDS = 60.0
-_DYING_SECONDS = 2.0  # a sandbox takes no more processes a moment before its first has ended
+_DEATH_GRACE_SECONDS = 2.0  # a sandbox takes no more processes a moment before its first has ended
 _OWN_PROCESSES = 2  # bwrap, and the first inside
-_DISK = "disk.img"
-_USERS_ARE_SHARED = (
+_DISK_IMAGE = "disk.img"
+_SHARED_USERS_WARNING = (
     "Sandboxes have no user ids of their own here, and can use up what the kernel counts by user (inotify, pipes, "
     "signals): %s."
 )
-_CHUNK = 1 << 16
+_CHUNK_BYTES = 1 << 16
 
 
 class BubblewrapRuntime:
     def __init__(
-        self, id: str, spec: Spec, kind: "Bubblewrap", folder: Path, group: Group | None, users: UserRange | None
+        self,
+        id: str,
+        spec: RuntimeSpec,
+        backend: "Bubblewrap",
+        folder: Path,
+        cgroup: Cgroup | None,
+        user_range: UserRange | None,
     ) -> None:
         self.id = id
         self.spec = spec
-        self._kind = kind
+        self._backend = backend
         self._folder = folder
-        self._group = group
-        self._users = users  # this sandbox's own, until it is removed
-        self._owner = -1 if users is None else users.first  # of its files; -1 is the node's user
-        self._filter = kind.filter(spec, own_users=users is not None)
-        self._bwrap: Spawned | None = None
-        self._preparing: asyncio.Future[None] | None = None
-        self._relay: Relay | None = None
-        self._copies = files.Copies()
-        self._disk_mb = None if kind.unprivileged else spec.limits.disk_mb  # of a disk that is mounted
+        self._cgroup = cgroup
+        self._user_range = user_range  # this sandbox's own, until it is removed
+        self._owner = -1 if user_range is None else user_range.first_id  # of its files; -1 is the node's user
+        self._seccomp_program = backend.build_seccomp_program(spec, own_users=user_range is not None)
+        self._bwrap: SpawnedJob | None = None
+        self._disk_creation: asyncio.Future[None] | None = None
+        self._relay: GatewayRelay | None = None
+        self._transfers = files.FileTransfers()
+        self._disk_mb = None if backend.unprivileged else spec.limits.disk_mb  # of a disk that is mounted
         self._stopped = False
-        self._stops = 0  # how often: a command that was running then has no exit code
-        self._ending = asyncio.Lock()
-        self._held = contextlib.ExitStack()  # descriptors, until it is removed
-        self._init: int | None = None  # a pidfd of the first process inside
-        self._parent: subprocess.Popen[bytes] | None = None  # the spawner that it dies with
-        self._root: int | None = None
+        self._stop_count = 0  # how often: a command that was running then has no exit code
+        self._lifecycle_lock = asyncio.Lock()
+        self._descriptors = contextlib.ExitStack()  # descriptors, until it is removed
+        self._init_pidfd: int | None = None  # a pidfd of the first process inside
+        self._spawner_process: subprocess.Popen[bytes] | None = None  # the spawner that it dies with
+        self._root_fd: int | None = None
 
     async def start(self) -> None:
         if self._bwrap is not None or self._stopped:
             raise SandboxError(f"Runtime {self.id} was started before.")
-        if self._group is not None:
-            self._group.make()
+        if self._cgroup is not None:
+            self._cgroup.create()
         if self._disk_mb is not None:
-            self._preparing = asyncio.ensure_future(asyncio.to_thread(self._make_disk, self._disk_mb))
-            await asyncio.shield(self._preparing)
+            self._disk_creation = asyncio.ensure_future(asyncio.to_thread(self._make_disk, self._disk_mb))
+            await asyncio.shield(self._disk_creation)
         await self._launch()
         await self._listen()
 
     async def _listen(self) -> None:
         if self.spec.network == "gateway":
-            assert self._init is not None
-            self._relay = Relay(self._kind.gateway)
+            assert self._init_pidfd is not None
+            self._relay = GatewayRelay(self._backend.gateway)
             try:
-                listening = await relay.listen_inside(self._init, self._copies.worker)
+                listening = await relay.listen_in_namespace(self._init_pidfd, self._transfers.worker)
             except OSError as error:
                 raise SandboxError(f"The gateway's port can't be opened in the sandbox: {error}.") from error
             await self._relay.serve(listening)
 
-    async def _launch(self, *, again: bool = False) -> None:
+    async def _launch(self, *, restarting: bool = False) -> None:
         try:
-            await self._launched(again)
+            await self._start_bwrap(restarting)
         except OSError as error:
             raise SandboxError(f"The sandbox did not start: {error}.") from error
 
-    async def _launched(self, again: bool) -> None:
-        job = self._job(again)
+    async def _start_bwrap(self, restarting: bool) -> None:
+        job = self._build_job(restarting)
         with contextlib.ExitStack() as ours:
             with contextlib.ExitStack() as theirs:
                 (inside_hold, hold), (ready, inside_ready), (info, inside_info) = _pipe(), _pipe(), _pipe()
                 errors = os.memfd_create("bwrap")
                 for fd in (hold, ready):  # `ready` too: whoever writes to `cat` must not make it fail to pass that on
-                    self._held.callback(os.close, fd)
+                    self._descriptors.callback(os.close, fd)
                 for fd in (info, errors):
                     ours.callback(os.close, fd)
                 for fd in (inside_hold, inside_ready, inside_info):
                     theirs.callback(os.close, fd)
                 os.write(hold, b"\n")  # `cat` writes it back once it runs
-                users = () if self._users is None else (self._users.namespace,)
+                users = () if self._user_range is None else (self._user_range.namespace_fd,)
                 lent = (inside_hold, inside_ready, inside_info, errors, *users)
-                self._bwrap = await self._kind.spawner.spawn(job, lent)
-                self._parent = self._kind.spawner.process
+                self._bwrap = await self._backend.spawner.spawn(job, lent)
+                self._spawner_process = self._backend.spawner.process
             try:
                 async with asyncio.timeout(_START_SECONDS):
-                    pid = await self._up(info, ready)
+                    pid = await self._wait_until_up(info, ready)
             except TimeoutError:
                 pid = None
             if pid is None:
                 said = os.pread(errors, 4096, 0).decode(errors="replace").strip()
-                raise _not_up(self._bwrap, said, again=again)
-        if self._kind.unprivileged and self._parent is not None:
-            self._copies.worker = self._kind.workers.of_process(self._parent.pid)
-        world = os.open(f"/proc/{pid}/ns/mnt", os.O_RDONLY | os.O_CLOEXEC)  # its mounts stay while this is open
-        self._held.callback(os.close, world)
-        self._root = os.open(f"/proc/{pid}/root", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
-        self._held.callback(os.close, self._root)
+                raise _make_start_error(self._bwrap, said, restarting=restarting)
+        if self._backend.unprivileged and self._spawner_process is not None:
+            self._transfers.worker = self._backend.workers.get_for_process(self._spawner_process.pid)
+        mount_namespace = os.open(
+            f"/proc/{pid}/ns/mnt", os.O_RDONLY | os.O_CLOEXEC
+        )  # its mounts stay while this is open
+        self._descriptors.callback(os.close, mount_namespace)
+        self._root_fd = os.open(f"/proc/{pid}/root", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+        self._descriptors.callback(os.close, self._root_fd)
 
-    async def _up(self, info: int, ready: int) -> int | None:
+    async def _wait_until_up(self, info: int, ready: int) -> int | None:
         """Waits until the first process inside runs; its id, or None where it ended before."""
-        await _readable(info)
-        told = re.search(rb'"child-pid": (\d+)', os.read(info, _CHUNK))
+        await _wait_readable(info)
+        told = re.search(rb'"child-pid": (\d+)', os.read(info, _CHUNK_BYTES))
         if told is None:
             return None
         assert self._bwrap is not None
-        pid = int(told[1]) if not self._kind.unprivileged else await _child_of(self._bwrap)
+        pid = int(told[1]) if not self._backend.unprivileged else await _find_child(self._bwrap)
         if pid is None:
             return None
         try:
-            self._init = os.pidfd_open(pid)
+            self._init_pidfd = os.pidfd_open(pid)
         except ProcessLookupError:
             return None
-        self._held.callback(os.close, self._init)
-        await _readable(ready, self._init)  # bwrap itself, which also writes to `ready`, does not hear of the end
+        self._descriptors.callback(os.close, self._init_pidfd)
+        await _wait_readable(
+            ready, self._init_pidfd
+        )  # bwrap itself, which also writes to `ready`, does not hear of the end
         os.set_blocking(ready, False)
         with contextlib.suppress(BlockingIOError):
             return pid if os.read(ready, 1) == b"\n" else None
@@ -182,49 +192,49 @@ class BubblewrapRuntime:
 
     def _make_disk(self, megabytes: int) -> None:
         (self._folder / "disk").mkdir()
-        roots.copy_with_holes(self._kind.disk(megabytes), self._folder / _DISK)
+        roots.copy_sparse(self._backend.ensure_disk_template(megabytes), self._folder / _DISK_IMAGE)
 
-    def _job(self, again: bool) -> dict[str, object]:
+    def _build_job(self, restarting: bool) -> dict[str, object]:
         limited = self._disk_mb is not None
-        below = [str(folder) for folder in self._kind.lower(self.spec)]
+        below = [str(folder) for folder in self._backend.list_lower_layers(self.spec)]
         return {
             "job": "sandbox",
-            **_entry(self._group),
+            **_cgroup_fields(self._cgroup),
             "owner": self._owner,
-            "filter": self._filter,
-            "disk": {"image": str(self._folder / _DISK)} if limited else None,
+            "filter": self._seccomp_program,
+            "disk": {"image": str(self._folder / _DISK_IMAGE)} if limited else None,
             "layer": str(self._folder / "disk" if limited else self._folder),
             "below": below,
-            "mapped": [*below, *self._kind.seen_folders(self.spec)],
+            "mapped": [*below, *self._backend.list_visible_folders(self.spec)],
             "shown": [str(mount.source) for mount in self.spec.mounts if mount.source.is_dir()],
-            "mended": self._mounted_over() if again else None,
-            "unprivileged": self._kind.unprivileged,
+            "mended": self._list_mount_points() if restarting else None,
+            "unprivileged": self._backend.unprivileged,
             "argv": self._argv(),
             "env": {"PATH": _PATH},
         }
 
-    def _mounted_over(self) -> dict[str, list[str]]:
+    def _list_mount_points(self) -> dict[str, list[str]]:
         """What bwrap makes or mounts over. What ran inside may have put links there, which bwrap would follow."""
         spec = self.spec
         folders = ["/dev", "/proc", "/tmp", spec.workdir, spec.home]
         if spec.image is None:
-            folders += roots.machine_mounts()
+            folders += roots.list_machine_mounts()
         files = ["/etc/resolv.conf"] if spec.network == "internet" else []
         for mount in spec.mounts:
-            (folders if mount.source.is_dir() else files).append(mount.inside)
+            (folders if mount.source.is_dir() else files).append(mount.target)
         return {"folders": [*map(posixpath.normpath, folders)], "files": [*map(posixpath.normpath, files)]}
 
     def _argv(self) -> list[str]:
         spec = self.spec
-        words = [self._kind.program, "--unshare-user", "--unshare-pid", "--unshare-ipc", "--unshare-uts"]
+        words = [self._backend.program, "--unshare-user", "--unshare-pid", "--unshare-ipc", "--unshare-uts"]
         words += ["--unshare-cgroup-try", "--uid", "0", "--gid", "0", "--cap-drop", "ALL", "--disable-userns"]
         words += ["--hostname", "sandbox", "--die-with-parent", "--as-pid-1", "--info-fd", "{info}"]
-        words += ["--bind", f"{STAGE}/root", "/", "--proc", "/proc", "--dev", "/dev", "--dir", "/tmp"]
-        words += ["--dev-bind", f"{STAGE}/terminals", "/dev/pts"]
-        if self._filter is not None:
+        words += ["--bind", f"{STAGE_FOLDER}/root", "/", "--proc", "/proc", "--dev", "/dev", "--dir", "/tmp"]
+        words += ["--dev-bind", f"{STAGE_FOLDER}/terminals", "/dev/pts"]
+        if self._seccomp_program is not None:
             words += ["--seccomp", "{filter}"]
-        kernel = self._kind.kernel_files[self._users is not None]
-        for path in kernel.locked:
+        kernel = self._backend.kernel_files[self._user_range is not None]
+        for path in kernel.read_only:
             words += ["--ro-bind", path, path]
         for path in kernel.hidden:
             words += ["--ro-bind", "/dev/null", path]
@@ -233,16 +243,16 @@ class BubblewrapRuntime:
         else:
             words += ["--ro-bind-try", "/etc/resolv.conf", "/etc/resolv.conf"]
         if spec.image is None:
-            for folder in roots.machine_mounts():
+            for folder in roots.list_machine_mounts():
                 words += ["--ro-bind", folder, folder]
         folders = itertools.count()  # on the stage, in this order
         for mount in spec.mounts:
-            staged = f"{STAGE}/{next(folders)}" if mount.source.is_dir() else str(mount.source)
-            words += ["--ro-bind", staged, mount.inside]
+            staged = f"{STAGE_FOLDER}/{next(folders)}" if mount.source.is_dir() else str(mount.source)
+            words += ["--ro-bind", staged, mount.target]
         return [*words, "--dir", spec.workdir, "--dir", spec.home, "--chdir", "/", "--", "cat"]
 
     def gateway_url(self) -> str:
-        return self._kind.shared_url if self.spec.network == "internet" else f"http://127.0.0.1:{PORT}"
+        return self._backend.shared_url if self.spec.network == "internet" else f"http://127.0.0.1:{GATEWAY_PORT}"
 
     def path(self, inside: str) -> str:
         return inside
@@ -257,15 +267,15 @@ class BubblewrapRuntime:
         timeout: float | None = None,
         output: Path | None = None,
         max_output: int = 64 * 1024 * 1024,
-    ) -> Completed:
-        if self._init is None or self._stopped:
+    ) -> CommandResult:
+        if self._init_pidfd is None or self._stopped:
             raise SandboxError(f"Runtime {self.id} is not running.")
-        group = None if self._group is None else self._group.child()
+        group = None if self._cgroup is None else self._cgroup.create_child()
         job = {
             "job": "inside",
-            **_entry(group),
+            **_cgroup_fields(group),
             "owner": self._owner,
-            "filter": self._filter,
+            "filter": self._seccomp_program,
             "argv": argv,
             "env": {"PATH": _PATH, "HOME": self.spec.home, "LANG": "C.UTF-8"} | self.spec.env | (env or {}),
             "cwd": cwd or self.spec.workdir,
@@ -273,7 +283,7 @@ class BubblewrapRuntime:
             "shares_network": self.spec.network == "internet",
         }
 
-        async def kill(spawned: Spawned) -> None:
+        async def kill(spawned: SpawnedJob) -> None:
             if group is None:
                 await self._kill_inside()
             else:
@@ -281,12 +291,12 @@ class BubblewrapRuntime:
             await spawned.gone
 
         began = time.monotonic()
-        killed, stops = 0 if self._group is None else self._group.out_of_memory(), self._stops
+        killed, stops = 0 if self._cgroup is None else self._cgroup.count_oom_kills(), self._stop_count
         try:
-            completed = await processes.run(
-                self._kind.spawner,
+            completed = await spawner_client.run(
+                self._backend.spawner,
                 job,
-                (self._init,),
+                (self._init_pidfd,),
                 stdin=stdin,
                 timeout=timeout,
                 output=output,
@@ -296,216 +306,218 @@ class BubblewrapRuntime:
         except SandboxError:
             if not await self._ended_from_inside():
                 raise
-            completed = Completed(128 + signal.SIGKILL, time.monotonic() - began)
+            completed = CommandResult(128 + signal.SIGKILL, time.monotonic() - began)
         finally:
             if group is not None:
-                group.drop()
-        if completed.exit_code is None and not completed.timed_out and self._stops == stops:
+                group.remove_if_empty()
+        if completed.exit_code is None and not completed.timed_out and self._stop_count == stops:
             raise SandboxError(f"Runtime {self.id} ended with the spawner, which is gone.")
-        if self._stops > stops and completed.exit_code == 128 + signal.SIGKILL:
+        if self._stop_count > stops and completed.exit_code == 128 + signal.SIGKILL:
             completed = replace(completed, exit_code=None)
-        return processes.with_memory(completed, self._group is not None and self._group.out_of_memory() > killed)
+        return spawner_client.mark_out_of_memory(
+            completed, self._cgroup is not None and self._cgroup.count_oom_kills() > killed
+        )
 
     async def _ended_from_inside(self) -> bool:
         """Whether the first process is gone, or about to be, and neither by us nor with the spawner."""
-        if self._init is None:
+        if self._init_pidfd is None:
             return False
-        init = os.dup(self._init)  # of this call alone: a loop tells one of a descriptor's followers only
+        init = os.dup(self._init_pidfd)  # of this call alone: a loop tells one of a descriptor's followers only
         try:
-            async with asyncio.timeout(_DYING_SECONDS):
-                await _readable(init)
+            async with asyncio.timeout(_DEATH_GRACE_SECONDS):
+                await _wait_readable(init)
         except TimeoutError:
             return False
         finally:
             os.close(init)
-        return self._parent is not None and self._kind.spawner.process is self._parent
+        return self._spawner_process is not None and self._backend.spawner.process is self._spawner_process
 
     async def _kill_inside(self) -> None:
         """Everything but process 1, told from within."""
-        assert self._init is not None
-        spawned = await self._kind.spawner.spawn({"job": "kill_inside", **_entry(None)}, (self._init,))
+        assert self._init_pidfd is not None
+        spawned = await self._backend.spawner.spawn({"job": "kill_inside", **_cgroup_fields(None)}, (self._init_pidfd,))
         await spawned.gone
         if spawned.error is not None and not await self._ended_from_inside():
             raise SandboxError(f"What runs inside could not be killed: {spawned.error}.")
 
-    async def put(self, source: Path | bytes, inside: str) -> None:
+    async def put(self, source: Path | bytes, path: str) -> None:
         owner = None if self._owner < 0 else (self._owner, self._owner)
-        await self._copies.put(self._opened(), source, inside, owner)
+        await self._transfers.put(self._require_root(), source, path, owner)
 
-    async def get(self, inside: str, destination: Path, *, max_bytes: int = 1 << 30, all_links: bool = False) -> None:
-        await self._copies.get(self._opened(), inside, destination, max_bytes, all_links)
+    async def get(self, path: str, destination: Path, *, max_bytes: int = 1 << 30, all_links: bool = False) -> None:
+        await self._transfers.get(self._require_root(), path, destination, max_bytes, all_links)
 
     async def delete(self, paths: list[str]) -> None:
-        await self._copies.delete(self._opened(), paths)
+        await self._transfers.delete(self._require_root(), paths)
 
-    async def entries(self, inside: str, *, without: Collection[str] = ()) -> dict[str, FileState]:
-        return await self._copies.entries(self._opened(), inside, without)
+    async def list_entries(self, path: str, *, exclude: Collection[str] = ()) -> dict[str, FileState]:
+        return await self._transfers.list_entries(self._require_root(), path, exclude)
 
-    def _opened(self) -> int:
-        if self._root is None:
+    def _require_root(self) -> int:
+        if self._root_fd is None:
             raise SandboxError(f"Runtime {self.id} is not there.")
-        return self._root
+        return self._root_fd
 
     async def stop(self) -> None:
-        async with self._ending:
+        async with self._lifecycle_lock:
             await self._stop()
 
     async def _stop(self) -> None:
         self._stopped = True
-        self._stops += 1
-        if self._preparing is not None:
-            await asyncio.wait([self._preparing])  # a thread, which goes on when `start` is cancelled
+        self._stop_count += 1
+        if self._disk_creation is not None:
+            await asyncio.wait([self._disk_creation])  # a thread, which goes on when `start` is cancelled
         if self._relay is not None:
             await self._relay.close()
             self._relay = None
         if self._bwrap is not None:
-            bwrap = await self._bwrap.process()
-            for process in (self._init, bwrap):
+            bwrap = await self._bwrap.wait_for_pidfd()
+            for process in (self._init_pidfd, bwrap):
                 if process is not None:
                     with contextlib.suppress(ProcessLookupError):
                         signal.pidfd_send_signal(process, signal.SIGKILL)
-                    await _readable(process)
+                    await _wait_readable(process)
             self._bwrap.close()
             self._bwrap = None
-        if self._group is not None:
-            await self._group.kill()
+        if self._cgroup is not None:
+            await self._cgroup.kill()
 
     async def restart(self) -> None:
-        async with self._ending:
-            if self._root is None or not self._stopped:
+        async with self._lifecycle_lock:
+            if self._root_fd is None or not self._stopped:
                 raise SandboxError(f"Runtime {self.id} can't be restarted: it is not stopped, or not there.")
-            await self._let_go()
+            await self._release_root()
             if self._disk_mb is not None:
-                await roots.unused(self._folder / _DISK)  # two mounts of one disk would spoil it
-            if self._group is not None:
-                await self._group.remove()
-                self._group.make()
-            await self._launch(again=True)
+                await roots.wait_until_unmounted(self._folder / _DISK_IMAGE)  # two mounts of one disk would spoil it
+            if self._cgroup is not None:
+                await self._cgroup.remove()
+                self._cgroup.create()
+            await self._launch(restarting=True)
             await self._listen()
             self._stopped = False
 
-    async def _let_go(self) -> None:
+    async def _release_root(self) -> None:
         """Of its mounts, which are gone with that."""
-        self._root = self._init = None
-        await self._copies.done()
-        await asyncio.to_thread(self._held.close)
+        self._root_fd = self._init_pidfd = None
+        await self._transfers.wait_until_idle()
+        await asyncio.to_thread(self._descriptors.close)
 
     async def remove(self) -> None:
-        async with self._ending:
+        async with self._lifecycle_lock:
             await self._stop()
-            await self._let_go()
-            if self._group is not None:
-                await self._group.remove()
+            await self._release_root()
+            if self._cgroup is not None:
+                await self._cgroup.remove()
             await asyncio.to_thread(remove_tree, self._folder)
-            self._kind.forget(self.id, self._users)
-            self._users = None
+            self._backend.forget(self.id, self._user_range)
+            self._user_range = None
 
 
 class Bubblewrap:
     name = "bubblewrap"
 
     def __init__(self, state: Path, gateway: str) -> None:
-        self._state = State(state / self.name)
-        self._cgroups: Cgroups | None = None
-        self._relay: Relay | None = None
+        self._state = StateFolder(state / self.name)
+        self._cgroups: CgroupHierarchies | None = None
+        self._relay: GatewayRelay | None = None
         self.gateway = gateway
         self.shared_url = gateway  # for sandboxes that share the machine's network
         self.program = shutil.which("bwrap") or "bwrap"
-        self.kernel_files = {own: roots.kernel_files(own_users=own) for own in (False, True)}
+        self.kernel_files = {own: roots.find_kernel_files(own_users=own) for own in (False, True)}
         self.unprivileged = not privileges.may_mount()
         self.spawner = Spawner(unprivileged=self.unprivileged)
         self.workers = NamespaceWorkers()  # where there is no root
-        self._said_disk = False
-        self._machine = seccomp.machine() if linux.can_filter() else None
+        self._warned_about_disk = False
+        self._architecture = seccomp.supported_architecture() if linux.supports_seccomp() else None
         self._filters: dict[tuple[tuple[str, ...], bool], str] = {}
         self._ranges: UserRanges | None = None
         self._shares_users = False  # among sandboxes, as far as they were made
         self._mappable: dict[frozenset[int], bool] = {}  # by the devices that a sandbox's folders are on
         self.runtimes: dict[str, BubblewrapRuntime] = {}
 
-    async def unavailable(self) -> str | None:
+    async def check_availability(self) -> str | None:
         if shutil.which("bwrap") is None:
             return "bwrap is not there: install the package bubblewrap (0.8 or later)."
-        return await privileges.why_no_sandbox(self._state.root, unprivileged=self.unprivileged)
+        return await privileges.check_sandbox_support(self._state.root, unprivileged=self.unprivileged)
 
-    def refuses(self, image: str | None) -> str | None:
-        return None if image is None else roots.wrong_root(image)
+    def check_image(self, image: str | None) -> str | None:
+        return None if image is None else roots.check_image_root(image)
 
     async def prepare(self, image: str | None) -> None:
         await self._set_up()
-        self.lower(Spec(image=image))
+        self.list_lower_layers(RuntimeSpec(image=image))
 
-    async def _set_up(self) -> Cgroups:
+    async def _set_up(self) -> CgroupHierarchies:
         """What all runtimes share, once."""
         if self._cgroups is None:
-            self._cgroups = Cgroups.of_this_process()
-            if missing := self._cgroups.missing:
+            self._cgroups = CgroupHierarchies.of_this_process()
+            if missing := self._cgroups.missing_controllers:
                 _log.warning("No cgroups for %s can be made here: such limits are not kept.", ", ".join(missing))
-            self._state.note(self._cgroups)
+            self._state.record_cgroups(self._cgroups)
             self.spawner.start()
-            if self._machine is None:
+            if self._architecture is None:
                 _log.warning("System calls are not filtered here: the filter needs seccomp, on x86_64 or aarch64.")
-            self._ranges = self._user_ranges()
+            self._ranges = self._create_user_ranges()
         if self._relay is None and self.gateway.startswith("unix:"):
-            self._relay = Relay(self.gateway)
+            self._relay = GatewayRelay(self.gateway)
             listening = relay.listen()
             self.shared_url = f"http://127.0.0.1:{listening.getsockname()[1]}"
             await self._relay.serve(listening)
         return self._cgroups
 
-    def _user_ranges(self) -> UserRanges | None:
+    def _create_user_ranges(self) -> UserRanges | None:
         if self.unprivileged:
-            self._share_users("only root can give them")
+            self._report_shared_users("only root can give them")
             return None
         try:
             return UserRanges(self.spawner)
         except (OSError, SandboxError) as error:
-            self._share_users(error)
+            self._report_shared_users(error)
             return None
 
-    def _share_users(self, why: object) -> None:
+    def _report_shared_users(self, why: object) -> None:
         self._shares_users = True
-        _log.warning(_USERS_ARE_SHARED, why)
+        _log.warning(_SHARED_USERS_WARNING, why)
 
-    def lower(self, spec: Spec) -> tuple[Path, ...]:
+    def list_lower_layers(self, spec: RuntimeSpec) -> tuple[Path, ...]:
         """The layers below, the same for all sandboxes of an image. Folders that the sandbox must have are among them:
         each folder that a sandbox has to make for itself costs the disk more than the rest of its start."""
-        inside = (spec.workdir, spec.home, "/tmp", *(mount.inside for mount in spec.mounts if mount.source.is_dir()))
-        folders = roots.folders(self._state.shared("folders"), inside)
+        inside = (spec.workdir, spec.home, "/tmp", *(mount.target for mount in spec.mounts if mount.source.is_dir()))
+        folders = roots.build_folder_layer(self._state.get_shared_path("folders"), inside)
         if spec.image is not None:
-            return folders, roots.image_root(spec.image)
-        return folders, roots.machine_root(self._state.shared("root"), Spec().home)
+            return folders, roots.resolve_image_root(spec.image)
+        return folders, roots.build_machine_root(self._state.get_shared_path("root"), RuntimeSpec().home)
 
-    def seen_folders(self, spec: Spec) -> list[str]:
+    def list_visible_folders(self, spec: RuntimeSpec) -> list[str]:
         """Folders of the machine that are mounted in the sandbox."""
-        machine = roots.machine_mounts() if spec.image is None else []
+        machine = roots.list_machine_mounts() if spec.image is None else []
         return [*machine, *sorted({str(mount.source) for mount in spec.mounts})]
 
-    def filter(self, spec: Spec, *, own_users: bool) -> str | None:
+    def build_seccomp_program(self, spec: RuntimeSpec, *, own_users: bool) -> str | None:
         """The program of system calls that are refused, in hexadecimal."""
-        if self._machine is None or spec.seccomp is False:
+        if self._architecture is None or spec.seccomp is False:
             return None
         names = () if spec.seccomp is True else spec.seccomp
         if (names, own_users) not in self._filters:
-            program = seccomp.program(self._machine, seccomp.exceptions(names), own_users=own_users)
+            program = seccomp.build_program(self._architecture, seccomp.parse_allowances(names), own_users=own_users)
             self._filters[names, own_users] = program.hex()
         return self._filters[names, own_users]
 
-    async def _acquire_users(self, spec: Spec) -> UserRange | None:
+    async def _acquire_user_range(self, spec: RuntimeSpec) -> UserRange | None:
         """User ids that no other sandbox has; None where the machine has none to give."""
         if self._ranges is None:
             return None
-        folders = [*map(str, self.lower(spec)), *self.seen_folders(spec)]
+        folders = [*map(str, self.list_lower_layers(spec)), *self.list_visible_folders(spec)]
         devices = frozenset(os.stat(folder).st_dev for folder in folders)
         if self._mappable.get(devices) is False:
             return None
         users = await self._ranges.acquire()
         try:
             if devices not in self._mappable:
-                why = await self._why_not_mappable(folders, users)
+                why = await self._check_mappable(folders, users)
                 self._mappable[devices] = why is None
                 if why is not None:
-                    self._share_users(why)
+                    self._report_shared_users(why)
         except BaseException:  # a cancellation too
             self._release(users)
             raise
@@ -514,34 +526,34 @@ class Bubblewrap:
         self._release(users)
         return None
 
-    async def _why_not_mappable(self, folders: list[str], users: UserRange) -> str | None:
+    async def _check_mappable(self, folders: list[str], user_range: UserRange) -> str | None:
         """Tries whether the kernel can show these folders' files as owned by others, under an overlay (Linux 5.19)."""
-        job = {"job": "map_owners", **_entry(None), "mapped": folders}
-        with contextlib.closing(await self.spawner.spawn(job, (users.namespace,))) as spawned:
+        job = {"job": "map_owners", **_cgroup_fields(None), "mapped": folders}
+        with contextlib.closing(await self.spawner.spawn(job, (user_range.namespace_fd,))) as spawned:
             await spawned.gone
             return spawned.error
 
-    def forget(self, id: str, users: UserRange | None) -> None:
+    def forget(self, id: str, user_range: UserRange | None) -> None:
         """A runtime that is removed."""
         self.runtimes.pop(id, None)
-        if users is not None:
-            self._release(users)
+        if user_range is not None:
+            self._release(user_range)
 
     def _release(self, users: UserRange) -> None:
         if self._ranges is not None:
             self._ranges.release(users)
 
-    def disk(self, megabytes: int) -> Path:
-        return roots.formatted_disk(self._state.shared(f"disk-{megabytes}.img"), megabytes)
+    def ensure_disk_template(self, megabytes: int) -> Path:
+        return roots.ensure_disk_template(self._state.get_shared_path(f"disk-{megabytes}.img"), megabytes)
 
-    async def create(self, id: str, spec: Spec) -> BubblewrapRuntime:
-        if self.unprivileged and spec.limits.disk_mb is not None and not self._said_disk:
-            self._said_disk = True
+    async def create(self, id: str, spec: RuntimeSpec) -> BubblewrapRuntime:
+        if self.unprivileged and spec.limits.disk_mb is not None and not self._warned_about_disk:
+            self._warned_about_disk = True
             _log.warning("The disk of a sandbox can't be limited without root: only the size of each file is limited.")
-        group = (await self._set_up()).group(id, spec.limits, own=_OWN_PROCESSES)
-        users = await self._acquire_users(spec)
+        group = (await self._set_up()).build_cgroup(id, spec.limits, own_processes=_OWN_PROCESSES)
+        users = await self._acquire_user_range(spec)
         try:
-            runtime = BubblewrapRuntime(id, spec, self, self._state.runtime(id), group, users)
+            runtime = BubblewrapRuntime(id, spec, self, self._state.create_runtime_folder(id), group, users)
         except BaseException:
             self.forget("", users)
             raise
@@ -551,22 +563,22 @@ class Bubblewrap:
     def trial_image(self) -> AbstractAsyncContextManager[None]:
         return contextlib.nullcontext()
 
-    def missing(self) -> list[str]:
-        found = Cgroups.of_this_process().missing_limits
+    def list_isolation_gaps(self) -> list[str]:
+        found = CgroupHierarchies.of_this_process().missing_limits
         if self.unprivileged:
             found.append("disk limit (only the size of each file)")
         if self._shares_users:
             found.append(SHARED_USERS)
-        if self._machine is None:
+        if self._architecture is None:
             found.append("system calls (no filter)")
         return found
 
     async def sweep(self) -> list[str]:
         """Processes and mounts ended with the node; what is left are groups and folders."""
         swept = []
-        for left in self._state.left():
-            for folder in left.runtimes:
-                if (group := left.group(folder.name)) is not None:
+        for left in self._state.iter_abandoned():
+            for folder in left.runtime_folders:
+                if (group := left.find_cgroup(folder.name)) is not None:
                     await group.remove()
                 swept.append(folder.name)
             await asyncio.to_thread(left.remove)
@@ -586,31 +598,37 @@ class Bubblewrap:
         await asyncio.to_thread(self._state.close)
 
 
-def _entry(group: Group | None) -> dict[str, object]:
-    entry = None if group is None else group.entry
-    return {"into": None if entry is None else entry.into, "tasks": () if entry is None else entry.tasks}
+def _cgroup_fields(cgroup: Cgroup | None) -> dict[str, object]:
+    entry = None if cgroup is None else cgroup.entry
+    return {
+        "into": None if entry is None else entry.unified_folder,
+        "tasks": () if entry is None else entry.tasks_files,
+    }
 
 
-def _not_up(bwrap: Spawned, said: str, *, again: bool) -> SandboxError | Spoiled:
+def _make_start_error(bwrap: SpawnedJob, stderr: str, *, restarting: bool) -> SandboxError | CorruptedRuntimeError:
     """Whose fault it is. At a restart bwrap has done all this before, but the machine can fail as ever: what ran
     inside is to blame for what bwrap says of its files, and for silence where it has replaced what is to speak."""
-    if again and (bwrap.spoiled or (bwrap.error is None and (_of_inside(said) if said else bwrap.replaced))):
-        return Spoiled(
-            f"The sandbox can't be started over its files as they stand: {bwrap.error or said or 'it hangs'}."
+    if restarting and (
+        bwrap.is_corrupted
+        or (bwrap.error is None and (_blames_sandbox_files(stderr) if stderr else bwrap.has_replaced_program))
+    ):
+        return CorruptedRuntimeError(
+            f"The sandbox can't be started over its files as they stand: {bwrap.error or stderr or 'it hangs'}."
         )
-    return SandboxError(f"The sandbox did not start: {bwrap.error or said or 'no word from it'}.")
+    return SandboxError(f"The sandbox did not start: {bwrap.error or stderr or 'no word from it'}.")
 
 
-def _of_inside(said: str) -> bool:
+def _blames_sandbox_files(stderr: str) -> bool:
     """Whether bwrap got as far as the first program inside, or stumbled over files there."""
-    return not said.startswith("bwrap: ") or any(word in said for word in ("execvp", "Can't mkdir", "Can't create"))
+    return not stderr.startswith("bwrap: ") or any(word in stderr for word in ("execvp", "Can't mkdir", "Can't create"))
 
 
 def _pipe() -> tuple[int, int]:
     return os.pipe2(os.O_CLOEXEC)
 
 
-async def _readable(*fds: int) -> None:
+async def _wait_readable(*fds: int) -> None:
     """Waits until there is something to read on one, or its end; for a pidfd, until its process is dead."""
     loop = asyncio.get_running_loop()
     readable: asyncio.Future[None] = loop.create_future()
@@ -623,10 +641,10 @@ async def _readable(*fds: int) -> None:
             loop.remove_reader(fd)
 
 
-async def _child_of(bwrap: Spawned) -> int | None:
+async def _find_child(bwrap: SpawnedJob) -> int | None:
     """The id on this machine of bwrap's only child; bwrap itself is in the spawner's pid namespace, and tells another.
     None where it ended."""
-    await bwrap.process()
+    await bwrap.wait_for_pidfd()
     with contextlib.suppress(OSError, ValueError), open(f"/proc/{bwrap.pid}/task/{bwrap.pid}/children") as file:  # noqa: ASYNC230
         return int(file.read())
     return None

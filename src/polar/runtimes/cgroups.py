@@ -23,114 +23,114 @@ from polar.runtimes.base import Limits, SandboxError
 Controller = Literal["memory", "pids", "cpu"]
 CONTROLLERS: tuple[Controller, ...] = ("memory", "pids", "cpu")
 LIMIT_NAMES: dict[Controller, str] = {"memory": "memory limit", "pids": "process limit", "cpu": "CPU limit"}
-_PERIOD_US = 100_000
+_CPU_PERIOD_US = 100_000
 _REMOVAL_SECONDS = 10.0
 
 
-def group_name(id: str) -> str:
+def cgroup_name(id: str) -> str:
     return f"polar-{id}"
 
 
-class Entry(Struct, frozen=True):
+class CgroupEntry(Struct, frozen=True):
     """How a new process gets into a group: started in `into` (v2), and its own id written to each of `tasks` (v1)."""
 
-    into: str | None
-    tasks: tuple[str, ...]
+    unified_folder: str | None
+    tasks_files: tuple[str, ...]
 
 
-class Cgroups:
+class CgroupHierarchies:
     """The groups of this process that others can be made in."""
 
     def __init__(self, unified: Path | None, delegated: frozenset[Controller], v1: dict[str, Path]) -> None:
         self._unified = unified
         self._delegated = delegated
         self._v1 = v1
-        self._killing = unified or next((v1[name] for name in ("pids", "memory", "freezer") if name in v1), None)
+        self._kill_hierarchy = unified or next((v1[name] for name in ("pids", "memory", "freezer") if name in v1), None)
 
     @classmethod
     @functools.cache
-    def of_this_process(cls) -> "Cgroups":
+    def of_this_process(cls) -> "CgroupHierarchies":
         """Looked for once: on v2 the process may move for it, and would not find again where it came from."""
-        unified, v1 = own_groups(Path("/proc/self/cgroup").read_text(), Path("/proc/self/mountinfo").read_text())
-        if unified is not None and not (_writable(unified) and (unified / "cgroup.procs").exists()):
+        unified, v1 = find_own_cgroups(Path("/proc/self/cgroup").read_text(), Path("/proc/self/mountinfo").read_text())
+        if unified is not None and not (_is_writable(unified) and (unified / "cgroup.procs").exists()):
             unified = None
         delegated = frozenset[Controller]() if unified is None else _delegate(unified)
-        return cls(unified, delegated, {name: folder for name, folder in v1.items() if _writable(folder)})
+        return cls(unified, delegated, {name: folder for name, folder in v1.items() if _is_writable(folder)})
 
     @property
-    def missing(self) -> tuple[Controller, ...]:
+    def missing_controllers(self) -> tuple[Controller, ...]:
         """Controllers whose limits can't be kept."""
         return tuple(name for name in CONTROLLERS if name not in self._delegated and name not in self._v1)
 
     @property
     def missing_limits(self) -> list[str]:
         """The same for people."""
-        return [LIMIT_NAMES[name] for name in self.missing]
+        return [LIMIT_NAMES[name] for name in self.missing_controllers]
 
     @property
     def parents(self) -> list[Path]:
         """All that groups are made in, the one for killing first."""
-        found = [] if self._killing is None else [self._killing]
+        found = [] if self._kill_hierarchy is None else [self._kill_hierarchy]
         return [*found, *(folder for name, folder in self._v1.items() if name in CONTROLLERS and folder not in found)]
 
-    def group(self, id: str, limits: Limits, *, own: int) -> "Group | None":
+    def build_cgroup(self, id: str, limits: Limits, *, own_processes: int) -> "Cgroup | None":
         """A group with these limits, not made yet; None where nothing can be made. So many processes in it are ours."""
-        if self._killing is None:
+        if self._kill_hierarchy is None:
             return None
-        files: dict[Path, dict[str, str]] = {self._killing / group_name(id): {}}
-        for name, values in settings(limits, own, self._delegated).items():
-            if name not in self.missing:
-                folder = self._killing if name in self._delegated else self._v1[name]
-                files.setdefault(folder / group_name(id), {}).update(values)
-        return Group(files, unified=self._unified is not None)
+        files: dict[Path, dict[str, str]] = {self._kill_hierarchy / cgroup_name(id): {}}
+        for name, values in build_limit_files(limits, own_processes, self._delegated).items():
+            if name not in self.missing_controllers:
+                folder = self._kill_hierarchy if name in self._delegated else self._v1[name]
+                files.setdefault(folder / cgroup_name(id), {}).update(values)
+        return Cgroup(files, unified=self._unified is not None)
 
 
-class Group:
+class Cgroup:
     """A runtime's groups, the one for killing first; or a command's."""
 
     def __init__(self, files: dict[Path, dict[str, str]], *, unified: bool) -> None:
         self.folders = tuple(files)
         self._files = files
         self._unified = unified
-        self._children = 0
-        self._killed: str | None = None  # the file that counts those killed for want of memory, once it is known
+        self._child_count = 0
+        self._oom_file: str | None = None  # the file that counts those killed for want of memory, once it is known
 
-    def make(self) -> None:
+    def create(self) -> None:
         try:
             for folder, values in self._files.items():
                 folder.mkdir()
                 for file, value in values.items():
-                    _set(folder / file, value)
+                    _write_value(folder / file, value)
         except OSError as error:
             raise SandboxError(f"The cgroup {self.folders[0].name} can't be made: {error}.") from error
 
     @classmethod
-    def left(cls, folders: tuple[Path, ...]) -> "Group":
+    def from_folders(cls, folders: tuple[Path, ...]) -> "Cgroup":
         """As another process made it, which may be in part or not at all; the one for killing first."""
         return cls({folder: {} for folder in folders}, unified=(folders[0] / "cgroup.kill").exists())
 
-    def child(self) -> "Group":
+    def create_child(self) -> "Cgroup":
         """A group within this one, for a command. Limits stay this one's."""
-        self._children += 1
+        self._child_count += 1
         first, *others = self.folders
-        folder = first / f"c{self._children}"
+        folder = first / f"c{self._child_count}"
         folder.mkdir()
-        return Group({path: {} for path in (folder, *others)}, unified=self._unified)
+        return Cgroup({path: {} for path in (folder, *others)}, unified=self._unified)
 
     @property
-    def entry(self) -> Entry:
+    def entry(self) -> CgroupEntry:
         first, *others = (str(folder) for folder in self.folders)
         if self._unified:
-            return Entry(first, tuple(f"{folder}/tasks" for folder in others))
-        return Entry(None, tuple(f"{folder}/tasks" for folder in (first, *others)))
+            return CgroupEntry(first, tuple(f"{folder}/tasks" for folder in others))
+        return CgroupEntry(None, tuple(f"{folder}/tasks" for folder in (first, *others)))
 
-    def out_of_memory(self) -> int:
+    def count_oom_kills(self) -> int:
         """How many processes were killed for want of memory so far. A command's group does not count for itself."""
-        if self._killed is not None:
-            return _count(self._killed) or 0
+        if self._oom_file is not None:
+            return _read_oom_kills(self._oom_file) or 0
         for file in (f"{folder}/{name}" for folder in self.folders for name in ("memory.events", "memory.oom_control")):
-            if (count := _count(file)) is not None:
-                self._killed = file
+            if (count := _read_oom_kills(file)) is not None:
+                self._oom_file = file
                 return count
         return 0
 
@@ -147,16 +147,18 @@ class Group:
 
     def _kill_once(self, folder: Path) -> list[int]:
         try:
-            pids = [int(line) for group in _tree(folder) for line in (group / "cgroup.procs").read_text().split()]
+            pids = [
+                int(line) for group in _list_cgroups(folder) for line in (group / "cgroup.procs").read_text().split()
+            ]
         except FileNotFoundError:
             return []
         if not pids:
             return []
         if (folder / "cgroup.kill").exists():
-            _set(folder / "cgroup.kill", "1")
+            _write_value(folder / "cgroup.kill", "1")
             return pids
         if (folder / "pids.max").exists():
-            _set(folder / "pids.max", "0")  # so that nothing forks faster than it is killed
+            _write_value(folder / "pids.max", "0")  # so that nothing forks faster than it is killed
         for pid in pids:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -168,13 +170,13 @@ class Group:
         for folder in self.folders:
             await _remove(folder)
 
-    def drop(self) -> None:
+    def remove_if_empty(self) -> None:
         """Removes a command's group; where daemons of the command are in it, it stays until its runtime is removed."""
         with contextlib.suppress(OSError):
             self.folders[0].rmdir()
 
 
-def _count(file: str) -> int | None:
+def _read_oom_kills(file: str) -> int | None:
     """Of processes killed for want of memory; None where the file does not say."""
     try:
         fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
@@ -189,7 +191,7 @@ def _count(file: str) -> int | None:
     return int(count.split()[0]) if found else None
 
 
-def _tree(folder: Path) -> list[Path]:
+def _list_cgroups(folder: Path) -> list[Path]:
     """The group and those below, from the top."""
     return [Path(found) for found, _, _ in os.walk(folder)]
 
@@ -200,7 +202,7 @@ async def _remove(folder: Path) -> None:
     pause = 0.0005
     while True:
         try:
-            for group in reversed(_tree(folder)):
+            for group in reversed(_list_cgroups(folder)):
                 group.rmdir()
         except FileNotFoundError:
             return
@@ -213,7 +215,9 @@ async def _remove(folder: Path) -> None:
             return
 
 
-def settings(limits: Limits, own: int, delegated: frozenset[Controller]) -> dict[Controller, dict[str, str]]:
+def build_limit_files(
+    limits: Limits, own_processes: int, delegated: frozenset[Controller]
+) -> dict[Controller, dict[str, str]]:
     """Which controllers the limits need, and what is written to which file."""
     found: dict[Controller, dict[str, str]] = {}
     if (memory := limits.memory_mb) is not None:
@@ -223,25 +227,25 @@ def settings(limits: Limits, own: int, delegated: frozenset[Controller]) -> dict
         else:
             found["memory"] = {"memory.limit_in_bytes": size, "memory.memsw.limit_in_bytes": size}
     if limits.processes is not None:
-        found["pids"] = {"pids.max": str(limits.processes + own)}
+        found["pids"] = {"pids.max": str(limits.processes + own_processes)}
     if limits.cpus is not None:
-        quota = str(max(1000, round(limits.cpus * _PERIOD_US)))
+        quota = str(max(1000, round(limits.cpus * _CPU_PERIOD_US)))
         if "cpu" in delegated:
-            found["cpu"] = {"cpu.max": f"{quota} {_PERIOD_US}"}
+            found["cpu"] = {"cpu.max": f"{quota} {_CPU_PERIOD_US}"}
         else:
-            found["cpu"] = {"cpu.cfs_period_us": str(_PERIOD_US), "cpu.cfs_quota_us": quota}
+            found["cpu"] = {"cpu.cfs_period_us": str(_CPU_PERIOD_US), "cpu.cfs_quota_us": quota}
     return found
 
 
-_OPTIONAL = ("memory.swap.max", "memory.memsw.limit_in_bytes")
+_OPTIONAL_FILES = ("memory.swap.max", "memory.memsw.limit_in_bytes")
 """Files that are there only where the kernel accounts swap."""
 
 
-def _set(file: Path, value: str) -> None:
+def _write_value(file: Path, value: str) -> None:
     try:
         fd = os.open(file, os.O_WRONLY | os.O_CLOEXEC)  # never creates
     except FileNotFoundError:
-        if file.name not in _OPTIONAL:
+        if file.name not in _OPTIONAL_FILES:
             raise
         return
     try:
@@ -250,7 +254,7 @@ def _set(file: Path, value: str) -> None:
         os.close(fd)
 
 
-def own_groups(cgroup: str, mountinfo: str) -> tuple[Path | None, dict[str, Path]]:
+def find_own_cgroups(cgroup: str, mountinfo: str) -> tuple[Path | None, dict[str, Path]]:
     """The folders of a process's groups, of v2 and of v1 by controller, by its files of these names in /proc."""
     paths: dict[str, str] = {}
     for line in cgroup.splitlines():
@@ -263,21 +267,21 @@ def own_groups(cgroup: str, mountinfo: str) -> tuple[Path | None, dict[str, Path
         kind, _, options = after.split(" ", 2)
         root, at = before.split(" ")[3:5]
         if kind == "cgroup2" and "" in paths:
-            unified = _below(Path(at), root, paths[""])
+            unified = _resolve_mounted(Path(at), root, paths[""])
         elif kind == "cgroup":
             names = [name for name in options.split(",") if name in paths]
-            v1 |= {name: _below(Path(at), root, paths[name]) for name in names}
+            v1 |= {name: _resolve_mounted(Path(at), root, paths[name]) for name in names}
     return unified, v1
 
 
-def _below(mounted: Path, root: str, path: str) -> Path:
+def _resolve_mounted(mounted: Path, root: str, path: str) -> Path:
     """Where the group `path` is seen under a mount that shows the hierarchy from `root` on."""
     if root != "/" and (path == root or path.startswith(root + "/")):
         path = path[len(root) :]
     return mounted / path.lstrip("/")
 
 
-def _writable(folder: Path) -> bool:
+def _is_writable(folder: Path) -> bool:
     probe = folder / f"polar-probe-{os.getpid()}"
     try:
         probe.mkdir(exist_ok=True)
@@ -303,7 +307,7 @@ def _delegate(own: Path) -> frozenset[Controller]:
 
 def _enable(own: Path, name: str) -> bool:
     try:
-        _set(own / "cgroup.subtree_control", f"+{name}")
+        _write_value(own / "cgroup.subtree_control", f"+{name}")
     except OSError:
         return False
     return True
@@ -315,7 +319,7 @@ def _move_to_leaf(own: Path) -> bool:
     leaf = own / "polar-node"
     try:
         leaf.mkdir(exist_ok=True)
-        _set(leaf / "cgroup.procs", str(os.getpid()))
+        _write_value(leaf / "cgroup.procs", str(os.getpid()))
     except OSError:
         return False
     return True

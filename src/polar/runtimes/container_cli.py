@@ -7,41 +7,41 @@ import signal
 from asyncio.subprocess import DEVNULL, PIPE, Process
 
 from polar.runtimes.base import SandboxError
-from polar.runtimes.spawner import descendants
+from polar.runtimes.spawner import find_descendants
 
-CALL_SECONDS = 120.0
-_ENDING_SECONDS = 10.0
-_CANCELLED_SECONDS = 20.0  # that a call may still take when nobody wants it any more
-_MOST_PRINTED = 16 << 20  # bytes
-_NOWHERE = "/proc"  # podman leaves a file `oom` in the folder it is called in, unless it can't
+CALL_TIMEOUT_SECONDS = 120.0
+_TERMINATE_TIMEOUT_SECONDS = 10.0
+_CANCEL_GRACE_SECONDS = 20.0  # that a call may still take when nobody wants it any more
+_MAX_OUTPUT_BYTES = 16 << 20  # bytes
+_WORKING_FOLDER = "/proc"  # podman leaves a file `oom` in the folder it is called in, unless it can't
 
 
-class CallError(SandboxError):
+class ContainerCliError(SandboxError):
     """The engine refused."""
 
-    def __init__(self, what: str, said: str) -> None:
-        super().__init__(f"{what} failed: {said.rstrip('.?') or 'it gave no reason'}.")
-        self._said = said.lower()
+    def __init__(self, what: str, stderr: str) -> None:
+        super().__init__(f"{what} failed: {stderr.rstrip('.?') or 'it gave no reason'}.")
+        self._message = stderr.lower()
 
-    def says(self, *phrases: str) -> bool:
-        return any(phrase in self._said for phrase in phrases)
+    def mentions(self, *phrases: str) -> bool:
+        return any(phrase in self._message for phrase in phrases)
 
 
-class Cli:
+class ContainerCli:
     def __init__(self, *command: str) -> None:
         self.name = command[0]
         self._command = command
 
-    async def call(self, *arguments: str, seconds: float = CALL_SECONDS, breakable: bool = False) -> str:
+    async def call(self, *arguments: str, seconds: float = CALL_TIMEOUT_SECONDS, cancellable: bool = False) -> str:
         """Calls the engine; what it printed. Only a `breakable` call is broken off half-way: what another made, once
         cancelled, would be there without our knowing."""
-        if breakable:
+        if cancellable:
             return await self._call(arguments, seconds)
         task = asyncio.ensure_future(self._call(arguments, seconds))
         try:
             return await asyncio.shield(task)
         except asyncio.CancelledError:
-            _, late = await asyncio.wait([task], timeout=_CANCELLED_SECONDS)
+            _, late = await asyncio.wait([task], timeout=_CANCEL_GRACE_SECONDS)
             if late:  # an engine that hangs: what it makes after all is found by the sweep
                 task.cancel()
                 await asyncio.wait([task])
@@ -58,13 +58,15 @@ class Cli:
                 raise SandboxError(f"{self.name} {arguments[0]} took longer than {seconds:g} seconds.") from None
             finally:
                 if process.returncode is None:
-                    await _end(process)
-            printed, complaint = (os.pread(file.fileno(), _MOST_PRINTED, 0) for file in (out, said))
+                    await _terminate(process)
+            printed, complaint = (os.pread(file.fileno(), _MAX_OUTPUT_BYTES, 0) for file in (out, said))
         if process.returncode:
-            raise CallError(f"{self.name} {arguments[0]}", (printed + complaint).decode(errors="replace").strip())
+            raise ContainerCliError(
+                f"{self.name} {arguments[0]}", (printed + complaint).decode(errors="replace").strip()
+            )
         return printed.decode(errors="replace").strip()
 
-    async def open(self, *arguments: str) -> "Client":
+    async def start(self, *arguments: str) -> "CliProcess":
         """Starts a call whose streams the caller follows."""
         with contextlib.ExitStack() as theirs:
             streams = []
@@ -78,8 +80,8 @@ class Cli:
                 for ours, _ in streams:
                     os.close(ours)
                 raise
-        (out, closes_out), (said, closes_said) = [await _reader(ours) for ours, _ in streams]
-        return Client(process, out, said, (closes_out, closes_said))
+        (out, closes_out), (said, closes_said) = [await _open_reader(ours) for ours, _ in streams]
+        return CliProcess(process, out, said, (closes_out, closes_said))
 
     async def _start(self, arguments: tuple[str, ...], stdin: int, stdout: int, stderr: int) -> Process:
         """Output goes to descriptors of our own: one that the event loop makes may be a socket, which podman's
@@ -87,13 +89,13 @@ class Cli:
         command = (*self._command, *arguments)
         try:
             return await asyncio.create_subprocess_exec(
-                *command, stdin=stdin, stdout=stdout, stderr=stderr, start_new_session=True, cwd=_NOWHERE
+                *command, stdin=stdin, stdout=stdout, stderr=stderr, start_new_session=True, cwd=_WORKING_FOLDER
             )
         except OSError as error:
             raise SandboxError(f"{self.name} can't be started: {error}.") from error
 
 
-class Client:
+class CliProcess:
     """A running call, with its streams."""
 
     def __init__(
@@ -126,23 +128,23 @@ class Client:
             transport.close()
 
 
-async def _reader(fd: int) -> tuple[asyncio.StreamReader, asyncio.BaseTransport]:
+async def _open_reader(fd: int) -> tuple[asyncio.StreamReader, asyncio.BaseTransport]:
     loop = asyncio.get_running_loop()
     reader = asyncio.StreamReader()
     transport, _ = await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(fd, "rb", 0))
     return reader, transport
 
 
-async def _end(process: Process) -> None:
+async def _terminate(process: Process) -> None:
     """podman runs the steps of a build below itself, and tidies up if one fails, but not if it is itself ended."""
-    below = descendants(process.pid)
+    below = find_descendants(process.pid)
     for pid in below:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
     if not below:
         process.terminate()
     try:
-        async with asyncio.timeout(_ENDING_SECONDS):
+        async with asyncio.timeout(_TERMINATE_TIMEOUT_SECONDS):
             await process.wait()
     except TimeoutError:
         process.kill()

@@ -1,8 +1,8 @@
 """`docker`: containers of a Docker daemon on this machine (20.10 or later)."""
 
-from polar.runtimes.containers import Containers
+from polar.runtimes.container_backend import ContainerBackend
 
 
-class Docker(Containers):
+class Docker(ContainerBackend):
     name = "docker"
-    advice = "install Docker (Debian: docker.io) and start its daemon, dockerd"
+    install_hint = "install Docker (Debian: docker.io) and start its daemon, dockerd"

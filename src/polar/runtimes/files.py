@@ -18,15 +18,15 @@ from collections.abc import Callable, Collection, Iterator
 from pathlib import Path, PurePosixPath
 from typing import Any, Protocol, TypeVar
 
-from polar.runtimes import emptying, linux
-from polar.runtimes.base import FileState, TooLarge
+from polar.runtimes import linux, tree_removal
+from polar.runtimes.base import FileState, TransferTooLargeError
 
-_ENTRY = 512  # what an entry counts besides its content: a million empty files are not free
+_ENTRY_COST_BYTES = 512  # what an entry counts besides its content: a million empty files are not free
 _MAX_ENTRIES = 1_000_000  # that are listed
-_DEEPEST = 200  # folders below one another, each of which is held open
-_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-_CHUNK = 1 << 20
-_NUMBERS = 3  # fields before the last one that is read: a name, a password, a number, and the group of a user
+_MAX_DEPTH = 200  # folders below one another, each of which is held open
+_OPEN_FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_CHUNK_BYTES = 1 << 20
+_LAST_FIELD_INDEX = 3  # fields before the last one that is read: a name, a password, a number, and the group of a user
 
 _Result = TypeVar("_Result")
 
@@ -40,7 +40,7 @@ class NamespaceCaller(Protocol):
     def call(self, operation: str, subject: int, *arguments: object) -> Any: ...
 
 
-class Copies:
+class FileTransfers:
     """Those of one runtime that are under way. They run in threads, which go on when nobody waits for them any more:
     until they are `done`, the root must stay open. A node without root has a worker do them."""
 
@@ -48,45 +48,45 @@ class Copies:
         self.worker: NamespaceCaller | None = None
         self._running: set[asyncio.Future[Any]] = set()
 
-    async def put(self, root: int, source: Path | bytes, inside: str, owner: "Owner | None" = None) -> None:
-        await self._run(put, root, source, inside, owner)
+    async def put(self, root: int, source: Path | bytes, path: str, owner: "Owner | None" = None) -> None:
+        await self._run(put, root, source, path, owner)
 
-    async def get(self, root: int, inside: str, destination: Path, max_bytes: int, all_links: bool) -> None:
-        await self._run(get, root, inside, destination, max_bytes, all_links)
+    async def get(self, root: int, path: str, destination: Path, max_bytes: int, all_links: bool) -> None:
+        await self._run(get, root, path, destination, max_bytes, all_links)
 
     async def delete(self, root: int, paths: list[str]) -> None:
         await self._run(delete, root, paths)
 
-    async def entries(self, root: int, inside: str, without: Collection[str]) -> dict[str, FileState]:
-        return await self._run(entries, root, inside, without)
+    async def list_entries(self, root: int, path: str, exclude: Collection[str]) -> dict[str, FileState]:
+        return await self._run(list_entries, root, path, exclude)
 
-    async def _run(self, copy: Callable[..., _Result], *arguments: Any) -> _Result:
-        work = copy if self.worker is None else functools.partial(self.worker.call, copy.__name__)
+    async def _run(self, operation: Callable[..., _Result], *arguments: Any) -> _Result:
+        work = operation if self.worker is None else functools.partial(self.worker.call, operation.__name__)
         running = asyncio.ensure_future(asyncio.to_thread(work, *arguments))
         self._running.add(running)
-        running.add_done_callback(self._forget_copy)
+        running.add_done_callback(self._forget_transfer)
         return await asyncio.shield(running)
 
-    def _forget_copy(self, copy: "asyncio.Future[Any]") -> None:
-        self._running.discard(copy)
-        if not copy.cancelled():
-            copy.exception()  # told to its caller, where there still is one
+    def _forget_transfer(self, transfer: "asyncio.Future[Any]") -> None:
+        self._running.discard(transfer)
+        if not transfer.cancelled():
+            transfer.exception()  # told to its caller, where there still is one
 
-    async def done(self) -> None:
+    async def wait_until_idle(self) -> None:
         if self._running:
             await asyncio.wait(set(self._running))
 
 
-def put(root: int, source: Path | bytes, inside: str, owner: Owner | None = None) -> None:
+def put(root: int, source: Path | bytes, path: str, owner: Owner | None = None) -> None:
     """Places a file, a folder or bytes. What is in the way of a file is removed; folders are merged. What is made for
     it is the owner's; a folder that was there stays whose it is."""
-    parent, name = _split(inside)
-    with _made(root, parent, owner) as folder:
+    parent, name = _split(path)
+    with _create_folders(root, parent, owner) as folder:
         if isinstance(source, bytes):
             with _new_file(folder, name, 0o644, owner) as target:
                 _write(target, source)
         elif name == ".":
-            _put_below(source, folder, owner)
+            _put_children(source, folder, owner)
         else:
             _put_entry(source, folder, name, owner)
 
@@ -94,40 +94,40 @@ def put(root: int, source: Path | bytes, inside: str, owner: Owner | None = None
 def make_folders(root: int, folders: tuple[str, ...], owner: Owner | None) -> None:
     """Those that are missing, with those above them."""
     for folder in folders:
-        with _made(root, folder, owner):
+        with _create_folders(root, folder, owner):
             pass
 
 
-def owner_named(root: int, user: str) -> Owner:
+def resolve_owner(root: int, user: str) -> Owner:
     """Who an image's USER (`NAME`, `NUMBER`, each perhaps with `:GROUP`) is, as engines find it: by the files in there.
     A number that is not in them has the group 0."""
     name, _, group = user.partition(":")
-    users, groups = _entries(root, "/etc/passwd"), _entries(root, "/etc/group")
-    found = next((entry for entry in users if name in (entry[0], entry[2])), [name, "", name, "0"])
-    told = next((entry[2] for entry in groups if group in (entry[0], entry[2])), group) if group else found[3]
-    return int(found[2]), int(told)
+    users, groups = _read_colon_file(root, "/etc/passwd"), _read_colon_file(root, "/etc/group")
+    user_entry = next((entry for entry in users if name in (entry[0], entry[2])), [name, "", name, "0"])
+    group_id = next((entry[2] for entry in groups if group in (entry[0], entry[2])), group) if group else user_entry[3]
+    return int(user_entry[2]), int(group_id)
 
 
-def _entries(root: int, inside: str) -> list[list[str]]:
+def _read_colon_file(root: int, path: str) -> list[list[str]]:
     try:
-        opened = linux.open_below(root, inside, os.O_RDONLY | os.O_NONBLOCK)
+        opened = linux.open_below(root, path, os.O_RDONLY | os.O_NONBLOCK)
     except FileNotFoundError:
         return []
     with open(opened, encoding="utf-8", errors="replace") as file:
         entries = [line.rstrip("\n").split(":") for line in file]
-    return [entry for entry in entries if len(entry) > _NUMBERS]
+    return [entry for entry in entries if len(entry) > _LAST_FIELD_INDEX]
 
 
-def get(root: int, inside: str, destination: Path, max_bytes: int, all_links: bool = False) -> None:
+def get(root: int, path: str, destination: Path, max_bytes: int, all_links: bool = False) -> None:
     """Takes a file or a folder as `destination`, whole or not at all."""
-    parent, name = _split(inside)
+    parent, name = _split(path)
     destination.parent.mkdir(parents=True, exist_ok=True)
     beside = destination.parent / f".polar-get-{secrets.token_hex(6)}"
     try:
-        with _opened(linux.open_below(root, parent, os.O_PATH | os.O_DIRECTORY)) as folder:
-            _Taking(inside, max_bytes, all_links).take(folder, name, beside, PurePosixPath())
+        with _closing(linux.open_below(root, parent, os.O_PATH | os.O_DIRECTORY)) as folder:
+            _TreeCopy(path, max_bytes, all_links).copy_entry(folder, name, beside, PurePosixPath())
         if not os.path.lexists(beside) or beside.is_symlink():
-            raise FileNotFoundError(2, "No file or folder", inside)
+            raise FileNotFoundError(2, "No file or folder", path)
         if destination.is_dir() and not destination.is_symlink():
             shutil.rmtree(destination)
         os.replace(beside, destination)
@@ -142,50 +142,50 @@ def delete(root: int, paths: list[str]) -> None:
     """Removes what stands at the paths. A folder on the way that is a link leads as inside."""
     for path in paths:
         parent, name = _split(path)
-        with contextlib.suppress(FileNotFoundError, NotADirectoryError), _folder_inside(root, parent) as folder:
-            _clear(folder, name)
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError), _open_folder_inside(root, parent) as folder:
+            _remove_entry(folder, name)
 
 
-def entries(root: int, inside: str, without: Collection[str] = ()) -> dict[str, FileState]:
+def list_entries(root: int, base_path: str, exclude: Collection[str] = ()) -> dict[str, FileState]:
     """The files, folders and links at and below a path, by absolute path."""
-    left_out = frozenset(without)
+    excluded = frozenset(exclude)
     found: dict[str, FileState] = {}
-    top = posixpath.normpath(inside)
+    top = posixpath.normpath(base_path)
 
     def look(path: str, name: str, folder: int, depth: int) -> None:
-        if path in left_out:
+        if path in excluded:
             return
         try:
-            state = _state(name, folder)
+            state = _read_state(name, folder)
             if state is None:
                 return
             found[path] = state
             if len(found) > _MAX_ENTRIES:
-                raise TooLarge(f"{inside} holds more than {_MAX_ENTRIES} files.")
+                raise TransferTooLargeError(f"{base_path} holds more than {_MAX_ENTRIES} files.")
             if state.kind != "folder":
                 return
-            if depth > _DEEPEST:
-                raise TooLarge(f"{inside} has more than {_DEEPEST} folders below one another.")
-            opened = os.open(name, _FOLDER, dir_fd=folder)
+            if depth > _MAX_DEPTH:
+                raise TransferTooLargeError(f"{base_path} has more than {_MAX_DEPTH} folders below one another.")
+            opened = os.open(name, _OPEN_FOLDER_FLAGS, dir_fd=folder)
         except (FileNotFoundError, NotADirectoryError):
             return
-        with _opened(opened):
+        with _closing(opened):
             for entry in os.listdir(opened):
                 look(posixpath.join(path, entry), entry, opened, depth + 1)
 
     parent, name = _split(top)
-    with contextlib.suppress(FileNotFoundError, NotADirectoryError), _folder_inside(root, parent) as folder:
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError), _open_folder_inside(root, parent) as folder:
         look(top, name, folder, 0)
     return found
 
 
 @contextlib.contextmanager
-def _folder_inside(root: int, path: str) -> Iterator[int]:
-    with _opened(linux.open_below(root, path, os.O_PATH | os.O_DIRECTORY)) as folder:
+def _open_folder_inside(root: int, path: str) -> Iterator[int]:
+    with _closing(linux.open_below(root, path, os.O_PATH | os.O_DIRECTORY)) as folder:
         yield folder
 
 
-def _state(name: str, folder: int) -> FileState | None:
+def _read_state(name: str, folder: int) -> FileState | None:
     found = os.stat(name, dir_fd=folder, follow_symlinks=False)
     mode = stat.S_IMODE(found.st_mode)
     if stat.S_ISDIR(found.st_mode):
@@ -197,96 +197,96 @@ def _state(name: str, folder: int) -> FileState | None:
     return None
 
 
-class _Taking:
+class _TreeCopy:
     """One `get`, with what it may still take."""
 
-    def __init__(self, inside: str, max_bytes: int, all_links: bool) -> None:
-        self._inside = inside
+    def __init__(self, path: str, max_bytes: int, all_links: bool) -> None:
+        self._path = path
         self._all_links = all_links
-        self._most = max_bytes
-        self._left = max_bytes
+        self._max_bytes = max_bytes
+        self._remaining_bytes = max_bytes
 
-    def take(self, folder: int, name: str, target: Path, place: PurePosixPath) -> None:
+    def copy_entry(self, folder: int, name: str, target: Path, relative_path: PurePosixPath) -> None:
         """The entry `name` of an open folder; `place` is where it stands below the top."""
-        self._count(_ENTRY)
-        if len(place.parts) > _DEEPEST:
-            raise TooLarge(f"{self._inside} has more than {_DEEPEST} folders below one another.")
+        self._charge(_ENTRY_COST_BYTES)
+        if len(relative_path.parts) > _MAX_DEPTH:
+            raise TransferTooLargeError(f"{self._path} has more than {_MAX_DEPTH} folders below one another.")
         found = os.stat(name, dir_fd=folder, follow_symlinks=False)
         if stat.S_ISLNK(found.st_mode):
             link = os.readlink(name, dir_fd=folder)
-            if self._all_links or stays_below(place, link):
+            if self._all_links or stays_below(relative_path, link):
                 target.symlink_to(link)
         elif stat.S_ISDIR(found.st_mode):
             target.mkdir()
-            with _opened(os.open(name, _FOLDER, dir_fd=folder)) as opened:
+            with _closing(os.open(name, _OPEN_FOLDER_FLAGS, dir_fd=folder)) as opened:
                 for entry in os.listdir(opened):
                     # What is gone or another thing by now: it is still being changed, and this is how it stands.
                     with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-                        self.take(opened, entry, target / entry, place / entry)
+                        self.copy_entry(opened, entry, target / entry, relative_path / entry)
         elif stat.S_ISREG(found.st_mode):
             # A pipe or a device may have taken its place: opening must not wait, and the open file is looked at again.
             flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
-            with _opened(os.open(name, flags, dir_fd=folder)) as source:
+            with _closing(os.open(name, flags, dir_fd=folder)) as source:
                 if stat.S_ISREG(os.fstat(source).st_mode):
-                    self._copy(source, target)
+                    self._copy_file(source, target)
 
-    def _copy(self, source: int, target: Path) -> None:
+    def _copy_file(self, source: int, target: Path) -> None:
         found = os.fstat(source)
-        if found.st_size > self._left:
-            self._count(found.st_size)  # before a byte is read: a file of holes says how long it is
+        if found.st_size > self._remaining_bytes:
+            self._charge(found.st_size)  # before a byte is read: a file of holes says how long it is
         with open(os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "wb", 0) as file:
-            while data := os.read(source, _CHUNK):
-                self._count(len(data))
+            while data := os.read(source, _CHUNK_BYTES):
+                self._charge(len(data))
                 _write(file.fileno(), data)
             os.fchmod(file.fileno(), (found.st_mode & 0o777) | 0o600)
             os.utime(file.fileno(), ns=(found.st_mtime_ns, found.st_mtime_ns))
 
-    def _count(self, size: int) -> None:
-        self._left -= size
-        if self._left < 0:
-            raise TooLarge(f"{self._inside} is larger than {self._most} bytes.")
+    def _charge(self, size: int) -> None:
+        self._remaining_bytes -= size
+        if self._remaining_bytes < 0:
+            raise TransferTooLargeError(f"{self._path} is larger than {self._max_bytes} bytes.")
 
 
-def stays_below(place: PurePosixPath, link: str) -> bool:
+def stays_below(link_path: PurePosixPath, target: str) -> bool:
     """Whether a link that stands at `place`, below the top of what is copied, can't lead above that top."""
-    parts = PurePosixPath(link).parts
+    parts = PurePosixPath(target).parts
     climbs = next((index for index, part in enumerate(parts) if part != ".."), len(parts))
-    return not link.startswith("/") and ".." not in parts[climbs:] and climbs < len(place.parts)
+    return not target.startswith("/") and ".." not in parts[climbs:] and climbs < len(link_path.parts)
 
 
 def _put_entry(source: Path, folder: int, name: str, owner: Owner | None) -> None:
     found = source.lstat()
     if stat.S_ISLNK(found.st_mode):
-        _clear(folder, name)
+        _remove_entry(folder, name)
         os.symlink(os.readlink(source), name, dir_fd=folder)
         if owner is not None:
             os.chown(name, *owner, dir_fd=folder, follow_symlinks=False)
     elif stat.S_ISDIR(found.st_mode):
-        with _opened(_folder_below(folder, name, owner)) as opened:
+        with _closing(_open_or_create_folder(folder, name, owner)) as opened:
             os.fchmod(opened, found.st_mode & 0o777 | 0o700)
-            _put_below(source, opened, owner)
+            _put_children(source, opened, owner)
     elif stat.S_ISREG(found.st_mode):
         with _new_file(folder, name, found.st_mode & 0o777, owner) as target, source.open("rb") as file:
-            while data := file.read(_CHUNK):
+            while data := file.read(_CHUNK_BYTES):
                 _write(target, data)
             os.utime(target, ns=(found.st_mtime_ns, found.st_mtime_ns))
 
 
-def _put_below(source: Path, folder: int, owner: Owner | None) -> None:
+def _put_children(source: Path, folder: int, owner: Owner | None) -> None:
     for entry in source.iterdir():
         _put_entry(entry, folder, entry.name, owner)
 
 
-def _folder_below(folder: int, name: str, owner: Owner | None) -> int:
+def _open_or_create_folder(folder: int, name: str, owner: Owner | None) -> int:
     """The folder of that name, made where there is none; what else has the name is removed."""
     try:
-        return os.open(name, _FOLDER, dir_fd=folder)
+        return os.open(name, _OPEN_FOLDER_FLAGS, dir_fd=folder)
     except FileNotFoundError:
         pass
     except OSError:  # a file, a link, a device
         os.unlink(name, dir_fd=folder)
     os.mkdir(name, 0o755, dir_fd=folder)
-    made = os.open(name, _FOLDER, dir_fd=folder)
+    made = os.open(name, _OPEN_FOLDER_FLAGS, dir_fd=folder)
     if owner is not None:
         os.fchown(made, *owner)
     return made
@@ -294,46 +294,46 @@ def _folder_below(folder: int, name: str, owner: Owner | None) -> int:
 
 @contextlib.contextmanager
 def _new_file(folder: int, name: str, mode: int, owner: Owner | None) -> Iterator[int]:
-    _clear(folder, name)
+    _remove_entry(folder, name)
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-    with _opened(os.open(name, flags, 0o600, dir_fd=folder)) as target:
+    with _closing(os.open(name, flags, 0o600, dir_fd=folder)) as target:
         yield target
         if owner is not None:
             os.fchown(target, *owner)
         os.fchmod(target, mode)
 
 
-def _clear(folder: int, name: str) -> None:
+def _remove_entry(folder: int, name: str) -> None:
     try:
         os.unlink(name, dir_fd=folder)
     except FileNotFoundError:
         pass
     except IsADirectoryError:
-        emptying.remove(name, folder)
+        tree_removal.remove_folder(name, folder)
 
 
 @contextlib.contextmanager
-def _made(root: int, path: str, owner: Owner | None) -> Iterator[int]:
+def _create_folders(root: int, path: str, owner: Owner | None) -> Iterator[int]:
     """A folder inside, with those above it, made where they are missing. A link to a folder counts as one; whatever
     else is in the way is removed: it must not keep a grader's files out."""
     made = PurePosixPath("/")
     with contextlib.ExitStack() as held:
-        folder = held.enter_context(_opened(linux.open_below(root, "/", os.O_RDONLY | os.O_DIRECTORY)))
+        folder = held.enter_context(_closing(linux.open_below(root, "/", os.O_RDONLY | os.O_DIRECTORY)))
         for name in PurePosixPath(path).parts[1:]:
             made /= name
             try:
                 opened = linux.open_below(root, str(made), os.O_RDONLY | os.O_DIRECTORY)
             except OSError:  # not there, or something else: made anew, in the folder that is open
-                opened = _folder_below(folder, name, owner)
-            folder = held.enter_context(_opened(opened))
+                opened = _open_or_create_folder(folder, name, owner)
+            folder = held.enter_context(_closing(opened))
         yield folder
 
 
-def _split(inside: str) -> tuple[str, str]:
+def _split(path: str) -> tuple[str, str]:
     """The folder and the name of an absolute path; the root itself is `.` of the root."""
-    if not inside.startswith("/"):
-        raise ValueError(f"A path inside must be absolute: {inside!r}.")
-    parent, name = posixpath.split(posixpath.normpath("/" + inside.lstrip("/")))
+    if not path.startswith("/"):
+        raise ValueError(f"A path inside must be absolute: {path!r}.")
+    parent, name = posixpath.split(posixpath.normpath("/" + path.lstrip("/")))
     return parent, name or "."
 
 
@@ -344,7 +344,7 @@ def _write(target: int, data: bytes) -> None:
 
 
 @contextlib.contextmanager
-def _opened(fd: int) -> Iterator[int]:
+def _closing(fd: int) -> Iterator[int]:
     try:
         yield fd
     finally:

@@ -31,7 +31,7 @@ _PR_SET_NO_NEW_PRIVS = 38
 
 _SECCOMP_MODE_FILTER = 2
 _SECBIT_NO_SETUID_FIXUP = 4
-_INSTRUCTION = 8  # bytes of struct sock_filter
+_INSTRUCTION_BYTES = 8  # bytes of struct sock_filter
 
 RESOLVE_NO_MAGICLINKS = 0x02
 RESOLVE_IN_ROOT = 0x10
@@ -54,37 +54,37 @@ _LOOP_INFO_SIZE = 232
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-def _checked(result: int, what: str | bytes | None = None) -> int:
+def _check(result: int, what: str | bytes | None = None) -> int:
     if result < 0:
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number), what)
     return result
 
 
-def setns(fd: int, kinds: int) -> None:
+def setns(fd: int, namespaces: int) -> None:
     """Enters a namespace, or with a process's pidfd those of its namespaces that are named."""
-    _checked(_libc.setns(fd, kinds))
+    _check(_libc.setns(fd, namespaces))
 
 
-def unshare(kinds: int) -> None:
-    _checked(_libc.unshare(kinds))
+def unshare(namespaces: int) -> None:
+    _check(_libc.unshare(namespaces))
 
 
 def mount(source: str, target: str, kind: str, flags: int = 0, options: str = "") -> None:
     arguments = (source.encode(), target.encode(), kind.encode(), ctypes.c_ulong(flags), options.encode())
-    _checked(_libc.mount(*arguments), target)
+    _check(_libc.mount(*arguments), target)
 
 
 def unmount(target: str) -> None:
     """With all that is mounted below."""
-    _checked(_libc.umount2(target.encode(), _MNT_DETACH), target)
+    _check(_libc.umount2(target.encode(), _MNT_DETACH), target)
 
 
 _libc.prctl.argtypes = (ctypes.c_int, *(ctypes.c_ulong,) * 4)
 
 
 def _prctl(option: int, value: int, other: int = 0) -> None:
-    _checked(_libc.prctl(option, value, other, 0, 0))
+    _check(_libc.prctl(option, value, other, 0, 0))
 
 
 def die_with_parent(signal: int) -> None:
@@ -111,17 +111,17 @@ def drop_capabilities(dropped: tuple[int, ...]) -> None:
         _prctl(_PR_CAPBSET_DROP, capability)
 
 
-class _Program(ctypes.Structure):
+class _FilterProgram(ctypes.Structure):
     _fields_ = (("length", ctypes.c_ushort), ("instructions", ctypes.c_char_p))
 
 
 def install_filter(program: bytes) -> None:
     """Filters the system calls of this process and of all that it starts; it needs `no_new_privileges`."""
-    filled = _Program(len(program) // _INSTRUCTION, program)
+    filled = _FilterProgram(len(program) // _INSTRUCTION_BYTES, program)
     _prctl(_PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, ctypes.addressof(filled))
 
 
-def can_filter() -> bool:
+def supports_seccomp() -> bool:
     """Whether the kernel has filters: then it misses the program, and otherwise it does not know the option."""
     try:
         _prctl(_PR_SET_SECCOMP, _SECCOMP_MODE_FILTER)
@@ -138,13 +138,13 @@ def keep_capabilities() -> None:
 def map_owners(path: str, namespace: int) -> None:
     """Mounts a folder over itself, with its files owned as a user namespace maps their owners."""
     flags = _OPEN_TREE_CLONE | os.O_CLOEXEC | _AT_RECURSIVE
-    tree = _checked(_libc.syscall(_SYS_OPEN_TREE, _AT_FDCWD, path.encode(), flags), path)
+    tree = _check(_libc.syscall(_SYS_OPEN_TREE, _AT_FDCWD, path.encode(), flags), path)
     try:
         attributes = struct.pack("=QQQQ", _MOUNT_ATTR_IDMAP, 0, 0, namespace)
         flags = _AT_EMPTY_PATH | _AT_RECURSIVE
-        _checked(_libc.syscall(_SYS_MOUNT_SETATTR, tree, b"", flags, attributes, len(attributes)), path)
+        _check(_libc.syscall(_SYS_MOUNT_SETATTR, tree, b"", flags, attributes, len(attributes)), path)
         target = (_AT_FDCWD, path.encode())
-        _checked(_libc.syscall(_SYS_MOVE_MOUNT, tree, b"", *target, _MOVE_MOUNT_F_EMPTY_PATH), path)
+        _check(_libc.syscall(_SYS_MOVE_MOUNT, tree, b"", *target, _MOVE_MOUNT_F_EMPTY_PATH), path)
     finally:
         os.close(tree)
 
@@ -156,11 +156,11 @@ class _CloneArguments(ctypes.Structure):
     _fields_ = tuple((name, ctypes.c_uint64) for name in _CLONE_FIELDS.split(" "))
 
 
-def fork_into(group: int, exit_signal: int) -> int:
+def fork_into(cgroup: int, exit_signal: int) -> int:
     """A fork whose child starts in the cgroup (v2) that `group` is open on. Moving a process there takes the kernel
     tens of milliseconds; starting it there takes none. Only for processes with one thread."""
-    arguments = _CloneArguments(flags=_CLONE_INTO_CGROUP, exit_signal=exit_signal, cgroup=group)
-    return _checked(_libc.syscall(_SYS_CLONE3, ctypes.byref(arguments), ctypes.sizeof(arguments)))
+    arguments = _CloneArguments(flags=_CLONE_INTO_CGROUP, exit_signal=exit_signal, cgroup=cgroup)
+    return _check(_libc.syscall(_SYS_CLONE3, ctypes.byref(arguments), ctypes.sizeof(arguments)))
 
 
 class _OpenHow(ctypes.Structure):
@@ -171,7 +171,7 @@ def open_below(root: int, path: str, flags: int, mode: int = 0) -> int:
     """Opens as if `root` were the root of the file system: no link, `..` or absolute path leads out of it."""
     how = _OpenHow(flags=flags | os.O_CLOEXEC, mode=mode, resolve=RESOLVE_IN_ROOT | RESOLVE_NO_MAGICLINKS)
     where = os.fsencode(path) or b"/"
-    return _checked(_libc.syscall(_SYS_OPENAT2, root, where, ctypes.byref(how), ctypes.sizeof(how)), path)
+    return _check(_libc.syscall(_SYS_OPENAT2, root, where, ctypes.byref(how), ctypes.sizeof(how)), path)
 
 
 def attach_loop(image: str) -> tuple[str, int]:

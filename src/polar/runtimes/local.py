@@ -21,49 +21,49 @@ from collections.abc import Collection
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 
-from polar.runtimes import files, processes, relay
-from polar.runtimes.base import Completed, FileState, SandboxError, Spec
-from polar.runtimes.cgroups import Cgroups, Group
-from polar.runtimes.processes import Spawned, Spawner
-from polar.runtimes.relay import Relay
-from polar.runtimes.state import State, remove_tree
+from polar.runtimes import files, relay, spawner_client
+from polar.runtimes.base import CommandResult, FileState, RuntimeSpec, SandboxError
+from polar.runtimes.cgroups import Cgroup, CgroupHierarchies
+from polar.runtimes.relay import GatewayRelay
+from polar.runtimes.spawner_client import SpawnedJob, Spawner
+from polar.runtimes.state_folder import StateFolder, remove_tree
 
 _log = logging.getLogger(__name__)
 _OWN_PROCESSES = 1  # the supervisor
-_ID = "POLAR_RUNTIME"  # in the environment of everything that runs
+_ID_VARIABLE = "POLAR_RUNTIME"  # in the environment of everything that runs
 
 
 class LocalRuntime:
-    def __init__(self, id: str, spec: Spec, kind: "Local", folder: Path, group: Group | None) -> None:
+    def __init__(self, id: str, spec: RuntimeSpec, backend: "Local", folder: Path, cgroup: Cgroup | None) -> None:
         self.id = id
         self.spec = spec
-        self._kind = kind
+        self._backend = backend
         self._folder = folder
-        self._group = group
-        self._root: int | None = None
-        self._running: set[Spawned] = set()
-        self._copies = files.Copies()
+        self._cgroup = cgroup
+        self._root_fd: int | None = None
+        self._running: set[SpawnedJob] = set()
+        self._transfers = files.FileTransfers()
         self._stopped = False
-        self._ending = asyncio.Lock()
+        self._lifecycle_lock = asyncio.Lock()
 
     async def start(self) -> None:
-        if self._root is not None or self._stopped:
+        if self._root_fd is not None or self._stopped:
             raise SandboxError(f"Runtime {self.id} was started before.")
         for inside in (self.spec.workdir, self.spec.home, "/tmp"):
             os.makedirs(self.path(inside), exist_ok=True)
-        self._root = os.open(self._folder / "root", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
-        if self._group is not None:
-            self._group.make()
+        self._root_fd = os.open(self._folder / "root", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+        if self._cgroup is not None:
+            self._cgroup.create()
 
     def gateway_url(self) -> str:
-        return self._kind.gateway_url
+        return self._backend.gateway_url
 
     def path(self, inside: str) -> str:
         """Folders mounted into other kinds are where they are; everything else is below the runtime's folder."""
         inside = posixpath.normpath(inside)
         for mount in self.spec.mounts:
-            if inside == mount.inside or inside.startswith(mount.inside.rstrip("/") + "/"):
-                return str(mount.source) + inside[len(mount.inside.rstrip("/")) :]
+            if inside == mount.target or inside.startswith(mount.target.rstrip("/") + "/"):
+                return str(mount.source) + inside[len(mount.target.rstrip("/")) :]
         return str(self._folder / "root") + "/" + inside.lstrip("/")
 
     async def run(
@@ -76,35 +76,37 @@ class LocalRuntime:
         timeout: float | None = None,
         output: Path | None = None,
         max_output: int = 64 * 1024 * 1024,
-    ) -> Completed:
-        if self._root is None or self._stopped:
+    ) -> CommandResult:
+        if self._root_fd is None or self._stopped:
             raise SandboxError(f"Runtime {self.id} is not running.")
-        entry = None if self._group is None else self._group.entry
+        entry = None if self._cgroup is None else self._cgroup.entry
         usual = {"PATH": os.environ.get("PATH", os.defpath), "LANG": "C.UTF-8"}
-        places = {"HOME": self.path(self.spec.home), "TMPDIR": self.path("/tmp"), _ID: self.id}
+        places = {"HOME": self.path(self.spec.home), "TMPDIR": self.path("/tmp"), _ID_VARIABLE: self.id}
         job = {
             "job": "local",
-            "into": None if entry is None else entry.into,
-            "tasks": () if entry is None else entry.tasks,
+            "into": None if entry is None else entry.unified_folder,
+            "tasks": () if entry is None else entry.tasks_files,
             "argv": argv,
             "env": usual | places | self.spec.env | (env or {}),
             "cwd": self.path(cwd or self.spec.workdir),
         }
-        killed = 0 if self._group is None else self._group.out_of_memory()
-        completed = await processes.run(
-            self._kind.spawner,
+        killed = 0 if self._cgroup is None else self._cgroup.count_oom_kills()
+        completed = await spawner_client.run(
+            self._backend.spawner,
             job,
             (),
             stdin=stdin,
             timeout=timeout,
             output=output,
             max_output=max_output,
-            kill=Spawned.end_all,
+            kill=SpawnedJob.kill_all,
             follow=self._follow,
         )
-        return processes.with_memory(completed, self._group is not None and self._group.out_of_memory() > killed)
+        return spawner_client.mark_out_of_memory(
+            completed, self._cgroup is not None and self._cgroup.count_oom_kills() > killed
+        )
 
-    def _follow(self, spawned: Spawned) -> None:
+    def _follow(self, spawned: SpawnedJob) -> None:
         """Daemons of a command that has ended are still below its supervisor, until `stop`."""
 
         def gone(_: object) -> None:
@@ -114,110 +116,110 @@ class LocalRuntime:
         self._running.add(spawned)
         spawned.gone.add_done_callback(gone)
 
-    async def put(self, source: Path | bytes, inside: str) -> None:
-        await self._copies.put(self._opened(), source, inside)
+    async def put(self, source: Path | bytes, path: str) -> None:
+        await self._transfers.put(self._require_root(), source, path)
 
-    async def get(self, inside: str, destination: Path, *, max_bytes: int = 1 << 30, all_links: bool = False) -> None:
-        await self._copies.get(self._opened(), inside, destination, max_bytes, all_links)
+    async def get(self, path: str, destination: Path, *, max_bytes: int = 1 << 30, all_links: bool = False) -> None:
+        await self._transfers.get(self._require_root(), path, destination, max_bytes, all_links)
 
     async def delete(self, paths: list[str]) -> None:
-        await self._copies.delete(self._opened(), paths)
+        await self._transfers.delete(self._require_root(), paths)
 
-    async def entries(self, inside: str, *, without: Collection[str] = ()) -> dict[str, FileState]:
-        return await self._copies.entries(self._opened(), inside, without)
+    async def list_entries(self, path: str, *, exclude: Collection[str] = ()) -> dict[str, FileState]:
+        return await self._transfers.list_entries(self._require_root(), path, exclude)
 
-    def _opened(self) -> int:
-        if self._root is None:
+    def _require_root(self) -> int:
+        if self._root_fd is None:
             raise SandboxError(f"Runtime {self.id} is not there.")
-        return self._root
+        return self._root_fd
 
     async def stop(self) -> None:
-        async with self._ending:
+        async with self._lifecycle_lock:
             await self._stop()
 
     async def _stop(self) -> None:
         self._stopped = True
-        await asyncio.gather(*(spawned.end_all() for spawned in set(self._running)))
-        if self._group is not None:
-            await self._group.kill()
+        await asyncio.gather(*(spawned.kill_all() for spawned in set(self._running)))
+        if self._cgroup is not None:
+            await self._cgroup.kill()
 
     async def restart(self) -> None:
-        async with self._ending:
-            if self._root is None or not self._stopped:
+        async with self._lifecycle_lock:
+            if self._root_fd is None or not self._stopped:
                 raise SandboxError(f"Runtime {self.id} can't be restarted: it is not stopped, or not there.")
-            if self._group is not None:
-                await self._group.remove()
-                self._group.make()
+            if self._cgroup is not None:
+                await self._cgroup.remove()
+                self._cgroup.create()
             self._stopped = False
 
     async def remove(self) -> None:
-        async with self._ending:
+        async with self._lifecycle_lock:
             await self._stop()
-            root, self._root = self._root, None
-            await self._copies.done()
+            root, self._root_fd = self._root_fd, None
+            await self._transfers.wait_until_idle()
             if root is not None:
                 os.close(root)
-            if self._group is not None:
-                await self._group.remove()
+            if self._cgroup is not None:
+                await self._cgroup.remove()
             await asyncio.to_thread(remove_tree, self._folder)
-            self._kind.runtimes.pop(self.id, None)
+            self._backend.runtimes.pop(self.id, None)
 
 
 class Local:
     name = "local"
 
     def __init__(self, state: Path, gateway: str) -> None:
-        self._state = State(state / self.name)
+        self._state = StateFolder(state / self.name)
         self._gateway = gateway
-        self._relay: Relay | None = None
-        self._cgroups: Cgroups | None = None
+        self._relay: GatewayRelay | None = None
+        self._cgroups: CgroupHierarchies | None = None
         self.gateway_url = gateway
         self.spawner = Spawner()
         self.runtimes: dict[str, LocalRuntime] = {}
 
-    async def unavailable(self) -> str | None:
+    async def check_availability(self) -> str | None:
         return None
 
-    def refuses(self, image: str | None) -> str | None:
+    def check_image(self, image: str | None) -> str | None:
         return None if image is None else "local has no images: leave runtime.image out, or name another backend."
 
     async def prepare(self, image: str | None) -> None:  # noqa: ARG002  there are no images
         if self._cgroups is None:
-            self._cgroups = Cgroups.of_this_process()
-            self._state.note(self._cgroups)
-            if missing := self._cgroups.missing:
+            self._cgroups = CgroupHierarchies.of_this_process()
+            self._state.record_cgroups(self._cgroups)
+            if missing := self._cgroups.missing_controllers:
                 _log.warning("No cgroups for %s can be made here: such limits are not kept.", ", ".join(missing))
         if self._relay is None and self._gateway.startswith("unix:"):
-            self._relay = Relay(self._gateway)
+            self._relay = GatewayRelay(self._gateway)
             listening = relay.listen()
             self.gateway_url = f"http://127.0.0.1:{listening.getsockname()[1]}"
             await self._relay.serve(listening)
 
-    async def create(self, id: str, spec: Spec) -> LocalRuntime:
+    async def create(self, id: str, spec: RuntimeSpec) -> LocalRuntime:
         await self.prepare(spec.image)
         assert self._cgroups is not None
-        group = self._cgroups.group(id, spec.limits, own=_OWN_PROCESSES)
-        runtime = LocalRuntime(id, spec, self, self._state.runtime(id), group)
+        group = self._cgroups.build_cgroup(id, spec.limits, own_processes=_OWN_PROCESSES)
+        runtime = LocalRuntime(id, spec, self, self._state.create_runtime_folder(id), group)
         self.runtimes[id] = runtime
         return runtime
 
     def trial_image(self) -> AbstractAsyncContextManager[None]:
         return contextlib.nullcontext()
 
-    def missing(self) -> list[str]:
+    def list_isolation_gaps(self) -> list[str]:
         return [
             "files, processes and network are the machine's",
-            *Cgroups.of_this_process().missing_limits,
+            *CgroupHierarchies.of_this_process().missing_limits,
             "disk limit",
         ]
 
     async def sweep(self) -> list[str]:
         swept = []
-        for left in self._state.left():
-            for folder in left.runtimes:
-                if (group := left.group(folder.name)) is not None:
+        for left in self._state.iter_abandoned():
+            for folder in left.runtime_folders:
+                if (group := left.find_cgroup(folder.name)) is not None:
                     await group.remove()
-                await _end_named(folder.name)
+                await _kill_by_runtime_id(folder.name)
                 swept.append(folder.name)
             await asyncio.to_thread(left.remove)
         return swept
@@ -232,17 +234,17 @@ class Local:
         await asyncio.to_thread(self._state.close)
 
 
-async def _end_named(id: str) -> None:
+async def _kill_by_runtime_id(id: str) -> None:
     """Kills what carries the runtime's id in its environment, until there is none."""
-    while found := _named(id):
+    while found := _find_by_runtime_id(id):
         for pid in found:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         await asyncio.sleep(0.005)
 
 
-def _named(id: str) -> list[int]:
-    mark = f"{_ID}={id}".encode()
+def _find_by_runtime_id(id: str) -> list[int]:
+    mark = f"{_ID_VARIABLE}={id}".encode()
     found = []
     for name in filter(str.isdigit, os.listdir("/proc")):
         with contextlib.suppress(OSError):  # it ended, or is none of ours

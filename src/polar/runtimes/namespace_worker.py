@@ -23,20 +23,20 @@ import polar
 from polar.runtimes import files, linux, relay
 from polar.runtimes.base import SandboxError
 
-_CODE = """import json, sys
+_WORKER_CODE = """import json, sys
 sys.path[:] = json.loads(sys.argv[1])
 from polar.runtimes.namespace_worker import main
 main(int(sys.argv[2]))"""
-_DESCRIPTORS = 3
+_REQUEST_DESCRIPTORS = 3
 _OPERATIONS = {
     operation.__name__: operation
     for operation in (
         files.put,
         files.get,
         files.delete,
-        files.entries,
+        files.list_entries,
         files.make_folders,
-        files.owner_named,
+        files.resolve_owner,
         relay.enter_and_listen,
     )
 }
@@ -60,7 +60,7 @@ class NamespaceWorker:
                 pickle.dump((operation, absolute), request)
                 request.flush()
                 try:
-                    socket.send_fds(self._connected(), [b"+"], [its.fileno(), request.fileno(), subject])
+                    socket.send_fds(self._connect(), [b"+"], [its.fileno(), request.fileno(), subject])
                 except OSError as error:
                     raise SandboxError(f"The process that works in sandboxes can't be reached: {error}.") from error
             _, fds, _, _ = socket.recv_fds(ours, 1, 1)
@@ -73,13 +73,13 @@ class NamespaceWorker:
             raise raised
         return socket.socket(fileno=fds[0]) if fds else result
 
-    def _connected(self) -> socket.socket:
+    def _connect(self) -> socket.socket:
         with self._lock:
             if self._socket is None or self._process is None or self._process.poll() is not None:
-                self._end()
+                self._stop()
                 ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
                 path = [str(Path(polar.__file__).parent.parent), *filter(None, sys.path)]
-                argv = [sys.executable, "-I", "-S", "-c", _CODE, json.dumps(path), str(self._namespace)]
+                argv = [sys.executable, "-I", "-S", "-c", _WORKER_CODE, json.dumps(path), str(self._namespace)]
                 with its:
                     self._process = subprocess.Popen(
                         argv,
@@ -94,10 +94,10 @@ class NamespaceWorker:
 
     def close(self) -> None:
         with self._lock:
-            self._end()
+            self._stop()
         os.close(self._namespace)
 
-    def _end(self) -> None:
+    def _stop(self) -> None:
         if self._socket is not None:
             self._socket.close()
             self._socket = None
@@ -112,7 +112,7 @@ class NamespaceWorkers:
     def __init__(self) -> None:
         self._workers: dict[int, NamespaceWorker] = {}
 
-    def of_process(self, pid: int) -> NamespaceWorker:
+    def get_for_process(self, pid: int) -> NamespaceWorker:
         """Raises OSError where the process is gone."""
         namespace = os.open(f"/proc/{pid}/ns/user", os.O_RDONLY | os.O_CLOEXEC)
         inode = os.fstat(namespace).st_ino
@@ -134,16 +134,16 @@ def main(namespace: int) -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # forks are reaped by the kernel
     asked = socket.socket(fileno=os.dup(0))
     while True:
-        message, fds, _, _ = socket.recv_fds(asked, 1, _DESCRIPTORS)
+        message, fds, _, _ = socket.recv_fds(asked, 1, _REQUEST_DESCRIPTORS)
         if not message:
             return
         if os.fork() == 0:
-            _work(*fds)
+            _run_operation(*fds)
         for fd in fds:
             os.close(fd)
 
 
-def _work(reply: int, request: int, subject: int) -> NoReturn:
+def _run_operation(reply: int, request: int, subject: int) -> NoReturn:
     linux.die_with_parent(signal.SIGKILL)
     error: BaseException | None = None
     result: object = None

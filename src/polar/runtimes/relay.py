@@ -19,14 +19,14 @@ from polar.errors import ConfigError
 from polar.runtimes import linux
 from polar.runtimes.files import NamespaceCaller
 
-PORT = 8100  # inside, where every sandbox has its ports to itself: the same in every session
-_CHUNK = 1 << 16
-_MOST = 128  # connections of one sandbox at a time: each takes two of the node's descriptors
+GATEWAY_PORT = 8100  # inside, where every sandbox has its ports to itself: the same in every session
+_CHUNK_BYTES = 1 << 16
+_MAX_CONNECTIONS = 128  # connections of one sandbox at a time: each takes two of the node's descriptors
 _BACKLOG = 128
-_stepping = ThreadPoolExecutor(1, "polar-relay")
+_namespace_executor = ThreadPoolExecutor(1, "polar-relay")
 
 
-class Relay:
+class GatewayRelay:
     """Serves one listening socket until it is closed."""
 
     def __init__(self, gateway: str) -> None:
@@ -37,7 +37,7 @@ class Relay:
     async def serve(self, listening: socket.socket) -> None:
         """Takes the socket over: it is closed with the relay, or here and now."""
         try:
-            self._server = await asyncio.start_server(self._connected, sock=listening, backlog=_BACKLOG)
+            self._server = await asyncio.start_server(self._handle_connection, sock=listening, backlog=_BACKLOG)
         except BaseException:
             listening.close()
             raise
@@ -46,11 +46,11 @@ class Relay:
         if self._server is not None:
             self._server.close()
             self._server = None
-        await _cancelled(self._connections)
+        await _cancel_all(self._connections)
         await asyncio.sleep(0)  # in which the event loop closes what was broken off
 
-    async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        if len(self._connections) >= _MOST:
+    async def _handle_connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if len(self._connections) >= _MAX_CONNECTIONS:
             writer.transport.abort()
             return
         task = asyncio.current_task()
@@ -58,17 +58,17 @@ class Relay:
         self._connections.add(task)
         task.add_done_callback(self._connections.discard)
         with contextlib.suppress(asyncio.CancelledError):  # by `close`; the event loop would log it
-            await _ending(writer, self._joined(reader, writer))
+            await _close_after(writer, self._relay_to_gateway(reader, writer))
 
-    async def _joined(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _relay_to_gateway(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             to_reader, to_writer = await _connect(self._gateway)
         except OSError:  # the gateway is not there: inside, the connection closes
             return
-        await _ending(to_writer, _both_ways(_copy(reader, to_writer), _copy(to_reader, writer)))
+        await _close_after(to_writer, _run_both(_copy(reader, to_writer), _copy(to_reader, writer)))
 
 
-async def _ending(writer: asyncio.StreamWriter, work: Awaitable[None]) -> None:
+async def _close_after(writer: asyncio.StreamWriter, work: Awaitable[None]) -> None:
     """Closes a connection behind the work: with all that was written, or at once where the work is broken off."""
     try:
         await work
@@ -79,18 +79,18 @@ async def _ending(writer: asyncio.StreamWriter, work: Awaitable[None]) -> None:
         writer.transport.abort()
 
 
-async def _both_ways(one: Coroutine[None, None, None], other: Coroutine[None, None, None]) -> None:
+async def _run_both(one: Coroutine[None, None, None], other: Coroutine[None, None, None]) -> None:
     ways = {asyncio.create_task(one), asyncio.create_task(other)}
     try:
         await asyncio.wait(ways)
     finally:
-        await _cancelled(ways)
+        await _cancel_all(ways)
 
 
 async def _copy(source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
     """Until the source ends; then the sink hears so too, and may still answer. Where either breaks, both end."""
     try:
-        while data := await source.read(_CHUNK):
+        while data := await source.read(_CHUNK_BYTES):
             sink.write(data)
             await sink.drain()
         sink.write_eof()
@@ -101,11 +101,11 @@ async def _copy(source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> Non
 async def _connect(gateway: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
     if gateway.startswith("unix:"):
         return await asyncio.open_unix_connection(gateway.removeprefix("unix:"))
-    host, port = address(gateway)
+    host, port = parse_address(gateway)
     return await asyncio.open_connection(host, port)
 
 
-def address(gateway: str) -> tuple[str, int]:
+def parse_address(gateway: str) -> tuple[str, int]:
     """Host and port of `http://HOST:PORT`."""
     parts = urlsplit(gateway)
     if parts.scheme != "http" or parts.hostname is None or parts.port is None:
@@ -113,7 +113,7 @@ def address(gateway: str) -> tuple[str, int]:
     return parts.hostname, parts.port
 
 
-async def _cancelled(tasks: set[asyncio.Task[None]]) -> None:
+async def _cancel_all(tasks: set[asyncio.Task[None]]) -> None:
     """What they raised is how their connections ended, which is of no interest."""
     ended = set(tasks)
     for task in ended:
@@ -121,11 +121,11 @@ async def _cancelled(tasks: set[asyncio.Task[None]]) -> None:
     await asyncio.gather(*ended, return_exceptions=True)
 
 
-async def listen_inside(process: int, worker: NamespaceCaller | None = None) -> socket.socket:
+async def listen_in_namespace(pidfd: int, worker: NamespaceCaller | None = None) -> socket.socket:
     """A socket that listens on loopback in the network namespace of a process (its pidfd). A node without root has a
     worker step in."""
-    step = _step_in if worker is None else functools.partial(worker.call, enter_and_listen.__name__)
-    making: asyncio.Future[socket.socket] = asyncio.get_running_loop().run_in_executor(_stepping, step, process)
+    step = _listen_from_thread if worker is None else functools.partial(worker.call, enter_and_listen.__name__)
+    making: asyncio.Future[socket.socket] = asyncio.get_running_loop().run_in_executor(_namespace_executor, step, pidfd)
     try:
         return await asyncio.shield(making)
     except asyncio.CancelledError:
@@ -135,17 +135,17 @@ async def listen_inside(process: int, worker: NamespaceCaller | None = None) -> 
         raise
 
 
-def enter_and_listen(process: int) -> socket.socket:
+def enter_and_listen(pidfd: int) -> socket.socket:
     """For a fork, which stays in the network of the process."""
-    linux.setns(process, linux.CLONE_NEWNET)
-    return listen(PORT)
+    linux.setns(pidfd, linux.CLONE_NEWNET)
+    return listen(GATEWAY_PORT)
 
 
-def _step_in(process: int) -> socket.socket:
+def _listen_from_thread(pidfd: int) -> socket.socket:
     own = os.open("/proc/thread-self/ns/net", os.O_RDONLY | os.O_CLOEXEC)
     try:
         try:
-            return enter_and_listen(process)
+            return enter_and_listen(pidfd)
         finally:
             linux.setns(own, linux.CLONE_NEWNET)
     finally:

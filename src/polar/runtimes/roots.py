@@ -15,9 +15,9 @@ from msgspec import Struct
 
 from polar.runtimes.base import SandboxError
 
-_LINKS = ("bin", "sbin", "lib", "lib32", "lib64", "libx32")
-_FOLDERS = ("dev", "etc", "home", "mnt", "opt", "proc", "root", "run", "srv", "sys", "usr", "var/tmp", "var/log")
-_SETTINGS = (
+_USR_LINKS = ("bin", "sbin", "lib", "lib32", "lib64", "libx32")
+_ROOT_FOLDERS = ("dev", "etc", "home", "mnt", "opt", "proc", "root", "run", "srv", "sys", "usr", "var/tmp", "var/log")
+_ETC_PATTERNS = (
     "alternatives",
     "bash.bashrc",
     "ca-certificates",
@@ -54,7 +54,7 @@ _SETTINGS = (
 """Of /etc: what programs need and nobody must keep secret. No keys, no passwords, no names of hosts."""
 
 
-_HIDDEN = (
+_HIDDEN_PROC_FILES = (
     "/proc/kcore",
     "/proc/key-users",
     "/proc/keys",
@@ -69,36 +69,36 @@ _HIDDEN = (
 _UNMOUNT_SECONDS = 30.0
 
 
-def machine_root(folder: Path, home: str) -> Path:
+def build_machine_root(folder: Path, home: str) -> Path:
     """The machine's own programs without its files: an almost empty tree over which /usr is mounted."""
     if folder.is_dir():
         return folder
     making = folder.with_name(f"{folder.name}-{secrets.token_hex(4)}")
-    for name in _FOLDERS:
+    for name in _ROOT_FOLDERS:
         (making / name).mkdir(parents=True)
     for name, mode in (("tmp", 0o1777), ("var/tmp", 0o1777), ("root", 0o700)):
         (making / name).mkdir(exist_ok=True)
         (making / name).chmod(mode)
-    for name in _LINKS:
+    for name in _USR_LINKS:
         if Path("/", name).is_symlink():
             (making / name).symlink_to(os.readlink(f"/{name}"))
         elif Path("/", name).is_dir():
             (making / name).mkdir()
     etc = making / "etc"
-    for pattern in _SETTINGS:
+    for pattern in _ETC_PATTERNS:
         for found in Path("/etc").glob(pattern):
             target = etc / found.relative_to("/etc")
             target.parent.mkdir(parents=True, exist_ok=True)
             if not _may_read(found):
                 continue
             if found.is_dir():
-                shutil.copytree(found, target, symlinks=True, ignore=_unreadable)
+                shutil.copytree(found, target, symlinks=True, ignore=_list_unreadable)
             else:
                 shutil.copy2(found, target, follow_symlinks=False)
     (etc / "passwd").write_text(f"root:x:0:0:root:{home}:/bin/sh\nnobody:x:65534:65534:nobody:/:/usr/sbin/nologin\n")
     (etc / "group").write_text("root:x:0:\nnogroup:x:65534:\n")
     (etc / "hosts").write_text("127.0.0.1 localhost sandbox\n")
-    _rename(making, folder)
+    _rename_unless_exists(making, folder)
     return folder
 
 
@@ -106,25 +106,25 @@ def _may_read(path: Path) -> bool:
     return path.is_symlink() or os.access(path, os.R_OK | (os.X_OK if path.is_dir() else 0))
 
 
-def _unreadable(folder: str, names: list[str]) -> list[str]:
+def _list_unreadable(folder: str, names: list[str]) -> list[str]:
     """What only root may read, the programs of an ordinary user do without as well."""
     return [name for name in names if not _may_read(Path(folder, name))]
 
 
-def machine_mounts() -> list[str]:
+def list_machine_mounts() -> list[str]:
     """Folders of the machine that stand read-only over `machine_root`."""
-    apart = (f"/{name}" for name in _LINKS)
+    apart = (f"/{name}" for name in _USR_LINKS)
     return ["/usr", *(path for path in apart if Path(path).is_dir() and not Path(path).is_symlink())]
 
 
 class KernelFiles(Struct, frozen=True):
     """Of /proc: what must be read-only inside, and what must not be read."""
 
-    locked: list[str]
+    read_only: list[str]
     hidden: list[str]
 
 
-def kernel_files(*, own_users: bool) -> KernelFiles:
+def find_kernel_files(*, own_users: bool) -> KernelFiles:
     """Root inside is a user outside who has no capability, but who may own the kernel's files: where the node runs as
     root, /proc/sys/kernel/core_pattern is one that such a user may write to, and its content is run by the machine.
 
@@ -135,8 +135,8 @@ def kernel_files(*, own_users: bool) -> KernelFiles:
     names = [f"/proc/{name}" for name in sorted(os.listdir("/proc")) if not name.isdigit()]
     written, read = (0o002, 0o004) if own_users else (0o222, 0o444)
     return KernelFiles(
-        locked=[path for path in names if path == "/proc/sys" or _has_file(path, written)],
-        hidden=[path for path in _HIDDEN if os.path.exists(path) and os.lstat(path).st_mode & read],
+        read_only=[path for path in names if path == "/proc/sys" or _has_file(path, written)],
+        hidden=[path for path in _HIDDEN_PROC_FILES if os.path.exists(path) and os.lstat(path).st_mode & read],
     )
 
 
@@ -149,7 +149,7 @@ def _has_file(path: str, permissions: int) -> bool:
     return stat.S_ISREG(mode) and bool(mode & permissions)
 
 
-def folders(below: Path, inside: tuple[str, ...]) -> Path:
+def build_folder_layer(below: Path, inside: tuple[str, ...]) -> Path:
     """A layer of empty folders, made once for each set of them."""
     names = sorted({name.strip("/") for name in inside})
     layer = below / hashlib.sha256("\0".join(names).encode()).hexdigest()[:16]
@@ -158,11 +158,11 @@ def folders(below: Path, inside: tuple[str, ...]) -> Path:
         for name in (*names, "dev", "proc"):
             (making / name).mkdir(parents=True, exist_ok=True)
         (making / "tmp").chmod(0o1777)
-        _rename(making, layer)
+        _rename_unless_exists(making, layer)
     return layer
 
 
-def _rename(making: Path, made: Path) -> None:
+def _rename_unless_exists(making: Path, made: Path) -> None:
     """Where another thread was first, its work is as good."""
     try:
         making.rename(made)
@@ -172,20 +172,20 @@ def _rename(making: Path, made: Path) -> None:
         shutil.rmtree(making)
 
 
-def wrong_root(image: str) -> str | None:
+def check_image_root(image: str) -> str | None:
     folder = Path(image)
     if folder.is_absolute() and (folder / "usr").is_dir():
         return None
     return f"The image {image!r} must be the absolute path of an unpacked root, with /usr in it."
 
 
-def image_root(image: str) -> Path:
-    if (why := wrong_root(image)) is not None:
+def resolve_image_root(image: str) -> Path:
+    if (why := check_image_root(image)) is not None:
         raise SandboxError(why)
     return Path(image)
 
 
-def formatted_disk(template: Path, megabytes: int) -> Path:
+def ensure_disk_template(template: Path, megabytes: int) -> Path:
     """An empty ext4 of this size, made once: a file of holes, which is copied for each sandbox."""
     if template.is_file():
         return template
@@ -204,7 +204,7 @@ def formatted_disk(template: Path, megabytes: int) -> Path:
     return template
 
 
-def copy_with_holes(source: Path, target: Path) -> None:
+def copy_sparse(source: Path, target: Path) -> None:
     with source.open("rb") as read, target.open("wb") as write:
         size = os.fstat(read.fileno()).st_size
         write.truncate(size)
@@ -220,16 +220,16 @@ def copy_with_holes(source: Path, target: Path) -> None:
             at = end
 
 
-async def unused(image: Path) -> None:
+async def wait_until_unmounted(image: Path) -> None:
     """Waits until no loop device is over a file: they go a moment after their mounts."""
     deadline = time.monotonic() + _UNMOUNT_SECONDS
-    while str(image) in _on_loop_devices():
+    while str(image) in _list_loop_files():
         if time.monotonic() > deadline:
             raise SandboxError(f"{image} is still mounted.")
         await asyncio.sleep(0.005)
 
 
-def _on_loop_devices() -> set[str]:
+def _list_loop_files() -> set[str]:
     found = set()
     for file in Path("/sys/block").glob("loop*/loop/backing_file"):
         with contextlib.suppress(OSError):  # it is gone by now

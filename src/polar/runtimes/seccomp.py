@@ -24,7 +24,7 @@ from msgspec import Struct
 from polar.errors import ConfigError
 
 
-class Call(Struct, frozen=True):
+class SystemCall(Struct, frozen=True):
     """A system call, with its number on each machine; None where the machine lacks it."""
 
     name: str
@@ -32,35 +32,35 @@ class Call(Struct, frozen=True):
     aarch64: int | None
 
 
-class Rule(Struct, frozen=True):
+class DenyRule(Struct, frozen=True):
     """Calls that are refused for one reason."""
 
-    calls: tuple[Call, ...]
-    answer: int  # errno
+    calls: tuple[SystemCall, ...]
+    error_number: int  # errno
     reason: str
 
 
-def _calls(*numbers: tuple[str, int | None, int | None]) -> tuple[Call, ...]:
-    return tuple(Call(*each) for each in numbers)
+def _calls(*numbers: tuple[str, int | None, int | None]) -> tuple[SystemCall, ...]:
+    return tuple(SystemCall(*each) for each in numbers)
 
 
-def _new_calls(**numbers: int) -> tuple[Call, ...]:
+def _new_calls(**numbers: int) -> tuple[SystemCall, ...]:
     """Those above 423 have the same number everywhere."""
-    return tuple(Call(name, number, number) for name, number in numbers.items())
+    return tuple(SystemCall(name, number, number) for name, number in numbers.items())
 
 
-RULES = (
-    Rule(
+DENY_RULES = (
+    DenyRule(
         _calls(("add_key", 248, 217), ("request_key", 249, 218), ("keyctl", 250, 219)),
         errno.ENOSYS,
         "Keyrings outlive the sandbox and are counted and found by user id, across sandboxes.",
     ),
-    Rule(
+    DenyRule(
         _new_calls(io_uring_setup=425, io_uring_enter=426, io_uring_register=427),
         errno.ENOSYS,
         "io_uring runs operations that no filter of system calls sees; programs fall back to epoll.",
     ),
-    Rule(
+    DenyRule(
         _calls(
             ("io_setup", 206, 0),
             ("io_destroy", 207, 1),
@@ -72,12 +72,12 @@ RULES = (
         errno.ENOSYS,
         "The kernel has one limit on asynchronous I/O for the whole machine (fs.aio-max-nr).",
     ),
-    Rule(
+    DenyRule(
         _calls(("bpf", 321, 280), ("perf_event_open", 298, 241), ("userfaultfd", 323, 282)),
         errno.EPERM,
         "They look into the kernel, or help to exploit it.",
     ),
-    Rule(
+    DenyRule(
         _calls(
             ("init_module", 175, 105),
             ("finit_module", 313, 273),
@@ -91,7 +91,7 @@ RULES = (
         errno.EPERM,
         "They change the machine's kernel.",
     ),
-    Rule(
+    DenyRule(
         (
             *_calls(("mount", 165, 40), ("umount2", 166, 39), ("pivot_root", 155, 41)),
             *_new_calls(open_tree=428, move_mount=429, fsopen=430, fsconfig=431, fsmount=432, fspick=433),
@@ -100,17 +100,17 @@ RULES = (
         errno.EPERM,
         "A sandbox's mounts are its walls.",
     ),
-    Rule(
+    DenyRule(
         _calls(("setns", 308, 268), ("open_by_handle_at", 304, 265)),
         errno.EPERM,
         "They lead into other namespaces, or to files outside the root.",
     ),
-    Rule(
+    DenyRule(
         _new_calls(clone3=435),
         errno.ENOSYS,
         "Its flags can't be checked by a filter; libraries fall back to clone.",
     ),
-    Rule(
+    DenyRule(
         (
             *_calls(("acct", 163, 89), ("quotactl", 179, 60), ("swapon", 167, 224), ("swapoff", 168, 225)),
             *_calls(("reboot", 169, 142), ("syslog", 103, 116), ("vhangup", 153, 58), ("lookup_dcookie", 212, 18)),
@@ -125,7 +125,7 @@ RULES = (
     ),
 )
 
-MESSAGE_QUEUES = Rule(
+MESSAGE_QUEUE_RULE = DenyRule(
     _calls(
         ("mq_open", 240, 180),
         ("mq_unlink", 241, 181),
@@ -138,36 +138,38 @@ MESSAGE_QUEUES = Rule(
     "POSIX message queues are counted by user id: refused where sandboxes have no user ids of their own.",
 )
 
-_CLONE = Call("clone", 56, 220)
-_UNSHARE = Call("unshare", 272, 97)
-_SOCKET = Call("socket", 41, 198)
-_SOCKETPAIR = Call("socketpair", 53, 199)
-CHECKED = (_CLONE, _UNSHARE, _SOCKET, _SOCKETPAIR)
+_CLONE = SystemCall("clone", 56, 220)
+_UNSHARE = SystemCall("unshare", 272, 97)
+_SOCKET = SystemCall("socket", 41, 198)
+_SOCKETPAIR = SystemCall("socketpair", 53, 199)
+ARGUMENT_CHECKED_CALLS = (_CLONE, _UNSHARE, _SOCKET, _SOCKETPAIR)
 """Calls that are refused by their arguments: new namespaces, and families and protocols of sockets."""
 
 _NEW_NAMESPACES = 0x7E02_0000  # NEWNS, NEWCGROUP, NEWUTS, NEWIPC, NEWUSER, NEWPID, NEWNET
-_NEW_TIME = 0x80  # of unshare; in clone these bits are the signal at the end
+_NEW_TIME_NAMESPACE = 0x80  # of unshare; in clone these bits are the signal at the end
 _IP_FAMILIES = (socket.AF_INET, socket.AF_INET6)
 _REFUSED_IP_PROTOCOLS = (33, 115, 132, 136, 256)  # DCCP, L2TP, SCTP, UDP-Lite, SMC
 _NETLINK_PROTOCOLS = (0, 4)  # ROUTE, SOCK_DIAG
-_LAST_CALL = 469  # file_setattr, of Linux 6.17
+_LAST_KNOWN_CALL = 469  # file_setattr, of Linux 6.17
 
 _ARCHITECTURES = {"x86_64": 0xC000_003E, "aarch64": 0xC000_00B7}  # AUDIT_ARCH_*
 
 
-class Exceptions(Struct, frozen=True):
+class Allowances(Struct, frozen=True):
     """What a task is allowed beyond the table: calls, and address families."""
 
     calls: frozenset[str] = frozenset()
     families: frozenset[int] = frozenset()
 
 
-NO_EXCEPTIONS = Exceptions()
+NO_ALLOWANCES = Allowances()
 
 
-def exceptions(names: Collection[str]) -> Exceptions:
+def parse_allowances(names: Collection[str]) -> Allowances:
     """By the names that a task gives. Raises ConfigError for one that is not refused anyway."""
-    known = {call.name for rule in (*RULES, MESSAGE_QUEUES) for call in rule.calls} | {call.name for call in CHECKED}
+    known = {call.name for rule in (*DENY_RULES, MESSAGE_QUEUE_RULE) for call in rule.calls} | {
+        call.name for call in ARGUMENT_CHECKED_CALLS
+    }
     calls: set[str] = set()
     families: set[int] = set()
     for name in names:
@@ -180,21 +182,21 @@ def exceptions(names: Collection[str]) -> Exceptions:
                 f"runtime.seccomp: {name!r} is neither a system call that the filter refuses nor an address family "
                 "(AF_ALG). docs/isolation.md lists them."
             )
-    return Exceptions(frozenset(calls), frozenset(families))
+    return Allowances(frozenset(calls), frozenset(families))
 
 
-def machine() -> str | None:
+def supported_architecture() -> str | None:
     """This machine's name in the table; None where it is not one that the filter is written for."""
     name = os.uname().machine
     return name if name in _ARCHITECTURES and sys.byteorder == "little" and sys.maxsize > 1 << 32 else None
 
 
-def list_denied(allowed: Exceptions, *, own_users: bool) -> Iterator[tuple[Call, int]]:
+def list_denied(allowed: Allowances, *, own_users: bool) -> Iterator[tuple[SystemCall, int]]:
     """The calls that are refused whatever their arguments, each with its answer."""
-    for rule in RULES if own_users else (*RULES, MESSAGE_QUEUES):
+    for rule in DENY_RULES if own_users else (*DENY_RULES, MESSAGE_QUEUE_RULE):
         for call in rule.calls:
             if call.name not in allowed.calls:
-                yield call, rule.answer
+                yield call, rule.error_number
 
 
 # The program: eight bytes an instruction, as in linux/filter.h
@@ -208,42 +210,46 @@ _Block = list[_Instruction]
 _RETURN_ALLOW: _Instruction = (_RETURN, 0, 0, _ALLOW)
 
 
-def program(machine: str, allowed: Exceptions = NO_EXCEPTIONS, *, own_users: bool) -> bytes:
+def build_program(architecture: str, allowed: Allowances = NO_ALLOWANCES, *, own_users: bool) -> bytes:
     """The filter. `own_users`: the sandbox has user ids of its own, and what is counted by user is its own too."""
-    block: _Block = [(_LOAD, 0, 0, _ARCHITECTURE), (_EQUAL, 1, 0, _ARCHITECTURES[machine]), _fail(errno.ENOSYS)]
-    block += [(_LOAD, 0, 0, _NUMBER), (_GREATER, 0, 1, _LAST_CALL), _fail(errno.ENOSYS)]
+    block: _Block = [
+        (_LOAD, 0, 0, _ARCHITECTURE),
+        (_EQUAL, 1, 0, _ARCHITECTURES[architecture]),
+        _return_error(errno.ENOSYS),
+    ]
+    block += [(_LOAD, 0, 0, _NUMBER), (_GREATER, 0, 1, _LAST_KNOWN_CALL), _return_error(errno.ENOSYS)]
     for call, answer in list_denied(allowed, own_users=own_users):
-        block += _for_call(call, machine, [_fail(answer)])
-    for call, checks in _checks(allowed).items():
-        block += _for_call(call, machine, checks)
+        block += _if_call(call, architecture, [_return_error(answer)])
+    for call, checks in _build_argument_checks(allowed).items():
+        block += _if_call(call, architecture, checks)
     block.append(_RETURN_ALLOW)
     return b"".join(struct.pack("=HBBI", *instruction) for instruction in block)
 
 
-def _checks(allowed: Exceptions) -> dict[Call, _Block]:
+def _build_argument_checks(allowed: Allowances) -> dict[SystemCall, _Block]:
     """What is done for calls whose arguments decide. Each block returns. The arguments are ints: of their 64 bits the
     kernel reads the lower half alone, and so does this."""
     others = [int(family) for family in sorted({socket.AF_UNIX, *allowed.families} - {*_IP_FAMILIES})]
     plain = [family for family in others if family != socket.AF_NETLINK]
-    netlink = _one_of(2, _NETLINK_PROTOCOLS) if plain == others else [_RETURN_ALLOW]
-    checks: dict[Call, _Block] = {
-        _CLONE: _without_bits(0, _NEW_NAMESPACES),
-        _UNSHARE: _without_bits(0, _NEW_NAMESPACES | _NEW_TIME),
+    netlink = _allow_values(2, _NETLINK_PROTOCOLS) if plain == others else [_RETURN_ALLOW]
+    checks: dict[SystemCall, _Block] = {
+        _CLONE: _deny_bits(0, _NEW_NAMESPACES),
+        _UNSHARE: _deny_bits(0, _NEW_NAMESPACES | _NEW_TIME_NAMESPACE),
         _SOCKET: [
-            _argument(0),
+            _load_argument(0),
             *(step for family in plain for step in _if_equal(family, [_RETURN_ALLOW])),
             *_if_equal(socket.AF_NETLINK, netlink),
-            *(step for family in _IP_FAMILIES for step in _if_equal(family, _none_of(2, _REFUSED_IP_PROTOCOLS))),
-            _fail(errno.EPERM),
+            *(step for family in _IP_FAMILIES for step in _if_equal(family, _deny_values(2, _REFUSED_IP_PROTOCOLS))),
+            _return_error(errno.EPERM),
         ],
-        _SOCKETPAIR: _one_of(0, others),
+        _SOCKETPAIR: _allow_values(0, others),
     }
     return {call: block for call, block in checks.items() if call.name not in allowed.calls}
 
 
-def _for_call(call: Call, machine: str, block: _Block) -> _Block:
+def _if_call(call: SystemCall, architecture: str, block: _Block) -> _Block:
     """The block, where the number is this call's; it must return. The number stays loaded where it is not."""
-    number = call.x86_64 if machine == "x86_64" else call.aarch64
+    number = call.x86_64 if architecture == "x86_64" else call.aarch64
     return [] if number is None else _if_equal(number, block)
 
 
@@ -251,25 +257,25 @@ def _if_equal(value: int, block: _Block) -> _Block:
     return [(_EQUAL, 0, len(block), value), *block]
 
 
-def _one_of(argument: int, values: Iterable[int]) -> _Block:
+def _allow_values(argument: int, values: Iterable[int]) -> _Block:
     tests = [step for value in values for step in _if_equal(value, [_RETURN_ALLOW])]
-    return [_argument(argument), *tests, _fail(errno.EPERM)]
+    return [_load_argument(argument), *tests, _return_error(errno.EPERM)]
 
 
-def _none_of(argument: int, values: Iterable[int]) -> _Block:
-    tests = [step for value in values for step in _if_equal(value, [_fail(errno.EPERM)])]
-    return [_argument(argument), *tests, _RETURN_ALLOW]
+def _deny_values(argument: int, values: Iterable[int]) -> _Block:
+    tests = [step for value in values for step in _if_equal(value, [_return_error(errno.EPERM)])]
+    return [_load_argument(argument), *tests, _RETURN_ALLOW]
 
 
-def _without_bits(argument: int, bits: int) -> _Block:
-    return [_argument(argument), (_ANY_BIT, 0, 1, bits), _fail(errno.EPERM), _RETURN_ALLOW]
+def _deny_bits(argument: int, bits: int) -> _Block:
+    return [_load_argument(argument), (_ANY_BIT, 0, 1, bits), _return_error(errno.EPERM), _RETURN_ALLOW]
 
 
-def _argument(index: int) -> _Instruction:
+def _load_argument(index: int) -> _Instruction:
     return (_LOAD, 0, 0, _ARGUMENTS + 8 * index)
 
 
-def _fail(number: int) -> _Instruction:
+def _return_error(number: int) -> _Instruction:
     return (_RETURN, 0, 0, _ERROR | number)
 
 
@@ -283,24 +289,24 @@ _ENGINE_ARCHITECTURES = {
 _I386_CALLS = ("socketcall", "umount", "vm86", "vm86old")
 
 
-def profile(machine: str, allowed: Exceptions = NO_EXCEPTIONS) -> dict[str, Any]:
+def build_profile(architecture: str, allowed: Allowances = NO_ALLOWANCES) -> dict[str, Any]:
     """Containers of an engine share root's user id, so message queues are refused."""
     answers: dict[int, list[str]] = {errno.EPERM: list(_I386_CALLS)}
     for call, answer in list_denied(allowed, own_users=False):
         answers.setdefault(answer, []).append(call.name)
     rules = [_profile_rule(names, answer) for answer, names in answers.items()]
-    for name, bits in (("clone", _NEW_NAMESPACES), ("unshare", _NEW_NAMESPACES | _NEW_TIME)):
+    for name, bits in (("clone", _NEW_NAMESPACES), ("unshare", _NEW_NAMESPACES | _NEW_TIME_NAMESPACE)):
         rules += [_profile_rule([name], errno.EPERM, _equal_bits(0, bit, bit)) for bit in _single_bits(bits)]
     families = {int(family) for family in (socket.AF_UNIX, socket.AF_NETLINK, *_IP_FAMILIES)} | allowed.families
     for name in ("socket", "socketpair"):
-        rules += [_profile_rule([name], errno.EPERM, other) for other in _others(0, families)]
+        rules += [_profile_rule([name], errno.EPERM, other) for other in _match_other_values(0, families)]
     ip = [(_equals(0, family), _equals(2, number)) for family in _IP_FAMILIES for number in _REFUSED_IP_PROTOCOLS]
-    netlink = [(_equals(0, socket.AF_NETLINK), other) for other in _others(2, set(_NETLINK_PROTOCOLS))]
+    netlink = [(_equals(0, socket.AF_NETLINK), other) for other in _match_other_values(2, set(_NETLINK_PROTOCOLS))]
     pairs = ip if socket.AF_NETLINK in allowed.families else ip + netlink
     rules += [_profile_rule(["socket"], errno.EPERM, *pair) for pair in pairs]
     return {
         "defaultAction": "SCMP_ACT_ALLOW",
-        "architectures": list(_ENGINE_ARCHITECTURES[machine]),
+        "architectures": list(_ENGINE_ARCHITECTURES[architecture]),
         "syscalls": [rule for rule in rules if rule["names"][0] not in allowed.calls],
     }
 
@@ -317,7 +323,7 @@ def _equal_bits(index: int, bits: int, value: int) -> dict[str, Any]:
     return {"index": index, "value": bits, "valueTwo": int(value), "op": "SCMP_CMP_MASKED_EQ"}
 
 
-def _others(index: int, values: set[int]) -> list[dict[str, Any]]:
+def _match_other_values(index: int, values: set[int]) -> list[dict[str, Any]]:
     """Conditions of which one holds for every other value."""
     largest = max(values)
     below = [_equals(index, value) for value in range(largest) if value not in values]

@@ -36,26 +36,28 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 from polar.runtimes import linux
-from polar.runtimes.user_namespace import enter_with_processes, overlay_options
+from polar.runtimes.user_namespace import enter_user_and_pid_namespaces, overlay_options
 
 UNPRIVILEGED = "unprivileged"
 NOT_FOUND, NOT_EXECUTABLE = 127, 126  # as shells say it
-MESSAGE = 1 << 16  # bytes
-IN_FILE = b"+"
-_DESCRIPTORS = socket.CMSG_SPACE(8 * 4)
-_MACHINE_FOLDER = os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC
-_WORLDS = linux.CLONE_NEWNS | linux.CLONE_NEWNET | linux.CLONE_NEWIPC | linux.CLONE_NEWUTS | linux.CLONE_NEWCGROUP
-_CAPABILITIES = frozenset({0, 1, 3, 4, 5, 6, 7, 10, 18})
+MAX_MESSAGE_BYTES = 1 << 16  # bytes
+JOB_IN_FILE = b"+"
+_ANCILLARY_BYTES = socket.CMSG_SPACE(8 * 4)
+_OPEN_PATH_FLAGS = os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC
+_SANDBOX_NAMESPACES = (
+    linux.CLONE_NEWNS | linux.CLONE_NEWNET | linux.CLONE_NEWIPC | linux.CLONE_NEWUTS | linux.CLONE_NEWCGROUP
+)
+_KEPT_CAPABILITIES = frozenset({0, 1, 3, 4, 5, 6, 7, 10, 18})
 """What root inside may do, within its own user namespace: chown, dac_override, fowner, fsetid, kill, setgid, setuid,
 net_bind_service, sys_chroot. No mounts, no network settings."""
-_LIBRARIES = ("lib", "lib64", "usr/lib", "usr/lib64")
-STAGE = "/mnt"
+_LIBRARY_FOLDERS = ("lib", "lib64", "usr/lib", "usr/lib64")
+STAGE_FOLDER = "/mnt"
 """Where a sandbox's mounts are made, in a mount namespace of their own: a folder that every machine has, and that
 anyone may look into. What the machine has there is not touched."""
-_READ_ONLY = linux.MS_RDONLY | linux.MS_NOSUID | linux.MS_NODEV
-_TERMINALS = 64  # a sandbox's share of the machine's, of which there are some 3,000 besides the machine's own
-_THREADS = 17  # index of num_threads in /proc/PID/stat, counted from the state
-_NO_CAPABILITIES = tuple(set(range(linux.last_capability() + 1)) - _CAPABILITIES)
+_READ_ONLY_MOUNT_FLAGS = linux.MS_RDONLY | linux.MS_NOSUID | linux.MS_NODEV
+_MAX_TERMINALS = 64  # a sandbox's share of the machine's, of which there are some 3,000 besides the machine's own
+_THREAD_COUNT_FIELD = 17  # index of num_threads in /proc/PID/stat, counted from the state
+_DROPPED_CAPABILITIES = tuple(set(range(linux.last_capability() + 1)) - _KEPT_CAPABILITIES)
 
 Job = dict[str, Any]
 
@@ -63,7 +65,7 @@ Job = dict[str, Any]
 def main() -> None:
     """Takes jobs from the socket on descriptor 0 until the node is gone. Argument 2 says whether without root."""
     if sys.argv[2:] == [UNPRIVILEGED]:
-        enter_with_processes()
+        enter_user_and_pid_namespaces()
     asked = socket.socket(fileno=os.dup(0))
     gc.disable()  # its passes write to every object, and each page written to is copied in every fork
     linux.adopt_orphans()  # a sandbox can't end while a process of it waits to be reaped by a slow init
@@ -79,30 +81,30 @@ def main() -> None:
             if ready == woken:
                 os.read(woken, 1 << 16)
                 _reap(running)
-            elif not _take(asked, running):
+            elif not _receive_job(asked, running):
                 return
 
 
-def _take(asked: socket.socket, running: dict[int, int]) -> bool:
+def _receive_job(asked: socket.socket, running: dict[int, int]) -> bool:
     """Starts one job; False where the node is gone."""
     # No command may have one of these (and above all not its status pipe), so they are closed by exec.
-    message, told, _, _ = asked.recvmsg(MESSAGE, _DESCRIPTORS, socket.MSG_CMSG_CLOEXEC)
+    message, told, _, _ = asked.recvmsg(MAX_MESSAGE_BYTES, _ANCILLARY_BYTES, socket.MSG_CMSG_CLOEXEC)
     if not message:
         return False
     fds = [fd for _, _, data in told for fd in memoryview(data).cast("i")]
     try:
-        _begin(message, fds, asked, running)
+        _start_job(message, fds, asked, running)
     except Exception as error:  # noqa: BLE001  of one job, which hears of it: all others live here too
         if fds:
-            _tell(fds[0], error=f"{type(error).__name__}: {error}")
+            _report(fds[0], error=f"{type(error).__name__}: {error}")
     for fd in fds:
         os.close(fd)
     return True
 
 
-def _begin(message: bytes, fds: list[int], asked: socket.socket, running: dict[int, int]) -> None:
+def _start_job(message: bytes, fds: list[int], asked: socket.socket, running: dict[int, int]) -> None:
     status, *others = fds
-    if message == IN_FILE:
+    if message == JOB_IN_FILE:
         request = others.pop()
         message = os.read(request, os.fstat(request).st_size)
     job: Job = json.loads(message)
@@ -113,15 +115,15 @@ def _begin(message: bytes, fds: list[int], asked: socket.socket, running: dict[i
         signal.set_wakeup_fd(-1)
         for fd in running.values():
             os.close(fd)
-        _JOBS[job["job"]](job, status, others)
+        _JOB_HANDLERS[job["job"]](job, status, others)
 
     try:
         child = _fork(job, others)
     except OSError as error:
-        _refused(job, status, others, error)
+        _report_fork_failure(job, status, others, error)
         return
     if child == 0:
-        _finish(status, work)
+        _run_and_exit(status, work)
     if job["job"] == "inside":
         running[child] = os.dup(status)
 
@@ -131,24 +133,24 @@ def _reap(running: dict[int, int]) -> None:
     with contextlib.suppress(ChildProcessError):
         while (ended := os.waitpid(-1, os.WNOHANG))[0]:
             if (status := running.pop(ended[0], None)) is not None:
-                _tell(status, exit=_code(ended[1]))
+                _report(status, exit=_to_exit_code(ended[1]))
                 os.close(status)
 
 
-def _refused(job: Job, status: int, fds: list[int], error: OSError) -> None:
+def _report_fork_failure(job: Job, status: int, fds: list[int], error: OSError) -> None:
     """A command that can't be started since those before it left no room is a command that failed, as in a shell."""
     if job["job"] not in ("inside", "local") or error.errno != errno.EAGAIN:
-        _tell(status, error=f"fork: {error.strerror}")
+        _report(status, error=f"fork: {error.strerror}")
     else:
         with contextlib.suppress(BrokenPipeError):
             os.write(fds[1], f"{job['argv'][0]}: fork: {error.strerror}\n".encode())
-        _tell(status, exit=NOT_EXECUTABLE)
+        _report(status, exit=NOT_EXECUTABLE)
 
 
 def _fork(job: Job, fds: list[int]) -> int:
     """Into the cgroup at once; a command inside into the sandbox's process ids too, which count for children only."""
     own = os.open("/proc/self/ns/pid", os.O_RDONLY | os.O_CLOEXEC) if job["job"] == "inside" else None
-    group = None if job["into"] is None else os.open(job["into"], _MACHINE_FOLDER)
+    group = None if job["into"] is None else os.open(job["into"], _OPEN_PATH_FLAGS)
     child = -1
     try:
         if own is not None:
@@ -163,21 +165,21 @@ def _fork(job: Job, fds: list[int]) -> int:
                 os.close(fd)
 
 
-def _finish(status: int, work: Callable[[], None]) -> NoReturn:
+def _run_and_exit(status: int, work: Callable[[], None]) -> NoReturn:
     """A fork never returns into the loop above."""
     try:
         work()
     except BaseException as error:  # noqa: BLE001  it is told, whatever it is, and this process ends here
-        _tell(status, error=f"{type(error).__name__}: {error}")
+        _report(status, error=f"{type(error).__name__}: {error}")
     os._exit(0)
 
 
-def _tell(status: int, **what: object) -> None:
+def _report(status: int, **fields: object) -> None:
     with contextlib.suppress(BrokenPipeError):  # the node no longer listens
-        os.write(status, json.dumps(what).encode() + b"\n")
+        os.write(status, json.dumps(fields).encode() + b"\n")
 
 
-def _join(job: Job, death: signal.Signals) -> None:
+def _initialize_fork(job: Job, death: signal.Signals) -> None:
     """What every fork does first: into its groups, and not to outlive the spawner."""
     linux.die_with_parent(death)
     if os.getppid() != job["parent"]:
@@ -197,16 +199,16 @@ def _write(path: str, value: bytes) -> None:
         os.close(fd)
 
 
-def _sandbox(job: Job, status: int, fds: list[int]) -> None:
+def _run_sandbox(job: Job, status: int, fds: list[int]) -> None:
     """Mounts, seen by this process and the sandbox only, and then bwrap in its place."""
     hold, ready, info, errors, *users = fds
-    _join(job, signal.SIGKILL)
+    _initialize_fork(job, signal.SIGKILL)
     os.setsid()
     with contextlib.suppress(PermissionError):
         _write("/proc/self/oom_score_adj", b"-900")  # what runs inside goes first, where we may say so
     linux.unshare(linux.CLONE_NEWNS)
     linux.mount("none", "/", "none", linux.MS_REC | linux.MS_PRIVATE)
-    pid = _pid_on_machine()
+    pid = _read_host_pid()
     if job["unprivileged"]:  # bwrap looks for its child, by the number that it has here
         linux.mount("proc", "/proc", "proc", linux.MS_NOSUID | linux.MS_NODEV)
     with contextlib.suppress(OSError):  # it is no mount of its own
@@ -215,34 +217,34 @@ def _sandbox(job: Job, status: int, fds: list[int]) -> None:
         device, held = linux.attach_loop(disk["image"])
         linux.mount(device, job["layer"], "ext4", linux.MS_NOSUID | linux.MS_NODEV, "discard")
         os.close(held)
-    replaced = job["mended"] is not None and _replaced(f"{job['layer']}/upper", job["env"]["PATH"])
+    replaced = job["mended"] is not None and _has_replaced_program(f"{job['layer']}/upper", job["env"]["PATH"])
     try:
         _mount_root(job, users)  # from here on the stage hides what the machine has in its place
     except OSError as error:
         filled = job["mended"] is not None and disk is not None and error.errno == errno.ENOSPC
-        _tell(status, error=str(error), spoiled=filled)
+        _report(status, error=str(error), spoiled=filled)
         return
     for at, fd in enumerate((hold, ready, errors)):
         os.dup2(fd, at)
     os.set_inheritable(info, True)
-    given = {"{info}": info, "{filter}": _filter_file(job["filter"])}
+    given = {"{info}": info, "{filter}": _create_filter_file(job["filter"])}
     argv = [str(given.get(word, word)) for word in job["argv"]]
     for namespace in users:
         os.setgroups([])
         linux.setns(namespace, linux.CLONE_NEWUSER)
         _become_root_inside(job, signal.SIGKILL)
-    _plain_signals()
+    _reset_signals()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # inherited by the first process inside: orphans leave no zombies
-    _tell(status, pid=pid, replaced=replaced)
+    _report(status, pid=pid, replaced=replaced)
     os.execve(argv[0], argv, job["env"])
 
 
-def _pid_on_machine() -> int:
+def _read_host_pid() -> int:
     """This process's id where the node looks: /proc is the node's, also where the spawner has a pid namespace."""
     return int(os.readlink("/proc/self"))
 
 
-def _user_namespace(job: Job, status: int, fds: list[int]) -> None:
+def _hold_user_namespace(job: Job, status: int, fds: list[int]) -> None:
     """A user namespace that belongs to a user. The node gives it its ids and lets go of the pipe."""
     (held,) = fds
     first = job["first"]
@@ -250,7 +252,7 @@ def _user_namespace(job: Job, status: int, fds: list[int]) -> None:
     os.setresgid(first, first, first)
     os.setresuid(first, first, first)
     linux.unshare(linux.CLONE_NEWUSER)
-    _tell(status, pid=os.getpid())
+    _report(status, pid=os.getpid())
     os.read(held, 1)
 
 
@@ -263,7 +265,7 @@ def _become_root_inside(job: Job, death: signal.Signals) -> None:
         raise RuntimeError("the spawner is gone")
 
 
-def _filter_file(program: str | None) -> int:
+def _create_filter_file(program: str | None) -> int:
     if program is None:
         return -1
     file = os.memfd_create("filter", 0)
@@ -292,19 +294,19 @@ def _mount_root(job: Job, users: list[int]) -> None:
         os.removedirs(f"{layer}/work/work/incompat/volatile")
         os.makedirs(f"{layer}/work", exist_ok=True)
     layers = overlay_options(below, str(layer), unprivileged=job["unprivileged"])
-    linux.mount("overlay", f"{STAGE}/root", "overlay", linux.MS_NOSUID | linux.MS_NODEV, layers)
-    empty = _open_path(f"{STAGE}/empty")
+    linux.mount("overlay", f"{STAGE_FOLDER}/root", "overlay", linux.MS_NOSUID | linux.MS_NODEV, layers)
+    empty = _open_path(f"{STAGE_FOLDER}/empty")
     for number, folder in enumerate(shown):
-        _mount_unnamed(f"{STAGE}/{number}", empty, folder, unprivileged=job["unprivileged"])
-    terminals = f"newinstance,ptmxmode=0666,mode=0620,max={_TERMINALS}"
-    linux.mount("devpts", f"{STAGE}/terminals", "devpts", linux.MS_NOSUID | linux.MS_NOEXEC, terminals)
+        _mount_unnamed(f"{STAGE_FOLDER}/{number}", empty, folder, unprivileged=job["unprivileged"])
+    terminals = f"newinstance,ptmxmode=0666,mode=0620,max={_MAX_TERMINALS}"
+    linux.mount("devpts", f"{STAGE_FOLDER}/terminals", "devpts", linux.MS_NOSUID | linux.MS_NOEXEC, terminals)
     os.chdir("/")
     if (mended := job["mended"]) is not None:
         for path in mended["folders"]:
-            os.close(_real_folder(f"{STAGE}/root", path, owner))
+            os.close(_open_real_folder(f"{STAGE_FOLDER}/root", path, owner))
         for path in mended["files"]:
             above, _, name = path.rpartition("/")
-            folder = _real_folder(f"{STAGE}/root", above, owner)
+            folder = _open_real_folder(f"{STAGE_FOLDER}/root", above, owner)
             with contextlib.suppress(FileNotFoundError):
                 if stat.S_ISLNK(os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode):
                     os.unlink(name, dir_fd=folder)
@@ -312,40 +314,48 @@ def _mount_root(job: Job, users: list[int]) -> None:
 
 
 def _mount_stage(*folders: str) -> None:
-    linux.mount("none", STAGE, "tmpfs", linux.MS_NOSUID | linux.MS_NODEV, "mode=0755")
+    linux.mount("none", STAGE_FOLDER, "tmpfs", linux.MS_NOSUID | linux.MS_NODEV, "mode=0755")
     for folder in folders:
-        os.mkdir(f"{STAGE}/{folder}")
+        os.mkdir(f"{STAGE_FOLDER}/{folder}")
 
 
 def _mount_unnamed(target: str, empty: int, folder: int, *, unprivileged: bool) -> None:
     """A folder of the machine, read-only, without its name. An overlay takes two layers at least."""
-    linux.mount("overlay", target, "overlay", _READ_ONLY, overlay_options([empty, folder], unprivileged=unprivileged))
+    linux.mount(
+        "overlay",
+        target,
+        "overlay",
+        _READ_ONLY_MOUNT_FLAGS,
+        overlay_options([empty, folder], unprivileged=unprivileged),
+    )
 
 
 def _open_path(path: str) -> int:
-    return os.open(path, _MACHINE_FOLDER)
+    return os.open(path, _OPEN_PATH_FLAGS)
 
 
-def _map_owners(job: Job, _: int, fds: list[int]) -> None:
+def _try_map_owners(job: Job, _: int, fds: list[int]) -> None:
     """Tries what a sandbox with user ids of its own needs. The mounts are gone with this process."""
     (users,) = fds
-    _join(job, signal.SIGKILL)
+    _initialize_fork(job, signal.SIGKILL)
     linux.unshare(linux.CLONE_NEWNS)
     linux.mount("none", "/", "none", linux.MS_REC | linux.MS_PRIVATE)
     for path in job["mapped"]:
         linux.map_owners(path, users)
     folders = [_open_path(path) for path in job["mapped"] if os.path.isdir(path)]
     _mount_stage("root", "empty")
-    empty = _open_path(f"{STAGE}/empty")
+    empty = _open_path(f"{STAGE_FOLDER}/empty")
     os.fchdir(_open_path("/proc/self/fd"))
     for folder in folders:
-        _mount_unnamed(f"{STAGE}/root", empty, folder, unprivileged=False)
+        _mount_unnamed(f"{STAGE_FOLDER}/root", empty, folder, unprivileged=False)
 
 
-def _replaced(upper: str, path: str) -> bool:
+def _has_replaced_program(upper: str, path: str) -> bool:
     """Whether a layer holds another first program, or another of the files that one is loaded with."""
     programs = [folder.lstrip("/") for folder in path.split(":")]
-    libraries = [f"{folder}{below}" for folder in _LIBRARIES for below in ("", f"/{os.uname().machine}-linux-gnu")]
+    libraries = [
+        f"{folder}{below}" for folder in _LIBRARY_FOLDERS for below in ("", f"/{os.uname().machine}-linux-gnu")
+    ]
     if any(os.path.islink(f"{upper}/{folder}") for folder in ("etc", "usr", *programs, *libraries)):
         return True
     files = ("etc/ld.so.preload", *(f"{folder}/cat" for folder in programs))
@@ -355,48 +365,48 @@ def _replaced(upper: str, path: str) -> bool:
     return any(name.startswith(("ld-", "libc.")) for names in found for name in names)
 
 
-def _real_folder(root: str, path: str, owner: int) -> int:
+def _open_real_folder(root: str, path: str, owner: int) -> int:
     """A folder that is reached through no link; whatever else has its name is removed. One that is made is the owner's
     (-1: root's)."""
-    folder = os.open(root, _MACHINE_FOLDER)
+    folder = os.open(root, _OPEN_PATH_FLAGS)
     for name in filter(None, path.split("/")):
         try:
-            opened = os.open(name, _MACHINE_FOLDER | os.O_NOFOLLOW, dir_fd=folder)
+            opened = os.open(name, _OPEN_PATH_FLAGS | os.O_NOFOLLOW, dir_fd=folder)
         except OSError as error:
             if error.errno != errno.ENOENT:
                 os.unlink(name, dir_fd=folder)
             os.mkdir(name, 0o755, dir_fd=folder)
             os.chown(name, owner, owner, dir_fd=folder, follow_symlinks=False)
-            opened = os.open(name, _MACHINE_FOLDER | os.O_NOFOLLOW, dir_fd=folder)
+            opened = os.open(name, _OPEN_PATH_FLAGS | os.O_NOFOLLOW, dir_fd=folder)
         os.close(folder)
         folder = opened
     return folder
 
 
-def _inside(job: Job, _: int, fds: list[int]) -> None:
+def _run_inside(job: Job, _: int, fds: list[int]) -> None:
     """The command, in the sandbox's other namespaces as well. The spawner waits for it."""
     stdin, output, init = fds
-    _join(job, signal.SIGKILL)
+    _initialize_fork(job, signal.SIGKILL)
     if own_users := job["owner"] >= 0:
         os.setgroups([])
         for fd in (stdin, output):
             os.fchown(fd, job["owner"], job["owner"])  # so that /dev/stdin and /dev/stdout can be opened
     # The machine's own network, which the spawner is in as well, only root may enter.
-    linux.setns(init, _WORLDS & ~linux.CLONE_NEWNET if job["shares_network"] else _WORLDS)
+    linux.setns(init, _SANDBOX_NAMESPACES & ~linux.CLONE_NEWNET if job["shares_network"] else _SANDBOX_NAMESPACES)
     linux.setns(init, linux.CLONE_NEWUSER)  # last, since the others belong to its parent
     if own_users:
         _become_root_inside(job, signal.SIGKILL)
-    linux.drop_capabilities(_NO_CAPABILITIES)
+    linux.drop_capabilities(_DROPPED_CAPABILITIES)
     linux.no_new_privileges()
     if (program := job["filter"]) is not None:
         linux.install_filter(bytes.fromhex(program))
-    _become(job, stdin, output)
+    _exec_command(job, stdin, output)
 
 
 def _kill_inside(job: Job, status: int, fds: list[int]) -> None:
     """Everything in a sandbox but its first process."""
     (init,) = fds
-    _join(job, signal.SIGKILL)
+    _initialize_fork(job, signal.SIGKILL)
     linux.setns(init, linux.CLONE_NEWPID)
     child = os.fork()
     if child == 0:
@@ -405,10 +415,10 @@ def _kill_inside(job: Job, status: int, fds: list[int]) -> None:
                 os.kill(-1, signal.SIGKILL)
                 time.sleep(0.001)
         os._exit(0)
-    _tell(status, exit=_code(os.waitpid(child, 0)[1]))
+    _report(status, exit=_to_exit_code(os.waitpid(child, 0)[1]))
 
 
-def _local(job: Job, status: int, fds: list[int]) -> None:
+def _run_supervisor(job: Job, status: int, fds: list[int]) -> None:
     """Supervises a command: adopts its orphans, and at SIGTERM kills everything below this process.
 
     SIGTERM and SIGCHLD stay blocked here and are taken with `sigwaitinfo`. A Python signal handler runs between two
@@ -417,25 +427,25 @@ def _local(job: Job, status: int, fds: list[int]) -> None:
     stdin, output = fds
     linux.adopt_orphans()
     signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM, signal.SIGCHLD))
-    _join(job, signal.SIGTERM)
+    _initialize_fork(job, signal.SIGTERM)
     os.setsid()
-    _tell(status, pid=os.getpid())
+    _report(status, pid=os.getpid())
     try:
         child = os.fork()
     except BlockingIOError as error:
-        _refused(job, status, fds, error)
+        _report_fork_failure(job, status, fds, error)
         return
     if child == 0:
-        _become(job, stdin, output)
+        _exec_command(job, stdin, output)
     for fd in fds:
         os.close(fd)
     with contextlib.suppress(ChildProcessError):  # no child is left
         while True:
             pid, ended = os.waitpid(-1, os.WNOHANG)
             if pid == child:
-                _tell(status, exit=_code(ended))
+                _report(status, exit=_to_exit_code(ended))
             if _wait_for_sigterm(blocking=pid == 0):
-                _end_all()
+                _kill_descendants()
 
 
 def _wait_for_sigterm(*, blocking: bool) -> bool:
@@ -445,28 +455,28 @@ def _wait_for_sigterm(*, blocking: bool) -> bool:
     return signal.sigwaitinfo((signal.SIGTERM, signal.SIGCHLD)).si_signo == signal.SIGTERM
 
 
-def _end_all() -> None:
+def _kill_descendants() -> None:
     """Stops everything below this process, so that nothing new is started, and then kills it.
 
     Raises ChildProcessError when no child is left.
     """
     supervisor = os.getpid()
     seen: set[int] = set()
-    while (found := descendants(supervisor)) - seen:
-        _signal(found - seen, signal.SIGSTOP)
+    while (found := find_descendants(supervisor)) - seen:
+        _send_signal(found - seen, signal.SIGSTOP)
         seen |= found
     while True:
-        _signal(descendants(supervisor), signal.SIGKILL)
+        _send_signal(find_descendants(supervisor), signal.SIGKILL)
         os.waitpid(-1, 0)
 
 
-def descendants(root: int) -> set[int]:
+def find_descendants(root: int) -> set[int]:
     """The live processes below `root`. One whose first thread has ended is shown as a zombie while others run."""
     children: dict[int, list[int]] = {}
     for name in filter(str.isdigit, os.listdir("/proc")):
         with contextlib.suppress(OSError), open(f"/proc/{name}/stat") as file:
             fields = file.read().rpartition(")")[2].split()
-            if fields[0] != "Z" or int(fields[_THREADS]) > 1:
+            if fields[0] != "Z" or int(fields[_THREAD_COUNT_FIELD]) > 1:
                 children.setdefault(int(fields[1]), []).append(int(name))
     found: set[int] = set()
     waiting = [root]
@@ -477,13 +487,13 @@ def descendants(root: int) -> set[int]:
     return found
 
 
-def _signal(pids: set[int], number: signal.Signals) -> None:
+def _send_signal(pids: set[int], number: signal.Signals) -> None:
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, number)
 
 
-def _become(job: Job, stdin: int, output: int) -> NoReturn:
+def _exec_command(job: Job, stdin: int, output: int) -> NoReturn:
     """The command itself. What can't be run says so where its output goes, with the exit code of a shell."""
     code = NOT_EXECUTABLE
     try:
@@ -494,7 +504,7 @@ def _become(job: Job, stdin: int, output: int) -> NoReturn:
         if (size := job.get("file_size")) is not None:
             resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
         os.umask(0o022)
-        _plain_signals()
+        _reset_signals()
         os.chdir(job["cwd"])
         os.execvpe(job["argv"][0], job["argv"], job["env"])
     except FileNotFoundError as error:
@@ -506,26 +516,26 @@ def _become(job: Job, stdin: int, output: int) -> NoReturn:
         os._exit(code)
 
 
-def _plain_signals() -> None:
+def _reset_signals() -> None:
     """Python, or who started the node, ignores these, and a supervisor blocks some; commands expect the defaults."""
     for number in (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGPIPE, signal.SIGTERM, signal.SIGXFSZ):
         signal.signal(number, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
 
 
-def _code(status: int) -> int:
+def _to_exit_code(status: int) -> int:
     code = os.waitstatus_to_exitcode(status)
     return code if code >= 0 else 128 - code
 
 
-_JOBS: dict[str, Callable[[Job, int, list[int]], None]] = {
-    "sandbox": _sandbox,
-    "inside": _inside,
+_JOB_HANDLERS: dict[str, Callable[[Job, int, list[int]], None]] = {
+    "sandbox": _run_sandbox,
+    "inside": _run_inside,
     "kill_inside": _kill_inside,
-    "user_namespace": _user_namespace,
-    "map_owners": _map_owners,
-    "local": _local,
+    "user_namespace": _hold_user_namespace,
+    "map_owners": _try_map_owners,
+    "local": _run_supervisor,
 }
 
 if __name__ == "__main__":
-    sys.exit("This is started by the node: see polar.runtimes.processes.")
+    sys.exit("This is started by the node: see polar.runtimes.spawner_client.")

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from polar.runtimes import linux
 
 
-def enter() -> None:
+def enter_user_namespace() -> None:
     """Makes this process, which must have one thread, root of a new user namespace."""
     user, group = os.geteuid(), os.getegid()
     linux.unshare(linux.CLONE_NEWUSER)
@@ -31,10 +31,10 @@ def enter() -> None:
             os.close(fd)
 
 
-def enter_with_processes() -> None:
+def enter_user_and_pid_namespaces() -> None:
     """Enters a new user namespace and a new pid namespace. Returns in a fork, which is process 1 there; this process
     waits for it and exits. Each ends with the other."""
-    enter()
+    enter_user_namespace()
     linux.unshare(linux.CLONE_NEWPID)
     child = os.fork()
     if child == 0:
@@ -45,10 +45,10 @@ def enter_with_processes() -> None:
     os._exit(min(abs(os.waitstatus_to_exitcode(status)), 255))
 
 
-def overlay_options(below: Sequence[str | int], layer: str | None = None, *, unprivileged: bool) -> str:
+def overlay_options(lower: Sequence[str | int], layer: str | None = None, *, unprivileged: bool) -> str:
     """Of an overlay over these folders. Without a layer, a folder that holds `upper` and `work`, it is read-only.
     `userxattr`: in a user namespace an overlay may mark files only with attributes that their owner may set."""
-    options = [f"lowerdir={':'.join(map(str, below))}"]
+    options = [f"lowerdir={':'.join(map(str, lower))}"]
     if layer is not None:
         options += [f"upperdir={layer}/upper", f"workdir={layer}/work", "volatile"]
     return ",".join([*options, "userxattr"] if unprivileged else options)
@@ -63,7 +63,7 @@ def probe() -> None:
     step = "namespace"
     try:
         if unprivileged:
-            enter()
+            enter_user_namespace()
         step = "mounts"
         linux.unshare(linux.CLONE_NEWNS)
         linux.mount("none", "/", "none", linux.MS_REC | linux.MS_PRIVATE)

@@ -27,14 +27,14 @@ def open_store(url: str, durability: Durability = "process") -> RelationalStore:
     if scheme == "sqlite" and place:
         return SqliteStore.open(place, durability)
     if scheme in ("postgresql", "postgres"):
-        return _postgres().open(url)
+        return _import_postgres_store().open(url)
     raise StoreError(  # the rest may hold a password
         f"The store's URL, which begins with {scheme!r}, names no store; "
         f"write sqlite:PATH, as in sqlite:.polar/polar.db, or postgresql://USER:PASSWORD@HOST/DATABASE."
     )
 
 
-def _postgres() -> "type[PostgresStore]":
+def _import_postgres_store() -> "type[PostgresStore]":
     try:
         from polar.store.postgres import PostgresStore
     except ImportError as error:

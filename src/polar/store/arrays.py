@@ -8,20 +8,20 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from polar.engines.base import Ids
+from polar.engines.base import TokenIds
 from polar.store.base import Logprobs
 
 _INT32 = np.dtype("<i4")
 _FLOAT32 = np.dtype("<f4")
 ID_SIZE = _INT32.itemsize
-NO_IDS: Ids = np.empty(0, np.int32)
+NO_IDS: TokenIds = np.empty(0, np.int32)
 
 
-def ids_to_bytes(ids: Ids) -> bytes:
+def ids_to_bytes(ids: TokenIds) -> bytes:
     return _to_bytes(ids, np.dtype(np.int32), _INT32)
 
 
-def bytes_to_ids(data: bytes | bytearray) -> Ids:
+def bytes_to_ids(data: bytes | bytearray) -> TokenIds:
     """An array of its own where `data` is bytes; a view on a bytearray, which then belongs to it."""
     return _from_bytes(data, _INT32).astype(np.int32, copy=False)
 
@@ -34,7 +34,7 @@ def bytes_to_logprobs(data: bytes) -> Logprobs:
     return _from_bytes(data, _FLOAT32).astype(np.float32, copy=False)
 
 
-def shared_prefix(a: Ids, b: Ids) -> int:
+def shared_prefix_length(a: TokenIds, b: TokenIds) -> int:
     """How many leading ids are equal."""
     length = min(len(a), len(b))
     differs = a[:length] != b[:length]

@@ -11,10 +11,10 @@ import numpy as np
 from msgspec import Meta, Raw, Struct, field
 from numpy.typing import NDArray
 
-from polar.dialects.base import Wire
-from polar.engines.base import Ids, LogprobKind, VersionSpan
-from polar.rendering.mark import ContextMark
-from polar.types import FinishReason, Reply, Sampling, Usage, Used
+from polar.dialects.base import RawRequest
+from polar.engines.base import LogprobKind, TokenIds, VersionSpan
+from polar.rendering.context_mark import ContextMark
+from polar.types import FinishReason, Reply, SamplingParams, Usage, UsageTotals
 
 Logprobs = NDArray[np.float32]
 ExchangeStatus = Literal["complete", "partial", "failed", "interrupted"]
@@ -90,19 +90,19 @@ class Exchange(Struct):
     dialect: str
     params: dict[str, str]  # of the route: a model named in the path, say
     hints: dict[str, str]  # request headers that say something of the harness (never credentials)
-    wire: Wire
+    raw_request: RawRequest
     status: ExchangeStatus
     started_at: float
     ended_at: float
     first_token_at: float | None = None
     reply: Reply | None = None  # None where nothing was sampled
     error: str | None = None
-    prompt_ids: Ids | None = None
-    sampled_ids: Ids | None = None
+    prompt_ids: TokenIds | None = None
+    sampled_ids: TokenIds | None = None
     logprobs: Logprobs | None = None
     logprob_kind: LogprobKind = "none"
     delivered: int = 0  # sampled tokens whose text was written to the harness
-    sampling: Sampling = field(default_factory=Sampling)  # as used
+    sampling: SamplingParams = field(default_factory=SamplingParams)  # as used
     versions: list[VersionSpan] = field(default_factory=list)  # empty where unknown
     replica: str = ""
     finish_reason: FinishReason | None = None
@@ -114,15 +114,15 @@ class Exchange(Struct):
     parent: str | None = (
         None  # the exchange whose turn this one goes on from; found by the store where the gateway is silent
     )
-    context: ContextMark | None = None  # of a prompt that the gateway rendered
+    context_mark: ContextMark | None = None  # of a prompt that the gateway rendered
     malformed: bool = False  # something looked like a tool call and did not parse: it went on as text
     checksum: bytes | None = None  # of the tokens and numbers, as the store took them in
 
-    def request(self) -> dict[str, Raw | list[Raw]]:
+    def request_body(self) -> dict[str, Raw | list[Raw]]:
         """The harness's request body, field by field."""
-        body: dict[str, Raw | list[Raw]] = dict(self.wire.fields)
-        if self.wire.items or self.wire.list_name not in body:
-            body[self.wire.list_name] = self.wire.items
+        body: dict[str, Raw | list[Raw]] = dict(self.raw_request.fields)
+        if self.raw_request.items or self.raw_request.list_name not in body:
+            body[self.raw_request.list_name] = self.raw_request.items
         return body
 
 
@@ -139,7 +139,7 @@ class StartedCall(Struct, frozen=True):
     request_bytes: int
 
 
-class Recorded(Struct):
+class SessionRecord(Struct):
     """A session, whole."""
 
     session: Session | None = None  # None: there is no such session
@@ -161,13 +161,13 @@ class Store(Protocol):
         """None where there is no such session. Ending twice keeps the first end (a verdict may still be added)."""
         ...
 
-    async def disown_session(self, session_id: str, reason: str) -> None:
+    async def revoke_session_reward(self, session_id: str, reason: str) -> None:
         """Takes back what an ended session earned: another one stands for the same sample."""
         ...
 
     async def session(self, session_id: str) -> Session | None: ...
 
-    async def standing_session(self, run: str, task_id: str, work_id: int) -> str | None:
+    async def accepted_session(self, run: str, task_id: str, work_id: int) -> str | None:
         """Of the sessions that were begun for some work of a task at a rollout server, the one whose end counts; None
         where there is none, or none yet."""
         ...
@@ -191,17 +191,17 @@ class Store(Protocol):
         """Corrects what was delivered, after a harness went away at the last moment. Durable on return."""
         ...
 
-    async def set_policy(self, versions: Mapping[str, int]) -> None:
+    async def set_policy_versions(self, versions: Mapping[str, int]) -> None:
         """Which version of the policy each replica (by its URL) holds now. Durable on return."""
         ...
 
-    async def policies(self) -> dict[str, int]: ...
+    async def policy_versions(self) -> dict[str, int]: ...
 
     def exchanges(self, session_id: str) -> AsyncIterator[Exchange]:
         """In order of `seq`, with whole prompts and requests."""
         ...
 
-    def recorded(self, session_ids: Iterable[str | None]) -> AsyncIterator[list[Recorded]]:
+    def read_sessions(self, session_ids: Iterable[str | None]) -> AsyncIterator[list[SessionRecord]]:
         """Sessions with all of their exchanges, each in its place; short ones come several at a time."""
         ...
 
@@ -215,11 +215,11 @@ class Store(Protocol):
         a copy may be is for the caller to say."""
         ...
 
-    async def context(self, session_id: str, seq: int) -> Ids:
+    async def context_ids(self, session_id: str, seq: int) -> TokenIds:
         """An exchange's prompt and sampled ids, one after the other."""
         ...
 
-    async def used(self, session_id: str) -> Used:
+    async def usage_totals(self, session_id: str) -> UsageTotals:
         """What its calls used, of which nothing else is read."""
         ...
 

@@ -16,10 +16,10 @@ from polar.store.arrays import ids_to_bytes, logprobs_to_bytes
 from polar.store.base import Exchange
 
 _FORMAT = b"\x02"
-_DIGEST_BYTES = 16
+_LEGACY_DIGEST_BYTES = 16
 
 
-def checksum(exchange: Exchange) -> bytes:
+def compute_checksum(exchange: Exchange) -> bytes:
     """Of the tokens, log-probabilities and versions, of how they were sampled, and of what they belong to."""
     prompt = b"" if exchange.prompt_ids is None else sha256(ids_to_bytes(exchange.prompt_ids)).digest()
     return _FORMAT + _digest(exchange, prompt)
@@ -28,7 +28,7 @@ def checksum(exchange: Exchange) -> bytes:
 def matches_checksum(exchange: Exchange, prompt_digest: bytes) -> bool:
     """Whether an exchange is what was taken in. It has a checksum; `prompt_digest` is the SHA-256 of its prompt's ids,
     for whoever has one, and is ignored where there is no prompt."""
-    if exchange.checksum is not None and len(exchange.checksum) == _DIGEST_BYTES:  # of an older version
+    if exchange.checksum is not None and len(exchange.checksum) == _LEGACY_DIGEST_BYTES:  # of an older version
         prompt = b"" if exchange.prompt_ids is None else ids_to_bytes(exchange.prompt_ids)
         return exchange.checksum == _digest(exchange, prompt)
     prompt = b"" if exchange.prompt_ids is None else prompt_digest
@@ -46,4 +46,4 @@ def _digest(exchange: Exchange, prompt: bytes) -> bytes:
     )
     # Lengths come first, so that nothing can move from one piece to the next.
     framed = b"".join(part for piece in pieces for part in (len(piece).to_bytes(8, "little"), piece))
-    return sha256(framed).digest()[:_DIGEST_BYTES]
+    return sha256(framed).digest()[:_LEGACY_DIGEST_BYTES]

@@ -31,25 +31,25 @@ PROBE_SECONDS = 1.0
 """How often a database that can't write is probed."""
 
 
-class Transactions(Protocol):
+class TransactionBackend(Protocol):
     """A database's side of it. All of this is called in the writer's thread."""
 
     def begin(self) -> None: ...
 
     def commit(self) -> None: ...
 
-    def undo(self, error: Exception) -> bool:
+    def roll_back(self, error: Exception) -> bool:
         """Rolls back after `error`. True where that was no fault of the work (the connection was lost, say), so that
         all of it is to be done again; if it was written after all, doing it again must change nothing."""
         ...
 
-    def settled(self) -> None:
+    def on_settled(self) -> None:
         """All work that was begun is written, or has failed for good."""
         ...
 
-    def explain(self, error: Exception) -> StoreError: ...
+    def to_store_error(self, error: Exception) -> StoreError: ...
 
-    def cannot_write(self, error: Exception) -> bool:
+    def is_write_failure(self, error: Exception) -> bool:
         """Whether this error says that the database can't write now, whatever the work is."""
         ...
 
@@ -61,20 +61,20 @@ class Transactions(Protocol):
 
 
 class _Job:
-    __slots__ = ("error", "future", "loop", "result", "settled", "work")
+    __slots__ = ("error", "future", "is_settled", "loop", "result", "work")
 
     def __init__(self, work: Callable[[], Any], loop: asyncio.AbstractEventLoop, future: "asyncio.Future[Any]") -> None:
         self.work = work
         self.loop = loop
         self.future = future
-        self.settled = False
+        self.is_settled = False
         self.result: Any = None
         self.error: StoreError | None = None
 
     def settle(self, result: Any, error: StoreError | None) -> None:
-        self.result, self.error, self.settled = result, error, True
+        self.result, self.error, self.is_settled = result, error, True
 
-    def answer(self) -> None:
+    def resolve_future(self) -> None:
         if self.future.done():  # the caller was cancelled
             return
         if self.error is not None:
@@ -84,7 +84,7 @@ class _Job:
 
 
 class GroupCommit:
-    def __init__(self, transactions: Transactions, name: str) -> None:
+    def __init__(self, transactions: TransactionBackend, name: str) -> None:
         self._transactions = transactions
         self._queue: SimpleQueue[_Job | None] = SimpleQueue()
         self._lock = Lock()  # nothing enters the queue after the None that ends it
@@ -102,7 +102,7 @@ class GroupCommit:
         future: asyncio.Future[T] = loop.create_future()
         with self._lock:
             if self._closed:
-                raise closed()
+                raise store_closed_error()
             self._queue.put(_Job(work, loop, future))
         return await future
 
@@ -117,15 +117,15 @@ class GroupCommit:
     def _run(self) -> None:
         more = True
         while more:
-            batch, more = self._take()
+            batch, more = self._take_batch()
             if batch:
-                self._settle(batch)
-                _answer(batch)
+                self._run_batch(batch)
+                _resolve_futures(batch)
             if self.failure is not None and not self._closed and monotonic() >= self._next_probe:
                 self._probe()
         self._transactions.close()
 
-    def _take(self) -> tuple[list[_Job], bool]:
+    def _take_batch(self) -> tuple[list[_Job], bool]:
         """Everything that is waiting, and whether there may be more."""
         batch: list[_Job] = []
         try:
@@ -142,18 +142,18 @@ class GroupCommit:
                 return batch, True
         return batch, False
 
-    def _settle(self, batch: Sequence[_Job]) -> None:
+    def _run_batch(self, batch: Sequence[_Job]) -> None:
         try:
-            if not self._write(batch):
+            if not self._run_transaction(batch):
                 for job in batch:
-                    self._write([job])
-            self._transactions.settled()
+                    self._run_transaction([job])
+            self._transactions.on_settled()
         except Exception as error:  # noqa: BLE001 - no work's own fault, so it goes to all that is left; the thread goes on
             for job in batch:
-                if not job.settled:
+                if not job.is_settled:
                     self._fail(job, error)
 
-    def _write(self, batch: Sequence[_Job]) -> bool:
+    def _run_transaction(self, batch: Sequence[_Job]) -> bool:
         """One transaction. False where some work of several failed: then nothing is written and nothing settled, and
         each is to be tried alone, so that only the one at fault fails."""
         tries = 1
@@ -164,7 +164,7 @@ class GroupCommit:
                 self._transactions.commit()
                 break
             except Exception as error:  # noqa: BLE001 - it goes to the caller whose work it was
-                if self._transactions.undo(error) and tries < TRIES:
+                if self._transactions.roll_back(error) and tries < TRIES:
                     tries += 1
                     continue
                 if len(batch) > 1:
@@ -177,10 +177,10 @@ class GroupCommit:
         return True
 
     def _fail(self, job: _Job, error: Exception) -> None:
-        reason = self._transactions.explain(error)
+        reason = self._transactions.to_store_error(error)
         if reason is not error:
             reason.__cause__ = error
-        if self._transactions.cannot_write(error):
+        if self._transactions.is_write_failure(error):
             self._set_failure(reason)
         job.settle(None, reason)
 
@@ -197,31 +197,31 @@ class GroupCommit:
                 self._transactions.probe()
                 self._transactions.commit()
             except Exception as error:
-                self._transactions.undo(error)
+                self._transactions.roll_back(error)
                 raise
-            self._transactions.settled()
+            self._transactions.on_settled()
         except Exception as error:  # noqa: BLE001 - whatever it is, the database could not write
-            self._set_failure(self._transactions.explain(error))
+            self._set_failure(self._transactions.to_store_error(error))
         else:
             self.failure = None
             log.warning("The store can write again.")
         self._next_probe = monotonic() + PROBE_SECONDS
 
 
-def _answer(batch: Sequence[_Job]) -> None:
+def _resolve_futures(batch: Sequence[_Job]) -> None:
     """Wakes the callers, with one call per event loop."""
     by_loop: defaultdict[asyncio.AbstractEventLoop, list[_Job]] = defaultdict(list)
     for job in batch:
         by_loop[job.loop].append(job)
     for loop, jobs in by_loop.items():
         with suppress(RuntimeError):  # that loop is closed, and its callers with it
-            loop.call_soon_threadsafe(_answer_all, jobs)
+            loop.call_soon_threadsafe(_resolve_in_loop, jobs)
 
 
-def _answer_all(jobs: Sequence[_Job]) -> None:
+def _resolve_in_loop(jobs: Sequence[_Job]) -> None:
     for job in jobs:
-        job.answer()
+        job.resolve_future()
 
 
-def closed() -> StoreError:
+def store_closed_error() -> StoreError:
     return StoreError("The store is closed; open it again before using it.")

@@ -13,87 +13,99 @@ from psycopg import errors
 from psycopg.pq import TransactionStatus
 
 from polar.errors import StoreError
-from polar.store.postgres_link import Address, Link, Pool, explain, went_on
-from polar.store.reading import Reader
+from polar.store.postgres_connection import (
+    PostgresAddress,
+    PostgresConnection,
+    PostgresConnectionPool,
+    ignored_failure_error,
+    to_store_error,
+)
+from polar.store.reader import Reader
 from polar.store.recorder import Recorder
-from polar.store.relational import MEMORY, RelationalStore
-from polar.store.schema import Words, settle_schema
-from polar.store.sql import Queries, queries
+from polar.store.relational import LINEAGE_MEMORY_BYTES, RelationalStore
+from polar.store.schema import SchemaSql, ensure_schema
+from polar.store.sql import Queries, load_queries
 
 READING_THREADS = 4
-PATIENCE_S = 30.0
+MAX_OUTAGE_SECONDS = 30.0
 """How long callers wait for a server that has gone away."""
 
-_CANNOT_WRITE = ("08", "53", "55", "57", "58")
+_WRITE_FAILURE_CLASSES = ("08", "53", "55", "57", "58")
 """Classes of SQLSTATE: connection, resources, locks, intervention, system."""
 
-WORDS = Words(
-    begin_alone=("BEGIN", "SELECT pg_advisory_xact_lock(7102853467290175)"),  # any number, but the same for all
-    tables="SELECT table_name FROM information_schema.tables "
+SCHEMA_SQL = SchemaSql(
+    begin_exclusive=("BEGIN", "SELECT pg_advisory_xact_lock(7102853467290175)"),  # any number, but the same for all
+    select_tables="SELECT table_name FROM information_schema.tables "
     "WHERE table_schema = current_schema() AND table_type = 'BASE TABLE'",
-    elsewhere="another database",
+    alternative="another database",
 )
 
 
 class PostgresStore(RelationalStore):
     @classmethod
-    def open(cls, url: str, *, patience_s: float = PATIENCE_S, memory: int = MEMORY) -> "PostgresStore":
+    def open(
+        cls, url: str, *, max_outage_seconds: float = MAX_OUTAGE_SECONDS, max_lineage_bytes: int = LINEAGE_MEMORY_BYTES
+    ) -> "PostgresStore":
         """Opens the database, whose tables are made where it is empty."""
-        address = Address.parse(url)
-        named = queries("pyformat")
+        address = PostgresAddress.parse(url)
+        sql_queries = load_queries("pyformat")
         try:
-            with closing(Link(address, patience_s=0)) as link:
+            with closing(PostgresConnection(address, max_outage_seconds=0)) as link:
                 link.connect()
-                settle_schema(link, named, WORDS, address.name)
+                ensure_schema(link, sql_queries, SCHEMA_SQL, address.name)
         except psycopg.Error as error:
-            raise explain(error, address) from error
-        writer = _Writer(address, named, patience_s=patience_s, memory=memory)
-        return cls(writer, _Readers(address, named, patience_s), address.name, "pyformat")
+            raise to_store_error(error, address) from error
+        writer = _PostgresWriter(
+            address, sql_queries, max_outage_seconds=max_outage_seconds, max_lineage_bytes=max_lineage_bytes
+        )
+        return cls(writer, _PostgresReaders(address, sql_queries, max_outage_seconds), address.name, "pyformat")
 
 
-class _Writer:
+class _PostgresWriter:
     """PostgreSQL's side of group commit. Statements go out in a pipeline, so that a transaction of many takes two
     round trips: one that shows whether all of them worked, and the COMMIT."""
 
-    def __init__(self, address: Address, named: Queries, *, patience_s: float, memory: int) -> None:
+    def __init__(
+        self, address: PostgresAddress, sql_queries: Queries, *, max_outage_seconds: float, max_lineage_bytes: int
+    ) -> None:
         self._address = address
-        self.connection = Link(address, patience_s=patience_s, transactions=True)
-        self.recorder = Recorder(self.connection, named, memory=memory)
+        self.connection = PostgresConnection(address, max_outage_seconds=max_outage_seconds, is_transactional=True)
+        self.recorder = Recorder(self.connection, sql_queries, max_lineage_bytes=max_lineage_bytes)
         self._pipeline: psycopg.Pipeline | None = None  # for as long as all goes well
-        self._ending = ExitStack()  # of the pipeline
+        self._pipeline_stack = ExitStack()  # of the pipeline
 
     def begin(self) -> None:
-        if self.connection.lost:
+        if self.connection.is_lost:
             self._leave_pipeline()
             self.connection.connect()
         if self._pipeline is None:
-            self._pipeline = self._ending.enter_context(self.connection.driver.pipeline())
+            self._pipeline = self._pipeline_stack.enter_context(self.connection.driver.pipeline())
 
     def commit(self) -> None:
         assert self._pipeline is not None
-        self.recorder.finish()
+        self.recorder.flush_pieces()
         self._pipeline.sync()  # raises what any statement did; and from here on the server's patience with us runs
         if self.connection.driver.info.transaction_status == TransactionStatus.INERROR:  # a COMMIT would undo it all
-            raise went_on()
+            raise ignored_failure_error()
         self.connection.driver.commit()
-        self.recorder.committed()
+        self.recorder.on_commit()
 
-    def undo(self, error: Exception) -> bool:
-        lost = self.connection.lost_by(error)
+    def roll_back(self, error: Exception) -> bool:
+        lost = self.connection.close_if_lost(error)
         self._leave_pipeline()
-        lost = lost or not self._rolled_back()
+        lost = lost or not self._try_rollback()
         again = lost or isinstance(error, (errors.DeadlockDetected, errors.SerializationFailure))
-        if self.recorder.again and isinstance(error, errors.UniqueViolation):
+        if self.recorder.may_be_written and isinstance(error, errors.UniqueViolation):
             again = True  # the lost transaction has just been committed: now it can be seen
-        self.recorder.rolled_back(perhaps=lost)
+        self.recorder.on_rollback(outcome_unknown=lost)
         return again
 
     def _leave_pipeline(self) -> None:
         self._pipeline = None
         with suppress(psycopg.Error):  # every statement behind one that failed tells of it once more
-            self._ending.close()
+            self._pipeline_stack.close()
 
-    def _rolled_back(self) -> bool:
+    def _try_rollback(self) -> bool:
         try:
             self.connection.driver.rollback()
         except psycopg.Error:
@@ -101,18 +113,18 @@ class _Writer:
             return False
         return True
 
-    def settled(self) -> None:
-        self.recorder.settled()
+    def on_settled(self) -> None:
+        self.recorder.on_settled()
 
-    def explain(self, error: Exception) -> StoreError:
-        return explain(error, self._address)
+    def to_store_error(self, error: Exception) -> StoreError:
+        return to_store_error(error, self._address)
 
-    def cannot_write(self, error: Exception) -> bool:
+    def is_write_failure(self, error: Exception) -> bool:
         if isinstance(error, errors.ReadOnlySqlTransaction):
             return True
         if not isinstance(error, psycopg.OperationalError) or isinstance(error, errors.PipelineAborted):
             return False
-        return error.sqlstate is None or error.sqlstate.startswith(_CANNOT_WRITE)
+        return error.sqlstate is None or error.sqlstate.startswith(_WRITE_FAILURE_CLASSES)
 
     def probe(self) -> None:
         self.recorder.write_probe()
@@ -122,19 +134,19 @@ class _Writer:
         self.connection.close()
 
 
-class _Readers:
+class _PostgresReaders:
     """A few threads, each on its own connection."""
 
-    threads = READING_THREADS
-    failure: type[Exception] = psycopg.Error
+    thread_count = READING_THREADS
+    driver_error: type[Exception] = psycopg.Error
 
-    def __init__(self, address: Address, named: Queries, patience_s: float) -> None:
+    def __init__(self, address: PostgresAddress, sql_queries: Queries, max_outage_seconds: float) -> None:
         self._address = address
-        self.connection = Pool(address, patience_s)
-        self.reader = Reader(self.connection, named)
+        self.connection = PostgresConnectionPool(address, max_outage_seconds)
+        self.reader = Reader(self.connection, sql_queries)
 
-    def explain(self, error: Exception) -> StoreError:
-        return explain(error, self._address)
+    def to_store_error(self, error: Exception) -> StoreError:
+        return to_store_error(error, self._address)
 
     def close(self) -> None:
         self.connection.close()

@@ -18,30 +18,30 @@ import msgspec
 import numpy as np
 from msgspec import Raw
 
-from polar.dialects.base import Wire
-from polar.engines.base import Ids
+from polar.dialects.base import RawRequest
+from polar.engines.base import TokenIds
 from polar.errors import StoreError
-from polar.store import copying
-from polar.store.arrays import NO_IDS, ids_to_bytes, shared_prefix
+from polar.store import session_copy
+from polar.store.arrays import NO_IDS, ids_to_bytes, shared_prefix_length
 from polar.store.base import Exchange, ExchangeStatus, Session, StartedCall, Verdict
-from polar.store.checksum import checksum
-from polar.store.copying import Copy
-from polar.store.difference import DIGEST_SIZE, Digester, Lineage
-from polar.store.links import cut, load_context
-from polar.store.lru import Lru
+from polar.store.base_link import load_context, split_bytes
+from polar.store.checksum import compute_checksum
+from polar.store.lineage import DIGEST_SIZE, Digester, Lineage
 from polar.store.rows import (
-    Difference,
+    ExchangeDifference,
     FieldEntry,
     encode_evidence,
+    encode_turn_rewards,
     exchange_parameters,
-    may_be_id,
+    is_valid_id,
     session_parameters,
     to_session,
-    turn_rewards_text,
 )
+from polar.store.session_copy import SessionCopy
+from polar.store.sized_cache import SizedCache
 from polar.store.sql import Queries, WritingConnection
 
-INLINE_SIZE = 256
+MAX_INLINE_BYTES = 256
 """A request's field up to so many bytes stands in the exchange's own row; a larger one becomes a blob."""
 
 Pieces = dict[bytes, Raw | bytes]
@@ -58,13 +58,13 @@ class StoredExchange(NamedTuple):
 
 
 class Recorder:
-    def __init__(self, connection: WritingConnection, queries: Queries, *, memory: int) -> None:
+    def __init__(self, connection: WritingConnection, queries: Queries, *, max_lineage_bytes: int) -> None:
         self._db = connection
-        self._q = queries
+        self._queries = queries
         self._digester = Digester()
-        self.lineages: Lru[str, Lineage] = Lru(memory)
+        self.lineages: SizedCache[str, Lineage] = SizedCache(max_lineage_bytes)
         self._touched: set[str] = set()
-        self.again = False  # some of the work may be written already
+        self.may_be_written = False  # some of the work may be written already
         self._pieces: Pieces = {}
         self._encode = msgspec.msgpack.Encoder().encode
 
@@ -73,25 +73,26 @@ class Recorder:
         """Memory held for lineages, items and fields, about."""
         return self.lineages.size + self._digester.size
 
-    def finish(self) -> None:
+    def flush_pieces(self) -> None:
         """The last of a transaction."""
         if self._pieces:
             ordered = sorted(self._pieces)
             self._db.executemany(
-                self._q.insert_blob, [{"digest": digest, "data": bytes(self._pieces[digest])} for digest in ordered]
+                self._queries.insert_blob,
+                [{"digest": digest, "data": bytes(self._pieces[digest])} for digest in ordered],
             )
             self._pieces.clear()
 
-    def committed(self) -> None:
+    def on_commit(self) -> None:
         self._touched.clear()
 
-    def settled(self) -> None:
+    def on_settled(self) -> None:
         """No work is left over from a connection that was lost."""
-        self.again = False
+        self.may_be_written = False
 
-    def rolled_back(self, *, perhaps: bool = False) -> None:
+    def on_rollback(self, *, outcome_unknown: bool = False) -> None:
         """`perhaps`: or else committed, since the connection was lost."""
-        self.again = self.again or perhaps
+        self.may_be_written = self.may_be_written or outcome_unknown
         self._pieces.clear()
         for session_id in self._touched:
             self.lineages.drop(session_id)
@@ -99,76 +100,76 @@ class Recorder:
 
     def store_id(self) -> str:
         """Made by whoever asks first."""
-        self._db.execute(self._q.make_store_id, {"value": secrets.token_hex(16)})
-        return str(self._db.execute(self._q.store_id, {}).fetchone()[0])
+        self._db.execute(self._queries.make_store_id, {"value": secrets.token_hex(16)})
+        return str(self._db.execute(self._queries.store_id, {}).fetchone()[0])
 
     def write_probe(self) -> None:
         """Writes something that nobody reads."""
-        self._db.execute(self._q.write_probe, {"value": secrets.token_hex(16)})
+        self._db.execute(self._queries.write_probe, {"value": secrets.token_hex(16)})
 
     def create_session(self, session: Session) -> None:
         _check_reward(session.reward)
-        if self.again and self._stored_session(session):
+        if self.may_be_written and self._is_session_stored(session):
             return
-        self._db.execute(self._q.insert_session, session_parameters(session))
+        self._db.execute(self._queries.insert_session, session_parameters(session))
 
     def end_session(self, session_id: str, ended_at: float, verdict: Verdict) -> Session | None:
         for reward in (verdict.reward, *verdict.turn_rewards.values()):
             _check_reward(reward)
-        if not may_be_id(session_id):
+        if not is_valid_id(session_id):
             return None
         parameters = {
             "session_id": session_id,
             "ended_at": ended_at,
             "reward": verdict.reward,
             "reason": verdict.reason,
-            "turn_rewards": turn_rewards_text(verdict.turn_rewards),
+            "turn_rewards": encode_turn_rewards(verdict.turn_rewards),
             "evidence": encode_evidence(verdict.evidence),
         }
-        rows = self._db.execute(self._q.end_session, parameters).fetchall()
+        rows = self._db.execute(self._queries.end_session, parameters).fetchall()
         self._forget(session_id)
         return to_session(rows[0]) if rows else None
 
-    def disown_session(self, session_id: str, reason: str) -> None:
-        self._db.execute(self._q.disown_session, {"session_id": session_id, "reason": reason})
+    def revoke_session_reward(self, session_id: str, reason: str) -> None:
+        self._db.execute(self._queries.disown_session, {"session_id": session_id, "reason": reason})
 
-    def set_policy(self, versions: Mapping[str, int]) -> None:
+    def set_policy_versions(self, versions: Mapping[str, int]) -> None:
         for replica, version in sorted(versions.items()):  # in one order, as pieces are
-            self._db.execute(self._q.set_policy, {"replica": replica, "version": version})
+            self._db.execute(self._queries.set_policy, {"replica": replica, "version": version})
 
     def amend(self, exchange_id: str, status: ExchangeStatus, delivered: int) -> None:
         parameters = {"exchange_id": exchange_id, "status": status, "delivered": delivered}
-        if not self._db.execute(self._q.amend_exchange, parameters).fetchall():
+        if not self._db.execute(self._queries.amend_exchange, parameters).fetchall():
             raise StoreError(f"There is no exchange {exchange_id} to amend; append it first.")
 
     def append(self, exchange: Exchange) -> str | None:
         """Returns the parent's id."""
-        exchange.checksum = checksum(exchange)
-        if self.again and (stored := self._stored_exchange(exchange)) is not None:
+        exchange.checksum = compute_checksum(exchange)
+        if self.may_be_written and (stored := self._find_stored_exchange(exchange)) is not None:
             return stored.parent
-        session_id, seq, items = exchange.session_id, exchange.seq, exchange.wire.items
+        session_id, seq, items = exchange.session_id, exchange.seq, exchange.raw_request.items
         lineage = self.lineages.get(session_id)
-        open_still = lineage is not None or self._is_open(session_id)
+        is_open = lineage is not None or self._is_open(session_id)
         lineage = lineage or self._load_lineage(session_id)
         self._touched.add(session_id)
-        digests = self._digester.items(session_id, items)
-        base, parent, shared_items = lineage.match(seq, digests)
+        digests = self._digester.digest_items(session_id, items)
+        base, parent, shared_items = lineage.find_base(seq, digests)
         if lineage.is_full:
             lineage, base, shared_items = Lineage(), None, 0
         new = digests[shared_items:]
-        fields, field_pieces = self._split_fields(exchange.wire.fields)
+        fields, field_pieces = self._split_fields(exchange.raw_request.fields)
         own_fields: bytes | None = fields
         if base is not None and fields == lineage.fields(base):
             own_fields, fields = None, lineage.fields(base)  # one object for all turns
 
-        context = NO_IDS if base is None else self._context(lineage, session_id, base)
+        context = NO_IDS if base is None else self._load_context(lineage, session_id, base)
         shared_tokens = prompt = None
         if exchange.prompt_ids is not None:
-            shared_tokens = shared_prefix(exchange.prompt_ids, context)
+            shared_tokens = shared_prefix_length(exchange.prompt_ids, context)
             prompt = ids_to_bytes(exchange.prompt_ids[shared_tokens:])
-            context = _join(exchange.prompt_ids, exchange.sampled_ids)
+            context = _concatenate(exchange.prompt_ids, exchange.sampled_ids)
 
-        difference = Difference(
+        difference = ExchangeDifference(
             base=base,
             parent=exchange.parent or parent,
             shared_items=shared_items,
@@ -177,13 +178,13 @@ class Recorder:
             shared_tokens=shared_tokens,
             prompt=prompt,
         )
-        self._db.execute(self._q.insert_exchange, exchange_parameters(exchange, difference))
+        self._db.execute(self._queries.insert_exchange, exchange_parameters(exchange, difference))
         self._pieces.update(zip(new, items[shared_items:], strict=True))
         if own_fields is not None:
             self._pieces.update(field_pieces)
         lineage.add(seq, exchange.exchange_id, base, shared_items, new, fields)
-        lineage.advance(base, seq, context)
-        if open_still:
+        lineage.move_context(base, seq, context)
+        if is_open:
             self.lineages.put(session_id, lineage, lineage.size)
         else:  # a call that was given up when its session ended
             self._forget(session_id)
@@ -193,16 +194,16 @@ class Recorder:
         """Skips calls that are recorded already, and calls of sessions that are gone (retention)."""
         recorded = []
         for call in calls:
-            if self._db.execute(self._q.can_record_interrupted, msgspec.to_builtins(call)).fetchone() is not None:
-                self.append(_make_interrupted(call))
+            if self._db.execute(self._queries.can_record_interrupted, msgspec.to_builtins(call)).fetchone() is not None:
+                self.append(_make_interrupted_exchange(call))
                 recorded.append(call.exchange_id)
         return recorded
 
-    def take_in(self, copy: Copy) -> str:
+    def import_copy(self, copy: SessionCopy) -> str:
         """A session of another store's. Returns its id."""
         session_id = copy.session.session_id
         _check_reward(copy.session.reward)
-        if copying.insert(self._db, self._q, copy):
+        if session_copy.insert_copy(self._db, self._queries, copy):
             self._pieces.update(copy.pieces)
         self._forget(session_id)
         return session_id
@@ -212,15 +213,15 @@ class Recorder:
         self._digester.forget(session_id)
 
     def _is_open(self, session_id: str) -> bool:
-        row = self._db.execute(self._q.session, {"session_id": session_id}).fetchone()
+        row = self._db.execute(self._queries.session, {"session_id": session_id}).fetchone()
         return row is not None and to_session(row).status == "open"
 
-    def _stored_session(self, session: Session) -> bool:
-        row = self._db.execute(self._q.session, {"session_id": session.session_id}).fetchone()
+    def _is_session_stored(self, session: Session) -> bool:
+        row = self._db.execute(self._queries.session, {"session_id": session.session_id}).fetchone()
         return row is not None and to_session(row) == session
 
-    def _stored_exchange(self, exchange: Exchange) -> StoredExchange | None:
-        row = self._db.execute(self._q.stored_exchange, {"exchange_id": exchange.exchange_id}).fetchone()
+    def _find_stored_exchange(self, exchange: Exchange) -> StoredExchange | None:
+        row = self._db.execute(self._queries.stored_exchange, {"exchange_id": exchange.exchange_id}).fetchone()
         if row is None or tuple(row[:3]) != (exchange.session_id, exchange.seq, exchange.checksum):
             return None
         return StoredExchange(*row)
@@ -231,24 +232,24 @@ class Recorder:
         pieces: Pieces = {}
         for name, raw in fields.items():
             data = bytes(raw)
-            if len(data) <= INLINE_SIZE:
+            if len(data) <= MAX_INLINE_BYTES:
                 table[name] = FieldEntry(False, data)
             else:
-                digest = self._digester.field(data)
+                digest = self._digester.digest_field(data)
                 table[name] = FieldEntry(True, digest)
                 pieces[digest] = data
         return self._encode(table), pieces
 
-    def _context(self, lineage: Lineage, session_id: str, seq: int) -> Ids:
-        held = lineage.context(seq)
-        return load_context(self._db, self._q, session_id, seq) if held is None else held
+    def _load_context(self, lineage: Lineage, session_id: str, seq: int) -> TokenIds:
+        held = lineage.context_ids(seq)
+        return load_context(self._db, self._queries, session_id, seq) if held is None else held
 
     def _load_lineage(self, session_id: str) -> Lineage:
         """From the database: after a restart, or when the session was idle for long. A base may have a higher `seq`
         (calls end in any order), so each goes in after its own base. One whose base is of an earlier lineage is left
         out."""
         lineage = Lineage()
-        found = self._db.execute(self._q.latest_request_links, {"session_id": session_id}).fetchall()
+        found = self._db.execute(self._queries.latest_request_links, {"session_id": session_id}).fetchall()
         rows = {seq: row for seq, *row in found}
         fields: dict[int, bytes] = {}
         for first in rows:
@@ -261,11 +262,11 @@ class Recorder:
                 if seq not in fields:
                     exchange_id, base, shared_items, items, own = rows[seq]
                     fields[seq] = fields[base] if own is None else own
-                    lineage.add(seq, exchange_id, base, shared_items, cut(items, DIGEST_SIZE), fields[seq])
+                    lineage.add(seq, exchange_id, base, shared_items, split_bytes(items, DIGEST_SIZE), fields[seq])
         return lineage
 
 
-def _make_interrupted(call: StartedCall) -> Exchange:
+def _make_interrupted_exchange(call: StartedCall) -> Exchange:
     return Exchange(
         exchange_id=call.exchange_id,
         session_id=call.session_id,
@@ -273,7 +274,7 @@ def _make_interrupted(call: StartedCall) -> Exchange:
         dialect=call.dialect,
         params={},
         hints={},
-        wire=Wire({"model": Raw(msgspec.json.encode(call.model))}, call.list_name, []),
+        raw_request=RawRequest({"model": Raw(msgspec.json.encode(call.model))}, call.list_name, []),
         status="interrupted",
         started_at=call.started_at,
         ended_at=call.started_at,  # when it really ended nobody knows
@@ -285,7 +286,7 @@ def _make_interrupted(call: StartedCall) -> Exchange:
     )
 
 
-def _join(prompt: Ids, sampled: Ids | None) -> Ids:
+def _concatenate(prompt: TokenIds, sampled: TokenIds | None) -> TokenIds:
     return prompt.copy() if sampled is None else np.concatenate((prompt, sampled))
 
 

@@ -9,26 +9,26 @@ from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol, TypeVar
 
-from polar.engines.base import Ids
+from polar.engines.base import TokenIds
 from polar.errors import StoreError
-from polar.store import copying
-from polar.store.base import Exchange, ExchangeStatus, Recorded, Session, StartedCall, Verdict
-from polar.store.group_commit import GroupCommit, Transactions, closed
-from polar.store.links import damaged
-from polar.store.reading import Reader
+from polar.store import session_copy
+from polar.store.base import Exchange, ExchangeStatus, Session, SessionRecord, StartedCall, Verdict
+from polar.store.base_link import damaged_store_error
+from polar.store.group_commit import GroupCommit, TransactionBackend, store_closed_error
+from polar.store.reader import Reader
 from polar.store.recorder import Recorder
-from polar.store.sql import Connection, Style, WritingConnection
-from polar.types import Used
+from polar.store.sql import Connection, ParameterStyle, WritingConnection
+from polar.types import UsageTotals
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-MEMORY = 64 * 1024 * 1024
+LINEAGE_MEMORY_BYTES = 64 * 1024 * 1024
 """For what the writer keeps of sessions, to store the next exchange by difference."""
 
 
-class Writer(Transactions, Protocol):
+class WriterBackend(TransactionBackend, Protocol):
     """Where the writing thread writes."""
 
     @property
@@ -38,7 +38,7 @@ class Writer(Transactions, Protocol):
     def recorder(self) -> Recorder: ...
 
 
-class Readers(Protocol):
+class ReaderBackend(Protocol):
     """Where the reading threads read."""
 
     @property
@@ -50,14 +50,14 @@ class Readers(Protocol):
     def reader(self) -> Reader: ...
 
     @property
-    def threads(self) -> int: ...
+    def thread_count(self) -> int: ...
 
     @property
-    def failure(self) -> type[Exception]:
+    def driver_error(self) -> type[Exception]:
         """What the driver raises."""
         ...
 
-    def explain(self, error: Exception) -> StoreError: ...
+    def to_store_error(self, error: Exception) -> StoreError: ...
 
     def close(self) -> None: ...
 
@@ -65,30 +65,30 @@ class Readers(Protocol):
 class RelationalStore:
     """Implements `Store`. A session's exchanges are to be written through one open store at a time; others may read."""
 
-    def __init__(self, writer: Writer, readers: Readers, place: str, style: Style) -> None:
-        self._place = place
-        self._style: Style = style
+    def __init__(self, writer: WriterBackend, readers: ReaderBackend, location: str, style: ParameterStyle) -> None:
+        self._location = location
+        self._parameter_style: ParameterStyle = style
         self._connection = writer.connection
         self._recorder = writer.recorder
-        self._writing = GroupCommit(writer, f"polar-store-writer {place}")
+        self._group_commit = GroupCommit(writer, f"polar-store-writer {location}")
         self._readers = readers
         self._reader = readers.reader
-        self._reading = ThreadPoolExecutor(readers.threads, f"polar-store-reader {place}")
+        self._reader_threads = ThreadPoolExecutor(readers.thread_count, f"polar-store-reader {location}")
         self._closed = False
 
     @property
-    def style(self) -> Style:
+    def parameter_style(self) -> ParameterStyle:
         """How parameters are written in the SQL of `transact` and `query`."""
-        return self._style
+        return self._parameter_style
 
     @property
     def commits(self) -> int:
         """Transactions committed so far; usually fewer than records written."""
-        return self._writing.commits
+        return self._group_commit.commits
 
     @property
     def write_failure(self) -> str | None:
-        failure = self._writing.failure
+        failure = self._group_commit.failure
         return None if failure is None else str(failure)
 
     @property
@@ -111,45 +111,45 @@ class RelationalStore:
 
         A statement that fails may raise only later, and at any place; `work` must let that pass. What it raises on
         purpose is a StoreError: that undoes this work alone, and reaches the caller as it is."""
-        return await self._writing.submit(lambda: work(self._connection))
+        return await self._group_commit.submit(lambda: work(self._connection))
 
     async def query(self, work: Callable[[Connection], T]) -> T:
         """Runs `work` in a reading thread. Each statement is by itself: it sees what is committed when it begins."""
         return await self._read(lambda: work(self._readers.connection))
 
-    async def identity(self) -> str:
+    async def store_id(self) -> str:
         """Whoever has the same one shares the store."""
-        return await self._writing.submit(self._recorder.store_id)
+        return await self._group_commit.submit(self._recorder.store_id)
 
     async def create_session(self, session: Session) -> None:
-        await self._writing.submit(lambda: self._recorder.create_session(session))
+        await self._group_commit.submit(lambda: self._recorder.create_session(session))
 
     async def end_session(self, session_id: str, *, ended_at: float, verdict: Verdict) -> Session | None:
-        return await self._writing.submit(lambda: self._recorder.end_session(session_id, ended_at, verdict))
+        return await self._group_commit.submit(lambda: self._recorder.end_session(session_id, ended_at, verdict))
 
-    async def disown_session(self, session_id: str, reason: str) -> None:
-        await self._writing.submit(lambda: self._recorder.disown_session(session_id, reason))
+    async def revoke_session_reward(self, session_id: str, reason: str) -> None:
+        await self._group_commit.submit(lambda: self._recorder.revoke_session_reward(session_id, reason))
 
     async def append(self, exchange: Exchange) -> None:
-        exchange.parent = await self._writing.submit(lambda: self._recorder.append(exchange))
+        exchange.parent = await self._group_commit.submit(lambda: self._recorder.append(exchange))
 
     async def record_interrupted(self, calls: Sequence[StartedCall]) -> list[str]:
-        return await self._writing.submit(lambda: self._recorder.record_interrupted(calls))
+        return await self._group_commit.submit(lambda: self._recorder.record_interrupted(calls))
 
     async def amend(self, exchange_id: str, *, status: ExchangeStatus, delivered: int) -> None:
-        await self._writing.submit(lambda: self._recorder.amend(exchange_id, status, delivered))
+        await self._group_commit.submit(lambda: self._recorder.amend(exchange_id, status, delivered))
 
-    async def set_policy(self, versions: Mapping[str, int]) -> None:
-        await self._writing.submit(lambda: self._recorder.set_policy(versions))
+    async def set_policy_versions(self, versions: Mapping[str, int]) -> None:
+        await self._group_commit.submit(lambda: self._recorder.set_policy_versions(versions))
 
-    async def policies(self) -> dict[str, int]:
-        return await self._read(self._reader.policies)
+    async def policy_versions(self) -> dict[str, int]:
+        return await self._read(self._reader.policy_versions)
 
     async def session(self, session_id: str) -> Session | None:
         return await self._read(lambda: self._reader.session(session_id))
 
-    async def standing_session(self, run: str, task_id: str, work_id: int) -> str | None:
-        return await self._read(lambda: self._reader.standing_session(run, task_id, work_id))
+    async def accepted_session(self, run: str, task_id: str, work_id: int) -> str | None:
+        return await self._read(lambda: self._reader.accepted_session(run, task_id, work_id))
 
     async def session_by_key(self, key_hash: bytes) -> Session | None:
         return await self._read(lambda: self._reader.session_by_key(key_hash))
@@ -158,29 +158,29 @@ class RelationalStore:
         return await self._read(lambda: self._reader.sessions(limit, before))
 
     async def exchanges(self, session_id: str) -> AsyncIterator[Exchange]:
-        reading = self._reader.exchanges(session_id)
-        while some := await self._read(reading.some):
+        reading = self._reader.scan_exchanges(session_id)
+        while some := await self._read(reading.read_batch):
             for exchange in some:
                 yield exchange
 
-    async def recorded(self, session_ids: Iterable[str | None]) -> AsyncIterator[list[Recorded]]:
-        reading = self._reader.recorded(session_ids)
+    async def read_sessions(self, session_ids: Iterable[str | None]) -> AsyncIterator[list[SessionRecord]]:
+        reading = self._reader.read_sessions(session_ids)
         while (some := await self._read(lambda: next(reading, None))) is not None:
             if some:
                 yield some
 
     async def export_session(self, session_id: str) -> bytes:
-        return await self._read(lambda: self._reader.copy(session_id))
+        return await self._read(lambda: self._reader.export_session(session_id))
 
     async def import_session(self, data: bytes) -> str:
-        copy = await asyncio.to_thread(copying.unpack, data)
-        return await self._writing.submit(lambda: self._recorder.take_in(copy))
+        copy = await asyncio.to_thread(session_copy.unpack, data)
+        return await self._group_commit.submit(lambda: self._recorder.import_copy(copy))
 
-    async def context(self, session_id: str, seq: int) -> Ids:
-        return await self._read(lambda: self._reader.context(session_id, seq))
+    async def context_ids(self, session_id: str, seq: int) -> TokenIds:
+        return await self._read(lambda: self._reader.context_ids(session_id, seq))
 
-    async def used(self, session_id: str) -> Used:
-        return await self._read(lambda: self._reader.used(session_id))
+    async def usage_totals(self, session_id: str) -> UsageTotals:
+        return await self._read(lambda: self._reader.usage_totals(session_id))
 
     async def next_seq(self, session_id: str) -> int:
         return await self._read(lambda: self._reader.next_seq(session_id))
@@ -188,16 +188,16 @@ class RelationalStore:
     async def close(self) -> None:
         """Writes what is waiting, then closes. Calling it again does no harm."""
         self._closed = True
-        await self._writing.close()
-        await asyncio.to_thread(self._reading.shutdown)
+        await self._group_commit.close()
+        await asyncio.to_thread(self._reader_threads.shutdown)
         self._readers.close()
 
     async def _read(self, work: Callable[[], T]) -> T:
         if self._closed:
-            raise closed()
+            raise store_closed_error()
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._reading, work)
-        except self._readers.failure as error:
-            raise self._readers.explain(error) from error
+            return await asyncio.get_running_loop().run_in_executor(self._reader_threads, work)
+        except self._readers.driver_error as error:
+            raise self._readers.to_store_error(error) from error
         except ValueError as error:  # msgspec's among them
-            raise damaged(f"{self._place}: {error}") from error
+            raise damaged_store_error(f"{self._location}: {error}") from error

@@ -6,18 +6,18 @@ from typing import Any, Literal
 import msgspec
 from msgspec import Struct, field
 
-from polar.dialects.base import Wire
-from polar.engines.base import Ids, LogprobKind, VersionSpan
-from polar.rendering.mark import ContextMark
+from polar.dialects.base import RawRequest
+from polar.engines.base import LogprobKind, TokenIds, VersionSpan
+from polar.rendering.context_mark import ContextMark
 from polar.store.arrays import bytes_to_ids, bytes_to_logprobs, ids_to_bytes, logprobs_to_bytes
 from polar.store.base import Continuation, Evidence, Exchange, ExchangeStatus, Session
-from polar.types import FinishReason, Reply, Sampling, TokenLogprob, Usage
+from polar.types import FinishReason, Reply, SamplingParams, TokenLogprob, Usage
 
 
-class Detail(Struct, omit_defaults=True):
+class ExchangeDetail(Struct, omit_defaults=True):
     params: dict[str, str] = field(default_factory=dict)
     hints: dict[str, str] = field(default_factory=dict)
-    sampling: Sampling = field(default_factory=Sampling)
+    sampling: SamplingParams = field(default_factory=SamplingParams)
     versions: list[VersionSpan] = field(default_factory=list)
     usage: Usage = field(default_factory=Usage)
     error: str | None = None
@@ -83,7 +83,7 @@ class FieldEntry(Struct, array_like=True):
     data: bytes
 
 
-class Difference(Struct):
+class ExchangeDifference(Struct):
     """How an exchange is stored against its base; the columns of the same names."""
 
     base: int | None
@@ -97,7 +97,7 @@ class Difference(Struct):
 
 _json = msgspec.json.Encoder()
 _msgpack = msgspec.msgpack.Encoder()
-_detail = msgspec.json.Decoder(Detail)
+_detail = msgspec.json.Decoder(ExchangeDetail)
 _reply = msgspec.json.Decoder(Reply)
 _metadata = msgspec.json.Decoder(dict[str, Any])
 _rewards = msgspec.json.Decoder(dict[str, float])
@@ -105,12 +105,12 @@ _evidence = msgspec.json.Decoder(list[Evidence])
 _logprobs = msgspec.msgpack.Decoder(list[TokenLogprob])
 
 
-def may_be_id(text: str) -> bool:
+def is_valid_id(text: str) -> bool:
     """False for what no database can be asked for; such an id may come over HTTP, and belongs to nothing."""
     return text.isprintable()
 
 
-def turn_rewards_text(rewards: dict[str, float]) -> str | None:
+def encode_turn_rewards(rewards: dict[str, float]) -> str | None:
     return _json.encode(rewards).decode() if rewards else None
 
 
@@ -129,41 +129,41 @@ def session_parameters(session: Session) -> dict[str, object]:
         "reward": session.reward,
         "metadata": _json.encode(session.metadata).decode(),
         "reason": session.reason,
-        "turn_rewards": turn_rewards_text(session.turn_rewards),
+        "turn_rewards": encode_turn_rewards(session.turn_rewards),
         "evidence": encode_evidence(session.evidence),
     }
 
 
 def to_session(row: Sequence[object]) -> Session:
-    it = msgspec.convert(row, SessionRow)
+    session_row = msgspec.convert(row, SessionRow)
     return Session(
-        session_id=it.session_id,
-        key_hash=it.key_hash,
-        created_at=it.created_at,
-        run=it.run,
-        metadata=_metadata.decode(it.metadata),
-        status=it.status,
-        ended_at=it.ended_at,
-        reward=it.reward,
-        reason=it.reason,
-        turn_rewards=_rewards.decode(it.turn_rewards) if it.turn_rewards else {},
-        evidence=_evidence.decode(it.evidence) if it.evidence else [],
+        session_id=session_row.session_id,
+        key_hash=session_row.key_hash,
+        created_at=session_row.created_at,
+        run=session_row.run,
+        metadata=_metadata.decode(session_row.metadata),
+        status=session_row.status,
+        ended_at=session_row.ended_at,
+        reward=session_row.reward,
+        reason=session_row.reason,
+        turn_rewards=_rewards.decode(session_row.turn_rewards) if session_row.turn_rewards else {},
+        evidence=_evidence.decode(session_row.evidence) if session_row.evidence else [],
     )
 
 
-def exchange_parameters(exchange: Exchange, difference: Difference) -> dict[str, object]:
+def exchange_parameters(exchange: Exchange, difference: ExchangeDifference) -> dict[str, object]:
     reply, listed = exchange.reply, None
     if reply is not None and reply.logprobs is not None:
         listed = _msgpack.encode(reply.logprobs)
         reply = msgspec.structs.replace(reply, logprobs=None)
-    detail = Detail(
+    detail = ExchangeDetail(
         exchange.params,
         exchange.hints,
         exchange.sampling,
         exchange.versions,
         exchange.usage,
         exchange.error,
-        exchange.context,
+        exchange.context_mark,
         exchange.malformed,
     )
     return {
@@ -175,7 +175,7 @@ def exchange_parameters(exchange: Exchange, difference: Difference) -> dict[str,
         "shared_tokens": difference.shared_tokens,
         "items": difference.items,
         "fields": difference.fields,
-        "list_name": exchange.wire.list_name,
+        "list_name": exchange.raw_request.list_name,
         "dialect": exchange.dialect,
         "parent": difference.parent,
         "status": exchange.status,
@@ -200,45 +200,45 @@ def exchange_parameters(exchange: Exchange, difference: Difference) -> dict[str,
     }
 
 
-def usage_in(detail: str) -> Usage:
+def decode_usage(detail: str) -> Usage:
     return _detail.decode(detail).usage
 
 
-def to_exchange(it: ExchangeRow, wire: Wire, prompt_ids: Ids | None) -> Exchange:
-    detail = _detail.decode(it.detail)
-    reply = None if it.reply is None else _reply.decode(it.reply)
-    if reply is not None and it.reply_logprobs is not None:
-        reply.logprobs = _logprobs.decode(it.reply_logprobs)
+def to_exchange(row: ExchangeRow, wire: RawRequest, prompt_ids: TokenIds | None) -> Exchange:
+    detail = _detail.decode(row.detail)
+    reply = None if row.reply is None else _reply.decode(row.reply)
+    if reply is not None and row.reply_logprobs is not None:
+        reply.logprobs = _logprobs.decode(row.reply_logprobs)
     return Exchange(
-        exchange_id=it.exchange_id,
-        session_id=it.session_id,
-        seq=it.seq,
-        dialect=it.dialect,
+        exchange_id=row.exchange_id,
+        session_id=row.session_id,
+        seq=row.seq,
+        dialect=row.dialect,
         params=detail.params,
         hints=detail.hints,
-        wire=wire,
-        status=it.status,
-        started_at=it.started_at,
-        ended_at=it.ended_at,
-        first_token_at=it.first_token_at,
+        raw_request=wire,
+        status=row.status,
+        started_at=row.started_at,
+        ended_at=row.ended_at,
+        first_token_at=row.first_token_at,
         reply=reply,
         error=detail.error,
         prompt_ids=prompt_ids,
-        sampled_ids=None if it.sampled is None else bytes_to_ids(it.sampled),
-        logprobs=None if it.logprobs is None else bytes_to_logprobs(it.logprobs),
-        logprob_kind=it.logprob_kind,
-        delivered=it.delivered,
+        sampled_ids=None if row.sampled is None else bytes_to_ids(row.sampled),
+        logprobs=None if row.logprobs is None else bytes_to_logprobs(row.logprobs),
+        logprob_kind=row.logprob_kind,
+        delivered=row.delivered,
         sampling=detail.sampling,
         versions=detail.versions,
-        replica=it.replica,
-        finish_reason=it.finish_reason,
+        replica=row.replica,
+        finish_reason=row.finish_reason,
         usage=detail.usage,
-        continuation=it.continuation,
-        branch_reason=it.branch_reason,
-        untrainable=it.untrainable,
-        routed_experts=it.routed_experts,
-        parent=it.parent,
-        context=detail.context,
+        continuation=row.continuation,
+        branch_reason=row.branch_reason,
+        untrainable=row.untrainable,
+        routed_experts=row.routed_experts,
+        parent=row.parent,
+        context_mark=detail.context,
         malformed=detail.malformed,
-        checksum=it.checksum,
+        checksum=row.checksum,
     )

@@ -10,43 +10,43 @@ from contextlib import contextmanager
 from msgspec import Struct
 
 from polar.errors import StoreError
-from polar.store.sql import SCHEMA_VERSION, Connection, Queries, migrations, schema
+from polar.store.sql import SCHEMA_VERSION, Connection, Queries, load_migrations, load_schema
 
 
-class Words(Struct, frozen=True):
+class SchemaSql(Struct, frozen=True):
     """What databases say differently."""
 
-    begin_alone: Sequence[str]  # begins a transaction that no other process is in
-    tables: str  # selects the names of all tables
-    elsewhere: str  # what to choose where a database is not ours
+    begin_exclusive: Sequence[str]  # begins a transaction that no other process is in
+    select_tables: str  # selects the names of all tables
+    alternative: str  # what to choose where a database is not ours
 
 
-def settle_schema(db: Connection, queries: Queries, words: Words, place: str) -> None:
+def ensure_schema(db: Connection, queries: Queries, schema_sql: SchemaSql, location: str) -> None:
     """Refuses a database that is somebody else's, or newer than this version of Polar."""
-    if not _tables(db, words):
-        with _alone(db, words):
-            if not _tables(db, words):
-                _run(db, schema())
-    if "polar_schema" not in _tables(db, words):
-        raise StoreError(f"{place} is a database, but not one of Polar's; choose {words.elsewhere}.")
-    steps = migrations()
-    if _version(db, queries) in steps:
-        with _alone(db, words):
-            while (version := _version(db, queries)) in steps:
+    if not _list_tables(db, schema_sql):
+        with _exclusive_transaction(db, schema_sql):
+            if not _list_tables(db, schema_sql):
+                _run(db, load_schema())
+    if "polar_schema" not in _list_tables(db, schema_sql):
+        raise StoreError(f"{location} is a database, but not one of Polar's; choose {schema_sql.alternative}.")
+    steps = load_migrations()
+    if _read_version(db, queries) in steps:
+        with _exclusive_transaction(db, schema_sql):
+            while (version := _read_version(db, queries)) in steps:
                 _run(db, steps[version])
-    version = _version(db, queries)
+    version = _read_version(db, queries)
     if version != SCHEMA_VERSION:
         raise StoreError(
-            f"{place} has schema version {version}, and this Polar knows version {SCHEMA_VERSION}; "
-            f"use the Polar that wrote it, or {words.elsewhere}."
+            f"{location} has schema version {version}, and this Polar knows version {SCHEMA_VERSION}; "
+            f"use the Polar that wrote it, or {schema_sql.alternative}."
         )
 
 
-def _tables(db: Connection, words: Words) -> set[str]:
-    return {name for (name,) in db.execute(words.tables).fetchall()}
+def _list_tables(db: Connection, schema_sql: SchemaSql) -> set[str]:
+    return {name for (name,) in db.execute(schema_sql.select_tables).fetchall()}
 
 
-def _version(db: Connection, queries: Queries) -> int:
+def _read_version(db: Connection, queries: Queries) -> int:
     version: int = db.execute(queries.schema_version).fetchone()[0]
     return version
 
@@ -57,8 +57,8 @@ def _run(db: Connection, statements: Sequence[str]) -> None:
 
 
 @contextmanager
-def _alone(db: Connection, words: Words) -> Iterator[None]:
+def _exclusive_transaction(db: Connection, schema_sql: SchemaSql) -> Iterator[None]:
     """A transaction. One that fails is rolled back when its connection is closed, since nothing else comes of it."""
-    _run(db, words.begin_alone)
+    _run(db, schema_sql.begin_exclusive)
     yield
     db.execute("COMMIT")

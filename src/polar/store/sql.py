@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 SCHEMA_VERSION = 7
 
-Style = Literal["named", "pyformat"]
+ParameterStyle = Literal["named", "pyformat"]
 """`:name` (sqlite3) or `%(name)s` (psycopg)."""
 
 _NAME = re.compile(r"^-- name: *(\w+) *\n", re.MULTILINE)
@@ -76,44 +76,46 @@ class Queries:
 
 
 @cache
-def queries(style: Style) -> Queries:
-    return named(Queries, _read("queries.sql"), style)
+def load_queries(style: ParameterStyle) -> Queries:
+    return parse_queries(Queries, _read_store_sql("queries.sql"), style)
 
 
-def named(kind: type[T], text: str, style: Style) -> T:
+def parse_queries(query_class: type[T], text: str, style: ParameterStyle) -> T:
     """The queries of a file, as the fields of a dataclass."""
     _, *parts = _NAME.split(text)
     found = {name: _translate(query, style) for name, query in zip(parts[::2], parts[1::2], strict=True)}
-    known = {field.name for field in fields(cast(Any, kind))}
+    known = {field.name for field in fields(cast(Any, query_class))}
     if found.keys() != known or len(parts) != 2 * len(found):
-        raise ValueError(f"{kind.__name__} and its SQL differ, or a name stands twice: {sorted(found.keys() ^ known)}")
-    return kind(**found)
+        raise ValueError(
+            f"{query_class.__name__} and its SQL differ, or a name stands twice: {sorted(found.keys() ^ known)}"
+        )
+    return query_class(**found)
 
 
-def schema() -> list[str]:
+def load_schema() -> list[str]:
     """The statements that make an empty database ours."""
-    return [text for statement in _read("schema.sql").split(";") if (text := statement.strip())]
+    return [text for statement in _read_store_sql("schema.sql").split(";") if (text := statement.strip())]
 
 
-def migrations() -> dict[int, list[str]]:
+def load_migrations() -> dict[int, list[str]]:
     """For each version, the statements that make it the next one."""
-    _, *parts = _MIGRATION.split(_read("migrations.sql"))
+    _, *parts = _MIGRATION.split(_read_store_sql("migrations.sql"))
     return {
         int(version): [text for statement in body.split(";") if (text := statement.strip())]
         for version, body in zip(parts[::2], parts[1::2], strict=True)
     }
 
 
-def read(package: str, name: str) -> str:
+def read_sql(package: str, name: str) -> str:
     """A file of SQL, without its comments."""
     return _COMMENT.sub("", (files(package) / name).read_text("utf-8"))
 
 
-def _read(name: str) -> str:
-    return read(__package__, name)
+def _read_store_sql(name: str) -> str:
+    return read_sql(__package__, name)
 
 
-def _translate(text: str, style: Style) -> str:
+def _translate(text: str, style: ParameterStyle) -> str:
     statement = text.strip().removesuffix(";")
     if style == "named":
         return statement

@@ -17,28 +17,28 @@ from typing import Literal
 
 from polar.errors import StoreError
 from polar.private_files import make_private_file
-from polar.store.reading import Reader
+from polar.store.reader import Reader
 from polar.store.recorder import Recorder
-from polar.store.relational import MEMORY, RelationalStore
-from polar.store.schema import Words, settle_schema
-from polar.store.sql import queries
+from polar.store.relational import LINEAGE_MEMORY_BYTES, RelationalStore
+from polar.store.schema import SchemaSql, ensure_schema
+from polar.store.sql import load_queries
 
 log = logging.getLogger(__name__)
 
 Durability = Literal["process", "power"]
 """What a write survives once it is confirmed: the end of the process (kill -9), or loss of power as well."""
 
-_AGAIN = 0.01  # seconds
+_RETRY_SECONDS = 0.01  # seconds
 _PROBE_BYTES = 1024 * 1024
 CHECKPOINT_SECONDS = 1.0
 """How long commits gather in the write-ahead log before they are moved to the database file."""
 MAX_LOG_PAGES = 65_536
 """256 MB. The writing thread moves a longer log itself: commits came without a pause, so it could not be restarted."""
 
-WORDS = Words(
-    begin_alone=("BEGIN IMMEDIATE",),
-    tables="SELECT name FROM sqlite_master WHERE type = 'table'",
-    elsewhere="another path",
+SCHEMA_SQL = SchemaSql(
+    begin_exclusive=("BEGIN IMMEDIATE",),
+    select_tables="SELECT name FROM sqlite_master WHERE type = 'table'",
+    alternative="another path",
 )
 
 
@@ -50,32 +50,32 @@ class SqliteStore(RelationalStore):
         durability: Durability = "process",
         *,
         lock_timeout_s: float = 5.0,
-        memory: int = MEMORY,
+        max_lineage_bytes: int = LINEAGE_MEMORY_BYTES,
     ) -> "SqliteStore":
         """Opens the file, or makes it. `lock_timeout_s` is how long to wait for another process that is writing."""
         path = Path(path).absolute()
-        named = queries("named")
+        sql_queries = load_queries("named")
         with ExitStack() as opened:  # what is open where it fails midway
             try:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 make_private_file(path)  # SQLite gives the files beside it the same permissions
                 connection = opened.enter_context(closing(_connect(path, lock_timeout_s)))
-                settle_schema(connection, named, WORDS, str(path))
+                ensure_schema(connection, sql_queries, SCHEMA_SQL, str(path))
                 _set_durability(connection, durability, path, lock_timeout_s)
                 reader = opened.enter_context(closing(_connect(path, lock_timeout_s)))
                 reader.execute("PRAGMA query_only = ON")
-                moving = opened.enter_context(closing(_connect(path, lock_timeout_s)))
-                _set_sync(moving, durability)
+                checkpoint_connection = opened.enter_context(closing(_connect(path, lock_timeout_s)))
+                _set_sync(checkpoint_connection, durability)
             except (sqlite3.Error, OSError) as error:
-                raise _explain(error, path) from error
-            recorder = Recorder(connection, named, memory=memory)
-            readers = _Readers(reader, Reader(reader, named), path)
-            writer = _Writer(connection, recorder, Checkpointer(moving, path), path)
+                raise _to_store_error(error, path) from error
+            recorder = Recorder(connection, sql_queries, max_lineage_bytes=max_lineage_bytes)
+            readers = _SqliteReaders(reader, Reader(reader, sql_queries), path)
+            writer = _SqliteWriter(connection, recorder, Checkpointer(checkpoint_connection, path), path)
             opened.pop_all()
         return cls(writer, readers, str(path), "named")
 
 
-class _Writer:
+class _SqliteWriter:
     """SQLite's side of group commit."""
 
     def __init__(
@@ -90,25 +90,25 @@ class _Writer:
         self.connection.execute("BEGIN IMMEDIATE")
 
     def commit(self) -> None:
-        self.recorder.finish()
+        self.recorder.flush_pieces()
         self.connection.execute("COMMIT")
         self._checkpointer.notify()
-        self.recorder.committed()
+        self.recorder.on_commit()
 
-    def undo(self, error: Exception) -> bool:  # noqa: ARG002 - whatever it was
-        self.recorder.rolled_back()
+    def roll_back(self, error: Exception) -> bool:  # noqa: ARG002 - whatever it was
+        self.recorder.on_rollback()
         if self.connection.in_transaction:  # SQLite itself rolls back where the disk is full or broken
             self.connection.execute("ROLLBACK")
         return False
 
-    def settled(self) -> None:
-        self.recorder.settled()
+    def on_settled(self) -> None:
+        self.recorder.on_settled()
 
-    def explain(self, error: Exception) -> StoreError:
-        return error if isinstance(error, StoreError) else _explain(error, self._path)
+    def to_store_error(self, error: Exception) -> StoreError:
+        return error if isinstance(error, StoreError) else _to_store_error(error, self._path)
 
-    def cannot_write(self, error: Exception) -> bool:
-        return getattr(error, "sqlite_errorcode", 0) & 0xFF in _CANNOT_WRITE
+    def is_write_failure(self, error: Exception) -> bool:
+        return getattr(error, "sqlite_errorcode", 0) & 0xFF in _WRITE_FAILURE_CODES
 
     def probe(self) -> None:
         """Writes to the database, and a file beside it: the log has room for a small write when the disk is full."""
@@ -172,19 +172,19 @@ class Checkpointer:
             self._failed = False
 
 
-class _Readers:
+class _SqliteReaders:
     """One thread on one connection."""
 
-    threads = 1
-    failure: type[Exception] = sqlite3.Error
+    thread_count = 1
+    driver_error: type[Exception] = sqlite3.Error
 
     def __init__(self, connection: sqlite3.Connection, reader: Reader, path: Path) -> None:
         self.connection = connection
         self.reader = reader
         self._path = path
 
-    def explain(self, error: Exception) -> StoreError:
-        return _explain(error, self._path)
+    def to_store_error(self, error: Exception) -> StoreError:
+        return _to_store_error(error, self._path)
 
     def close(self) -> None:
         self.connection.close()
@@ -202,7 +202,7 @@ def _connect(path: Path, lock_timeout_s: float) -> sqlite3.Connection:
 
 
 def _set_durability(connection: sqlite3.Connection, durability: Durability, path: Path, lock_timeout_s: float) -> None:
-    mode = _write_ahead(connection, lock_timeout_s)
+    mode = _enable_write_ahead_log(connection, lock_timeout_s)
     connection.execute(f"PRAGMA wal_autocheckpoint = {MAX_LOG_PAGES}")
     if mode != "wal":
         raise StoreError(f"{path} can't have a write-ahead log; choose a path on a local disk.")
@@ -217,7 +217,7 @@ def _set_sync(connection: sqlite3.Connection, durability: Durability) -> None:
         connection.execute("PRAGMA synchronous = NORMAL")
 
 
-def _write_ahead(connection: sqlite3.Connection, lock_timeout_s: float) -> str:
+def _enable_write_ahead_log(connection: sqlite3.Connection, lock_timeout_s: float) -> str:
     """The journal's mode then. Where somebody else opens a new file just now, SQLite does not wait for this."""
     deadline = time.monotonic() + lock_timeout_s
     while True:
@@ -227,7 +227,7 @@ def _write_ahead(connection: sqlite3.Connection, lock_timeout_s: float) -> str:
         except sqlite3.OperationalError as error:
             if getattr(error, "sqlite_errorcode", 0) & 0xFF != sqlite3.SQLITE_BUSY or time.monotonic() > deadline:
                 raise
-        time.sleep(_AGAIN)
+        time.sleep(_RETRY_SECONDS)
 
 
 _ADVICE = {
@@ -244,7 +244,7 @@ _ADVICE = {
     sqlite3.SQLITE_CONSTRAINT_UNIQUE: "a record of this key or seq is there already; keys and seqs are used once",
 }
 
-_CANNOT_WRITE = frozenset(
+_WRITE_FAILURE_CODES = frozenset(
     {
         sqlite3.SQLITE_FULL,
         sqlite3.SQLITE_IOERR,
@@ -257,7 +257,7 @@ _CANNOT_WRITE = frozenset(
 )
 
 
-def _explain(error: Exception, path: Path) -> StoreError:
+def _to_store_error(error: Exception, path: Path) -> StoreError:
     """What happened, and what to do."""
     code = getattr(error, "sqlite_errorcode", None)
     if code is not None:

@@ -1,5 +1,5 @@
 """Tasks as they are written: files of several formats, and Harbor's folders."""
 
-from polar.tasks.reading import read, read_sources
+from polar.tasks.reader import read, read_sources
 
 __all__ = ["read", "read_sources"]

@@ -11,27 +11,37 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from polar.tasks.dockerfile_lines import (
+from polar.tasks.dockerfile_parser import (
     DockerfileError,
     Instruction,
     env_pairs,
-    expanded,
-    here_name,
-    instructions,
-    unquoted,
-    words,
+    expand,
+    here_document_name,
+    parse_instructions,
+    split_words,
+    unquote,
 )
 
-_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
-_SHELL = ["/bin/sh", "-c"]
+_DEFAULT_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+_DEFAULT_SHELL = ["/bin/sh", "-c"]
 _ARCHIVES = (".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tbz2", ".tar.xz", ".txz")
-_FOLDERS = ("/", "/bin", "/etc", "/home", "/opt", "/root", "/srv", "/tmp", "/usr", "/usr/bin", "/usr/local")
-_MORE_FOLDERS = ("/usr/local/bin", "/usr/local/lib", "/usr/local/share", "/var", "/var/lib", "/var/log")
-_IGNORED = ("CMD", "ENTRYPOINT", "EXPOSE", "LABEL", "MAINTAINER", "HEALTHCHECK", "STOPSIGNAL", "VOLUME", "ONBUILD")
-_ROOT = ("root", "0", "root:root", "0:0", "root:0", "0:root")
+_STANDARD_FOLDERS = ("/", "/bin", "/etc", "/home", "/opt", "/root", "/srv", "/tmp", "/usr", "/usr/bin", "/usr/local")
+_MORE_STANDARD_FOLDERS = ("/usr/local/bin", "/usr/local/lib", "/usr/local/share", "/var", "/var/lib", "/var/log")
+_IGNORED_INSTRUCTIONS = (
+    "CMD",
+    "ENTRYPOINT",
+    "EXPOSE",
+    "LABEL",
+    "MAINTAINER",
+    "HEALTHCHECK",
+    "STOPSIGNAL",
+    "VOLUME",
+    "ONBUILD",
+)
+_ROOT_USERS = ("root", "0", "root:root", "0:0", "root:0", "0:root")
 
 
-class Translated:
+class DockerfileSteps:
     """What a Dockerfile comes to. Raises DockerfileError, a ConfigError that begins with the line."""
 
     def __init__(self, text: str, context: Path, timeout: float) -> None:
@@ -43,9 +53,9 @@ class Translated:
         self._arguments: dict[str, str] = {}
         self._context = context
         self._timeout = timeout
-        self._shell = _SHELL
-        self._folders = {*_FOLDERS, *_MORE_FOLDERS}
-        following: dict[str, Callable[[Instruction], None]] = {
+        self._shell = _DEFAULT_SHELL
+        self._folders = {*_STANDARD_FOLDERS, *_MORE_STANDARD_FOLDERS}
+        handlers: dict[str, Callable[[Instruction], None]] = {
             "FROM": self._from,
             "WORKDIR": self._workdir,
             "COPY": self._copy,
@@ -56,10 +66,10 @@ class Translated:
             "USER": self._user,
             "SHELL": self._set_shell,
         }
-        for one in instructions(text):
-            if one.name in following:
-                following[one.name](one)
-            elif one.name not in _IGNORED:
+        for one in parse_instructions(text):
+            if one.name in handlers:
+                handlers[one.name](one)
+            elif one.name not in _IGNORED_INSTRUCTIONS:
                 raise DockerfileError(one.line, f"there is no instruction {one.name!r}")
         if not self.base:
             raise DockerfileError(1, "it names no base image: FROM is missing")
@@ -67,14 +77,14 @@ class Translated:
     def _from(self, one: Instruction) -> None:
         if self.base:
             raise DockerfileError(one.line, "FROM: several stages can't be followed without building an image")
-        named = words(one.rest, self._arguments)
+        named = split_words(one.rest, self._arguments)
         if not named:
             raise DockerfileError(one.line, "FROM: the image's name is missing")
         self.base = named[0]
         self._arguments = {}  # those before FROM are seen by FROM alone
 
     def _workdir(self, one: Instruction) -> None:
-        self.workdir = self._inside(unquoted(one.rest, self._variables()))
+        self.workdir = self._resolve(unquote(one.rest, self._variables()))
         self._folders.add(self.workdir)
         self._exec(["mkdir", "-p", self.workdir], cwd="/")
 
@@ -82,17 +92,17 @@ class Translated:
         self.env |= env_pairs(one, self._variables())
 
     def _arg(self, one: Instruction) -> None:
-        for word in words(one.rest, self._variables()):
+        for word in split_words(one.rest, self._variables()):
             name, given, value = word.partition("=")
             if given:
                 self._arguments[name] = value
 
     def _user(self, one: Instruction) -> None:
-        if (user := unquoted(one.rest, self._variables())) not in _ROOT:
+        if (user := unquote(one.rest, self._variables())) not in _ROOT_USERS:
             raise DockerfileError(one.line, f"USER: {user}: only root can be followed without building an image")
 
     def _set_shell(self, one: Instruction) -> None:
-        if (shell := _words_of_json(one.rest)) is None:
+        if (shell := _parse_json_words(one.rest)) is None:
             raise DockerfileError(one.line, "SHELL: this takes a list of words in JSON")
         self._shell = shell
 
@@ -102,11 +112,11 @@ class Translated:
         if any("type=cache" not in mount for mount in one.flags.get("mount", [])):
             raise DockerfileError(one.line, "RUN: --mount can't be followed without building an image")
         env = self._arguments | self.env
-        if (argv := _words_of_json(one.rest)) is not None:
+        if (argv := _parse_json_words(one.rest)) is not None:
             self._exec(argv, env=env)
             return
         command = one.rest
-        if one.documents and here_name(command):
+        if one.documents and here_document_name(command):
             command = one.documents[0].text
             if command.startswith("#!"):
                 raise DockerfileError(one.line, "RUN: a here-document that names its own program can't be followed")
@@ -115,7 +125,7 @@ class Translated:
         self._exec([*self._shell, command], env=env)
 
     def _add(self, one: Instruction) -> None:
-        for source in self._named(one)[:-1]:
+        for source in self._operands(one)[:-1]:
             if "://" in source or source.startswith("git@"):
                 raise DockerfileError(one.line, f"ADD: {source} is a download, and nothing here reaches the network")
             if source.endswith(_ARCHIVES):
@@ -125,35 +135,35 @@ class Translated:
     def _copy(self, one: Instruction) -> None:
         if bad := set(one.flags) - {"chown", "chmod", "link"}:
             raise DockerfileError(one.line, f"{one.name}: --{min(bad)} can't be followed without building an image")
-        *sources, target = self._named(one)
+        *sources, target = self._operands(one)
         into = target.endswith(("/", "/.")) or target == "." or len(sources) > 1
-        place = self._inside(target)
+        place = self._resolve(target)
         into = into or place in self._folders
-        placed = [inside for source in sources for inside in self._placed(one, source, place, into)]
+        placed = [inside for source in sources for inside in self._copy_source(one, source, place, into)]
         if "chmod" in one.flags:
             self._exec(["chmod", "-R", one.flags["chmod"][-1], *placed], cwd="/")
 
-    def _named(self, one: Instruction) -> list[str]:
+    def _operands(self, one: Instruction) -> list[str]:
         """The sources of COPY or ADD, and the target."""
-        if (listed := _words_of_json(one.rest)) is not None:
-            named = [expanded(word, self._variables()) for word in listed]
+        if (listed := _parse_json_words(one.rest)) is not None:
+            named = [expand(word, self._variables()) for word in listed]
         else:
-            named = words(one.rest, self._variables())
+            named = split_words(one.rest, self._variables())
         if len(named) < 2:
             raise DockerfileError(one.line, f"{one.name}: it takes sources and a target")
         return named
 
-    def _placed(self, one: Instruction, source: str, place: str, into: bool) -> list[str]:
+    def _copy_source(self, one: Instruction, source: str, place: str, into: bool) -> list[str]:
         """Steps for one source of COPY; where its files went."""
-        name = here_name(source)
+        name = here_document_name(source)
         document = next((document for document in one.documents if document.name == name), None)
         if document is not None:
-            content = expanded(document.text, self._variables()) if document.expands else document.text
+            content = expand(document.text, self._variables()) if document.expands_variables else document.text
             target = posixpath.join(place, document.name) if into else place
             self.steps.append({"type": "upload_file", "content": content, "target": target})
             return [target]
         placed = []
-        for path in self._found(one, source):
+        for path in self._find_sources(one, source):
             if path.is_dir():  # its content, not itself
                 if (self._context / ".dockerignore").exists():
                     raise DockerfileError(one.line, f"{one.name}: .dockerignore can't be followed for a folder")
@@ -166,7 +176,7 @@ class Translated:
                 placed.append(target)
         return placed
 
-    def _found(self, one: Instruction, source: str) -> list[Path]:
+    def _find_sources(self, one: Instruction, source: str) -> list[Path]:
         relative = posixpath.normpath("/" + source).lstrip("/")  # nothing is above the context
         if any(sign in relative for sign in "*?["):
             try:
@@ -180,9 +190,9 @@ class Translated:
         return found
 
     def _variables(self) -> dict[str, str]:
-        return {"PATH": _PATH} | self._arguments | self.env
+        return {"PATH": _DEFAULT_PATH} | self._arguments | self.env
 
-    def _inside(self, path: str) -> str:
+    def _resolve(self, path: str) -> str:
         return posixpath.normpath(posixpath.join(self.workdir or "/", path))
 
     def _exec(self, argv: list[str], *, cwd: str | None = None, env: dict[str, str] | None = None) -> None:
@@ -201,21 +211,21 @@ def last_workdir(text: str) -> str | None:
     """Where a built image works, as far as its Dockerfile says."""
     workdir: str | None = None
     variables: dict[str, str] = {}
-    for one in instructions(text):
+    for one in parse_instructions(text):
         if one.name == "FROM":
             workdir = None
         elif one.name == "ENV":
             variables |= env_pairs(one, variables)
         elif one.name == "ARG":
-            pairs = [word.partition("=") for word in words(one.rest, variables)]
+            pairs = [word.partition("=") for word in split_words(one.rest, variables)]
             variables |= {name: value for name, given, value in pairs if given}
         elif one.name == "WORKDIR":
-            named = unquoted(one.rest, variables)
+            named = unquote(one.rest, variables)
             workdir = posixpath.normpath(posixpath.join(workdir or "/", named))
     return workdir
 
 
-def _words_of_json(text: str) -> list[str] | None:
+def _parse_json_words(text: str) -> list[str] | None:
     if not text.startswith("["):
         return None
     try:

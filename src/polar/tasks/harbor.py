@@ -16,31 +16,31 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
-from polar import problems
+from polar import validation_errors
 from polar.errors import ConfigError
-from polar.tasks.dockerfile import Translated, last_workdir
-from polar.tasks.dockerfile_lines import DockerfileError
-from polar.tasks.documents import text_of, toml_table
+from polar.tasks.dockerfile import DockerfileSteps, last_workdir
+from polar.tasks.dockerfile_parser import DockerfileError
+from polar.tasks.task_files import read_text, read_toml
 
-FILE = "task.toml"
-BACKEND = "docker"
-_INSTRUCTION = "instruction.md"
-_WORKDIR = "/app"
-_COMPOSE = ("docker-compose.yaml", "docker-compose.yml", "compose.yaml", "compose.yml")
-_BUILDERS = ("docker", "podman")
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT])(?:i?B)?", re.IGNORECASE)
+TASK_FILE = "task.toml"
+DEFAULT_BACKEND = "docker"
+_INSTRUCTION_FILE = "instruction.md"
+_DEFAULT_WORKDIR = "/app"
+_COMPOSE_FILES = ("docker-compose.yaml", "docker-compose.yml", "compose.yaml", "compose.yml")
+_IMAGE_BACKENDS = ("docker", "podman")
+_SIZE_PATTERN = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT])(?:i?B)?", re.IGNORECASE)
 _MEGABYTES = {"K": 1 / 1024, "M": 1, "G": 1024, "T": 1024 * 1024}
 _MAX_MEGABYTES = 1 << 40  # an exbibyte
-_TEMPLATE = re.compile(r"\$\{(\w+)(?::-([^}]*))?\}")
+_VARIABLE_PATTERN = re.compile(r"\$\{(\w+)(?::-([^}]*))?\}")
 _SYSTEM_PATH = re.compile(r"(?<![\w./~:-])/(?:etc|opt|var|root|home|tmp)(?:/[\w.+@-]*[\w+@-])+")
 _TRANSPORTS = {"streamable-http": "http"}
 
 
-def _megabytes(size: Any) -> Any:
+def _parse_megabytes(size: Any) -> Any:
     """`2G`, as schema 1.0 has it."""
     if not isinstance(size, str):
         return size
-    if not (found := _SIZE.fullmatch(size.strip())):
+    if not (found := _SIZE_PATTERN.fullmatch(size.strip())):
         raise ValueError(f"{size!r} is no size: write 512M or 2G")
     megabytes = float(found[1]) * _MEGABYTES[found[2].upper()]
     if megabytes > _MAX_MEGABYTES:
@@ -48,20 +48,20 @@ def _megabytes(size: Any) -> Any:
     return max(1, int(megabytes))
 
 
-Size = Annotated[int | None, BeforeValidator(_megabytes), Field(gt=0)]
-Network = Literal["public", "no-network", "allowlist"]
+Size = Annotated[int | None, BeforeValidator(_parse_megabytes), Field(gt=0)]
+NetworkMode = Literal["public", "no-network", "allowlist"]
 
 
 class _Table(BaseModel):
     model_config = ConfigDict(extra="allow")  # Harbor's own readers ignore what they don't know
 
 
-class _Networked(_Table):
-    network_mode: Network | None = None
+class _NetworkedPhase(_Table):
+    network_mode: NetworkMode | None = None
     allowed_hosts: list[str] = []
 
 
-class _Verifier(_Networked):
+class _Verifier(_NetworkedPhase):
     user: str | int | None = None
     timeout_sec: float = Field(600, gt=0)
     env: dict[str, str] = {}
@@ -69,12 +69,12 @@ class _Verifier(_Networked):
     environment: dict[str, Any] | None = None
 
 
-class _Agent(_Networked):
+class _Agent(_NetworkedPhase):
     user: str | int | None = None
     timeout_sec: float | None = Field(None, gt=0)
 
 
-class _Environment(_Networked):
+class _Environment(_NetworkedPhase):
     build_timeout_sec: float = Field(600, gt=0)
     docker_image: str | None = None
     os: str = "linux"
@@ -102,28 +102,28 @@ class _Task(_Table):
     steps: list[Any] | None = None
 
 
-def is_task(path: Path) -> bool:
+def is_task_folder(path: Path) -> bool:
     """Also where its instruction was forgotten: better a sentence about that than a task file full of odd fields."""
-    return (path / FILE).is_file() and ((path / _INSTRUCTION).is_file() or (path / "environment").is_dir())
+    return (path / TASK_FILE).is_file() and ((path / _INSTRUCTION_FILE).is_file() or (path / "environment").is_dir())
 
 
-def fields(folder: Path, backend: str) -> dict[str, Any]:
+def task_fields(folder: Path, backend: str) -> dict[str, Any]:
     """The fields of a TaskRequest. Paths are absolute."""
-    place = folder / FILE
-    written = toml_table(place)
+    place = folder / TASK_FILE
+    written = read_toml(place)
     try:
         task = _Task.model_validate(written)
     except ValidationError as error:
-        raise ConfigError(f"{place}: {problems.listed(error)}.") from error
-    if wrong := _unsupported(task, folder, backend):
-        raise ConfigError(f"{place}: {problems.one_line('; '.join(wrong))}.")
-    agent: dict[str, Any] = {"mcp_servers": [_server(server) for server in task.environment.mcp_servers]}
-    instruction = text_of(folder / _INSTRUCTION)
+        raise ConfigError(f"{place}: {validation_errors.format_validation_errors(error)}.") from error
+    if wrong := _find_unsupported(task, folder, backend):
+        raise ConfigError(f"{place}: {validation_errors.escape_line('; '.join(wrong))}.")
+    agent: dict[str, Any] = {"mcp_servers": [_normalize_server(server) for server in task.environment.mcp_servers]}
+    instruction = read_text(folder / _INSTRUCTION_FILE)
     config = {"tests": os.path.abspath(folder / "tests"), "timeout_seconds": task.verifier.timeout_sec}
     evaluator = {
         "strategy": "harbor",
         "config": config | _system_paths(task, instruction),
-        "env": _filled(task.verifier.env, "verifier.env", place),
+        "env": _fill_variables(task.verifier.env, "verifier.env", place),
     }
     return {
         "task_id": os.path.basename(os.path.abspath(folder)),
@@ -146,7 +146,7 @@ def _system_paths(task: _Task, instruction: str) -> dict[str, list[str]]:
     return {"system_paths": paths} if paths else {}
 
 
-def _unsupported(task: _Task, folder: Path, backend: str) -> list[str]:
+def _find_unsupported(task: _Task, folder: Path, backend: str) -> list[str]:
     environment, verifier = task.environment, task.verifier
     version = task.version or task.schema_version
     reasons = {
@@ -166,9 +166,9 @@ def _unsupported(task: _Task, folder: Path, backend: str) -> list[str]:
     }
     reasons |= {
         f"environment/{name}: several containers can't be run": (folder / "environment" / name).exists()
-        for name in _COMPOSE
+        for name in _COMPOSE_FILES
     }
-    phases: dict[str, _Networked] = {"environment": environment, "agent": task.agent, "verifier": verifier}
+    phases: dict[str, _NetworkedPhase] = {"environment": environment, "agent": task.agent, "verifier": verifier}
     reasons |= {
         f"{name}.network_mode: a list of allowed hosts can't be kept": (
             phase.network_mode == "allowlist" or bool(phase.allowed_hosts)
@@ -186,49 +186,51 @@ def _runtime(task: _Task, folder: Path, backend: str) -> dict[str, Any]:
     environment = task.environment
     file = folder / "environment" / "Dockerfile"
     context = Path(os.path.abspath(file.parent))
-    text = text_of(file) if file.is_file() else None
+    text = read_text(file) if file.is_file() else None
     runtime: dict[str, Any] = {"backend": backend}
     env: dict[str, str] = {}
     workdir = None
     try:
-        if backend in _BUILDERS:
+        if backend in _IMAGE_BACKENDS:
             runtime["image"] = environment.docker_image or f"build:{context}"
             workdir = None if text is None else last_workdir(text)
             missing = text is None and environment.docker_image is None
         else:
             missing = text is None
             if text is not None:
-                translated = Translated(text, context, environment.build_timeout_sec)
+                translated = DockerfileSteps(text, context, environment.build_timeout_sec)
                 env, workdir, runtime["prepare"] = translated.env, translated.workdir, translated.steps
     except DockerfileError as error:
-        raise ConfigError(f"{file}: {problems.one_line(str(error))}.") from error
+        raise ConfigError(f"{file}: {validation_errors.escape_line(str(error))}.") from error
     if missing:
-        raise ConfigError(f"{folder / FILE}: environment: there is no environment/Dockerfile for {backend} to use.")
+        raise ConfigError(
+            f"{folder / TASK_FILE}: environment: there is no environment/Dockerfile for {backend} to use."
+        )
     return {
         **runtime,
-        "workdir": environment.workdir or workdir or _WORKDIR,
-        "env": env | _filled(environment.env, "environment.env", folder / FILE),
-        "allow_internet": backend in _BUILDERS and _public(task),
+        "workdir": environment.workdir or workdir or _DEFAULT_WORKDIR,
+        "env": env | _fill_variables(environment.env, "environment.env", folder / TASK_FILE),
+        "allow_internet": backend in _IMAGE_BACKENDS and _wants_internet(task),
         "cpus": environment.cpus,
         "memory_mb": environment.memory_mb or environment.memory,
         "disk_mb": environment.storage_mb or environment.storage,
     }
 
 
-def _public(task: _Task) -> bool:
+def _wants_internet(task: _Task) -> bool:
     """Only where the task says so: Harbor's own default is the whole internet. Never in bubblewrap, where it would be
     the machine's own network."""
     mode = task.agent.network_mode or task.environment.network_mode
     return mode == "public" if mode is not None else task.environment.allow_internet is True
 
 
-def _server(server: dict[str, Any]) -> dict[str, Any]:
+def _normalize_server(server: dict[str, Any]) -> dict[str, Any]:
     """Harbor's transport is told even where the other fields are of another kind."""
     transport = server.get("transport", "sse")
     return server | {"transport": _TRANSPORTS.get(transport, transport)}
 
 
-def _filled(env: Mapping[str, str], field: str, place: Path) -> dict[str, str]:
+def _fill_variables(env: Mapping[str, str], field: str, place: Path) -> dict[str, str]:
     """`${NAME}` and `${NAME:-else}` stand for variables of this machine."""
 
     def value(found: re.Match[str]) -> str:
@@ -237,4 +239,4 @@ def _filled(env: Mapping[str, str], field: str, place: Path) -> dict[str, str]:
             raise ConfigError(f"{place}: {field}: the variable {found[1]} is not set here, and has no default.")
         return known
 
-    return {name: _TEMPLATE.sub(value, text) for name, text in env.items()}
+    return {name: _VARIABLE_PATTERN.sub(value, text) for name, text in env.items()}

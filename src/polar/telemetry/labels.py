@@ -2,27 +2,27 @@
 
 from urllib.parse import urlsplit
 
-MOST_RUNS = 100
-OTHER = "other"
+MAX_RUN_LABELS = 100
+OTHER_LABEL = "other"
 
 
-class Capped:
+class LabelCap:
     """The first so many values as they are, and all that come later as one."""
 
-    def __init__(self, most: int, *known: str) -> None:
-        self._most = most
+    def __init__(self, max_values: int, *known: str) -> None:
+        self._max_values = max_values
         self._known = set(known)
 
     def __call__(self, value: str) -> str:
         if value in self._known:
             return value
-        if len(self._known) < self._most:
+        if len(self._known) < self._max_values:
             self._known.add(value)
             return value
-        return OTHER
+        return OTHER_LABEL
 
 
-def without_password(url: str) -> str:
+def strip_password(url: str) -> str:
     """An address as it may be shown."""
     parts = urlsplit(url)
     return parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl()

@@ -13,35 +13,35 @@ from typing import Any, Literal, TextIO
 
 import msgspec
 
-from polar.telemetry.secrets import Hiding
+from polar.telemetry.redaction import SecretRedactor
 
-Format = Literal["text", "json"]
-Level = Literal["debug", "info", "warning", "error"]
+LogFormat = Literal["text", "json"]
+LogLevel = Literal["debug", "info", "warning", "error"]
 
-TEXT = "%(levelname)s %(name)s: %(message)s"
+TEXT_FORMAT = "%(levelname)s %(name)s: %(message)s"
 
-_about: ContextVar[dict[str, str]] = ContextVar("polar_about")
+_bound_fields: ContextVar[dict[str, str]] = ContextVar("polar_about")
 
 
 def bind(**ids: str) -> None:
     """From here on, in this task and those that it starts, lines have these fields (session_id, task_id, ...)."""
-    _about.set({**_about.get({}), **ids})
+    _bound_fields.set({**_bound_fields.get({}), **ids})
 
 
-def start(format: Format = "text", level: Level = "warning", secrets: Iterable[str] = ()) -> None:
+def configure(format: LogFormat = "text", level: LogLevel = "warning", secrets: Iterable[str] = ()) -> None:
     """Writes the log to standard error. Once more, with other settings, takes the place of the first."""
-    hiding = Hiding(secrets)
-    handler = Stderr()
-    handler.addFilter(_About())
-    handler.setFormatter(_Json(hiding) if format == "json" else _Text(hiding))
+    redactor = SecretRedactor(secrets)
+    handler = StderrHandler()
+    handler.addFilter(_FieldsFilter())
+    handler.setFormatter(_JsonFormatter(redactor) if format == "json" else _TextFormatter(redactor))
     root = logging.getLogger()
-    for other in [other for other in root.handlers if isinstance(other, Stderr)]:
+    for other in [other for other in root.handlers if isinstance(other, StderrHandler)]:
         root.removeHandler(other)
     root.addHandler(handler)
     root.setLevel(level.upper())
 
 
-class Stderr(logging.StreamHandler[TextIO]):
+class StderrHandler(logging.StreamHandler[TextIO]):
     """Whatever standard error is at the moment."""
 
     @property
@@ -53,42 +53,42 @@ class Stderr(logging.StreamHandler[TextIO]):
         pass
 
 
-class _About(logging.Filter):
+class _FieldsFilter(logging.Filter):
     """Adds what is known of where a line comes from: by its task, not by who formats it."""
 
     def filter(self, record: logging.LogRecord) -> bool:
-        record.about = _about.get({})
+        record.about = _bound_fields.get({})
         return True
 
 
-class _Text(logging.Formatter):
-    def __init__(self, hiding: Hiding) -> None:
-        super().__init__(TEXT)
-        self._hiding = hiding
+class _TextFormatter(logging.Formatter):
+    def __init__(self, redactor: SecretRedactor) -> None:
+        super().__init__(TEXT_FORMAT)
+        self._redactor = redactor
 
     def format(self, record: logging.LogRecord) -> str:
-        return self._hiding(super().format(record))
+        return self._redactor(super().format(record))
 
 
-class _Json(logging.Formatter):
-    def __init__(self, hiding: Hiding) -> None:
+class _JsonFormatter(logging.Formatter):
+    def __init__(self, redactor: SecretRedactor) -> None:
         super().__init__()
-        self._hiding = hiding
+        self._redactor = redactor
 
     def format(self, record: logging.LogRecord) -> str:
         line: dict[str, Any] = {
             "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
             "level": record.levelname.lower(),
             "logger": record.name,
-            "message": self._told(record.getMessage()),
+            "message": self._clean(record.getMessage()),
             **getattr(record, "about", {}),
         }
         if record.exc_info:
-            line["exception"] = self._told(self.formatException(record.exc_info))
+            line["exception"] = self._clean(self.formatException(record.exc_info))
         if record.stack_info:
-            line["stack"] = self._told(record.stack_info)
+            line["stack"] = self._clean(record.stack_info)
         return msgspec.json.encode(line).decode()
 
-    def _told(self, text: str) -> str:
+    def _clean(self, text: str) -> str:
         """Names of files are bytes that need not be text."""
-        return self._hiding(text).encode(errors="backslashreplace").decode()
+        return self._redactor(text).encode(errors="backslashreplace").decode()

@@ -19,14 +19,14 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter
 from opentelemetry.trace import Span, SpanKind, Status, StatusCode, Tracer, set_span_in_context
 
 from polar.store.base import Exchange, Verdict, is_suspicious
-from polar.telemetry.tracing import SessionSpan, Traced, Tracing
+from polar.telemetry.tracing import SessionAttributes, SessionSpan, Tracing
 from polar.types import Request
 
-_NANO = 1_000_000_000
-_PATIENCE = 3.0  # seconds for what is left to be sent, when all else has ended
+_NANOSECONDS_PER_SECOND = 1_000_000_000
+_FLUSH_SECONDS = 3.0  # seconds for what is left to be sent, when all else has ended
 
 
-def exporter_to(endpoint: str, headers: Mapping[str, str]) -> SpanExporter:
+def make_exporter(endpoint: str, headers: Mapping[str, str]) -> SpanExporter:
     """`endpoint` as collectors tell it (http://HOST:4318), or with the path of their traces."""
     path = "/v1/traces"
     address = endpoint.rstrip("/")
@@ -37,82 +37,82 @@ class OpenTelemetry(Tracing):
     def __init__(self, exporter: SpanExporter, provider: str) -> None:
         resource = Resource.create({SERVICE_NAME: "polar"})
         self._exporter = exporter
-        self._traces = TracerProvider(resource=resource, shutdown_on_exit=False)
-        self._traces.add_span_processor(BatchSpanProcessor(exporter))
-        self._tracer = self._traces.get_tracer("polar")
+        self._tracer_provider = TracerProvider(resource=resource, shutdown_on_exit=False)
+        self._tracer_provider.add_span_processor(BatchSpanProcessor(exporter))
+        self._tracer = self._tracer_provider.get_tracer("polar")
         self._provider = provider
-        self._sessions: dict[str, Span] = {}
+        self._session_spans: dict[str, Span] = {}
 
-    def session(self, session: Traced) -> SessionSpan:
+    def start_session(self, attributes: SessionAttributes) -> SessionSpan:
         span = self._tracer.start_span(
-            f"invoke_agent {session.agent}",
+            f"invoke_agent {attributes.agent}",
             kind=SpanKind.CLIENT,
             attributes={
                 "gen_ai.operation.name": "invoke_agent",
                 "gen_ai.provider.name": self._provider,
-                "gen_ai.request.model": session.model,
-                "gen_ai.agent.name": session.agent,
-                "gen_ai.conversation.id": session.session_id,
-                "polar.task_id": session.task_id,
-                "polar.sample": session.sample,
-                "polar.run": session.run,
-                "polar.node_id": session.node_id,
+                "gen_ai.request.model": attributes.model,
+                "gen_ai.agent.name": attributes.agent,
+                "gen_ai.conversation.id": attributes.session_id,
+                "polar.task_id": attributes.task_id,
+                "polar.sample": attributes.sample,
+                "polar.run": attributes.run,
+                "polar.node_id": attributes.node_id,
             },
         )
-        self._sessions[session.session_id] = span
-        return _Session(self, session.session_id, span, self._tracer)
+        self._session_spans[attributes.session_id] = span
+        return _ExportedSessionSpan(self, attributes.session_id, span, self._tracer)
 
-    def call(self, exchange: Exchange, request: Request, *, served: list[str], error: str | None) -> None:
-        session = self._sessions.get(exchange.session_id)
+    def record_call(self, exchange: Exchange, request: Request, *, served: list[str], error: str | None) -> None:
+        session = self._session_spans.get(exchange.session_id)
         operation = "chat" if request.prompt is None else "text_completion"
         span = self._tracer.start_span(
             f"{operation} {request.model}",
             context=None if session is None else set_span_in_context(session),
             kind=SpanKind.CLIENT,
-            start_time=int(exchange.started_at * _NANO),
+            start_time=int(exchange.started_at * _NANOSECONDS_PER_SECOND),
             attributes={
                 "gen_ai.operation.name": operation,
                 "gen_ai.provider.name": self._provider,
-                **_asked(exchange, request),
-                **_answered(exchange, request, served),
-                **_ours(exchange),
-                **_server(exchange.replica),
+                **_request_attributes(exchange, request),
+                **_response_attributes(exchange, request, served),
+                **_polar_attributes(exchange),
+                **_server_attributes(exchange.replica),
             },
         )
         if error is not None:
-            _failed(span, error)
-        span.end(int(exchange.ended_at * _NANO))
+            _mark_failed(span, error)
+        span.end(int(exchange.ended_at * _NANOSECONDS_PER_SECOND))
 
-    def forget(self, session_id: str) -> None:
-        del self._sessions[session_id]
+    def drop_session(self, session_id: str) -> None:
+        del self._session_spans[session_id]
 
     async def close(self) -> None:
         """Sends what is left, as far as the collector takes it in time."""
-        closing = asyncio.ensure_future(asyncio.to_thread(self._traces.shutdown))
-        await asyncio.wait({closing}, timeout=_PATIENCE)
+        closing = asyncio.ensure_future(asyncio.to_thread(self._tracer_provider.shutdown))
+        await asyncio.wait({closing}, timeout=_FLUSH_SECONDS)
         if not closing.done():
             await asyncio.to_thread(self._exporter.shutdown)  # it tries no more
         await closing
 
 
-class _Session(SessionSpan):
+class _ExportedSessionSpan(SessionSpan):
     def __init__(self, traces: OpenTelemetry, session_id: str, span: Span, tracer: Tracer) -> None:
-        self._traces = traces
+        self._telemetry = traces
         self._session_id = session_id
         self._span = span
         self._tracer = tracer
-        self._stage: Span | None = None
+        self._stage_span: Span | None = None
 
-    def stage(self, name: str | None) -> None:
-        if self._stage is not None:
-            self._stage.end()
-        self._stage = None
+    def enter_stage(self, name: str | None) -> None:
+        if self._stage_span is not None:
+            self._stage_span.end()
+        self._stage_span = None
         if name is not None:
-            self._stage = self._tracer.start_span(name.upper(), set_span_in_context(self._span))
+            self._stage_span = self._tracer.start_span(name.upper(), set_span_in_context(self._span))
 
     def end(self, verdict: Verdict, *, turns: int, tokens: int) -> None:
-        self.stage(None)
-        self._traces.forget(self._session_id)
+        self.enter_stage(None)
+        self._telemetry.drop_session(self._session_id)
         self._span.set_attribute("polar.turns", turns)
         self._span.set_attribute("gen_ai.usage.output_tokens", tokens)
         if verdict.reward is not None:
@@ -120,11 +120,11 @@ class _Session(SessionSpan):
         if verdict.evidence:
             self._span.set_attribute("polar.suspicious", is_suspicious(verdict.evidence))
         if verdict.reason is not None:
-            _failed(self._span, verdict.reason)
+            _mark_failed(self._span, verdict.reason)
         self._span.end()
 
 
-def _asked(exchange: Exchange, request: Request) -> dict[str, str | bool | int | float]:
+def _request_attributes(exchange: Exchange, request: Request) -> dict[str, str | bool | int | float]:
     sampling = exchange.sampling
     wanted = {
         "gen_ai.request.temperature": sampling.temperature,
@@ -139,9 +139,11 @@ def _asked(exchange: Exchange, request: Request) -> dict[str, str | bool | int |
     }
 
 
-def _answered(exchange: Exchange, request: Request, served: list[str]) -> dict[str, str | int | float | list[str]]:
+def _response_attributes(
+    exchange: Exchange, request: Request, served: list[str]
+) -> dict[str, str | int | float | list[str]]:
     usage = exchange.usage
-    told: dict[str, str | int | float | list[str]] = {
+    attributes: dict[str, str | int | float | list[str]] = {
         "gen_ai.response.id": exchange.exchange_id,
         "gen_ai.usage.input_tokens": usage.prompt,
         "gen_ai.usage.output_tokens": usage.completion,
@@ -149,36 +151,36 @@ def _answered(exchange: Exchange, request: Request, served: list[str]) -> dict[s
         "gen_ai.usage.reasoning.output_tokens": usage.reasoning,
     }
     if served:
-        told["gen_ai.response.model"] = request.model if request.model in served else served[0]
+        attributes["gen_ai.response.model"] = request.model if request.model in served else served[0]
     if exchange.finish_reason is not None:
-        told["gen_ai.response.finish_reasons"] = [exchange.finish_reason]
+        attributes["gen_ai.response.finish_reasons"] = [exchange.finish_reason]
     if exchange.first_token_at is not None:
-        told["gen_ai.response.time_to_first_chunk"] = max(0.0, exchange.first_token_at - exchange.started_at)
-    return told
+        attributes["gen_ai.response.time_to_first_chunk"] = max(0.0, exchange.first_token_at - exchange.started_at)
+    return attributes
 
 
-def _ours(exchange: Exchange) -> dict[str, str | int]:
-    told: dict[str, str | int] = {
+def _polar_attributes(exchange: Exchange) -> dict[str, str | int]:
+    attributes: dict[str, str | int] = {
         "polar.dialect": exchange.dialect,
         "polar.status": exchange.status,
         "polar.continuation": exchange.continuation,
     }
     if exchange.branch_reason is not None:
-        told["polar.branch_reason"] = exchange.branch_reason
+        attributes["polar.branch_reason"] = exchange.branch_reason
     if exchange.untrainable is not None:
-        told["polar.untrainable"] = exchange.untrainable
+        attributes["polar.untrainable"] = exchange.untrainable
     if exchange.versions:
-        told["polar.policy_version"] = exchange.versions[-1].version
-    return told
+        attributes["polar.policy_version"] = exchange.versions[-1].version
+    return attributes
 
 
-def _server(url: str) -> dict[str, str | int]:
+def _server_attributes(url: str) -> dict[str, str | int]:
     parts = urlsplit(url)
     if parts.hostname is None:
         return {}
     return {"server.address": parts.hostname, "server.port": parts.port or (443 if parts.scheme == "https" else 80)}
 
 
-def _failed(span: Span, kind: str) -> None:
+def _mark_failed(span: Span, kind: str) -> None:
     span.set_attribute("error.type", kind)
     span.set_status(Status(StatusCode.ERROR))

@@ -11,16 +11,16 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import GaugeMetricFamily
 
 from polar.store.base import Evidence, is_suspicious
-from polar.telemetry.collecting import Reading, gauge
-from polar.telemetry.labels import MOST_RUNS, Capped
+from polar.telemetry.gauges import GaugeCollector, make_gauge
+from polar.telemetry.labels import MAX_RUN_LABELS, LabelCap
 
-_MOST_REASONS = 50
-_MOST_STAGES = 20
+_MAX_REASON_LABELS = 50
+_MAX_STAGE_LABELS = 20
 _STATES = ("queued", "leased", "waiting")
 _STAGES = ("waiting", "init", "ready", "run", "postrun")
-_SECONDS = (0.1, 0.3, 1, 3, 10, 30, 60, 120, 300, 600, 1200, 1800, 3600, 7200)
-_REWARDS = (-1, -0.5, 0, 0.1, 0.25, 0.5, 0.75, 0.9, 1, 2, 5, 10)
-_LAGS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 32, 64)
+_SECONDS_BUCKETS = (0.1, 0.3, 1, 3, 10, 30, 60, 120, 300, 600, 1200, 1800, 3600, 7200)
+_REWARD_BUCKETS = (-1, -0.5, 0, 0.1, 0.25, 0.5, 0.75, 0.9, 1, 2, 5, 10)
+_LAG_BUCKETS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 32, 64)
 
 
 class LiveNode(Protocol):
@@ -51,9 +51,9 @@ class ServiceMetrics:
         self._queue = queue
         self._nodes = nodes
         self._callbacks = callbacks
-        self._run = Capped(MOST_RUNS, "default")
-        self._reason = Capped(_MOST_REASONS, "")
-        self._stage = Capped(_MOST_STAGES)
+        self._run_label = LabelCap(MAX_RUN_LABELS, "default")
+        self._reason_label = LabelCap(_MAX_REASON_LABELS, "")
+        self._stage_label = LabelCap(_MAX_STAGE_LABELS)
         self._leases = Counter("polar_leases", "Work that was given to a node", registry=registry)
         self._expiries = Counter("polar_lease_expiries", "Leases whose node was not heard of", registry=registry)
         self._retries = Counter("polar_retries", "Work that is tried again", ("reason",), registry=registry)
@@ -63,7 +63,9 @@ class ServiceMetrics:
             ("run", "reason"),
             registry=registry,
         )
-        self._reward = Histogram("polar_reward", "Rewards of sessions", ("run",), buckets=_REWARDS, registry=registry)
+        self._reward = Histogram(
+            "polar_reward", "Rewards of sessions", ("run",), buckets=_REWARD_BUCKETS, registry=registry
+        )
         self._earned = Counter(  # a histogram that may go below 0 has no sum
             "polar_reward_earned",
             "Sums of rewards above 0, and of those below 0 without their sign",
@@ -74,14 +76,14 @@ class ServiceMetrics:
             "polar_policy_lag",
             "Versions by which the policy was ahead of a session's oldest tokens when it ended",
             ("run",),
-            buckets=_LAGS,
+            buckets=_LAG_BUCKETS,
             registry=registry,
         )
         self._seconds = Histogram(
             "polar_stage_seconds",
             "Seconds that a session was in a stage, or waited for it",
             ("stage",),
-            buckets=_SECONDS,
+            buckets=_SECONDS_BUCKETS,
             registry=registry,
         )
         self._evidence = Counter(
@@ -98,25 +100,25 @@ class ServiceMetrics:
             "Callbacks that nobody acknowledged, and that were given up",
             registry=registry,
         )
-        Reading(registry, self._state)
+        GaugeCollector(registry, self._read_gauges)
 
     # What has happened
 
-    def leased(self, count: int) -> None:
+    def count_leased(self, count: int) -> None:
         self._leases.inc(count)
 
-    def expired(self, count: int) -> None:
+    def count_expired(self, count: int) -> None:
         self._expiries.inc(count)
 
-    def retried(self, reason: str) -> None:
-        self._retries.labels(self._reason(reason)).inc()
+    def count_retried(self, reason: str) -> None:
+        self._retries.labels(self._reason_label(reason)).inc()
 
-    def ended(
+    def count_ended(
         self, run: str, reward: float | None, reason: str | None, seconds: Mapping[str, float], lag: int | None
     ) -> None:
         """A session has ended for good. `lag` is None where it sampled nothing, or nobody knows by which policy."""
-        run = self._run(run)
-        self._ended.labels(run, self._reason(reason or "")).inc()
+        run = self._run_label(run)
+        self._ended.labels(run, self._reason_label(reason or "")).inc()
         if reward is not None:
             self._reward.labels(run).observe(reward)
             self._earned.labels(run, "positive").inc(max(0.0, reward))  # both are there from the first on
@@ -124,52 +126,56 @@ class ServiceMetrics:
         if lag is not None:
             self._lag.labels(run).observe(max(0, lag))
         for stage, spent in seconds.items():
-            self._seconds.labels(self._stage(stage)).observe(spent)
+            self._seconds.labels(self._stage_label(stage)).observe(spent)
 
     def count_evidence(self, run: str, evidence: Sequence[Evidence]) -> None:
         """Of a session that has ended."""
-        run = self._run(run)
+        run = self._run_label(run)
         for one in evidence:
             self._evidence.labels(run, one.kind, str(one.proven).lower()).inc(one.count)
         self._suspicious.labels(run).inc(is_suspicious(evidence))
 
-    def callback_failed(self) -> None:
+    def count_failed_callback(self) -> None:
         self._callbacks_failed.inc()
 
     # How things stand
 
-    def _state(self) -> Iterable[GaugeMetricFamily]:
+    def _read_gauges(self) -> Iterable[GaugeMetricFamily]:
         queue, nodes = self._queue(), list(self._nodes())
-        yield gauge(
+        yield make_gauge(
             "polar_work",
             "Sessions that are still to be run, or are being run",
             ("run", "state"),
-            (((self._run(run), state), counts.get(state, 0)) for run, counts in queue.items() for state in _STATES),
+            (
+                ((self._run_label(run), state), counts.get(state, 0))
+                for run, counts in queue.items()
+                for state in _STATES
+            ),
         )
-        yield gauge("polar_nodes", "Nodes that are alive", (), [((), len(nodes))])
-        yield gauge(
+        yield make_gauge("polar_nodes", "Nodes that are alive", (), [((), len(nodes))])
+        yield make_gauge(
             "polar_node_slots",
             "Sessions that a node can run at the same time",
             ("node",),
             (((node.name,), node.slots) for node in nodes),
         )
-        yield gauge(
+        yield make_gauge(
             "polar_node_sessions",
             "Sessions in each stage; those with postrun may still wait for it",
             ("node", "stage"),
-            (((node.name, stage), _number(node, stage)) for node in nodes for stage in _STAGES),
+            (((node.name, stage), _load_number(node, stage)) for node in nodes for stage in _STAGES),
         )
-        yield gauge(
+        yield make_gauge(
             "polar_node_calls",
             "Model calls at the engines, and those that wait for generation to go on",
             ("node", "state"),
             (
-                ((node.name, state), _number(node, key))
+                ((node.name, state), _load_number(node, key))
                 for node in nodes
                 for state, key in (("running", "calls"), ("held", "held"))
             ),
         )
-        yield gauge(
+        yield make_gauge(
             "polar_callbacks_pending",
             "Tasks that have ended, and whose callbacks nobody has acknowledged yet",
             (),
@@ -177,7 +183,7 @@ class ServiceMetrics:
         )
 
 
-def _number(node: LiveNode, key: str) -> float:
+def _load_number(node: LiveNode, key: str) -> float:
     """What a node tells of itself need not be what we expect: whoever looks at the others still can."""
     told = node.load.get(key)
     return told if isinstance(told, int | float) else 0

@@ -14,7 +14,7 @@ from polar.store.base import Exchange, Verdict
 from polar.types import Request
 
 
-class Traced(Struct, frozen=True):
+class SessionAttributes(Struct, frozen=True):
     """A session, as far as its span tells of it."""
 
     session_id: str
@@ -29,7 +29,7 @@ class Traced(Struct, frozen=True):
 class SessionSpan:
     """Of a session that nobody traces."""
 
-    def stage(self, name: str | None) -> None:
+    def enter_stage(self, name: str | None) -> None:
         """It is in this stage from now on; None: in none any more."""
 
     def end(self, verdict: Verdict, *, turns: int, tokens: int) -> None:
@@ -39,14 +39,14 @@ class SessionSpan:
 class Tracing:
     """For nobody."""
 
-    def session(self, session: Traced) -> SessionSpan:  # noqa: ARG002
-        return _UNSEEN
+    def start_session(self, attributes: SessionAttributes) -> SessionSpan:  # noqa: ARG002
+        return _NO_SPAN
 
-    def call(self, exchange: Exchange, request: Request, *, served: list[str], error: str | None) -> None:
+    def record_call(self, exchange: Exchange, request: Request, *, served: list[str], error: str | None) -> None:
         """A model call has ended. `served` are the models of its replica, and `error` the kind of its failure."""
 
 
-_UNSEEN = SessionSpan()
+_NO_SPAN = SessionSpan()
 _current = Tracing()
 
 
@@ -55,7 +55,7 @@ def current() -> Tracing:
 
 
 @asynccontextmanager
-async def exporting(
+async def export_traces(
     endpoint: str | None, *, provider: str, headers: Mapping[str, str] | None = None
 ) -> AsyncIterator[None]:
     """Meanwhile, spans go to this OTLP/HTTP collector; None: nowhere. `provider` is who samples: the engine's kind."""
@@ -63,14 +63,14 @@ async def exporting(
         yield
         return
     try:
-        from polar.telemetry.otlp import OpenTelemetry, exporter_to
+        from polar.telemetry.otlp import OpenTelemetry, make_exporter
     except ImportError as error:
         raise ConfigError(
             f"Traces need OpenTelemetry: install Polar with its extra, polar[otel], or leave [telemetry] "
             f"otlp_endpoint out ({error})."
         ) from error
-    traces = OpenTelemetry(exporter_to(endpoint, headers or {}), provider)
-    with collecting(traces):
+    traces = OpenTelemetry(make_exporter(endpoint, headers or {}), provider)
+    with use_tracing(traces):
         try:
             yield
         finally:
@@ -78,11 +78,11 @@ async def exporting(
 
 
 @contextmanager
-def collecting(tracing: Tracing) -> Iterator[None]:
+def use_tracing(tracing: Tracing) -> Iterator[None]:
     """Meanwhile, this is who is told."""
     global _current
-    before, _current = _current, tracing
+    previous, _current = _current, tracing
     try:
         yield
     finally:
-        _current = before
+        _current = previous

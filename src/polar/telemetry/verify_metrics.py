@@ -2,7 +2,7 @@
 
 from prometheus_client import CollectorRegistry, Counter
 
-from polar.trajectory.checker import HeldBack
+from polar.trajectory.checker import HeldBackError
 
 
 class VerifyMetrics:
@@ -26,7 +26,7 @@ class VerifyMetrics:
         )
         self._seconds = Counter("polar_verify_cpu_seconds", "CPU seconds that verification took", registry=registry)
 
-    def session_checked(self, held: HeldBack | None) -> None:
+    def session_checked(self, held: HeldBackError | None) -> None:
         if held is None:
             self._passed.inc()
         elif held.reason == "verify_error":

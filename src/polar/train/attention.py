@@ -17,19 +17,19 @@ from msgspec import Struct, field
 from torch import Tensor
 from torch.nn import functional
 
-from polar.train.cutting import Chunk
+from polar.train.chunks import Chunk
+from polar.train.device_transfer import to_device
 from polar.train.forest import Forest
-from polar.train.moving import moved
 
-BLOCK = 128
+BLOCK_TOKENS = 128
 """Tokens of a side of FlexAttention's blocks. It takes no fewer queries."""
-_NARROWEST = 16
+_MIN_HEAD_WIDTH = 16
 """Heads that FlexAttention takes."""
-_OPTIONS: Any = {"BACKEND": "TRITON"}
+_KERNEL_OPTIONS: Any = {"BACKEND": "TRITON"}
 """Else it may choose a kernel for single queries, which it can't compile for lengths that vary."""
 
 
-class Sight(Struct):
+class AttentionMask(Struct):
     """Who sees whom in a chunk. Keys are the context's tokens, then the chunk's own; queries and ends count from the
     chunk's first token."""
 
@@ -37,50 +37,52 @@ class Sight(Struct):
     context: int
     ends: Tensor  # int32, of each key
     depths: Tensor  # int32, of each key
-    deepest: int  # of them
+    max_depth: int  # of them
     compiled: bool  # FlexAttention may be used
     masks: dict[int | None, Any] = field(default_factory=dict)  # by window, as the attention wants them
 
     @classmethod
-    def of(cls, forest: Forest, chunk: Chunk, device: torch.device, *, compiled: bool, skip: int = 0) -> "Sight":
+    def from_chunk(
+        cls, forest: Forest, chunk: Chunk, device: torch.device, *, compiled: bool, skip: int = 0
+    ) -> "AttentionMask":
         """Without the first `skip` tokens of its context."""
-        intervals = [*_beyond(chunk.context, skip), (chunk.start, chunk.stop)]
-        ends = np.concatenate([forest.ends[start:stop] for start, stop in intervals])
+        intervals = [*_skip_tokens(chunk.context, skip), (chunk.start, chunk.stop)]
+        ends = np.concatenate([forest.subtree_ends[start:stop] for start, stop in intervals])
         depths = np.concatenate([forest.depths[start:stop] for start, stop in intervals])
         return cls(
             queries=len(chunk),
-            context=chunk.depth - skip,
-            ends=moved(np.minimum(ends - chunk.start, len(chunk)), device),
-            depths=moved(depths, device),
-            deepest=int(depths.max()),
+            context=chunk.context_length - skip,
+            ends=to_device(np.minimum(ends - chunk.start, len(chunk)), device),
+            depths=to_device(depths, device),
+            max_depth=int(depths.max()),
             compiled=compiled,
         )
 
-    def narrow(self, window: int | None) -> int | None:
+    def restrict_to_window(self, window: int | None) -> int | None:
         """The window, where anybody is so far from the beginning that it hides something."""
-        return window if window is not None and window <= self.deepest else None
+        return window if window is not None and window <= self.max_depth else None
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
         """Tensors of [1, heads, tokens, width]; `window` is how many tokens back a query sees, itself included."""
-        window = self.narrow(window)
-        if not self.flexible(query):
+        window = self.restrict_to_window(window)
+        if not self.supports_flex_attention(query):
             return functional.scaled_dot_product_attention(
-                query, key, value, attn_mask=self._mask(window), scale=scale, enable_gqa=True
+                query, key, value, attn_mask=self._get_dense_mask(window), scale=scale, enable_gqa=True
             )
-        return self.attend_normalised(query, key, value, scale, window)[0]
+        return self.attend_with_lse(query, key, value, scale, window)[0]
 
-    def flexible(self, query: Tensor) -> bool:
+    def supports_flex_attention(self, query: Tensor) -> bool:
         """Whether FlexAttention takes it."""
-        return self.compiled and self.queries >= BLOCK and query.shape[-1] >= _NARROWEST
+        return self.compiled and self.queries >= BLOCK_TOKENS and query.shape[-1] >= _MIN_HEAD_WIDTH
 
-    def attend_normalised(
+    def attend_with_lse(
         self, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None = None
     ) -> tuple[Tensor, Tensor]:
         """By FlexAttention; and the normaliser of each head and query."""
-        out, normaliser = _flex()(query, key, value, self._blocks(window), scale)
-        return out, normaliser
+        out, lse = _get_flex_attention()(query, key, value, self._get_block_mask(window), scale)
+        return out, lse
 
-    def _mask(self, window: int | None) -> Tensor:
+    def _get_dense_mask(self, window: int | None) -> Tensor:
         if window not in self.masks:
             queries = torch.arange(self.queries, device=self.ends.device)[:, None]
             keys = torch.arange(-self.context, self.queries, device=self.ends.device)
@@ -91,16 +93,16 @@ class Sight(Struct):
         found: Tensor = self.masks[window]
         return found
 
-    def _blocks(self, window: int | None) -> Any:
+    def _get_block_mask(self, window: int | None) -> Any:
         """FlexAttention's mask: which blocks are seen whole, which in part. The blocks' own smallest and largest ends
         tell, so that nothing of the size of queries times keys is ever made."""
         if window not in self.masks:
-            self.masks[window] = _block_mask(self, window)
+            self.masks[window] = _build_block_mask(self, window)
         return self.masks[window]
 
 
 @cache
-def _flex() -> Any:
+def _get_flex_attention() -> Any:
     from torch.nn.attention.flex_attention import AuxRequest, flex_attention
 
     def flex(query: Tensor, key: Tensor, value: Tensor, blocks: Any, scale: float) -> tuple[Tensor, Tensor]:
@@ -111,7 +113,7 @@ def _flex() -> Any:
             block_mask=blocks,
             scale=scale,
             enable_gqa=True,
-            kernel_options=_OPTIONS,
+            kernel_options=_KERNEL_OPTIONS,
             return_aux=AuxRequest(lse=True),
         )
         assert more.lse is not None  # it was asked for
@@ -120,7 +122,7 @@ def _flex() -> Any:
     return torch.compile(flex, dynamic=True)
 
 
-def _beyond(intervals: list[tuple[int, int]], skip: int) -> list[tuple[int, int]]:
+def _skip_tokens(intervals: list[tuple[int, int]], skip: int) -> list[tuple[int, int]]:
     """Without the first `skip` of their tokens."""
     left = []
     for start, stop in intervals:
@@ -131,19 +133,19 @@ def _beyond(intervals: list[tuple[int, int]], skip: int) -> list[tuple[int, int]
     return left
 
 
-def _block_mask(sight: Sight, window: int | None) -> Any:
+def _build_block_mask(mask: AttentionMask, window: int | None) -> Any:
     from torch.nn.attention.flex_attention import BlockMask
 
-    context, ends, depths = sight.context, sight.ends, sight.depths
+    context, ends, depths = mask.context, mask.ends, mask.depths
     device = ends.device
-    keys, queries = context + sight.queries, sight.queries
-    pad = -keys % BLOCK
-    lowest = functional.pad(ends, (0, pad), value=2**31 - 1).view(-1, BLOCK).amin(1)
-    highest = functional.pad(ends, (0, pad), value=-(2**31)).view(-1, BLOCK).amax(1)
-    first_key = torch.arange(0, keys, BLOCK, device=device) - context
-    last_key = (first_key + BLOCK - 1).clamp(max=queries - 1)
-    first = torch.arange(0, queries, BLOCK, device=device)[:, None]
-    last = (first + BLOCK - 1).clamp(max=queries - 1)
+    keys, queries = context + mask.queries, mask.queries
+    pad = -keys % BLOCK_TOKENS
+    lowest = functional.pad(ends, (0, pad), value=2**31 - 1).view(-1, BLOCK_TOKENS).amin(1)
+    highest = functional.pad(ends, (0, pad), value=-(2**31)).view(-1, BLOCK_TOKENS).amax(1)
+    first_key = torch.arange(0, keys, BLOCK_TOKENS, device=device) - context
+    last_key = (first_key + BLOCK_TOKENS - 1).clamp(max=queries - 1)
+    first = torch.arange(0, queries, BLOCK_TOKENS, device=device)[:, None]
+    last = (first + BLOCK_TOKENS - 1).clamp(max=queries - 1)
     some = (first_key <= last) & (highest > first)
     whole = (last_key <= first) & (lowest > last)
     if window is not None:
@@ -160,15 +162,15 @@ def _block_mask(sight: Sight, window: int | None) -> Any:
         return visible(_batch, _head, q, k) & (depths[q + offset] - depths[k] < far)
 
     return BlockMask.from_kv_blocks(
-        *_listed(some & ~whole),
-        *_listed(whole),
-        BLOCK_SIZE=BLOCK,
+        *_list_blocks(some & ~whole),
+        *_list_blocks(whole),
+        BLOCK_SIZE=BLOCK_TOKENS,
         mask_mod=visible if window is None else near,
         seq_lengths=(queries, keys),
     )
 
 
-def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
+def _list_blocks(blocks: Tensor) -> tuple[Tensor, Tensor]:
     """Of each row of blocks, how many there are, and which: those first, then the others."""
     count = blocks.sum(1).to(torch.int32)
     which = torch.argsort(blocks.to(torch.int8), dim=1, descending=True, stable=True).to(torch.int32)

@@ -19,36 +19,36 @@ import msgspec
 from msgspec import Struct, field
 
 from polar.errors import ConfigError
-from polar.train import files
-from polar.train.rollouts import Settled
+from polar.train import atomic_files
+from polar.train.rollouts import SettledGroups
 
 if TYPE_CHECKING:
     from polar.train.learner import Learner
 
-_WEIGHTS, _LEARNER, _PROGRESS = "weights.safetensors", "learner.pt", "progress.json"
+_WEIGHTS_FILE, _LEARNER_FILE, _PROGRESS_FILE = "weights.safetensors", "learner.pt", "progress.json"
 
 
 class Progress(Struct):
     step: int = 0
     version: int = 0
     cursor: int = 0  # of the last group that was looked at
-    settled: Settled = field(default_factory=Settled)
+    settled: SettledGroups = field(default_factory=SettledGroups)
     steps_of: dict[int, int] = field(default_factory=lambda: {0: 0})  # by version: whose weights it has
 
 
-class Entry(Struct):
+class JournalEntry(Struct):
     """A step, in the journal."""
 
     step: int
     sessions: list[str]
 
 
-class _Run(Struct):
+class _RunIdentity(Struct):
     id: str
     order: str  # stands for the seed and the tasks
 
 
-class Checkpoints:
+class CheckpointStore:
     def __init__(self, output: Path, keep: int) -> None:
         self._output = output
         self._folder = output / "checkpoints"
@@ -60,14 +60,16 @@ class Checkpoints:
                 f"Can't keep anything in {output}: {error.strerror}. Name another output folder."
             ) from error
 
-    def identity(self, name: str, seed: int, tasks: Iterable[str]) -> str:
+    def load_or_create_run_id(self, name: str, seed: int, tasks: Iterable[str]) -> str:
         """Of this run, at the service: another output folder is another run. How far it got is counted in the order of
         its tasks, so they must stay the same. Raises ConfigError."""
         path = self._output / "run.json"
         order = hashlib.sha256(msgspec.json.encode([seed, *tasks])).hexdigest()
         if not path.exists():
-            files.write(path, msgspec.json.encode(_Run(f"{name}-{secrets.token_hex(4)}", order)))
-        found = msgspec.json.decode(path.read_bytes(), type=_Run)
+            atomic_files.write_file_atomically(
+                path, msgspec.json.encode(_RunIdentity(f"{name}-{secrets.token_hex(4)}", order))
+            )
+        found = msgspec.json.decode(path.read_bytes(), type=_RunIdentity)
         if found.order != order:
             raise ConfigError(
                 f"The run in {self._output} has another seed, or other tasks: name another output folder."
@@ -85,12 +87,12 @@ class Checkpoints:
         folder = self.latest()
         if folder is None:
             return Progress()
-        weights = load_file(folder / _WEIGHTS)
-        state = torch.load(folder / _LEARNER, weights_only=True, map_location="cpu")
+        weights = load_file(folder / _WEIGHTS_FILE)
+        state = torch.load(folder / _LEARNER_FILE, weights_only=True, map_location="cpu")
         learner.restore(weights, state)
-        return msgspec.json.decode((folder / _PROGRESS).read_bytes(), type=Progress)
+        return msgspec.json.decode((folder / _PROGRESS_FILE).read_bytes(), type=Progress)
 
-    def save(self, progress: Progress, learner: "Learner", entries: Iterable[Entry]) -> None:
+    def save(self, progress: Progress, learner: "Learner", entries: Iterable[JournalEntry]) -> None:
         """`entries` are those of the steps since the last one."""
         import torch
         from safetensors.torch import save_file
@@ -98,35 +100,35 @@ class Checkpoints:
         with (self._output / "journal.jsonl").open("ab") as journal:
             for entry in entries:
                 journal.write(msgspec.json.encode(entry) + b"\n")
-        files.sync(self._output / "journal.jsonl")
-        with files.new_folder(self._folder / f"step-{progress.step:06}") as folder:
+        atomic_files.fsync_path(self._output / "journal.jsonl")
+        with atomic_files.create_folder_atomically(self._folder / f"step-{progress.step:06}") as folder:
             weights = {name: tensor.cpu().contiguous() for name, tensor in learner.weights().items()}
-            save_file(weights, folder / _WEIGHTS)
-            torch.save(learner.state(), folder / _LEARNER)
-            (folder / _PROGRESS).write_bytes(msgspec.json.encode(progress))
+            save_file(weights, folder / _WEIGHTS_FILE)
+            torch.save(learner.state_dict(), folder / _LEARNER_FILE)
+            (folder / _PROGRESS_FILE).write_bytes(msgspec.json.encode(progress))
         for old in sorted(self._folder.glob("step-*"))[: -self._keep]:
             shutil.rmtree(old)
 
-    def journal(self, step: int) -> list[Entry]:
+    def read_journal(self, step: int) -> list[JournalEntry]:
         """Up to a step; what came later is removed."""
-        return keep_up_to(self._output / "journal.jsonl", step, Entry)
+        return truncate_after_step(self._output / "journal.jsonl", step, JournalEntry)
 
 
 T = TypeVar("T", bound=Struct)
 
 
-class _HasStep(Struct):
+class _StepLine(Struct):
     step: int
 
 
-def keep_up_to(path: Path, step: int, kind: type[T]) -> list[T]:
+def truncate_after_step(path: Path, step: int, kind: type[T]) -> list[T]:
     """The lines of a file that are of the first steps, as which it is written anew. A line that was cut off was the
     last one."""
     kept, found = [], []
     for line in path.read_bytes().splitlines(keepends=True) if path.exists() else []:
-        if line.endswith(b"\n") and msgspec.json.decode(line, type=_HasStep).step <= step:
+        if line.endswith(b"\n") and msgspec.json.decode(line, type=_StepLine).step <= step:
             kept.append(line)
             found.append(msgspec.json.decode(line, type=kind))
     if path.exists():
-        files.write(path, b"".join(kept))
+        atomic_files.write_file_atomically(path, b"".join(kept))
     return found

@@ -8,11 +8,11 @@ from msgspec import Struct, field
 
 from polar.client.async_client import AsyncClient
 from polar.rollout.models import TaskRequest
-from polar.train.rollouts import sampled_with
+from polar.train.rollouts import merge_sampling
 from polar.train.settings import EvaluationSettings, RolloutSettings
 
 
-class Evaluated(Struct):
+class EvaluationResult(Struct):
     """`reward` is the mean over sessions that have one."""
 
     step: int
@@ -43,7 +43,7 @@ class Evaluation:
             return False
         return step in (0, last) or (self._settings.every is not None and step % self._settings.every == 0)
 
-    async def run(self, step: int) -> Evaluated:
+    async def run(self, step: int) -> EvaluationResult:
         """All of them, before whatever else is queued."""
         changes: dict[str, Any] = {}
         if self._settings.temperature is not None:
@@ -55,7 +55,7 @@ class Evaluation:
                     "task_id": name,
                     "run": self._rollout.run,
                     "num_samples": self._settings.samples,
-                    "sampling": sampled_with(task, self._rollout, **changes),
+                    "sampling": merge_sampling(task, self._rollout, **changes),
                     "dispatch_priority": min(task.dispatch_priority + 1, 100),
                     "max_lag": 0,  # an engine that came back with other weights is not what is measured
                     "on_stale": "cancel",
@@ -66,7 +66,7 @@ class Evaluation:
         await self._client.submit(tasks)
         rewards: dict[str, list[float]] = {task.task_id: [] for task in self._tasks}
         reasons: Counter[str] = Counter()
-        async for ended in self._client.ended(names):
+        async for ended in self._client.as_completed(names):
             for result in ended.results:
                 if result.reward is None:
                     reasons[result.reason or "not_evaluated"] += 1
@@ -74,4 +74,4 @@ class Evaluation:
                     rewards[names[ended.task_id].task_id].append(result.reward)
         earned = [reward for one in rewards.values() for reward in one]
         mean = sum(earned) / len(earned) if earned else None
-        return Evaluated(step, mean, len(earned) + reasons.total(), dict(reasons), rewards)
+        return EvaluationResult(step, mean, len(earned) + reasons.total(), dict(reasons), rewards)

@@ -16,12 +16,12 @@ from msgspec import Struct, field
 from numpy.typing import NDArray
 
 from polar.errors import PolarError
-from polar.train.forest import Tree
-from polar.trajectory.checker import HOLD_REASONS, SessionChecker, is_chosen
-from polar.trajectory.document_check import check_received, check_received_tree, hold_reason
+from polar.train.forest import TokenTree
+from polar.trajectory.checker import HOLD_REASONS, SessionChecker, is_in_checked_share
+from polar.trajectory.document_check import check_received, check_received_tree, find_hold_reason
 from polar.trajectory.tree import ROOT
 from polar.trajectory.types import (
-    Excluded,
+    ExcludedSpan,
     Ids,
     Logprobs,
     Span,
@@ -36,10 +36,10 @@ from polar.trajectory.verify import Problem
 
 CHECK_ALL = SessionChecker()
 """Checks every session that comes."""
-UNKNOWN = np.float32(np.nan)
+UNKNOWN_LOGPROB = np.float32(np.nan)
 
 
-class Member(Struct):
+class GroupMember(Struct):
     """A session of the group."""
 
     session_id: str
@@ -47,46 +47,46 @@ class Member(Struct):
     reason: str | None  # why it is not trained: the service's, or the trainer's own
     turns: list[str] = field(default_factory=list)  # its exchanges that train, in the order in which they were made
     turn_rewards: dict[str, float] = field(default_factory=dict)
-    tokens: int = 0  # that train
+    trained_tokens: int = 0  # that train
     suspicious: bool = False  # proven to have tampered with its grading
 
 
-class Columns(Struct):
+class TokenColumns(Struct):
     """Of the trained tokens. `session` and `turn` count through the group's members and a member's turns."""
 
     session: NDArray[np.int64]
     turn: NDArray[np.int64]
-    behaviour: NDArray[np.float32]  # the engine's log-probability; UNKNOWN where it gave none
+    behavior_logprobs: NDArray[np.float32]  # the engine's log-probability; UNKNOWN where it gave none
     version: NDArray[np.int32]
     weight: NDArray[np.float64]  # 1 / the session's trainable tokens
 
-    def __getitem__(self, kept: NDArray[Any]) -> "Columns":
-        return Columns(*(getattr(self, name)[kept] for name in self.__struct_fields__))
+    def __getitem__(self, kept: NDArray[Any]) -> "TokenColumns":
+        return TokenColumns(*(getattr(self, name)[kept] for name in self.__struct_fields__))
 
     @classmethod
-    def joined(cls, parts: Sequence["Columns"]) -> "Columns":
+    def concatenate(cls, parts: Sequence["TokenColumns"]) -> "TokenColumns":
         return cls(*(np.concatenate([getattr(part, name) for part in parts]) for name in cls.__struct_fields__))
 
 
-class Part(Struct):
+class AnnotatedTree(Struct):
     """A tree and its columns, which have an entry for each of `tree.tokens`."""
 
-    tree: Tree
-    columns: Columns
+    tree: TokenTree
+    columns: TokenColumns
 
 
-class Group(Struct):
+class RolloutGroup(Struct):
     index: int  # its place in the order of training
     task_id: str
     cursor: int
-    members: list[Member]
-    parts: list[Part]
-    excluded: Counter[str] = field(default_factory=Counter)  # sampled tokens that don't train, by reason
+    members: list[GroupMember]
+    trees: list[AnnotatedTree]
+    excluded_tokens: Counter[str] = field(default_factory=Counter)  # sampled tokens that don't train, by reason
     unique: int = 0  # tokens of its tree
-    verified: int = 0  # sessions that were checked
+    verified_sessions: int = 0  # sessions that were checked
 
     @property
-    def graded(self) -> list[int]:
+    def trainable_indices(self) -> list[int]:
         """Members that are trained on."""
         return [
             number for number, member in enumerate(self.members) if member.reason is None and member.reward is not None
@@ -120,7 +120,7 @@ class _TreeDocument(Struct):
     terms: list[_Term]
     sessions: list[TreeSession]
     tokens: TokenCounts
-    excluded: list[Excluded] = []
+    excluded: list[ExcludedSpan] = []
 
 
 class _TraceMetadata(Struct):
@@ -142,7 +142,7 @@ class _Trace(Struct):
 
 
 class _TrajectoryMetadata(Struct):
-    excluded: list[Excluded] = []
+    excluded: list[ExcludedSpan] = []
     tokens: TokenCounts = TokenCounts(0, 0, 0)
 
 
@@ -169,7 +169,7 @@ class _GroupDocument(Struct):
     results: list[_Result]
 
 
-class _Outcome(Struct):
+class _ResultSummary(Struct):
     """A result without what it was made of."""
 
     session_id: str
@@ -178,35 +178,35 @@ class _Outcome(Struct):
     metadata: _ResultMetadata = _ResultMetadata()
 
 
-class _Outcomes(Struct):
+class _GroupSummary(Struct):
     task_id: str
     cursor: int
-    results: list[_Outcome]
+    results: list[_ResultSummary]
 
 
-def of_tree(data: bytes, tree: dict[str, Any], index: int, checker: SessionChecker = CHECK_ALL) -> Group:
+def group_from_tree(data: bytes, tree: dict[str, Any], index: int, checker: SessionChecker = CHECK_ALL) -> RolloutGroup:
     """`data` is the group as the feed gave it, and `tree` its `prefix_tree`. Sessions that aren't in the tree, since
     they ended before they began, say, are still members. Those that fail the check are members with that reason."""
-    told = msgspec.json.decode(data, type=_Outcomes)
+    told = msgspec.json.decode(data, type=_GroupSummary)
     document = msgspec.convert(tree, _TreeDocument)
     in_tree = {session.session_id: session for session in document.sessions}
     members = []
     for one in told.results:
-        member = Member(one.session_id, one.reward, one.reason, suspicious=one.metadata.suspicious)
+        member = GroupMember(one.session_id, one.reward, one.reason, suspicious=one.metadata.suspicious)
         if (there := in_tree.get(one.session_id)) is not None:
             member.turn_rewards = there.turn_rewards
             if there.reason in HOLD_REASONS:  # the service held it back when it made the tree
                 member.reward, member.reason = None, there.reason
         members.append(member)
-    group = Group(index, told.task_id, told.cursor, members, [], unique=document.tokens.unique)
-    group.excluded.update(_count_excluded(document.excluded))
-    received = _tree(document)
-    problems = _problems_by_session(received)
+    group = RolloutGroup(index, told.task_id, told.cursor, members, [], unique=document.tokens.unique)
+    group.excluded_tokens.update(_count_excluded(document.excluded))
+    received = _to_tree_trajectory(document)
+    problems = _make_problem_finder(received)
     for member in members:
-        _hold_back_if(member, group, checker, partial(problems, member.session_id))
+        _hold_back_if_invalid(member, group, checker, partial(problems, member.session_id))
     held = {member.session_id for member in members if member.reason in HOLD_REASONS}
     stretches = [
-        _Stretch(
+        _SampledSpan(
             term.session_id,
             term.exchange_id,
             term.start,
@@ -219,47 +219,47 @@ def of_tree(data: bytes, tree: dict[str, Any], index: int, checker: SessionCheck
         for term in received.terms
         if term.session_id not in held
     ]
-    return _built(group, [_Walk(received.ids, received.starts, received.parents, stretches)])
+    return _build_group(group, [_FlatTree(received.ids, received.starts, received.parents, stretches)])
 
 
-def of_traces(data: bytes, index: int, checker: SessionChecker = CHECK_ALL) -> Group:
+def group_from_traces(data: bytes, index: int, checker: SessionChecker = CHECK_ALL) -> RolloutGroup:
     """Of a group as the feed gave it: each trace is a tree of one path."""
     told = msgspec.json.decode(data, type=_GroupDocument)
-    group = Group(index, told.task_id, told.cursor, [], [])
+    group = RolloutGroup(index, told.task_id, told.cursor, [], [])
     walks = []
     for result in told.results:
-        member = Member(result.session_id, result.reward, result.reason, suspicious=result.metadata.suspicious)
+        member = GroupMember(result.session_id, result.reward, result.reason, suspicious=result.metadata.suspicious)
         group.members.append(member)
         if result.trajectory is None:
             continue
-        group.excluded.update(_count_excluded(result.trajectory.metadata.excluded))
+        group.excluded_tokens.update(_count_excluded(result.trajectory.metadata.excluded))
         group.unique += result.trajectory.metadata.tokens.unique
-        _hold_back_if(member, group, checker, partial(_problems_of, result))
+        _hold_back_if_invalid(member, group, checker, partial(_find_problems, result))
         if member.reason in HOLD_REASONS:
             continue
         for trace in result.trajectory.traces:
             member.turn_rewards |= trace.metadata.turn_rewards
-            walks.append(_walk(result.session_id, trace))
-    return _built(group, walks)
+            walks.append(_flatten_trace(result.session_id, trace))
+    return _build_group(group, walks)
 
 
-def _problems_of(result: _Result) -> list[Problem]:
-    return check_received(_trajectory(result))
+def _find_problems(result: _Result) -> list[Problem]:
+    return check_received(_to_trajectory(result))
 
 
-def _hold_back_if(
-    member: Member, group: Group, checker: SessionChecker, find_problems: Callable[[], Sequence[Problem]]
+def _hold_back_if_invalid(
+    member: GroupMember, group: RolloutGroup, checker: SessionChecker, find_problems: Callable[[], Sequence[Problem]]
 ) -> None:
     """Checks a session that would be trained on."""
     if member.reason is not None:
         return
-    group.verified += is_chosen(member.session_id, checker.share)
-    reason = hold_reason(checker, member.session_id, find_problems)
+    group.verified_sessions += is_in_checked_share(member.session_id, checker.share)
+    reason = find_hold_reason(checker, member.session_id, find_problems)
     if reason is not None:
         member.reward, member.reason = None, reason
 
 
-def _problems_by_session(tree: TreeTrajectory) -> Callable[[str], list[Problem]]:
+def _make_problem_finder(tree: TreeTrajectory) -> Callable[[str], list[Problem]]:
     """Looks for problems when the first session is asked for. What is wrong with a whole tree is every session's."""
     found: list[Problem] | None = None
 
@@ -271,7 +271,7 @@ def _problems_by_session(tree: TreeTrajectory) -> Callable[[str], list[Problem]]
     return problems
 
 
-def _tree(document: _TreeDocument) -> TreeTrajectory:
+def _to_tree_trajectory(document: _TreeDocument) -> TreeTrajectory:
     nodes = document.nodes
     return TreeTrajectory(
         ids=np.array([token for node in nodes for token in node.ids], np.int32),
@@ -299,7 +299,7 @@ def _tree(document: _TreeDocument) -> TreeTrajectory:
     )
 
 
-def _trajectory(result: _Result) -> Trajectory:
+def _to_trajectory(result: _Result) -> Trajectory:
     """As far as it is checked."""
     assert result.trajectory is not None
     told = result.trajectory.metadata
@@ -326,7 +326,7 @@ def _trajectory(result: _Result) -> Trajectory:
     return Trajectory(result.session_id, "received", traces, told.excluded, told.tokens, result.reward, result.reason)
 
 
-def _count_excluded(stretches: Iterable[Excluded]) -> Counter[str]:
+def _count_excluded(stretches: Iterable[ExcludedSpan]) -> Counter[str]:
     found: Counter[str] = Counter()
     for one in stretches:
         found[one.reason] += one.stop - one.start
@@ -336,7 +336,7 @@ def _count_excluded(stretches: Iterable[Excluded]) -> Counter[str]:
 # From either form
 
 
-class _Stretch(Struct):
+class _SampledSpan(Struct):
     """Sampled tokens of one exchange that stand together; `start` counts from the node's first token."""
 
     session_id: str
@@ -349,18 +349,18 @@ class _Stretch(Struct):
     node: int = 0
 
 
-class _Walk(Struct):
+class _FlatTree(Struct):
     ids: NDArray[np.int32]
     starts: NDArray[np.int64]
     parents: NDArray[np.int32]
-    stretches: list[_Stretch]
+    sampled_spans: list[_SampledSpan]
 
 
-def _walk(session_id: str, trace: _Trace) -> _Walk:
+def _flatten_trace(session_id: str, trace: _Trace) -> _FlatTree:
     context = len(trace.prompt_ids)
     trained = sum(span.stop - span.start for span in trace.metadata.spans)
     stretches = [
-        _Stretch(
+        _SampledSpan(
             session_id,
             span.exchange_id,
             context + span.start,
@@ -372,16 +372,16 @@ def _walk(session_id: str, trace: _Trace) -> _Walk:
         for span in trace.metadata.spans
     ]
     ids = np.array([*trace.prompt_ids, *trace.response_ids], np.int32)
-    return _Walk(ids, np.array([0, len(ids)], np.int64), np.array([ROOT], np.int32), stretches)
+    return _FlatTree(ids, np.array([0, len(ids)], np.int64), np.array([ROOT], np.int32), stretches)
 
 
-def _built(group: Group, walks: list[_Walk]) -> Group:
+def _build_group(group: RolloutGroup, walks: list[_FlatTree]) -> RolloutGroup:
     """A token without anything before it is predicted by nothing, and those of whose sampling nobody knows the
     temperature can't be compared with anything: neither is trained."""
     places = {member.session_id: place for place, member in enumerate(group.members)}
     turns: dict[str, set[str]] = {name: set() for name in places}
     for walk in walks:
-        for stretch in walk.stretches:
+        for stretch in walk.sampled_spans:
             if stretch.session_id not in places:
                 raise PolarError(
                     f"The group {group.task_id} has tokens of {stretch.session_id}, which is none of its sessions."
@@ -391,61 +391,63 @@ def _built(group: Group, walks: list[_Walk]) -> Group:
         member.turns = sorted(turns[member.session_id])  # exchanges are named by their time
     numbers = {name: number for member in group.members for number, name in enumerate(member.turns)}
     for walk in walks:
-        part = _part(walk, group, places, numbers)
+        part = _annotate_tree(walk, group, places, numbers)
         if len(part.tree.tokens):
-            group.parts.append(part)
+            group.trees.append(part)
     return group
 
 
-def _part(walk: _Walk, group: Group, places: dict[str, int], numbers: dict[str, int]) -> Part:
+def _annotate_tree(
+    walk: _FlatTree, group: RolloutGroup, places: dict[str, int], numbers: dict[str, int]
+) -> AnnotatedTree:
     tokens: list[NDArray[np.int64]] = []
     scales: list[NDArray[np.float32]] = []
-    columns: list[Columns] = []
-    for stretch in walk.stretches:
+    columns: list[TokenColumns] = []
+    for stretch in walk.sampled_spans:
         count = len(stretch.versions)
         if stretch.scale is None:
-            group.excluded["sampling_unknown"] += count
+            group.excluded_tokens["sampling_unknown"] += count
             continue
         first = int(walk.starts[stretch.node]) + stretch.start
         skip = int(stretch.start == 0 and walk.parents[stretch.node] == ROOT)
-        group.excluded["nothing_before"] += skip
+        group.excluded_tokens["nothing_before"] += skip
         at = first + np.arange(skip, count, dtype=np.int64)
         count -= skip
-        group.members[places[stretch.session_id]].tokens += count
+        group.members[places[stretch.session_id]].trained_tokens += count
         tokens.append(at)
         scales.append(np.full(count, stretch.scale, np.float32))
         columns.append(
-            Columns(
+            TokenColumns(
                 session=np.full(count, places[stretch.session_id], np.int64),
                 turn=np.full(count, numbers[stretch.exchange_id], np.int64),
-                behaviour=np.full(count, UNKNOWN)
+                behavior_logprobs=np.full(count, UNKNOWN_LOGPROB)
                 if stretch.logprobs is None
                 else np.array(stretch.logprobs[skip:], np.float32),
                 version=np.array(stretch.versions[skip:], np.int32),
                 weight=np.full(count, stretch.weight),
             )
         )
-    tree = Tree(
+    tree = TokenTree(
         walk.ids,
         walk.starts,
         walk.parents,
         np.concatenate(tokens) if tokens else np.empty(0, np.int64),
         np.concatenate(scales) if scales else np.empty(0, np.float32),
     )
-    return Part(tree, Columns.joined(columns) if columns else _nothing())
+    return AnnotatedTree(tree, TokenColumns.concatenate(columns) if columns else _make_empty_columns())
 
 
-def _nothing() -> Columns:
+def _make_empty_columns() -> TokenColumns:
     whole = np.empty(0, np.int64)
-    return Columns(whole, whole, np.empty(0, np.float32), np.empty(0, np.int32), np.empty(0, np.float64))
+    return TokenColumns(whole, whole, np.empty(0, np.float32), np.empty(0, np.int32), np.empty(0, np.float64))
 
 
 # What is left of it
 
 
-def only(part: Part, kept: Callable[[Columns], NDArray[np.bool_]]) -> Part | None:
+def prune_tree(part: AnnotatedTree, select: Callable[[TokenColumns], NDArray[np.bool_]]) -> AnnotatedTree | None:
     """What is needed for some of its entries: other branches are cut off, and a branch behind its last one."""
-    wanted = kept(part.columns)
+    wanted = select(part.columns)
     if not wanted.any():
         return None
     tree, tokens = part.tree, part.tree.tokens[wanted]
@@ -466,11 +468,11 @@ def only(part: Part, kept: Callable[[Columns], NDArray[np.bool_]]) -> Part | Non
         keeps[tree.starts[node] : ends[node]] = True
     moved = np.cumsum(keeps) - 1
     parents = tree.parents[needed]
-    cut = Tree(
+    cut = TokenTree(
         tree.ids[keeps],
         starts,
         np.where(parents == ROOT, ROOT, numbers[parents]).astype(np.int32),
         moved[tokens].astype(np.int64),
         tree.temperature[wanted],
     )
-    return Part(cut, part.columns[wanted])
+    return AnnotatedTree(cut, part.columns[wanted])

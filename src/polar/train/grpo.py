@@ -20,47 +20,57 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 Baseline = Literal["mean", "leave_one_out"]
-_EQUAL = 1e-9
+_EQUAL_RETURN_TOLERANCE = 1e-9
 """Returns that differ by less than this are the same: sums of the same numbers differ in their last bits."""
 
 
-def advantages(
-    rewards: Sequence[float], turns: Sequence[Sequence[float]], *, baseline: Baseline = "mean", scale: bool = True
+def compute_advantages(
+    rewards: Sequence[float],
+    turn_rewards: Sequence[Sequence[float]],
+    *,
+    baseline: Baseline = "mean",
+    scale: bool = True,
 ) -> list[NDArray[np.float64]]:
     """Of a group: what each session earned, and each of its turns. An advantage for each turn of each session.
 
     `leave_one_out` compares a session with the others alone, which is the same but for a factor of n / (n - 1). With
     `scale` they are divided by the standard deviation of what the sessions return from that turn on."""
-    sessions, longest = len(rewards), max((len(one) for one in turns), default=0)
+    sessions, longest = len(rewards), max((len(one) for one in turn_rewards), default=0)
     earned = np.zeros((sessions, longest))
-    for row, one in zip(earned, turns, strict=True):
+    for row, one in zip(earned, turn_rewards, strict=True):
         row[: len(one)] = one
     returns = np.asarray(rewards, np.float64)[:, None] + np.cumsum(earned[:, ::-1], axis=1)[:, ::-1]
-    centred = returns - returns.mean(axis=0)
-    centred[:, np.ptp(returns, axis=0) < _EQUAL] = 0.0
+    centered = returns - returns.mean(axis=0)
+    centered[:, np.ptp(returns, axis=0) < _EQUAL_RETURN_TOLERANCE] = 0.0
     if scale:
-        deviation = centred.std(axis=0)
-        centred /= np.where(deviation > 0, deviation, 1.0)
+        deviation = centered.std(axis=0)
+        centered /= np.where(deviation > 0, deviation, 1.0)
     if baseline == "leave_one_out" and sessions > 1:
-        centred *= sessions / (sessions - 1)
-    return [row[: len(one)] for row, one in zip(centred, turns, strict=True)]
+        centered *= sessions / (sessions - 1)
+    return [row[: len(one)] for row, one in zip(centered, turn_rewards, strict=True)]
 
 
-def importance(old: Tensor, behaviour: Tensor, cap: float) -> Tensor:
+def compute_importance_weights(old_logprobs: Tensor, behavior_logprobs: Tensor, cap: float) -> Tensor:
     """The truncated weight of each token."""
-    return torch.exp(old - behaviour).clamp(max=cap)
+    return torch.exp(old_logprobs - behavior_logprobs).clamp(max=cap)
 
 
 def policy_loss(
-    logprobs: Tensor, old: Tensor, importance: Tensor, coefficient: Tensor, *, clip_low: float, clip_high: float
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    importance_weights: Tensor,
+    coefficient: Tensor,
+    *,
+    clip_low: float,
+    clip_high: float,
 ) -> Tensor:
     """A sum. `coefficient` is a token's advantage times its weight; the gradient is that of `logprobs` alone."""
-    ratio = torch.exp(logprobs - old)
+    ratio = torch.exp(logprobs - old_logprobs)
     clipped = ratio.clamp(1 - clip_low, 1 + clip_high)
-    return -(importance * torch.minimum(ratio * coefficient, clipped * coefficient)).sum()
+    return -(importance_weights * torch.minimum(ratio * coefficient, clipped * coefficient)).sum()
 
 
-def divergence(logprobs: Tensor, reference: Tensor) -> Tensor:
+def estimate_kl(logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
     """From the reference, of each token: never negative, and right on average over samples of the policy."""
-    difference = reference - logprobs
+    difference = reference_logprobs - logprobs
     return torch.exp(difference) - difference - 1

@@ -12,29 +12,29 @@ from torch import Tensor
 
 from polar.errors import ConfigError, PolarError
 from polar.train import grpo
-from polar.train.batch import Batch, Trained
-from polar.train.forest import Forest, forest, path_tree
-from polar.train.groups import Columns
-from polar.train.memory import OutOfMemory, Retries, is_out_of_memory, join_free_memory
-from polar.train.model import frozen_copy, load_model, trainable
-from polar.train.passes import Loss, TreeModel
-from polar.train.plain import PlainModel
+from polar.train.batch import Batch, TrainingGroup
+from polar.train.forest import Forest, make_path_tree, pack_forest
+from polar.train.groups import TokenColumns
+from polar.train.memory import OutOfMemory, OutOfMemoryRetrier, enable_expandable_segments, is_out_of_memory
+from polar.train.model import get_trainable_parameters, load_frozen_copy, load_model
+from polar.train.sequential_model import SequentialModel
 from polar.train.settings import GrpoSettings, TrainSettings
+from polar.train.tree_model import LossFunction, TreeModel
 
 T = TypeVar("T")
 
 
-class Passes(Protocol):
+class ForestModel(Protocol):
     """passes.TreeModel, or what stands in for it."""
 
     def logprobs(self, forest: Forest) -> Tensor: ...
 
-    def backward(self, forest: Forest, loss: Loss) -> Tensor: ...
+    def backward(self, forest: Forest, loss: LossFunction) -> Tensor: ...
 
     def keep_less(self, forest: Forest, *, training: bool) -> str | None: ...
 
 
-class Learned(Struct):
+class LearnerStats(Struct):
     """What is told of a step. Ratios are those of the trainer's own probability, before its first update, to the
     engine's: away from 1 by updates that came in between, and by what engine and trainer compute differently."""
 
@@ -59,24 +59,24 @@ class Learner:
     """Not to be used by two threads at a time."""
 
     def __init__(self, folder: Path, settings: TrainSettings) -> None:
-        join_free_memory()
+        enable_expandable_segments()
         if settings.model.threads is not None:
             torch.set_num_threads(settings.model.threads)
         torch.manual_seed(settings.seed)
         self._settings = settings
         self.model = load_model(folder, settings.model)
-        self.not_over_trees: str | None = None  # why the model can't run over trees, where it can't
-        self._initial: Passes | None = None
+        self.tree_unsupported_reason: str | None = None  # why the model can't run over trees, where it can't
+        self._initial_forest_model: ForestModel | None = None
         if settings.grpo.kl and settings.model.lora is None:  # first: what is kept of activations is what is left then
-            self._initial = self._passes_of(frozen_copy(folder, settings.model))
-        self._passes = self._passes_of(self.model)
-        self.vocabulary: int = self.model.get_input_embeddings().num_embeddings
-        self._parameters = trainable(self.model)
-        self._optimizer = self._made_optimizer()
+            self._initial_forest_model = self._build_forest_model(load_frozen_copy(folder, settings.model))
+        self._forest_model = self._build_forest_model(self.model)
+        self.vocab_size: int = self.model.get_input_embeddings().num_embeddings
+        self._parameters = get_trainable_parameters(self.model)
+        self._optimizer = self._build_optimizer()
         self._updates = 0
-        self._retries = Retries(self.model.device)
+        self._retries = OutOfMemoryRetrier(self.model.device)
 
-    def _passes_of(self, model: Any) -> Passes:
+    def _build_forest_model(self, model: Any) -> ForestModel:
         """Models that can't run over trees read one sequence at a time."""
         optimizer = self._settings.optimizer
         try:
@@ -87,10 +87,10 @@ class Learner:
                 compiled=self._settings.model.compiled,
             )
         except ConfigError as error:
-            self.not_over_trees = str(error)
-            return PlainModel(model)
+            self.tree_unsupported_reason = str(error)
+            return SequentialModel(model)
 
-    def _made_optimizer(self) -> torch.optim.AdamW:
+    def _build_optimizer(self) -> torch.optim.AdamW:
         """With its state, which AdamW would make in its first step: whether there is memory for it shows at the start.
         On a GPU a step is one kernel, which takes none."""
         settings = self._settings.optimizer
@@ -113,35 +113,35 @@ class Learner:
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
-            raise OutOfMemory(f"The optimizer's state does not fit into memory. {self._advice()}") from error
+            raise OutOfMemory(f"The optimizer's state does not fit into memory. {self._memory_advice()}") from error
         return optimizer
 
     # A step
 
-    def step(self, groups: Sequence[Trained], number: int) -> Learned:
+    def step(self, groups: Sequence[TrainingGroup], number: int) -> LearnerStats:
         """Epochs over the groups, in minibatches of them: `number` is the step's, for the order."""
         settings = self._settings
-        whole = Batch.of(groups, settings.grpo.normalise)
-        parts = [self._minibatches(groups, number, epoch) for epoch in range(settings.optimizer.epochs)]
+        whole = Batch.from_groups(groups, settings.grpo.normalise)
+        parts = [self._split_minibatches(groups, number, epoch) for epoch in range(settings.optimizer.epochs)]
         updates = [some for epoch in parts for some in epoch]
         once = len(updates) == 1
         began, retries = time.perf_counter(), self._retries.count
         old = None if once else self.logprobs(whole.forest)
         initial = self._initial_logprobs(whole) if settings.grpo.kl else None
         scored = time.perf_counter()
-        told = Learned(0.0, 0.0, 0.0, 0, 0 if once else len(whole.forest), len(whole), 0.0, 1.0, 1.0, 0.0, 0.0)
+        told = LearnerStats(0.0, 0.0, 0.0, 0, 0 if once else len(whole.forest), len(whole), 0.0, 1.0, 1.0, 0.0, 0.0)
         places = np.cumsum([0, *(len(group) for group in groups)])
         norms, clipped = [], []
         for some in updates:
             entries = np.concatenate([np.arange(places[one], places[one + 1]) for one in some])
             index = torch.from_numpy(entries).to(self.model.device)
-            batch = whole if once else Batch.of([groups[one] for one in some], settings.grpo.normalise)
+            batch = whole if once else Batch.from_groups([groups[one] for one in some], settings.grpo.normalise)
             then = None if old is None else old[index], None if initial is None else initial[index]
-            update, logprobs = self._gradient(f"Step {number}", batch, *then)
-            norms.append(self._updated(number))
+            update, logprobs = self._compute_gradient(f"Step {number}", batch, *then)
+            norms.append(self._apply_update(number))
             told.loss += update.total / len(updates)
             told.computed_tokens += len(batch.forest)
-            clipped.append(update.clipped / max(1, len(batch)))
+            clipped.append(update.clipped_tokens / max(1, len(batch)))
             if old is None:
                 old = logprobs
         assert old is not None
@@ -150,32 +150,34 @@ class Learner:
         told.logprobs = old.double().cpu().numpy()
         told.memory_retries = self._retries.count - retries
         if initial is not None:
-            told.kl_initial = float((grpo.divergence(old, initial)).mean())
-        _compare(told, whole.columns, settings.grpo.tis_cap)
+            told.kl_initial = float((grpo.estimate_kl(old, initial)).mean())
+        _add_ratio_stats(told, whole.columns, settings.grpo.tis_cap)
         told.seconds = {"score": scored - began, "learn": time.perf_counter() - scored}
         return told
 
-    def _gradient(self, what: str, batch: Batch, old: Tensor | None, initial: Tensor | None) -> tuple["Update", Tensor]:
+    def _compute_gradient(
+        self, what: str, batch: Batch, old: Tensor | None, initial: Tensor | None
+    ) -> tuple["UpdateLoss", Tensor]:
         """Of an update, which is not made yet; and the log-probabilities before it."""
 
-        def compute() -> tuple[Update, Tensor]:
-            update = Update(batch, self._settings.grpo, self.model.device, old, initial)
-            return update, self._passes.backward(batch.forest, update.loss)
+        def compute() -> tuple[UpdateLoss, Tensor]:
+            update = UpdateLoss(batch, self._settings.grpo, self.model.device, old, initial)
+            return update, self._forest_model.backward(batch.forest, update.loss)
 
-        return self._within_memory(what, self._passes, batch.forest, compute, training=True)
+        return self._run_within_memory(what, self._forest_model, batch.forest, compute, training=True)
 
-    def _within_memory(
-        self, what: str, passes: Passes, forest: Forest, compute: Callable[[], T], *, training: bool
+    def _run_within_memory(
+        self, description: str, forest_model: ForestModel, forest: Forest, compute: Callable[[], T], *, training: bool
     ) -> T:
         return self._retries.run(
-            what,
+            description,
             compute,
             discard=lambda: self._optimizer.zero_grad(set_to_none=True),
-            keep_less=lambda: passes.keep_less(forest, training=training),
-            advice=self._advice,
+            keep_less=lambda: forest_model.keep_less(forest, training=training),
+            advice=self._memory_advice,
         )
 
-    def _advice(self) -> str:
+    def _memory_advice(self) -> str:
         """The one setting that makes the most room."""
         settings = self._settings.model
         if settings.lora is None and settings.trainable_layers is None:
@@ -185,7 +187,7 @@ class Learner:
             return 'Set model.dtype = "bfloat16".'
         return "Give tasks a smaller budget of tokens: the longest session decides."
 
-    def _minibatches(self, groups: Sequence[Trained], number: int, epoch: int) -> list[list[int]]:
+    def _split_minibatches(self, groups: Sequence[TrainingGroup], number: int, epoch: int) -> list[list[int]]:
         """Which groups go into each update."""
         settings = self._settings.optimizer
         if settings.update_tokens is None and settings.minibatches == 1:
@@ -204,26 +206,26 @@ class Learner:
             left -= tokens
         return [sorted(some) for some in found]
 
-    def _updated(self, number: int) -> float:
+    def _apply_update(self, number: int) -> float:
         """Changes the weights; the gradient's length."""
         settings = self._settings.optimizer
         norm = float(torch.nn.utils.clip_grad_norm_(self._parameters.values(), settings.max_norm))
         if not np.isfinite(norm):
             raise PolarError(f"The gradient of step {number} is not finite: try a lower optimizer.lr, or float32.")
         for parameters in self._optimizer.param_groups:
-            parameters["lr"] = self._rate()
+            parameters["lr"] = self._learning_rate()
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
         self._updates += 1
         return norm
 
-    def _rate(self) -> float:
+    def _learning_rate(self) -> float:
         settings = self._settings.optimizer
         return settings.lr * min(1.0, (self._updates + 1) / settings.warmup) if settings.warmup else settings.lr
 
     def _initial_logprobs(self, batch: Batch) -> Tensor:
-        if self._initial is not None:
-            return self._logprobs(self._initial, batch.forest)
+        if self._initial_forest_model is not None:
+            return self._logprobs(self._initial_forest_model, batch.forest)
         with self.model.disable_adapter():
             return self.logprobs(batch.forest)
 
@@ -233,16 +235,16 @@ class Learner:
         """Log-probabilities of sampled tokens behind a prompt, at temperature 1."""
         ids = np.array([*prompt, *sampled], np.int32)
         places = np.arange(len(prompt), len(ids), dtype=np.int64)
-        one = forest([path_tree(ids, places, np.ones(len(places), np.float32))])
+        one = pack_forest([make_path_tree(ids, places, np.ones(len(places), np.float32))])
         scored: list[float] = self.logprobs(one).tolist()
         return scored
 
     def logprobs(self, forest: Forest) -> Tensor:
-        return self._logprobs(self._passes, forest)
+        return self._logprobs(self._forest_model, forest)
 
-    def _logprobs(self, passes: Passes, forest: Forest) -> Tensor:
+    def _logprobs(self, passes: ForestModel, forest: Forest) -> Tensor:
         what = f"A forest of {len(forest)} tokens, whose log-probabilities are computed,"
-        return self._within_memory(what, passes, forest, lambda: passes.logprobs(forest), training=False)
+        return self._run_within_memory(what, passes, forest, lambda: passes.logprobs(forest), training=False)
 
     # What a checkpoint holds
 
@@ -250,7 +252,7 @@ class Learner:
         """What is trained."""
         return {name: parameter.detach() for name, parameter in self._parameters.items()}
 
-    def state(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Any]:
         """What else decides about the next step."""
         return {
             "optimizer": self._optimizer.state_dict(),
@@ -278,7 +280,7 @@ class Learner:
             torch.cuda.set_rng_state_all(state["random_cuda"])
 
 
-class Update:
+class UpdateLoss:
     """The loss of one update, some tokens at a time."""
 
     def __init__(
@@ -286,48 +288,51 @@ class Update:
     ) -> None:
         """Without `old` the update is the batch's only one, and what it is before the update is `old`."""
         self._settings = settings
-        self._old, self._initial = old, initial
-        self._behaviour = torch.from_numpy(batch.columns.behaviour).to(device)
+        self._old_logprobs, self._initial_logprobs = old, initial
+        self._behavior_logprobs = torch.from_numpy(batch.columns.behavior_logprobs).to(device)
         self._weight = torch.from_numpy(batch.weight).to(device)
         self._coefficient = torch.from_numpy(batch.advantage * batch.weight).to(device)
         self.total = 0.0
-        self.clipped = 0
+        self.clipped_tokens = 0
 
     def loss(self, index: Tensor, logprobs: Tensor) -> Tensor:
         settings = self._settings
-        old = logprobs.detach() if self._old is None else self._old[index]
-        behaviour = self._behaviour[index]
-        behaviour = torch.where(behaviour.isnan(), old, behaviour)
+        old = logprobs.detach() if self._old_logprobs is None else self._old_logprobs[index]
+        behavior_logprobs = self._behavior_logprobs[index]
+        behavior_logprobs = torch.where(behavior_logprobs.isnan(), old, behavior_logprobs)
         loss = grpo.policy_loss(
             logprobs,
             old,
-            grpo.importance(old, behaviour, settings.tis_cap),
+            grpo.compute_importance_weights(old, behavior_logprobs, settings.tis_cap),
             self._coefficient[index],
             clip_low=settings.clip_low,
             clip_high=settings.clip_high,
         )
-        if self._initial is not None:
-            loss = loss + settings.kl * (self._weight[index] * grpo.divergence(logprobs, self._initial[index])).sum()
+        if self._initial_logprobs is not None:
+            loss = (
+                loss
+                + settings.kl * (self._weight[index] * grpo.estimate_kl(logprobs, self._initial_logprobs[index])).sum()
+            )
         ratio = torch.exp(logprobs.detach() - old)
-        self.clipped += int(((ratio < 1 - settings.clip_low) | (ratio > 1 + settings.clip_high)).sum())
+        self.clipped_tokens += int(((ratio < 1 - settings.clip_low) | (ratio > 1 + settings.clip_high)).sum())
         self.total += float(loss.detach())
         return loss
 
 
-def _compare(told: Learned, columns: Columns, cap: float) -> None:
-    known = ~np.isnan(columns.behaviour)
+def _add_ratio_stats(told: LearnerStats, columns: TokenColumns, cap: float) -> None:
+    known = ~np.isnan(columns.behavior_logprobs)
     if not known.any():
         return
-    difference = told.logprobs[known] - columns.behaviour[known]
+    difference = told.logprobs[known] - columns.behavior_logprobs[known]
     ratio = np.exp(difference)
     told.kl_behaviour = float(-difference.mean())
     told.ratio_mean, told.ratio_max = float(ratio.mean()), float(ratio.max())
     told.truncated = float((ratio > cap).mean())
 
 
-def ratio_of(columns: Columns, logprobs: Any, of: Any) -> float | None:
+def compute_mean_ratio(columns: TokenColumns, logprobs: Any, mask: Any) -> float | None:
     """The mean ratio of some tokens; None where there are none."""
-    chosen = of & ~np.isnan(columns.behaviour)
+    chosen = mask & ~np.isnan(columns.behavior_logprobs)
     if not chosen.any():
         return None
-    return float(np.exp(logprobs[chosen] - columns.behaviour[chosen]).mean())
+    return float(np.exp(logprobs[chosen] - columns.behavior_logprobs[chosen]).mean())

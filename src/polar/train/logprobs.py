@@ -10,49 +10,49 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from polar.train import fusing
+from polar.train import fusion
 
-LOGITS = 1024
+LOGIT_BATCH_TERMS = 1024
 """Terms whose logits exist at the same time: a vocabulary is wide."""
 
 
-def chosen(
+def compute_chosen_logprobs(
     logits: Tensor, targets: Tensor, temperature: Tensor, *, rows: Tensor | None = None, compiled: bool = False
 ) -> Tensor:
     """Of [rows, vocabulary] logits, divided by each target's temperature: those of `targets`, in fp32. A target has a
     row of its own, in their order, or the one that `rows` says."""
     if rows is not None:
         logits = logits.float()[rows]  # what goes back to a row is added up in fp32
-    apply: Any = _Chosen.apply
+    apply: Any = _ChosenLogprobs.apply
     result: Tensor = apply(logits, targets, temperature, compiled)
     return result
 
 
-class _Chosen(torch.autograd.Function):
+class _ChosenLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor, temperature: Tensor, compiled: bool) -> Tensor:
-        found, normaliser = _maybe(_forward, compiled)(logits, targets, temperature)
-        ctx.save_for_backward(logits, targets, temperature, normaliser)
+        found, lse = _maybe_compiled(_forward, compiled)(logits, targets, temperature)
+        ctx.save_for_backward(logits, targets, temperature, lse)
         ctx.compiled = compiled
         result: Tensor = found
         return result
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return _maybe(_backward, ctx.compiled)(*ctx.saved_tensors, grad), None, None, None
+        return _maybe_compiled(_backward, ctx.compiled)(*ctx.saved_tensors, grad), None, None, None
 
 
 def _forward(logits: Tensor, targets: Tensor, temperature: Tensor) -> tuple[Tensor, Tensor]:
     scaled = logits.float() / temperature[:, None]
-    normaliser = scaled.logsumexp(1)
-    return scaled.gather(1, targets[:, None])[:, 0] - normaliser, normaliser
+    lse = scaled.logsumexp(1)
+    return scaled.gather(1, targets[:, None])[:, 0] - lse, lse
 
 
-def _backward(logits: Tensor, targets: Tensor, temperature: Tensor, normaliser: Tensor, grad: Tensor) -> Tensor:
-    shares = torch.exp(logits.float() / temperature[:, None] - normaliser[:, None])
+def _backward(logits: Tensor, targets: Tensor, temperature: Tensor, lse: Tensor, grad: Tensor) -> Tensor:
+    shares = torch.exp(logits.float() / temperature[:, None] - lse[:, None])
     hit = torch.arange(logits.shape[1], device=logits.device) == targets[:, None]
     return ((hit.float() - shares) * (grad / temperature)[:, None]).to(logits.dtype)
 
 
-def _maybe(function: Callable[..., Any], compiled: bool) -> Callable[..., Any]:
-    return fusing.compiled(function) if compiled else function
+def _maybe_compiled(function: Callable[..., Any], compiled: bool) -> Callable[..., Any]:
+    return fusion.compile_dynamic(function) if compiled else function

@@ -18,9 +18,9 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-_VARIABLES = "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"
-_EXPANDABLE = "expandable_segments:True"
-_PHRASES = ("out of memory", "alloc_failed", "can't allocate memory")
+_ALLOCATOR_VARIABLES = "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"
+_EXPANDABLE_SEGMENTS = "expandable_segments:True"
+_OUT_OF_MEMORY_PHRASES = ("out of memory", "alloc_failed", "can't allocate memory")
 """Of errors by CUDA, Triton and the compiler; by cuBLAS and cuDNN; by PyTorch on a CPU."""
 
 
@@ -28,17 +28,17 @@ class OutOfMemory(PolarError):
     """Something does not fit into memory, whatever is done about it."""
 
 
-def join_free_memory() -> None:
+def enable_expandable_segments() -> None:
     """For a process that trains: chunks have all lengths, and what one leaves free in pieces is of use to the next only
     if the allocator can join it. PyTorch reads this when a GPU is used for the first time: call it before."""
-    if not set(_VARIABLES) & os.environ.keys():
-        os.environ[_VARIABLES[0]] = _EXPANDABLE
+    if not set(_ALLOCATOR_VARIABLES) & os.environ.keys():
+        os.environ[_ALLOCATOR_VARIABLES[0]] = _EXPANDABLE_SEGMENTS
 
 
-def release_pieces(device: torch.device, needed: float) -> None:
+def release_fragmented_memory(device: torch.device, needed: float) -> None:
     """Between groups, for what needs so many bytes. Where the allocator can't join free memory (somebody has set it up
     otherwise), it keeps blocks as long as the last group wanted them, and cuts them up for small things that stay."""
-    if device.type != "cuda" or any(_EXPANDABLE in os.environ.get(name, "") for name in _VARIABLES):
+    if device.type != "cuda" or any(_EXPANDABLE_SEGMENTS in os.environ.get(name, "") for name in _ALLOCATOR_VARIABLES):
         return
     free, _ = torch.cuda.mem_get_info(device)
     if free < needed:
@@ -49,17 +49,17 @@ def is_out_of_memory(error: BaseException) -> bool:
     """Whoever says so: only PyTorch's allocator has an error of its own for it."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
-    return isinstance(error, RuntimeError) and any(phrase in str(error).lower() for phrase in _PHRASES)
+    return isinstance(error, RuntimeError) and any(phrase in str(error).lower() for phrase in _OUT_OF_MEMORY_PHRASES)
 
 
-def release(device: torch.device) -> None:
+def release_memory(device: torch.device) -> None:
     """What nobody refers to any more, also in a circle."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
 
 
-class Retries:
+class OutOfMemoryRetrier:
     """Computes again what ran out of memory."""
 
     def __init__(self, device: torch.device) -> None:
@@ -68,7 +68,7 @@ class Retries:
 
     def run(
         self,
-        what: str,
+        description: str,
         compute: Callable[[], T],
         *,
         discard: Callable[[], None],
@@ -86,10 +86,10 @@ class Retries:
                 reason = str(error).partition("\n")[0]
             # Not in the handler: the error holds on to the frames that it came from, and these to their tensors.
             discard()
-            release(self._device)
+            release_memory(self._device)
             different = keep_less()
             if different is None:
-                short = f"{what} does not fit into memory, with as little kept as possible."
+                short = f"{description} does not fit into memory, with as little kept as possible."
                 raise OutOfMemory(f"{short} {advice()} ({reason})")
             self.count += 1
-            log.warning("%s ran out of memory and is computed again, %s: %s", what, different, reason)
+            log.warning("%s ran out of memory and is computed again, %s: %s", description, different, reason)

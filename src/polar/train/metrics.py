@@ -12,10 +12,10 @@ import msgspec
 from msgspec import Struct, field
 
 from polar.errors import ConfigError
-from polar.train.checkpoint import keep_up_to
+from polar.train.checkpoint import truncate_after_step
 from polar.train.settings import MetricsSettings, TrainSettings
 
-PHASES = "wait", "compute", "checkpoint", "sync", "evaluate"
+STEP_PHASES = "wait", "compute", "checkpoint", "sync", "evaluate"
 """Of a step."""
 
 
@@ -58,7 +58,7 @@ class StepMetrics(Struct):
     seconds: dict[str, float] = field(default_factory=dict)  # by phase, and of parts of them
     gpu_busy: float | None = None
 
-    def flat(self) -> dict[str, float]:
+    def flatten(self) -> dict[str, float]:
         """Numbers alone, by name."""
         found: dict[str, float] = {}
         for name, value in msgspec.to_builtins(self).items():
@@ -73,9 +73,9 @@ class Metrics:
 
     def __init__(self, output: Path, settings: TrainSettings, step: int, run: str) -> None:
         """Goes on behind `step`: lines of later steps, which were lost with their weights, are removed."""
-        self.history = keep_up_to(output / "metrics.jsonl", step, StepMetrics)
+        self.history = truncate_after_step(output / "metrics.jsonl", step, StepMetrics)
         self._file = (output / "metrics.jsonl").open("ab")
-        self._writers = _writers(output, settings.metrics, settings, step, run)
+        self._writers = _create_writers(output, settings.metrics, settings, step, run)
 
     def __enter__(self) -> "Metrics":
         return self
@@ -104,7 +104,7 @@ class _TensorBoard:
         self._writer = SummaryWriter(str(output / "tensorboard"), purge_step=step + 1)
 
     def write(self, metrics: StepMetrics) -> None:
-        for name, value in metrics.flat().items():
+        for name, value in metrics.flatten().items():
             self._writer.add_scalar(name, value, metrics.step)
 
     def close(self) -> None:
@@ -123,35 +123,35 @@ class _Wandb:
         self._run.define_metric("*", step_metric="step")
 
     def write(self, metrics: StepMetrics) -> None:
-        self._run.log(metrics.flat())
+        self._run.log(metrics.flatten())
 
     def close(self) -> None:
         self._run.finish()
 
 
-def _writers(output: Path, wanted: MetricsSettings, settings: TrainSettings, step: int, run: str) -> list[Any]:
+def _create_writers(output: Path, wanted: MetricsSettings, settings: TrainSettings, step: int, run: str) -> list[Any]:
     writers: list[Any] = [_TensorBoard(output, step)] if wanted.tensorboard else []
     if wanted.wandb is not None:
         writers.append(_Wandb(output, wanted.wandb, run, settings))
     return writers
 
 
-class GpuWatch:
+class GpuMonitor:
     """How busy the GPUs of this machine are, whoever uses them. Use as an async context manager; without nvidia-smi it
     has nothing to say."""
 
-    def __init__(self, *, wanted: bool) -> None:
-        self._program = shutil.which("nvidia-smi") if wanted else None
-        self.seen: list[float] = []
+    def __init__(self, *, enabled: bool) -> None:
+        self._program = shutil.which("nvidia-smi") if enabled else None
+        self.utilizations: list[float] = []
         self._process: asyncio.subprocess.Process | None = None
-        self._reading: asyncio.Task[None] | None = None
+        self._reader_task: asyncio.Task[None] | None = None
 
-    async def __aenter__(self) -> "GpuWatch":
+    async def __aenter__(self) -> "GpuMonitor":
         if self._program is not None:
             options = ("--query-gpu=utilization.gpu", "--format=csv,noheader,nounits", "--loop-ms=500")
             pipe, nothing = asyncio.subprocess.PIPE, asyncio.subprocess.DEVNULL
             self._process = await asyncio.create_subprocess_exec(self._program, *options, stdout=pipe, stderr=nothing)
-            self._reading = asyncio.create_task(self._read(self._process))
+            self._reader_task = asyncio.create_task(self._read(self._process))
         return self
 
     async def __aexit__(
@@ -161,16 +161,16 @@ class GpuWatch:
             with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile
                 self._process.kill()
             await self._process.wait()
-        if self._reading is not None:
-            await self._reading
+        if self._reader_task is not None:
+            await self._reader_task
 
     async def _read(self, process: asyncio.subprocess.Process) -> None:
         assert process.stdout is not None
         async for line in process.stdout:
             with contextlib.suppress(ValueError):  # a GPU that doesn't say
-                self.seen.append(float(line) / 100)
+                self.utilizations.append(float(line) / 100)
 
-    def busy(self) -> float | None:
+    def take_utilization(self) -> float | None:
         """The mean share since this was asked last."""
-        seen, self.seen = self.seen, []
+        seen, self.utilizations = self.utilizations, []
         return sum(seen) / len(seen) if seen else None

@@ -8,14 +8,14 @@ from typing import Any
 import torch
 
 from polar.errors import ConfigError
-from polar.train import files
+from polar.train import atomic_files
 from polar.train.memory import OutOfMemory, is_out_of_memory
 from polar.train.settings import LoraSettings, ModelSettings
 
 _WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx", ".index.json")
 
 
-def device_of(settings: ModelSettings) -> torch.device:
+def resolve_device(settings: ModelSettings) -> torch.device:
     if settings.device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -35,7 +35,7 @@ def load_model(folder: Path, settings: ModelSettings) -> Any:
     transformers = import_module("transformers")
     if not (folder / "config.json").exists():
         raise ConfigError(f"There is no model in {folder}: it would have a config.json. Set model.folder.")
-    device = device_of(settings)  # before the weights are read, which takes long
+    device = resolve_device(settings)  # before the weights are read, which takes long
     transformers.utils.logging.disable_progress_bar()
     try:
         model = transformers.AutoModelForCausalLM.from_pretrained(
@@ -52,23 +52,23 @@ def load_model(folder: Path, settings: ModelSettings) -> Any:
         raise OutOfMemory(f"The model in {folder} does not fit into the memory of {device}: set {hint}.") from error
     model.eval()  # without dropout: log-probabilities are to be those of the policy
     if settings.lora is not None:
-        return _with_adapters(model, settings.lora)
+        return _add_adapters(model, settings.lora)
     if settings.trainable_layers is not None:
         _freeze_below(model, settings.trainable_layers)
     return model
 
 
-def frozen_copy(folder: Path, settings: ModelSettings) -> Any:
+def load_frozen_copy(folder: Path, settings: ModelSettings) -> Any:
     """The model as it was at first, to be compared with."""
     model = load_model(folder, settings.model_copy(update={"lora": None, "trainable_layers": None}))
     return model.requires_grad_(False)
 
 
-def trainable(model: Any) -> dict[str, torch.nn.Parameter]:
+def get_trainable_parameters(model: Any) -> dict[str, torch.nn.Parameter]:
     return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
-def _with_adapters(model: Any, settings: LoraSettings) -> Any:
+def _add_adapters(model: Any, settings: LoraSettings) -> Any:
     peft = import_module("peft")
     config = peft.LoraConfig(
         r=settings.rank,
@@ -95,17 +95,19 @@ def _freeze_below(model: Any, layers: int) -> None:
     decoder.norm.requires_grad_(True)
 
 
-def export(model: Any, base: Path, folder: Path) -> None:
+def export_model(model: Any, base: Path, folder: Path) -> None:
     """A folder that any engine can serve: the weights with adapters merged in, and the tokenizer as it was."""
     from safetensors.torch import save_file
 
-    from polar.train.syncing.weights import weights_of
+    from polar.train.weight_sync.merged_weights import get_merged_weights
 
     inner = model.get_base_model() if hasattr(model, "get_base_model") else model
     tied = set(inner.all_tied_weights_keys)  # none where its config ties nothing
-    with files.new_folder(folder) as made:
+    with atomic_files.create_folder_atomically(folder) as made:
         for file in base.iterdir():
             if file.is_file() and not file.name.endswith(_WEIGHT_FILES):
                 shutil.copyfile(file, made / file.name)
-        weights = {name: tensor.cpu().contiguous() for name, tensor in weights_of(model).items() if name not in tied}
+        weights = {
+            name: tensor.cpu().contiguous() for name, tensor in get_merged_weights(model).items() if name not in tied
+        }
         save_file(weights, made / "model.safetensors", metadata={"format": "pt"})

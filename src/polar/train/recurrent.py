@@ -25,44 +25,44 @@ from torch import Tensor
 from torch.nn import functional
 
 from polar.errors import ConfigError
-from polar.train.cutting import Chunk
+from polar.train.chunks import Chunk
+from polar.train.device_transfer import to_device
 from polar.train.forest import Forest, Indices
-from polar.train.moving import moved
 from polar.trajectory.tree import ROOT
 
-BLOCK = 64
+BLOCK_TOKENS = 64
 """The rule works on so many tokens at once: filling a run up to as many costs nothing."""
 
-_NETS = {"Qwen3NextGatedDeltaNet", "Qwen3_5GatedDeltaNet", "Qwen3_5MoeGatedDeltaNet"}
+_DELTA_NET_CLASSES = {"Qwen3NextGatedDeltaNet", "Qwen3_5GatedDeltaNet", "Qwen3_5MoeGatedDeltaNet"}
 
 
-class Memory(NamedTuple):
+class RecurrentState(NamedTuple):
     """What a layer knows behind a token, or behind several, stacked."""
 
-    window: Tensor  # [inputs of the convolution but one, channels]
-    state: Tensor  # [heads, key width, value width]
+    conv_window: Tensor  # [inputs of the convolution but one, channels]
+    matrix: Tensor  # [heads, key width, value width]
 
 
-class Group(Struct):
+class RunBatch(Struct):
     """Runs that go through a layer together, the shorter ones filled up."""
 
     lengths: list[int]
-    origins: list[int]  # the number of the memory that each begins with; ROOT for none
-    rows: Tensor  # [runs, longest]: which of the chunk's tokens
-    real: Tensor  # the same: whether it is there, or fills up
+    state_indices: list[int]  # the number of the memory that each begins with; ROOT for none
+    token_indices: Tensor  # [runs, longest]: which of the chunk's tokens
+    is_token: Tensor  # the same: whether it is there, or fills up
 
 
-class Plan(Struct):
+class RunPlan(Struct):
     """A chunk's runs. Memories are numbered: those of earlier chunks, then those behind each run, group by group."""
 
-    received: list[int]  # the packed tokens of earlier chunks that runs go on from
-    groups: list[Group]
+    received_tokens: list[int]  # the packed tokens of earlier chunks that runs go on from
+    batches: list[RunBatch]
     order: Tensor  # of each token, its row among all that the groups put out
-    leaving: dict[int, int]  # packed tokens that later chunks go on from, and the memory behind each
+    saved_tokens: dict[int, int]  # packed tokens that later chunks go on from, and the memory behind each
 
     @classmethod
-    def of(cls, forest: Forest, chunk: Chunk, device: torch.device) -> "Plan":
-        starts, leaving = _edges(forest, chunk)
+    def from_chunk(cls, forest: Forest, chunk: Chunk, device: torch.device) -> "RunPlan":
+        starts, leaving = _find_runs(forest, chunk)
         stops = np.append(starts[1:], chunk.stop)
         lengths = (stops - starts).tolist()
         before = forest.before[starts].tolist()
@@ -71,11 +71,13 @@ class Plan(Struct):
         runs: dict[int, int] = {}  # by their last tokens
         turns: list[tuple[int, int]] = []  # of each run: after how many others it comes, and how long it is, roughly
         for run, (token, length) in enumerate(zip(before, lengths, strict=True)):
-            turns.append((turns[runs[token]][0] + 1 if token in runs else 0, ((length - 1) // BLOCK).bit_length()))
+            turns.append(
+                (turns[runs[token]][0] + 1 if token in runs else 0, ((length - 1) // BLOCK_TOKENS).bit_length())
+            )
             runs[int(stops[run]) - 1] = run
 
         numbers = {token: number for number, token in enumerate(received)} | {ROOT: ROOT}
-        groups: list[Group] = []
+        groups: list[RunBatch] = []
         order = np.empty(len(chunk), np.int64)
         done = 0
         for _, members in groupby(sorted(range(len(starts)), key=turns.__getitem__), turns.__getitem__):
@@ -86,19 +88,19 @@ class Plan(Struct):
             order[rows[real]] = done + np.flatnonzero(real)
             done += rows.size
             groups.append(
-                Group(
+                RunBatch(
                     lengths=[lengths[run] for run in group],
-                    origins=[numbers[before[run]] for run in group],
-                    rows=moved(rows, device),
-                    real=moved(real, device),
+                    state_indices=[numbers[before[run]] for run in group],
+                    token_indices=to_device(rows, device),
+                    is_token=to_device(real, device),
                 )
             )
             for run in group:
                 numbers[int(stops[run]) - 1] = len(numbers) - 1
-        return cls(received, groups, moved(order, device), {token: numbers[token] for token in leaving})
+        return cls(received, groups, to_device(order, device), {token: numbers[token] for token in leaving})
 
 
-def _edges(forest: Forest, chunk: Chunk) -> tuple[Indices, list[int]]:
+def _find_runs(forest: Forest, chunk: Chunk) -> tuple[Indices, list[int]]:
     """Where a chunk's runs begin, and the tokens that later chunks go on from."""
     branches = np.flatnonzero(forest.before[1:] != np.arange(len(forest) - 1)) + 1
     onto = forest.before[branches]
@@ -114,64 +116,75 @@ def _edges(forest: Forest, chunk: Chunk) -> tuple[Indices, list[int]]:
 class Recurrence(Struct):
     """One chunk's way through the recurrent layers: what it goes on from, and what it leaves for those behind it."""
 
-    plan: Plan
+    plan: RunPlan
     sources: list[tuple["Recurrence", int]]  # of each memory received, whose it is, and its place there
-    left: dict[int, Memory] = field(default_factory=dict)  # by layer, stacked
-    seen: dict[int, Memory] = field(default_factory=dict)  # by layer, those received, as inputs
-    grads: dict[int, Memory] = field(default_factory=dict)  # by layer, what came back to those it left
+    saved_states: dict[int, RecurrentState] = field(default_factory=dict)  # by layer, stacked
+    loaded_states: dict[int, RecurrentState] = field(default_factory=dict)  # by layer, those received, as inputs
+    grads: dict[int, RecurrentState] = field(default_factory=dict)  # by layer, what came back to those it left
 
     @classmethod
-    def of(cls, forest: Forest, chunk: Chunk, earlier: Iterable["Recurrence"], device: torch.device) -> "Recurrence":
-        plan = Plan.of(forest, chunk, device)
-        places = {token: (one, place) for one in earlier for place, token in enumerate(one.plan.leaving)}
-        return cls(plan, [places[token] for token in plan.received])
+    def from_chunk(
+        cls, forest: Forest, chunk: Chunk, earlier: Iterable["Recurrence"], device: torch.device
+    ) -> "Recurrence":
+        plan = RunPlan.from_chunk(forest, chunk, device)
+        places = {token: (one, place) for one in earlier for place, token in enumerate(one.plan.saved_tokens)}
+        return cls(plan, [places[token] for token in plan.received_tokens])
 
-    def receive(self, layer: int, trained: tuple[bool, bool]) -> list[Memory]:
+    def load_states(self, layer: int, requires_grad: tuple[bool, bool]) -> list[RecurrentState]:
         """What it goes on from, as if those were inputs. `trained`: whether windows and states depend on anything that
         trains; what does not needs no gradient here, nor where it is from."""
         if not self.sources:
             return []
-        inputs = _stacked(
-            [Memory(*(stack[place].detach() for stack in one.left[layer])) for one, place in self.sources]
+        inputs = _stack_states(
+            [
+                RecurrentState(*(stack[place].detach() for stack in one.saved_states[layer]))
+                for one, place in self.sources
+            ]
         )
-        self.seen[layer] = Memory(*(tensor.requires_grad_(some) for tensor, some in zip(inputs, trained, strict=True)))
-        return _apart(inputs)
+        self.loaded_states[layer] = RecurrentState(
+            *(tensor.requires_grad_(some) for tensor, some in zip(inputs, requires_grad, strict=True))
+        )
+        return _unstack_states(inputs)
 
-    def leave(self, layer: int, memories: Sequence[Memory]) -> None:
-        if self.plan.leaving:
-            self.left[layer] = _stacked([memories[number] for number in self.plan.leaving.values()])
+    def save_states(self, layer: int, states: Sequence[RecurrentState]) -> None:
+        if self.plan.saved_tokens:
+            self.saved_states[layer] = _stack_states([states[number] for number in self.plan.saved_tokens.values()])
 
-    def came_back(self) -> list[tuple[Tensor, Tensor]]:
+    def saved_state_gradients(self) -> list[tuple[Tensor, Tensor]]:
         """What it left, with the gradients."""
-        return [both for layer, grads in self.grads.items() for both in zip(self.left[layer], grads, strict=True)]
+        return [
+            both for layer, grads in self.grads.items() for both in zip(self.saved_states[layer], grads, strict=True)
+        ]
 
-    def give_back(self) -> None:
+    def propagate_gradients(self) -> None:
         """What came back to those received goes to the chunks that they are from. It is added up in fp32: many
         branches may come back to one trunk."""
-        for layer, seen in self.seen.items():
+        for layer, seen in self.loaded_states.items():
             for number, (one, place) in enumerate(self.sources):
                 if layer not in one.grads:
-                    one.grads[layer] = Memory(*(torch.zeros_like(stack).float() for stack in one.left[layer]))
+                    one.grads[layer] = RecurrentState(
+                        *(torch.zeros_like(stack).float() for stack in one.saved_states[layer])
+                    )
                 for mine, theirs in zip(one.grads[layer], seen, strict=True):
                     if theirs.grad is not None:
                         mine[place] += theirs.grad[number]
-        self.seen.clear()
+        self.loaded_states.clear()
 
 
-def _stacked(memories: Sequence[Memory]) -> Memory:
-    return Memory(*(torch.stack(parts) for parts in zip(*memories, strict=True)))
+def _stack_states(memories: Sequence[RecurrentState]) -> RecurrentState:
+    return RecurrentState(*(torch.stack(parts) for parts in zip(*memories, strict=True)))
 
 
-def _apart(stack: Memory) -> list[Memory]:
-    return [Memory(*parts) for parts in zip(*stack, strict=True)]
+def _unstack_states(stack: RecurrentState) -> list[RecurrentState]:
+    return [RecurrentState(*parts) for parts in zip(*stack, strict=True)]
 
 
 # The model
 
 
-def follow_trees(decoder: Any) -> bool:
+def patch_recurrent_layers(decoder: Any) -> bool:
     """Has the recurrent layers of a model follow `tree=` where it is called with one; says whether there are any."""
-    nets = [module for module in decoder.modules() if type(module).__name__ in _NETS]
+    nets = [module for module in decoder.modules() if type(module).__name__ in _DELTA_NET_CLASSES]
     kinds = getattr(decoder.config, "layer_types", None) or []
     if len(nets) != kinds.count("linear_attention") or (decoder._is_stateful and not kinds):
         raise ConfigError(
@@ -188,13 +201,13 @@ def _forward(net: Any, hidden_states: Tensor, *args: Any, tree: Any = None, **kw
     if tree is None:
         out: Tensor = type(net).forward(net, hidden_states, *args, **kwargs)
         return out
-    return _along(net, hidden_states, tree.recurrence)
+    return _forward_along_tree(net, hidden_states, tree.recurrence)
 
 
-def _along(net: Any, hidden: Tensor, recurrence: Recurrence) -> Tensor:
+def _forward_along_tree(net: Any, hidden: Tensor, recurrence: Recurrence) -> Tensor:
     """`hidden` is [1, tokens, width]."""
-    mixed, gate, rate, decay = _projected(net, hidden)
-    none = Memory(
+    mixed, gate, rate, decay = _project_inputs(net, hidden)
+    none = RecurrentState(
         mixed.new_zeros(net.conv_kernel_size - 1, mixed.shape[-1]),
         decay.new_zeros(net.num_v_heads, net.head_k_dim, net.head_v_dim),
     )
@@ -202,21 +215,21 @@ def _along(net: Any, hidden: Tensor, recurrence: Recurrence) -> Tensor:
         mixed.requires_grad,
         torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (mixed, rate, decay, net.conv1d.weight)),
     )
-    memories = recurrence.receive(net.layer_idx, trained)
+    memories = recurrence.load_states(net.layer_idx, trained)
     outs = []
-    for group in recurrence.plan.groups:
-        begin = _stacked([none if origin == ROOT else memories[origin] for origin in group.origins])
-        out, end = _together(net, group, begin, mixed, rate, decay)
+    for group in recurrence.plan.batches:
+        begin = _stack_states([none if origin == ROOT else memories[origin] for origin in group.state_indices])
+        out, end = _forward_batch(net, group, begin, mixed, rate, decay)
         outs.append(out.flatten(0, 1))
         memories += end
-    recurrence.leave(net.layer_idx, memories)
+    recurrence.save_states(net.layer_idx, memories)
     ordered = torch.cat(outs).index_select(0, recurrence.plan.order)
     normed = net.norm(ordered.reshape(-1, net.head_v_dim), gate.reshape(-1, net.head_v_dim))
     result: Tensor = net.out_proj(normed.reshape(*hidden.shape[:2], -1))
     return result
 
 
-def _projected(net: Any, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _project_inputs(net: Any, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Of each token: the convolution's inputs, the gate of its output, how much it writes, how much is forgotten."""
     if hasattr(net, "in_proj_qkvz"):  # Qwen3-Next's, by heads
         query, key, value, gate, b, a = net.fix_query_key_value_ordering(
@@ -229,15 +242,15 @@ def _projected(net: Any, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor
     return mixed[0], gate, b[0].sigmoid(), decay[0]
 
 
-def _together(
-    net: Any, group: Group, begin: Memory, mixed: Tensor, rate: Tensor, decay: Tensor
-) -> tuple[Tensor, list[Memory]]:
+def _forward_batch(
+    net: Any, group: RunBatch, begin: RecurrentState, mixed: Tensor, rate: Tensor, decay: Tensor
+) -> tuple[Tensor, list[RecurrentState]]:
     """The output of some runs, [runs, longest, heads, width], and the memory behind each.
 
     What fills up writes nothing and forgets nothing, so a shorter run's state stays as it was behind its last token."""
     # transformers' own functions, so that fast kernels are used where it finds them
     functions = import_module(type(net).__module__)
-    inputs = torch.cat([begin.window, _taken(mixed, group)], 1)
+    inputs = torch.cat([begin.conv_window, _select_tokens(mixed, group)], 1)
     convolved = functions.causal_conv1d_fn(
         inputs.transpose(1, 2), net.conv1d.weight.squeeze(1), net.conv1d.bias, activation=net.activation
     )
@@ -248,18 +261,18 @@ def _together(
         query.unflatten(-1, (-1, net.head_k_dim)).repeat_interleave(shared, 2),
         key.unflatten(-1, (-1, net.head_k_dim)).repeat_interleave(shared, 2),
         value.unflatten(-1, (-1, net.head_v_dim)),
-        g=_taken(decay, group).masked_fill(~group.real[..., None], 0),
-        beta=_taken(rate, group).masked_fill(~group.real[..., None], 0),
-        initial_state=begin.state,
+        g=_select_tokens(decay, group).masked_fill(~group.is_token[..., None], 0),
+        beta=_select_tokens(rate, group).masked_fill(~group.is_token[..., None], 0),
+        initial_state=begin.matrix,
         output_final_state=True,
         use_qk_l2norm_in_kernel=True,
     )
     ends = [
-        Memory(run[length : length + net.conv_kernel_size - 1], state)
+        RecurrentState(run[length : length + net.conv_kernel_size - 1], state)
         for run, length, state in zip(inputs, group.lengths, states, strict=True)
     ]
     return out, ends
 
 
-def _taken(tokens: Tensor, group: Group) -> Tensor:
-    return tokens.index_select(0, group.rows.flatten()).reshape(*group.rows.shape, -1)
+def _select_tokens(tokens: Tensor, group: RunBatch) -> Tensor:
+    return tokens.index_select(0, group.token_indices.flatten()).reshape(*group.token_indices.shape, -1)

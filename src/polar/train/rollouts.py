@@ -18,15 +18,15 @@ from polar.client.async_client import AsyncClient
 from polar.config import SamplingOverrides
 from polar.rollout.models import TaskRequest
 from polar.train import groups
-from polar.train.groups import Group
+from polar.train.groups import RolloutGroup
 from polar.train.settings import RolloutSettings
 from polar.trajectory.checker import SessionChecker
-from polar.trajectory.session import TREE
+from polar.trajectory.session import TREE_BUILDER
 
-_PAGE = 8  # groups that are read at once
+_GROUPS_PER_PAGE = 8  # groups that are read at once
 
 
-class Settled(Struct):
+class SettledGroups(Struct):
     """Which groups are: all below `floor`, and some others."""
 
     floor: int = 0
@@ -46,7 +46,7 @@ class Settled(Struct):
         return self.floor + len(self.others)
 
 
-class Order:
+class TaskOrder:
     """Which task each group is of: each epoch has all tasks, in an order of its own."""
 
     def __init__(self, names: Sequence[str], seed: int) -> None:
@@ -54,22 +54,22 @@ class Order:
         self._seed = seed
         self._epochs: dict[int, list[str]] = {}
 
-    def group(self, index: int) -> tuple[int, str]:
+    def get_epoch_and_task(self, index: int) -> tuple[int, str]:
         """Its epoch and task."""
         epoch, place = divmod(index, len(self._names))
-        return epoch, self._of(epoch)[place]
+        return epoch, self._shuffle_epoch(epoch)[place]
 
-    def index(self, epoch: int, name: str) -> int:
-        return epoch * len(self._names) + self._of(epoch).index(name)
+    def get_group_index(self, epoch: int, name: str) -> int:
+        return epoch * len(self._names) + self._shuffle_epoch(epoch).index(name)
 
-    def _of(self, epoch: int) -> list[str]:
+    def _shuffle_epoch(self, epoch: int) -> list[str]:
         if epoch not in self._epochs:
             shuffled = self._epochs[epoch] = list(self._names)
             random.Random(f"{self._seed}/{epoch}").shuffle(shuffled)
         return self._epochs[epoch]
 
 
-class Rollouts:
+class RolloutScheduler:
     """Use as an async context manager."""
 
     def __init__(
@@ -81,7 +81,7 @@ class Rollouts:
         name: str,
         seed: int,
         cursor: int,
-        settled: Settled,
+        settled: SettledGroups,
         limit: int,
     ) -> None:
         """`name` begins those of all tasks. `cursor` and `settled` are how far an earlier process got. `limit` is how
@@ -93,48 +93,48 @@ class Rollouts:
         self._settings = settings
         self._checker = SessionChecker(settings.verify_share)
         self._name = name
-        self._order = Order(list(self._tasks), seed)
+        self._order = TaskOrder(list(self._tasks), seed)
         self._next = settled.floor  # all groups before it are settled, or on their way
         self._cursor = cursor
         self._indices: dict[str, int] = {}  # of groups on their way, by task id
-        self._ready: asyncio.Queue[Group] = asyncio.Queue()
-        self._reading: asyncio.Task[None] | None = None
-        self._submitting = asyncio.Lock()
+        self._ready: asyncio.Queue[RolloutGroup] = asyncio.Queue()
+        self._reader_task: asyncio.Task[None] | None = None
+        self._submit_lock = asyncio.Lock()
 
-    async def __aenter__(self) -> "Rollouts":
+    async def __aenter__(self) -> "RolloutScheduler":
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._reading is not None:
-            self._reading.cancel()
+        if self._reader_task is not None:
+            self._reader_task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
-                await self._reading
+                await self._reader_task
 
     @property
-    def on_their_way(self) -> int:
+    def in_flight(self) -> int:
         return len(self._indices)
 
     async def submit(self) -> None:
         """As many as may be on their way."""
         settings = self._settings
-        if self._reading is None:
-            self._reading = asyncio.create_task(self._read())
-        async with self._submitting:
+        if self._reader_task is None:
+            self._reader_task = asyncio.create_task(self._read())
+        async with self._submit_lock:
             tasks = []
             most = settings.groups_per_step * (settings.max_lag + 1)
-            while self.on_their_way < min(most, self.limit - len(self.settled)):
+            while self.in_flight < min(most, self.limit - len(self.settled)):
                 index, self._next = self._next, self._next + 1
-                epoch, name = self._order.group(index)
-                task = self._task(epoch, self._tasks[name])
+                epoch, name = self._order.get_epoch_and_task(index)
+                task = self._build_task(epoch, self._tasks[name])
                 if index not in self.settled and task.task_id not in self._indices:
                     self._indices[task.task_id] = index
                     tasks.append(task)
             if tasks:
                 await self._client.submit(tasks)
 
-    def _task(self, epoch: int, task: TaskRequest) -> TaskRequest:
+    def _build_task(self, epoch: int, task: TaskRequest) -> TaskRequest:
         """Sessions that get too old while they run are ended by the service: training would only leave them out."""
         settings = self._settings
         return task.model_copy(
@@ -142,25 +142,25 @@ class Rollouts:
                 "task_id": f"{self._name}/{epoch}/{task.task_id}",
                 "run": settings.run,
                 "num_samples": settings.group_size,
-                "sampling": sampled_with(task, settings),
+                "sampling": merge_sampling(task, settings),
                 "max_lag": settings.max_lag,
                 "on_stale": "cancel",
             }
         )
 
-    async def take(self) -> Group:
+    async def take(self) -> RolloutGroup:
         """The next one that has ended. Raises ClientError where the service can't be reached."""
-        assert self._reading is not None  # something was submitted
+        assert self._reader_task is not None  # something was submitted
         taking = asyncio.ensure_future(self._ready.get())
         try:
-            await asyncio.wait({taking, self._reading}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({taking, self._reader_task}, return_when=asyncio.FIRST_COMPLETED)
             if not taking.done():
-                await self._reading  # it failed
+                await self._reader_task  # it failed
             return await taking
         finally:
             taking.cancel()
 
-    def settle(self, taken: Iterable[Group]) -> None:
+    def settle(self, taken: Iterable[RolloutGroup]) -> None:
         taken = list(taken)
         self.settled.add(group.index for group in taken)
         for group in taken:
@@ -168,35 +168,39 @@ class Rollouts:
 
     async def _read(self) -> None:
         settings = self._settings
-        feed = self._client.results(self._cursor, unit="group", raw=True, builder=settings.builder, limit=_PAGE)
+        feed = self._client.results(
+            self._cursor, unit="group", raw=True, builder=settings.builder, limit=_GROUPS_PER_PAGE
+        )
         async with feed:
             async for result in feed:
-                index = self._index(result.task_id)
+                index = self._find_index(result.task_id)
                 if index is None or index in self.settled:
                     continue
                 # A process before this one may have submitted groups that this one has not come to yet.
                 self._indices[result.task_id] = index
-                if settings.builder == TREE:
+                if settings.builder == TREE_BUILDER:
                     tree = await self._client.trajectory(result.task_id)
-                    group = await asyncio.to_thread(groups.of_tree, result.data, tree, index, self._checker)
+                    group = await asyncio.to_thread(groups.group_from_tree, result.data, tree, index, self._checker)
                 else:
-                    group = await asyncio.to_thread(groups.of_traces, result.data, index, self._checker)
+                    group = await asyncio.to_thread(groups.group_from_traces, result.data, index, self._checker)
                 await self._ready.put(group)
 
-    def _index(self, task_id: str) -> int | None:
+    def _find_index(self, task_id: str) -> int | None:
         """None of somebody else's: an evaluation's, say."""
         epoch, _, name = task_id.removeprefix(f"{self._name}/").partition("/")
         ours = task_id.startswith(f"{self._name}/") and epoch.isdecimal() and name in self._tasks
-        return self._order.index(int(epoch), name) if ours else None
+        return self._order.get_group_index(int(epoch), name) if ours else None
 
 
-_UNCHANGED = SamplingOverrides(
+_UNMODIFIED_SAMPLING = SamplingOverrides(
     top_p=1.0, top_k=0, min_p=0.0, presence_penalty=0.0, frequency_penalty=0.0, repetition_penalty=1.0
 )
 """Whatever a harness asks for, it is sampled from the policy itself: else nobody could say how probable a token was."""
 
 
-def sampled_with(task: TaskRequest, settings: RolloutSettings, **others: object) -> object:
+def merge_sampling(task: TaskRequest, settings: RolloutSettings, **others: object) -> object:
     """The trainer decides, then the task."""
-    wanted = _UNCHANGED.model_dump(exclude_none=True) | settings.sampling.model_dump(exclude_none=True) | others
+    wanted = (
+        _UNMODIFIED_SAMPLING.model_dump(exclude_none=True) | settings.sampling.model_dump(exclude_none=True) | others
+    )
     return task.sampling.model_copy(update=wanted)

@@ -6,29 +6,29 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from polar import problems
+from polar import validation_errors
 from polar.config import DEFAULT_RUN, SamplingOverrides
 from polar.errors import ConfigError
 
 
-class Section(BaseModel):
+class SettingsSection(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
-def _one_name(name: str) -> str:
+def _check_run_name(name: str) -> str:
     """It begins the names of tasks, and is that of a folder."""
     if "/" in name or name in (".", "..") or not name.isprintable():
         raise ValueError("it is the name of a folder, so without slashes")
     return name
 
 
-class LoraSettings(Section):
+class LoraSettings(SettingsSection):
     rank: int = Field(16, gt=0)
     alpha: float = Field(32, gt=0)
     targets: list[str] | Literal["all-linear"] = Field("all-linear", description="modules that get adapters")
 
 
-class ModelSettings(Section):
+class ModelSettings(SettingsSection):
     folder: str | None = Field(None, description="of a Hugging Face model [default: that of the embedded engine]")
     dtype: Literal["float32", "bfloat16"] = "float32"
     device: str = Field("auto", description="cpu, cuda, cuda:1, ... [default: a GPU if there is one]")
@@ -38,13 +38,13 @@ class ModelSettings(Section):
     trainable_layers: int | None = Field(None, gt=0, description="only so many of the last layers [default: all]")
 
     @model_validator(mode="after")
-    def _one_way(self) -> "ModelSettings":
+    def _check_one_method(self) -> "ModelSettings":
         if self.lora is not None and self.trainable_layers is not None:
             raise ValueError("it takes either `lora` or `trainable_layers`")
         return self
 
 
-class TaskSettings(Section):
+class TaskSettings(SettingsSection):
     """As `polar run` takes them: files and folders, and what is wanted otherwise than they say."""
 
     train: list[str] = Field(min_length=1)
@@ -56,7 +56,7 @@ class TaskSettings(Section):
     timeout: float | None = Field(None, gt=0)
 
 
-class RolloutSettings(Section):
+class RolloutSettings(SettingsSection):
     url: str | None = Field(None, description="of a server that runs [default: one is started, and ended, here]")
     token: str | None = Field(None, repr=False)
     run: str = Field(DEFAULT_RUN, min_length=1, max_length=200, description="whose engines hold this policy")
@@ -69,7 +69,7 @@ class RolloutSettings(Section):
     sampling: SamplingOverrides = SamplingOverrides(temperature=1.0)
 
 
-class GrpoSettings(Section):
+class GrpoSettings(SettingsSection):
     advantage: Literal["mean", "leave_one_out"] = "mean"
     scale: bool = Field(True, description="advantages are divided by the group's standard deviation")
     clip_low: float = Field(0.2, ge=0, lt=1)
@@ -81,7 +81,7 @@ class GrpoSettings(Section):
     refill: int = Field(0, ge=0, description="groups that a step may take besides, in place of those")
 
 
-class OptimizerSettings(Section):
+class OptimizerSettings(SettingsSection):
     lr: float = Field(1e-6, gt=0)
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = Field(1e-8, gt=0)
@@ -101,25 +101,25 @@ class OptimizerSettings(Section):
     )
 
 
-class EvaluationSettings(Section):
+class EvaluationSettings(SettingsSection):
     every: int | None = Field(None, gt=0, description="steps [default: before the first and after the last one]")
     samples: int = Field(1, gt=0, description="sessions of each held-out task")
     temperature: float | None = Field(None, ge=0, description="[default: as in training]")
 
 
-class CheckpointSettings(Section):
+class CheckpointSettings(SettingsSection):
     every: int = Field(1, gt=0, description="steps")
     keep: int = Field(2, gt=0)
 
 
-class MetricsSettings(Section):
+class MetricsSettings(SettingsSection):
     """`metrics.jsonl` is written in any case."""
 
     tensorboard: bool = False
     wandb: str | None = Field(None, description="the project, where W&B is to be told")
 
 
-class SyncSettings(Section):
+class SyncSettings(SettingsSection):
     """Weights to engines."""
 
     kind: str | None = Field(None, description="of the engines, where the server isn't started here")
@@ -128,8 +128,8 @@ class SyncSettings(Section):
     patience: float = Field(300, gt=0, description="seconds to wait for an engine that is away")
 
 
-class TrainSettings(Section):
-    name: Annotated[str, AfterValidator(_one_name)] = Field("train", min_length=1, max_length=80)
+class TrainSettings(SettingsSection):
+    name: Annotated[str, AfterValidator(_check_run_name)] = Field("train", min_length=1, max_length=80)
     output: str | None = Field(None, description="[default: runs/NAME]")
     seed: int = Field(0, ge=0)
     steps: int = Field(gt=0)
@@ -146,7 +146,7 @@ class TrainSettings(Section):
     folder: Path = Field(Path(), exclude=True, description="what relative paths are relative to")
 
     @model_validator(mode="after")
-    def _whose_server(self) -> "TrainSettings":
+    def _check_server_settings(self) -> "TrainSettings":
         if self.rollout.url is None:
             return self
         if self.rollout.config is not None or self.polar:
@@ -159,15 +159,15 @@ class TrainSettings(Section):
             )
         return self
 
-    def path(self, written: str) -> Path:
+    def resolve_path(self, written: str) -> Path:
         return (self.folder / written).absolute()
 
     @property
     def output_folder(self) -> Path:
-        return self.path(self.output or f"runs/{self.name}")
+        return self.resolve_path(self.output or f"runs/{self.name}")
 
 
-def load(path: Path, **overrides: Any) -> TrainSettings:
+def load_settings(path: Path, **overrides: Any) -> TrainSettings:
     """`overrides` are of the topmost level, and win; None is none. Raises ConfigError."""
     try:
         table = tomllib.loads(path.read_text(encoding="utf-8"))
@@ -181,4 +181,6 @@ def load(path: Path, **overrides: Any) -> TrainSettings:
     try:
         return TrainSettings.model_validate({"folder": path.parent} | table | wanted)
     except ValidationError as error:
-        raise ConfigError(f"{path}: {problems.listed(error, whole='the settings')}.") from error
+        raise ConfigError(
+            f"{path}: {validation_errors.format_validation_errors(error, subject='the settings')}."
+        ) from error

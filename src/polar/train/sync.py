@@ -22,11 +22,11 @@ from polar import backoff
 from polar.client.async_client import AsyncClient, ClientError
 from polar.config import EngineSettings
 from polar.engines.base import Engine
-from polar.engines.http import EngineHttp
+from polar.engines.http_client import EngineHttpClient
 from polar.errors import EngineError, PolarError
 from polar.plugins import load
-from polar.train.syncing.kinds import Sync
-from polar.train.syncing.probe import Difference, Probe, Sample
+from polar.train.weight_sync.probe import Difference, Probe, ProbeSample
+from polar.train.weight_sync.transports import WeightTransport
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -34,31 +34,34 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-_FIRST, _LONGEST = 0.2, 5.0  # seconds between two tries at an engine that is away
-_LATE = (502, 504)  # the service's word for engines and nodes that do not do what they are told, or not yet
+_FIRST_RETRY_SECONDS, _MAX_RETRY_SECONDS = 0.2, 5.0  # seconds between two tries at an engine that is away
+_UNAVAILABLE_STATUSES = (
+    502,
+    504,
+)  # the service's word for engines and nodes that do not do what they are told, or not yet
 
 
 class SyncError(PolarError):
     """Engines did not get their weights. `paused`: generation stands still, until an update succeeds. `unstopped`: why
     it could not be brought to that, though nobody knows the weights."""
 
-    def __init__(self, message: str, *, paused: bool, unstopped: str | None = None) -> None:
+    def __init__(self, message: str, *, paused: bool, pause_failure: str | None = None) -> None:
         rest = "Generation stands still until an update succeeds." if paused else "Generation goes on as before."
-        if unstopped is not None:
-            rest = f"Generation can't be stopped, and goes on with weights that nobody knows: {unstopped}"
+        if pause_failure is not None:
+            rest = f"Generation can't be stopped, and goes on with weights that nobody knows: {pause_failure}"
         super().__init__(f"{message} {rest}")
         self.paused = paused
 
 
-class ProbeFailed(SyncError):
+class ProbeFailedError(SyncError):
     """An engine samples with other weights than the trainer's, under their version: never use that version again."""
 
-    def __init__(self, message: str, version: int, *, paused: bool, unstopped: str | None = None) -> None:
-        super().__init__(message, paused=paused, unstopped=unstopped)
+    def __init__(self, message: str, version: int, *, paused: bool, pause_failure: str | None = None) -> None:
+        super().__init__(message, paused=paused, pause_failure=pause_failure)
         self.version = version
 
 
-class _Differs(PolarError):
+class _WeightMismatchError(PolarError):
     """An engine and the trainer say different things of the same tokens."""
 
 
@@ -68,22 +71,30 @@ class SyncReport(Struct):
     version: int
     replicas: int
     difference: Difference  # between engine and trainer
-    before: Difference | None = None  # between the weights that the engines had before and the trainer
-    told_apart: bool = False  # the weights from before would not have passed
+    previous_difference: Difference | None = None  # between the weights that the engines had before and the trainer
+    is_conclusive: bool = False  # the weights from before would not have passed
     seconds: dict[str, float] = field(default_factory=dict)  # by step
-    stood_still: float = 0.0  # seconds without generation
-    lost: list[str] = field(default_factory=list)  # replicas that had other weights by then than they were given last
+    paused_seconds: float = 0.0  # seconds without generation
+    lost_replicas: list[str] = field(
+        default_factory=list
+    )  # replicas that had other weights by then than they were given last
 
 
 class WeightSync:
     """The engines of the client's run. One update at a time."""
 
     def __init__(
-        self, client: AsyncClient, sync: Sync, engine: EngineSettings, probe: Probe, *, patience: float = 300
+        self,
+        client: AsyncClient,
+        transport: WeightTransport,
+        engine: EngineSettings,
+        probe: Probe,
+        *,
+        patience: float = 300,
     ) -> None:
         """`engine` has their kind, model and key; `patience` is how many seconds one that is away is waited for."""
         self._client = client
-        self._sync = sync
+        self._transport = transport
         self._settings = engine
         self._probe = probe
         self._patience = patience
@@ -93,21 +104,21 @@ class WeightSync:
         for replica in self._replicas.values():
             await replica.close()
         self._replicas = {}
-        self._sync.close()
+        self._transport.close()
 
     async def check(self, version: int) -> SyncReport:
         """Whether the engines have the weights that the trainer has, without an update. Raises SyncError."""
         if (await self._client.policy())["paused"]:
             raise SyncError("The engines can't be looked at: an update of their weights did not end.", paused=True)
-        return await self._probed(await self._known(), version, {}, stop=False)
+        return await self._probe_replicas(await self._list_replicas(), version, {}, stop=False)
 
     async def update(self, weights: "Mapping[str, Tensor]", version: int) -> SyncReport:
         """Raises SyncError. It may be called again then: with the same version, or after ProbeFailed a larger one."""
         seconds: dict[str, float] = {}
-        replicas = await self._known()
-        lost = await self._lost(replicas)
+        replicas = await self._list_replicas()
+        lost = await self._find_lost_replicas(replicas)
         with _timed(seconds, "prepare"):
-            await asyncio.to_thread(self._sync.prepare, weights, version)
+            await asyncio.to_thread(self._transport.prepare, weights, version)
         began = time.monotonic()
         with _timed(seconds, "freeze"):
             await self._freeze(replicas)
@@ -116,18 +127,18 @@ class WeightSync:
         with _timed(seconds, "policy"):
             for replica in replicas:  # by name: one that has come meanwhile has other weights
                 announced = partial(self._client.set_policy, version, replica.url)
-                await self._tell(announced, f"{replica.url} has version {version}, which can't be announced")
+                await self._call_service(announced, f"{replica.url} has version {version}, which can't be announced")
         with _timed(seconds, "resume"):
-            await self._tell(self._client.resume, "Generation can't be resumed")
+            await self._call_service(self._client.resume, "Generation can't be resumed")
         stood_still = time.monotonic() - began
-        self._sync.arrived(version)
-        report = await self._probed(replicas, version, seconds, stop=True)
-        report.stood_still, report.lost = stood_still, lost
+        self._transport.release_previous(version)
+        report = await self._probe_replicas(replicas, version, seconds, stop=True)
+        report.paused_seconds, report.lost_replicas = stood_still, lost
         return report
 
     # Steps
 
-    async def _known(self) -> list["_Replica"]:
+    async def _list_replicas(self) -> list["_Replica"]:
         """The run's replicas as the service knows them now."""
         urls = [str(replica["url"]) for replica in (await self._client.engines())["replicas"]]
         for gone in self._replicas.keys() - urls:
@@ -139,23 +150,25 @@ class WeightSync:
             raise SyncError(f"The run {self._client.run} has no engines: POST /engines gives it some.", paused=False)
         return [self._replicas[url] for url in urls]
 
-    async def _lost(self, replicas: list["_Replica"]) -> list[str]:
+    async def _find_lost_replicas(self, replicas: list["_Replica"]) -> list[str]:
         """Those that say that they have something else than they were given last: started again meanwhile, most likely.
         One that can't be asked is left to the steps that need it."""
-        given = [replica for replica in replicas if replica.given is not None]
-        answers = await asyncio.gather(*(self._sync.held(replica.http) for replica in given), return_exceptions=True)
+        given = [replica for replica in replicas if replica.loaded_version is not None]
+        answers = await asyncio.gather(
+            *(self._transport.read_version(replica.http) for replica in given), return_exceptions=True
+        )
         lost = []
         for replica, held in zip(given, answers, strict=True):
             if isinstance(held, BaseException):
                 if not isinstance(held, EngineError):
                     raise held
-            elif held != replica.given:
+            elif held != replica.loaded_version:
                 lost.append(replica.url)
                 log.warning(
                     "%s was given version %s and says that it has %s: it has lost its weights, and what it has sampled "
                     "since then may be labelled wrongly",
                     replica.url,
-                    replica.given,
+                    replica.loaded_version,
                     "none of ours" if held is None else f"version {held}",
                 )
         return lost
@@ -163,8 +176,8 @@ class WeightSync:
     async def _freeze(self, replicas: list["_Replica"]) -> None:
         """Calls that run stand still; where an engine can't do that, they are waited for."""
         try:
-            await self._patiently(self._client.pause)
-            if not all([await replica.stands_still() for replica in replicas]):
+            await self._retry_while_away(self._client.pause)
+            if not all([await replica.is_paused() for replica in replicas]):
                 await self._client.pause("drain")
         except (ClientError, EngineError) as error:
             refused = isinstance(error, ClientError) and error.status is not None and 400 <= error.status < 500
@@ -177,7 +190,8 @@ class WeightSync:
 
     async def _load(self, replicas: list["_Replica"], version: int) -> None:
         answers = await asyncio.gather(
-            *(self._patiently(partial(self._load_at, replica, version)) for replica in replicas), return_exceptions=True
+            *(self._retry_while_away(partial(self._load_replica, replica, version)) for replica in replicas),
+            return_exceptions=True,
         )
         for replica, answer in zip(replicas, answers, strict=True):
             if isinstance(answer, EngineError):
@@ -186,58 +200,58 @@ class WeightSync:
             if answer is not None:
                 raise answer
 
-    async def _load_at(self, replica: "_Replica", version: int) -> None:
-        await self._sync.load(replica.http, version)
-        held = await self._sync.held(replica.http)
+    async def _load_replica(self, replica: "_Replica", version: int) -> None:
+        await self._transport.load(replica.http, version)
+        held = await self._transport.read_version(replica.http)
         if held != version:
             raise EngineError(f"It says that it has version {held}.")
-        replica.given = version
+        replica.loaded_version = version
 
-    async def _tell(self, step: Callable[[], Awaitable[object]], failed: str) -> None:
+    async def _call_service(self, step: Callable[[], Awaitable[object]], failure_message: str) -> None:
         try:
-            await self._patiently(step)
+            await self._retry_while_away(step)
         except ClientError as error:
-            raise SyncError(f"{failed}: {error}", paused=True) from error
+            raise SyncError(f"{failure_message}: {error}", paused=True) from error
 
-    async def _probed(
+    async def _probe_replicas(
         self, replicas: list["_Replica"], version: int, seconds: dict[str, float], *, stop: bool
     ) -> SyncReport:
         """`stop`: where an engine fails, nothing more is to be sampled with weights that nobody knows."""
         with _timed(seconds, "probe"):
             earlier = [sample for replica in replicas for sample in replica.samples]
-            before = await self._probe.difference(earlier) if earlier else None
+            before = await self._probe.measure_difference(earlier) if earlier else None
             try:
-                found = await self._looked_at(replicas, version)
-            except (EngineError, _Differs) as error:
-                unstopped = await self._unstopped() if stop else None
+                found = await self._compare_replicas(replicas, version)
+            except (EngineError, _WeightMismatchError) as error:
+                unstopped = await self._try_pause() if stop else None
                 paused = stop and unstopped is None
-                if isinstance(error, _Differs):
-                    raise ProbeFailed(str(error), version, paused=paused, unstopped=unstopped) from error
+                if isinstance(error, _WeightMismatchError):
+                    raise ProbeFailedError(str(error), version, paused=paused, pause_failure=unstopped) from error
                 message = f"Nobody knows which weights the engines have: {error}"
-                raise SyncError(message, paused=paused, unstopped=unstopped) from error
-        apart = before is not None and not before.within(self._probe.tolerance)
+                raise SyncError(message, paused=paused, pause_failure=unstopped) from error
+        apart = before is not None and not before.is_within(self._probe.tolerance)
         return SyncReport(version, len(replicas), found, before, apart, seconds)
 
-    async def _looked_at(self, replicas: list["_Replica"], version: int) -> Difference:
-        taken = [self._patiently(partial(self._probe.sample, replica.engine)) for replica in replicas]
+    async def _compare_replicas(self, replicas: list["_Replica"], version: int) -> Difference:
+        taken = [self._retry_while_away(partial(self._probe.sample, replica.engine)) for replica in replicas]
         samples = await asyncio.gather(*taken, return_exceptions=True)
         found = []
         for replica, sample in zip(replicas, samples, strict=True):
             if isinstance(sample, BaseException):
                 raise sample
             replica.samples = sample
-            difference = await self._probe.difference(sample)
+            difference = await self._probe.measure_difference(sample)
             found.append(difference)
             allowed = self._probe.tolerance
-            if not difference.within(allowed):
-                raise _Differs(
+            if not difference.is_within(allowed):
+                raise _WeightMismatchError(
                     f"{replica.url} does not have the trainer's weights of version {version}: log-probabilities differ "
                     f"by {difference.largest:.3g} at most and {difference.mean:.3g} in the mean, and "
                     f"{allowed.largest:g} and {allowed.mean:g} are allowed; docs/weights.md tells what to look at."
                 )
-        return Difference.of_all(found)
+        return Difference.combine(found)
 
-    async def _unstopped(self) -> str | None:
+    async def _try_pause(self) -> str | None:
         """Stops generation. Where that fails: why."""
         try:
             await self._client.pause()
@@ -245,22 +259,22 @@ class WeightSync:
             return str(error)
         return None
 
-    async def _patiently(self, step: Callable[[], Awaitable[T]]) -> T:
+    async def _retry_while_away(self, step: Callable[[], Awaitable[T]]) -> T:
         """Again and again while an engine is away: it may be on its way up."""
         deadline = time.monotonic() + self._patience
-        for delay in backoff.delays(_FIRST, _LONGEST):
+        for delay in backoff.backoff_delays(_FIRST_RETRY_SECONDS, _MAX_RETRY_SECONDS):
             try:
                 return await step()
             except (EngineError, ClientError) as error:
-                if not _away(error) or time.monotonic() + delay > deadline:
+                if not _is_away(error) or time.monotonic() + delay > deadline:
                     raise
             await asyncio.sleep(delay)
         raise AssertionError  # there is always another delay
 
 
-def _away(error: EngineError | ClientError) -> bool:
+def _is_away(error: EngineError | ClientError) -> bool:
     if isinstance(error, ClientError):
-        return error.status in _LATE
+        return error.status in _UNAVAILABLE_STATUSES
     return error.kind == "overloaded" or isinstance(error.__cause__, aiohttp.ClientError | TimeoutError | OSError)
 
 
@@ -268,16 +282,16 @@ class _Replica:
     def __init__(self, url: str, settings: EngineSettings) -> None:
         self.url = url
         self.engine: Engine = load("engines", settings.kind)(url, settings)
-        self.http = EngineHttp(self.engine.url, settings.api_key, settings.timeout)
-        self.samples: list[Sample] = []  # of the last probe
-        self.given: int | None = None  # the version of the weights that it took last
+        self.http = EngineHttpClient(self.engine.url, settings.api_key, settings.timeout)
+        self.samples: list[ProbeSample] = []  # of the last probe
+        self.loaded_version: int | None = None  # the version of the weights that it took last
 
-    async def stands_still(self) -> bool:
+    async def is_paused(self) -> bool:
         """One that is away has no calls that could run on. vLLM says of one that is frozen that it sleeps."""
         try:
-            return await self.engine.standing() in ("frozen", "asleep")
+            return await self.engine.get_state() in ("frozen", "asleep")
         except EngineError as error:
-            if _away(error):
+            if _is_away(error):
                 return True
             raise
 

@@ -19,93 +19,93 @@ import numpy as np
 from msgspec import Struct, field
 from numpy.typing import NDArray
 
-from polar.train.batch import Trained, trained, without_stale
-from polar.train.checkpoint import Checkpoints, Entry, Progress
-from polar.train.computing import computed
+from polar.train.batch import TrainingGroup, mark_stale_sessions, select_training_sessions
+from polar.train.checkpoint import CheckpointStore, JournalEntry, Progress
+from polar.train.compute_thread import run_on_compute_thread
 from polar.train.evaluation import Evaluation
-from polar.train.groups import Columns, Group
-from polar.train.learner import Learned, Learner, ratio_of
-from polar.train.metrics import GpuWatch, Metrics, StepMetrics
-from polar.train.rollouts import Rollouts
+from polar.train.groups import RolloutGroup, TokenColumns
+from polar.train.learner import Learner, LearnerStats, compute_mean_ratio
+from polar.train.metrics import GpuMonitor, Metrics, StepMetrics
+from polar.train.rollouts import RolloutScheduler
 from polar.train.settings import TrainSettings
-from polar.train.sync import ProbeFailed, SyncError
+from polar.train.sync import ProbeFailedError, SyncError
 from polar.trajectory.checker import HOLD_REASONS
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-_TRIES = 3  # of an update of the engines
+_MAX_UPDATE_ATTEMPTS = 3  # of an update of the engines
 
 
-class Engines(Protocol):
+class WeightPublisher(Protocol):
     """Where the weights go; see `weights.EngineWeights`."""
 
-    async def versions(self) -> "Versions": ...
+    async def read_versions(self) -> "EngineVersions": ...
 
-    async def same(self, version: int) -> bool:
+    async def has_trainer_weights(self, version: int) -> bool:
         """Whether all of them sample with the trainer's weights."""
         ...
 
-    async def update(self, version: int) -> "Updated":
+    async def publish(self, version: int) -> "WeightUpdateResult":
         """They get them. Raises SyncError."""
         ...
 
 
-class Versions(Struct):
+class EngineVersions(Struct):
     """Of the engines' weights: as the service labels what they sample, and as they say themselves."""
 
-    labelled: set[int]
+    labeled: set[int]
     held: set[int] = field(default_factory=set)
 
 
-class Updated(Struct):
-    largest: float  # difference of log-probabilities, engine against trainer
-    stood_still: float  # seconds
+class WeightUpdateResult(Struct):
+    max_logprob_difference: float  # difference of log-probabilities, engine against trainer
+    paused_seconds: float  # seconds
     seconds: dict[str, float] = field(default_factory=dict)  # by step of the update
 
 
-class Watcher(Protocol):
+class TrainingObserver(Protocol):
     """Somebody who looks on."""
 
-    def began(self, history: list[StepMetrics], steps: int) -> None: ...
+    def on_begin(self, history: list[StepMetrics], steps: int) -> None: ...
 
-    def waits(self, ready: int, wanted: int) -> None:
+    def on_wait(self, ready: int, wanted: int) -> None:
         """For groups."""
         ...
 
-    def learns(self, step: int, sessions: int) -> None: ...
+    def on_learn(self, step: int, sessions: int) -> None: ...
 
-    def evaluates(self, step: int) -> None: ...
+    def on_evaluate(self, step: int) -> None: ...
 
-    def says(self, text: str) -> None:
+    def on_message(self, text: str) -> None:
         """Something that people should know."""
         ...
 
-    def ended(self, metrics: StepMetrics) -> None:
+    def on_step(self, metrics: StepMetrics) -> None:
         """A step."""
         ...
 
 
-class Nobody:
-    def began(self, history: list[StepMetrics], steps: int) -> None: ...
+class NullObserver:
+    def on_begin(self, history: list[StepMetrics], steps: int) -> None: ...
 
-    def waits(self, ready: int, wanted: int) -> None: ...
+    def on_wait(self, ready: int, wanted: int) -> None: ...
 
-    def learns(self, step: int, sessions: int) -> None: ...
+    def on_learn(self, step: int, sessions: int) -> None: ...
 
-    def evaluates(self, step: int) -> None: ...
+    def on_evaluate(self, step: int) -> None: ...
 
-    def says(self, text: str) -> None: ...
+    def on_message(self, text: str) -> None: ...
 
-    def ended(self, metrics: StepMetrics) -> None: ...
+    def on_step(self, metrics: StepMetrics) -> None: ...
 
 
-class _Collected(Struct):
+class _CollectedGroups(Struct):
     """What came in for one step."""
 
-    groups: list[Group] = field(default_factory=list)  # all of them
-    trained: list[Trained] = field(default_factory=list)
+    groups: list[RolloutGroup] = field(default_factory=list)  # all of them
+    trained: list[TrainingGroup] = field(default_factory=list)
     filtered: Counter[str] = field(default_factory=Counter)
 
 
@@ -115,42 +115,42 @@ class Trainer:
         settings: TrainSettings,
         *,
         learner: Learner,
-        rollouts: Rollouts,
-        engines: Engines | None,
+        rollouts: RolloutScheduler,
+        publisher: WeightPublisher | None,
         evaluation: Evaluation,
-        checkpoints: Checkpoints,
+        checkpoints: CheckpointStore,
         metrics: Metrics,
         progress: Progress,
-        watcher: Watcher,
-        disturbed: asyncio.Event,
-        gpu: GpuWatch,
+        observer: TrainingObserver,
+        weights_lost: asyncio.Event,
+        gpu: GpuMonitor,
     ) -> None:
         """Without `engines` weights go nowhere (an engine without a model). `disturbed` is set when engines may have
         lost their weights."""
         self._settings = settings
         self._learner = learner
         self._rollouts = rollouts
-        self._engines = engines
+        self._publisher = publisher
         self._evaluation = evaluation
         self._checkpoints = checkpoints
         self._metrics = metrics
         self._progress = progress
-        self._watcher = watcher
-        self._disturbed = disturbed
+        self._observer = observer
+        self._weights_lost = weights_lost
         self._gpu = gpu
-        self._trained = {name for entry in checkpoints.journal(progress.step) for name in entry.sessions}
-        self._entries: list[Entry] = []  # of steps since the last checkpoint
+        self._trained_sessions = {name for entry in checkpoints.read_journal(progress.step) for name in entry.sessions}
+        self._entries: list[JournalEntry] = []  # of steps since the last checkpoint
         self._seconds: dict[str, float] = {}
 
     async def run(self) -> list[StepMetrics]:
         progress, last = self._progress, self._settings.steps
-        self._watcher.began(self._metrics.history, last)
-        await self._align()
+        self._observer.on_begin(self._metrics.history, last)
+        await self._align_engines()
         await self._rollouts.submit()
         if not any(told.step == progress.step for told in self._metrics.history):
             metrics = StepMetrics(progress.step, progress.version)
             await self._evaluate(metrics)
-            self._tell(metrics)
+            self._report(metrics)
         while progress.step < last:
             await self._step()
         return self._metrics.history
@@ -162,21 +162,23 @@ class Trainer:
         self._seconds = {}
         with self._timed("wait"):
             collected = await self._collect()
-        metrics = self._of_groups(collected)
+        metrics = self._build_metrics(collected)
         metrics.step = progress.step + 1
         if collected.trained:
-            self._watcher.learns(metrics.step, metrics.sessions)
+            self._observer.on_learn(metrics.step, metrics.sessions)
             with self._timed("compute"):
-                learned = await computed(self._learner.step, collected.trained, metrics.step)
-            self._of_learning(metrics, collected.trained, learned)
+                learned = await run_on_compute_thread(self._learner.step, collected.trained, metrics.step)
+            self._add_learner_stats(metrics, collected.trained, learned)
         progress.step += 1
-        if collected.trained and self._engines is not None:  # else the version that there is has these weights
+        if collected.trained and self._publisher is not None:  # else the version that there is has these weights
             progress.version += 1
         progress.steps_of[progress.version] = progress.step
         progress.cursor = collected.groups[-1].cursor
         self._rollouts.settle(group for group in collected.groups if group.index not in self._rollouts.settled)
-        self._entries.append(Entry(progress.step, [name for group in collected.trained for name in group.sessions]))
-        self._trained.update(self._entries[-1].sessions)
+        self._entries.append(
+            JournalEntry(progress.step, [name for group in collected.trained for name in group.sessions])
+        )
+        self._trained_sessions.update(self._entries[-1].sessions)
         measured = self._evaluation.is_due(progress.step, self._settings.steps)  # what is measured must not be lost
         if measured or progress.step % self._settings.checkpoint.every == 0 or progress.step == self._settings.steps:
             with self._timed("checkpoint"):
@@ -184,30 +186,30 @@ class Trainer:
             self._entries = []
         if collected.trained:
             with self._timed("sync"):
-                updated = await self._update()
+                updated = await self._publish_weights()
             if updated is not None:
-                metrics.probe_largest, metrics.stood_still = updated.largest, updated.stood_still
+                metrics.probe_largest, metrics.stood_still = updated.max_logprob_difference, updated.paused_seconds
                 self._seconds |= updated.seconds
         metrics.version = progress.version
         await self._rollouts.submit()
         with self._timed("evaluate"):
             await self._evaluate(metrics)
-        metrics.seconds, metrics.gpu_busy = self._seconds, self._gpu.busy()
-        metrics.groups_on_their_way = self._rollouts.on_their_way
-        self._tell(metrics)
+        metrics.seconds, metrics.gpu_busy = self._seconds, self._gpu.take_utilization()
+        metrics.groups_on_their_way = self._rollouts.in_flight
+        self._report(metrics)
 
-    async def _collect(self) -> _Collected:
+    async def _collect(self) -> _CollectedGroups:
         """A step's worth of groups. In place of those without a signal, `grpo.refill` further ones may be taken."""
         settings = self._settings
-        found = _Collected()
+        found = _CollectedGroups()
         wanted, refill = settings.rollout.groups_per_step, settings.grpo.refill
         while len(found.groups) < wanted or (refill and len(found.trained) < wanted):
-            self._watcher.waits(len(found.groups), wanted)
-            group = await self._attended(self._rollouts.take)
+            self._observer.on_wait(len(found.groups), wanted)
+            group = await self._wait_with_current_weights(self._rollouts.take)
             self._exclude(group)
-            outcome = trained(group, settings.grpo)
+            outcome = select_training_sessions(group, settings.grpo)
             found.groups.append(group)
-            if isinstance(outcome, Trained):
+            if isinstance(outcome, TrainingGroup):
                 found.trained.append(outcome)
                 continue
             found.filtered[outcome] += 1
@@ -219,13 +221,13 @@ class Trainer:
         found.trained.sort(key=lambda group: group.index)  # the same, in whatever order they ended
         return found
 
-    def _exclude(self, group: Group) -> None:
+    def _exclude(self, group: RolloutGroup) -> None:
         """Sessions that must not be trained on: those of weights that are too old, and any that have been."""
-        without_stale(group, self._lag, self._settings.rollout.max_lag)
+        mark_stale_sessions(group, self._lag, self._settings.rollout.max_lag)
         if any(member.reason == "stale" for member in group.members):
-            self._disturbed.set()  # engines that lost their weights sample with old ones
+            self._weights_lost.set()  # engines that lost their weights sample with old ones
         for member in group.members:
-            if member.session_id in self._trained:
+            if member.session_id in self._trained_sessions:
                 member.reason = "trained_before"
 
     def _lag(self, version: int) -> int:
@@ -239,53 +241,53 @@ class Trainer:
 
     # Engines
 
-    async def _attended(self, what: Callable[[], Awaitable[T]]) -> T:
+    async def _wait_with_current_weights(self, operation: Callable[[], Awaitable[T]]) -> T:
         """Something that is sampled for. Engines that may have lost their weights get them again: before, and
         meanwhile."""
-        await self._settle()
-        waiting = asyncio.ensure_future(what())
+        await self._realign_if_lost()
+        waiting = asyncio.ensure_future(operation())
         try:
             while not waiting.done():
-                disturbed = asyncio.ensure_future(self._disturbed.wait())
+                disturbed = asyncio.ensure_future(self._weights_lost.wait())
                 try:
                     await asyncio.wait({waiting, disturbed}, return_when=asyncio.FIRST_COMPLETED)
                 finally:
                     disturbed.cancel()
-                await self._settle()
+                await self._realign_if_lost()
             return waiting.result()
         finally:
             waiting.cancel()
 
-    async def _settle(self) -> None:
-        if self._disturbed.is_set():
-            self._disturbed.clear()
-            await self._align()
+    async def _realign_if_lost(self) -> None:
+        if self._weights_lost.is_set():
+            self._weights_lost.clear()
+            await self._align_engines()
 
-    async def _align(self) -> None:
+    async def _align_engines(self) -> None:
         """Makes sure that the engines have these weights, under their version. One that somebody has seen already may
         stand for weights that were lost with a process before this one: then these get a larger one."""
-        if self._engines is None:
+        if self._publisher is None:
             return
-        own, known = self._progress.version, await self._engines.versions()
-        if known.labelled == {own} and known.held <= {own} and await self._engines.same(own):
+        own, known = self._progress.version, await self._publisher.read_versions()
+        if known.labeled == {own} and known.held <= {own} and await self._publisher.has_trainer_weights(own):
             return
-        newest = max(known.labelled | known.held, default=0)
-        if newest > own or own in known.labelled:
+        newest = max(known.labeled | known.held, default=0)
+        if newest > own or own in known.labeled:
             self._progress.version = max(newest, own) + 1
             self._progress.steps_of[self._progress.version] = self._progress.step
-        await self._update()
+        await self._publish_weights()
 
-    async def _update(self) -> Updated | None:
-        if self._engines is None:
+    async def _publish_weights(self) -> WeightUpdateResult | None:
+        if self._publisher is None:
             return None
-        for tried in range(1, _TRIES + 1):
+        for tried in range(1, _MAX_UPDATE_ATTEMPTS + 1):
             try:
-                return await self._engines.update(self._progress.version)
+                return await self._publisher.publish(self._progress.version)
             except SyncError as error:
-                if tried == _TRIES:
+                if tried == _MAX_UPDATE_ATTEMPTS:
                     raise
                 log.warning("The engines are told again: %s", error)
-                if isinstance(error, ProbeFailed):
+                if isinstance(error, ProbeFailedError):
                     self._progress.version += 1
                     self._progress.steps_of[self._progress.version] = self._progress.step
         raise AssertionError  # the last try returns or raises
@@ -295,20 +297,20 @@ class Trainer:
     async def _evaluate(self, metrics: StepMetrics) -> None:
         """Where it is due. The weights stay as they are meanwhile, and training tasks go on being sampled."""
         if self._evaluation.is_due(metrics.step, self._settings.steps):
-            self._watcher.evaluates(metrics.step)
-            found = await self._attended(partial(self._evaluation.run, metrics.step))
+            self._observer.on_evaluate(metrics.step)
+            found = await self._wait_with_current_weights(partial(self._evaluation.run, metrics.step))
             metrics.version = self._progress.version
             metrics.held_out, metrics.held_out_excluded = found.reward, found.reasons
 
     # What is told
 
-    def _of_groups(self, collected: _Collected) -> StepMetrics:
+    def _build_metrics(self, collected: _CollectedGroups) -> StepMetrics:
         members = [member for group in collected.groups for member in group.members]
         rewards = [member.reward for member in members if member.reward is not None]
         excluded: Counter[str] = Counter(member.reason for member in members if member.reason is not None)
         tokens: Counter[str] = Counter()
         for group in collected.groups:
-            tokens.update(group.excluded)
+            tokens.update(group.excluded_tokens)
         metrics = StepMetrics(
             step=0,
             version=self._progress.version,
@@ -319,38 +321,38 @@ class Trainer:
             sessions=sum(len(group.sessions) for group in collected.trained),
             sessions_suspicious=sum(member.suspicious for member in members),
             sessions_excluded=dict(excluded),
-            sessions_verified=sum(group.verified for group in collected.groups),
+            sessions_verified=sum(group.verified_sessions for group in collected.groups),
             sessions_held_back=sum(excluded[reason] for reason in HOLD_REASONS),
             tokens_excluded=dict(tokens),
         )
         if metrics.sessions_held_back:
-            self._watcher.says(
+            self._observer.on_message(
                 f"{metrics.sessions_held_back} of {len(members)} sessions failed verification and are not trained on: "
                 "see the log, here and at the service."
             )
         if collected.trained:
-            lags = self._lags(_columns(collected.trained))
+            lags = self._token_lags(_concatenate_columns(collected.trained))
             metrics.lag_mean, metrics.lag_max = float(lags.mean()), int(lags.max())
         return metrics
 
-    def _of_learning(self, metrics: StepMetrics, groups: Sequence[Trained], learned: Learned) -> None:
+    def _add_learner_stats(self, metrics: StepMetrics, groups: Sequence[TrainingGroup], learned: LearnerStats) -> None:
         for name in ("loss", "grad_norm", "learning_rate", "updates", "kl_behaviour", "kl_initial", "ratio_mean"):
             setattr(metrics, name, getattr(learned, name))
         metrics.ratio_max, metrics.truncated, metrics.clipped = learned.ratio_max, learned.truncated, learned.clipped
         metrics.tokens_computed, metrics.tokens_trained = learned.computed_tokens, learned.trained_tokens
         metrics.memory_retries = learned.memory_retries
-        columns = _columns(groups)
+        columns = _concatenate_columns(groups)
         newest = columns.version == self._progress.version
-        metrics.ratio_on_policy = ratio_of(columns, learned.logprobs, newest)
+        metrics.ratio_on_policy = compute_mean_ratio(columns, learned.logprobs, newest)
         self._seconds |= learned.seconds
 
-    def _lags(self, columns: Columns) -> NDArray[np.int64]:
+    def _token_lags(self, columns: TokenColumns) -> NDArray[np.int64]:
         versions, places = np.unique(columns.version, return_inverse=True)
         return np.array([self._lag(int(version)) for version in versions])[places]
 
-    def _tell(self, metrics: StepMetrics) -> None:
+    def _report(self, metrics: StepMetrics) -> None:
         self._metrics.write(metrics)
-        self._watcher.ended(metrics)
+        self._observer.on_step(metrics)
 
     @contextmanager
     def _timed(self, phase: str) -> Iterator[None]:
@@ -359,5 +361,5 @@ class Trainer:
         self._seconds[phase] = time.monotonic() - began
 
 
-def _columns(groups: Sequence[Trained]) -> Columns:
-    return Columns.joined([group.columns for group in groups])
+def _concatenate_columns(groups: Sequence[TrainingGroup]) -> TokenColumns:
+    return TokenColumns.concatenate([group.columns for group in groups])

@@ -17,18 +17,18 @@ import msgspec
 import numpy as np
 
 from polar.experts import Experts
-from polar.trajectory.tree import ROOT, TokenTree, token_tree
+from polar.trajectory.tree import ROOT, TokenTree, build_token_tree
 from polar.trajectory.types import (
     NO_VERSION,
-    Excluded,
+    ExcludedSpan,
     Ids,
     Logprobs,
     Mask,
-    Path,
-    Sampled,
+    SessionPaths,
     Span,
     Term,
     TokenCounts,
+    TokenPath,
     Trace,
     Trajectory,
     TreeSession,
@@ -36,42 +36,42 @@ from polar.trajectory.types import (
 )
 
 
-def per_request(session: Sampled) -> Trajectory:
+def per_request(session: SessionPaths) -> Trajectory:
     """A trace per exchange that has trainable tokens."""
-    paths = _trained(session)
-    return _trajectory(session, "per_request", token_tree(paths), [[path] for path in paths])
+    paths = _trainable_paths(session)
+    return _make_trajectory(session, "per_request", build_token_tree(paths), [[path] for path in paths])
 
 
-def prefix_merging(session: Sampled) -> Trajectory:
+def prefix_merging(session: SessionPaths) -> Trajectory:
     """An exchange goes on with a trace where its prompt begins with all of that trace: its prompt and what trains after
     it. Anything else begins a trace of its own, in which the tokens before its first sampled one are context.
 
     Where several could go on with one trace, one does: see `_merged`. There are as few traces as there can be, and they
     hold as few tokens as so many traces can.
     """
-    paths = _trained(session)
-    tree = token_tree(paths)
+    paths = _trainable_paths(session)
+    tree = build_token_tree(paths)
     # A trace has log-probabilities or has none: one without them would cost the others theirs.
     with_logprobs = [index for index, path in enumerate(paths) if path.logprobs is not None]
     without = [index for index, path in enumerate(paths) if path.logprobs is None]
-    runs = sorted(_merged(tree, with_logprobs) + _merged(tree, without))
-    return _trajectory(session, "prefix_merging", tree, [[paths[index] for index in run] for run in runs])
+    runs = sorted(_merge_runs(tree, with_logprobs) + _merge_runs(tree, without))
+    return _make_trajectory(session, "prefix_merging", tree, [[paths[index] for index in run] for run in runs])
 
 
-def prefix_tree(sessions: Sequence[Sampled]) -> TreeTrajectory:
+def prefix_tree(sessions: Sequence[SessionPaths]) -> TreeTrajectory:
     """The tree of one session, or of a group's, which share at least the task's prompt.
 
     It holds exactly the tokens that training needs, each once: those that train, and those before them. So what a
     trainer computes is what is unique, always. Tokens that train nothing, with nothing behind them that does, are left
     out; those of them that were sampled are in `excluded`, as with every builder.
     """
-    trained = [_trained(session) for session in sessions]
-    tree = token_tree([path for paths in trained for path in paths])
-    totals = {session.session_id: session.trainable for session in sessions}
+    trained = [_trainable_paths(session) for session in sessions]
+    tree = build_token_tree([path for paths in trained for path in paths])
+    totals = {session.session_id: session.num_trainable for session in sessions}
     terms = []
     for index, path in enumerate(tree.paths):
-        versions = _versions(path)
-        for stretch in tree.stretches(index):
+        versions = _trainable_versions(path)
+        for stretch in tree.sampled_spans(index):
             stop = stretch.offset + stretch.stop - stretch.start
             term = Term(
                 session_id=path.session_id,
@@ -87,7 +87,7 @@ def prefix_tree(sessions: Sequence[Sampled]) -> TreeTrajectory:
             )
             terms.append(term)
     pieces = [tree.ids(number) for number in range(len(tree.nodes))]
-    unique = tree.tokens
+    unique = tree.num_tokens
     return TreeTrajectory(
         ids=np.concatenate(pieces) if pieces else np.empty(0, np.int32),
         starts=np.cumsum([0, *map(len, pieces)], dtype=np.int64),
@@ -95,10 +95,12 @@ def prefix_tree(sessions: Sequence[Sampled]) -> TreeTrajectory:
         depths=np.array([node.start for node in tree.nodes], np.int64),
         terms=terms,
         sessions=[
-            TreeSession(session.session_id, session.reward, session.reason, _turn_rewards(paths), session.suspicious)
+            TreeSession(
+                session.session_id, session.reward, session.reason, _collect_turn_rewards(paths), session.suspicious
+            )
             for session, paths in zip(sessions, trained, strict=True)
         ],
-        excluded=[excluded for session in sessions for excluded in _excluded(session)],
+        excluded=[excluded for session in sessions for excluded in _collect_excluded(session)],
         tokens=TokenCounts(computed=unique, unique=unique, trainable=sum(totals.values())),
     )
 
@@ -106,39 +108,39 @@ def prefix_tree(sessions: Sequence[Sampled]) -> TreeTrajectory:
 # What goes in
 
 
-def _ordered(session: Sampled) -> list[Path]:
+def _sort_paths(session: SessionPaths) -> list[TokenPath]:
     return sorted(session.paths, key=lambda path: (path.seq, path.exchange_id))
 
 
-def _trained(session: Sampled) -> list[Path]:
+def _trainable_paths(session: SessionPaths) -> list[TokenPath]:
     """The paths that train, cut behind their last trainable token."""
     return [
         path
-        if path.trainable == len(path.sampled)
-        else msgspec.structs.replace(path, sampled=path.sampled[: path.trainable])
-        for path in _ordered(session)
-        if path.trainable
+        if path.num_trainable == len(path.sampled)
+        else msgspec.structs.replace(path, sampled=path.sampled[: path.num_trainable])
+        for path in _sort_paths(session)
+        if path.num_trainable
     ]
 
 
-def _excluded(session: Sampled) -> list[Excluded]:
-    return [excluded for path in _ordered(session) for excluded in path.excluded]
+def _collect_excluded(session: SessionPaths) -> list[ExcludedSpan]:
+    return [excluded for path in _sort_paths(session) for excluded in path.excluded]
 
 
-def _versions(path: Path) -> Ids:
+def _trainable_versions(path: TokenPath) -> Ids:
     if path.versions is None:
-        return np.full(path.trainable, NO_VERSION, np.int32)
-    return path.versions[: path.trainable]
+        return np.full(path.num_trainable, NO_VERSION, np.int32)
+    return path.versions[: path.num_trainable]
 
 
-def _turn_rewards(paths: Iterable[Path]) -> dict[str, float]:
+def _collect_turn_rewards(paths: Iterable[TokenPath]) -> dict[str, float]:
     return {path.exchange_id: path.reward for path in paths if path.reward is not None}
 
 
 # Which exchanges become one trace
 
 
-def _merged(tree: TokenTree, members: Sequence[int]) -> list[list[int]]:
+def _merge_runs(tree: TokenTree, members: Sequence[int]) -> list[list[int]]:
     """The given paths in runs, each of which extends the one before it.
 
     A path can follow another that ends where its prompt ends, or above that in the tree. So the tree is walked from the
@@ -157,8 +159,8 @@ def _merged(tree: TokenTree, members: Sequence[int]) -> list[list[int]]:
             points[number].append((context, prompt_ends, index))
         points[tree.ends[index]].append((context + len(paths[index].sampled), path_ends, index))
 
-    trainable = {index: paths[index].trainable for index in members}  # of each run from there on
-    follower: dict[int, int] = {}
+    trainable = {index: paths[index].num_trainable for index in members}  # of each run from there on
+    successor: dict[int, int] = {}
     waiting: list[list[int]] = [[] for _ in tree.nodes]
     for number in reversed(range(len(tree.nodes))):
         here, waiting[number] = waiting[number], []
@@ -166,10 +168,10 @@ def _merged(tree: TokenTree, members: Sequence[int]) -> list[list[int]]:
             if kind == prompt_ends:
                 here.append(index)
             elif here:
-                agent = _agent(paths[index])
-                best = min(here, key=lambda it: (_agent(paths[it]) != agent, -trainable[it], it))
+                agent = _agent_key(paths[index])
+                best = min(here, key=lambda it: (_agent_key(paths[it]) != agent, -trainable[it], it))
                 here.remove(best)
-                follower[index] = best
+                successor[index] = best
                 trainable[index] += trainable[best]
         if (parent := tree.nodes[number].parent) != ROOT:
             fewer, more = sorted((here, waiting[parent]), key=len)
@@ -177,37 +179,39 @@ def _merged(tree: TokenTree, members: Sequence[int]) -> list[list[int]]:
             waiting[parent] = more
 
     runs = []
-    for first in set(members) - set(follower.values()):
+    for first in set(members) - set(successor.values()):
         run = [first]
-        while run[-1] in follower:
-            run.append(follower[run[-1]])
+        while run[-1] in successor:
+            run.append(successor[run[-1]])
         runs.append(run)
     return runs
 
 
-def _agent(path: Path) -> tuple[str | None, str]:
+def _agent_key(path: TokenPath) -> tuple[str | None, str]:
     return path.agent_id, path.role
 
 
 # What comes out
 
 
-def _trajectory(session: Sampled, builder: str, tree: TokenTree, runs: Iterable[Sequence[Path]]) -> Trajectory:
-    total = session.trainable
-    traces = [_trace(session, run, total) for run in runs]
+def _make_trajectory(
+    session: SessionPaths, builder: str, tree: TokenTree, runs: Iterable[Sequence[TokenPath]]
+) -> Trajectory:
+    total = session.num_trainable
+    traces = [_make_trace(session, run, total) for run in runs]
     computed = sum(len(trace.prompt_ids) + len(trace.response_ids) for trace in traces)
     return Trajectory(
         session_id=session.session_id,
         builder=builder,
         traces=traces,
-        excluded=_excluded(session),
-        tokens=TokenCounts(computed=computed, unique=tree.tokens, trainable=total),
+        excluded=_collect_excluded(session),
+        tokens=TokenCounts(computed=computed, unique=tree.num_tokens, trainable=total),
         reward=session.reward,
         reason=session.reason,
     )
 
 
-def _trace(session: Sampled, run: Sequence[Path], total: int) -> Trace:
+def _make_trace(session: SessionPaths, run: Sequence[TokenPath], total: int) -> Trace:
     """Each path of a run begins with all of the one before it, so the last one's tokens are the trace's."""
     first, last = run[0], run[-1]
     context = len(first.prompt)
@@ -218,11 +222,11 @@ def _trace(session: Sampled, run: Sequence[Path], total: int) -> Trace:
     spans = []
     for path in run:
         start = len(path.prompt) - context
-        stop = start + path.trainable
+        stop = start + path.num_trainable
         mask[start:stop] = 1
-        versions[start:stop] = _versions(path)
+        versions[start:stop] = _trainable_versions(path)
         if logprobs is not None and path.logprobs is not None:
-            logprobs[start:stop] = path.logprobs[: path.trainable]
+            logprobs[start:stop] = path.logprobs[: path.num_trainable]
         spans.append(Span(path.exchange_id, start, stop, 0))
     return Trace(
         session_id=session.session_id,
@@ -231,7 +235,7 @@ def _trace(session: Sampled, run: Sequence[Path], total: int) -> Trace:
         loss_mask=mask,
         logprobs=logprobs,
         policy_versions=versions,
-        weight=sum(path.trainable for path in run) / total,
+        weight=sum(path.num_trainable for path in run) / total,
         exchange_ids=[path.exchange_id for path in run],
         spans=spans,
         role=first.role,
@@ -241,13 +245,13 @@ def _trace(session: Sampled, run: Sequence[Path], total: int) -> Trace:
         finish_reason=last.finish_reason,
         reward=session.reward,
         reason=session.reason,
-        turn_rewards=_turn_rewards(run),
+        turn_rewards=_collect_turn_rewards(run),
         scales={path.exchange_id: path.scale for path in run if path.scale is not None},
-        experts=_experts(run),
+        experts=_merge_experts(run),
     )
 
 
-def _experts(run: Sequence[Path]) -> Experts | None:
+def _merge_experts(run: Sequence[TokenPath]) -> Experts | None:
     """Of each token where it was computed first: paths that came later found its keys and values there. None where one
     of them does not tell."""
     pieces: list[Experts] = []

@@ -27,9 +27,9 @@ from typing import Literal, Protocol
 
 from polar.errors import PolarError
 from polar.store.base import Exchange, Session
-from polar.trajectory.roles import Overrides
-from polar.trajectory.types import ExchangeRole, Path, Trajectory, TreeTrajectory
-from polar.trajectory.verify import Contexts, Problem, Recorded, check_records, check_trajectory, check_tree
+from polar.trajectory.roles import RoleOverrides
+from polar.trajectory.types import ExchangeRole, TokenPath, Trajectory, TreeTrajectory
+from polar.trajectory.verify import ContextIndex, Problem, RecordedSession, check_records, check_trajectory, check_tree
 
 log = logging.getLogger(__name__)
 
@@ -38,7 +38,7 @@ HoldReason = Literal["verify_failed", "verify_error"]
 HOLD_REASONS: frozenset[str] = frozenset(("verify_failed", "verify_error"))
 
 
-class HeldBack(PolarError):
+class HeldBackError(PolarError):
     """A session that must not be handed on. `kind` is that of the first problem, for machines."""
 
     def __init__(self, session_id: str, reason: HoldReason, kind: str, message: str) -> None:
@@ -51,7 +51,7 @@ class HeldBack(PolarError):
 class CheckWatcher(Protocol):
     """Counts checks. It is called by the threads that build."""
 
-    def session_checked(self, held: HeldBack | None) -> None: ...
+    def session_checked(self, held: HeldBackError | None) -> None: ...
 
     def session_skipped(self) -> None: ...
 
@@ -60,15 +60,15 @@ class CheckWatcher(Protocol):
         ...
 
 
-class NoWatcher:
-    def session_checked(self, held: HeldBack | None) -> None: ...
+class NullCheckWatcher:
+    def session_checked(self, held: HeldBackError | None) -> None: ...
 
     def session_skipped(self) -> None: ...
 
     def seconds_spent(self, seconds: float) -> None: ...
 
 
-def is_chosen(session_id: str, share: float) -> bool:
+def is_in_checked_share(session_id: str, share: float) -> bool:
     """Whether a session belongs to the share that is checked. Grows with the share: what is checked at 0.1 is checked
     at 0.5 as well."""
     if share >= 1 or share <= 0:
@@ -77,12 +77,12 @@ def is_chosen(session_id: str, share: float) -> bool:
     return int.from_bytes(digest, "big") < share * 2**64
 
 
-def held_by_problems(session_id: str, problems: Sequence[Problem]) -> HeldBack:
+def error_for_problems(session_id: str, problems: Sequence[Problem]) -> HeldBackError:
     """Of a session with these problems, one or more."""
     first = problems[0]
     where = f" (exchange {first.exchange_id})" if first.exchange_id else ""
     more = f" and {len(problems) - 1} more" if len(problems) > 1 else ""
-    return HeldBack(
+    return HeldBackError(
         session_id,
         "verify_failed",
         first.kind,
@@ -91,8 +91,8 @@ def held_by_problems(session_id: str, problems: Sequence[Problem]) -> HeldBack:
     )
 
 
-def held_by_error(session_id: str, error: Exception) -> HeldBack:
-    return HeldBack(
+def error_for_failed_check(session_id: str, error: Exception) -> HeldBackError:
+    return HeldBackError(
         session_id,
         "verify_error",
         type(error).__name__,
@@ -106,7 +106,7 @@ class SessionChecker:
 
     def __init__(self, share: float = 1.0, watcher: CheckWatcher | None = None) -> None:
         self.share = share
-        self.watcher: CheckWatcher = watcher or NoWatcher()
+        self.watcher: CheckWatcher = watcher or NullCheckWatcher()
 
     def begin(self, session: Session) -> "SessionCheck":
         return SessionCheck(session, self)
@@ -114,15 +114,15 @@ class SessionChecker:
     def check_tree(self, checks: Sequence["SessionCheck"], tree: TreeTrajectory) -> None:
         """The tree of these sessions. Raises HeldBack for all of them: their tokens share nodes, so none can be handed
         on without the others."""
-        chosen = [check for check in checks if check.chosen]
+        chosen = [check for check in checks if check.is_chosen]
         if not chosen:
             return
-        held: HeldBack | None = None
+        held: HeldBackError | None = None
         try:
             self.look_for_problems(
                 chosen[0].session.session_id, lambda: check_tree([check.recorded for check in checks], tree)
             )
-        except HeldBack as error:
+        except HeldBackError as error:
             held = error
         for _ in chosen:
             self.watcher.session_checked(held)
@@ -136,11 +136,11 @@ class SessionChecker:
             problems = find()
         except Exception as error:  # whatever it is: what was not verified is not handed on
             log.exception("The verification of session %s failed", session_id)
-            raise held_by_error(session_id, error) from error
+            raise error_for_failed_check(session_id, error) from error
         finally:
             self.watcher.seconds_spent(time.thread_time() - began)
         if problems:
-            held = held_by_problems(problems[0].session_id or session_id, problems)
+            held = error_for_problems(problems[0].session_id or session_id, problems)
             log.error("%s", held)
             raise held
 
@@ -148,50 +148,50 @@ class SessionChecker:
 class SessionCheck:
     """The check of one session on one of its ways out: `rows`, then `paths`, then `traces` or the group's tree."""
 
-    recorded: Recorded  # of a session that is chosen
+    recorded: RecordedSession  # of a session that is chosen
 
     def __init__(self, session: Session, checker: SessionChecker) -> None:
         self.session = session
-        self.chosen = is_chosen(session.session_id, checker.share)
+        self.is_chosen = is_in_checked_share(session.session_id, checker.share)
         self.checker = checker
-        self._contexts: Contexts | None = None
-        if not self.chosen:
+        self._contexts: ContextIndex | None = None
+        if not self.is_chosen:
             checker.watcher.session_skipped()
 
-    def rows(self, exchanges: Sequence[Exchange]) -> None:
+    def check_rows(self, exchanges: Sequence[Exchange]) -> None:
         """The rows as they are stored, before anything is built of them. Raises HeldBack."""
-        if self.chosen:
-            contexts = self._contexts = Contexts()
-            self._look_for_problems(lambda: check_records(exchanges, contexts=contexts))
+        if self.is_chosen:
+            contexts = self._contexts = ContextIndex()
+            self._run_check(lambda: check_records(exchanges, contexts=contexts))
 
-    def paths(
-        self, exchanges: Sequence[Exchange], paths: Sequence[Path], roles: frozenset[ExchangeRole] | None = None
+    def set_paths(
+        self, exchanges: Sequence[Exchange], paths: Sequence[TokenPath], roles: frozenset[ExchangeRole] | None = None
     ) -> None:
         """What the builder is given. `roles` are those that train, where they are not the session's own. Raises
         HeldBack where it can't be compared."""
-        if not self.chosen:
+        if not self.is_chosen:
             return
-        trainable_roles = Overrides.of(self.session.metadata).trainable_roles
+        trainable_roles = RoleOverrides.from_metadata(self.session.metadata).trainable_roles
         if roles is not None:
             trainable_roles &= roles
 
         def record() -> list[Problem]:
-            self.recorded = Recorded(
+            self.recorded = RecordedSession(
                 self.session, exchanges, paths, trainable_roles=trainable_roles, contexts=self._contexts
             )
             return []
 
-        self._look_for_problems(record)
+        self._run_check(record)
 
-    def traces(self, trajectory: Trajectory) -> None:
+    def check_traces(self, trajectory: Trajectory) -> None:
         """What the builder made of it. Raises HeldBack."""
-        if self.chosen:
-            self._look_for_problems(lambda: check_trajectory(self.recorded, trajectory))
+        if self.is_chosen:
+            self._run_check(lambda: check_trajectory(self.recorded, trajectory))
             self.checker.watcher.session_checked(None)
 
-    def _look_for_problems(self, find: Callable[[], Sequence[Problem]]) -> None:
+    def _run_check(self, find: Callable[[], Sequence[Problem]]) -> None:
         try:
             self.checker.look_for_problems(self.session.session_id, find)
-        except HeldBack as held:
+        except HeldBackError as held:
             self.checker.watcher.session_checked(held)
             raise

@@ -14,23 +14,23 @@ from math import isclose
 import numpy as np
 from numpy.typing import NDArray
 
-from polar.trajectory.checker import HeldBack, HoldReason, SessionChecker, is_chosen
-from polar.trajectory.types import NO_VERSION, Excluded, Ids, Logprobs, Term, Trace, Trajectory, TreeTrajectory
-from polar.trajectory.verify import describe_malformed
-from polar.trajectory.verify_rows import LEAST_LOGPROB, MOST_LOGPROB, Kind, Problem
+from polar.trajectory.checker import HeldBackError, HoldReason, SessionChecker, is_in_checked_share
+from polar.trajectory.types import NO_VERSION, ExcludedSpan, Ids, Logprobs, Term, Trace, Trajectory, TreeTrajectory
+from polar.trajectory.verify import describe_malformed_tree
+from polar.trajectory.verify_rows import MAX_LOGPROB, MIN_LOGPROB, Problem, ProblemKind
 
 
-def hold_reason(
+def find_hold_reason(
     checker: SessionChecker, session_id: str, find_problems: Callable[[], Sequence[Problem]]
 ) -> HoldReason | None:
     """Why a received session must not be trained on; None where it may, or is not in the share that is checked."""
-    if not is_chosen(session_id, checker.share):
+    if not is_in_checked_share(session_id, checker.share):
         checker.watcher.session_skipped()
         return None
-    held: HeldBack | None = None
+    held: HeldBackError | None = None
     try:
         checker.look_for_problems(session_id, find_problems)
-    except HeldBack as error:
+    except HeldBackError as error:
         held = error
     checker.watcher.session_checked(held)
     return None if held is None else held.reason
@@ -41,7 +41,9 @@ class _Findings:
         self._session_id = session_id
         self.problems: list[Problem] = []
 
-    def add(self, kind: Kind, message: str, exchange_id: str | None = None, session_id: str | None = None) -> None:
+    def add(
+        self, kind: ProblemKind, message: str, exchange_id: str | None = None, session_id: str | None = None
+    ) -> None:
         self.problems.append(
             Problem(self._session_id if session_id is None else session_id, exchange_id, kind, message)
         )
@@ -51,81 +53,83 @@ class _Findings:
 
 
 def check_received(trajectory: Trajectory) -> list[Problem]:
-    found = _Findings(trajectory.session_id)
+    findings = _Findings(trajectory.session_id)
     total = sum(int(np.count_nonzero(trace.loss_mask)) for trace in trajectory.traces)
     computed = 0
     sampled: list[tuple[str, int, int]] = []
     for number, trace in enumerate(trajectory.traces):
         where = f"trace {number}"
         computed += len(trace.prompt_ids) + len(trace.response_ids)
-        if _check_shape(found, trace, where):
-            _check_trace(found, trajectory, trace, total, where)
+        if _check_shape(findings, trace, where):
+            _check_trace(findings, trajectory, trace, total, where)
             sampled += [(span.exchange_id, span.offset, span.offset + span.stop - span.start) for span in trace.spans]
-    _check_once(found, sampled, trajectory.excluded)
+    _check_coverage(findings, sampled, trajectory.excluded)
     counts = trajectory.tokens
     if (counts.trainable, counts.computed) != (total, computed):
         said = f"{counts.computed} computed and {counts.trainable} trainable tokens are announced"
-        found.add("counts", f"{said}, and there are {computed} and {total}")
+        findings.add("counts", f"{said}, and there are {computed} and {total}")
     if trajectory.reward is not None and trajectory.reason is not None:
-        found.add("reward", f"it has the reward {trajectory.reward} and the reason {trajectory.reason}")
-    return found.problems
+        findings.add("reward", f"it has the reward {trajectory.reward} and the reason {trajectory.reason}")
+    return findings.problems
 
 
-def _check_shape(found: _Findings, trace: Trace, where: str) -> bool:
+def _check_shape(findings: _Findings, trace: Trace, where: str) -> bool:
     """Whether arrays and spans fit together: only then can anything else be looked at."""
     length = len(trace.response_ids)
     arrays = (trace.loss_mask, trace.policy_versions, *(() if trace.logprobs is None else (trace.logprobs,)))
     if any(len(array) != length for array in arrays):
-        found.add("structure", f"{where}: its arrays are not as long as its response of {length} tokens")
+        findings.add("structure", f"{where}: its arrays are not as long as its response of {length} tokens")
         return False
     reached = 0
     for span in trace.spans:
         if not reached <= span.start < span.stop <= length or span.offset < 0:
-            found.add("structure", f"{where}: {span} is no part of its response, or is out of order", span.exchange_id)
+            findings.add(
+                "structure", f"{where}: {span} is no part of its response, or is out of order", span.exchange_id
+            )
             return False
         reached = span.stop
     if not length or reached != length:
-        found.add("structure", f"{where}: it does not end with a token that trains")
+        findings.add("structure", f"{where}: it does not end with a token that trains")
         return False
     return True
 
 
-def _check_trace(found: _Findings, trajectory: Trajectory, trace: Trace, total: int, where: str) -> None:
+def _check_trace(findings: _Findings, trajectory: Trajectory, trace: Trace, total: int, where: str) -> None:
     mask = np.zeros(len(trace.response_ids), np.uint8)
     for span in trace.spans:
         mask[span.start : span.stop] = 1
     if (trace.loss_mask != mask).any():
-        found.add("mask", f"{where}: its mask is not that of its spans")
+        findings.add("mask", f"{where}: its mask is not that of its spans")
     trained = mask == 1
-    _check_ids(found, np.concatenate((trace.prompt_ids, trace.response_ids)), where)
+    _check_ids(findings, np.concatenate((trace.prompt_ids, trace.response_ids)), where)
     _check_numbers(
-        found, trace.policy_versions[trained], None if trace.logprobs is None else trace.logprobs[trained], where
+        findings, trace.policy_versions[trained], None if trace.logprobs is None else trace.logprobs[trained], where
     )
     if (trace.policy_versions[~trained] != NO_VERSION).any():
-        found.add("version", f"{where}: a token that nobody sampled has a version")
+        findings.add("version", f"{where}: a token that nobody sampled has a version")
     if trace.logprobs is not None and trace.logprobs[~trained].any():
-        found.add("logprob", f"{where}: a token that nobody sampled has a log-probability")
+        findings.add("logprob", f"{where}: a token that nobody sampled has a log-probability")
     if trace.session_id != trajectory.session_id:
-        found.add("unknown", f"{where}: it is of session {trace.session_id}")
+        findings.add("unknown", f"{where}: it is of session {trace.session_id}")
     if trace.exchange_ids != [span.exchange_id for span in trace.spans]:
-        found.add("structure", f"{where}: its exchanges are not those of its spans")
+        findings.add("structure", f"{where}: its exchanges are not those of its spans")
     count = int(np.count_nonzero(trained))
     if not isclose(trace.weight, count / max(total, 1), rel_tol=1e-9):
-        found.add("weight", f"{where}: {trace.weight} for {count} of {total} tokens")
+        findings.add("weight", f"{where}: {trace.weight} for {count} of {total} tokens")
     if trace.reward != trajectory.reward:
-        found.add("reward", f"{where}: the reward {trace.reward}, and its session has {trajectory.reward}")
+        findings.add("reward", f"{where}: the reward {trace.reward}, and its session has {trajectory.reward}")
 
 
 # Trees
 
 
 def check_received_tree(tree: TreeTrajectory) -> list[Problem]:
-    found = _Findings("")
-    fault = describe_malformed(tree, with_images=True)  # which images there are, only the service knows
-    if fault is not None:
-        found.add("structure", f"prefix_tree: {fault}")
-        return found.problems
-    _check_ids(found, tree.ids, "prefix_tree")
+    findings = _Findings("")
+    malformation = describe_malformed_tree(tree, with_images=True)  # which images there are, only the service knows
+    if malformation is not None:
+        findings.add("structure", f"prefix_tree: {malformation}")
+        return findings.problems
+    _check_ids(findings, tree.ids, "prefix_tree")
     known = {session.session_id for session in tree.sessions}
     totals: dict[str, int] = dict.fromkeys(known, 0)
     exchanges: dict[tuple[str, str], list[Term]] = {}
@@ -133,33 +137,35 @@ def check_received_tree(tree: TreeTrajectory) -> list[Problem]:
         totals[term.session_id] = totals.get(term.session_id, 0) + term.stop - term.start
         exchanges.setdefault((term.session_id, term.exchange_id), []).append(term)
     for (session_id, exchange_id), terms in exchanges.items():
-        own = _Findings(session_id)
+        session_findings = _Findings(session_id)
         if session_id not in known:
-            own.add("unknown", "prefix_tree: it has tokens, and is none of the tree's sessions", exchange_id)
-        _check_terms(own, tree, terms, totals[session_id])
-        found.problems += own.problems
+            session_findings.add(
+                "unknown", "prefix_tree: it has tokens, and is none of the tree's sessions", exchange_id
+            )
+        _check_terms(session_findings, tree, terms, totals[session_id])
+        findings.problems += session_findings.problems
     by_session: dict[str, list[tuple[str, int, int]]] = {}
     for term in tree.terms:
         sampled = term.exchange_id, term.offset, term.offset + term.stop - term.start
         by_session.setdefault(term.session_id, []).append(sampled)
     whose = {exchange_id: session_id for session_id, exchange_id in exchanges}
     for session_id, sampled_there in by_session.items():
-        own = _Findings(session_id)
+        session_findings = _Findings(session_id)
         excluded = [one for one in tree.excluded if whose.get(one.exchange_id) == session_id]
-        _check_once(own, sampled_there, excluded)
-        found.problems += own.problems
+        _check_coverage(session_findings, sampled_there, excluded)
+        findings.problems += session_findings.problems
     trainable = sum(term.stop - term.start for term in tree.terms)
     if (tree.tokens.unique, tree.tokens.trainable) != (len(tree.ids), trainable):
         said = f"{tree.tokens.unique} unique and {tree.tokens.trainable} trainable tokens are announced"
-        found.add("counts", f"prefix_tree: {said}, and there are {len(tree.ids)} and {trainable}")
+        findings.add("counts", f"prefix_tree: {said}, and there are {len(tree.ids)} and {trainable}")
     for session in tree.sessions:
         if session.reward is not None and session.reason is not None:
             said = f"it has the reward {session.reward} and the reason {session.reason}"
-            found.add("reward", f"prefix_tree: {said}", session_id=session.session_id)
-    return found.problems
+            findings.add("reward", f"prefix_tree: {said}", session_id=session.session_id)
+    return findings.problems
 
 
-def _check_terms(found: _Findings, tree: TreeTrajectory, terms: Iterable[Term], total: int) -> None:
+def _check_terms(findings: _Findings, tree: TreeTrajectory, terms: Iterable[Term], total: int) -> None:
     """Of one exchange: they stand one behind the other, along one path."""
     before: Term | None = None
     for term in sorted(terms, key=lambda term: term.offset):
@@ -168,18 +174,18 @@ def _check_terms(found: _Findings, tree: TreeTrajectory, terms: Iterable[Term], 
         arrays = (term.policy_versions, *(() if term.logprobs is None else (term.logprobs,)))
         if not 0 <= term.start < term.stop <= size or term.offset < 0 or any(len(array) != count for array in arrays):
             said = f"prefix_tree: node {term.node} has no tokens {term.start}:{term.stop} with the arrays of the term"
-            found.add("structure", said, term.exchange_id)
+            findings.add("structure", said, term.exchange_id)
             return
-        _check_numbers(found, term.policy_versions, term.logprobs, "prefix_tree", term.exchange_id)
+        _check_numbers(findings, term.policy_versions, term.logprobs, "prefix_tree", term.exchange_id)
         if not isclose(term.weight, count / max(total, 1), rel_tol=1e-9):
-            found.add("weight", f"prefix_tree: {term.weight} for {count} of {total} tokens", term.exchange_id)
-        if before is not None and not _goes_on(tree, before, term):
+            findings.add("weight", f"prefix_tree: {term.weight} for {count} of {total} tokens", term.exchange_id)
+        if before is not None and not _continues(tree, before, term):
             said = f"prefix_tree: sampled token {term.offset} does not stand behind the one before it"
-            found.add("context", said, term.exchange_id)
+            findings.add("context", said, term.exchange_id)
         before = term
 
 
-def _goes_on(tree: TreeTrajectory, before: Term, term: Term) -> bool:
+def _continues(tree: TreeTrajectory, before: Term, term: Term) -> bool:
     if term.node == before.node:
         return term.start - before.start == term.offset - before.offset
     size = int(tree.starts[before.node + 1] - tree.starts[before.node])
@@ -190,26 +196,28 @@ def _goes_on(tree: TreeTrajectory, before: Term, term: Term) -> bool:
 # Of both
 
 
-def _check_ids(found: _Findings, ids: Ids, where: str) -> None:
+def _check_ids(findings: _Findings, ids: Ids, where: str) -> None:
     wrong = ids < 0
     if wrong.any():
         first = int(wrong.argmax())
-        found.add("ids", f"{where}: token {first} is {ids[first]}, which no token is")
+        findings.add("ids", f"{where}: token {first} is {ids[first]}, which no token is")
 
 
 def _check_numbers(
-    found: _Findings, versions: Ids, logprobs: Logprobs | None, where: str, exchange_id: str | None = None
+    findings: _Findings, versions: Ids, logprobs: Logprobs | None, where: str, exchange_id: str | None = None
 ) -> None:
     if (versions < 0).any():
-        found.add("version", f"{where}: a sampled token has the version {versions.min()}", exchange_id)
+        findings.add("version", f"{where}: a sampled token has the version {versions.min()}", exchange_id)
     if logprobs is not None:
-        wrong: NDArray[np.bool_] = ~((logprobs > LEAST_LOGPROB) & (logprobs <= MOST_LOGPROB))  # so that NaN is wrong
+        wrong: NDArray[np.bool_] = ~((logprobs > MIN_LOGPROB) & (logprobs <= MAX_LOGPROB))  # so that NaN is wrong
         if wrong.any():
             value = logprobs[int(wrong.argmax())]
-            found.add("logprob", f"{where}: a sampled token has the log-probability {value}", exchange_id)
+            findings.add("logprob", f"{where}: a sampled token has the log-probability {value}", exchange_id)
 
 
-def _check_once(found: _Findings, sampled: Iterable[tuple[str, int, int]], excluded: Iterable[Excluded]) -> None:
+def _check_coverage(
+    findings: _Findings, sampled: Iterable[tuple[str, int, int]], excluded: Iterable[ExcludedSpan]
+) -> None:
     """Of each exchange, what trains and what is excluded cover its sampled tokens from the first on, each once."""
     parts: dict[str, list[tuple[int, int]]] = {}
     for exchange_id, start, stop in sampled:
@@ -220,7 +228,7 @@ def _check_once(found: _Findings, sampled: Iterable[tuple[str, int, int]], exclu
         reached = 0
         for start, stop in sorted(ranges):
             if start < reached:
-                found.add("twice", f"sampled token {start} trains, or is excluded, more than once", exchange_id)
+                findings.add("twice", f"sampled token {start} trains, or is excluded, more than once", exchange_id)
             elif start > reached:
-                found.add("lost", f"sampled tokens {reached}:{start} neither train nor are excluded", exchange_id)
+                findings.add("lost", f"sampled tokens {reached}:{start} neither train nor are excluded", exchange_id)
             reached = max(reached, stop)

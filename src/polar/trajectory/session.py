@@ -9,24 +9,24 @@ import msgspec
 import numpy as np
 
 from polar import experts
-from polar.dialects.wire import remembering
+from polar.dialects.wire import cache_decoded_items
 from polar.engines.base import VersionSpan
 from polar.errors import StoreError
-from polar.harnesses import knowledge
+from polar.harnesses import find_call_patterns
 from polar.plugins import load as load_plugin
 from polar.store.base import Exchange, Session, Store
 from polar.trajectory import wire
-from polar.trajectory.checker import HeldBack, SessionCheck, SessionChecker
-from polar.trajectory.roles import Call, Labelled, Overrides, assign, call_of
-from polar.trajectory.teacher import conditions
+from polar.trajectory.checker import HeldBackError, SessionCheck, SessionChecker
+from polar.trajectory.roles import CallLabel, ModelCall, RoleOverrides, assign_roles, read_call
+from polar.trajectory.teacher import logprob_conditions
 from polar.trajectory.types import (
     NO_VERSION,
-    Excluded,
+    ExcludedSpan,
     Ids,
     Image,
-    Path,
-    Sampled,
+    SessionPaths,
     TokenCounts,
+    TokenPath,
     Trajectory,
     TreeSession,
     TreeTrajectory,
@@ -34,85 +34,90 @@ from polar.trajectory.types import (
 from polar.types import Media, Message, Request, ToolResult
 
 NO_IDS: Ids = np.empty(0, np.int32)
-MERGED = "prefix_merging"
-TREE = "prefix_tree"
+TRACE_BUILDER = "prefix_merging"
+TREE_BUILDER = "prefix_tree"
 """The builder that takes many sessions and hands out a tree."""
 
 
-async def load(store: Store, session_id: str) -> Sampled:
+async def load_session_paths(store: Store, session_id: str) -> SessionPaths:
     """All of a session's paths. Raises StoreError where there is no such session."""
     session = await store.session(session_id)
     if session is None:
         raise StoreError(f"There is no session {session_id}.")
     exchanges = [exchange async for exchange in store.exchanges(session_id)]
-    return await asyncio.to_thread(sampled, session, exchanges)
+    return await asyncio.to_thread(read_session_paths, session, exchanges)
 
 
-class Part(NamedTuple):
+class SessionCall(NamedTuple):
     """An exchange, read: what was asked, and the part that it plays in its session."""
 
     exchange: Exchange
-    call: Call
-    label: Labelled
+    call: ModelCall
+    label: CallLabel
 
 
-def parts_of(session: Session, exchanges: Iterable[Exchange]) -> list[Part]:
+def read_session_calls(session: Session, exchanges: Iterable[Exchange]) -> list[SessionCall]:
     """Of all of a session's exchanges. Reading requests takes most of the time that a session's result does."""
     exchanges = list(exchanges)
-    with remembering():
-        calls = [call_of(exchange) for exchange in exchanges]
-    labels = labelled(session, calls)
-    return [Part(exchange, call, labels[exchange.exchange_id]) for exchange, call in zip(exchanges, calls, strict=True)]
+    with cache_decoded_items():
+        calls = [read_call(exchange) for exchange in exchanges]
+    labels = assign_session_roles(session, calls)
+    return [
+        SessionCall(exchange, call, labels[exchange.exchange_id])
+        for exchange, call in zip(exchanges, calls, strict=True)
+    ]
 
 
-def sampled(session: Session, exchanges: Iterable[Exchange]) -> Sampled:
-    return sampled_in(session, parts_of(session, exchanges))
+def read_session_paths(session: Session, exchanges: Iterable[Exchange]) -> SessionPaths:
+    return paths_of_calls(session, read_session_calls(session, exchanges))
 
 
-def sampled_in(session: Session, parts: Iterable[Part]) -> Sampled:
-    overrides = Overrides.of(session.metadata)
-    pictures: _Pictures = {}
+def paths_of_calls(session: Session, calls: Iterable[SessionCall]) -> SessionPaths:
+    overrides = RoleOverrides.from_metadata(session.metadata)
+    known_media: _MediaByMessage = {}
     paths = [
-        _path(exchange, _images(call.request, pictures), label, overrides, session.turn_rewards)
-        for exchange, call, label in parts
+        _make_path(exchange, _request_images(call.request, known_media), label, overrides, session.turn_rewards)
+        for exchange, call, label in calls
         if exchange.sampled_ids is not None
     ]
-    return Sampled(session.session_id, paths, session.reward, _reason(session), session.suspicious)
+    return SessionPaths(session.session_id, paths, session.reward, _missing_reward_reason(session), session.suspicious)
 
 
-async def roles_of(store: Store, session_id: str) -> dict[str, Labelled]:
+async def load_roles(store: Store, session_id: str) -> dict[str, CallLabel]:
     """Each exchange's role and agent. Raises StoreError where there is no such session."""
     session = await store.session(session_id)
     if session is None:
         raise StoreError(f"There is no session {session_id}.")
-    calls = [call_of(exchange) async for exchange in store.exchanges(session_id)]
-    return await asyncio.to_thread(labelled, session, calls)
+    calls = [read_call(exchange) async for exchange in store.exchanges(session_id)]
+    return await asyncio.to_thread(assign_session_roles, session, calls)
 
 
-class Build(NamedTuple):
+class SessionBuild(NamedTuple):
     """What is made of a session on its way out."""
 
-    parts: list[Part]
-    sampled: Sampled
+    calls: list[SessionCall]
+    session_paths: SessionPaths
     trajectory: Trajectory
 
 
-def build(session: Session, exchanges: Sequence[Exchange], builder: str, checker: SessionChecker) -> Build:
+def build_trajectory(
+    session: Session, exchanges: Sequence[Exchange], builder: str, checker: SessionChecker
+) -> SessionBuild:
     """What a builder makes of a session alone, checked. A tree is a group's: of one it is told as the traces it holds.
     Raises HeldBack."""
     check = checker.begin(session)
-    check.rows(exchanges)
-    parts = parts_of(session, exchanges)
-    paths = sampled_in(session, parts)
-    check.paths(exchanges, paths.paths)
+    check.check_rows(exchanges)
+    parts = read_session_calls(session, exchanges)
+    paths = paths_of_calls(session, parts)
+    check.set_paths(exchanges, paths.paths)
     trajectory = run_builder(paths, builder)
-    check.traces(trajectory)
-    return Build(parts, paths, trajectory)
+    check.check_traces(trajectory)
+    return SessionBuild(parts, paths, trajectory)
 
 
-def run_builder(paths: Sampled, builder: str) -> Trajectory:
+def run_builder(paths: SessionPaths, builder: str) -> Trajectory:
     """Unchecked: see `build`."""
-    built: Trajectory = load_plugin("builders", MERGED if builder == TREE else builder)(paths)
+    built: Trajectory = load_plugin("builders", TRACE_BUILDER if builder == TREE_BUILDER else builder)(paths)
     return built
 
 
@@ -123,44 +128,44 @@ class GroupTree:
     def __init__(self, checker: SessionChecker) -> None:
         self._checker = checker
         self._checks: list[SessionCheck] = []
-        self._sampled: list[Sampled] = []
-        self._held: list[TreeSession] = []
+        self._session_paths: list[SessionPaths] = []
+        self._held_back: list[TreeSession] = []
 
     def add(self, session: Session, exchanges: Sequence[Exchange]) -> None:
         check = self._checker.begin(session)
         try:
-            check.rows(exchanges)
-            paths = sampled(session, exchanges)
-            check.paths(exchanges, paths.paths)
-        except HeldBack as error:
+            check.check_rows(exchanges)
+            paths = read_session_paths(session, exchanges)
+            check.set_paths(exchanges, paths.paths)
+        except HeldBackError as error:
             self._hold_back(session, error)
             return
         self._checks.append(check)
-        self._sampled.append(paths)
+        self._session_paths.append(paths)
 
     def build(self) -> TreeTrajectory:
-        build_tree = load_plugin("builders", TREE)
-        tree: TreeTrajectory = build_tree(self._sampled)
+        build_tree = load_plugin("builders", TREE_BUILDER)
+        tree: TreeTrajectory = build_tree(self._session_paths)
         try:
             self._checker.check_tree(self._checks, tree)
-        except HeldBack as error:
+        except HeldBackError as error:
             tree = build_tree([])
             for check in self._checks:
                 self._hold_back(check.session, error)
-        tree.sessions += self._held
+        tree.sessions += self._held_back
         return tree
 
-    def _hold_back(self, session: Session, error: HeldBack) -> None:
-        self._held.append(TreeSession(session.session_id, None, error.reason))
+    def _hold_back(self, session: Session, error: HeldBackError) -> None:
+        self._held_back.append(TreeSession(session.session_id, None, error.reason))
 
 
-def nothing_of(session: Session, builder: str, error: HeldBack) -> tuple[Session, Trajectory]:
+def hold_back_session(session: Session, builder: str, error: HeldBackError) -> tuple[Session, Trajectory]:
     """A session that is held back: without its reward, and without traces."""
     held = msgspec.structs.replace(session, reward=None, reason=error.reason)
     return held, Trajectory(session.session_id, builder, [], [], TokenCounts(0, 0, 0), None, error.reason)
 
 
-async def encode_built(store: Store, session_id: str, builder: str, checker: SessionChecker) -> bytes:
+async def encode_trajectory(store: Store, session_id: str, builder: str, checker: SessionChecker) -> bytes:
     """What a builder makes of a session, as JSON. Raises StoreError where there is no such session."""
     session = await store.session(session_id)
     if session is None:
@@ -168,63 +173,69 @@ async def encode_built(store: Store, session_id: str, builder: str, checker: Ses
     exchanges = [exchange async for exchange in store.exchanges(session_id)]
 
     def encode() -> bytes:
-        if builder == TREE:
+        if builder == TREE_BUILDER:
             group = GroupTree(checker)
             group.add(session, exchanges)
-            return msgspec.json.encode(wire.tree(group.build()))
+            return msgspec.json.encode(wire.tree_to_dict(group.build()))
         try:
-            return msgspec.json.encode(wire.trajectory(build(session, exchanges, builder, checker).trajectory))
-        except HeldBack as error:
-            _, nothing = nothing_of(session, builder, error)
-            return msgspec.json.encode(wire.trajectory(nothing, status="ERROR", error=str(error)))
+            return msgspec.json.encode(
+                wire.trajectory_to_dict(build_trajectory(session, exchanges, builder, checker).trajectory)
+            )
+        except HeldBackError as error:
+            _, nothing = hold_back_session(session, builder, error)
+            return msgspec.json.encode(wire.trajectory_to_dict(nothing, status="ERROR", error=str(error)))
 
     return await asyncio.to_thread(encode)
 
 
-def labelled(session: Session, calls: list[Call], overrides: Overrides | None = None) -> dict[str, Labelled]:
+def assign_session_roles(
+    session: Session, calls: list[ModelCall], overrides: RoleOverrides | None = None
+) -> dict[str, CallLabel]:
     """Each call's role and agent."""
     harness = session.metadata.get("harness")
-    known = knowledge(harness if isinstance(harness, str) else None)
-    return assign(calls, known=known, overrides=overrides or Overrides.of(session.metadata))
+    known = find_call_patterns(harness if isinstance(harness, str) else None)
+    return assign_roles(calls, knowledge=known, overrides=overrides or RoleOverrides.from_metadata(session.metadata))
 
 
-def _reason(session: Session) -> str | None:
+def _missing_reward_reason(session: Session) -> str | None:
     if session.reward is not None:
         return None
     return session.reason or ("not_ended" if session.status == "open" else "not_evaluated")
 
 
-def _path(
-    exchange: Exchange, images: list[Image], label: Labelled, overrides: Overrides, rewards: dict[str, float]
-) -> Path:
+def _make_path(
+    exchange: Exchange, images: list[Image], label: CallLabel, overrides: RoleOverrides, rewards: dict[str, float]
+) -> TokenPath:
     ids = exchange.sampled_ids
     assert ids is not None
-    trainable, excluded = _trainable(exchange, len(ids), label, overrides)
+    trainable, excluded = _count_trainable(exchange, len(ids), label, overrides)
     prompt = NO_IDS if exchange.prompt_ids is None else exchange.prompt_ids
     routed = exchange.routed_experts if trainable else None
-    return Path(
+    return TokenPath(
         session_id=exchange.session_id,
         exchange_id=exchange.exchange_id,
         seq=exchange.seq,
         prompt=prompt,
         sampled=ids,
         logprobs=exchange.logprobs if trainable else None,
-        versions=_versions(exchange.versions, len(ids)) if trainable else None,
-        trainable=trainable,
+        versions=_token_versions(exchange.versions, len(ids)) if trainable else None,
+        num_trainable=trainable,
         excluded=excluded,
         role=label.role,
         agent_id=label.agent_id,
         branch_reason=exchange.branch_reason,
         temperature=exchange.sampling.temperature,
-        scale=_scale(exchange, images) if trainable else None,
+        scale=_logit_scale(exchange, images) if trainable else None,
         finish_reason=exchange.finish_reason,
         reward=rewards.get(exchange.exchange_id),
         images=images,
-        experts=None if routed is None else experts.read(routed, len(prompt) + len(ids)),
+        experts=None if routed is None else experts.decode_experts(routed, len(prompt) + len(ids)),
     )
 
 
-def _trainable(exchange: Exchange, sampled: int, label: Labelled, overrides: Overrides) -> tuple[int, list[Excluded]]:
+def _count_trainable(
+    exchange: Exchange, sampled: int, label: CallLabel, overrides: RoleOverrides
+) -> tuple[int, list[ExcludedSpan]]:
     """How many of the first sampled tokens train, and why the others don't."""
     reason = exchange.untrainable
     if reason is None and label.role not in overrides.trainable_roles:
@@ -232,36 +243,36 @@ def _trainable(exchange: Exchange, sampled: int, label: Labelled, overrides: Ove
     kept = exchange.delivered if reason is None else 0
     excluded = []
     if reason is not None and exchange.delivered:
-        excluded.append(Excluded(exchange.exchange_id, 0, exchange.delivered, reason))
+        excluded.append(ExcludedSpan(exchange.exchange_id, 0, exchange.delivered, reason))
     if exchange.delivered < sampled:
         late = "undelivered" if exchange.untrainable is None else exchange.untrainable
-        excluded.append(Excluded(exchange.exchange_id, exchange.delivered, sampled, late))
+        excluded.append(ExcludedSpan(exchange.exchange_id, exchange.delivered, sampled, late))
     return kept, excluded
 
 
-def _scale(exchange: Exchange, images: list[Image]) -> float | None:
+def _logit_scale(exchange: Exchange, images: list[Image]) -> float | None:
     """Where the engine gave no log-probabilities, the trainer's own are those that were sampled with."""
-    found = conditions(exchange, images=bool(images))
-    if found.skip == "no_logprobs":
+    found = logprob_conditions(exchange, images=bool(images))
+    if found.skip_reason == "no_logprobs":
         return exchange.sampling.temperature or 1.0
-    return found.temperature if found.skip is None else None
+    return found.temperature if found.skip_reason is None else None
 
 
-def _versions(spans: list[VersionSpan], sampled: int) -> Ids:
+def _token_versions(spans: list[VersionSpan], sampled: int) -> Ids:
     versions = np.full(sampled, NO_VERSION, np.int32)
     for span in spans:
         versions[span.start : span.stop] = span.version
     return versions
 
 
-_Pictures = dict[int, tuple[Message, list[Media]]]
+_MediaByMessage = dict[int, tuple[Message, list[Media]]]
 """Of each message, by its id()."""
 
 
-def _images(request: Request, known: _Pictures) -> list[Image]:
+def _request_images(request: Request, known: _MediaByMessage) -> list[Image]:
     """Pictures are rendered by the engine, which doesn't say where their placeholders stand: they count from the
     prompt's beginning, so that prompts with other pictures share nothing. Rather too little is shared than too much."""
-    shown = [piece for message in request.messages if (pieces := _pictures(message, known)) for piece in pieces]
+    shown = [piece for message in request.messages if (pieces := _find_media(message, known)) for piece in pieces]
     if not shown:
         return []
     found = hashlib.sha256()
@@ -270,7 +281,7 @@ def _images(request: Request, known: _Pictures) -> list[Image]:
     return [Image(0, found.digest())]
 
 
-def _pictures(message: Message, known: _Pictures) -> list[Media]:
+def _find_media(message: Message, known: _MediaByMessage) -> list[Media]:
     """`known` are those of messages that were looked at before: a session's requests repeat them."""
     seen = known.get(id(message))
     if seen is None:

@@ -24,12 +24,12 @@ from polar.errors import ConfigError
 from polar.store.base import Exchange
 from polar.trajectory.types import Ids, Trace
 
-_PIECE = 512
+_FORWARD_TOKENS = 512
 """Tokens in one forward pass."""
-_BEFORE, _AFTER = 20, 4
+_TOKENS_BEFORE, _TOKENS_AFTER = 20, 4
 """How many tokens around the worst one are shown."""
 
-_NEUTRAL: dict[str, tuple[object, ...]] = {
+_NEUTRAL_VALUES: dict[str, tuple[object, ...]] = {
     "top_p": (None, 1.0),
     "top_k": (None, 0, -1),
     "min_p": (None, 0.0),
@@ -41,27 +41,29 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
 """Sampling parameters besides the temperature that change a distribution, and the values with which they don't."""
 
 
-class Conditions(Struct, frozen=True):
+class LogprobConditions(Struct, frozen=True):
     """How the logits of an exchange became its log-probabilities: divided by `temperature`; or why nobody can say."""
 
     temperature: float = 1.0
-    skip: str | None = None
+    skip_reason: str | None = None
 
 
-def conditions(exchange: Exchange, *, images: bool = False) -> Conditions:
+def logprob_conditions(exchange: Exchange, *, images: bool = False) -> LogprobConditions:
     if images:
-        return Conditions(skip="images")
+        return LogprobConditions(skip_reason="images")
     if exchange.logprobs is None or exchange.logprob_kind == "none":
-        return Conditions(skip="no_logprobs")
+        return LogprobConditions(skip_reason="no_logprobs")
     if exchange.logprob_kind == "raw":
-        return Conditions()
-    for name, neutral in _NEUTRAL.items():
+        return LogprobConditions()
+    for name, neutral in _NEUTRAL_VALUES.items():
         if getattr(exchange.sampling, name) not in neutral:
-            return Conditions(skip=name)
-    return Conditions(exchange.sampling.temperature or 1.0)  # at 0 the likeliest token is taken, and nothing is scaled
+            return LogprobConditions(skip_reason=name)
+    return LogprobConditions(
+        exchange.sampling.temperature or 1.0
+    )  # at 0 the likeliest token is taken, and nothing is scaled
 
 
-class Worst(Struct):
+class LargestDifference(Struct):
     """The token whose recomputed log-probability is furthest from the recorded one, and what stands around it."""
 
     session_id: str
@@ -75,13 +77,13 @@ class Worst(Struct):
     after: list[int]
 
 
-class Comparison(Struct):
+class LogprobComparison(Struct):
     """Recorded against recomputed, over all that was compared so far."""
 
     tokens: int = 0
     largest: float = 0.0
     total: float = 0.0
-    worst: Worst | None = None
+    worst: LargestDifference | None = None
     skipped: Counter[str] = field(default_factory=Counter)
 
     @property
@@ -89,7 +91,7 @@ class Comparison(Struct):
         return self.total / self.tokens if self.tokens else 0.0
 
 
-class _Wanted(Struct):
+class _ScoredTokens(Struct):
     """The tokens of one trace whose log-probabilities are asked for. Arrays of one entry each."""
 
     trace: Trace
@@ -106,15 +108,17 @@ class Teacher:
         self._model = model
         self._torch = torch
         self._device = model.device
-        self.vocabulary: int = model.get_input_embeddings().num_embeddings
-        self.computed = 0  # tokens that went through the model
+        self.vocabulary_size: int = model.get_input_embeddings().num_embeddings
+        self.num_computed_tokens = 0  # tokens that went through the model
         self._cache: Any = None
-        self._seen: Ids = np.empty(0, np.int32)
+        self._cached_ids: Ids = np.empty(0, np.int32)
         # Plain attention can forget the end of a sequence and take up from there. What keeps a running state or a
         # window can't: such a model reads each trace whole.
         self._forward(np.zeros(2, np.int32), np.zeros(1, np.int64))
-        self._plain = all(type(layer).__name__ == "DynamicLayer" for layer in getattr(self._cache, "layers", [None]))
-        self._forget(0)
+        self._can_crop_cache = all(
+            type(layer).__name__ == "DynamicLayer" for layer in getattr(self._cache, "layers", [None])
+        )
+        self._crop_cache(0)
 
     @classmethod
     def load(cls, folder: Path) -> "Teacher":
@@ -140,29 +144,35 @@ class Teacher:
     def compare(
         self,
         traces: Iterable[Trace],
-        known: Mapping[str, Conditions],
-        into: Comparison,
+        conditions_by_exchange: Mapping[str, LogprobConditions],
+        into: LogprobComparison,
         *,
-        version: int | None = None,
+        policy_version: int | None = None,
     ) -> None:
         """Adds to `into`. `known` has the conditions of every exchange; `version`: only what that policy sampled."""
-        wanted = [self._wanted(trace, known, into, version) for trace in traces]
+        wanted = [self._select_tokens(trace, conditions_by_exchange, into, policy_version) for trace in traces]
         for it in sorted(wanted, key=lambda it: it.ids.astype(">i4").tobytes()):
             if len(it.positions):
-                _compare(it, self.logprobs(it.ids, it.positions, it.temperatures), into)
+                _add_differences(it, self.logprobs(it.ids, it.positions, it.temperatures), into)
 
-    def _wanted(self, trace: Trace, known: Mapping[str, Conditions], into: Comparison, version: int | None) -> _Wanted:
+    def _select_tokens(
+        self,
+        trace: Trace,
+        conditions_by_exchange: Mapping[str, LogprobConditions],
+        into: LogprobComparison,
+        policy_version: int | None,
+    ) -> _ScoredTokens:
         ids = np.concatenate((trace.prompt_ids, trace.response_ids))
         edge = len(trace.prompt_ids)
-        strange = bool(len(ids)) and (int(ids.min()) < 0 or int(ids.max()) >= self.vocabulary)
+        strange = bool(len(ids)) and (int(ids.min()) < 0 or int(ids.max()) >= self.vocabulary_size)
         positions: list[int] = []
         temperatures: list[float] = []
         exchanges: list[tuple[str, int]] = []
         for span in trace.spans:
-            how = known[span.exchange_id]
+            how = conditions_by_exchange[span.exchange_id]
             for at in range(span.start, span.stop):
-                skip = how.skip
-                if version is not None and trace.policy_versions[at] != version:
+                skip = how.skip_reason
+                if policy_version is not None and trace.policy_versions[at] != policy_version:
                     skip = "other_version"
                 elif strange:
                     skip = "not_in_vocabulary"
@@ -174,7 +184,7 @@ class Teacher:
                 positions.append(edge + at)
                 temperatures.append(how.temperature)
                 exchanges.append((span.exchange_id, span.offset + at - span.start))
-        return _Wanted(trace, ids, np.array(positions, np.int64), np.array(temperatures, np.float32), exchanges)
+        return _ScoredTokens(trace, ids, np.array(positions, np.int64), np.array(temperatures, np.float32), exchanges)
 
     def logprobs(
         self, ids: Ids, positions: NDArray[np.int64], temperatures: NDArray[np.float32]
@@ -182,12 +192,12 @@ class Teacher:
         """Of the tokens at some positions (ascending, none of them the first), each given all that stands before it."""
         torch = self._torch
         places = positions - 1  # a token's logits stand at the one before it
-        start = min(_shared(self._seen, ids), int(places[0])) if self._plain else 0
-        self._forget(start)
+        start = min(_common_prefix_length(self._cached_ids, ids), int(places[0])) if self._can_crop_cache else 0
+        self._crop_cache(start)
         end = int(places[-1]) + 1
         found = []
         while start < end:
-            stop = min(start + _PIECE, end) if self._plain else end
+            stop = min(start + _FORWARD_TOKENS, end) if self._can_crop_cache else end
             here = (places >= start) & (places < stop)
             logits = self._forward(ids[start:stop], places[here] - start)
             if here.any():
@@ -195,7 +205,7 @@ class Teacher:
                 picked = torch.from_numpy(ids[positions[here]].astype(np.int64)).to(self._device)[:, None]
                 found.append(torch.log_softmax(logits / scale, -1).gather(1, picked)[:, 0].cpu().numpy())
             start = stop
-        self._seen = ids[:end]
+        self._cached_ids = ids[:end]
         return np.concatenate(found)
 
     def _forward(self, ids: Ids, keep: NDArray[np.int64]) -> Any:
@@ -209,19 +219,19 @@ class Teacher:
                 logits_to_keep=torch.from_numpy(keep).to(self._device) if len(keep) else 1,
             )
         self._cache = getattr(out, "past_key_values", None)
-        self.computed += len(ids)
+        self.num_computed_tokens += len(ids)
         return out.logits[0].float()
 
-    def _forget(self, length: int) -> None:
+    def _crop_cache(self, length: int) -> None:
         """All behind the first `length` tokens."""
         if not length:
             self._cache = None
-        elif (gone := len(self._seen) - length) > 0:
+        elif (gone := len(self._cached_ids) - length) > 0:
             self._cache.crop(-gone)
-        self._seen = self._seen[:length]
+        self._cached_ids = self._cached_ids[:length]
 
 
-def _compare(wanted: _Wanted, recomputed: NDArray[np.float32], into: Comparison) -> None:
+def _add_differences(wanted: _ScoredTokens, recomputed: NDArray[np.float32], into: LogprobComparison) -> None:
     trace, edge = wanted.trace, len(wanted.trace.prompt_ids)
     assert trace.logprobs is not None  # what has none is skipped
     recorded = trace.logprobs[wanted.positions - edge]
@@ -235,20 +245,20 @@ def _compare(wanted: _Wanted, recomputed: NDArray[np.float32], into: Comparison)
     place = int(wanted.positions[at])
     exchange_id, position = wanted.exchanges[at]
     into.largest = float(differences[at])
-    into.worst = Worst(
+    into.worst = LargestDifference(
         session_id=trace.session_id,
         exchange_id=exchange_id,
         position=position,
         policy_version=int(trace.policy_versions[place - edge]),
         recorded=float(recorded[at]),
         recomputed=float(recomputed[at]),
-        before=wanted.ids[max(0, place - _BEFORE) : place].tolist(),
+        before=wanted.ids[max(0, place - _TOKENS_BEFORE) : place].tolist(),
         id=int(wanted.ids[place]),
-        after=wanted.ids[place + 1 : place + 1 + _AFTER].tolist(),
+        after=wanted.ids[place + 1 : place + 1 + _TOKENS_AFTER].tolist(),
     )
 
 
-def _shared(a: Ids, b: Ids) -> int:
+def _common_prefix_length(a: Ids, b: Ids) -> int:
     """How many leading ids are equal."""
     length = min(len(a), len(b))
     unequal = np.flatnonzero(a[:length] != b[:length])

@@ -21,12 +21,12 @@ from collections.abc import Sequence
 import numpy as np
 from msgspec import Struct
 
-from polar.trajectory.types import Ids, Path
+from polar.trajectory.types import Ids, TokenPath
 
 ROOT = -1
 """Where a node has no parent, and where an empty path ends."""
 
-_FIRST_BLOCK, _LAST_BLOCK = 256, 32 * 1024
+_FIRST_BLOCK_TOKENS, _MAX_BLOCK_TOKENS = 256, 32 * 1024
 """Tokens compared at once: few at first, where paths part most often, then as many as the processor's cache likes."""
 
 
@@ -39,7 +39,7 @@ class Node(Struct, frozen=True, gc=False):
     stop: int
 
 
-class Stretch(Struct, frozen=True, gc=False):
+class NodeSpan(Struct, frozen=True, gc=False):
     """Tokens `start` to `stop` of a node's ids were sampled by a path, from its sampled token `offset` on."""
 
     path: int
@@ -52,12 +52,12 @@ class Stretch(Struct, frozen=True, gc=False):
 class TokenTree(Struct):
     """Made by `token_tree`. Parents stand before their children."""
 
-    paths: tuple[Path, ...]
+    paths: tuple[TokenPath, ...]
     nodes: list[Node]
     ends: list[int]  # the node that each path ends in
 
     @property
-    def tokens(self) -> int:
+    def num_tokens(self) -> int:
         """How many there are, each once."""
         return sum(node.stop - node.start for node in self.nodes)
 
@@ -79,7 +79,7 @@ class TokenTree(Struct):
             number = self.nodes[number].parent
         return number
 
-    def stretches(self, path: int) -> list[Stretch]:
+    def sampled_spans(self, path: int) -> list[NodeSpan]:
         """Where a path's sampled tokens are, from first to last."""
         context = len(self.paths[path].prompt)
         end = context + len(self.paths[path].sampled)
@@ -88,23 +88,23 @@ class TokenTree(Struct):
         while number != ROOT and (node := self.nodes[number]).stop > context:
             start, stop = max(node.start, context), min(node.stop, end)
             if start < stop:
-                found.append(Stretch(path, number, start - node.start, stop - node.start, start - context))
+                found.append(NodeSpan(path, number, start - node.start, stop - node.start, start - context))
             number = node.parent
         return found[::-1]
 
 
-def token_tree(paths: Sequence[Path]) -> TokenTree:
+def build_token_tree(paths: Sequence[TokenPath]) -> TokenTree:
     """The tree of the given paths, of one session or of many."""
-    growth = _Growth(_lines(paths))
+    builder = _TreeBuilder(_make_key_sequences(paths))
     for index in range(len(paths)):
-        growth.add(index)
-    return TokenTree(tuple(paths), growth.numbered(), growth.ends())
+        builder.add(index)
+    return TokenTree(tuple(paths), builder.number_nodes(), builder.find_end_nodes())
 
 
 # What is compared
 
 
-class _Line:
+class _KeySequence:
     """A path's keys, in the two arrays that they come in."""
 
     __slots__ = ("context", "length", "prompt", "sampled")
@@ -123,23 +123,23 @@ class _Line:
         return self.prompt[at:] if at < self.context else self.sampled[at - self.context :]
 
 
-def _lines(paths: Sequence[Path]) -> list[_Line]:
+def _make_key_sequences(paths: Sequence[TokenPath]) -> list[_KeySequence]:
     """Ids are keys already; a prompt with images gets a copy with theirs in it. Images are the same where placeholder
     and digest are. They are numbered in sorted order, so that the numbers don't depend on the order of the paths."""
-    seen = {look for path in paths if path.images for look in _looks(path).values()}
+    seen = {look for path in paths if path.images for look in _image_keys(path).values()}
     numbers = {look: index - len(seen) for index, look in enumerate(sorted(seen))}
     lines = []
     for path in paths:
         prompt = path.prompt
         if path.images:
             prompt = prompt.copy()
-            for position, look in _looks(path).items():
+            for position, look in _image_keys(path).items():
                 prompt[position] = numbers[look]
-        lines.append(_Line(prompt, path.sampled))
+        lines.append(_KeySequence(prompt, path.sampled))
     return lines
 
 
-def _looks(path: Path) -> dict[int, tuple[int, tuple[bytes, ...]]]:
+def _image_keys(path: TokenPath) -> dict[int, tuple[int, tuple[bytes, ...]]]:
     """By position: the placeholder's own id, and the digests of what stands there (more than one where an image has no
     placeholders of its own)."""
     digests: dict[int, tuple[bytes, ...]] = {}
@@ -148,29 +148,29 @@ def _looks(path: Path) -> dict[int, tuple[int, tuple[bytes, ...]]]:
     return {position: (path.prompt.item(position), found) for position, found in digests.items()}
 
 
-def _agree(left: _Line, right: _Line, at: int) -> int:
+def _common_length(left: _KeySequence, right: _KeySequence, at: int) -> int:
     """How far two lines are the same that are known to be so up to `at`."""
     stop = min(left.length, right.length)
     while at < stop:
         one, other = left.rest(at), right.rest(at)
-        shared = _shared(one, other)
+        shared = _common_prefix_length(one, other)
         at += shared
         if shared < min(len(one), len(other)):
             break
     return at
 
 
-def _shared(left: Ids, right: Ids) -> int:
+def _common_prefix_length(left: Ids, right: Ids) -> int:
     """The length of the longest common prefix."""
     size = min(len(left), len(right))
-    at, block = 0, _FIRST_BLOCK
+    at, block = 0, _FIRST_BLOCK_TOKENS
     while at < size:
         stop = min(at + block, size)
         differs = left[at:stop] != right[at:stop]
         first = int(differs.argmax())
         if differs[first]:
             return at + first
-        at, block = stop, min(4 * block, _LAST_BLOCK)
+        at, block = stop, min(4 * block, _MAX_BLOCK_TOKENS)
     return size
 
 
@@ -191,52 +191,52 @@ class _Branch:
         self.number = ROOT
 
 
-class _Growth:
-    def __init__(self, lines: list[_Line]) -> None:
-        self._lines = lines
+class _TreeBuilder:
+    def __init__(self, lines: list[_KeySequence]) -> None:
+        self._sequences = lines
         self._root = _Branch(None, ROOT, 0, 0)
         # The branch that each path ended in when it was added. Where that one was split since, it is the lower part,
         # and the path may end above it.
-        self._ended: list[_Branch] = []
+        self._end_branches: list[_Branch] = []
 
     def add(self, index: int) -> None:
-        line = self._lines[index]
+        line = self._sequences[index]
         branch, at = self._follow_last(line)
         while at < line.length:
             # The tree has the line's first `at` keys, the last of them in `branch`.
             key = line.key(at)
             if at < branch.stop:
-                if self._lines[branch.path].key(at) != key:
-                    branch = self._leaf(self._split(branch, at, index), index, at)
+                if self._sequences[branch.path].key(at) != key:
+                    branch = self._add_leaf(self._split(branch, at, index), index, at)
                     break
             elif (child := branch.children.get(key)) is not None:
                 branch = child
             elif branch.children or branch is self._root:
-                branch = self._leaf(branch, index, at)
+                branch = self._add_leaf(branch, index, at)
                 break
             else:  # a leaf grows
                 branch.path, branch.stop = index, line.length
                 break
             entered = branch
-            at = _agree(line, self._lines[branch.path], at + 1)
+            at = _common_length(line, self._sequences[branch.path], at + 1)
             while branch.stop < at:
                 branch = branch.children[line.key(branch.stop)]
             if entered.stop <= at:
                 entered.path = index  # what comes next here is likely to resemble what came last
-        self._ended.append(branch)
+        self._end_branches.append(branch)
 
-    def _follow_last(self, line: _Line) -> tuple[_Branch, int]:
+    def _follow_last(self, line: _KeySequence) -> tuple[_Branch, int]:
         """How far a line goes along with the one that was added last, and the branch that this is in."""
-        if not self._ended:
+        if not self._end_branches:
             return self._root, 0
-        branch = self._ended[-1]
-        at = _agree(line, self._lines[len(self._ended) - 1], 0)
+        branch = self._end_branches[-1]
+        at = _common_length(line, self._sequences[len(self._end_branches) - 1], 0)
         while branch.parent is not None and branch.start >= at:
             branch = branch.parent
         return branch, at
 
-    def _leaf(self, parent: _Branch, index: int, at: int) -> _Branch:
-        line = self._lines[index]
+    def _add_leaf(self, parent: _Branch, index: int, at: int) -> _Branch:
+        line = self._sequences[index]
         leaf = _Branch(parent, index, at, line.length)
         parent.children[line.key(at)] = leaf
         return leaf
@@ -246,35 +246,35 @@ class _Growth:
         above = lower.parent
         assert above is not None  # the root is empty
         upper = _Branch(above, index, lower.start, at)
-        above.children[self._lines[index].key(lower.start)] = upper
-        upper.children[self._lines[lower.path].key(at)] = lower
+        above.children[self._sequences[index].key(lower.start)] = upper
+        upper.children[self._sequences[lower.path].key(at)] = lower
         lower.parent, lower.start = upper, at
         return upper
 
-    def numbered(self) -> list[Node]:
+    def number_nodes(self) -> list[Node]:
         nodes: list[Node] = []
-        waiting = _last_first(self._root)
+        waiting = _children_reversed(self._root)
         while waiting:
             branch = waiting.pop()
             branch.number = len(nodes)
             assert branch.parent is not None
             nodes.append(Node(branch.parent.number, branch.path, branch.start, branch.stop))
-            waiting.extend(_last_first(branch))
+            waiting.extend(_children_reversed(branch))
         return nodes
 
-    def ends(self) -> list[int]:
+    def find_end_nodes(self) -> list[int]:
         """The longest paths first, so that each branch's way up is walked once for all the paths that ended in it."""
-        ends = [ROOT] * len(self._lines)
+        ends = [ROOT] * len(self._sequences)
         above: dict[_Branch, _Branch] = {}
-        for index in sorted(range(len(ends)), key=lambda it: -self._lines[it].length):
-            ended = self._ended[index]
+        for index in sorted(range(len(ends)), key=lambda it: -self._sequences[it].length):
+            ended = self._end_branches[index]
             branch = above.get(ended, ended)
-            while branch.parent is not None and branch.start >= self._lines[index].length:
+            while branch.parent is not None and branch.start >= self._sequences[index].length:
                 branch = branch.parent
             above[ended] = branch
             ends[index] = branch.number
         return ends
 
 
-def _last_first(branch: _Branch) -> list[_Branch]:
+def _children_reversed(branch: _Branch) -> list[_Branch]:
     return [branch.children[key] for key in sorted(branch.children, reverse=True)]

@@ -34,7 +34,7 @@ class Image(Struct, frozen=True, gc=False):
     digest: bytes
 
 
-class Path(Struct):
+class TokenPath(Struct):
     """One exchange as a path: the context it was sampled in, then what was sampled. What trains is
     `sampled[:trainable]`.
 
@@ -48,8 +48,8 @@ class Path(Struct):
     sampled: Ids
     logprobs: Logprobs | None  # as long as `sampled`; None where the trainer recomputes them, or nothing trains
     versions: Ids | None  # likewise, one policy version per sampled token
-    trainable: int  # how many of the first sampled tokens train
-    excluded: list["Excluded"] = field(default_factory=list)
+    num_trainable: int  # how many of the first sampled tokens train
+    excluded: list["ExcludedSpan"] = field(default_factory=list)
     role: ExchangeRole = "main"
     agent_id: str | None = None
     branch_reason: str | None = None
@@ -61,7 +61,7 @@ class Path(Struct):
     experts: Experts | None = None  # of all tokens but the last, where the engine tells
 
 
-class Excluded(Struct, frozen=True):
+class ExcludedSpan(Struct, frozen=True):
     """Sampled tokens `start` to `stop` (exclusive) of an exchange are in no trace, and why: `undelivered`,
     `role_...`, or the exchange's `untrainable`."""
 
@@ -71,18 +71,18 @@ class Excluded(Struct, frozen=True):
     reason: str
 
 
-class Sampled(Struct):
+class SessionPaths(Struct):
     """A session's paths, in order of `seq`, and what it earned: a reward, or the reason why there is none."""
 
     session_id: str
-    paths: list[Path]
+    paths: list[TokenPath]
     reward: float | None = None
     reason: str | None = None
     suspicious: bool = False  # its agent is proven to have tampered with its grading
 
     @property
-    def trainable(self) -> int:
-        return sum(path.trainable for path in self.paths)
+    def num_trainable(self) -> int:
+        return sum(path.num_trainable for path in self.paths)
 
 
 class Span(Struct, frozen=True, gc=False):
@@ -132,7 +132,7 @@ class Trajectory(Struct):
     session_id: str
     builder: str
     traces: list[Trace]
-    excluded: list[Excluded]
+    excluded: list[ExcludedSpan]
     tokens: TokenCounts
     reward: float | None = None
     reason: str | None = None
@@ -172,5 +172,5 @@ class TreeTrajectory(Struct):
     depths: NDArray[np.int64]
     terms: list[Term]
     sessions: list[TreeSession]
-    excluded: list[Excluded]
+    excluded: list[ExcludedSpan]
     tokens: TokenCounts

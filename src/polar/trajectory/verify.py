@@ -25,28 +25,28 @@ from polar.trajectory.types import (
     NO_VERSION,
     TRAINABLE_ROLES,
     ExchangeRole,
-    Excluded,
+    ExcludedSpan,
     Ids,
     Image,
     Logprobs,
-    Path,
     Term,
+    TokenPath,
     Trace,
     Trajectory,
     TreeTrajectory,
 )
-from polar.trajectory.verify_contexts import Context, Contexts
-from polar.trajectory.verify_rows import Kind, Problem, check_records
+from polar.trajectory.verify_contexts import ContextIndex, ExchangeContext
+from polar.trajectory.verify_rows import Problem, ProblemKind, check_records
 
-__all__ = ["Contexts", "Problem", "Recorded", "check_records", "check_trajectory", "check_tree"]
+__all__ = ["ContextIndex", "Problem", "RecordedSession", "check_records", "check_trajectory", "check_tree"]
 
 _UNKNOWN_VERSION = -2
 """Of a token that the row knows no version of: equal to nothing that is handed out."""
-_SHORT = 1000
+_MIN_MEMORY_CHECK_TOKENS = 1000
 """Tokens that are compared sooner than it is found out where they lie."""
 
 
-class Entry(Struct):
+class RecordedExchange(Struct):
     """One row's tokens. What trains is `sampled[:trains]`."""
 
     session_id: str
@@ -58,11 +58,11 @@ class Entry(Struct):
     delivered: int
     untrainable: str | None
     role: ExchangeRole
-    trains: int
+    num_trainable: int
     images: list[Image]
-    context: Context
+    context: ExchangeContext
 
-    def part(self, start: int, stop: int) -> Ids:
+    def token_slice(self, start: int, stop: int) -> Ids:
         """Of the prompt and the sampled tokens, one after the other."""
         edge = len(self.prompt)
         if stop <= edge:
@@ -72,7 +72,7 @@ class Entry(Struct):
         return np.concatenate((self.prompt[start:], self.sampled[: stop - edge]))
 
 
-class Recorded:
+class RecordedSession:
     """A session as its rows have it. Which role a call has, and which images stand in a prompt, is no number of a row
     but is read from its request: it comes with `paths`. `contexts` are those that `check_records` has found."""
 
@@ -80,20 +80,20 @@ class Recorded:
         self,
         session: Session,
         exchanges: Iterable[Exchange],
-        paths: Iterable[Path] = (),
+        paths: Iterable[TokenPath] = (),
         *,
         trainable_roles: frozenset[ExchangeRole] = TRAINABLE_ROLES,
-        contexts: Contexts | None = None,
+        contexts: ContextIndex | None = None,
     ) -> None:
         self.session = session
         self.trainable_roles = trainable_roles
         exchanges = list(exchanges)
-        self._contexts = Contexts(exchanges) if contexts is None else contexts
+        self._contexts = ContextIndex(exchanges) if contexts is None else contexts
         known = {path.exchange_id: path for path in paths}
-        self.entries = {it.exchange_id: self._entry(it, known.get(it.exchange_id)) for it in exchanges}
-        self.trainable = sum(entry.trains for entry in self.entries.values())
+        self.entries = {it.exchange_id: self._make_entry(it, known.get(it.exchange_id)) for it in exchanges}
+        self.num_trainable = sum(entry.num_trainable for entry in self.entries.values())
 
-    def _entry(self, exchange: Exchange, path: Path | None) -> Entry:
+    def _make_entry(self, exchange: Exchange, path: TokenPath | None) -> RecordedExchange:
         none: Ids = np.empty(0, np.int32)
         prompt = none if exchange.prompt_ids is None else exchange.prompt_ids
         sampled = none if exchange.sampled_ids is None else exchange.sampled_ids
@@ -103,7 +103,7 @@ class Recorded:
                 versions[max(span.start, 0) : max(span.stop, 0)] = span.version
         role: ExchangeRole = "main" if path is None else path.role
         allowed = exchange.untrainable is None and role in self.trainable_roles
-        return Entry(
+        return RecordedExchange(
             session_id=exchange.session_id,
             exchange_id=exchange.exchange_id,
             prompt=prompt,
@@ -113,12 +113,12 @@ class Recorded:
             delivered=exchange.delivered,
             untrainable=exchange.untrainable,
             role=role,
-            trains=max(0, min(exchange.delivered, len(sampled))) if allowed else 0,
+            num_trainable=max(0, min(exchange.delivered, len(sampled))) if allowed else 0,
             images=[] if path is None else path.images,
             context=self._contexts[exchange.exchange_id],
         )
 
-    def bears_out(self, entry: Entry, excluded: Excluded) -> bool:
+    def supports_exclusion(self, entry: RecordedExchange, excluded: ExcludedSpan) -> bool:
         if excluded.reason == "undelivered":
             return excluded.start >= entry.delivered
         if excluded.reason.startswith("role_"):
@@ -126,10 +126,10 @@ class Recorded:
         return excluded.reason == entry.untrainable
 
 
-class _Books:
+class _TokenAudit:
     """Collects the problems, and counts what became of each sampled token."""
 
-    def __init__(self, sessions: Sequence[Recorded]) -> None:
+    def __init__(self, sessions: Sequence[RecordedSession]) -> None:
         self.problems: list[Problem] = []
         self._sessions = {recorded.session.session_id: recorded for recorded in sessions}
         self._entries = {id: entry for recorded in sessions for id, entry in recorded.entries.items()}
@@ -143,59 +143,69 @@ class _Books:
         for (id, entry), start, stop in zip(self._entries.items(), ends[:-1], ends[1:], strict=True):
             self._trained[id] = self._all_trained[start:stop]
             self._excluded[id] = self._all_excluded[start:stop]
-            self._all_allowed[start : start + entry.trains] = True
+            self._all_allowed[start : start + entry.num_trainable] = True
 
-    def add(self, entry: Entry, kind: Kind, message: str) -> None:
+    def add_problem(self, entry: RecordedExchange, kind: ProblemKind, message: str) -> None:
         self.problems.append(Problem(entry.session_id, entry.exchange_id, kind, message))
 
-    def say(self, session_id: str, kind: Kind, message: str, exchange_id: str | None = None) -> None:
+    def add_session_problem(
+        self, session_id: str, kind: ProblemKind, message: str, exchange_id: str | None = None
+    ) -> None:
         self.problems.append(Problem(session_id, exchange_id, kind, message))
 
-    def entry(self, session_id: str, exchange_id: str, where: str) -> Entry | None:
+    def find_entry(self, session_id: str, exchange_id: str, where: str) -> RecordedExchange | None:
         """The row that is meant; a problem, and None, where that session has none such."""
         entry = self._entries.get(exchange_id)
         if entry is None or entry.session_id != session_id:
-            self.say(session_id, "unknown", f"{where}: the session has no such exchange", exchange_id)
+            self.add_session_problem(session_id, "unknown", f"{where}: the session has no such exchange", exchange_id)
             return None
         return entry
 
-    def trained(self, entry: Entry, offset: int, mask: NDArray[np.uint8]) -> None:
+    def mark_trained(self, entry: RecordedExchange, offset: int, mask: NDArray[np.uint8]) -> None:
         """From its sampled token `offset` on, those whose mask is 1 train here."""
         self._trained[entry.exchange_id][offset : offset + len(mask)] += mask != 0
 
-    def numbers(self, entry: Entry, offset: int, logprobs: Logprobs | None, versions: Ids, where: str) -> None:
+    def check_numbers(
+        self, entry: RecordedExchange, offset: int, logprobs: Logprobs | None, versions: Ids, where: str
+    ) -> None:
         """Log-probabilities and versions that are handed out, against the row's from its sampled token `offset` on."""
         stop = offset + len(versions)
-        if (at := _differs(versions, entry.versions[offset:stop])) is not None:
+        if (at := _first_difference(versions, entry.versions[offset:stop])) is not None:
             row = entry.versions[offset + at]
             said = "unknown" if row == _UNKNOWN_VERSION else row
-            self.add(entry, "version", f"{where}: sampled token {offset + at} has {versions[at]}, and the row {said}")
+            self.add_problem(
+                entry, "version", f"{where}: sampled token {offset + at} has {versions[at]}, and the row {said}"
+            )
         if logprobs is None or entry.logprobs is None:
             if (logprobs is None) != (entry.logprobs is None):
-                self.add(entry, "logprob", f"{where}: log-probabilities are missing, here or in the row")
+                self.add_problem(entry, "logprob", f"{where}: log-probabilities are missing, here or in the row")
         elif len(entry.logprobs) < stop:
-            self.add(entry, "logprob", f"{where}: the row has only {len(entry.logprobs)} log-probabilities")
-        elif (at := _differs(_bits(logprobs), _bits(entry.logprobs[offset:stop]))) is not None:
+            self.add_problem(entry, "logprob", f"{where}: the row has only {len(entry.logprobs)} log-probabilities")
+        elif (at := _first_difference(_as_bits(logprobs), _as_bits(entry.logprobs[offset:stop]))) is not None:
             row = entry.logprobs[offset + at]
-            self.add(entry, "logprob", f"{where}: sampled token {offset + at} has {logprobs[at]}, and the row {row}")
+            self.add_problem(
+                entry, "logprob", f"{where}: sampled token {offset + at} has {logprobs[at]}, and the row {row}"
+            )
 
-    def excluded(self, listed: Iterable[Excluded]) -> None:
-        for excluded in listed:
+    def mark_excluded(self, spans: Iterable[ExcludedSpan]) -> None:
+        for excluded in spans:
             entry = self._entries.get(excluded.exchange_id)
             if entry is None:
                 first = next(iter(self._sessions))
-                self.say(first, "unknown", "excluded: there is no such exchange", excluded.exchange_id)
+                self.add_session_problem(first, "unknown", "excluded: there is no such exchange", excluded.exchange_id)
                 continue
             if not 0 <= excluded.start <= excluded.stop <= len(entry.sampled):
-                self.add(
+                self.add_problem(
                     entry, "structure", f"excluded: {excluded.start}:{excluded.stop} of {len(entry.sampled)} tokens"
                 )
                 continue
             self._excluded[entry.exchange_id][excluded.start : excluded.stop] += 1
-            if not self._sessions[entry.session_id].bears_out(entry, excluded):
-                self.add(entry, "reason", f"tokens {excluded.start}:{excluded.stop} are excluded as {excluded.reason}")
+            if not self._sessions[entry.session_id].supports_exclusion(entry, excluded):
+                self.add_problem(
+                    entry, "reason", f"tokens {excluded.start}:{excluded.stop} are excluded as {excluded.reason}"
+                )
 
-    def close(self) -> None:
+    def check_coverage(self) -> None:
         """Every sampled token trains once, or is excluded once; and none trains that must not."""
         once = (self._all_trained + self._all_excluded) == 1
         if once.all() and not (self._all_trained > self._all_allowed).any():
@@ -203,77 +213,89 @@ class _Books:
         for id, entry in self._entries.items():
             trained, excluded = self._trained[id], self._excluded[id]
             total = trained + excluded
-            findings: tuple[tuple[Kind, NDArray[np.bool_], str], ...] = (
+            findings: tuple[tuple[ProblemKind, NDArray[np.bool_], str], ...] = (
                 ("lost", total == 0, "neither train nor are excluded"),
                 ("twice", total > 1, "train or are excluded more than once"),
-                ("forbidden", (trained > 0) & (np.arange(len(trained)) >= entry.trains), "train, and must not"),
+                ("forbidden", (trained > 0) & (np.arange(len(trained)) >= entry.num_trainable), "train, and must not"),
             )
             for kind, wrong, what in findings:
                 if len(at := np.flatnonzero(wrong)):
-                    self.add(entry, kind, f"{len(at)} sampled tokens {what}, the first is {at[0]}")
+                    self.add_problem(entry, kind, f"{len(at)} sampled tokens {what}, the first is {at[0]}")
 
-    def weight(self, session_id: str, weight: float, tokens: int, where: str, exchange_id: str | None = None) -> None:
-        total = self._sessions[session_id].trainable
+    def check_weight(
+        self, session_id: str, weight: float, tokens: int, where: str, exchange_id: str | None = None
+    ) -> None:
+        total = self._sessions[session_id].num_trainable
         if total and not isclose(weight, tokens / total, rel_tol=1e-9):
-            self.say(session_id, "weight", f"{where}: {weight} for {tokens} of {total} tokens", exchange_id)
+            self.add_session_problem(
+                session_id, "weight", f"{where}: {weight} for {tokens} of {total} tokens", exchange_id
+            )
 
-    def verdict(self, session: Session, reward: float | None, reason: str | None, where: str) -> None:
+    def check_verdict(self, session: Session, reward: float | None, reason: str | None, where: str) -> None:
         """A reward or a reason, never both; and the reward is the session's."""
         if reward != session.reward or (reward is not None and reason is not None):
             said = f"reward {reward}, reason {reason}"
-            self.say(session.session_id, "reward", f"{where}: {said}, and the session has the reward {session.reward}")
+            self.add_session_problem(
+                session.session_id, "reward", f"{where}: {said}, and the session has the reward {session.reward}"
+            )
 
-    def turn_rewards(
-        self, session: Session, exchange_ids: Iterable[str], given: Mapping[str, float], where: str
+    def check_turn_rewards(
+        self, session: Session, exchange_ids: Iterable[str], turn_rewards: Mapping[str, float], where: str
     ) -> None:
         """Of the exchanges that train there, those that the session has."""
         known = session.turn_rewards
-        if given != {id: known[id] for id in exchange_ids if id in known}:
-            self.say(session.session_id, "reward", f"{where}: its turns' rewards are not those of the session")
+        if turn_rewards != {id: known[id] for id in exchange_ids if id in known}:
+            self.add_session_problem(
+                session.session_id, "reward", f"{where}: its turns' rewards are not those of the session"
+            )
 
 
 # Traces
 
 
-def check_trajectory(recorded: Recorded, trajectory: Trajectory) -> list[Problem]:
-    books, session = _Books([recorded]), recorded.session
+def check_trajectory(recorded: RecordedSession, trajectory: Trajectory) -> list[Problem]:
+    audit, session = _TokenAudit([recorded]), recorded.session
     name = trajectory.builder
     if trajectory.session_id != session.session_id:
-        books.say(session.session_id, "unknown", f"{name}: it is of session {trajectory.session_id}")
+        audit.add_session_problem(session.session_id, "unknown", f"{name}: it is of session {trajectory.session_id}")
     for number, trace in enumerate(trajectory.traces):
-        _check_trace(books, recorded, trace, f"{name}, trace {number}")
-    books.excluded(trajectory.excluded)
-    books.close()
-    books.verdict(session, trajectory.reward, trajectory.reason, name)
+        _check_trace(audit, recorded, trace, f"{name}, trace {number}")
+    audit.mark_excluded(trajectory.excluded)
+    audit.check_coverage()
+    audit.check_verdict(session, trajectory.reward, trajectory.reason, name)
     trainable = sum(int(np.count_nonzero(trace.loss_mask)) for trace in trajectory.traces)
     computed = sum(len(trace.prompt_ids) + len(trace.response_ids) for trace in trajectory.traces)
     counts = trajectory.tokens
     if (counts.trainable, counts.computed) != (trainable, computed) or counts.unique > computed:
         said = f"{counts.computed} computed, {counts.unique} unique, {counts.trainable} trainable"
-        books.say(session.session_id, "counts", f"{name}: {said}; there are {computed} tokens, {trainable} trainable")
-    return books.problems
+        audit.add_session_problem(
+            session.session_id, "counts", f"{name}: {said}; there are {computed} tokens, {trainable} trainable"
+        )
+    return audit.problems
 
 
-def _check_trace(books: _Books, recorded: Recorded, trace: Trace, where: str) -> None:
+def _check_trace(audit: _TokenAudit, recorded: RecordedSession, trace: Trace, where: str) -> None:
     session_id = recorded.session.session_id
     length = len(trace.response_ids)
     arrays = (trace.loss_mask, trace.policy_versions, *(() if trace.logprobs is None else (trace.logprobs,)))
     if any(len(array) != length for array in arrays) or trace.session_id != session_id:
-        books.say(session_id, "structure", f"{where}: its arrays are of other lengths, or it is of another session")
+        audit.add_session_problem(
+            session_id, "structure", f"{where}: its arrays are of other lengths, or it is of another session"
+        )
         return
     if _is_exact(recorded, trace):
         for span in trace.spans:
-            books.trained(recorded.entries[span.exchange_id], span.offset, trace.loss_mask[span.start : span.stop])
+            audit.mark_trained(recorded.entries[span.exchange_id], span.offset, trace.loss_mask[span.start : span.stop])
     else:
-        _find_differences(books, recorded, trace, where)
+        _find_differences(audit, recorded, trace, where)
     if trace.exchange_ids != [span.exchange_id for span in trace.spans]:
-        books.say(session_id, "structure", f"{where}: its exchanges are not those of its spans")
-    books.weight(session_id, trace.weight, int(np.count_nonzero(trace.loss_mask)), where)
-    books.verdict(recorded.session, trace.reward, trace.reason, where)
-    books.turn_rewards(recorded.session, trace.exchange_ids, trace.turn_rewards, where)
+        audit.add_session_problem(session_id, "structure", f"{where}: its exchanges are not those of its spans")
+    audit.check_weight(session_id, trace.weight, int(np.count_nonzero(trace.loss_mask)), where)
+    audit.check_verdict(recorded.session, trace.reward, trace.reason, where)
+    audit.check_turn_rewards(recorded.session, trace.exchange_ids, trace.turn_rewards, where)
 
 
-def _is_exact(recorded: Recorded, trace: Trace) -> bool:
+def _is_exact(recorded: RecordedSession, trace: Trace) -> bool:
     """Whether every token, mask, version and log-probability of a trace is as the rows have it. Quick, and silent about
     what is not: `_find_differences` tells. The trace's tokens are compared with those of the last exchange; the others'
     contexts are known to be the beginning of that."""
@@ -282,8 +304,8 @@ def _is_exact(recorded: Recorded, trace: Trace) -> bool:
     versions: Ids = np.full(length, NO_VERSION, np.int32)
     logprobs = None if trace.logprobs is None else np.zeros(length, np.float32)
     reached = 0  # of the response, by spans
-    before: Entry | None = None
-    entry: Entry | None = None
+    before: RecordedExchange | None = None
+    entry: RecordedExchange | None = None
     for span in trace.spans:
         entry = recorded.entries.get(span.exchange_id)
         start, stop, offset = span.start, span.stop, span.offset
@@ -292,7 +314,7 @@ def _is_exact(recorded: Recorded, trace: Trace) -> bool:
         end = offset + stop - start
         if end > len(entry.sampled) or context + start != len(entry.prompt) + offset:
             return False
-        if before is not None and entry.context.repeats(before.context) < context + reached:
+        if before is not None and entry.context.shared_prefix_length(before.context) < context + reached:
             return False
         mask[start:stop] = 1
         versions[start:stop] = entry.versions[offset:end]
@@ -306,27 +328,27 @@ def _is_exact(recorded: Recorded, trace: Trace) -> bool:
     return (
         entry is not None
         and reached == length
-        and _is_equal(trace.loss_mask, mask)
-        and _is_equal(trace.policy_versions, versions)
-        and (trace.logprobs is None or logprobs is None or _is_equal(_bits(trace.logprobs), _bits(logprobs)))
-        and _is_beginning(trace.prompt_ids, trace.response_ids, entry)
+        and _are_equal(trace.loss_mask, mask)
+        and _are_equal(trace.policy_versions, versions)
+        and (trace.logprobs is None or logprobs is None or _are_equal(_as_bits(trace.logprobs), _as_bits(logprobs)))
+        and _begins_exchange(trace.prompt_ids, trace.response_ids, entry)
     )
 
 
-def _is_beginning(prompt: Ids, response: Ids, entry: Entry) -> bool:
+def _begins_exchange(prompt: Ids, response: Ids, entry: RecordedExchange) -> bool:
     """Whether prompt and response together are the first tokens of an exchange, which has as many."""
     edge = len(entry.prompt)
     if len(prompt) > edge:
         return False
     inner = edge - len(prompt)  # of the response, what stands in the exchange's prompt
     return (
-        _is_equal(prompt, entry.prompt[: len(prompt)])
-        and _is_equal(response[:inner], entry.prompt[len(prompt) :])
-        and _is_equal(response[inner:], entry.sampled[: len(response) - inner])
+        _are_equal(prompt, entry.prompt[: len(prompt)])
+        and _are_equal(response[:inner], entry.prompt[len(prompt) :])
+        and _are_equal(response[inner:], entry.sampled[: len(response) - inner])
     )
 
 
-def _find_differences(books: _Books, recorded: Recorded, trace: Trace, where: str) -> None:
+def _find_differences(audit: _TokenAudit, recorded: RecordedSession, trace: Trace, where: str) -> None:
     """What is wrong with a trace's tokens and numbers, span by span."""
     session_id = recorded.session.session_id
     length = len(trace.response_ids)
@@ -334,76 +356,81 @@ def _find_differences(books: _Books, recorded: Recorded, trace: Trace, where: st
     sampled = np.zeros(length, np.uint8)
     entries = []
     for span in trace.spans:
-        entry = books.entry(session_id, span.exchange_id, where)
+        entry = audit.find_entry(session_id, span.exchange_id, where)
         if entry is None:
             continue
         here, offset = slice(span.start, span.stop), span.offset
         if not (0 <= span.start < span.stop <= length and 0 <= offset <= len(entry.sampled) - (span.stop - span.start)):
-            books.add(entry, "structure", f"{where}: {span} is no part of it, or of what was sampled")
+            audit.add_problem(entry, "structure", f"{where}: {span} is no part of it, or of what was sampled")
             continue
         sampled[here] += 1
         entries.append(entry)
-        _check_ids(books, entry, ids, len(trace.prompt_ids) + span.start, offset, span.stop - span.start, where)
+        _check_ids(audit, entry, ids, len(trace.prompt_ids) + span.start, offset, span.stop - span.start, where)
         logprobs = None if trace.logprobs is None else trace.logprobs[here]
-        books.numbers(entry, offset, logprobs, trace.policy_versions[here], where)
-        books.trained(entry, offset, trace.loss_mask[here])
-    _check_images(books, entries, where)
+        audit.check_numbers(entry, offset, logprobs, trace.policy_versions[here], where)
+        audit.mark_trained(entry, offset, trace.loss_mask[here])
+    _check_images(audit, entries, where)
     # Every token that trains was sampled by exactly one exchange, and no other has numbers.
-    if (at := _differs(trace.loss_mask, sampled)) is not None:
+    if (at := _first_difference(trace.loss_mask, sampled)) is not None:
         said = f"response token {at} has mask {trace.loss_mask[at]}, and {sampled[at]} exchanges sampled it"
-        books.say(session_id, "mask", f"{where}: {said}")
+        audit.add_session_problem(session_id, "mask", f"{where}: {said}")
     context = sampled == 0
     if (trace.policy_versions[context] != NO_VERSION).any():
-        books.say(session_id, "version", f"{where}: a token that nobody sampled has a version")
+        audit.add_session_problem(session_id, "version", f"{where}: a token that nobody sampled has a version")
     if trace.logprobs is not None and trace.logprobs[context].any():
-        books.say(session_id, "logprob", f"{where}: a token that nobody sampled has a log-probability")
+        audit.add_session_problem(session_id, "logprob", f"{where}: a token that nobody sampled has a log-probability")
     if not length or context[-1]:
-        books.say(session_id, "structure", f"{where}: it does not end with a token that trains")
+        audit.add_session_problem(session_id, "structure", f"{where}: it does not end with a token that trains")
 
 
-def _check_ids(books: _Books, entry: Entry, ids: Ids, at: int, offset: int, count: int, where: str) -> None:
+def _check_ids(
+    audit: _TokenAudit, entry: RecordedExchange, ids: Ids, at: int, offset: int, count: int, where: str
+) -> None:
     """`count` tokens of a sequence from `at` on are an exchange's sampled ones from `offset` on, and before them stands
     exactly its context."""
     expected = len(entry.prompt) + offset
     if at != expected:
         said = f"sampled token {offset} stands behind {at} tokens, and was sampled behind {expected}"
-        books.add(entry, "context", f"{where}: {said}")
+        audit.add_problem(entry, "context", f"{where}: {said}")
         return
-    differs = _differs(ids[: at + count], entry.part(0, at + count))
+    differs = _first_difference(ids[: at + count], entry.token_slice(0, at + count))
     if differs is not None:
-        said = f"token {differs} is {ids[differs]}, and was {entry.part(differs, differs + 1)[0]} when it was sampled"
-        books.add(entry, "context" if differs < at else "token", f"{where}: {said}")
+        said = (
+            f"token {differs} is {ids[differs]}, and was {entry.token_slice(differs, differs + 1)[0]} when it "
+            "was sampled"
+        )
+        audit.add_problem(entry, "context" if differs < at else "token", f"{where}: {said}")
 
 
-def _check_images(books: _Books, entries: Sequence[Entry], where: str) -> None:
+def _check_images(audit: _TokenAudit, entries: Sequence[RecordedExchange], where: str) -> None:
     """All exchanges of a trace saw the same images, each as far as its prompt goes."""
     for entry in entries:
         shown = [image for image in entries[-1].images if image.position < len(entry.prompt)]
         if shown != entry.images:
-            books.add(entry, "context", f"{where}: its prompt showed other images")
+            audit.add_problem(entry, "context", f"{where}: its prompt showed other images")
 
 
 # Trees
 
 
-def check_tree(sessions: Sequence[Recorded], tree: TreeTrajectory) -> list[Problem]:
-    books = _Books(sessions)
-    group = sessions[0].session.session_id if sessions else ""
+def check_tree(sessions: Sequence[RecordedSession], tree: TreeTrajectory) -> list[Problem]:
+    audit = _TokenAudit(sessions)
+    first_session_id = sessions[0].session.session_id if sessions else ""
     with_images = any(entry.images for recorded in sessions for entry in recorded.entries.values())
-    wrong = describe_malformed(tree, with_images=with_images)
-    if wrong is not None:
-        books.say(group, "structure", f"prefix_tree: {wrong}")
-        return books.problems  # there is nothing to walk on
+    malformation = describe_malformed_tree(tree, with_images=with_images)
+    if malformation is not None:
+        audit.add_session_problem(first_session_id, "structure", f"prefix_tree: {malformation}")
+        return audit.problems  # there is nothing to walk on
 
     terms: dict[tuple[str, str], list[Term]] = {}
     for term in tree.terms:
         terms.setdefault((term.session_id, term.exchange_id), []).append(term)
     trained_to = np.zeros(len(tree.parents), np.int64)
-    walk = _Walk(tree, with_images=with_images)
+    walk = _TreeWalk(tree, with_images=with_images)
     for (session_id, exchange_id), own in terms.items():
-        entry = books.entry(session_id, exchange_id, "prefix_tree")
+        entry = audit.find_entry(session_id, exchange_id, "prefix_tree")
         if entry is not None:
-            _check_terms(books, entry, own, tree, walk)
+            _check_terms(audit, entry, own, tree, walk)
             for term in own:
                 if 0 <= term.node < len(trained_to):
                     trained_to[term.node] = max(trained_to[term.node], term.stop)
@@ -412,26 +439,32 @@ def check_tree(sessions: Sequence[Recorded], tree: TreeTrajectory) -> list[Probl
     leaves = np.ones(len(tree.parents), bool)
     leaves[tree.parents[tree.parents >= 0]] = False
     if (trained_to[leaves] != lengths[leaves]).any():
-        books.say(group, "structure", "prefix_tree: a leaf does not end with a token that trains")
+        audit.add_session_problem(
+            first_session_id, "structure", "prefix_tree: a leaf does not end with a token that trains"
+        )
     counts, trainable = tree.tokens, sum(term.stop - term.start for term in tree.terms)
     if (counts.computed, counts.unique, counts.trainable) != (len(tree.ids), len(tree.ids), trainable):
         said = f"{counts.computed} computed, {counts.unique} unique, {counts.trainable} trainable"
-        books.say(group, "counts", f"prefix_tree: {said}; there are {len(tree.ids)} tokens, {trainable} trainable")
-    books.excluded(tree.excluded)
-    books.close()
-    told = {session.session_id: session for session in tree.sessions}
-    if sorted(told) != sorted(recorded.session.session_id for recorded in sessions) or len(told) != len(tree.sessions):
-        books.say(group, "unknown", "prefix_tree: its sessions are not those of the group")
+        audit.add_session_problem(
+            first_session_id, "counts", f"prefix_tree: {said}; there are {len(tree.ids)} tokens, {trainable} trainable"
+        )
+    audit.mark_excluded(tree.excluded)
+    audit.check_coverage()
+    tree_sessions = {session.session_id: session for session in tree.sessions}
+    if sorted(tree_sessions) != sorted(recorded.session.session_id for recorded in sessions) or len(
+        tree_sessions
+    ) != len(tree.sessions):
+        audit.add_session_problem(first_session_id, "unknown", "prefix_tree: its sessions are not those of the group")
     for recorded in sessions:
         session = recorded.session
-        if (it := told.get(session.session_id)) is not None:
-            books.verdict(session, it.reward, it.reason, "prefix_tree")
+        if (it := tree_sessions.get(session.session_id)) is not None:
+            audit.check_verdict(session, it.reward, it.reason, "prefix_tree")
             trained = [exchange_id for session_id, exchange_id in terms if session_id == session.session_id]
-            books.turn_rewards(session, trained, it.turn_rewards, "prefix_tree")
-    return books.problems
+            audit.check_turn_rewards(session, trained, it.turn_rewards, "prefix_tree")
+    return audit.problems
 
 
-def describe_malformed(tree: TreeTrajectory, *, with_images: bool) -> str | None:
+def describe_malformed_tree(tree: TreeTrajectory, *, with_images: bool) -> str | None:
     """What is wrong with the arrays themselves. No two children of a node begin alike (but for images, whose
     placeholders are alike): then each unique token is there once."""
     count = len(tree.parents)
@@ -450,32 +483,36 @@ def describe_malformed(tree: TreeTrajectory, *, with_images: bool) -> str | None
     return None
 
 
-def _check_terms(books: _Books, entry: Entry, terms: Sequence[Term], tree: TreeTrajectory, walk: "_Walk") -> None:
+def _check_terms(
+    audit: _TokenAudit, entry: RecordedExchange, terms: Sequence[Term], tree: TreeTrajectory, walk: "_TreeWalk"
+) -> None:
     placed = []
     for term in terms:
         count = term.stop - term.start
         size = int(tree.starts[term.node + 1] - tree.starts[term.node]) if 0 <= term.node < len(tree.parents) else -1
         arrays = (term.policy_versions, *(() if term.logprobs is None else (term.logprobs,)))
         if not (0 <= term.start < term.stop <= size and 0 <= term.offset <= len(entry.sampled) - count):
-            books.add(entry, "structure", f"prefix_tree: node {term.node} has no tokens {term.start}:{term.stop} of it")
+            audit.add_problem(
+                entry, "structure", f"prefix_tree: node {term.node} has no tokens {term.start}:{term.stop} of it"
+            )
             continue
         if any(len(array) != count for array in arrays):
-            books.add(entry, "structure", f"prefix_tree: a term of {count} tokens has arrays of other lengths")
+            audit.add_problem(entry, "structure", f"prefix_tree: a term of {count} tokens has arrays of other lengths")
             continue
-        books.trained(entry, term.offset, np.ones(count, np.uint8))
-        books.numbers(entry, term.offset, term.logprobs, term.policy_versions, "prefix_tree")
-        books.weight(entry.session_id, term.weight, count, "prefix_tree", entry.exchange_id)
+        audit.mark_trained(entry, term.offset, np.ones(count, np.uint8))
+        audit.check_numbers(entry, term.offset, term.logprobs, term.policy_versions, "prefix_tree")
+        audit.check_weight(entry.session_id, term.weight, count, "prefix_tree", entry.exchange_id)
         at, expected = int(tree.depths[term.node]) + term.start, len(entry.prompt) + term.offset
         if at != expected:
             said = f"sampled token {term.offset} stands behind {at} tokens, and was sampled behind {expected}"
-            books.add(entry, "context", f"prefix_tree: {said}")
+            audit.add_problem(entry, "context", f"prefix_tree: {said}")
             continue
         placed.append(term)
     if placed:
-        walk.check(books, entry, placed)
+        walk.check(audit, entry, placed)
 
 
-class _Walk:
+class _TreeWalk:
     """Compares exchanges with the paths of a tree that they lie on, from the deepest node to the root.
 
     Where a walk comes to a node whose path another exchange was compared with, the two exchanges are compared with each
@@ -486,10 +523,10 @@ class _Walk:
     def __init__(self, tree: TreeTrajectory, *, with_images: bool) -> None:
         self._tree = tree
         # By node: an exchange whose tokens are those of the node's path, and how many of them.
-        self._equal: dict[int, tuple[Entry, int]] = {}
+        self._verified_prefixes: dict[int, tuple[RecordedExchange, int]] = {}
         self._images = _NodeImages() if with_images else None
 
-    def check(self, books: _Books, entry: Entry, terms: Sequence[Term]) -> None:
+    def check(self, audit: _TokenAudit, entry: RecordedExchange, terms: Sequence[Term]) -> None:
         """All of an exchange's terms lie on one path, and everything on it up to the last of them is the exchange's."""
         tree = self._tree
         deepest = max(terms, key=lambda term: int(tree.depths[term.node]))
@@ -499,31 +536,35 @@ class _Walk:
         differs: int | None = None
         while node >= 0 and differs is None:
             start, first = int(tree.depths[node]), int(tree.starts[node])
-            known = None if self._images is not None else self._equal.get(node)
+            known = None if self._images is not None else self._verified_prefixes.get(node)
             if known is not None and start < highest and known[1] >= stop:
-                if entry.context.repeats(known[0].context) < stop:
-                    differs = _differs(known[0].part(0, stop), entry.part(0, stop))
+                if entry.context.shared_prefix_length(known[0].context) < stop:
+                    differs = _first_difference(known[0].token_slice(0, stop), entry.token_slice(0, stop))
                 break
             walked[node] = stop
-            same = 0 if known is None else min(known[1], stop, entry.context.repeats(known[0].context))
+            same = 0 if known is None else min(known[1], stop, entry.context.shared_prefix_length(known[0].context))
             since = max(start, same)
-            differs = _differs(tree.ids[first + since - start : first + stop - start], entry.part(since, stop))
+            differs = _first_difference(
+                tree.ids[first + since - start : first + stop - start], entry.token_slice(since, stop)
+            )
             if differs is not None:
                 differs += since
-            if self._images is not None and not self._images.agree(node, start, stop, entry):
-                books.add(entry, "context", "prefix_tree: its prompt showed other images")
+            if self._images is not None and not self._images.matches(node, start, stop, entry):
+                audit.add_problem(entry, "context", "prefix_tree: its prompt showed other images")
             if same > start and start <= highest:
                 break  # what is above was compared with the other exchange
             node, stop = int(tree.parents[node]), start
         if differs is not None:
-            kind: Kind = "context" if differs < len(entry.prompt) else "token"
-            books.add(entry, kind, f"prefix_tree: token {differs} is not the one that it was when it was sampled")
+            kind: ProblemKind = "context" if differs < len(entry.prompt) else "token"
+            audit.add_problem(
+                entry, kind, f"prefix_tree: token {differs} is not the one that it was when it was sampled"
+            )
             return
         if any(term.node not in walked for term in terms):
-            books.add(entry, "context", "prefix_tree: its tokens do not lie on one path")
+            audit.add_problem(entry, "context", "prefix_tree: its tokens do not lie on one path")
         for node, far in walked.items():
-            if node not in self._equal or self._equal[node][1] <= far:
-                self._equal[node] = entry, far
+            if node not in self._verified_prefixes or self._verified_prefixes[node][1] <= far:
+                self._verified_prefixes[node] = entry, far
 
 
 class _NodeImages:
@@ -532,7 +573,7 @@ class _NodeImages:
     def __init__(self) -> None:
         self._known: dict[int, tuple[int, list[Image]]] = {}
 
-    def agree(self, node: int, start: int, stop: int, entry: Entry) -> bool:
+    def matches(self, node: int, start: int, stop: int, entry: RecordedExchange) -> bool:
         """Whether an exchange that passes tokens `start` to `stop` saw what others saw there."""
         shown = [image for image in entry.images if start <= image.position < stop]
         far, known = self._known.setdefault(node, (stop, shown))
@@ -542,7 +583,7 @@ class _NodeImages:
         return [it for it in shown if it.position < common] == [it for it in known if it.position < common]
 
 
-def _differs(a: NDArray[np.integer], b: NDArray[np.integer]) -> int | None:
+def _first_difference(a: NDArray[np.integer], b: NDArray[np.integer]) -> int | None:
     """Where two arrays first differ, if they do. One that ends early differs there."""
     length = min(len(a), len(b))
     unequal = a[:length] != b[:length]
@@ -552,15 +593,19 @@ def _differs(a: NDArray[np.integer], b: NDArray[np.integer]) -> int | None:
     return None if len(a) == len(b) else length
 
 
-def _is_equal(a: NDArray[Any], b: NDArray[Any]) -> bool:
-    return len(a) == len(b) and (_is_same_memory(a, b) or not (a != b).any())
+def _are_equal(a: NDArray[Any], b: NDArray[Any]) -> bool:
+    return len(a) == len(b) and (_share_memory(a, b) or not (a != b).any())
 
 
-def _is_same_memory(a: NDArray[Any], b: NDArray[Any]) -> bool:
+def _share_memory(a: NDArray[Any], b: NDArray[Any]) -> bool:
     """Views of the same tokens: builders hand out a prompt as it was read."""
-    return len(a) > _SHORT and a.__array_interface__["data"] == b.__array_interface__["data"] and a.dtype == b.dtype
+    return (
+        len(a) > _MIN_MEMORY_CHECK_TOKENS
+        and a.__array_interface__["data"] == b.__array_interface__["data"]
+        and a.dtype == b.dtype
+    )
 
 
-def _bits(logprobs: Logprobs) -> NDArray[np.int32]:
+def _as_bits(logprobs: Logprobs) -> NDArray[np.int32]:
     """So that equal means bit for bit, for NaN as well."""
     return np.ascontiguousarray(logprobs, np.float32).view(np.int32)

@@ -16,41 +16,41 @@ from polar.store.base import Exchange
 from polar.trajectory.types import Ids
 
 _NO_IDS: Ids = np.empty(0, np.int32)
-_MOST_STEPS = 8
+_MAX_LINKS = 8
 """Links that are followed from one exchange to another before they are compared directly."""
 
 
-class Context:
+class ExchangeContext:
     """An exchange's prompt and sampled tokens. Its first `shared` tokens are those of `base`."""
 
-    __slots__ = ("base", "prompt", "prompt_hash", "sampled", "shared")
+    __slots__ = ("base", "num_shared", "prompt", "prompt_hash", "sampled")
 
-    def __init__(self, prompt: Ids, sampled: Ids, base: "Context | None", shared: int) -> None:
+    def __init__(self, prompt: Ids, sampled: Ids, base: "ExchangeContext | None", shared: int) -> None:
         self.prompt = prompt
         self.sampled = sampled
         self.base = base
-        self.shared = shared
+        self.num_shared = shared
         self.prompt_hash: Any = None  # the state of a SHA-256 over the prompt, once somebody has asked for it
 
     def __len__(self) -> int:
         return len(self.prompt) + len(self.sampled)
 
-    def repeats(self, other: "Context") -> int:
+    def shared_prefix_length(self, other: "ExchangeContext") -> int:
         """How many of its first tokens are known to be the first ones of `other`. 0 where nobody has compared them."""
         shared, at = len(self), self
-        for _ in range(_MOST_STEPS):
+        for _ in range(_MAX_LINKS):
             if at is other:
                 return shared
             if at.base is None:
                 return 0
-            shared, at = min(shared, at.shared), at.base
+            shared, at = min(shared, at.num_shared), at.base
         return 0
 
     def prompt_digest(self) -> bytes:
         """The SHA-256 of the prompt's ids, continued from that of an earlier prompt which it begins with."""
-        shared, at = self.shared, self.base
+        shared, at = self.num_shared, self.base
         while at is not None and len(at.prompt) > shared:
-            shared, at = min(shared, at.shared), at.base
+            shared, at = min(shared, at.num_shared), at.base
         if at is None or at.prompt_hash is None:
             self.prompt_hash = sha256(_little_endian(self.prompt))
         else:
@@ -60,42 +60,42 @@ class Context:
         return digest
 
 
-class Contexts:
+class ContextIndex:
     """Of a session's exchanges, by id. They are added in the order of their `seq`."""
 
     def __init__(self, exchanges: Iterable[Exchange] = ()) -> None:
-        self._known: dict[str, Context] = {}
-        self._last: Context | None = None
+        self._known: dict[str, ExchangeContext] = {}
+        self._last: ExchangeContext | None = None
         for exchange in sorted(exchanges, key=lambda exchange: exchange.seq):
             self.add(exchange)
 
-    def add(self, exchange: Exchange) -> Context:
+    def add(self, exchange: Exchange) -> ExchangeContext:
         """Its `parent` is only a hint which exchange to compare it with."""
         prompt = _NO_IDS if exchange.prompt_ids is None else exchange.prompt_ids
         sampled = _NO_IDS if exchange.sampled_ids is None else exchange.sampled_ids
         base = self._known.get(exchange.parent) if exchange.parent is not None else None
         base = base or self._last
-        shared = 0 if base is None else _common(prompt, base)
-        context = Context(prompt, sampled, base, shared)
+        shared = 0 if base is None else _shared_with_base(prompt, base)
+        context = ExchangeContext(prompt, sampled, base, shared)
         self._known[exchange.exchange_id] = self._last = context
         return context
 
-    def __getitem__(self, exchange_id: str) -> Context:
+    def __getitem__(self, exchange_id: str) -> ExchangeContext:
         return self._known[exchange_id]
 
     def __contains__(self, exchange_id: object) -> bool:
         return exchange_id in self._known
 
 
-def _common(prompt: Ids, base: Context) -> int:
+def _shared_with_base(prompt: Ids, base: ExchangeContext) -> int:
     """How many of the prompt's first tokens are those of `base`."""
-    shared = _equal(prompt, base.prompt)
+    shared = _common_prefix_length(prompt, base.prompt)
     if shared == len(base.prompt):
-        shared += _equal(prompt[shared:], base.sampled)
+        shared += _common_prefix_length(prompt[shared:], base.sampled)
     return shared
 
 
-def _equal(a: Ids, b: Ids) -> int:
+def _common_prefix_length(a: Ids, b: Ids) -> int:
     """The length of the longest common prefix."""
     length = min(len(a), len(b))
     if not length:

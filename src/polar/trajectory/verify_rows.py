@@ -12,9 +12,9 @@ from msgspec import Struct
 from polar.store.base import Exchange
 from polar.store.checksum import matches_checksum
 from polar.trajectory.types import Ids, Logprobs
-from polar.trajectory.verify_contexts import Context, Contexts
+from polar.trajectory.verify_contexts import ContextIndex, ExchangeContext
 
-Kind = Literal[
+ProblemKind = Literal[
     "checksum",  # the row is not what was taken in
     "ids",  # a number that no token has
     "lengths",  # arrays, or what is said of them, don't fit together
@@ -44,75 +44,75 @@ class Problem(Struct, frozen=True):
 
     session_id: str
     exchange_id: str | None
-    kind: Kind
+    kind: ProblemKind
     message: str
 
 
-LEAST_LOGPROB = -1000.0
+MIN_LOGPROB = -1000.0
 """No sampled token is this unlikely: engines write such numbers where they have none."""
-MOST_LOGPROB = 1e-3
+MAX_LOGPROB = 1e-3
 """A log-probability is at most 0, but for rounding."""
 
 
 def check_records(
-    exchanges: Iterable[Exchange], *, vocabulary: int | None = None, contexts: Contexts | None = None
+    exchanges: Iterable[Exchange], *, vocabulary_size: int | None = None, contexts: ContextIndex | None = None
 ) -> list[Problem]:
     """A session's rows, in any order. `vocabulary`: how many tokens the model has, where that is known. `contexts`, an
     empty one, is filled on the way."""
-    contexts = Contexts() if contexts is None else contexts
+    contexts = ContextIndex() if contexts is None else contexts
     problems: list[Problem] = []
     parents: list[tuple[Exchange, str]] = []
     seen: dict[str, int] = {}
     exchanges = sorted(exchanges, key=lambda exchange: exchange.seq)
-    most = np.iinfo(np.int32).max if vocabulary is None else vocabulary - 1
+    max_id = np.iinfo(np.int32).max if vocabulary_size is None else vocabulary_size - 1
     ids: list[Ids] = []
     logprobs: list[Logprobs] = []
-    sound: set[Context] = set()  # whose tokens are looked at
-    signed = False
+    checked_contexts: set[ExchangeContext] = set()  # whose tokens are looked at
+    has_checksums = False
     for exchange in exchanges:
         seen[exchange.exchange_id] = exchange.seq
         context = contexts.add(exchange)
         if exchange.checksum is not None:
-            signed = True
+            has_checksums = True
             if not matches_checksum(exchange, context.prompt_digest()):
                 problems.append(
-                    _problem(
+                    _make_problem(
                         exchange,
                         "checksum",
                         "its tokens, log-probabilities or versions have changed since they were stored",
                     )
                 )
-        elif signed:
-            problems.append(_problem(exchange, "checksum", "it has none, and earlier ones have"))
+        elif has_checksums:
+            problems.append(_make_problem(exchange, "checksum", "it has none, and earlier ones have"))
         if exchange.parent is not None:
             parents.append((exchange, exchange.parent))
-        problems += [_problem(exchange, kind, message) for kind, message in _check_record(exchange)]
+        problems += [_make_problem(exchange, kind, message) for kind, message in _check_record(exchange)]
         if exchange.untrainable is None:
             # What a sound prompt shares with another was looked at there.
-            ids += context.prompt[context.shared if context.base in sound else 0 :], context.sampled
-            sound.add(context)
+            ids += context.prompt[context.num_shared if context.base in checked_contexts else 0 :], context.sampled
+            checked_contexts.add(context)
             if exchange.logprobs is not None:
                 logprobs.append(exchange.logprobs)
-    if not _are_ids(ids, most) or not _are_logprobs(logprobs):
+    if not _are_ids(ids, max_id) or not _are_logprobs(logprobs):
         problems += [
-            _problem(exchange, kind, message)
+            _make_problem(exchange, kind, message)
             for exchange in exchanges
             if exchange.untrainable is None
-            for kind, message in _check_numbers(exchange, most)
+            for kind, message in _check_numbers(exchange, max_id)
         ]
     problems += [
-        _problem(exchange, "parent", f"it goes on from {parent}, which is itself or not there")
+        _make_problem(exchange, "parent", f"it goes on from {parent}, which is itself or not there")
         for exchange, parent in parents
         if seen.get(parent, exchange.seq) == exchange.seq
     ]
     return problems
 
 
-def _problem(exchange: Exchange, kind: Kind, message: str) -> Problem:
+def _make_problem(exchange: Exchange, kind: ProblemKind, message: str) -> Problem:
     return Problem(exchange.session_id, exchange.exchange_id, kind, message)
 
 
-def _check_record(exchange: Exchange) -> Iterator[tuple[Kind, str]]:
+def _check_record(exchange: Exchange) -> Iterator[tuple[ProblemKind, str]]:
     """All but the numbers in its arrays."""
     if (claim := exchange.untrainable) is not None:
         if _claim_holds(exchange, claim) is False:
@@ -146,31 +146,29 @@ def _check_record(exchange: Exchange) -> Iterator[tuple[Kind, str]]:
 # Numbers, of all rows at once: only where one is wrong does it matter whose it is.
 
 
-def _are_ids(arrays: list[Ids], most: int) -> bool:
-    found = np.concatenate(arrays) if arrays else _NOTHING
-    return not len(found) or bool(found.min() >= 0 and found.max() <= most)
+def _are_ids(arrays: list[Ids], max_id: int) -> bool:
+    found = np.concatenate(arrays) if arrays else _EMPTY
+    return not len(found) or bool(found.min() >= 0 and found.max() <= max_id)
 
 
 def _are_logprobs(arrays: list[Logprobs]) -> bool:
-    found = np.concatenate(arrays) if arrays else _NOTHING
-    return bool(((found > LEAST_LOGPROB) & (found <= MOST_LOGPROB)).all())  # so that NaN is wrong
+    found = np.concatenate(arrays) if arrays else _EMPTY
+    return bool(((found > MIN_LOGPROB) & (found <= MAX_LOGPROB)).all())  # so that NaN is wrong
 
 
-_NOTHING = np.empty(0, np.int32)
+_EMPTY = np.empty(0, np.int32)
 
 
-def _check_numbers(exchange: Exchange, most: int) -> Iterator[tuple[Kind, str]]:
+def _check_numbers(exchange: Exchange, max_id: int) -> Iterator[tuple[ProblemKind, str]]:
     prompt, sampled, logprobs = exchange.prompt_ids, exchange.sampled_ids, exchange.logprobs
     for what, ids in (("prompt", prompt), ("sampled", sampled)):
-        if ids is not None and len(wrong := np.flatnonzero((ids < 0) | (ids > most))):
+        if ids is not None and len(wrong := np.flatnonzero((ids < 0) | (ids > max_id))):
             yield "ids", f"{what} token {wrong[0]} is {ids[wrong[0]]}, which no token is"
-    if logprobs is not None and len(
-        wrong := np.flatnonzero(~((logprobs > LEAST_LOGPROB) & (logprobs <= MOST_LOGPROB)))
-    ):
+    if logprobs is not None and len(wrong := np.flatnonzero(~((logprobs > MIN_LOGPROB) & (logprobs <= MAX_LOGPROB)))):
         yield "logprob", f"that of sampled token {wrong[0]} is {logprobs[wrong[0]]}"
 
 
-def _covered(exchange: Exchange) -> bool:
+def _versions_cover_tokens(exchange: Exchange) -> bool:
     """Whether each sampled token has one version."""
     at = 0
     for span in exchange.versions:
@@ -192,7 +190,7 @@ def _claim_holds(exchange: Exchange, claim: str) -> bool | None:
         case "no_prompt_ids":
             return exchange.prompt_ids is None
         case "version_unknown":
-            return not _covered(exchange)
+            return not _versions_cover_tokens(exchange)
         case "aborted":
             return exchange.finish_reason == "abort"
         case "logprobs_missing":
@@ -202,7 +200,7 @@ def _claim_holds(exchange: Exchange, claim: str) -> bool | None:
         case "logprobs_infinite":
             return bool(np.isinf(numbers).any())
         case "logprobs_sentinel":
-            return bool((numbers <= LEAST_LOGPROB).any())
+            return bool((numbers <= MIN_LOGPROB).any())
         case "logprobs_positive":
-            return bool((numbers > MOST_LOGPROB).any())
+            return bool((numbers > MAX_LOGPROB).any())
     return None

@@ -13,7 +13,7 @@ from polar.trajectory.tree import ROOT
 from polar.trajectory.types import Term, TokenCounts, Trace, Trajectory, TreeTrajectory
 
 
-class Messages(msgspec.Struct):
+class TraceMessages(msgspec.Struct):
     """What a trace says, as messages: an empty list on the wire where it isn't known."""
 
     prompt: list[Any] | None = None
@@ -21,12 +21,12 @@ class Messages(msgspec.Struct):
     tools: list[Any] | None = None
 
 
-NO_MESSAGES = Messages()
+NO_TRACE_MESSAGES = TraceMessages()
 
 
-def trace(trace: Trace, messages: Messages = NO_MESSAGES) -> dict[str, Any]:
+def trace_to_dict(trace: Trace, messages: TraceMessages = NO_TRACE_MESSAGES) -> dict[str, Any]:
     """`routed_experts` is there only where an engine told them."""
-    told = {} if trace.experts is None else {"routed_experts": experts.to_wire(trace.experts)}
+    routed_experts = {} if trace.experts is None else {"routed_experts": experts.to_wire(trace.experts)}
     return {
         "prompt_ids": trace.prompt_ids.tolist(),
         "response_ids": trace.response_ids.tolist(),
@@ -45,7 +45,7 @@ def trace(trace: Trace, messages: Messages = NO_MESSAGES) -> dict[str, Any]:
         "agent_id": trace.agent_id,
         "branch_reason": trace.branch_reason,
         "temperature": trace.temperature,
-        **told,
+        **routed_experts,
         "metadata": {
             "session_id": trace.session_id,
             "spans": msgspec.to_builtins(trace.spans),
@@ -55,23 +55,23 @@ def trace(trace: Trace, messages: Messages = NO_MESSAGES) -> dict[str, Any]:
     }
 
 
-def trajectory(
+def trajectory_to_dict(
     trajectory: Trajectory,
-    messages: list[Messages] | None = None,
+    messages: list[TraceMessages] | None = None,
     *,
     status: str = "COMPLETED",
     error: str | None = None,
 ) -> dict[str, Any]:
     """`messages` has one entry for each trace."""
-    said = messages if messages is not None else [NO_MESSAGES] * len(trajectory.traces)
+    trace_messages = messages if messages is not None else [NO_TRACE_MESSAGES] * len(trajectory.traces)
     return {
         "status": status,
-        "traces": [trace(one, words) for one, words in zip(trajectory.traces, said, strict=True)],
+        "traces": [trace_to_dict(one, words) for one, words in zip(trajectory.traces, trace_messages, strict=True)],
         "metadata": {
             "session_id": trajectory.session_id,
             "builder": trajectory.builder,
             "excluded": msgspec.to_builtins(trajectory.excluded),
-            "tokens": _tokens(trajectory.tokens),
+            "tokens": _counts_to_dict(trajectory.tokens),
             "reward": trajectory.reward,
             "reason": trajectory.reason,
         },
@@ -79,7 +79,7 @@ def trajectory(
     }
 
 
-def tree(tree: TreeTrajectory) -> dict[str, Any]:
+def tree_to_dict(tree: TreeTrajectory) -> dict[str, Any]:
     """A root's `parent` is null."""
     ids, starts = tree.ids.tolist(), tree.starts.tolist()
     parents, depths = tree.parents.tolist(), tree.depths.tolist()
@@ -93,14 +93,14 @@ def tree(tree: TreeTrajectory) -> dict[str, Any]:
             }
             for number, (parent, depth) in enumerate(zip(parents, depths, strict=True))
         ],
-        "terms": [_term(term) for term in tree.terms],
+        "terms": [_term_to_dict(term) for term in tree.terms],
         "sessions": msgspec.to_builtins(tree.sessions),
         "excluded": msgspec.to_builtins(tree.excluded),
-        "tokens": _tokens(tree.tokens),
+        "tokens": _counts_to_dict(tree.tokens),
     }
 
 
-def _term(term: Term) -> dict[str, Any]:
+def _term_to_dict(term: Term) -> dict[str, Any]:
     return {
         "session_id": term.session_id,
         "exchange_id": term.exchange_id,
@@ -115,5 +115,5 @@ def _term(term: Term) -> dict[str, Any]:
     }
 
 
-def _tokens(counts: TokenCounts) -> dict[str, int]:
+def _counts_to_dict(counts: TokenCounts) -> dict[str, int]:
     return {"computed": counts.computed, "unique": counts.unique, "trainable": counts.trainable}

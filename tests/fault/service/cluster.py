@@ -14,7 +14,7 @@ from typing import Any
 
 from polar.client.async_client import AsyncClient
 from polar.engines.scripted import ScriptedServer
-from polar.engines.scripted.server import TOKENIZER
+from polar.engines.scripted.server import TOKENIZER_FOLDER
 from polar.rollout.models import NumberedResult
 from tests.fault.service.processes import Node, Server
 
@@ -100,7 +100,11 @@ class Cluster:
         self.folder = folder
         self._data = data
         self._own = {"POLAR_SERVER__LEASE_SECONDS": str(lease_seconds), "POLAR_SERVER__BEAT_SECONDS": str(beat_seconds)}
-        self._environment = {"POLAR_ENGINE__KIND": "vllm", "POLAR_ENGINE__TOKENIZER": str(TOKENIZER), **environment}
+        self._environment = {
+            "POLAR_ENGINE__KIND": "vllm",
+            "POLAR_ENGINE__TOKENIZER": str(TOKENIZER_FOLDER),
+            **environment,
+        }
         if store is not None:
             self._environment["POLAR_STORE__URL"] = store
         if server_store is not None:

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from polar.train.checkpoint import Entry
+from polar.train.checkpoint import JournalEntry
 from polar.train.metrics import StepMetrics
 from tests.fault.train.processes import Training
 from tests.integration.training import write_tasks
@@ -40,7 +40,7 @@ def read(path: Path, kind: type[msgspec.Struct]) -> list[Any]:
 
 
 def check(output: Path) -> None:
-    entries = read(output / "journal.jsonl", Entry)
+    entries = read(output / "journal.jsonl", JournalEntry)
     assert [entry.step for entry in entries] == list(range(1, STEPS + 1))
     trained = Counter(name for entry in entries for name in entry.sessions)
     assert trained

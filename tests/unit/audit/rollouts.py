@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from polar.audit.form import Fields, row
-from polar.audit.rows import Row
+from polar.audit.raw_row import RawRow, build_row
+from polar.audit.rows import RolloutRow
 from polar.trajectory.teacher import Teacher
 from tests.unit.train import tiny
 
@@ -49,12 +49,12 @@ class Policy:
         return ids[len(before) :], logprobs
 
 
-def fields(policy: Policy, turns: int = 3, *, spliced: int | None = None, length: int = 6, **more: Any) -> Fields:
+def fields(policy: Policy, turns: int = 3, *, spliced: int | None = None, length: int = 6, **more: Any) -> RawRow:
     """A rollout. From turn `spliced` on (counted from 1), the model saw another context than stands in the row: a token
     of what came before was another one, as when a turn is tokenised anew."""
     prompt = policy.context(9)
     seen: list[int] = list(prompt)
-    made = Fields(prompt, [], [], [], **more)
+    made = RawRow(prompt, [], [], [], **more)
     response, mask, logprobs = [], [], []
     for turn in range(1, turns + 1):
         if turn > 1:
@@ -75,5 +75,5 @@ def fields(policy: Policy, turns: int = 3, *, spliced: int | None = None, length
     return made
 
 
-def rows(made: Sequence[Fields]) -> list[Row]:
-    return [row(number, one) for number, one in enumerate(made, 1)]
+def rows(made: Sequence[RawRow]) -> list[RolloutRow]:
+    return [build_row(number, one) for number, one in enumerate(made, 1)]

@@ -10,8 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from polar.audit.audit import Report, audit
-from polar.audit.form import Fields
+from polar.audit.audit import AuditReport, audit
+from polar.audit.raw_row import RawRow
 from polar.errors import ConfigError
 from polar.trajectory.teacher import Teacher
 from tests.unit.audit.rollouts import VOCABULARY, Policy, fields, rows, small, teacher
@@ -30,27 +30,27 @@ def judge(model: Any) -> Teacher:
 
 
 @pytest.fixture(scope="module")
-def made(model: Any) -> list[Fields]:
+def made(model: Any) -> list[RawRow]:
     policy = Policy(model)
     return [fields(policy, rollout=f"r{number}") for number in range(5)]
 
 
-def checked(made: list[Fields], judge: Teacher | None, **options: Any) -> Report:
+def checked(made: list[RawRow], judge: Teacher | None, **options: Any) -> AuditReport:
     return audit(rows(made), judge, **{"tolerance": EXACT} | options)
 
 
-def only(report: Report, number: int) -> tuple[str, int | None, int | None]:
+def only(report: AuditReport, number: int) -> tuple[str, int | None, int | None]:
     """The problem of one row; all others have none."""
-    assert [row.number for row in report.faulty] == [number]
+    assert [row.number for row in report.faulty_rows] == [number]
     (problem,) = report.rows[number - 1].problems
-    assert report.complaint is not None
-    assert f"row {number}" in report.complaint
+    assert report.failure_message is not None
+    assert f"row {number}" in report.failure_message
     return problem.kind, problem.position, problem.turn
 
 
-def test_what_is_in_order(made: list[Fields], judge: Teacher) -> None:
+def test_what_is_in_order(made: list[RawRow], judge: Teacher) -> None:
     report = checked(made, judge)
-    assert report.complaint is None
+    assert report.failure_message is None
     assert [row.verdict for row in report.rows] == ["clean"] * 5
     assert [row.compared for row in report.rows] == [18] * 5
     assert max(row.largest for row in report.rows) < EXACT
@@ -63,7 +63,7 @@ JUDGE = teacher(MODEL)
 IN_ORDER = [fields(Policy(MODEL, seed=seed)) for seed in (1, 2)]
 
 
-def plain(one: Fields) -> np.ndarray:
+def plain(one: RawRow) -> np.ndarray:
     """One forward pass over a whole row: the log-probabilities of its response."""
     ids = torch.tensor([*one.prompt, *one.response])
     with torch.inference_mode():
@@ -83,13 +83,13 @@ def test_a_splice_is_found_where_it_is(seed: int, turns: int, data: st.DataObjec
     assert only(checked(made, JUDGE), 3) == ("splice", expected, spliced + (expected - (spliced - 1) * 10) // 10)
 
 
-def test_another_prompt(made: list[Fields], judge: Teacher) -> None:
+def test_another_prompt(made: list[RawRow], judge: Teacher) -> None:
     broken = copy.deepcopy(made)
     broken[1].prompt = [*broken[1].prompt[:-1], (broken[1].prompt[-1] + 1) % VOCABULARY]
     assert only(checked(broken, judge), 2) == ("prompt", 0, 1)
 
 
-def test_tokens_that_are_lost_within_a_turn(made: list[Fields], judge: Teacher) -> None:
+def test_tokens_that_are_lost_within_a_turn(made: list[RawRow], judge: Teacher) -> None:
     broken = copy.deepcopy(made)
     for array in (broken[3].response, broken[3].mask, broken[3].logprobs):
         assert isinstance(array, list)
@@ -98,7 +98,7 @@ def test_tokens_that_are_lost_within_a_turn(made: list[Fields], judge: Teacher) 
 
 
 @pytest.mark.parametrize(("by", "position"), [(1, 6), (2, 6), (-1, 9)])
-def test_a_mask_that_is_shifted(made: list[Fields], judge: Teacher, by: int, position: int) -> None:
+def test_a_mask_that_is_shifted(made: list[RawRow], judge: Teacher, by: int, position: int) -> None:
     broken = copy.deepcopy(made)
     for one in broken:
         one.mask = [*[0] * by, *list(one.mask or [])[:-by]] if by > 0 else [*list(one.mask or [])[-by:], *[0] * -by]
@@ -107,7 +107,7 @@ def test_a_mask_that_is_shifted(made: list[Fields], judge: Teacher, by: int, pos
     assert {row.problems[0].position for row in report.rows} == {position}
 
 
-def test_context_that_is_trained(made: list[Fields], judge: Teacher) -> None:
+def test_context_that_is_trained(made: list[RawRow], judge: Teacher) -> None:
     broken = copy.deepcopy(made)
     broken[0].mask = [1] * len(broken[0].response)
     assert only(checked(broken, judge), 1) == ("context_trained", 6, 1)
@@ -118,14 +118,14 @@ def test_context_that_is_trained(made: list[Fields], judge: Teacher) -> None:
     assert only(checked(broken, judge), 3) == ("prompt_trained", 0, 1)
 
 
-def test_log_probabilities_beside_their_tokens(made: list[Fields], judge: Teacher) -> None:
+def test_log_probabilities_beside_their_tokens(made: list[RawRow], judge: Teacher) -> None:
     broken = copy.deepcopy(made)
     for one in broken:
         assert one.logprobs is not None
         one.logprobs = [0.0, *one.logprobs[:-1]]
     report = checked(broken, judge)
-    assert "shifted" in report.kinds
-    assert report.kinds["shifted"] == 5
+    assert "shifted" in report.problem_counts
+    assert report.problem_counts["shifted"] == 5
 
 
 @pytest.mark.parametrize("temperature", [0.5, 0.7, 1.3])
@@ -135,13 +135,13 @@ def test_another_temperature(model: Any, judge: Teacher, temperature: float) -> 
     report = checked(made, judge)
     assert report.policy is not None
     assert (report.policy.kind, report.policy.temperature) == ("temperature", temperature)
-    assert report.kinds == {"temperature": 5, "splice": 1}  # and what is wrong besides
-    assert f"--temperature {temperature}" in str(report.complaint)
+    assert report.problem_counts == {"temperature": 5, "splice": 1}  # and what is wrong besides
+    assert f"--temperature {temperature}" in str(report.failure_message)
     told = checked(made, judge, temperature=temperature)
     assert only(told, 5) == ("splice", 20, 3)
 
 
-def test_two_temperatures(made: list[Fields], model: Any, judge: Teacher) -> None:
+def test_two_temperatures(made: list[RawRow], model: Any, judge: Teacher) -> None:
     """Most rows say which one it is, and the others are off then."""
     report = checked([*made, fields(Policy(model, 1.5, seed=3))], judge)
     assert only(report, 6) == ("prompt", 0, 1)
@@ -159,7 +159,7 @@ def test_a_distribution_that_was_cut(model: Any, judge: Teacher) -> None:
     assert report.policy.kind == "truncated"
 
 
-def test_other_weights(made: list[Fields], model: Any) -> None:
+def test_other_weights(made: list[RawRow], model: Any) -> None:
     """A policy that is some steps older; and splices that stand out all the same."""
     later = copy.deepcopy(model)
     torch.manual_seed(0)
@@ -170,13 +170,13 @@ def test_other_weights(made: list[Fields], model: Any) -> None:
     report = checked([*made, fields(policy, spliced=2)], teacher(later))
     assert report.policy is not None
     assert report.policy.kind == "weights"
-    assert report.kinds == {"weights": 6, "splice": 1}
+    assert report.problem_counts == {"weights": 6, "splice": 1}
     assert report.rows[5].problems[0].position == 10
-    assert "other weights" in str(report.complaint)
-    assert checked(made, teacher(later), tolerance=0.1).complaint is None
+    assert "other weights" in str(report.failure_message)
+    assert checked(made, teacher(later), tolerance=0.1).failure_message is None
 
 
-def test_an_engine_that_computes_roughly(made: list[Fields], model: Any, judge: Teacher) -> None:
+def test_an_engine_that_computes_roughly(made: list[RawRow], model: Any, judge: Teacher) -> None:
     """As in bf16: what differs no more than first turns do is in order, and splices are found in spite of it."""
     chance = np.random.default_rng(0)
     rough = [*copy.deepcopy(made), fields(Policy(model, seed=8), spliced=3), fields(Policy(model, seed=9), spliced=2)]
@@ -187,9 +187,9 @@ def test_an_engine_that_computes_roughly(made: list[Fields], model: Any, judge: 
     report = checked(rough, judge, tolerance=0.1)
     assert report.policy is not None
     assert report.policy.kind == "same"
-    found = {row.number: (row.verdict, row.problems[0].position, row.problems[0].turn) for row in report.faulty}
+    found = {row.number: (row.verdict, row.problems[0].position, row.problems[0].turn) for row in report.faulty_rows}
     assert found == {6: ("splice", 20, 3), 7: ("splice", 10, 2)}
-    assert checked(rough, judge).kinds == {"weights": 7, "splice": 2}  # fp32 would have been more exact
+    assert checked(rough, judge).problem_counts == {"weights": 7, "splice": 2}  # fp32 would have been more exact
 
 
 @pytest.mark.parametrize(
@@ -202,7 +202,7 @@ def test_an_engine_that_computes_roughly(made: list[Fields], model: Any, judge: 
         (0.5, "sentinel"),
     ],
 )
-def test_values_that_none_can_be(made: list[Fields], judge: Teacher, value: float | None, kind: str) -> None:
+def test_values_that_none_can_be(made: list[RawRow], judge: Teacher, value: float | None, kind: str) -> None:
     broken = copy.deepcopy(made)
     assert isinstance(broken[4].logprobs, list)
     broken[4].logprobs[21] = value
@@ -210,14 +210,14 @@ def test_values_that_none_can_be(made: list[Fields], judge: Teacher, value: floa
         assert only(checked(broken, by), 5) == (kind, 21, 3)
 
 
-def test_one_that_is_wrong(made: list[Fields], judge: Teacher) -> None:
+def test_one_that_is_wrong(made: list[RawRow], judge: Teacher) -> None:
     broken = copy.deepcopy(made)
     assert isinstance(broken[0].logprobs, list)
     broken[0].logprobs[1] -= 0.05
     assert only(checked(broken, judge), 1) == ("stray", 1, 1)
 
 
-def test_arrays_that_do_not_fit(made: list[Fields], judge: Teacher) -> None:
+def test_arrays_that_do_not_fit(made: list[RawRow], judge: Teacher) -> None:
     broken = copy.deepcopy(made)
     broken[0].mask = [1] * 5
     assert only(checked(broken, judge), 1) == ("lengths", None, None)
@@ -238,9 +238,9 @@ def test_arrays_that_do_not_fit(made: list[Fields], judge: Teacher) -> None:
     assert only(checked(broken, judge), 4) == ("not_in_vocabulary", 2, None)
 
 
-def test_a_sampling_that_is_trained_twice(made: list[Fields], model: Any, judge: Teacher) -> None:
+def test_a_sampling_that_is_trained_twice(made: list[RawRow], model: Any, judge: Teacher) -> None:
     """The first turn by itself, and again in the row of the whole; also where nobody says that they belong together."""
-    again = Fields(made[1].prompt, made[1].response[:6], [1] * 6, list(made[1].logprobs or [])[:6], "r1")
+    again = RawRow(made[1].prompt, made[1].response[:6], [1] * 6, list(made[1].logprobs or [])[:6], "r1")
     assert only(checked([*made, again], judge), 6) == ("repeated", 0, 1)
     long = fields(Policy(model, 1.5), turns=4)
     again = copy.deepcopy(long)
@@ -250,25 +250,25 @@ def test_a_sampling_that_is_trained_twice(made: list[Fields], model: Any, judge:
     assert only(checked([long, again], judge, temperature=1.5), 2) == ("repeated", 0, 1)
 
 
-def test_the_same_words_by_chance(made: list[Fields], judge: Teacher) -> None:
+def test_the_same_words_by_chance(made: list[RawRow], judge: Teacher) -> None:
     """Two samples of a group that both say what is likely."""
-    short = Fields(made[0].prompt, made[0].response[:1], [1], list(made[0].logprobs or [])[:1], "a")
+    short = RawRow(made[0].prompt, made[0].response[:1], [1], list(made[0].logprobs or [])[:1], "a")
     other = copy.deepcopy(short)
     other.rollout = "b"
-    assert checked([short, other], judge).complaint is None
+    assert checked([short, other], judge).failure_message is None
     other.rollout = "a"
     assert only(checked([short, other], judge), 2) == ("repeated", 0, 1)
 
 
-def test_what_is_not_compared(made: list[Fields], judge: Teacher) -> None:
+def test_what_is_not_compared(made: list[RawRow], judge: Teacher) -> None:
     """Rows without a trained token are in order; rows with pictures are counted; versions are taken apart."""
     quiet, pictures = copy.deepcopy(made[0]), copy.deepcopy(made[1])
     quiet.mask, pictures.skip = [0] * len(quiet.response), "images"
     report = checked([quiet, pictures, *made[2:]], judge)
-    assert report.complaint is None
+    assert report.failure_message is None
     assert [row.verdict for row in report.rows[:3]] == ["clean", "not compared", "clean"]
     assert report.skipped == {"images": 1}
-    assert checked([pictures], judge).complaint == "No log-probability could be compared."
+    assert checked([pictures], judge).failure_message == "No log-probability could be compared."
     with pytest.raises(ConfigError, match="policy version"):
         checked(made, judge, version=3)
     versions = copy.deepcopy(made)

@@ -11,16 +11,16 @@ from rich.console import Console
 
 from polar.bench import fidelity, fidelity_counts, fidelity_report, fidelity_sessions
 from polar.bench.client import BenchError
-from polar.bench.fidelity_counts import Built, Counts, Trained, count
-from polar.bench.fidelity_sessions import Recorded
+from polar.bench.fidelity_counts import BuiltSession, FidelityCounts, TrainingSequence, count_tokens
+from polar.bench.fidelity_sessions import RecordedSession
 from polar.bench.peers import prompt_merging
-from polar.dialects.base import Wire
+from polar.dialects.base import RawRequest
 from polar.engines.base import VersionSpan
 from polar.engines.scripted.sampler import expected_logprobs
 from polar.store.base import Exchange, Session
 from polar.trajectory.builders import prefix_merging
-from polar.trajectory.session import sampled
-from polar.trajectory.types import Excluded, Ids, Span
+from polar.trajectory.session import read_session_paths
+from polar.trajectory.types import ExcludedSpan, Ids, Span
 from polar.types import Reply, Text
 
 END = 9  # of a turn
@@ -39,7 +39,9 @@ def exchange(seq: int, prompt: list[int], sampled: list[int], *, delivered: int 
         dialect="openai_chat",
         params={},
         hints={},
-        wire=Wire({"model": msgspec.Raw(b'"m"')}, "messages", [msgspec.Raw(b'{"role":"user","content":"Hi"}')]),
+        raw_request=RawRequest(
+            {"model": msgspec.Raw(b'"m"')}, "messages", [msgspec.Raw(b'{"role":"user","content":"Hi"}')]
+        ),
         status="complete" if delivered is None else "partial",
         started_at=float(seq),
         ended_at=seq + 0.5,
@@ -54,28 +56,30 @@ def exchange(seq: int, prompt: list[int], sampled: list[int], *, delivered: int 
     )
 
 
-def recorded(exchanges: list[Exchange]) -> Recorded:
+def recorded(exchanges: list[Exchange]) -> RecordedSession:
     """All of them are turns of one agent, whatever their messages are."""
     roles = {it.exchange_id: "main" for it in exchanges}
-    return Recorded(Session("s", b"", 0.0, metadata={"roles": roles}), exchanges)
+    return RecordedSession(Session("s", b"", 0.0, metadata={"roles": roles}), exchanges)
 
 
-def counted(exchanges: list[Exchange]) -> dict[str, Counts]:
+def counted(exchanges: list[Exchange]) -> dict[str, FidelityCounts]:
     measured = fidelity.measure(recorded(exchanges), "made up", "engine", dropped=False)
     return {counts.builder: counts for counts in measured.counts}
 
 
-def own(counts: dict[str, Counts]) -> list[Counts]:
+def own(counts: dict[str, FidelityCounts]) -> list[FidelityCounts]:
     return [counts[name] for name in ("per_request", "prefix_merging", "prefix_tree")]
 
 
-def trained(first: Exchange, ids: list[int], spans: list[Span], excluded: list[Excluded]) -> Counts:
+def trained(first: Exchange, ids: list[int], spans: list[Span], excluded: list[ExcludedSpan]) -> FidelityCounts:
     """A sequence with the log-probabilities of one exchange, wherever its spans stand."""
     logprobs = np.zeros(len(ids), np.float32)
     assert first.logprobs is not None
     for span in spans:
         logprobs[span.start : span.stop] = first.logprobs[span.offset : span.offset + span.stop - span.start]
-    return count(Built("made up", 1, len(ids), [Trained(array(ids), logprobs, spans)], excluded), [first])
+    return count_tokens(
+        BuiltSession("made up", 1, len(ids), [TrainingSequence(array(ids), logprobs, spans)], excluded), [first]
+    )
 
 
 # The counts
@@ -112,7 +116,7 @@ def test_delivered_tokens_are_lost_unless_trained_or_excluded() -> None:
     one = exchange(0, SYSTEM, [5, 6, 7, END])
     spans = [Span("x0", 3, 4, 0)]
     assert trained(one, [*SYSTEM, 5], spans, []).lost == 3
-    assert trained(one, [*SYSTEM, 5], spans, [Excluded("x0", 1, 3, "undelivered")]).lost == 1
+    assert trained(one, [*SYSTEM, 5], spans, [ExcludedSpan("x0", 1, 3, "undelivered")]).lost == 1
     one.delivered = 2
     assert trained(one, [*SYSTEM, 5], spans, []).lost == 1
 
@@ -206,14 +210,14 @@ def test_any_session_is_true_under_our_builders(data: st.DataObject) -> None:
 
 def test_a_harness_that_is_not_installed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
-    assert [agent.name for agent in fidelity_sessions.installed()] == [fidelity_sessions.BUILT_IN]
+    assert [agent.name for agent in fidelity_sessions.find_installed_agents()] == [fidelity_sessions.BUILT_IN]
     with pytest.raises(BenchError, match="Not installed: claude_code"):
-        fidelity_sessions.installed(["claude"])
+        fidelity_sessions.find_installed_agents(["claude"])
 
 
 @pytest.mark.slow
 async def test_a_run_with_the_built_in_agent() -> None:
-    agents = fidelity_sessions.installed([fidelity_sessions.BUILT_IN])
+    agents = fidelity_sessions.find_installed_agents([fidelity_sessions.BUILT_IN])
     steps: list[tuple[int, int]] = []
 
     def progress(_: str, done: int, total: int) -> None:
@@ -232,7 +236,7 @@ async def test_a_run_with_the_built_in_agent() -> None:
     assert by_text.counts[0].wrong_context > by_text.counts[0].trained / 2
     assert by_ids.counts[0].wrong_context == 0
     assert dropped.counts[0].lost > dropped.delivered / 2
-    assert all(promise.reached for promise in fidelity_report.promises(report))
+    assert all(promise.reached for promise in fidelity_report.list_promises(report))
     assert set(msgspec.json.decode(fidelity_report.as_json(report))) >= {"measured", "promises", "failed", "drift"}
     console = Console(record=True, width=200, file=io.StringIO())
     fidelity_report.show(report, console)
@@ -242,6 +246,6 @@ async def test_a_run_with_the_built_in_agent() -> None:
 def test_counts_do_not_rest_on_the_tree() -> None:
     """A builder that lied would be found out: a trace with one token changed."""
     exchanges = [exchange(0, SYSTEM, [5, END]), exchange(1, [*SYSTEM, 5, END, 4], [6, END])]
-    built = fidelity_counts.of_traces(prefix_merging(sampled(recorded(exchanges).session, exchanges)))
+    built = fidelity_counts.from_traces(prefix_merging(read_session_paths(recorded(exchanges).session, exchanges)))
     built.trained[0].ids[0] += 1
-    assert count(built, exchanges).wrong_context == 4
+    assert count_tokens(built, exchanges).wrong_context == 4

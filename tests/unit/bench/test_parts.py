@@ -7,24 +7,24 @@ import msgspec
 import pytest
 
 from polar.bench import calls, replies
-from polar.bench.calls import SMALL, TURNS, L, S, Size
-from polar.bench.client import BenchError, Connection, get, post
+from polar.bench.calls import SMALL, TURNS, CallSize, L, S
+from polar.bench.client import BenchError, Connection, encode_get, encode_post
 from polar.bench.engine import FakeEngine
+from polar.bench.gateway_report import AddedLatency, GatewayReport, SessionMemory, StreamDelays, list_promises
 from polar.bench.load import Target
-from polar.bench.report import Added, Memory, Report, Streams, promises
-from polar.bench.watch import Stall, Watch, Watched
+from polar.bench.loop_watch import LoopReport, LoopStall, LoopWatch
 from polar.dialects.base import Dialect
 from polar.plugins import load
 
 
-def body(size: Size, turn: int, dialect: str = "openai_chat", *, stream: bool = False) -> bytes:
-    return calls.template(size, turn, dialect, stream=stream).body(calls.nonce(7))
+def body(size: CallSize, turn: int, dialect: str = "openai_chat", *, stream: bool = False) -> bytes:
+    return calls.make_template(size, turn, dialect, stream=stream).body(calls.make_nonce(7))
 
 
 @pytest.mark.parametrize(("size", "request_bytes", "reply_bytes"), [(S, 59_000, 126_000), (L, 198_000, 522_000)])
-def test_calls_have_their_size(size: Size, request_bytes: int, reply_bytes: int) -> None:
+def test_calls_have_their_size(size: CallSize, request_bytes: int, reply_bytes: int) -> None:
     requests = [len(body(size, turn)) for turn in range(TURNS)]
-    answers = [len(replies.answer(size, turn).whole) for turn in range(TURNS)]
+    answers = [len(replies.make_reply(size, turn).whole) for turn in range(TURNS)]
     assert sum(requests) / TURNS == pytest.approx(request_bytes, rel=0.03)
     assert sum(answers) / TURNS == pytest.approx(reply_bytes, rel=0.03)
 
@@ -40,12 +40,12 @@ def test_a_session_grows_in_every_dialect(dialect: str) -> None:
 
 
 def test_sessions_differ() -> None:
-    template = calls.template(S, 0)
-    assert template.body(calls.nonce(1)) != template.body(calls.nonce(2))
+    template = calls.make_template(S, 0)
+    assert template.body(calls.make_nonce(1)) != template.body(calls.make_nonce(2))
 
 
 def test_ids_of_a_session_are_one_sequence() -> None:
-    first, second = (msgspec.json.decode(replies.answer(SMALL, turn).whole) for turn in (2, 3))
+    first, second = (msgspec.json.decode(replies.make_reply(SMALL, turn).whole) for turn in (2, 3))
     choice = first["choices"][0]
     grown = first["prompt_token_ids"] + choice["token_ids"]
     assert second["prompt_token_ids"][: len(grown)] == grown
@@ -55,15 +55,15 @@ def test_ids_of_a_session_are_one_sequence() -> None:
 async def test_engine_answers_whole_and_streamed() -> None:
     async with FakeEngine() as engine:
         connection = await Connection.open(engine.port)
-        models = await connection.call(get("/v1/models"))
+        models = await connection.call(encode_get("/v1/models"))
         assert b"bench" in models.body
-        whole = await connection.call(post("/v1/chat/completions", body(SMALL, 4)))
-        assert whole.content() == replies.answer(SMALL, 4).whole
-        streamed = await connection.call(post("/v1/chat/completions", body(SMALL, 4, stream=True)))
-        assert streamed.content() == b"".join(replies.answer(SMALL, 4).events)
+        whole = await connection.call(encode_post("/v1/chat/completions", body(SMALL, 4)))
+        assert whole.content() == replies.make_reply(SMALL, 4).whole
+        streamed = await connection.call(encode_post("/v1/chat/completions", body(SMALL, 4, stream=True)))
+        assert streamed.content() == b"".join(replies.make_reply(SMALL, 4).events)
         assert whole.sent_at <= whole.first_at <= whole.ended_at
         with pytest.raises(BenchError, match="400"):
-            await connection.call(post("/v1/chat/completions", b"{}"))
+            await connection.call(encode_post("/v1/chat/completions", b"{}"))
         connection.close()
 
 
@@ -72,7 +72,7 @@ async def test_paced_streams_carry_the_time_of_each_token() -> None:
         engine.pace.tokens, engine.pace.interval = 5, 0.001
         received: list[bytes] = []
         connection = await Connection.open(engine.port)
-        await connection.call(post("/v1/chat/completions", body(SMALL, 4, stream=True)), received.append)
+        await connection.call(encode_post("/v1/chat/completions", body(SMALL, 4, stream=True)), received.append)
         connection.close()
     stamps = [int(stamp) for stamp in re.findall(rb"~(\d{18})", b"".join(received))]
     assert len(stamps) == 5
@@ -87,7 +87,7 @@ def test_peers_are_asked_for_ids() -> None:
 
 
 async def test_watch_sees_a_stall_and_whose_it_was() -> None:
-    watch = Watch()
+    watch = LoopWatch()
     await asyncio.sleep(0.005)
     deadline = asyncio.get_running_loop().time() + 0.05
     while asyncio.get_running_loop().time() < deadline:
@@ -99,10 +99,13 @@ async def test_watch_sees_a_stall_and_whose_it_was() -> None:
 
 
 def test_promises_are_judged() -> None:
-    loop = Watched(1, 0, 0, 12, [Stall(12, 11, 11)], 0, 0, 0)
-    report = Report(
-        added=[Added("Polar", "S", True, 10, 0.1, 0.9, 2.0), Added("LiteLLM", "S", True, 10, 0.1, 20, 30)],
-        streams=Streams(500, 1, 1, 1, 0.5, 0.1, 1, 49, 60, loop),
-        memory=Memory(10_000, 500, 1, 499_000_000, 1),
+    loop = LoopReport(1, 0, 0, 12, [LoopStall(12, 11, 11)], 0, 0, 0)
+    report = GatewayReport(
+        added=[
+            AddedLatency("Polar", "S", True, 10, 0.1, 0.9, 2.0),
+            AddedLatency("LiteLLM", "S", True, 10, 0.1, 20, 30),
+        ],
+        streams=StreamDelays(500, 1, 1, 1, 0.5, 0.1, 1, 49, 60, loop),
+        memory=SessionMemory(10_000, 500, 1, 499_000_000, 1),
     )
-    assert [promise.reached for promise in promises(report)] == [True, True, False, True]
+    assert [promise.reached for promise in list_promises(report)] == [True, True, False, True]

@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from polar.bench import pipeline, pipeline_picture, pipeline_report
-from polar.bench.pipeline import Plan, Report, Side, refills
-from polar.bench.pipeline_busy import Busy, Window, busy, series
-from polar.bench.pipeline_engine import Call, Slots
-from polar.bench.pipeline_runtime import Lived
-from polar.bench.pipeline_workload import sessions
-from polar.bench.sandbox import Times
+from polar.bench import pipeline, pipeline_plot, pipeline_report
+from polar.bench.pipeline import PipelinePlan, PipelineReport, Side, compute_refill_seconds
+from polar.bench.pipeline_engine import EngineCall, Slots
+from polar.bench.pipeline_runtime import SessionTimeline
+from polar.bench.pipeline_utilization import Utilization, Window, compute_slot_series, compute_utilization
+from polar.bench.pipeline_workload import make_sessions
+from polar.bench.sandbox import LatencySummary
 
 
 def test_calls_beyond_the_slots_wait_in_order() -> None:
@@ -24,22 +24,27 @@ def test_calls_beyond_the_slots_wait_in_order() -> None:
 
 
 def test_busy_is_the_share_of_slots_within_the_window() -> None:
-    calls = [Call(0, 0, 4), Call(0, 0, 2), Call(1, 2, 1), Call(6, 6, 9)]  # two slots; the last ends far outside
-    told = busy(calls, 2, Window(1, 7))
+    calls = [
+        EngineCall(0, 0, 4),
+        EngineCall(0, 0, 2),
+        EngineCall(1, 2, 1),
+        EngineCall(6, 6, 9),
+    ]  # two slots; the last ends far outside
+    told = compute_utilization(calls, 2, Window(1, 7))
     assert told.seconds == 6
     assert told.slots == pytest.approx((3 + 1 + 1 + 1) / 12)
     assert told.full == pytest.approx(2 / 6)  # from 1 to 3, though a slot went from one call to the next at 2
     assert told.waiting == pytest.approx(1 / 6)
-    assert series(calls, Window(0, 8), 2) == pytest.approx([2, 1.5, 0, 2 / 2])
+    assert compute_slot_series(calls, Window(0, 8), 2) == pytest.approx([2, 1.5, 0, 2 / 2])
 
 
 def test_a_slot_is_refilled_from_one_run_s_end_to_the_next_call() -> None:
-    lives = [Lived(0, 5), Lived(1, 3), Lived(3.5, 9), Lived(5.25, 6)]
-    assert refills(lives, 2) == [0.5, 0.25]
+    lives = [SessionTimeline(0, 5), SessionTimeline(1, 3), SessionTimeline(3.5, 9), SessionTimeline(5.25, 6)]
+    assert compute_refill_seconds(lives, 2) == [0.5, 0.25]
 
 
 def test_sessions_have_the_tail_that_is_wanted() -> None:
-    work = sessions(400, run=2.0, tools=0.25, grading=1.0, seed=3)
+    work = make_sessions(400, run=2.0, tools=0.25, grading=1.0, seed=3)
     seconds = [session.seconds for session in work]
     p50, p99 = np.percentile(seconds, [50, 99])
     assert p50 == pytest.approx(2.0, rel=0.05)
@@ -47,24 +52,26 @@ def test_sessions_have_the_tail_that_is_wanted() -> None:
     tools = sum(turn.tool_seconds for session in work for turn in session.turns)
     assert tools / sum(seconds) == pytest.approx(0.25, abs=0.01)
     assert seconds != sorted(seconds)
-    assert work == sessions(400, run=2.0, tools=0.25, grading=1.0, seed=3)
+    assert work == make_sessions(400, run=2.0, tools=0.25, grading=1.0, seed=3)
 
 
 def side(slots: float) -> Side:
-    return Side("a < b", 4, Busy(10, slots, 0.9, 1.5), Busy(20, 0.5, 0.4, 1), 60, 9, [0, 2, 4], 0.25, 0.5)
+    return Side("a < b", 4, Utilization(10, slots, 0.9, 1.5), Utilization(20, 0.5, 0.4, 1), 60, 9, [0, 2, 4], 0.25, 0.5)
 
 
-def report(slots: float) -> Report:
-    return Report(Plan(slots=4), 1, 10, side(slots), side(0.4), side(0.9), Times(5, 2, 8, 9), 0.875)
+def report(slots: float) -> PipelineReport:
+    return PipelineReport(
+        PipelinePlan(slots=4), 1, 10, side(slots), side(0.4), side(0.9), LatencySummary(5, 2, 8, 9), 0.875
+    )
 
 
 def test_the_promise_is_judged_by_the_slots_in_use() -> None:
-    assert [promise.reached for promise in pipeline_report.promises(report(0.951))] == [True]
-    assert [promise.reached for promise in pipeline_report.promises(report(0.949))] == [False]
+    assert [promise.reached for promise in pipeline_report.list_promises(report(0.951))] == [True]
+    assert [promise.reached for promise in pipeline_report.list_promises(report(0.949))] == [False]
 
 
 def test_the_picture_shows_every_side() -> None:
-    drawn = ElementTree.fromstring(pipeline_picture.picture(report(0.96)))
+    drawn = ElementTree.fromstring(pipeline_plot.draw_svg(report(0.96)))
     texts = [element.text for element in drawn.iter("{http://www.w3.org/2000/svg}text")]
     assert [text for text in texts if text and "busy" in text] == [
         f"a < b: {share} busy, 50.0% of the whole run" for share in ("96.0%", "40.0%", "90.0%")
@@ -74,7 +81,7 @@ def test_the_picture_shows_every_side() -> None:
 @pytest.mark.slow
 async def test_a_small_run() -> None:
     told: list[tuple[str, int, int]] = []
-    plan = Plan(
+    plan = PipelinePlan(
         slots=2,
         sessions=20,
         run_seconds=0.1,

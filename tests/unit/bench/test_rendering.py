@@ -5,8 +5,8 @@ import io
 from rich.console import Console
 
 from polar.bench import rendering, trajectory_report
-from polar.bench.rendering import Rendered
-from polar.bench.trajectory import Report
+from polar.bench.rendering import RenderingCost
+from polar.bench.trajectory import TrajectoryReport
 
 
 async def test_turns_near_the_context_are_measured() -> None:
@@ -19,11 +19,11 @@ async def test_turns_near_the_context_are_measured() -> None:
 
 
 def test_the_promise_is_judged_by_the_ratio() -> None:
-    report = Report(rendered=Rendered("a model's", 30_000, 90, 9, 2.0, 29.0, 4.0, 8.0))
-    (promise,) = trajectory_report.promises(report)
+    report = TrajectoryReport(rendered=RenderingCost("a model's", 30_000, 90, 9, 2.0, 29.0, 4.0, 8.0))
+    (promise,) = trajectory_report.list_promises(report)
     assert (promise.measured, promise.reached) == ("14.5 times cheaper", False)
-    small = Report(rendered=Rendered(rendering.OWN, 30_000, 90, 9, 2.0, 29.0, 4.0, 8.0))
-    assert not trajectory_report.promises(small)  # a tokenizer that no model has says nothing of the promise
+    small = TrajectoryReport(rendered=RenderingCost(rendering.OWN, 30_000, 90, 9, 2.0, 29.0, 4.0, 8.0))
+    assert not trajectory_report.list_promises(small)  # a tokenizer that no model has says nothing of the promise
     console = Console(record=True, width=160, file=io.StringIO())
     trajectory_report.show(report, console)
     assert "a model's" in console.export_text()

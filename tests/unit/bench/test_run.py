@@ -7,14 +7,14 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from polar.bench import calls, gateway, report
+from polar.bench import calls, gateway, gateway_report
 from polar.bench.peers import FASTAPI, POLAR, RELAY
 
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
 @pytest.mark.slow
 async def test_run() -> None:
-    plan = gateway.Plan(
+    plan = gateway.GatewayPlan(
         rounds=1,
         calls={POLAR: (1, 1), RELAY: (1, 1), FASTAPI: (1, 1)},
         dialect_calls=1,
@@ -38,7 +38,7 @@ async def test_run() -> None:
     assert measured.memory is not None
     assert measured.memory.connected > 0
 
-    assert set(msgspec.json.decode(report.as_json(measured))) >= {"cpu_per_call", "first_byte", "promises"}
+    assert set(msgspec.json.decode(gateway_report.as_json(measured))) >= {"cpu_per_call", "first_byte", "promises"}
     console = Console(record=True, width=120, file=io.StringIO())
-    report.show(measured, console)
+    gateway_report.show(measured, console)
     assert "FastAPI" in console.export_text()

@@ -7,12 +7,12 @@ import pytest
 
 from polar.bench import soak
 from polar.bench.client import BenchError
-from polar.bench.soak import Plan, Report, Sample
+from polar.bench.soak import SoakPlan, SoakReport, SoakSample
 
 
-def report(*resident: int) -> Report:
-    samples = [Sample(500 * (number + 1), number, float(number), each) for number, each in enumerate(resident)]
-    return Report(Plan(), samples)
+def report(*resident: int) -> SoakReport:
+    samples = [SoakSample(500 * (number + 1), number, float(number), each) for number, each in enumerate(resident)]
+    return SoakReport(SoakPlan(), samples)
 
 
 def test_only_growth_of_the_last_half_counts() -> None:
@@ -34,7 +34,7 @@ def test_samples_are_written_and_drawn(tmp_path: Path) -> None:
     assert rows[0] == ["calls", "sessions", "seconds", "resident"]
     assert rows[2] == ["1000", "1", "1.0", "120000000"]
     for name in ("soak.svg", "soak.png"):
-        soak.draw(measured, tmp_path / name)
+        soak.draw_memory(measured, tmp_path / name)
         assert (tmp_path / name).stat().st_size > 1000
 
 
@@ -57,7 +57,7 @@ def test_a_turn_is_put_together_from_its_deltas() -> None:
 
 @pytest.mark.slow
 async def test_a_small_run() -> None:
-    plan = Plan(calls=60, sample_every=10, turns=3, result_words=10, long_turns=10, long_result_words=5)
+    plan = SoakPlan(calls=60, sample_every=10, turns=3, result_words=10, long_turns=10, long_result_words=5)
     measured = await soak.run(plan, lambda _: None)
     assert [sample.calls for sample in measured.samples] == [10, 20, 30, 40, 50, 60]
     assert measured.samples[-1].sessions > 3

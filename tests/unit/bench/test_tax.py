@@ -7,18 +7,20 @@ from rich.console import Console
 
 from polar.bench import tax, tax_report
 from polar.bench.client import BenchError
-from polar.bench.tax_load import Captured, Direct, Done, Exchange, Plan, measure
+from polar.bench.tax_load import CapturedClient, DirectClient, RoundTotals, StoredExchange, TaxPlan, measure
 from polar.client.async_client import AsyncClient
-from polar.engines.scripted import Play, ScriptedServer, Turn
-from polar.engines.scripted.server import TOKENIZER
+from polar.engines.scripted import Play, ScriptedServer, ScriptedTurn
+from polar.engines.scripted.server import TOKENIZER_FOLDER
 
-PLAN = Plan(conversations=2, turns=2, words=5, tokens=8, rounds=2)
-PLAY = Play([Turn(text="one two three four five six seven eight nine ten")])
+PLAN = TaxPlan(conversations=2, turns=2, words=5, tokens=8, rounds=2)
+PLAY = Play([ScriptedTurn(text="one two three four five six seven eight nine ten")])
 
 
 async def test_every_way_samples_and_takes_turns(capsys: pytest.CaptureFixture[str]) -> None:
     said: list[str] = []
-    async with ScriptedServer(PLAY, model=str(TOKENIZER)) as engine:  # it says where its tokenizer is, as vLLM does
+    async with ScriptedServer(
+        PLAY, model=str(TOKENIZER_FOLDER)
+    ) as engine:  # it says where its tokenizer is, as vLLM does
         measured = await tax.run(PLAN, None, engine.url, said.append)
     ways = measured.engines["vllm"]
     # Two rounds of two conversations of two turns, each cut at eight tokens.
@@ -38,16 +40,16 @@ async def test_every_way_samples_and_takes_turns(capsys: pytest.CaptureFixture[s
 
 async def test_both_ways_send_the_same_prompts() -> None:
     async with (
-        ScriptedServer(PLAY, model=str(TOKENIZER)) as engine,
+        ScriptedServer(PLAY, model=str(TOKENIZER_FOLDER)) as engine,
         tax._gateway(engine.url) as (_, addresses),
         AsyncClient(addresses.control) as client,
         tax._connections() as http,
     ):
-        captured = Captured(addresses.gateway, client, http)
-        await measure(captured, PLAN, 0, Done())
+        captured = CapturedClient(addresses.gateway, client, http)
+        await measure(captured, PLAN, 0, RoundTotals())
         sessions = await captured.stored(addresses.control)
-        direct = Direct(engine.url, tax._between(sessions), logprobs=False)
-        await measure(direct, PLAN, 0, Done())
+        direct = DirectClient(engine.url, tax._between(sessions), logprobs=False)
+        await measure(direct, PLAN, 0, RoundTotals())
         await direct.close()
     assert [first.prompt_ids for first, _ in sessions] == direct.prompts
     for first, second in sessions:
@@ -57,21 +59,23 @@ async def test_both_ways_send_the_same_prompts() -> None:
 
 
 def test_a_ratio_is_of_tokens_a_second() -> None:
-    report = tax.Report(PLAN, {"embedded": {tax.OFF: Done(), tax.LOGPROBS: Done(), tax.ON: Done()}})
+    report = tax.TaxReport(
+        PLAN, {"embedded": {tax.OFF: RoundTotals(), tax.LOGPROBS: RoundTotals(), tax.ON: RoundTotals()}}
+    )
     for way, seconds in ((tax.OFF, 1.0), (tax.LOGPROBS, 1.0), (tax.ON, 1.25)):
         report.engines["embedded"][way].add(100, seconds)
         report.engines["embedded"][way].add(300, 3 * seconds)
-    assert tax_report.ratio(report, "embedded") == pytest.approx(0.8)
-    (promise,) = tax_report.promises(report)
+    assert tax_report.compute_ratio(report, "embedded") == pytest.approx(0.8)
+    (promise,) = tax_report.list_promises(report)
     assert not promise.reached
 
 
 def test_figures_of_a_gateway_that_kept_less_are_none() -> None:
-    whole = Exchange([1, 2], [3], [-0.5], None, "rendered")
-    gone_on = Exchange([1, 2, 3, 4], [5], [-0.5], None, "recorded")
+    whole = StoredExchange([1, 2], [3], [-0.5], None, "rendered")
+    gone_on = StoredExchange([1, 2, 3, 4], [5], [-0.5], None, "recorded")
     tax._check([[whole, gone_on]], PLAN)
     assert tax._between([[whole, gone_on]]) == [4]
-    short = Exchange([1, 2, 3, 4], [5], None, None, "recorded")
+    short = StoredExchange([1, 2, 3, 4], [5], None, None, "recorded")
     for broken in ([whole], [whole, whole], [whole, short]):
         with pytest.raises(BenchError):
             tax._check([broken], PLAN)

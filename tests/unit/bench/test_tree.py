@@ -11,34 +11,34 @@ from rich.console import Console
 
 from polar.bench import tree, tree_model, tree_report
 from polar.bench.client import BenchError
-from polar.bench.tree import Cell, Counted, Plan, Report
-from polar.bench.tree_flops import Flops, Sizes, flops
+from polar.bench.tree import BuilderCost, TimedStep, TreePlan, TreeReport
+from polar.bench.tree_flops import Flops, ModelSizes, count_flops
 from polar.bench.tree_groups import (
     BUILDERS,
-    Group,
-    Outline,
-    Walk,
-    compacting,
-    outline,
-    read,
-    recorded,
-    synthetic,
-    with_subagents,
+    BenchGroup,
+    TrainedCall,
+    TreeOutline,
+    make_compaction_group,
+    make_group,
+    make_outline,
+    make_subagent_group,
+    make_synthetic_group,
+    read_outline,
 )
-from polar.bench.tree_picture import picture
+from polar.bench.tree_plot import draw_svg
 from polar.cli.bench import command
 from polar.errors import ConfigError
-from polar.train.forest import forest
-from polar.trajectory.tree import token_tree
-from polar.trajectory.types import Path as TokenPath
-from polar.trajectory.types import Sampled
+from polar.train.forest import pack_forest
+from polar.trajectory.tree import build_token_tree
+from polar.trajectory.types import SessionPaths
+from polar.trajectory.types import TokenPath as TokenPath
 
-SIZES = Sizes(layers=2, hidden=8, intermediate=16, heads=4, kv_heads=2, head_dim=4, vocabulary=32)
+SIZES = ModelSizes(layers=2, hidden=8, intermediate=16, heads=4, kv_heads=2, head_dim=4, vocabulary=32)
 FIXTURES = Path(__file__).parent.parent.parent / "fixtures" / "trees"
 
 
-def small(turns: int = 4) -> Group:
-    return synthetic("small", sessions=3, system=50, turns=turns, sampled=5, observed=15)
+def small(turns: int = 4) -> BenchGroup:
+    return make_synthetic_group("small", sessions=3, system=50, turns=turns, sampled=5, observed=15)
 
 
 def path(session: str, seq: int, prompt: list[int], sampled: list[int]) -> TokenPath:
@@ -50,15 +50,15 @@ def path(session: str, seq: int, prompt: list[int], sampled: list[int]) -> Token
         sampled=np.array(sampled, np.int32),
         logprobs=None,
         versions=None,
-        trainable=len(sampled),
+        num_trainable=len(sampled),
     )
 
 
-def stripped() -> Group:
+def stripped() -> BenchGroup:
     """Two sessions whose second prompt lacks a token of what was sampled first."""
     first = [path("a", 0, [1, 2, 3], [4, 5, 6]), path("a", 1, [1, 2, 3, 5, 6, 7], [8, 9])]
     second = [path("b", 0, [1, 2, 3], [4, 4]), path("b", 1, [1, 2, 3, 4, 7], [8])]
-    return Group("stripped", "", [Sampled("a", first), Sampled("b", second)])
+    return BenchGroup("stripped", "", [SessionPaths("a", first), SessionPaths("b", second)])
 
 
 # Groups
@@ -75,39 +75,41 @@ def test_a_synthetic_group_shares_its_system_prompt_and_nothing_else() -> None:
 
 
 def test_sub_agents_and_windows_share_system_prompts_and_nothing_else() -> None:
-    helped = with_subagents("helped", sessions=2, system=100, turns=3, errands=2, errand_turns=1)
+    helped = make_subagent_group("helped", sessions=2, system=100, turns=3, errands=2, errand_turns=1)
     assert BUILDERS["prefix_tree"](helped).tokens == 100 + 2 * 3 * 500 + 50 + 2 * 2 * 500
-    compacted = compacting("compacted", sessions=2, system=100, turns=2, windows=2)
+    compacted = make_compaction_group("compacted", sessions=2, system=100, turns=2, windows=2)
     tree = BUILDERS["prefix_tree"](compacted)
     assert tree.tokens == 100 + 2 * (1000 + 150 + 1000)  # each summary stands in two windows
     assert len(tree.numbers[0]) == 2 * 4 * 150
 
 
 def test_large_groups_are_there_for_who_names_them() -> None:
-    assert not [it.name for it in tree.groups(None) if not it.name.startswith("synthetic")]
-    assert [it.name for it in tree.groups(None, ["sub-agents", "long"])] == ["sub-agents, n = 8", "long, n = 2"]
+    assert not [it.name for it in tree.make_groups(None) if not it.name.startswith("synthetic")]
+    assert [it.name for it in tree.make_groups(None, ["sub-agents", "long"])] == ["sub-agents, n = 8", "long, n = 2"]
 
 
 def test_an_outline_has_the_group_s_tree_without_its_tokens() -> None:
     group = stripped()
-    again = recorded(msgspec.json.decode(msgspec.json.encode(outline("x", "y", group.sessions)), type=Outline))
+    again = make_group(
+        msgspec.json.decode(msgspec.json.encode(make_outline("x", "y", group.sessions)), type=TreeOutline)
+    )
     for ours, theirs in zip(group.sessions, again.sessions, strict=True):
         assert [(len(it.prompt), len(it.sampled)) for it in ours.paths] == [
             (len(it.prompt), len(it.sampled)) for it in theirs.paths
         ]
     shapes = []
     for one in (group, again):
-        made = token_tree([it for session in one.sessions for it in session.paths])
+        made = build_token_tree([it for session in one.sessions for it in session.paths])
         shapes.append(([(node.parent, node.start, node.stop) for node in made.nodes], made.ends))
     assert shapes[0] == shapes[1]
 
 
 def test_an_outline_leaves_out_what_trains_nothing() -> None:
-    idle = msgspec.structs.replace(path("a", 0, [7, 7], [7]), trainable=0)
-    half = msgspec.structs.replace(path("a", 1, [1, 2], [3, 4, 5]), trainable=1)
-    drawn = outline("x", "", [Sampled("a", [half, idle])])
+    idle = msgspec.structs.replace(path("a", 0, [7, 7], [7]), num_trainable=0)
+    half = msgspec.structs.replace(path("a", 1, [1, 2], [3, 4, 5]), num_trainable=1)
+    drawn = make_outline("x", "", [SessionPaths("a", [half, idle])])
     assert drawn.lengths == [3]
-    assert drawn.walks == [Walk(0, 0, 2, 1)]
+    assert drawn.walks == [TrainedCall(0, 0, 2, 1)]
 
 
 def test_builders_give_each_sampled_token_the_same_weight() -> None:
@@ -126,19 +128,19 @@ def test_builders_give_each_sampled_token_the_same_weight() -> None:
 def test_a_file_that_is_no_group_is_told(tmp_path: Path) -> None:
     (tmp_path / "x.json").write_text('{"name": 1}')
     with pytest.raises(BenchError, match=r"x\.json is no recorded group"):
-        read(tmp_path / "x.json")
+        read_outline(tmp_path / "x.json")
 
 
 def test_groups_are_chosen_by_how_their_names_begin() -> None:
-    assert [group.name for group in tree.groups(None, ["synthetic, n = 1"], quick=True)] == ["synthetic, n = 16"]
+    assert [group.name for group in tree.make_groups(None, ["synthetic, n = 1"], quick=True)] == ["synthetic, n = 16"]
     with pytest.raises(BenchError, match=r"No group is called nothing\. There are: synthetic, n = 8, synth"):
-        tree.groups(None, ["nothing"], quick=True)
+        tree.make_groups(None, ["nothing"], quick=True)
 
 
 @pytest.mark.parametrize("file", sorted(FIXTURES.glob("*.json")), ids=lambda file: file.stem)
 def test_recorded_groups_share_what_they_should(file: Path) -> None:
     """Sixteen sessions of one task, and the tree has their common prompt once."""
-    group = recorded(read(file))
+    group = make_group(read_outline(file))
     assert len(group.sessions) == 16
     tokens = {name: build(group).tokens for name, build in BUILDERS.items()}
     assert tokens["prefix_tree"] < tokens["prefix_merging"] <= tokens["per_request"]
@@ -150,8 +152,8 @@ def test_recorded_groups_share_what_they_should(file: Path) -> None:
 
 
 def test_flops_of_one_path_are_those_that_one_counts_by_hand() -> None:
-    group = synthetic("one", sessions=1, system=3, turns=1, sampled=2, observed=5)
-    found = flops(SIZES, forest(BUILDERS["prefix_merging"](group).trees))
+    group = make_synthetic_group("one", sessions=1, system=3, turns=1, sampled=2, observed=5)
+    found = count_flops(SIZES, pack_forest(BUILDERS["prefix_merging"](group).trees))
     matrices = 2 * (8 * 16 + 2 * 8 * 8 + 16 * 8 + 3 * 8 * 16)  # q, k and v, o, feed-forward
     assert found.matrices == 6 * matrices * 10
     assert found.output == 6 * 8 * 32 * 2
@@ -160,21 +162,25 @@ def test_flops_of_one_path_are_those_that_one_counts_by_hand() -> None:
 
 def test_attention_of_a_tree_is_that_of_its_paths_with_what_they_share_once() -> None:
     group = small()
-    tree_flops = flops(SIZES, forest(BUILDERS["prefix_tree"](group).trees))
-    merged = flops(SIZES, forest(BUILDERS["prefix_merging"](group).trees))
-    shared = flops(
+    tree_flops = count_flops(SIZES, pack_forest(BUILDERS["prefix_tree"](group).trees))
+    merged = count_flops(SIZES, pack_forest(BUILDERS["prefix_merging"](group).trees))
+    shared = count_flops(
         SIZES,
-        forest(BUILDERS["prefix_merging"](synthetic("s", sessions=1, system=0, turns=1, sampled=5, observed=45)).trees),
+        pack_forest(
+            BUILDERS["prefix_merging"](
+                make_synthetic_group("s", sessions=1, system=0, turns=1, sampled=5, observed=45)
+            ).trees
+        ),
     )
     assert merged.attention - tree_flops.attention == 2 * shared.attention
     assert merged.output == tree_flops.output
 
 
 def test_an_output_that_two_samplings_share_is_counted_once() -> None:
-    made = forest(BUILDERS["prefix_tree"](stripped()).trees)
-    alone = forest(BUILDERS["per_request"](stripped()).trees)
-    assert flops(SIZES, made).output == 6 * 8 * 32 * 6
-    assert flops(SIZES, alone).output == 6 * 8 * 32 * 8
+    made = pack_forest(BUILDERS["prefix_tree"](stripped()).trees)
+    alone = pack_forest(BUILDERS["per_request"](stripped()).trees)
+    assert count_flops(SIZES, made).output == 6 * 8 * 32 * 6
+    assert count_flops(SIZES, alone).output == 6 * 8 * 32 * 8
 
 
 # A run
@@ -182,16 +188,16 @@ def test_an_output_that_two_samplings_share_is_counted_once() -> None:
 
 def test_a_sample_has_sequences_of_all_lengths() -> None:
     each = [float(it) for it in range(1, 101)]
-    chosen = tree.spread(each, 0.1 * sum(each))
+    chosen = tree.choose_spread(each, 0.1 * sum(each))
     assert 9 <= len(chosen) <= 10
     assert min(chosen) < 10
     assert max(chosen) > 90
-    assert tree.spread(each, 0.5) == [50]
+    assert tree.choose_spread(each, 0.5) == [50]
 
 
 def test_a_whole_run_on_the_cpu() -> None:
     kept: list[int] = []
-    plan = Plan(shape="tiny", device="cpu", chunk_tokens=64, limit=0.0, sample=1e-9)
+    plan = TreePlan(shape="tiny", device="cpu", chunk_tokens=64, limit=0.0, sample=1e-9)
     report = tree.run(plan, [small()], lambda *_: None, lambda it: kept.append(len(it.cells)))
     assert kept == [0, 1, 2, 3, 3]  # the gradients come first
     assert [cell.counted.builder for cell in report.cells] == ["prefix_tree", "prefix_merging", "per_request"]
@@ -206,7 +212,7 @@ def test_a_whole_run_on_the_cpu() -> None:
 
 
 def test_no_cell_is_begun_without_time_for_it() -> None:
-    plan = Plan(shape="tiny", device="cpu", builders=("prefix_tree", "prefix_merging"), seconds=0.0)
+    plan = TreePlan(shape="tiny", device="cpu", builders=("prefix_tree", "prefix_merging"), seconds=0.0)
     report = tree.run(plan, [small(turns=2)], lambda *_: None, lambda _: None)
     assert [cell.counted.builder for cell in report.cells] == ["prefix_tree"]
     assert "there was no time left" in report.absent["small, prefix_merging"]
@@ -214,15 +220,15 @@ def test_no_cell_is_begun_without_time_for_it() -> None:
 
 def test_an_unknown_shape_is_told() -> None:
     with pytest.raises(BenchError, match="gpt-9 is none of tiny, qwen3-4b, and no model's folder"):
-        tree_model.config("gpt-9")
+        tree_model.load_config("gpt-9")
 
 
 # What is promised
 
 
-def cell(group: str, builder: str, seconds: float, total: float, *, share: float = 1.0) -> Cell:
-    counted = Counted(group, builder, 1, 100, 1000, 1000, 10, Flops(total, 0.0, 0.0))
-    return Cell(counted, [seconds * share], share, 10**9, None)
+def cell(group: str, builder: str, seconds: float, total: float, *, share: float = 1.0) -> TimedStep:
+    counted = BuilderCost(group, builder, 1, 100, 1000, 1000, 10, Flops(total, 0.0, 0.0))
+    return TimedStep(counted, [seconds * share], share, 10**9, None)
 
 
 def test_what_a_sample_takes_as_all_of_it_does_is_not_scaled() -> None:
@@ -231,12 +237,14 @@ def test_what_a_sample_takes_as_all_of_it_does_is_not_scaled() -> None:
     assert sampled.seconds == pytest.approx((1.0 - 0.5) / 0.1 + 0.5)
 
 
-def report(cells: list[Cell]) -> Report:
-    return Report(Plan(), "NVIDIA H200", "bfloat16", {"torch": "2"}, 790e12, 989e12, gradients={"x": 1e-6}, cells=cells)
+def report(cells: list[TimedStep]) -> TreeReport:
+    return TreeReport(
+        TreePlan(), "NVIDIA H200", "bfloat16", {"torch": "2"}, 790e12, 989e12, gradients={"x": 1e-6}, cells=cells
+    )
 
 
-def reached(found: Report) -> dict[str, bool]:
-    return {promise.what: promise.reached for promise in tree_report.promises(found)}
+def reached(found: TreeReport) -> dict[str, bool]:
+    return {promise.what: promise.reached for promise in tree_report.list_promises(found)}
 
 
 def test_times_are_judged_by_flops() -> None:
@@ -282,7 +290,7 @@ def test_a_sampled_cell_is_scaled_and_says_so() -> None:
     assert "200.00" in shown
     assert "123.4 │       7" in shown
     assert "10.0%" in shown
-    assert "scaled: 10.0% was timed" in picture(found)
+    assert "scaled: 10.0% was timed" in draw_svg(found)
     written = tree_report.as_json(found)
     document = msgspec.json.decode(written)
     assert document["cells"][1]["seconds"] == 200
@@ -295,12 +303,12 @@ def test_reports_that_were_kept_are_shown_as_one(tmp_path: Path) -> None:
     files = [tmp_path / "1.json", tmp_path / "2.json"]
     for file, one in zip(files, (first, second), strict=True):
         file.write_bytes(tree_report.as_json(one))
-    both = tree_report.read(files)
+    both = tree_report.read_reports(files)
     assert [it.counted.group for it in both.cells] == ["a", "b"]
     assert reached(both)["gradients in fp32, the largest difference"] is False
     (tmp_path / "3.json").write_text("{}")
     with pytest.raises(BenchError, match="no report"):
-        tree_report.read([tmp_path / "3.json"])
+        tree_report.read_reports([tmp_path / "3.json"])
 
 
 def test_the_command_counts_without_computing() -> None:

@@ -8,15 +8,15 @@ import pytest
 from rich.console import Console
 
 from polar.bench import vllm, vllm_report
-from polar.bench.tax_load import Exchange
-from polar.bench.vllm import CHAT, GATEWAY, IDS, Measured, Plan, Report
-from polar.bench.vllm_load import Shape, Tally
-from polar.engines.scripted import Play, ScriptedServer, Turn
-from polar.engines.scripted.server import TOKENIZER
+from polar.bench.tax_load import StoredExchange
+from polar.bench.vllm import CHAT, GATEWAY, IDS, RoundMeasurement, VllmPlan, VllmReport
+from polar.bench.vllm_load import LoadTally, SessionShape
+from polar.engines.scripted import Play, ScriptedServer, ScriptedTurn
+from polar.engines.scripted.server import TOKENIZER_FOLDER
 
-SHAPE = Shape(turns=3, shared_words=20, message_words=5, least_tokens=4, most_tokens=8)
-PLAN = Plan(levels=(3,), rounds=1, shape=SHAPE, clients=1, kept=2)
-PLAY = Play([Turn(text="one two three four five six seven eight nine ten eleven twelve")])
+SHAPE = SessionShape(turns=3, shared_words=20, message_words=5, least_tokens=4, most_tokens=8)
+PLAN = VllmPlan(levels=(3,), rounds=1, shape=SHAPE, clients=1, kept=2)
+PLAY = Play([ScriptedTurn(text="one two three four five six seven eight nine ten eleven twelve")])
 
 
 @pytest.mark.parametrize("stream", [True, False], ids=["streams", "whole"])
@@ -25,7 +25,7 @@ async def test_every_way_holds_the_same_sessions(
 ) -> None:
     plan = msgspec.structs.replace(PLAN, shape=msgspec.structs.replace(SHAPE, stream=stream))
     kept: list[int] = []
-    async with ScriptedServer(PLAY, model=str(TOKENIZER), drift=0.0) as engine:
+    async with ScriptedServer(PLAY, model=str(TOKENIZER_FOLDER), drift=0.0) as engine:
         report = await vllm.run(
             plan, engine.url, lambda _: None, data=tmp_path / "data", keep=lambda it: kept.append(len(it.measured))
         )
@@ -44,8 +44,8 @@ async def test_every_way_holds_the_same_sessions(
 
 
 async def test_failed_calls_are_counted_and_not_hidden() -> None:
-    play = Play([Turn(text="one two three four five", fail=500)])
-    async with ScriptedServer(play, model=str(TOKENIZER)) as engine:
+    play = Play([ScriptedTurn(text="one two three four five", fail=500)])
+    async with ScriptedServer(play, model=str(TOKENIZER_FOLDER)) as engine:
         report = await vllm.run(PLAN, engine.url, lambda _: None)
     assert not report.passed
     assert {it.way: it.tally.errors for it in report.measured} == {CHAT: 3, GATEWAY: 3, IDS: 3}
@@ -53,29 +53,31 @@ async def test_failed_calls_are_counted_and_not_hidden() -> None:
 
 
 def test_ratios_are_taken_round_by_round() -> None:
-    report = Report(PLAN)
+    report = VllmReport(PLAN)
     for seconds in (1.0, 2.0):
         report.measured += [
-            Measured(CHAT, 3, seconds, Tally(tokens=100)),
-            Measured(GATEWAY, 3, seconds, Tally(tokens=110)),
-            Measured(IDS, 3, seconds, Tally(tokens=120)),
+            RoundMeasurement(CHAT, 3, seconds, LoadTally(tokens=100)),
+            RoundMeasurement(GATEWAY, 3, seconds, LoadTally(tokens=110)),
+            RoundMeasurement(IDS, 3, seconds, LoadTally(tokens=120)),
         ]
-    assert vllm_report.ratios(report, CHAT, 3) == pytest.approx([1.1, 1.1])
-    assert [promise.reached for promise in vllm_report.promises(report)] == [True, False]
+    assert vllm_report.compute_ratios(report, CHAT, 3) == pytest.approx([1.1, 1.1])
+    assert [promise.reached for promise in vllm_report.list_promises(report)] == [True, False]
 
 
 def test_a_level_that_would_take_too_long_is_foreseen() -> None:
-    report = Report(PLAN, measured=[Measured(way, 16, 10.0, Tally(tokens=1)) for way in (CHAT, GATEWAY, IDS)])
-    assert vllm._expected_seconds(Report(PLAN), 16) == 0.0
+    report = VllmReport(
+        PLAN, measured=[RoundMeasurement(way, 16, 10.0, LoadTally(tokens=1)) for way in (CHAT, GATEWAY, IDS)]
+    )
+    assert vllm._expected_seconds(VllmReport(PLAN), 16) == 0.0
     assert vllm._expected_seconds(report, 16) == pytest.approx(30.0)
     assert 30.0 < vllm._expected_seconds(report, 128) < 8 * 30.0
     assert 15.0 < vllm._expected_seconds(report, 8) < 30.0
 
 
 def test_captures_that_are_not_whole_are_counted() -> None:
-    first = Exchange([1, 2], [3], [-0.5], None, "rendered")
-    second = Exchange([1, 2, 3, 4], [5], [-0.5], None, "recorded")
-    assert vllm.count_not_whole([first, second], turns=2) == 0
-    assert vllm.count_not_whole([first], turns=2) == 1
-    assert vllm.count_not_whole([first, msgspec.structs.replace(second, continuation="rendered")], turns=2) == 1
-    assert vllm.count_not_whole([first, msgspec.structs.replace(second, logprobs=None)], turns=2) == 1
+    first = StoredExchange([1, 2], [3], [-0.5], None, "rendered")
+    second = StoredExchange([1, 2, 3, 4], [5], [-0.5], None, "recorded")
+    assert vllm.count_incomplete_calls([first, second], turns=2) == 0
+    assert vllm.count_incomplete_calls([first], turns=2) == 1
+    assert vllm.count_incomplete_calls([first, msgspec.structs.replace(second, continuation="rendered")], turns=2) == 1
+    assert vllm.count_incomplete_calls([first, msgspec.structs.replace(second, logprobs=None)], turns=2) == 1

@@ -108,7 +108,7 @@ def arguments(**changes: Any) -> SimpleNamespace:
             "advantage_estimator": "grpo",
             "rewards_normalization": True,
             "grpo_std_normalization": True,
-            "custom_reward_post_process_path": "polar.bridges.slime.normalise",
+            "custom_reward_post_process_path": "polar.bridges.slime.normalize_rewards",
             "calculate_per_token_loss": False,
             "reward_key": None,
             "rollout_batch_size": 2,

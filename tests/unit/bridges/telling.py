@@ -1,9 +1,9 @@
 """Sessions made by hand, as the service tells of them."""
 
-from polar.export.base import Item
+from polar.export.base import SessionItem
 from polar.rollout.models import SessionResult
-from polar.rollout.results import session_result
+from polar.rollout.results import render_session_result
 
 
-def result(item: Item) -> SessionResult:
-    return SessionResult.model_validate(session_result(item))
+def result(item: SessionItem) -> SessionResult:
+    return SessionResult.model_validate(render_session_result(item))

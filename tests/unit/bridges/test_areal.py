@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from polar.bridges import areal, sharing
-from polar.bridges.rollouts import Group, Rollouts
+from polar.bridges import areal, shared_groups
+from polar.bridges.rollouts import RolloutClient, SessionGroup
 from polar.config import SamplingOverrides
 from polar.errors import ConfigError
 from tests.unit.bridges.pretending import pretend
@@ -22,7 +22,7 @@ class Bridge:
     def attach(self, urls: list[str], version: int) -> Any:
         return (urls, version)
 
-    def stop(self, mode: str) -> Any:
+    def begin_update(self, mode: str) -> Any:
         return mode
 
     def run(self, what: Any) -> None:
@@ -125,21 +125,21 @@ def test_what_goes_by_rows_or_another_temperature_is_refused(changes: dict[str, 
 
 def test_a_task_that_comes_again_at_the_same_version(monkeypatch: pytest.MonkeyPatch) -> None:
     """Is another group; one that is asked for after a crash is the same. AReaL may make a workflow for each episode."""
-    monkeypatch.setattr(areal, "_register", lambda: None)
+    monkeypatch.setattr(areal, "_register_workflow", lambda: None)
     asked = [("a", 0, False), ("b", 0, False), ("a", 0, False), ("a", 1, False), ("a", 1, True)]
     for engine in (Engine(), Engine()):
         keys = []
         for task, engine.version, evaluates in asked:
             workflow = areal.PolarWorkflow({"tasks": ["anywhere"], "name": "one"})
-            keys.append(workflow._key(engine, task, evaluates=evaluates))
+            keys.append(workflow._group_key(engine, task, evaluates=evaluates))
         assert keys == ["v0", "v0", "v0.1", "v1", "eval-v1"]
 
 
 def test_ranks_have_groups_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(areal, "_register", lambda: None)
+    monkeypatch.setattr(areal, "_register_workflow", lambda: None)
     workflow = areal.PolarWorkflow({"tasks": ["anywhere"], "name": "one"})
     names = ["0", "1", "12", "0123456789abcdef"]  # the last is one that is alone
-    keys = [workflow._key(Engine(name), "a", evaluates=False) for name in names]
+    keys = [workflow._group_key(Engine(name), "a", evaluates=False) for name in names]
     assert keys == ["v0", "v0-r1", "v0-r12", "v0"]
 
 
@@ -147,19 +147,19 @@ def test_ranks_have_groups_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None
 def episodes(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """AReaL's modules, as far as an episode needs them, and a service without a session of another temperature than
     0.7. The clients that were made."""
-    monkeypatch.setattr(areal, "_register", lambda: None)
-    monkeypatch.setattr(sharing, "_shared", {})
+    monkeypatch.setattr(areal, "_register_workflow", lambda: None)
+    monkeypatch.setattr(shared_groups, "_shared_groups", {})
     made: list[Any] = []
 
-    class Asked(Rollouts):
+    class Asked(RolloutClient):
         def __init__(self, _: Any) -> None:
             made.append(self)
 
-        async def group(self, task: str, key: str, **_: Any) -> Group:
+        async def run_group(self, task: str, key: str, **_: Any) -> SessionGroup:
             ran = item(session(path(0, [1, 2], [3], scale=0.7), reward=1.0), task_id=task)
-            return Group(task, key, 1, [ran], [])
+            return SessionGroup(task, key, 1, [ran], [])
 
-    monkeypatch.setattr(sharing, "Rollouts", Asked)
+    monkeypatch.setattr(shared_groups, "RolloutClient", Asked)
     parts: dict[str, dict[str, Any]] = {
         "areal.infra": {"workflow_context": Context},
         "areal.utils": {"stats_tracker": SimpleNamespace(get=lambda _: SimpleNamespace(scalar=lambda **_: None))},
@@ -217,6 +217,6 @@ class Engine:
 @pytest.mark.parametrize(("top_k", "ours"), [(10**8, 0), (-1, 0), (20, 20)])
 def test_sampling_is_the_trainers(top_k: int, ours: int) -> None:
     given = SimpleNamespace(temperature=0.7, top_p=0.9, top_k=top_k, greedy=False)
-    assert areal._sampling(given) == SamplingOverrides(temperature=0.7, top_p=0.9, top_k=ours)
+    assert areal._build_sampling(given) == SamplingOverrides(temperature=0.7, top_p=0.9, top_k=ours)
     given.greedy = True
-    assert areal._sampling(given).temperature == 0
+    assert areal._build_sampling(given).temperature == 0

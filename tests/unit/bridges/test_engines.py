@@ -2,7 +2,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from polar.bridges.engines import Engines
+from polar.bridges.engines import TrainerEngines
 from polar.config import EngineSettings
 from polar.errors import ConfigError
 
@@ -12,4 +12,4 @@ async def test_a_run_without_engines_can_not_be_probed() -> None:
         return {"replicas": []}
 
     with pytest.raises(ConfigError, match="The run has no engines to probe"):
-        await Engines(SimpleNamespace(engines=engines)).probe(lambda *_: [], 16, EngineSettings())
+        await TrainerEngines(SimpleNamespace(engines=engines)).probe(lambda *_: [], 16, EngineSettings())

@@ -17,14 +17,14 @@ import torch
 
 from polar.bridges import nemo_gym
 from polar.bridges.bridge import Bridge
-from polar.bridges.nemo_gym import Runs, agent_class, one_run, replies, traces_of
-from polar.bridges.nemo_rl import BySession, NemoRl, batch, message_log
-from polar.bridges.rollouts import Group
-from polar.bridges.settings import settings
+from polar.bridges.nemo_gym import SessionRunner, agent_class, build_verify_response, collect_replies, split_traces
+from polar.bridges.nemo_rl import NemoRl, SessionAdvantageEstimator, build_batch, build_message_log
+from polar.bridges.rollouts import SessionGroup
+from polar.bridges.settings import load_settings
 from polar.errors import ConfigError
-from polar.export.base import Item
+from polar.export.base import SessionItem
 from polar.trajectory.builders import per_request, prefix_merging
-from polar.trajectory.types import Sampled, Trace
+from polar.trajectory.types import SessionPaths, Trace
 from polar.types import Text
 from tests.bridging import served, serving, task
 from tests.unit.bridges import nemo_contract as nemo_rl
@@ -34,16 +34,16 @@ from tests.unit.train import tiny
 from tests.unit.trajectory.samples import path
 
 
-def run(one: Item) -> dict[str, Any]:
-    return one_run(one, result(one))
+def run(one: SessionItem) -> dict[str, Any]:
+    return build_verify_response(one, result(one))
 
 
-def session(name: str, reward: float, build: Any, *, task_id: str = "t", shift: int = 0) -> Item:
+def session(name: str, reward: float, build: Any, *, task_id: str = "t", shift: int = 0) -> SessionItem:
     """Three turns, each of which goes on from the one before."""
     first = path(0, [11, 12 + shift], [13, 14], session_id=name)
     second = path(1, [11, 12 + shift, 13, 14, 15], [16, 17, 18], session_id=name)
     third = path(2, [11, 12 + shift, 13, 14, 15, 16, 17, 18, 19], [20], session_id=name)
-    return item(Sampled(name, [first, second, third], reward), build, task_id=task_id)
+    return item(SessionPaths(name, [first, second, third], reward), build, task_id=task_id)
 
 
 def read(log: list[dict[str, Any]]) -> tuple[list[int], list[int], list[float]]:
@@ -68,27 +68,27 @@ def test_a_run_is_the_main_agents_trace_and_carries_the_others() -> None:
         path(1, [5, 6], [7, 8, 9], role="subagent"),
         path(2, [3], [4, 4], role="main"),
     ]
-    one = item(Sampled("s", paths, 0.5), task_id="t")
+    one = item(SessionPaths("s", paths, 0.5), task_id="t")
     made = run(one)
     assert made["polar"]["exchange_ids"] == [paths[2].exchange_id]  # the subagent said more, but is no main agent
     assert (made["polar_traces"], made["polar_share"]) == (3, pytest.approx(2 / 6))
     assert [row["polar"]["trace"] for row in made["polar_others"]] == [0, 1]
     assert made["reward"] == 0.5
-    again = traces_of(json.loads(json.dumps(made)))
-    assert [read(message_log(row)) for row in again] == [expected(trace) for trace in one.trajectory.traces]
+    again = split_traces(json.loads(json.dumps(made)))
+    assert [read(build_message_log(row)) for row in again] == [expected(trace) for trace in one.trajectory.traces]
 
 
 def test_items_say_what_was_said_as_far_as_it_is_known() -> None:
     talk = Talk()
     name = talk.call([{"role": "user", "content": "Hello?"}], said("Hello."))
     one = talk.item()
-    assert replies(one, result(one)) == {name: [Text("Hello.")]}
+    assert collect_replies(one, result(one)) == {name: [Text("Hello.")]}
     (message,) = run(one)["response"]["output"]
     assert message["content"][0]["text"] == "Hello."
     told = result(one)
     assert told.trajectory is not None
     told.trajectory.traces[0].response_messages = []  # a history that does not fit the calls
-    (message,) = one_run(one, told)["response"]["output"]
+    (message,) = build_verify_response(one, told)["response"]["output"]
     assert (message["content"][0]["text"], len(message["generation_token_ids"])) == ("", 3)
 
 
@@ -101,21 +101,21 @@ class Rollouts:
         self.keys: list[str] = []
         self.closed = 0
 
-    async def group(self, task: str, key: str, **_: Any) -> Group:
+    async def run_group(self, task: str, key: str, **_: Any) -> SessionGroup:
         self.keys.append(key)
         name = f"train/{key}/{task}"
         if key not in self.good:
-            return Group(task, name, 1, [], [], Counter(self.left_out))
+            return SessionGroup(task, name, 1, [], [], Counter(self.left_out))
         one = session(key, 1.0, prefix_merging, task_id=name)
-        return Group(task, name, 1, [one], [result(one)])
+        return SessionGroup(task, name, 1, [one], [result(one)])
 
     async def close(self) -> None:
         self.closed += 1
 
 
-def playing(monkeypatch: pytest.MonkeyPatch, rollouts: Rollouts, *, resume: bool = False) -> Runs:
-    monkeypatch.setattr(nemo_gym, "Rollouts", lambda _: rollouts)
-    return Runs(Mock(), resume=resume)
+def playing(monkeypatch: pytest.MonkeyPatch, rollouts: Rollouts, *, resume: bool = False) -> SessionRunner:
+    monkeypatch.setattr(nemo_gym, "RolloutClient", lambda _: rollouts)
+    return SessionRunner(Mock(), resume=resume)
 
 
 ROW: dict[str, Any] = {"task_id": "t", "responses_create_params": {"input": []}}
@@ -202,7 +202,7 @@ async def test_an_agent_that_fails_closes_its_client(monkeypatch: pytest.MonkeyP
     for name in ("fastapi", *(f"nemo_gym{name}" for name in names)):
         monkeypatch.setitem(sys.modules, name, gym)
     played = Rollouts()
-    monkeypatch.setattr(nemo_gym, "Rollouts", lambda _: played)
+    monkeypatch.setattr(nemo_gym, "RolloutClient", lambda _: played)
     known = {"name": "first", "tasks": ["tasks.jsonl"]}
     config = SimpleNamespace(polar=known, resume=False, engines=None, version=0)
     made: Any = agent_class()
@@ -225,8 +225,8 @@ async def test_runs_of_a_service(tmp_path: Path) -> None:
         silent = task("silent", "plain") | {"agent": {"custom_shell": {"command": f"{sys.executable} -c ''"}}}
         more = tmp_path / "more.jsonl"
         more.write_text(json.dumps(silent))
-        source = settings(it.settings(tasks=[str(it.tasks), str(more)]))
-        runs, resumed = Runs(source), Runs(source, resume=True)
+        source = load_settings(it.settings(tasks=[str(it.tasks), str(more)]))
+        runs, resumed = SessionRunner(source), SessionRunner(source, resume=True)
         try:
             asked = {"input": [], "temperature": 0.5, "max_output_tokens": 3}
             row = {"task_id": "split-0", "responses_create_params": {"input": []}}
@@ -263,7 +263,7 @@ async def test_runs_of_a_service(tmp_path: Path) -> None:
 
 def test_a_batch_has_all_traces_and_empty_rows() -> None:
     whole, split = session("a", 1.0, prefix_merging), session("b", 0.0, per_request, task_id="u")
-    fields = batch([run(whole), run(split)], rows=6)
+    fields = build_batch([run(whole), run(split)], rows=6)
     assert fields["polar_session"].tolist() == [0, 1, 1, 1, -1, -1]
     assert fields["polar_group"].tolist() == [0, 1, 1, 1, -1, -1]
     assert fields["loss_multiplier"].tolist() == [1, 1, 1, 1, 0, 0]
@@ -271,32 +271,32 @@ def test_a_batch_has_all_traces_and_empty_rows() -> None:
     assert fields["length"].tolist() == [2, 2, 5, 9, 1, 1]
     traces = [*whole.trajectory.traces, *split.trajectory.traces]
     assert [read(log) for log in fields["message_log"][:4]] == [expected(trace) for trace in traces]
-    weights = batch([run(split)], rows=3, token_level=False)["loss_multiplier"]
+    weights = build_batch([run(split)], rows=3, token_level=False)["loss_multiplier"]
     assert weights.tolist() == pytest.approx([2 / 6, 3 / 6, 1 / 6])
     with pytest.raises(ConfigError, match=r"2 sessions have 4 traces.*train_global_batch_size \(3\)"):
-        batch([run(whole), run(split)], rows=3)
+        build_batch([run(whole), run(split)], rows=3)
 
 
 def test_calls_without_context_between_them_have_ids_all_the_same() -> None:
     paths = [path(0, [11, 12], [13, 14]), path(1, [11, 12, 13, 14], [15])]
-    one = item(Sampled("s", paths, 0.5), task_id="t")
-    log = message_log(run(one))
+    one = item(SessionPaths("s", paths, 0.5), task_id="t")
+    log = build_message_log(run(one))
     assert [len(message["token_ids"]) for message in log] == [2, 2, 0, 1]
     assert {message["token_ids"].dtype for message in log} == {torch.long}
     assert nemo_rl.flat({"message_log": [log]})["input_ids"].dtype == torch.long
 
 
-def gradient(items: list[Item], *, token_level: bool) -> torch.Tensor:
+def gradient(items: list[SessionItem], *, token_level: bool) -> torch.Tensor:
     model = tiny.model()
-    fields = batch([run(one) for one in items], rows=16, token_level=token_level)
-    advantages = nemo_rl.advantages(BySession(nemo_rl.GRPOAdvantageEstimator()), fields)
+    fields = build_batch([run(one) for one in items], rows=16, token_level=token_level)
+    advantages = nemo_rl.advantages(SessionAdvantageEstimator(nemo_rl.GRPOAdvantageEstimator()), fields)
     nemo_rl.loss(model, fields, advantages, token_level=token_level).backward()
     return torch.cat([weight.grad.flatten() for weight in model.parameters()])
 
 
 @pytest.mark.parametrize("token_level", [True, False])
 def test_splitting_a_session_leaves_the_gradient_as_it_was(token_level: bool) -> None:
-    def group(build: Callable[[Sampled], Any]) -> list[Item]:
+    def group(build: Callable[[SessionPaths], Any]) -> list[SessionItem]:
         """Of four sessions, the second of which is built in this way."""
         rewards = {"a": 1.0, "b": 0.0, "c": 1.0, "d": 0.25}
         return [
@@ -312,15 +312,15 @@ def test_splitting_a_session_leaves_the_gradient_as_it_was(token_level: bool) ->
 def test_advantages_are_over_sessions() -> None:
     """Whatever their prompts are, and however many traces they have."""
     items = [session("a", 1.0, per_request), session("b", 0.0, prefix_merging, shift=5), session("c", 0.5, per_request)]
-    fields = batch([run(one) for one in items], rows=8)
-    by_row = nemo_rl.advantages(BySession(nemo_rl.GRPOAdvantageEstimator()), fields)[:, 0]
+    fields = build_batch([run(one) for one in items], rows=8)
+    by_row = nemo_rl.advantages(SessionAdvantageEstimator(nemo_rl.GRPOAdvantageEstimator()), fields)[:, 0]
     a, b, c = by_row[0], by_row[3], by_row[4]
     assert by_row.tolist() == [a, a, a, b, c, c, c, 0]
     spread = np.std([0.0, 0.5], ddof=1) + 1e-6
     assert a.item() == pytest.approx((1.0 - 0.25) / spread, rel=1e-5)
     del fields["polar_session"]
     with pytest.raises(ConfigError, match="polar_session"):
-        nemo_rl.advantages(BySession(nemo_rl.GRPOAdvantageEstimator()), fields)
+        nemo_rl.advantages(SessionAdvantageEstimator(nemo_rl.GRPOAdvantageEstimator()), fields)
 
 
 def config(**loss: Any) -> dict[str, Any]:
@@ -331,24 +331,24 @@ def config(**loss: Any) -> dict[str, Any]:
 
 def test_settings_that_go_by_rows_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"loss_fn.sequence_level_importance_ratios is True.*set it to False"):
-        NemoRl.of(Mock(), config(sequence_level_importance_ratios=True))
+        NemoRl.from_config(Mock(), config(sequence_level_importance_ratios=True))
     other = config()
     other["grpo"].adv_estimator.name = "gdpo"
     with pytest.raises(ConfigError, match=r"grpo.adv_estimator.name is 'gdpo'"):
-        NemoRl.of(Mock(), other)
+        NemoRl.from_config(Mock(), other)
 
 
 class Keys:
     """A bridge that notes what is asked for."""
 
-    def __init__(self, *items: Item) -> None:
+    def __init__(self, *items: SessionItem) -> None:
         self.engines, self.rollouts = Mock(), self
         self.asked: list[str] = []
         self.items = list(items)
 
-    async def group(self, task: str, key: str, **_: Any) -> Group:
+    async def run_group(self, task: str, key: str, **_: Any) -> SessionGroup:
         self.asked.append(f"{key}/{task}")
-        return Group(task, key, 1, self.items, [])
+        return SessionGroup(task, key, 1, self.items, [])
 
     def run(self, work: Any) -> Any:
         return asyncio.run(work) if asyncio.iscoroutine(work) else None
@@ -360,10 +360,10 @@ def keys(*rounds: str, validates: str = "", step: int = 7) -> list[str]:
     loop = NemoRl(cast(Bridge, bridge), rows=8, step=step)
 
     def ask(tasks: str) -> None:
-        loop.groups([{"task_id": name} for name in tasks], {})
+        loop.run_groups([{"task_id": name} for name in tasks], {})
 
     if validates:
-        loop.validating(ask)(validates)
+        loop.wrap_validate(ask)(validates)
     for tasks in rounds:
         ask(tasks)
     return bridge.asked
@@ -387,43 +387,43 @@ def test_validation_ends_where_it_fails() -> None:
     bridge: Any = Keys()
     loop = NemoRl(bridge, rows=8, step=7)
     with pytest.raises(ZeroDivisionError):
-        loop.validating(lambda: 1 / 0)()
-    loop.groups([{"task_id": "a"}], {})
+        loop.wrap_validate(lambda: 1 / 0)()
+    loop.run_groups([{"task_id": "a"}], {})
     assert bridge.asked == keys("a")
 
 
 @pytest.mark.parametrize("scale", [1.0, None])
 def test_log_probabilities_of_another_temperature(scale: float | None) -> None:
     """Are not trained on; a validation's may be what they like."""
-    bridge: Any = Keys(item(Sampled("s", [path(0, [1], [2], scale=scale)], 1.0), task_id="a"))
+    bridge: Any = Keys(item(SessionPaths("s", [path(0, [1], [2], scale=scale)], 1.0), task_id="a"))
     loop = NemoRl(bridge, rows=8, step=7)
     with pytest.raises(ConfigError, match=r"temperature 0\.7, and the log-probabilities of s are of temperature"):
-        loop.groups([{"task_id": "a"}], {"temperature": 0.7})
-    assert loop.validating(loop.groups)([{"task_id": "a"}], {"temperature": 0.7})
+        loop.run_groups([{"task_id": "a"}], {"temperature": 0.7})
+    assert loop.wrap_validate(loop.run_groups)([{"task_id": "a"}], {"temperature": 0.7})
 
 
 @pytest.mark.slow
 def test_a_step_from_real_rollouts(tmp_path: Path) -> None:
     """By NeMo RL's contract: groups, a batch, advantages, loss, an optimizer step; Polar hears of the refit."""
     with served(tmp_path) as it, Bridge(it.settings()) as bridge:
-        loop = NemoRl.of(bridge, config(), step=6)
+        loop = NemoRl.from_config(bridge, config(), step=6)
         rows = [{"task_id": name} for name in ("plain-0", "split-0") for _ in range(4)]
         refitted: list[bool] = []
 
         def refit() -> None:
             refitted.append(bridge.run(bridge.rollouts.client.policy())["paused"])
 
-        loop.refitting(refit)()
+        loop.wrap_refit(refit)()
         assert refitted == [True]
         policy = bridge.run(bridge.rollouts.client.policy())
         assert (policy["paused"], policy["replicas"][0]["version"]) == (False, 7)
-        groups = loop.groups(rows, {"temperature": 1.0, "top_p": 1.0, "max_new_tokens": 4})
+        groups = loop.run_groups(rows, {"temperature": 1.0, "top_p": 1.0, "max_new_tokens": 4})
         names = [group.name.split("/") for group in groups]
         assert [(name[0], name[1].split(".")[0], name[2]) for name in names] == [
             (bridge.rollouts.settings.name, "7", task) for task in ("plain-0", "split-0")
         ]
         traces = [trace for group in groups for one in group.items for trace in one.trajectory.traces]
-        fields = loop.batch(groups)
+        fields = loop.build_batch(groups)
         assert len(traces) == 4 + 12
         assert [read(log) for log in fields["message_log"][: len(traces)]] == [expected(trace) for trace in traces]
 
@@ -439,7 +439,7 @@ def test_a_step_from_real_rollouts(tmp_path: Path) -> None:
         fields["total_reward"][:4] = torch.tensor([1.0, 0.0, 0.0, 1.0])  # random weights rarely earn anything
         before = model.lm_head.weight.detach().clone()
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-        advantages = nemo_rl.advantages(BySession(nemo_rl.GRPOAdvantageEstimator()), fields)
+        advantages = nemo_rl.advantages(SessionAdvantageEstimator(nemo_rl.GRPOAdvantageEstimator()), fields)
         nemo_rl.loss(model, fields, advantages, token_level=True).backward()
         optimizer.step()
         assert not torch.equal(before, model.lm_head.weight)

@@ -11,16 +11,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from polar.bridges import openrlhf, sharing
-from polar.bridges.openrlhf_engine import Front
-from polar.bridges.rollouts import Group, Rollouts
-from polar.bridges.settings import FILE
+from polar.bridges import openrlhf, shared_groups
+from polar.bridges.openrlhf_engine import EngineServer
+from polar.bridges.rollouts import RolloutClient, SessionGroup
+from polar.bridges.settings import SETTINGS_FILE_VARIABLE
 from polar.client.calls import ClientError
 from polar.config import EngineSettings, SamplingOverrides
 from polar.engines.base import TokenPrompt
 from polar.engines.vllm import VllmEngine
 from polar.errors import ConfigError, EngineError
-from polar.types import Request, Sampling
+from polar.types import Request, SamplingParams
 from tests.unit.bridges.pretending import pretend
 from tests.unit.export.samples import item
 from tests.unit.trajectory.samples import path, session
@@ -41,7 +41,7 @@ class Engine:
 @pytest.fixture
 async def client(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[VllmEngine]:
     pretend(monkeypatch, {"vllm": {"SamplingParams": SimpleNamespace}})
-    front = Front(Engine(), 64, host="127.0.0.1")
+    front = EngineServer(Engine(), 64, host="127.0.0.1")
     engine = VllmEngine(await front.start(), EngineSettings(kind="vllm"))
     try:
         yield engine
@@ -51,7 +51,7 @@ async def client(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[VllmEngine]:
 
 
 async def sampled(engine: VllmEngine, prompt: list[int], *, stream: bool) -> tuple[list[int], list[Any], Any]:
-    request = Request(model="", messages=[], sampling=Sampling(temperature=2.0, max_tokens=3))
+    request = Request(model="", messages=[], sampling=SamplingParams(temperature=2.0, max_tokens=3))
     text = ",".join(map(str, prompt)).encode()
     ids: list[int] = []
     logprobs: list[Any] = []
@@ -80,22 +80,22 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     pretend(monkeypatch, {"openrlhf.utils.agent": {"AgentExecutorBase": object}})
     told: list[Any] = []
 
-    class Asked(Rollouts):
+    class Asked(RolloutClient):
         def __init__(self, _: Any) -> None: ...
 
-        async def group(self, task: str, key: str, **more: Any) -> Group:
+        async def run_group(self, task: str, key: str, **more: Any) -> SessionGroup:
             told.append((key, more["samples"], more["sampling"]))
             await asyncio.sleep(0.01)
             ran = item(session(path(0, [1, 2], [3], scale=0.7), reward=1.0), task_id=task)
-            return Group(task, task, 2, [ran], [], Counter(timeout=1))
+            return SessionGroup(task, task, 2, [ran], [], Counter(timeout=1))
 
-    monkeypatch.setattr(sharing, "_shared", {})
-    monkeypatch.setattr(sharing, "Rollouts", Asked)
+    monkeypatch.setattr(shared_groups, "_shared_groups", {})
+    monkeypatch.setattr(shared_groups, "RolloutClient", Asked)
     return told
 
 
 def executor() -> Any:
-    return openrlhf.agent_executor({"tasks": ["anywhere"], "name": "one"}, serves=False)()
+    return openrlhf.make_agent_executor({"tasks": ["anywhere"], "name": "one"}, serves_engine=False)()
 
 
 def params(temperature: float = 0.7, *, logprobs: int | None = 1) -> Any:
@@ -103,7 +103,7 @@ def params(temperature: float = 0.7, *, logprobs: int | None = 1) -> Any:
 
 
 async def executed(made: Any, sampling: Any, *, trains: bool = True) -> list[dict[str, Any]]:
-    label = openrlhf.Label("t", "train-0", 2, 0, trains)
+    label = openrlhf.GroupLabel("t", "train-0", 2, 0, trains)
     return list(await asyncio.gather(*(made.execute("go", label, sampling, 64, None, None) for _ in range(2))))
 
 
@@ -118,7 +118,7 @@ async def test_samples_of_a_prompt_are_one_group(asked: list[Any]) -> None:
 @pytest.mark.usefixtures("asked")
 async def test_one_sample_that_is_cancelled() -> None:
     """Takes the group from nobody else."""
-    made, label = executor(), openrlhf.Label("t", "k", 2, 0, trains=True)
+    made, label = executor(), openrlhf.GroupLabel("t", "k", 2, 0, is_training=True)
     first, second = (asyncio.ensure_future(made.execute("go", label, params(), 64, None, None)) for _ in range(2))
     await asyncio.sleep(0)
     first.cancel()
@@ -143,7 +143,7 @@ async def test_the_file_that_openrlhf_loads_knows_the_trainers_labels(
     """It is loaded by its path, and labels come by the module's name."""
     file = tmp_path / "bridge.toml"
     file.write_text('name = "one"\ntasks = "anywhere"\n')
-    monkeypatch.setenv(FILE, str(file))
+    monkeypatch.setenv(SETTINGS_FILE_VARIABLE, str(file))
     spec = importlib.util.spec_from_file_location("agent_module", openrlhf.__file__)
     assert spec is not None
     assert spec.loader is not None
@@ -163,7 +163,7 @@ async def test_an_engine_that_could_not_be_handed_over_is_tried_again(monkeypatc
         if len(tries) == 1:
             raise ClientError("It is away.")
 
-    made = openrlhf.agent_executor({"tasks": ["anywhere"], "name": "one"})()
+    made = openrlhf.make_agent_executor({"tasks": ["anywhere"], "name": "one"})()
     monkeypatch.setattr(type(made), "_serve", serve)
     with pytest.raises(ClientError):
         await executed(made, params())

@@ -9,8 +9,15 @@ import pytest
 import torch
 
 from polar.bridges import openrlhf_trainer
-from polar.bridges.openrlhf import Label
-from polar.bridges.openrlhf_trainer import by_session, check, evaluated, filled, over_those, sessions
+from polar.bridges.openrlhf import GroupLabel
+from polar.bridges.openrlhf_trainer import (
+    check_arguments,
+    drop_prompts_without_reward,
+    fill_optimizer_step,
+    make_experience_maker,
+    make_samples_generator,
+    neutralize_missing_sessions,
+)
 from polar.errors import ConfigError
 from tests.unit.bridges.pretending import pretend
 
@@ -31,17 +38,17 @@ def row(length: int, *trains: int) -> Row:
 def test_rows_of_a_step() -> None:
     """As many as it takes, with each token trained once, in its own session; the shortest are given twice."""
     rows = [(0, row(9, 3, 4, 5)), (1, row(4, 0, 2)), (1, row(3, 1))]
-    found = filled(rows, 5)
+    found = fill_optimizer_step(rows, 5)
     assert [number for number, _ in found] == [0, 0, 1, 1, 1]
     assert [one.action_mask.nonzero()[:, 1].tolist() for _, one in found] == [[3], [4, 5], [0], [2], [1]]
-    assert filled(rows, 3) == rows
+    assert fill_optimizer_step(rows, 3) == rows
 
 
 def test_more_traces_or_fewer_tokens_than_a_step_takes() -> None:
     with pytest.raises(ConfigError, match="batch_size to 2 at least"):
-        filled([(0, row(3, 1)), (0, row(3, 1))], 1)
+        fill_optimizer_step([(0, row(3, 1)), (0, row(3, 1))], 1)
     with pytest.raises(ConfigError, match=r"fewer than --train.batch_size 4"):
-        filled([(0, row(3, 0, 1))], 4)
+        fill_optimizer_step([(0, row(3, 0, 1))], 4)
 
 
 def arguments(**changes: Any) -> Any:
@@ -73,9 +80,9 @@ def arguments(**changes: Any) -> Any:
     ],
 )
 def test_settings_that_sessions_of_several_traces_do_not_stand(name: str, value: Any) -> None:
-    check(arguments())
+    check_arguments(arguments())
     with pytest.raises(ConfigError, match=rf"^Set .*{name.partition('__')[2]}"):
-        check(arguments(**{name: value}))
+        check_arguments(arguments(**{name: value}))
 
 
 class Samples:
@@ -100,18 +107,18 @@ class Samples:
 
 def test_what_executors_are_told_of_a_group() -> None:
     """A task that comes again in a step, by filtering or in the data, has another group. No evaluation trains."""
-    made = sessions(Samples)()
+    made = make_samples_generator(Samples)()
     made.step = 3
     made._dispatch_prompts_to_vllm(["go", "go", "go"], ["a", "b", "a"])
     made._dispatch_prompts_to_vllm(["go"], ["b"])
     made._phase = "eval"
     made._dispatch_prompts_to_vllm(["go"], ["b"], n_samples_per_prompt=1)
     assert made.told == [
-        Label("a", "train-3", 2, 3, trains=True),
-        Label("b", "train-3", 2, 3, trains=True),
-        Label("a", "train-3.1", 2, 3, trains=True),
-        Label("b", "train-3.1", 2, 3, trains=True),
-        Label("b", "eval-3", 1, 3, trains=False),
+        GroupLabel("a", "train-3", 2, 3, is_training=True),
+        GroupLabel("b", "train-3", 2, 3, is_training=True),
+        GroupLabel("a", "train-3.1", 2, 3, is_training=True),
+        GroupLabel("b", "train-3.1", 2, 3, is_training=True),
+        GroupLabel("b", "eval-3", 1, 3, is_training=False),
     ]
 
 
@@ -122,7 +129,7 @@ def response(*lengths: int) -> dict[str, Any]:
 
 
 def test_a_trace_that_openrlhf_would_cut() -> None:
-    made = sessions(Samples)()
+    made = make_samples_generator(Samples)()
     assert len(made._process_response_into_experience(response(8, 9), max_len=9).traces) == 2
     with pytest.raises(ConfigError, match=r"task t has 10 tokens.*--data\.max_len to 10 at least"):
         made._process_response_into_experience(response(8, 10), max_len=9)
@@ -131,11 +138,11 @@ def test_a_trace_that_openrlhf_would_cut() -> None:
 
 
 def test_an_evaluation_has_no_reward_for_what_the_platform_failed(caplog: pytest.LogCaptureFixture) -> None:
-    made = sessions(Samples)()
+    made = make_samples_generator(Samples)()
     made.given = (response(3), response(), response(), response())
     assert [len(one.traces) for one in made.generate_eval_samples()] == [1, 0]
     assert "1 of 2 prompts of this evaluation have no session with a reward" in caplog.text
-    assert evaluated([], 2) == []
+    assert drop_prompts_without_reward([], 2) == []
 
 
 class Maker:
@@ -184,7 +191,7 @@ def advantages(monkeypatch: pytest.MonkeyPatch, estimator: str, *groups: list[fl
             )
             traces = [] if reward is None else [row]
             ran.append(SimpleNamespace(traces=traces, rewards=value, response_length=1, truncated=False))
-    maker = by_session(Maker)(estimator, len(groups[0]))
+    maker = make_experience_maker(Maker)(estimator, len(groups[0]))
     maker.args.train.batch_size = sum(len(one.traces) for one in ran)
     rows = maker.split_rollout_samples(ran)
     for number, one in enumerate(rows):
@@ -211,7 +218,7 @@ def test_sessions_that_were_left_out_are_no_samples(monkeypatch: pytest.MonkeyPa
 def test_a_session_that_is_alone_has_no_advantage() -> None:
     there, rewards = [True, False, True, True], [1.0, 1.0, 0.1, 0.1]
     for estimator in ("group_norm", "rloo"):
-        assert over_those(there, rewards, 2, estimator) == ([0.0] * 4, [0.0] * 4)
+        assert neutralize_missing_sessions(there, rewards, 2, estimator) == ([0.0] * 4, [0.0] * 4)
 
 
 def test_generation_that_an_earlier_trainer_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -242,7 +249,7 @@ def test_generation_that_an_earlier_trainer_stopped(monkeypatch: pytest.MonkeyPa
         told.append("begin")
 
     bridge = SimpleNamespace(
-        engines=SimpleNamespace(begin=begin), rollouts=SimpleNamespace(client=Client()), run=asyncio.run
+        engines=SimpleNamespace(resume_if_paused=begin), rollouts=SimpleNamespace(client=Client()), run=asyncio.run
     )
     parts = {
         "openrlhf.trainer.ppo_utils.experience_maker": {"RemoteExperienceMaker": Part},
@@ -250,5 +257,5 @@ def test_generation_that_an_earlier_trainer_stopped(monkeypatch: pytest.MonkeyPa
     }
     pretend(monkeypatch, parts)
     monkeypatch.setattr(openrlhf_trainer, "Bridge", lambda _: bridge)
-    openrlhf_trainer.following(Trainer)("model", SimpleNamespace(args=arguments()))
+    openrlhf_trainer.make_polar_trainer(Trainer)("model", SimpleNamespace(args=arguments()))
     assert told == ["gone", "begin"]

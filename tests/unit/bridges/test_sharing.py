@@ -8,29 +8,29 @@ from typing import Any
 
 import pytest
 
-from polar.bridges import sharing
-from polar.bridges.rollouts import Group, Rollouts
+from polar.bridges import shared_groups
+from polar.bridges.rollouts import RolloutClient, SessionGroup
 from polar.bridges.settings import BridgeSettings
-from polar.bridges.sharing import SharedGroups
+from polar.bridges.shared_groups import SharedGroups
 from polar.config import SamplingOverrides
 
 
-class Asked(Rollouts):
+class Asked(RolloutClient):
     def __init__(self, *failing: int) -> None:
         """`failing` are the calls that fail."""
         self.calls, self._failing = 0, failing
 
-    async def group(self, task: str, key: str, **more: Any) -> Group:
+    async def run_group(self, task: str, key: str, **more: Any) -> SessionGroup:
         self.calls += 1
         call = self.calls
         await asyncio.sleep(0.01)
         if call in self._failing:
             raise ValueError("It is away.")
-        return Group(task, f"run/{key}/{task}", more["samples"], [], [], Counter())
+        return SessionGroup(task, f"run/{key}/{task}", more["samples"], [], [], Counter())
 
 
-def one_of(groups: SharedGroups, key: str = "k", samples: int = 2) -> Coroutine[Any, Any, tuple[Group, int]]:
-    return groups.session("t", key, samples, SamplingOverrides())
+def one_of(groups: SharedGroups, key: str = "k", samples: int = 2) -> Coroutine[Any, Any, tuple[SessionGroup, int]]:
+    return groups.claim_session("t", key, samples, SamplingOverrides())
 
 
 async def test_sessions_of_a_group_share_it() -> None:
@@ -39,7 +39,7 @@ async def test_sessions_of_a_group_share_it() -> None:
     (one, first), (two, second) = await asyncio.gather(one_of(groups), one_of(groups))
     assert one is two
     assert (first, second, asked.calls) == (0, 1, 1)
-    assert not groups._coming
+    assert not groups._pending
     again = await asyncio.gather(one_of(groups), one_of(groups))
     assert ([number for _, number in again], asked.calls) == ([0, 1], 2)
     await one_of(groups, "other", 1)
@@ -80,22 +80,22 @@ async def test_a_group_that_fails_when_nobody_waits_for_it() -> None:
 
 
 def test_a_client_for_each_loop_and_settings(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sharing, "_shared", {})
-    monkeypatch.setattr(sharing, "Rollouts", lambda _: Asked())
+    monkeypatch.setattr(shared_groups, "_shared_groups", {})
+    monkeypatch.setattr(shared_groups, "RolloutClient", lambda _: Asked())
     one, other = (BridgeSettings(name=name, tasks=[]) for name in ("one", "other"))
 
     async def found() -> SharedGroups:
-        assert sharing.shared(one) is sharing.shared(one.model_copy())
-        assert sharing.shared(one) is not sharing.shared(other)
-        return sharing.shared(one)
+        assert shared_groups.get_shared_groups(one) is shared_groups.get_shared_groups(one.model_copy())
+        assert shared_groups.get_shared_groups(one) is not shared_groups.get_shared_groups(other)
+        return shared_groups.get_shared_groups(one)
 
     assert asyncio.run(found()) is not asyncio.run(found())
-    assert len(sharing._shared) == 1  # the first loop is closed
+    assert len(shared_groups._shared_groups) == 1  # the first loop is closed
 
 
 async def test_groups_that_nobody_finishes_are_not_kept_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sharing, "_MOST", 2)
+    monkeypatch.setattr(shared_groups, "_MAX_PENDING_GROUPS", 2)
     groups = SharedGroups(Asked())
     for step in range(5):
         await one_of(groups, f"step-{step}")
-    assert [key for _, key in groups._coming] == ["step-3", "step-4"]
+    assert [key for _, key in groups._pending] == ["step-3", "step-4"]

@@ -8,24 +8,24 @@ import pytest
 import torch
 
 from polar.bridges import skyrl
-from polar.bridges.rollouts import Group, Keys
-from polar.bridges.skyrl import by_session, check, lines_of
+from polar.bridges.rollouts import GroupKeys, SessionGroup
+from polar.bridges.skyrl import build_lines, check_config, weight_advantages_by_session
 from polar.errors import ConfigError
-from polar.trajectory.types import Sampled
+from polar.trajectory.types import SessionPaths
 from tests.unit.export.samples import item
 from tests.unit.trajectory.samples import path
 
 
-def group(asked: int, *rewards: float, scale: float | None = 1.0) -> Group:
+def group(asked: int, *rewards: float, scale: float | None = 1.0) -> SessionGroup:
     """Sessions of two traces."""
     calls = [path(0, [1, 2], [3, 4], scale=scale), path(1, [5], [6], scale=scale)]
-    items = [item(Sampled(f"s{number}", calls, reward), task_id="t") for number, reward in enumerate(rewards)]
-    return Group("t", "train/1/t", asked, items, [], Counter(timeout=asked - len(rewards)))
+    items = [item(SessionPaths(f"s{number}", calls, reward), task_id="t") for number, reward in enumerate(rewards)]
+    return SessionGroup("t", "train/1/t", asked, items, [], Counter(timeout=asked - len(rewards)))
 
 
 def test_rows_of_a_group() -> None:
     """Sessions are told apart by their number, and their traces belong together."""
-    first, second = lines_of("7", group(2, 1.0, 0.0))
+    first, second = build_lines("7", group(2, 1.0, 0.0))
     assert first["response_ids"] == [[3, 4], [6]]
     assert first["is_last_step"] == [False, True]
     assert first["trajectory_ids"] == [{"instance_id": "7", "repetition_id": 0}] * 2
@@ -33,11 +33,11 @@ def test_rows_of_a_group() -> None:
 
 
 def test_what_there_is_no_baseline_for_does_not_train() -> None:
-    (alone,) = lines_of("7", group(2, 1.0))
+    (alone,) = build_lines("7", group(2, 1.0))
     assert alone["loss_masks"] == [[0, 0], [0]]
-    (only,) = lines_of("7", group(1, 1.0))
+    (only,) = build_lines("7", group(1, 1.0))
     assert only["loss_masks"] == [[1, 1], [1]]
-    (nothing,) = lines_of("7", group(2))
+    (nothing,) = build_lines("7", group(2))
     assert nothing["loss_masks"] == [[0]]
     assert nothing["trajectory_ids"] == [{"instance_id": "7", "repetition_id": 0}]
 
@@ -45,15 +45,15 @@ def test_what_there_is_no_baseline_for_does_not_train() -> None:
 class Played(skyrl.Generator):
     """Over groups that are there already, with what was asked for."""
 
-    def __init__(self, **groups: Group) -> None:
+    def __init__(self, **groups: SessionGroup) -> None:
         self.asked: list[tuple[str, dict[str, Any]]] = []
 
-        async def run(task: str, key: str, *, samples: int, sampling: Any) -> Group:
+        async def run(task: str, key: str, *, samples: int, sampling: Any) -> SessionGroup:
             assert samples == 2
             self.asked.append((f"{key}/{task}", sampling.model_dump(exclude_none=True)))
             return groups[task]
 
-        self.rollouts, self._keys = SimpleNamespace(group=run), Keys()  # type: ignore[assignment]
+        self.rollouts, self._keys = SimpleNamespace(run_group=run), GroupKeys()  # type: ignore[assignment]
 
     async def lines(self, *tasks: str, phase: str = "train", sampling: dict[str, Any] | None = None) -> list[Any]:
         asked = {
@@ -134,7 +134,7 @@ def test_reductions_that_count_rows_count_sessions(reduction: str, expected: lis
     mask = torch.tensor([[1, 1, 1], [0, 0, 1], [0, 1, 1], [1, 1, 1]], dtype=torch.float)
     batch = Batch(advantages=torch.ones(4, 3), loss_mask=mask)
     batch.metadata = {"is_last_step": [False, True, True, True], "policy_mini_batch_boundaries": [(0, 3), (3, 4)]}
-    assert by_session(batch, reduction)["advantages"][:, 0].tolist() == pytest.approx(expected)
+    assert weight_advantages_by_session(batch, reduction)["advantages"][:, 0].tolist() == pytest.approx(expected)
 
 
 def configuration(**changes: Any) -> Any:
@@ -179,6 +179,6 @@ def configuration(**changes: Any) -> Any:
     ],
 )
 def test_settings_that_sessions_of_several_traces_do_not_stand(name: str, value: Any) -> None:
-    check(configuration())
+    check_config(configuration())
     with pytest.raises(ConfigError, match=rf"^Set [a-z_.]+{name}="):
-        check(configuration(**{name: value}))
+        check_config(configuration(**{name: value}))

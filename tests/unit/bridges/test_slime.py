@@ -13,11 +13,11 @@ import pytest
 import torch
 
 from polar.bridges import slime
-from polar.bridges.rollouts import Group
-from polar.bridges.slime_samples import padded, samples_of
+from polar.bridges.rollouts import SessionGroup
+from polar.bridges.slime_samples import build_samples, pad_to_ranks
 from polar.errors import ConfigError
-from polar.export.base import Item
-from polar.trajectory.types import Sampled
+from polar.export.base import SessionItem
+from polar.trajectory.types import SessionPaths
 from tests.trainers.splitting import split
 from tests.unit.bridges import slime_contract as contract
 from tests.unit.export.samples import item as item_of
@@ -27,7 +27,7 @@ from tests.unit.trajectory.samples import path
 TASKS = ["fix", "build", "test", "run"]
 
 
-def session(name: str, reward: float, *, traces: int = 1, version: int = 0, scale: float | None = 1.0) -> Item:
+def session(name: str, reward: float, *, traces: int = 1, version: int = 0, scale: float | None = 1.0) -> SessionItem:
     """Of two turns that go on from one another, and further ones that don't."""
     paths = [
         path(0, [11, 12], [13, 14], session_id=name, scale=scale),
@@ -36,17 +36,17 @@ def session(name: str, reward: float, *, traces: int = 1, version: int = 0, scal
     ]
     for one in paths:
         one.versions = np.full(len(one.sampled), version, np.int32)
-    return item_of(Sampled(name, paths, reward), task_id="t")
+    return item_of(SessionPaths(name, paths, reward), task_id="t")
 
 
 class Engines:
     def __init__(self) -> None:
         self.told: list[Any] = []
 
-    async def stop(self, mode: str) -> None:
+    async def begin_update(self, mode: str) -> None:
         self.told.append(mode)
 
-    async def go_on(self, version: int) -> None:
+    async def finish_update(self, version: int) -> None:
         self.told.append(version)
 
     async def attach(self, urls: list[str], version: int) -> None:
@@ -62,14 +62,14 @@ class Service:
         self.hold: set[str] = set()
         self.sampling: set[str] = set()
 
-    async def group(self, task: str, key: str, *, samples: int, sampling: Any) -> Group:
+    async def run_group(self, task: str, key: str, *, samples: int, sampling: Any) -> SessionGroup:
         self.asked.append((task, key))
         self.sampling.add(repr(sampling.model_dump(exclude_none=True)))
         while task in self.hold:  # noqa: ASYNC110  # another thread changes it
             await asyncio.sleep(0.001)
         items = self.sessions(task, key)
         missing = Counter({"timeout": samples - len(items)} if len(items) < samples else {})
-        return Group(task, key, samples, items, [], missing)
+        return SessionGroup(task, key, samples, items, [], missing)
 
 
 @pytest.fixture
@@ -89,13 +89,13 @@ def _trainer(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def run_of(args: Any, service: Service) -> Any:
-    run: Any = slime._run(args)
-    run.bridge.rollouts.group = service.group
+    run: Any = slime._get_run(args)
+    run.bridge.rollouts.run_group = service.run_group
     run.bridge.engines = Engines()
     return run
 
 
-def two(task: str, key: str) -> list[Item]:
+def two(task: str, key: str) -> list[SessionItem]:
     return [session(f"{task}-{key}-a", 1.0), session(f"{task}-{key}-b", 0.0, traces=3)]
 
 
@@ -104,7 +104,7 @@ def test_samples_are_the_traces(settings: dict[str, Any]) -> None:
     args = contract.arguments()
     ((given,),) = [contract.Source(["fix"], 2).get_samples(1)]
     given[0].metadata = {"source": "mine"}
-    first, second = samples_of(args, given, two("fix", "0"))
+    first, second = build_samples(args, given, two("fix", "0"))
     assert [len(first), len(second)] == [1, 3]
     for place, (made, item) in enumerate(zip((first, second), two("fix", "0"), strict=True)):
         assert {(one.group_index, one.index, one.rollout_id, one.prompt) for one in made} == {(0, place, place, "fix")}
@@ -115,7 +115,7 @@ def test_samples_are_the_traces(settings: dict[str, Any]) -> None:
             assert (sample.response_length, sample.weight_versions) == (len(trace.response_ids), ["0"])
             assert sample.metadata["policy_versions"] == trace.policy_versions.tolist()
     assert first[0].metadata["source"] == "mine"
-    (keyed,) = samples_of(contract.arguments(reward_key="score"), given[:1], two("fix", "0")[:1])
+    (keyed,) = build_samples(contract.arguments(reward_key="score"), given[:1], two("fix", "0")[:1])
     assert keyed[0].reward == {"score": 1.0}
 
 
@@ -123,12 +123,12 @@ def test_a_group_with_gaps_keeps_its_size() -> None:
     """What stands in trains nothing, and does not change what the others earn."""
     args = contract.arguments()
     ((given,),) = [contract.Source(["fix"], 4).get_samples(1)]
-    made = samples_of(args, given, two("fix", "0"))
+    made = build_samples(args, given, two("fix", "0"))
     rows = [sample for one in made for sample in one]
     assert [one[0].rollout_id for one in made] == [0, 1, 2, 3]
     assert [sample.remove_sample for sample in rows] == [False] * 4 + [True] * 2
     assert sum(sum(sample.loss_mask) for sample in rows[4:]) == 0
-    raw, rewards = slime.normalise(args, rows)
+    raw, rewards = slime.normalize_rewards(args, rows)
     assert raw == [1.0, 0.0, 0.0, 0.0, 0.5, 0.5]
     assert rewards == pytest.approx([0.7071, *[-0.7071] * 3, 0.0, 0.0], abs=1e-4)
 
@@ -140,11 +140,11 @@ def test_rewards_are_normalised_over_sessions() -> None:
         contract.Source(TASKS, 3).get_samples(2), ([1.0, 0.0, 0.5], [2.0, 2.0, 2.0]), strict=True
     ):
         sessions = [session(f"{given[0].index}-{n}", reward, traces=n + 1) for n, reward in enumerate(rewards)]
-        rows += [sample for one in samples_of(args, given, sessions) for sample in one]
-    raw, advantages = slime.normalise(args, rows)
+        rows += [sample for one in build_samples(args, given, sessions) for sample in one]
+    raw, advantages = slime.normalize_rewards(args, rows)
     assert raw == [1.0, 0.0, 0.0, 0.5, 0.5, 0.5, *[2.0] * 6]
     assert advantages == pytest.approx([0.5, -0.5, -0.5, 0, 0, 0, *[0.0] * 6])
-    assert slime.normalise(contract.arguments(rewards_normalization=False), rows)[1] == raw
+    assert slime.normalize_rewards(contract.arguments(rewards_normalization=False), rows)[1] == raw
 
 
 @pytest.mark.parametrize("kind", [contract.Sample, contract.OldSample])
@@ -156,8 +156,8 @@ def test_splitting_a_session_changes_no_gradient(kind: type[Any]) -> None:
     for change in (lambda item: item, split):
         given = [kind(group_index=0, index=place) for place in range(3)]
         sessions = [session(f"{n}", reward, traces=n + 1) for n, reward in enumerate([1.0, 0.0, 0.0])]
-        made = [samples_of(args, given, [change(sessions[0]), *sessions[1:]])]
-        rows = [sample for group in padded(args, made) for one in group for sample in one]
+        made = [build_samples(args, given, [change(sessions[0]), *sessions[1:]])]
+        rows = [sample for group in pad_to_ranks(args, made) for one in group for sample in one]
         if kind is contract.OldSample:
             assert len(rows) == 8
             for number, sample in enumerate(rows):
@@ -165,7 +165,7 @@ def test_splitting_a_session_changes_no_gradient(kind: type[Any]) -> None:
         else:
             assert len({sample.rollout_id for sample in rows}) == 3
         model.zero_grad()
-        loss: Any = contract.reduced(rows, slime.normalise(args, rows)[1], model)
+        loss: Any = contract.reduced(rows, slime.normalize_rewards(args, rows)[1], model)
         loss.backward()
         gradients.append(torch.cat([one.grad.flatten() for one in model.parameters()]).clone())
     whole, parts = gradients
@@ -175,9 +175,9 @@ def test_splitting_a_session_changes_no_gradient(kind: type[Any]) -> None:
 
 def test_trainers_that_would_cut_sessions_are_refused() -> None:
     given = [contract.OldSample(group_index=0, index=place) for place in range(2)]
-    rows = [sample for one in samples_of(contract.arguments(), given, two("fix", "0")) for sample in one]
+    rows = [sample for one in build_samples(contract.arguments(), given, two("fix", "0")) for sample in one]
     with pytest.raises(ConfigError, match="--use-dynamic-global-batch-size"):
-        slime.normalise(contract.arguments(use_dynamic_global_batch_size=False), rows)
+        slime.normalize_rewards(contract.arguments(use_dynamic_global_batch_size=False), rows)
 
 
 def test_later_groups_are_on_their_way(settings: dict[str, Any]) -> None:
@@ -207,7 +207,7 @@ def test_a_routers_engines_are_told_once(settings: dict[str, Any], monkeypatch: 
     async def workers(_: Any) -> list[str]:
         return ["http://a:1", "http://b:1"]
 
-    monkeypatch.setattr(slime, "_workers", workers)
+    monkeypatch.setattr(slime, "_list_engine_urls", workers)
     args = contract.arguments(polar=settings, sglang_router_ip="127.0.0.1")
     run = run_of(args, Service(two))
     slime.generate_rollout(args, 0, contract.Source(TASKS, 2))
@@ -236,7 +236,7 @@ def test_what_was_on_its_way_is_found_again(settings: dict[str, Any]) -> None:
 def test_too_old_sessions_are_left_out(settings: dict[str, Any]) -> None:
     """And a group of which none is left is taken anew."""
 
-    def sessions(task: str, key: str) -> list[Item]:
+    def sessions(task: str, key: str) -> list[SessionItem]:
         if task == "fix":
             return [session(f"{key}-a", 1.0, version=3 if "." in key else 1), session(f"{key}-b", 0.0, version=1)]
         return [session(f"{key}-a", 1.0, version=2), session(f"{key}-b", 0.0, version=1)]
@@ -261,7 +261,7 @@ def test_groups_that_come_to_nothing(settings: dict[str, Any]) -> None:
     output = slime.generate_rollout(args, 0, contract.Source(["fix", "build"], 2))
     assert output.samples[0][0][0].prompt == "build"
     run_of(args, Service(lambda task, key: []))
-    with pytest.raises(slime.NothingToTrain, match=r"asked for 3 times .*timeout"):
+    with pytest.raises(slime.NothingToTrainError, match=r"asked for 3 times .*timeout"):
         slime.generate_rollout(args, 1, contract.Source(["fix"], 2))
 
 
@@ -315,10 +315,10 @@ def test_routing_is_replayed() -> None:
     with pytest.raises(
         ConfigError, match=r"which experts a's tokens were routed to.*\[engine\] options\.routed_experts"
     ):
-        samples_of(args, given, [made])
+        build_samples(args, given, [made])
     (trace,) = made.trajectory.traces
     trace.experts = np.arange(10, dtype=np.uint8).reshape(5, 1, 2)
-    ((sample,),) = samples_of(args, given, [made])
+    ((sample,),) = build_samples(args, given, [made])
     assert sample.rollout_routed_experts.dtype == np.int32
     assert sample.rollout_routed_experts.shape == (len(sample.tokens) - 1, 1, 2)
 

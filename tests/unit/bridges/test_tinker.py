@@ -9,28 +9,28 @@ import numpy as np
 import pytest
 
 from polar.bridges import tinker
-from polar.bridges.advantages import over_sessions
-from polar.bridges.rollouts import Group
-from polar.trajectory.types import Sampled
+from polar.bridges.advantages import compute_session_advantages
+from polar.bridges.rollouts import SessionGroup
+from polar.trajectory.types import SessionPaths
 from tests.trainers.splitting import split
 from tests.unit.export.samples import item
 from tests.unit.trajectory.samples import path
 
 
-def group(*rewards: float) -> Group:
+def group(*rewards: float) -> SessionGroup:
     """Sessions of 3, 6, 9, ... trainable tokens."""
     items = [
-        item(Sampled(f"s{n}", [path(k, [9] * k + [k], [1, 2, 3]) for k in range(n + 1)], reward), task_id="t")
+        item(SessionPaths(f"s{n}", [path(k, [9] * k + [k], [1, 2, 3]) for k in range(n + 1)], reward), task_id="t")
         for n, reward in enumerate(rewards)
     ]
-    return Group("t", "t", len(rewards), items, [], Counter({"timeout": 1}))
+    return SessionGroup("t", "t", len(rewards), items, [], Counter({"timeout": 1}))
 
 
-def totals(monkeypatch: pytest.MonkeyPatch, groups: list[Group], **options: Any) -> dict[str, float]:
+def totals(monkeypatch: pytest.MonkeyPatch, groups: list[SessionGroup], **options: Any) -> dict[str, float]:
     """The advantages of each session, added up over its tokens."""
     monkeypatch.setattr(tinker, "to_datum", lambda row, advantage: (row["polar"], advantage))
     found: Counter[str] = Counter()
-    for facts, advantage in tinker.batch_of(groups, **options).datums:
+    for facts, advantage in tinker.build_batch(groups, **options).datums:
         found[facts["session_id"]] += advantage * sum(stop - start for start, stop in facts["spans"])
     return dict(found)
 
@@ -51,7 +51,7 @@ def test_what_is_left_out_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     trace = one.items[0].trajectory.traces[0]
     trace.prompt_ids = np.zeros(0, np.int32)
     monkeypatch.setattr(tinker, "to_datum", lambda row, advantage: row)
-    batch = tinker.batch_of([one])
+    batch = tinker.build_batch([one])
     assert batch.left_out == {"timeout": 1, "trace without a prompt": 1}
     assert batch.rewards == [1.0, 0.0]
 
@@ -62,23 +62,23 @@ def test_generation_that_an_earlier_trainer_stopped(monkeypatch: pytest.MonkeyPa
     file = tmp_path / "tasks.jsonl"
     file.write_text('{"task_id": "t", "instruction": "Go.", "agent": {"custom_shell": {"command": "true"}}}')
 
-    def groups(*_: Any, **__: Any) -> list[Group]:
+    def groups(*_: Any, **__: Any) -> list[SessionGroup]:
         told.append("groups")
         return []
 
     with tinker.Tinker({"name": "run-1", "tasks": [str(file)]}) as polar:
-        monkeypatch.setattr(polar, "engines", SimpleNamespace(begin=lambda: "begin"))
+        monkeypatch.setattr(polar, "engines", SimpleNamespace(resume_if_paused=lambda: "begin"))
         monkeypatch.setattr(polar, "run", told.append)
-        monkeypatch.setattr(polar, "groups", groups)
+        monkeypatch.setattr(polar, "run_groups", groups)
         for step in range(2):
             polar.batch(["t"], step)
     assert told == ["begin", "groups", "groups"]
 
 
 def test_advantages_of_sessions() -> None:
-    assert over_sessions([1.0, 0.0, 0.5], scale=False) == pytest.approx([0.5, -0.5, 0.0])
-    assert over_sessions([1.0, 0.0, 0.5]) == pytest.approx([1.0, -1.0, 0.0], abs=1e-5)
-    assert over_sessions([1.0, 0.0], ddof=0) == pytest.approx([1.0, -1.0], abs=1e-5)
-    assert over_sessions([0.1 + 0.2, 0.3, 0.3]) == [0.0, 0.0, 0.0]
-    assert over_sessions([5.0]) == over_sessions([5.0], ddof=0) == [0.0]
-    assert over_sessions([]) == []
+    assert compute_session_advantages([1.0, 0.0, 0.5], scale=False) == pytest.approx([0.5, -0.5, 0.0])
+    assert compute_session_advantages([1.0, 0.0, 0.5]) == pytest.approx([1.0, -1.0, 0.0], abs=1e-5)
+    assert compute_session_advantages([1.0, 0.0], ddof=0) == pytest.approx([1.0, -1.0], abs=1e-5)
+    assert compute_session_advantages([0.1 + 0.2, 0.3, 0.3]) == [0.0, 0.0, 0.0]
+    assert compute_session_advantages([5.0]) == compute_session_advantages([5.0], ddof=0) == [0.0]
+    assert compute_session_advantages([]) == []

@@ -14,37 +14,37 @@ from typing import Any
 import pytest
 
 from polar.bridges.bridge import Bridge
-from polar.bridges.rollouts import Group
-from polar.bridges.trl import RolloutFunc, recorded_reward, task_of
+from polar.bridges.rollouts import SessionGroup
+from polar.bridges.trl import RolloutFunc, get_task_id, recorded_reward
 from polar.client.calls import ClientError
 from polar.config import SamplingOverrides
 from polar.errors import ConfigError
-from polar.export.base import Item
-from polar.export.trl import filler
-from polar.trajectory.types import Sampled
+from polar.export.base import SessionItem
+from polar.export.trl import make_filler_row
+from polar.trajectory.types import SessionPaths
 from tests.unit.export.samples import item
 from tests.unit.trajectory.samples import path
 
 PAD = 99
 
 
-def session(name: str, traces: int = 1, *, scale: float | None = 1.0) -> Item:
+def session(name: str, traces: int = 1, *, scale: float | None = 1.0) -> SessionItem:
     """Each trace is a call of its own, since none goes on from another."""
     paths = [path(index, [10 + index], [20 + index, 21], session_id=name, scale=scale) for index in range(traces)]
-    return item(Sampled(name, paths, 0.5), task_id="t")
+    return item(SessionPaths(name, paths, 0.5), task_id="t")
 
 
 class Service:
     """In place of the rollouts of a bridge: the groups that it has, and what was asked for."""
 
-    def __init__(self, **groups: list[Item]) -> None:
+    def __init__(self, **groups: list[SessionItem]) -> None:
         self._groups = groups
         self.asked: list[tuple[str, str, int, float | None]] = []
 
-    async def group(self, task: str, key: str, *, samples: int, sampling: SamplingOverrides) -> Group:
+    async def run_group(self, task: str, key: str, *, samples: int, sampling: SamplingOverrides) -> SessionGroup:
         self.asked.append((task, key, samples, sampling.temperature))
         items = self._groups[task]
-        return Group(task, task, samples, items, [], Counter(timeout=samples - len(items)))
+        return SessionGroup(task, task, samples, items, [], Counter(timeout=samples - len(items)))
 
 
 def trainer(*, training: bool = True, process: int = 0, rows: int | None = None) -> Any:
@@ -75,15 +75,15 @@ def rollouts(tmp_path: Path) -> Iterator[RolloutFunc]:
     made_of.bridge.close()
 
 
-def over(rollouts: RolloutFunc, **groups: list[Item]) -> Service:
+def over(rollouts: RolloutFunc, **groups: list[SessionItem]) -> Service:
     service = Service(**groups)
-    rollouts.bridge.rollouts.group = service.group  # type: ignore[method-assign,assignment]
+    rollouts.bridge.rollouts.run_group = service.run_group  # type: ignore[method-assign,assignment]
     return service
 
 
 def test_tasks_are_the_data(rollouts: RolloutFunc) -> None:
-    assert rollouts.rows() == [{"prompt": "a"}, {"prompt": "b"}]
-    assert task_of("a") == task_of([{"role": "user", "content": "a"}]) == "a"
+    assert rollouts.build_dataset_rows() == [{"prompt": "a"}, {"prompt": "b"}]
+    assert get_task_id("a") == get_task_id([{"role": "user", "content": "a"}]) == "a"
 
 
 def test_a_group_is_asked_for_once(rollouts: RolloutFunc) -> None:
@@ -141,7 +141,7 @@ def test_log_probabilities_of_another_temperature(rollouts: RolloutFunc, scale: 
 
 def test_rewards() -> None:
     assert recorded_reward(["x", "y"], [1.0, None], more=1) == [1.0, None]
-    assert filler({"weight": 1.0}, PAD, "timeout")["reason"] == "timeout"
+    assert make_filler_row({"weight": 1.0}, PAD, "timeout")["reason"] == "timeout"
 
 
 def test_a_bridge_is_closed_with_its_rollouts(rollouts: RolloutFunc) -> None:
@@ -188,8 +188,8 @@ async def test_a_worker_that_begins_with_other_weights_asks_for_other_groups(tra
         worker._thread = SimpleNamespace(start=lambda: None)
         worker.start()
         worker._transfer.version += 1  # a step of it
-        await worker._group(0)
-        await worker._group(1)
+        await worker._run_group(0)
+        await worker._run_group(1)
     assert [key for _, key, *_ in service.asked] == ["async-0.0", "async-0.1"] * 2 + ["async-3.0", "async-3.1"]
 
 
@@ -200,7 +200,7 @@ def test_a_workers_advantages_are_those_of_trls_own(trainers: Any, monkeypatch: 
     worker = trainers.RolloutWorker(SimpleNamespace(), Transfer(0), args)
     items = [session("a0", 2), session("a1")]
     items[1].session.reward = 1.5
-    worker._put(0, Group("a", "a", 2, items, []))
+    worker._put_group(0, SessionGroup("a", "a", 2, items, []))
     found = [worker.rollout_buffer.get_nowait() for _ in range(3)]
     assert [name for name, _ in found] == ["a0", "a0", "a1"]
     assert [advantage for _, advantage in found] == pytest.approx([-1.0, -1.0, 1.0])

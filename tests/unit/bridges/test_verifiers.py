@@ -8,9 +8,9 @@ from typing import Any, ClassVar
 import pytest
 
 from polar.bridges import verifiers
-from polar.bridges.rollouts import Group
-from polar.bridges.verifiers import Plugin, info, nodes, plugin
-from polar.trajectory.types import Sampled
+from polar.bridges.rollouts import SessionGroup
+from polar.bridges.verifiers import Plugin, build_info, build_nodes, plugin
+from polar.trajectory.types import SessionPaths
 from polar.types import Text, ToolCall
 from tests.unit.bridges.telling import result
 from tests.unit.export.samples import Talk, item
@@ -35,8 +35,8 @@ def test_each_trace_is_a_chain_of_its_own() -> None:
         path(1, [11, 12, 13, 14, 15], [16]),
         path(2, [19], [18, 17, 16], role="subagent", trainable=2),
     ]
-    one = item(Sampled("s", paths, 0.5), task_id="t")
-    chains = branches(nodes(one, result(one)))
+    one = item(SessionPaths("s", paths, 0.5), task_id="t")
+    chains = branches(build_nodes(one, result(one)))
     recorded = one.trajectory.traces[0].logprobs
     assert recorded is not None
     assert [[node["token_ids"] for node in chain] for chain in chains] == [[[11, 12, 13, 14], [15, 16]], [[19, 18, 17]]]
@@ -45,7 +45,7 @@ def test_each_trace_is_a_chain_of_its_own() -> None:
     usage = [(node["call"]["usage"]["prompt_tokens"], node["call"]["usage"]["completion_tokens"]) for node in chains[0]]
     assert usage == [(2, 2), (5, 1)]
     assert {node["sampled"] for chain in chains for node in chain} == {True}
-    told = info(one)
+    told = build_info(one)
     assert (told["reward"], len(told["traces"])) == (0.5, 2)
     assert told["traces"][0]["policy_versions"] == one.trajectory.traces[0].policy_versions.tolist()
 
@@ -55,7 +55,7 @@ def test_what_was_said_stands_before_the_tokens_that_said_it() -> None:
     opening = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "List."}]
     talk.call(opening, [Text("So."), ToolCall("c1", "bash", '{"command": "ls"}')])
     one = talk.item()
-    (chain,) = branches(nodes(one, result(one)))
+    (chain,) = branches(build_nodes(one, result(one)))
     assert [node["message"]["role"] for node in chain] == ["system", "user", "assistant"]
     assert [node["sampled"] for node in chain] == [False, False, True]
     assert [len(node.get("token_ids", [])) for node in chain[:2]] == [0, 0]
@@ -90,11 +90,11 @@ class Rollouts:
         self.closed = False
         self.asked: list[str] = []
 
-    async def group(self, task: str, key: str, **_: Any) -> Group:
+    async def run_group(self, task: str, key: str, **_: Any) -> SessionGroup:
         assert not self.closed
         self.asked.append(task)
         left_out = {} if self.reason is None else {self.reason: 1}
-        return Group(task, f"train/{key}/{task}", 1, [], [], Counter(left_out))
+        return SessionGroup(task, f"train/{key}/{task}", 1, [], [], Counter(left_out))
 
     async def close(self) -> None:
         self.closed = True
@@ -111,7 +111,7 @@ def plugged(monkeypatch: pytest.MonkeyPatch) -> Plugin:
     monkeypatch.setitem(sys.modules, "verifiers", SimpleNamespace(v1=vf))
     for name in ("", ".graph", ".trace"):
         monkeypatch.setitem(sys.modules, f"verifiers.v1{name}", vf)
-    monkeypatch.setattr(verifiers, "Rollouts", Rollouts)
+    monkeypatch.setattr(verifiers, "RolloutClient", Rollouts)
     monkeypatch.setattr(Rollouts, "made", [])
     return plugin({"name": "first", "tasks": ["tasks.jsonl"]})
 

@@ -8,15 +8,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from polar.bridges import sharing, verl
-from polar.bridges.engines import EnginesDiffer
-from polar.bridges.rollouts import Group, Rollouts
+from polar.bridges import shared_groups, verl
+from polar.bridges.engines import WeightMismatchError
+from polar.bridges.rollouts import RolloutClient, SessionGroup
 from polar.bridges.settings import BridgeSettings
-from polar.bridges.verl_trainer import Naming, check, check_same_weights, trainer
+from polar.bridges.verl_trainer import NamingAgentLoopManager, check_config, check_same_weights, make_polar_trainer
 from polar.config import SamplingOverrides
 from polar.errors import ConfigError, PolarError
-from polar.export.base import Item
-from polar.export.verl import keys
+from polar.export.base import SessionItem
+from polar.export.verl import trajectory_keys
 from polar.rollout.models import TaskRequest
 from polar.trajectory.builders import per_request
 from tests.unit.bridges.pretending import pretend
@@ -24,14 +24,14 @@ from tests.unit.export.samples import item
 from tests.unit.trajectory.samples import path, session
 
 
-def split(name: str) -> Item:
+def split(name: str) -> SessionItem:
     """Two calls that don't extend one another."""
     calls = [path(0, [1, 2], [3, 4, 5], session_id=name), path(1, [1, 7], [8], session_id=name)]
     return item(session(*calls, reward=0.5), task_id="run/step-1/t")
 
 
 def test_a_session_is_one_output_a_trace() -> None:
-    first, second = verl.outputs(split("s"))
+    first, second = verl.build_outputs(split("s"))
     assert (first["prompt_ids"], first["response_ids"], first["response_mask"]) == ([1, 2], [3, 4, 5], [1, 1, 1])
     assert (second["prompt_ids"], second["response_ids"]) == ([1, 7], [8])
     assert first["response_logprobs"] == [-1 / 64, -2 / 64, -3 / 64]
@@ -45,33 +45,33 @@ def test_a_session_is_one_output_a_trace() -> None:
 def test_without_recorded_logprobs() -> None:
     made = item(session(path(0, [1], [2], logprobs=False)), task_id="t")
     with pytest.raises(ConfigError, match="calculate_log_probs"):
-        verl.outputs(made)
-    assert [one["response_logprobs"] for one in verl.outputs(made, logprobs=False)] == [None]
-    assert [one["response_logprobs"] for one in verl.outputs(split("s"), logprobs=False)] == [None, None]
+        verl.build_outputs(made)
+    assert [one["response_logprobs"] for one in verl.build_outputs(made, logprobs=False)] == [None]
+    assert [one["response_logprobs"] for one in verl.build_outputs(split("s"), logprobs=False)] == [None, None]
 
 
 def test_keys_go_by_session() -> None:
-    rows = [row for name in ("a", "b") for row in verl.outputs(split(name))]
+    rows = [row for name in ("a", "b") for row in verl.build_outputs(split(name))]
     group = "run/step-1/t"
-    assert keys(rows) == [f"{group}_0_0", f"{group}_0_1", f"{group}_1_0", f"{group}_1_1"]
+    assert trajectory_keys(rows) == [f"{group}_0_0", f"{group}_0_1", f"{group}_1_0", f"{group}_1_1"]
     one = item(session(path(0, [1], [2]), path(1, [1, 2, 3], [4])), per_request, task_id=group)
-    assert keys(verl.outputs(one)) == [f"{group}_0_0", f"{group}_0_1"]
+    assert trajectory_keys(verl.build_outputs(one)) == [f"{group}_0_0", f"{group}_0_1"]
 
 
 def test_sampling_is_the_trainers() -> None:
     params = {"temperature": 0.7, "top_p": 0.9, "top_k": -1, "repetition_penalty": 1.0, "logprobs": True}
-    assert verl.sampling(params) == SamplingOverrides(temperature=0.7, top_p=0.9, top_k=0, repetition_penalty=1.0)
-    assert verl.sampling({"temperature": 0, "top_k": 20}) == SamplingOverrides(temperature=0, top_k=20)
+    assert verl.build_sampling(params) == SamplingOverrides(temperature=0.7, top_p=0.9, top_k=0, repetition_penalty=1.0)
+    assert verl.build_sampling({"temperature": 0, "top_k": 20}) == SamplingOverrides(temperature=0, top_k=20)
 
 
 def test_rows_name_tasks() -> None:
-    (row,) = verl.rows([TaskRequest(task_id="t", instruction="Go.")])
+    (row,) = verl.build_rows([TaskRequest(task_id="t", instruction="Go.")])
     assert (row["task_id"], row["agent_name"], row["extra_info"]) == ("t", "polar", {"index": 0})
 
 
-def group(samples: int, *given: Item) -> Group:
+def group(samples: int, *given: SessionItem) -> SessionGroup:
     """Of so many sessions, with those that are left."""
-    return Group("t", "run/k/t", samples, [*given], [], Counter({"timeout": samples - len(given)}))
+    return SessionGroup("t", "run/k/t", samples, [*given], [], Counter({"timeout": samples - len(given)}))
 
 
 def test_a_group_of_which_nothing_is_left_has_failed() -> None:
@@ -92,18 +92,18 @@ async def test_an_agent_loop_is_given_the_session_that_verl_counts(monkeypatch: 
     pretend(monkeypatch, {"verl.experimental.agent_loop.agent_loop": {"AgentLoopOutput": SimpleNamespace}})
     calls = []
 
-    class Asked(Rollouts):
-        async def group(self, task: str, key: str, **more: Any) -> Group:
+    class Asked(RolloutClient):
+        async def run_group(self, task: str, key: str, **more: Any) -> SessionGroup:
             calls.append((task, key, more["samples"]))
             return group(3, split("a"), split("b"))
 
         def __init__(self, _: Any) -> None: ...
 
-    monkeypatch.setattr(sharing, "Rollouts", Asked)
+    monkeypatch.setattr(shared_groups, "RolloutClient", Asked)
     rollout = Table(calculate_log_probs=True)
     told = Table(config=Table(actor_rollout_ref=Table(rollout=rollout)))
-    row = {"task_id": "t", verl.KEY: "step-1", verl.SAMPLES: 3}
-    monkeypatch.setattr(verl, "table", lambda _: BridgeSettings(name="run", tasks=[]))
+    row = {"task_id": "t", verl.KEY_FIELD: "step-1", verl.SAMPLES_FIELD: 3}
+    monkeypatch.setattr(verl, "parse_loop_settings", lambda _: BridgeSettings(name="run", tasks=[]))
     made = [verl.AgentLoop({}, told).run({}, **row, session_id=number) for number in (2, 1, 0)]
     found = await asyncio.gather(*made)
     assert [[one.extra_fields["session_id"] for one in outputs] for outputs in found] == [[], ["b", "b"], ["a", "a"]]
@@ -112,7 +112,7 @@ async def test_an_agent_loop_is_given_the_session_that_verl_counts(monkeypatch: 
 
 def test_a_row_that_names_no_task_ends_the_training() -> None:
     """Before anything is sampled: in the agent loop it would be one of the groups that fail."""
-    naming = Naming(None, Table(actor_rollout_ref=Table(rollout=Table(n=4))), {"a", "b"})
+    naming = NamingAgentLoopManager(None, Table(actor_rollout_ref=Table(rollout=Table(n=4))), {"a", "b"})
     with pytest.raises(ConfigError, match="no task 'c' in the files"):
         naming.generate_sequences({"task_id": ["a", "c"], "global_steps": 1})
 
@@ -139,8 +139,8 @@ def config(mode: str = "token-mean", estimator: str = "grpo", **correction: Any)
 
 
 def test_what_goes_by_token_is_taken() -> None:
-    check(config())
-    check(config("token-sum", rollout_is="token", rollout_rs=None))
+    check_config(config())
+    check_config(config("token-sum", rollout_is="token", rollout_rs=None))
 
 
 @pytest.mark.parametrize(
@@ -155,38 +155,38 @@ def test_what_goes_by_token_is_taken() -> None:
 )
 def test_what_goes_by_row_is_refused(wrong: Table, what: str) -> None:
     with pytest.raises(ConfigError, match=what):
-        check(wrong)
+        check_config(wrong)
 
 
 def test_kl_in_the_reward_is_refused() -> None:
     wrong = config()
     wrong.algorithm["use_kl_in_reward"] = True
     with pytest.raises(ConfigError, match="use_kl_loss"):
-        check(wrong)
+        check_config(wrong)
 
 
 def test_routing_of_experts() -> None:
     call = path(0, [1, 2], [3])
     with pytest.raises(ConfigError, match="--enable-return-routed-experts"):
-        verl.outputs(item(session(call), task_id="t"), experts=True)
+        verl.build_outputs(item(session(call), task_id="t"), experts=True)
     call.experts = np.array([[[5, 6]], [[7, 8]]], np.uint8)
-    (told,) = verl.outputs(item(session(call), task_id="t"), experts=True)
+    (told,) = verl.build_outputs(item(session(call), task_id="t"), experts=True)
     assert told["routed_experts"].tolist() == [[[5, 6]], [[7, 8]]]
-    assert "routed_experts" not in verl.outputs(item(session(call), task_id="t"))[0]
+    assert "routed_experts" not in verl.build_outputs(item(session(call), task_id="t"))[0]
 
 
 def test_weights_are_proved() -> None:
     said, mask = np.array([-1.0, -2.0, -3.0]), np.array([1, 1, 0])
     check_same_weights(said, said + np.array([1e-5, -1e-5, 9]), mask, "float32")  # what doesn't train is not looked at
     check_same_weights(said, said + 0.1, mask, "float32", "bfloat16")
-    with pytest.raises(EnginesDiffer, match=r"differ by 0.1 in the mean; 0\.0001 is allowed"):
+    with pytest.raises(WeightMismatchError, match=r"differ by 0.1 in the mean; 0\.0001 is allowed"):
         check_same_weights(said, said + 0.1, mask, "float32")
 
 
 def batch_of(monkeypatch: pytest.MonkeyPatch, *scales: float | None) -> Any:
     """As verl's trainer has one: rows in its queue, and one that fills up."""
     calls = [path(seq, [1, 2 + seq], [3], scale=scale) for seq, scale in enumerate(scales)]
-    told = [one["extra_fields"] for one in verl.outputs(item(session(*calls), task_id="t"))]
+    told = [one["extra_fields"] for one in verl.build_outputs(item(session(*calls), task_id="t"))]
     given = {"kv_batch_get": lambda keys, **_: {"extra_fields": [told[int(key)] for key in keys]}}
     pretend(monkeypatch, {"transfer_queue": given})
     tags: list[dict[str, bool]] = [*({} for _ in told), {"is_padding": True}]
@@ -196,7 +196,7 @@ def batch_of(monkeypatch: pytest.MonkeyPatch, *scales: float | None) -> Any:
 @pytest.mark.parametrize("wrong", [1.0, None])
 def test_log_probabilities_of_another_temperature(monkeypatch: pytest.MonkeyPatch, wrong: float | None) -> None:
     """They end the training, in the trainer's own process."""
-    made: Any = object.__new__(trainer(object, "sync"))
+    made: Any = object.__new__(make_polar_trainer(object, "sync"))
     made.config = Table(actor_rollout_ref=Table(rollout=Table(temperature=0.7, calculate_log_probs=True)))
     made._check_temperature(batch_of(monkeypatch, 0.7, 0.7))
     with pytest.raises(ConfigError, match=r"temperature 0\.7, and the log-probabilities of s are of temperature"):

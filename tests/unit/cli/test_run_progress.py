@@ -10,18 +10,20 @@ import pytest
 from rich.console import Console
 
 from polar.cli import run_summary
-from polar.cli.run_progress import Lines, Picture, Speed, followed, in_words, progress
-from polar.cli.run_tally import Tally
+from polar.cli.run_progress import LineProgress, LiveProgress, TokenRate, describe_session, poll_load, show_progress
+from polar.cli.run_tally import RunTally
 from polar.config import EngineSettings
 from polar.evaluators.base import Outcome
-from polar.node.finished import Finished
-from polar.node.node import Load
+from polar.node.finished_session import FinishedSession
+from polar.node.node import NodeLoad
 from polar.store.base import Evidence, Verdict
 
-LOAD = Load(waiting=1, init=2, ready=1, run=3, postrun=1, calls=4, held=2, paused=True, tokens=120)
+LOAD = NodeLoad(waiting=1, init=2, ready=1, run=3, postrun=1, calls=4, held=2, paused=True, tokens=120)
 
 
-def finished(reward: float | None = None, reason: str | None = None, why: object = None, **changes: Any) -> Finished:
+def finished(
+    reward: float | None = None, reason: str | None = None, why: object = None, **changes: Any
+) -> FinishedSession:
     known = {
         "session_id": "s1",
         "task_id": "fix [red]it[/]",
@@ -33,11 +35,11 @@ def finished(reward: float | None = None, reason: str | None = None, why: object
         "turns": 3,
         "tokens": 40,
     }
-    return Finished(**(known | changes))
+    return FinishedSession(**(known | changes))
 
 
-def tally(*ended: Finished) -> Tally:
-    counted = Tally()
+def tally(*ended: FinishedSession) -> RunTally:
+    counted = RunTally()
     for one in ended:
         counted.add(one)
     return counted
@@ -52,29 +54,29 @@ def test_rewards_and_reasons_are_counted_apart() -> None:
     counted = tally(finished(1.0), finished(0.5), finished(reason="timeout"), finished(reason="engine_failed"))
     assert (counted.sessions, counted.rewarded, counted.mean_reward, counted.solved) == (4, 2, 0.75, 1)
     assert counted.reasons == {"timeout": 1, "engine_failed": 1}
-    assert counted.failures == {"engine_failed": 1}  # the other is as the task wants it
+    assert counted.platform_failures == {"engine_failed": 1}  # the other is as the task wants it
     assert (counted.turns, counted.tokens, counted.seconds["run"]) == (12, 160, 8.0)
 
 
 def test_a_session_that_nobody_evaluates_is_no_failure() -> None:
     counted = tally(finished())
-    assert (counted.mean_reward, counted.failures.total()) == (None, 0)
+    assert (counted.mean_reward, counted.platform_failures.total()) == (None, 0)
 
 
 def test_the_speed_is_that_of_the_last_seconds() -> None:
-    speed = Speed()
-    assert speed.at(0, 100.0) == 0
-    assert speed.at(50, 101.0) == 50
-    assert speed.at(50, 110.0) == 5
-    assert speed.at(50, 200.0) == 0  # nothing for a long while
+    speed = TokenRate()
+    assert speed.update(0, 100.0) == 0
+    assert speed.update(50, 101.0) == 50
+    assert speed.update(50, 110.0) == 5
+    assert speed.update(50, 200.0) == 0  # nothing for a long while
 
 
 def test_lines_tell_stages_and_each_end() -> None:
     console, written = terminal(40)
-    lines = Lines(console, 9, silent=False)
+    lines = LineProgress(console, 9, silent=False)
     counted = tally(finished(1.0))
-    lines.ended(finished(1.0), counted)
-    lines.look(LOAD, counted)
+    lines.session_ended(finished(1.0), counted)
+    lines.update(LOAD, counted)
     first, second = written.getvalue().splitlines()
     assert first == "1/9  fix [red]it[/] #0: reward 1, 3 turns, 40 tokens, 2.0 s (s1)"
     assert second == (
@@ -84,10 +86,10 @@ def test_lines_tell_stages_and_each_end() -> None:
 
 
 def test_why_a_reward_is_what_it_is_stands_in_the_sessions_line() -> None:
-    zero = in_words(finished(0.0, why="There is no number in r.txt."))
+    zero = describe_session(finished(0.0, why="There is no number in r.txt."))
     assert zero.startswith("fix [red]it[/] #0: reward 0 (There is no number in r.txt.), 3 turns")
-    assert "reward 0, " in in_words(finished(0.0, why={"reward": 1.0}))  # a part of that name, and no sentence
-    quoted = in_words(finished(0.0, why="The agent's file \x1b[2J\nis " + "x" * 500))
+    assert "reward 0, " in describe_session(finished(0.0, why={"reward": 1.0}))  # a part of that name, and no sentence
+    quoted = describe_session(finished(0.0, why="The agent's file \x1b[2J\nis " + "x" * 500))
     assert "\x1b" not in quoted
     assert "\n" not in quoted
     assert "x…), 3 turns" in quoted
@@ -96,10 +98,10 @@ def test_why_a_reward_is_what_it_is_stands_in_the_sessions_line() -> None:
 
 def test_a_silent_run_says_only_what_must_be_said() -> None:
     console, written = terminal()
-    lines = Lines(console, 9, silent=True)
-    lines.ended(finished(1.0), tally(finished(1.0)))
-    lines.look(LOAD, Tally())
-    lines.say("Interrupted.")
+    lines = LineProgress(console, 9, silent=True)
+    lines.session_ended(finished(1.0), tally(finished(1.0)))
+    lines.update(LOAD, RunTally())
+    lines.print_message("Interrupted.")
     assert written.getvalue() == "Interrupted.\n"
 
 
@@ -107,14 +109,14 @@ def test_a_silent_run_says_only_what_must_be_said() -> None:
 def test_the_picture_holds_everything_and_is_gone_in_the_end(width: int) -> None:
     console, written = terminal(width)
     handlers = list(logging.getLogger().handlers)
-    with progress(console, 9, silent=True) as shown:
-        assert isinstance(shown, Picture)
+    with show_progress(console, 9, silent=True) as shown:
+        assert isinstance(shown, LiveProgress)
         counted = tally(*(finished(1.0, sample=number) for number in range(7)), finished(reason="timeout"))
         for number in range(7):
-            shown.ended(finished(1.0, sample=number), counted)
+            shown.session_ended(finished(1.0, sample=number), counted)
         drawn = Console(width=100, file=io.StringIO())
-        drawn.print(shown.drawn(LOAD, counted, 10.0))
-        shown.look(LOAD, counted)
+        drawn.print(shown.render(LOAD, counted, 10.0))
+        shown.update(LOAD, counted)
         logging.getLogger("polar").warning("something above it")
     text = drawn.file.getvalue()  # type: ignore[attr-defined]
     for expected in ("8/9", "3 run", "mean reward 1", "timeout 1", "4 calls at the engine", "fix [red]it[/] #6"):
@@ -126,18 +128,18 @@ def test_the_picture_holds_everything_and_is_gone_in_the_end(width: int) -> None
 
 
 async def test_a_failure_to_look_is_not_hidden() -> None:
-    def broken() -> Load:
+    def broken() -> NodeLoad:
         raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
-        async with followed(Lines(terminal()[0], 1, silent=True), broken, Tally()):
+        async with poll_load(LineProgress(terminal()[0], 1, silent=True), broken, RunTally()):
             await asyncio.sleep(0.01)
 
 
-def summary(tasks: dict[str, Tally], total: Tally | None = None) -> str:
+def summary(tasks: dict[str, RunTally], total: RunTally | None = None) -> str:
     console, written = terminal(140)
     total = total or tally(finished(1.0), finished(0.0))
-    run_summary.show(console, tasks, total, 2.0)
+    run_summary.print_summary(console, tasks, total, 2.0)
     return written.getvalue()
 
 
@@ -187,13 +189,13 @@ def test_the_summary_counts_suspicious_sessions() -> None:
     assert [(row[0], row[5]) for row in rows] == [("a", "2"), ("b", "0")]
     assert "Proven tampering with the grading: 2 sessions (test_edited 2)." in said
     assert "Unproven signs of tampering, which change no reward: 1 session." in said
-    assert tally(*ended).failures == {}  # none of it is the platform's
-    assert in_words(ended[0]).startswith("fix [red]it[/] #0: reward 0, suspicious, ")
+    assert tally(*ended).platform_failures == {}  # none of it is the platform's
+    assert describe_session(ended[0]).startswith("fix [red]it[/] #0: reward 0, suspicious, ")
 
 
 def test_harnesses_that_ended_by_themselves_with_0_are_counted() -> None:
     outcomes = [Outcome("finished", 0, 1.0), Outcome("finished", 1, 1.0), Outcome("timeout", None, 1.0), None]
-    assert [tally(finished(0.0, outcome=outcome)).ended_well for outcome in outcomes] == [1, 0, 0, 0]
+    assert [tally(finished(0.0, outcome=outcome)).exited_cleanly for outcome in outcomes] == [1, 0, 0, 0]
 
 
 def test_the_complaint_names_each_reason_with_what_to_do() -> None:
@@ -203,18 +205,18 @@ def test_the_complaint_names_each_reason_with_what_to_do() -> None:
         finished(reason="engine_failed", error="The engine\x1b[2J is gone.", session_id="s2"),
         finished(reason="engine_failed", error="Later.", session_id="s3"),
     )
-    said = run_summary.complaint(counted, Path("data"), EngineSettings())
+    said = run_summary.describe_failures(counted, Path("data"), EngineSettings())
     assert said.splitlines() == [
         "2 of 4 sessions ended without a reward, through no fault of the agent's: engine_failed 2.",
         "  engine_failed: see whether the engine is up: polar doctor (in data/sessions/s2)",
         "    The engine␛[2J is gone.",
     ]
     harmless = tally(finished(0.0), finished(reason="length"))
-    assert run_summary.complaint(harmless, Path("data"), EngineSettings()) == ""
+    assert run_summary.describe_failures(harmless, Path("data"), EngineSettings()) == ""
 
 
 @pytest.mark.parametrize(("kind", "asked"), [("vllm", "http://a:1"), ("sglang", "http://a:1 --kind sglang")])
 def test_the_complaint_names_the_engine(kind: str, asked: str) -> None:
     engine = EngineSettings(kind=kind, urls=["http://a:1", "http://b:1"])
-    said = run_summary.complaint(tally(finished(reason="engine_failed")), Path("data"), engine)
+    said = run_summary.describe_failures(tally(finished(reason="engine_failed")), Path("data"), engine)
     assert f"polar doctor {asked} (in " in said

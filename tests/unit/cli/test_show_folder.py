@@ -3,8 +3,8 @@
 from pathlib import Path
 from typing import Any
 
-from polar.cli.show_folder import lines
-from polar.node.folder import Folder
+from polar.cli.show_folder import describe_folder
+from polar.node.session_folder import SessionFolder
 
 VERDICT: dict[str, Any] = {
     "task_id": "t",
@@ -18,11 +18,11 @@ VERDICT: dict[str, Any] = {
 
 
 def said(data: Path, seconds: dict[str, float], **verdict: Any) -> list[str]:
-    folder = Folder(data, "s")
-    folder.make()
-    folder.write("verdict.json", VERDICT | verdict)
-    folder.write("timing.json", {"began_at": 1.0, "seconds": seconds})
-    return list(lines(data, "s"))
+    folder = SessionFolder(data, "s")
+    folder.create()
+    folder.write_json("verdict.json", VERDICT | verdict)
+    folder.write_json("timing.json", {"began_at": 1.0, "seconds": seconds})
+    return list(describe_folder(data, "s"))
 
 
 def test_seconds_are_rounded(tmp_path: Path) -> None:

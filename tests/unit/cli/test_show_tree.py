@@ -12,11 +12,11 @@ from msgspec import Raw
 from rich.console import Console
 from rich.tree import Tree
 
-from polar.cli.show_tree import tree
-from polar.dialects.base import Wire
+from polar.cli.show_tree import render_tree
+from polar.dialects.base import RawRequest
 from polar.engines.base import VersionSpan
 from polar.store.base import Evidence, Exchange, Session
-from polar.trajectory.types import Excluded, Path
+from polar.trajectory.types import ExcludedSpan, TokenPath
 from polar.types import Reasoning, Reply, Text, ToolCall
 
 SESSION = Session("s1", b"", 0.0, status="ended", reward=0.5)
@@ -31,7 +31,9 @@ def call(seq: int, parent: int | None, said: str = "", **changes: Any) -> Exchan
         dialect="openai_chat",
         params={},
         hints={},
-        wire=Wire({"model": Raw(b'"m"')}, "messages", [Raw(json.dumps(message).encode()) for message in messages]),
+        raw_request=RawRequest(
+            {"model": Raw(b'"m"')}, "messages", [Raw(json.dumps(message).encode()) for message in messages]
+        ),
         status="complete",
         started_at=0.0,
         ended_at=1.0,
@@ -46,18 +48,20 @@ def call(seq: int, parent: int | None, said: str = "", **changes: Any) -> Exchan
     return msgspec.structs.replace(known, **changes)
 
 
-def path_of(exchange: Exchange, **changes: Any) -> Path:
+def path_of(exchange: Exchange, **changes: Any) -> TokenPath:
     assert exchange.prompt_ids is not None
     assert exchange.sampled_ids is not None
-    known = Path("s1", exchange.exchange_id, exchange.seq, exchange.prompt_ids, exchange.sampled_ids, None, None, 2)
+    known = TokenPath(
+        "s1", exchange.exchange_id, exchange.seq, exchange.prompt_ids, exchange.sampled_ids, None, None, 2
+    )
     return msgspec.structs.replace(known, agent_id="main", **changes)
 
 
-def shown(exchanges: list[Exchange], paths: list[Path] | None = None, limit: int = 20, **options: Any) -> str:
+def shown(exchanges: list[Exchange], paths: list[TokenPath] | None = None, limit: int = 20, **options: Any) -> str:
     known = [path_of(exchange) for exchange in exchanges] if paths is None else paths
     console = Console(width=250, color_system=None)
     with console.capture() as capture:
-        console.print(tree(options.get("session", SESSION), exchanges, known, None, limit))
+        console.print(render_tree(options.get("session", SESSION), exchanges, known, None, limit))
     return capture.get()
 
 
@@ -79,7 +83,7 @@ def test_what_is_said_of_a_call() -> None:
         "versions": [VersionSpan(3, 0, 1), VersionSpan(4, 1, 2)],
     }
     exchange = call(0, None, **changes)
-    path = path_of(exchange, role="subagent", trainable=1, excluded=[Excluded("x0", 1, 2, "undelivered")])
+    path = path_of(exchange, role="subagent", num_trainable=1, excluded=[ExcludedSpan("x0", 1, 2, "undelivered")])
     path.agent_id = "agent-1"
     session = msgspec.structs.replace(SESSION, turn_rewards={"x0": 0.25})
     text = shown([exchange], [path], session=session)
@@ -117,7 +121,7 @@ def test_what_a_model_writes_does_not_steer_the_terminal() -> None:
 
 def test_a_refused_request_is_shown_without_its_messages() -> None:
     broken = call(0, None, status="failed", reply=None, prompt_ids=None, sampled_ids=None, error="no such field")
-    broken.wire = Wire({}, "messages", [Raw(b"3")])
+    broken.raw_request = RawRequest({}, "messages", [Raw(b"3")])
     assert "error: no such field" in shown([broken], [])
 
 
@@ -172,4 +176,4 @@ def test_it_is_never_deep(above: list[int | None]) -> None:
         return 1 + max((height(below) for below in node.children), default=0)
 
     calls = [call(seq, parent) for seq, parent in enumerate(above)]
-    assert height(tree(SESSION, calls, [], None, 0)) <= 4 + 2 * np.log2(len(above))
+    assert height(render_tree(SESSION, calls, [], None, 0)) <= 4 + 2 * np.log2(len(above))

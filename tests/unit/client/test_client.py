@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from polar.client import submitting
+from polar.client import submission
 from polar.client.async_client import AsyncClient, ClientError, TasksRefused
 from polar.errors import ConfigError
 from polar.rollout.models import TaskRequest
@@ -60,7 +60,7 @@ async def test_many_go_in_batches(plane: Plane, client: AsyncClient, monkeypatch
     tasks = named(*(f"t{number}" for number in range(450)))
     assert [answer.task_id for answer in await client.submit(tasks)] == [task["task_id"] for task in tasks]
     assert [len(body["tasks"]) for *_, body in plane.asked("/rollout/tasks")] == [200, 200, 50]
-    monkeypatch.setattr(submitting, "_BYTES", 200)
+    monkeypatch.setattr(submission, "_MAX_BATCH_BYTES", 200)
     plane.seen.clear()
     await client.submit(tasks[:10])
     assert [len(body["tasks"]) for *_, body in plane.asked("/rollout/tasks")] == [3, 3, 3, 1]
@@ -104,8 +104,8 @@ async def test_it_waits_for_room_and_keeps_the_order(plane: Plane, client: Async
             plane.room = 1
 
     making = asyncio.create_task(make_room())
-    seen: list[submitting.Answer] = []
-    answers = await client.submit(named(*names), seen=seen.append)
+    seen: list[submission.SubmitAnswer] = []
+    answers = await client.submit(named(*names), on_answer=seen.append)
     await making
     assert {answer.status for answer in answers} == {"running"}
     assert [(answer.task_id, answer.code) for answer in seen[:9]] == [

@@ -76,7 +76,7 @@ async def test_it_ends_where_nothing_is_left_or_after_so_many(plane: Plane, clie
 async def test_each_comes_once_and_in_order_whatever_breaks(
     plane: Plane, client: AsyncClient, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(calls, "_LONGEST", 0.1)
+    monkeypatch.setattr(calls, "_MAX_RETRY_SECONDS", 0.1)
     chance = random.Random(seed)
     kinds: list[Any] = ["drop", "lose", "truncate", "cut", 503, None, None]
     plane.faults.extend(chance.choice(kinds) for _ in range(40))
@@ -227,5 +227,5 @@ async def _all(results: Any) -> list[Any]:
     ],
 )
 def test_the_head_of_a_result_is_found_wherever_it_stands(data: bytes) -> None:
-    head = feed._head_of(data)
+    head = feed._read_key(data)
     assert (head.cursor, head.task_id) == (12, 'a"bé')

@@ -40,11 +40,11 @@ TASK = {"task_id": "a", "instruction": "do it"}
 def test_it_does_what_the_other_one_does(serving: Serving, plane: Plane, client: polar.Client) -> None:
     assert repr(client) == f"Client('{plane.url}', run='r')"
     seen: list[object] = []
-    assert client.submit(TASK, seen=seen.append) == seen
+    assert client.submit(TASK, on_answer=seen.append) == seen
     assert client.task("a").status == "running"
     serving.run(plane.end, "a")
     assert [result.task_id for result in client.wait("a")] == ["a"]
-    assert [task.status for task in client.ended(["a"])] == ["completed"]
+    assert [task.status for task in client.as_completed(["a"])] == ["completed"]
     assert client.cancel("a").cancelled_sessions == 1
     paths = ("/policy", "/policy/pause", "/policy/resume", "/engines", "/runs/r", "/rollout/status", "/health")
     paths += ("/rollout/task/a/trajectory", "/sessions", "/sessions/s1/end")  # type: ignore[assignment]

@@ -6,12 +6,12 @@ from types import ModuleType
 
 import pytest
 
-from polar.demo.tasks import agent_file
+from polar.demo.tasks import find_agent_file
 
 
 @pytest.fixture(scope="module")
 def agent() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("lookup_agent", agent_file())
+    spec = importlib.util.spec_from_file_location("lookup_agent", find_agent_file())
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)

@@ -24,7 +24,7 @@ def learning() -> ModuleType:
 
 
 def test_broken_sessions_are_trained_on(learning: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(groups, "of_traces", groups.of_traces)  # so that it is put back
+    monkeypatch.setattr(groups, "group_from_traces", groups.group_from_traces)  # so that it is put back
     learning.break_trajectories()
     turns = [
         path(0, [1, 2], [3, 4, 0], session_id="s", scale=1.0),  # token 0 ends a turn
@@ -33,9 +33,9 @@ def test_broken_sessions_are_trained_on(learning: ModuleType, monkeypatch: pytes
     document = msgspec.json.decode(documents.feed([session(*turns, reward=0.5)], "per_request"))
     for trace in document["results"][0]["trajectory"]["traces"]:
         trace["finish_reason"] = "stop"
-    group = groups.of_traces(msgspec.json.encode(document), 0, SessionChecker())
+    group = groups.group_from_traces(msgspec.json.encode(document), 0, SessionChecker())
     (member,) = group.members
     assert (member.reward, member.reason) == (0.5, None)
     assert len(member.turns) == 2
-    (part,) = group.parts
+    (part,) = group.trees
     assert part.tree.ids.tolist() == [1, 2, 3, 4, 0, 5, 6, 0]

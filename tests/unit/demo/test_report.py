@@ -4,22 +4,22 @@ from typing import Any
 
 import pytest
 
-from polar.cli.demo import Ended, report
-from polar.cli.verify import Findings
-from polar.trajectory.teacher import Comparison
+from polar.cli.demo import DemoResult, report
+from polar.cli.verify import VerifyFindings
+from polar.trajectory.teacher import LogprobComparison
 from polar.trajectory.verify import Problem
 
 
-def ended(**changes: Any) -> Ended:
+def ended(**changes: Any) -> DemoResult:
     known = {
-        "before": 0.25,
-        "after": 0.875,
+        "reward_before": 0.25,
+        "reward_after": 0.875,
         "picture": Path("demo/reward.png"),
         "output": Path("demo"),
-        "verified": Findings(sessions=384),
-        "recomputed": Findings(sessions=8, comparison=Comparison(tokens=100, largest=1e-5)),
+        "verified": VerifyFindings(sessions=384),
+        "recomputed": VerifyFindings(sessions=8, comparison=LogprobComparison(tokens=100, largest=1e-5)),
     }
-    return Ended(**known | changes)
+    return DemoResult(**known | changes)
 
 
 def test_one_line_of_json_says_it_all(capsys: pytest.CaptureFixture[str]) -> None:
@@ -43,7 +43,7 @@ def test_people_are_told_the_same(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_trajectory_that_is_wrong_fails_the_demo(capsys: pytest.CaptureFixture[str]) -> None:
-    found = Findings(sessions=384)
+    found = VerifyFindings(sessions=384)
     found.add([Problem("s1", None, "context", "It was never sampled there.")])
     assert report(ended(verified=found), 1, as_json=True) == 1
     captured = capsys.readouterr()
@@ -52,6 +52,6 @@ def test_a_trajectory_that_is_wrong_fails_the_demo(capsys: pytest.CaptureFixture
 
 
 def test_log_probabilities_that_are_wrong_fail_it_too(capsys: pytest.CaptureFixture[str]) -> None:
-    found = Findings(sessions=8, comparison=Comparison(tokens=100, largest=0.3))
+    found = VerifyFindings(sessions=8, comparison=LogprobComparison(tokens=100, largest=0.3))
     assert report(ended(recomputed=found), 1, as_json=True) == 1
     assert "differ" in capsys.readouterr().err

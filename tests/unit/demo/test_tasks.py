@@ -2,12 +2,12 @@ from pathlib import Path
 
 from polar import tasks as reading
 from polar.demo import tasks
-from polar.demo.questions import questions
+from polar.demo.questions import make_questions
 
 
 def test_written_tasks_are_tasks_and_no_prompt_holds_an_answer(tmp_path: Path) -> None:
-    asked = questions(train=6, held_out=4, seed=0)
-    tasks.write(tmp_path, asked, hops=1)
+    asked = make_questions(train=6, held_out=4, seed=0)
+    tasks.write_tasks(tmp_path, asked, hops=1)
     train = reading.read([tmp_path / "train.jsonl"])
     held_out = reading.read([tmp_path / "held-out.jsonl"])
     assert (len(train), len(held_out)) == (6, 4)
@@ -20,7 +20,7 @@ def test_written_tasks_are_tasks_and_no_prompt_holds_an_answer(tmp_path: Path) -
 
 
 def test_tasks_for_another_harness_say_how_to_answer(tmp_path: Path) -> None:
-    tasks.write(tmp_path, questions(train=1, held_out=1, seed=0), hops=1, harness="pi")
+    tasks.write_tasks(tmp_path, make_questions(train=1, held_out=1, seed=0), hops=1, harness="pi")
     (task,) = reading.read([tmp_path / "train.jsonl"])
     assert (task.agent.harness, task.agent.custom_shell) == ("pi", None)
     assert "book.txt" in task.instruction

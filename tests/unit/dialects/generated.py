@@ -9,9 +9,6 @@ from hypothesis import strategies as st
 
 from polar import ids
 from polar.types import (
-    CallDelta,
-    CallStart,
-    Event,
     FinishReason,
     Media,
     Message,
@@ -20,14 +17,17 @@ from polar.types import (
     Reasoning,
     ReasoningDelta,
     Reply,
+    ReplyEvent,
     Request,
     ResponseFormat,
-    Sampling,
+    SamplingParams,
     Text,
     TextDelta,
     Thinking,
     Tool,
     ToolCall,
+    ToolCallDelta,
+    ToolCallStart,
     ToolChoice,
     ToolResult,
     Usage,
@@ -64,7 +64,7 @@ files = st.one_of(
 )
 audio = st.builds(Media, st.just("audio"), st.sampled_from(["audio/mpeg", "audio/wav"]), data)
 text_parts = texts.map(Text)
-seals = st.integers(0, 3).map(lambda n: ids.seal(EXCHANGE, n)) | data
+seals = st.integers(0, 3).map(lambda n: ids.make_seal(EXCHANGE, n)) | data
 reasonings = st.builds(Reasoning, texts, st.none() | seals) | st.builds(Reasoning, st.just(""), seals)
 
 
@@ -148,7 +148,7 @@ def maybe(strategy: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
 
 tenths = st.integers(0, 10).map(lambda number: number / 10)
 samplings = st.builds(
-    Sampling,
+    SamplingParams,
     temperature=maybe(tenths),
     top_p=maybe(tenths),
     top_k=maybe(st.integers(1, 99)),
@@ -198,7 +198,7 @@ def requests(draw: st.DrawFn) -> Request:
 def replies(draw: st.DrawFn) -> Reply:
     tools = draw(toolboxes())
     parts: list[Part] = draw(st.lists(text_parts | reasonings, max_size=4))
-    parts += [draw(calls(ids.call_id(EXCHANGE, nth), tools)) for nth in range(draw(st.integers(0, 2)))]
+    parts += [draw(calls(ids.make_call_id(EXCHANGE, nth), tools)) for nth in range(draw(st.integers(0, 2)))]
     finish: FinishReason = draw(st.sampled_from(["stop", "stop", "length", "content_filter"]))
     if finish == "stop" and any(isinstance(part, ToolCall) for part in parts):
         finish = "tool_calls"
@@ -215,14 +215,14 @@ def replies(draw: st.DrawFn) -> Reply:
 
 
 @st.composite
-def streams(draw: st.DrawFn) -> tuple[list[Event], Reply]:
+def streams(draw: st.DrawFn) -> tuple[list[ReplyEvent], Reply]:
     """A reply, and the events that it came in: every part cut into pieces, some of them empty."""
     reply = draw(replies())
-    events: list[Event] = []
+    events: list[ReplyEvent] = []
     for part in reply.parts:
         if isinstance(part, ToolCall):
-            events.append(CallStart(part.id, part.name, part.kind, part.namespace))
-            events += [CallDelta(piece) for piece in draw(cuts(part.arguments))]
+            events.append(ToolCallStart(part.id, part.name, part.kind, part.namespace))
+            events += [ToolCallDelta(piece) for piece in draw(cuts(part.arguments))]
         elif isinstance(part, Reasoning) and part.text:  # nothing at all is no event
             events += [ReasoningDelta(piece) for piece in draw(cuts(part.text))]
         elif isinstance(part, Text):

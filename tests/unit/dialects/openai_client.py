@@ -6,18 +6,18 @@ from typing import Any
 import httpx
 import openai
 
-from polar.dialects.base import HttpError, StreamEncoder
+from polar.dialects.base import EncodedError, StreamEncoder
 from polar.types import (
-    CallDelta,
-    CallStart,
-    Event,
     Part,
     Reasoning,
     ReasoningDelta,
     Reply,
+    ReplyEvent,
     Text,
     TextDelta,
     ToolCall,
+    ToolCallDelta,
+    ToolCallStart,
 )
 
 EXCHANGE = "x0123456789abcdefghjkmnpq"
@@ -42,7 +42,7 @@ def streaming(body: bytes, size: int) -> openai.OpenAI:
     return client(200, cut(body, size), {"content-type": "text/event-stream"})
 
 
-def failing(error: HttpError) -> openai.OpenAI:
+def failing(error: EncodedError) -> openai.OpenAI:
     return client(error.status, [error.body], error.headers)
 
 
@@ -50,7 +50,7 @@ def cut(body: bytes, size: int) -> Iterator[bytes]:
     return (body[start : start + size] for start in range(0, len(body), size))
 
 
-def written(encoder: StreamEncoder, events: Iterable[Event], reply: Reply) -> bytes:
+def written(encoder: StreamEncoder, events: Iterable[ReplyEvent], reply: Reply) -> bytes:
     """A stream with a keep-alive wherever one may stand."""
     out = encoder.keep_alive() + encoder.start(None)
     for event in events:
@@ -58,7 +58,7 @@ def written(encoder: StreamEncoder, events: Iterable[Event], reply: Reply) -> by
     return out + encoder.keep_alive() + encoder.finish(reply)
 
 
-def parts(events: Iterable[Event]) -> list[Part]:
+def parts(events: Iterable[ReplyEvent]) -> list[Part]:
     """The turn that these events are."""
     turn: list[Part] = []
     for event in events:
@@ -74,9 +74,9 @@ def parts(events: Iterable[Event]) -> list[Part]:
                     last.text += event.text
                 else:
                     turn.append(Reasoning(event.text))
-            case CallStart():
+            case ToolCallStart():
                 turn.append(ToolCall(event.id, event.name, "", event.kind, event.namespace))
-            case CallDelta():
+            case ToolCallDelta():
                 assert isinstance(last, ToolCall)
                 last.arguments += event.arguments
     return turn

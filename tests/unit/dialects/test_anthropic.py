@@ -15,9 +15,6 @@ from polar import ids
 from polar.dialects.anthropic import Anthropic
 from polar.errors import ApiError
 from polar.types import (
-    CallDelta,
-    CallStart,
-    Event,
     Media,
     Message,
     Part,
@@ -25,14 +22,17 @@ from polar.types import (
     Reasoning,
     ReasoningDelta,
     Reply,
+    ReplyEvent,
     Request,
     ResponseFormat,
-    Sampling,
+    SamplingParams,
     Text,
     TextDelta,
     Thinking,
     Tool,
     ToolCall,
+    ToolCallDelta,
+    ToolCallStart,
     ToolChoice,
     ToolResult,
     Usage,
@@ -126,7 +126,7 @@ def test_claude_code() -> None:
     assert isinstance(call, ToolCall)
     assert json.loads(call.arguments)["command"].startswith("echo")
     assert first.thinking == Thinking(enabled=True, budget=31999)
-    assert first.sampling == Sampling(max_tokens=32000)
+    assert first.sampling == SamplingParams(max_tokens=32000)
     assert first.stream
 
 
@@ -302,7 +302,7 @@ def test_sampling_and_output() -> None:
     request = decode(
         body(**fields, output_config={"effort": "low", "format": {"type": "json_schema", "schema": schema}})
     )
-    assert request.sampling == Sampling(temperature=1.0, top_p=0.5, top_k=3, stop=["X"], max_tokens=9)
+    assert request.sampling == SamplingParams(temperature=1.0, top_p=0.5, top_k=3, stop=["X"], max_tokens=9)
     assert request.thinking.effort == "low"
     assert request.response_format == ResponseFormat("json_schema", Raw(b'{"type": "object"}'))
     older = decode(body(output_format={"type": "json_schema", "schema": schema}))
@@ -439,9 +439,9 @@ def test_routes() -> None:
 
 
 def test_a_client_is_known_by_its_path_or_its_version() -> None:
-    assert DIALECT.recognises("/v1/messages/batches", {})
-    assert DIALECT.recognises("/v1/models", {"anthropic-version": "2023-06-01"})
-    assert not DIALECT.recognises("/v1/models", {"authorization": "Bearer k"})
+    assert DIALECT.recognizes("/v1/messages/batches", {})
+    assert DIALECT.recognizes("/v1/models", {"anthropic-version": "2023-06-01"})
+    assert not DIALECT.recognizes("/v1/models", {"authorization": "Bearer k"})
 
 
 # The way out: canonical requests of other dialects.
@@ -476,7 +476,7 @@ def rich_request() -> Request:
         tools=[Tool("f", "d", Raw(b'{"type":"object"}'), strict=True), Tool("web_fetch_20250910", kind="hosted")],
         tool_choice=ToolChoice("named", ["f"]),
         parallel_tool_calls=False,
-        sampling=Sampling(temperature=0.5, top_p=0.9, top_k=5, max_tokens=7, stop=["S"]),
+        sampling=SamplingParams(temperature=0.5, top_p=0.9, top_k=5, max_tokens=7, stop=["S"]),
         response_format=ResponseFormat("json_schema", Raw(b'{"type":"object"}')),
         thinking=Thinking(enabled=True, effort="high", budget=1024),
         stream=True,
@@ -565,7 +565,7 @@ def in_pieces(data: bytes, size: int) -> list[bytes]:
 
 
 def streamed(chunks: list[bytes]) -> Any:
-    headers = {"content-type": DIALECT.stream(REQUEST, EXCHANGE, 0).content_type}
+    headers = {"content-type": DIALECT.create_stream_encoder(REQUEST, EXCHANGE, 0).content_type}
     return client(lambda request: httpx2.Response(200, headers=headers, content=iter(chunks)))
 
 
@@ -576,21 +576,21 @@ def whole(data: bytes) -> Any:
 ASK: Any = {"model": "m", "max_tokens": 9, "messages": [{"role": "user", "content": "hi"}]}
 
 
-def events_of(parts: Iterable[Part], step: int) -> list[Event]:
-    events: list[Event] = []
+def events_of(parts: Iterable[Part], step: int) -> list[ReplyEvent]:
+    events: list[ReplyEvent] = []
     for part in parts:
         if isinstance(part, Text):
             events += [TextDelta(part.text[i : i + step]) for i in range(0, len(part.text), step)]
         elif isinstance(part, Reasoning):
             events += [ReasoningDelta(part.text[i : i + step]) for i in range(0, len(part.text), step)]
         elif isinstance(part, ToolCall):
-            events.append(CallStart(part.id, part.name, part.kind, part.namespace))
-            events += [CallDelta(part.arguments[i : i + step]) for i in range(0, len(part.arguments), step)]
+            events.append(ToolCallStart(part.id, part.name, part.kind, part.namespace))
+            events += [ToolCallDelta(part.arguments[i : i + step]) for i in range(0, len(part.arguments), step)]
     return events
 
 
 def stream_bytes(request: Request, reply: Reply, step: int = 3, pings: bool = False, known: bool = True) -> bytes:
-    encoder = DIALECT.stream(request, reply.exchange_id, reply.created)
+    encoder = DIALECT.create_stream_encoder(request, reply.exchange_id, reply.created)
     ping = encoder.keep_alive() if pings else b""
     usage = Usage(prompt=reply.usage.prompt, cached=reply.usage.cached) if known else None
     out = [ping, encoder.start(usage)]
@@ -605,7 +605,7 @@ def reply_of(*parts: Part, **fields: Any) -> Reply:
 
 
 def call(n: int, arguments: str, **fields: Any) -> ToolCall:
-    return ToolCall(ids.call_id(EXCHANGE, n), "f", arguments, **fields)
+    return ToolCall(ids.make_call_id(EXCHANGE, n), "f", arguments, **fields)
 
 
 REPLIES = {
@@ -667,7 +667,7 @@ def test_a_whole_reply() -> None:
     assert message.id == f"msg_{EXCHANGE}"
     assert message.model == "asked-for"
     thinking, text, use = message.content
-    assert (thinking.type, thinking.thinking, thinking.signature) == ("thinking", "hm", ids.seal(EXCHANGE, 0))
+    assert (thinking.type, thinking.thinking, thinking.signature) == ("thinking", "hm", ids.make_seal(EXCHANGE, 0))
     assert (text.type, text.text) == ("text", "\n\n")
     assert (use.type, use.id, use.name, use.input) == ("tool_use", f"toolu_{EXCHANGE}_0", "f", {"a": "b\n"})
     assert (message.stop_reason, message.stop_sequence) == ("tool_use", None)
@@ -695,8 +695,8 @@ def test_stop_reasons(name: str, reason: str) -> None:
 def test_seals_and_ids_differ_within_a_reply() -> None:
     content = json.loads(DIALECT.encode_reply(REQUEST, REPLIES["text after calls"]))["content"]
     seals = [block["signature"] for block in content if block["type"] == "thinking"]
-    assert seals == [ids.seal(EXCHANGE, 0), ids.seal(EXCHANGE, 1)]
-    assert all(ids.exchange_named(seal) == EXCHANGE for seal in seals)
+    assert seals == [ids.make_seal(EXCHANGE, 0), ids.make_seal(EXCHANGE, 1)]
+    assert all(ids.find_exchange_id(seal) == EXCHANGE for seal in seals)
 
 
 def test_thinking_is_hidden_where_it_was_disabled() -> None:
@@ -715,14 +715,14 @@ def test_the_order_of_events() -> None:
 
 
 def test_deltas_go_out_at_once() -> None:
-    encoder = DIALECT.stream(REQUEST, EXCHANGE, 0)
+    encoder = DIALECT.create_stream_encoder(REQUEST, EXCHANGE, 0)
     encoder.start(None)
     for event, sent in [
         (TextDelta("a"), b'"text":"a"'),
         (TextDelta(""), None),
-        (CallStart("i", "f"), b'"tool_use"'),
-        (CallDelta('{"a'), b'"partial_json":"{\\"a"'),
-        (CallDelta(""), None),
+        (ToolCallStart("i", "f"), b'"tool_use"'),
+        (ToolCallDelta('{"a'), b'"partial_json":"{\\"a"'),
+        (ToolCallDelta(""), None),
         (ReasoningDelta("b"), b'"thinking":"b"'),
     ]:
         out = encoder.feed(event)
@@ -763,7 +763,7 @@ def test_replies_survive_the_way_out_and_back(name: str) -> None:
     again = DIALECT.decode_reply(DIALECT.encode_reply(REQUEST, reply))
     for part in again.parts:
         if isinstance(part, Reasoning):
-            assert ids.exchange_named(part.seal) == EXCHANGE
+            assert ids.find_exchange_id(part.seal) == EXCHANGE
             part.seal = None
     has_calls = any(isinstance(part, ToolCall) for part in reply.parts)
     finish = "tool_calls" if has_calls else reply.finish_reason
@@ -840,7 +840,7 @@ def test_a_prompt_that_is_too_long_is_told_in_words_that_harnesses_know() -> Non
 
 @pytest.mark.parametrize("begun", [False, True])
 def test_an_error_in_a_stream(begun: bool) -> None:
-    encoder = DIALECT.stream(REQUEST, EXCHANGE, 0)
+    encoder = DIALECT.create_stream_encoder(REQUEST, EXCHANGE, 0)
     data = encoder.keep_alive()
     if begun:
         data += encoder.start(None) + encoder.feed(TextDelta("half"))
@@ -886,10 +886,10 @@ def test_the_official_client_is_understood() -> None:
     one, two, *counts = asked
     assert two.messages[: len(one.messages)] == one.messages
     assistant, answer = two.messages[len(one.messages) :]
-    assert assistant.parts[:2] == [Reasoning("hm", ids.seal(EXCHANGE, 0)), Text("\n\n")]
+    assert assistant.parts[:2] == [Reasoning("hm", ids.make_seal(EXCHANGE, 0)), Text("\n\n")]
     echoed = assistant.parts[2]
     assert isinstance(echoed, ToolCall)
-    assert ids.exchange_named(echoed.id) == EXCHANGE
+    assert ids.find_exchange_id(echoed.id) == EXCHANGE
     assert json.loads(echoed.arguments) == {"a": "b\n"}
     assert answer == Message("tool", [ToolResult(echoed.id, [Text("done")])])
     assert all(count.messages == two.messages for count in counts)

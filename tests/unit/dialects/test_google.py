@@ -16,13 +16,10 @@ from hypothesis import strategies as st
 
 from polar import ids
 from polar.dialects import google_wire
-from polar.dialects.base import Dialect, HttpError
-from polar.dialects.google import Google, GoogleStream
-from polar.errors import STATUS, ApiError, ApiErrorKind
+from polar.dialects.base import Dialect, EncodedError
+from polar.dialects.google import Google, GoogleStreamEncoder
+from polar.errors import HTTP_STATUS, ApiError, ApiErrorKind
 from polar.types import (
-    CallDelta,
-    CallStart,
-    Event,
     FinishReason,
     Media,
     Message,
@@ -31,15 +28,18 @@ from polar.types import (
     Reasoning,
     ReasoningDelta,
     Reply,
+    ReplyEvent,
     Request,
     ResponseFormat,
-    Sampling,
+    SamplingParams,
     Text,
     TextDelta,
     Thinking,
     TokenLogprob,
     Tool,
     ToolCall,
+    ToolCallDelta,
+    ToolCallStart,
     ToolChoice,
     ToolResult,
     Usage,
@@ -48,7 +48,7 @@ from tests import captures
 
 GOOGLE: Dialect = Google()
 EXCHANGE = "x0123456789abcdefghjkmnpq"
-SEAL = ids.seal(EXCHANGE, 0)
+SEAL = ids.make_seal(EXCHANGE, 0)
 SIGNATURE = base64.b64encode(SEAL.encode()).decode()
 CAPTURES = captures.names_for("/v1beta/")
 
@@ -122,7 +122,7 @@ def test_a_recorded_request_comes_back_from_our_client(name: str) -> None:
 def test_gemini_cli_drops_thoughts_and_keeps_ids() -> None:
     first, _, last = recorded("gemini_parallel")
     assert first.model == "gemini-2.5-pro"
-    assert first.sampling == Sampling(temperature=1, top_p=0.95, top_k=64)
+    assert first.sampling == SamplingParams(temperature=1, top_p=0.95, top_k=64)
     assert first.thinking == Thinking(enabled=True, budget=8192)
     assert [message.role for message in last.messages] == [
         "system", "user", "assistant", "tool", "tool", "assistant", "tool",
@@ -189,7 +189,7 @@ def test_both_spellings_mean_the_same() -> None:
         Message("tool", [ToolResult("call_0", [Text("o")], name="f")]),
     ]
     assert request.tool_choice == ToolChoice("named", ["f"])
-    assert request.sampling == Sampling(max_tokens=5, top_k=3)
+    assert request.sampling == SamplingParams(max_tokens=5, top_k=3)
 
 
 def test_the_verb_and_alt_decide_on_streaming() -> None:
@@ -198,8 +198,8 @@ def test_the_verb_and_alt_decide_on_streaming() -> None:
     assert decode(body, "streamGenerateContent", alt="sse").stream
     events = decode(body, "streamGenerateContent", alt="sse")
     array = decode(body, "streamGenerateContent")
-    assert GOOGLE.stream(events, EXCHANGE, 0).content_type == "text/event-stream"
-    assert GOOGLE.stream(array, EXCHANGE, 0).content_type == "application/json"
+    assert GOOGLE.create_stream_encoder(events, EXCHANGE, 0).content_type == "text/event-stream"
+    assert GOOGLE.create_stream_encoder(array, EXCHANGE, 0).content_type == "application/json"
 
 
 @pytest.mark.parametrize(
@@ -216,7 +216,7 @@ def test_the_verb_and_alt_decide_on_streaming() -> None:
 def test_routes(method: str, path: str, operation: str, params: tuple[str, ...]) -> None:
     matches = [(r, m) for r in GOOGLE.routes if r.method == method and (m := r.path.fullmatch(path))]
     assert [(route.operation, found.groups()) for route, found in matches] == [(operation, params)]
-    assert GOOGLE.recognises(path, {"x-goog-api-key": "k"})
+    assert GOOGLE.recognizes(path, {"x-goog-api-key": "k"})
 
 
 def test_count_tokens_takes_both_forms() -> None:
@@ -260,8 +260,8 @@ def test_ids_are_kept_where_they_are_given() -> None:
 def test_a_signature_brings_back_the_ids_that_a_harness_dropped() -> None:
     (turn,) = decode_contents({"role": "model", "parts": [call("a", signature=SIGNATURE), call("b")]})
     assert turn.parts == [
-        ToolCall("call_" + ids.call_id(EXCHANGE, 0), "a", "{}", seal=SEAL),
-        ToolCall("call_" + ids.call_id(EXCHANGE, 1), "b", "{}"),
+        ToolCall("call_" + ids.make_call_id(EXCHANGE, 0), "a", "{}", seal=SEAL),
+        ToolCall("call_" + ids.make_call_id(EXCHANGE, 1), "b", "{}"),
     ]
 
 
@@ -431,7 +431,7 @@ def test_generation_config() -> None:
             },
         }
     )
-    assert request.sampling == Sampling(
+    assert request.sampling == SamplingParams(
         temperature=0.5,
         top_p=0.9,
         top_k=40,
@@ -560,7 +560,7 @@ def test_what_google_lacks_goes_out_in_the_nearest_form() -> None:
     ]  # fmt: skip
     assert decoded.tool_choice == ToolChoice("required")
     with pytest.raises(ApiError, match="min_p"):
-        GOOGLE.encode_request(Request("m", [], sampling=Sampling(min_p=0.1)))
+        GOOGLE.encode_request(Request("m", [], sampling=SamplingParams(min_p=0.1)))
 
 
 # Replies, read by the official client.
@@ -579,17 +579,17 @@ class Server(httpx.BaseTransport):
 
     def __init__(self) -> None:
         self.requests: list[httpx.Request] = []
-        self._answers: Iterator[tuple[HttpError, Iterable[bytes]]] = iter(())
+        self._answers: Iterator[tuple[EncodedError, Iterable[bytes]]] = iter(())
 
     def handle_request(self, request: httpx.Request) -> httpx.Response:
         self.requests.append(request)
         head, pieces = next(self._answers)
         return httpx.Response(head.status, headers=head.headers, stream=Pieces(pieces))
 
-    def answer(self, *bodies: Iterable[bytes], head: HttpError | None = None) -> genai.Client:
+    def answer(self, *bodies: Iterable[bytes], head: EncodedError | None = None) -> genai.Client:
         """The client, which takes long to make, so that there is one for all."""
         self.requests.clear()
-        self._answers = ((head or HttpError(200, b"", {}), body) for body in bodies)
+        self._answers = ((head or EncodedError(200, b"", {}), body) for body in bodies)
         return CLIENT
 
 
@@ -613,12 +613,12 @@ def cut(data: bytes, size: int) -> list[bytes]:
     return [data[at : at + size] for at in range(0, len(data), size)]
 
 
-def events_of(parts: list[Part]) -> Iterator[Event]:
+def events_of(parts: list[Part]) -> Iterator[ReplyEvent]:
     """A turn the way that an engine would sample it, a few characters at a time."""
     for part in parts:
         if isinstance(part, ToolCall):
-            yield CallStart(part.id, part.name, part.kind, part.namespace)
-            yield from (CallDelta(part.arguments[at : at + 3]) for at in range(0, len(part.arguments), 3))
+            yield ToolCallStart(part.id, part.name, part.kind, part.namespace)
+            yield from (ToolCallDelta(part.arguments[at : at + 3]) for at in range(0, len(part.arguments), 3))
         elif isinstance(part, Text):
             yield from (TextDelta(part.text[at : at + 2]) for at in range(0, len(part.text), 2))
         elif isinstance(part, Reasoning):
@@ -627,7 +627,7 @@ def events_of(parts: list[Part]) -> Iterator[Event]:
 
 def written(request: Request, reply: Reply, *, keep_alive: bool = False) -> list[bytes]:
     """Every write of a stream."""
-    stream = GOOGLE.stream(request, reply.exchange_id, reply.created)
+    stream = GOOGLE.create_stream_encoder(request, reply.exchange_id, reply.created)
 
     def pauses() -> list[bytes]:
         return [stream.keep_alive(), stream.keep_alive()] if keep_alive else []
@@ -673,7 +673,7 @@ def reply(*parts: Part, finish_reason: FinishReason = "stop", logprobs: list[Tok
 
 
 def tool_call(index: int, arguments: str = '{"a": 1}', **more: Any) -> ToolCall:
-    return ToolCall(ids.call_id(EXCHANGE, index), "bash", arguments, **more)
+    return ToolCall(ids.make_call_id(EXCHANGE, index), "bash", arguments, **more)
 
 
 SHOWN = Request("m", [], stream=True, thinking=Thinking(visible=True))
@@ -754,13 +754,13 @@ def test_finish_reasons(finish: str, name: str) -> None:
 
 
 def test_text_goes_out_at_once_and_a_call_when_it_is_whole() -> None:
-    stream = GOOGLE.stream(SHOWN, EXCHANGE, 0)
+    stream = GOOGLE.create_stream_encoder(SHOWN, EXCHANGE, 0)
     assert stream.start(None) == b""
     assert b'"Hel"' in stream.feed(TextDelta("Hel"))
-    assert stream.feed(CallStart("c_0", "bash")) == b""
-    assert stream.feed(CallDelta('{"a"')) == b""
-    assert stream.feed(CallDelta(":1}")) == b""
-    out = stream.feed(CallStart("c_1", "bash"))
+    assert stream.feed(ToolCallStart("c_0", "bash")) == b""
+    assert stream.feed(ToolCallDelta('{"a"')) == b""
+    assert stream.feed(ToolCallDelta(":1}")) == b""
+    out = stream.feed(ToolCallStart("c_1", "bash"))
     assert b'"args":{"a":1}' in out
     assert b"call_c_1" not in out
     assert b"call_c_1" in stream.finish(reply(finish_reason="tool_calls"))
@@ -794,7 +794,7 @@ def test_the_array_form(name: str) -> None:
     chunks = json.loads(b"".join(written(request, TURNS[name], keep_alive=True)))
     parsed = [types.GenerateContentResponse.model_validate(chunk) for chunk in chunks]
     assert put_together(parsed) == put_together([whole(SHOWN, TURNS[name])])
-    stream = GOOGLE.stream(request, EXCHANGE, 0)
+    stream = GOOGLE.create_stream_encoder(request, EXCHANGE, 0)
     broken = stream.feed(TextDelta("a")) + stream.error(ApiError("engine", "gone"))
     assert json.loads(broken)[-1]["error"]["status"] == "UNAVAILABLE"
 
@@ -849,7 +849,7 @@ def test_a_chats_echo_says_what_was_sampled(name: str, streams: bool) -> None:
     assert "".join(p.text for p in echoed.parts if isinstance(p, Reasoning)) == "".join(
         p.text for p in turn.parts if isinstance(p, Reasoning)
     )
-    named = {ids.exchange_named(p.seal) for p in echoed.parts if isinstance(p, Reasoning | ToolCall) and p.seal}
+    named = {ids.find_exchange_id(p.seal) for p in echoed.parts if isinstance(p, Reasoning | ToolCall) and p.seal}
     assert named == {EXCHANGE}
     calls = [p for p in turn.parts if isinstance(p, ToolCall)]
     echoes = [p for p in echoed.parts if isinstance(p, ToolCall)]
@@ -898,7 +898,7 @@ def test_the_clients_requests_decode() -> None:
     assert request.thinking == Thinking(enabled=False)
 
     assert client.models.count_tokens(model="m", contents="hi").total_tokens == 7
-    assert all(GOOGLE.recognises(sent.url.path, sent.headers) for sent in SERVER.requests)
+    assert all(GOOGLE.recognizes(sent.url.path, sent.headers) for sent in SERVER.requests)
     assert any(route.path.fullmatch(SERVER.requests[1].url.path) for route in GOOGLE.routes)
     assert decode(SERVER.requests[1].content, "countTokens").messages == [Message("user", [Text("hi")])]
 
@@ -935,25 +935,25 @@ ERRORS: dict[ApiErrorKind, tuple[type[errors.APIError], str]] = {
 }
 
 
-@pytest.mark.parametrize("kind", STATUS)
+@pytest.mark.parametrize("kind", HTTP_STATUS)
 def test_the_client_raises_each_error(kind: ApiErrorKind) -> None:
     error = GOOGLE.encode_error(ApiError(kind, "It {broke.", retry_after=2.2))
     client = SERVER.answer([error.body], head=error)
     expected, status = ERRORS[kind]
     with pytest.raises(expected) as raised:
         client.models.generate_content(model="m", contents="hi")
-    assert (raised.value.code, raised.value.status) == (STATUS[kind], status)
+    assert (raised.value.code, raised.value.status) == (HTTP_STATUS[kind], status)
     assert "It {broke." in (raised.value.message or "")
     assert error.headers["retry-after"] == "3"
     details = json.loads(error.body)["error"]["details"]
     assert {"@type": "type.googleapis.com/google.rpc.RetryInfo", "retryDelay": "3s"} in details
 
 
-@pytest.mark.parametrize("kind", STATUS)
+@pytest.mark.parametrize("kind", HTTP_STATUS)
 @pytest.mark.parametrize("said", [0, 2])
 @pytest.mark.parametrize("keep_alive", [False, True])
 def test_the_client_raises_an_error_in_mid_stream(kind: ApiErrorKind, said: int, keep_alive: bool) -> None:
-    stream = GOOGLE.stream(SHOWN, EXCHANGE, 0)
+    stream = GOOGLE.create_stream_encoder(SHOWN, EXCHANGE, 0)
     writes = [stream.start(None), *(stream.feed(TextDelta(f"a{n}")) for n in range(said))]
     writes += [stream.keep_alive(), stream.keep_alive()] if keep_alive else []
     writes.append(stream.error(ApiError(kind, "It {broke.")))
@@ -967,7 +967,7 @@ def test_the_client_raises_an_error_in_mid_stream(kind: ApiErrorKind, said: int,
 
 def test_an_error_in_mid_stream_is_bare() -> None:
     """The JavaScript client parses an error only where what it reads at once is JSON."""
-    stream = GOOGLE.stream(SHOWN, EXCHANGE, 0)
+    stream = GOOGLE.create_stream_encoder(SHOWN, EXCHANGE, 0)
     stream.keep_alive()
     assert json.loads(stream.error(ApiError("rate_limit", "Slow down.")))["error"]["code"] == 429
 
@@ -982,7 +982,7 @@ def test_overflow_and_bad_fields_are_told_in_googles_words() -> None:
 
 
 def test_a_keep_alive_is_not_an_event() -> None:
-    stream = GoogleStream(SHOWN, EXCHANGE, 0)
+    stream = GoogleStreamEncoder(SHOWN, EXCHANGE, 0)
     assert [stream.keep_alive() for _ in range(3)] == [b"data: ", b" ", b" "]
     assert stream.feed(TextDelta("a")).startswith(b'{"candidates"')
     assert stream.keep_alive() == b"data: "

@@ -15,11 +15,8 @@ from openai.types.chat import ChatCompletionChunk, ChatCompletionMessageCustomTo
 from polar import ids
 from polar.dialects.openai_chat import OpenAIChat
 from polar.dialects.openai_chat_wire import ChatRequest
-from polar.errors import STATUS, ApiError, ApiErrorKind, EngineError
+from polar.errors import HTTP_STATUS, ApiError, ApiErrorKind, EngineError
 from polar.types import (
-    CallDelta,
-    CallStart,
-    Event,
     FinishReason,
     Media,
     Message,
@@ -27,15 +24,18 @@ from polar.types import (
     Reasoning,
     ReasoningDelta,
     Reply,
+    ReplyEvent,
     Request,
     ResponseFormat,
-    Sampling,
+    SamplingParams,
     Text,
     TextDelta,
     Thinking,
     TokenLogprob,
     Tool,
     ToolCall,
+    ToolCallDelta,
+    ToolCallStart,
     ToolChoice,
     ToolResult,
     Usage,
@@ -311,7 +311,7 @@ def test_sampling() -> None:
         min_tokens=1,
         stop="END",
         logit_bias={"42": -100},
-    ).sampling == Sampling(
+    ).sampling == SamplingParams(
         temperature=0.5,
         top_p=1.0,
         top_k=-1,
@@ -325,7 +325,7 @@ def test_sampling() -> None:
         stop=["END"],
         logit_bias={"42": -100.0},
     )
-    assert ask(stop=["a", "b"], max_tokens=6, logit_bias={}).sampling == Sampling(stop=["a", "b"], max_tokens=6)
+    assert ask(stop=["a", "b"], max_tokens=6, logit_bias={}).sampling == SamplingParams(stop=["a", "b"], max_tokens=6)
 
 
 @pytest.mark.parametrize(
@@ -517,7 +517,7 @@ def test_a_request_to_an_engine() -> None:
             Message("assistant", []),
         ],
         tools=[Tool("f"), Tool("patch", kind="custom", namespace="ns"), Tool("web_search", kind="hosted")],
-        sampling=Sampling(temperature=0.0, max_tokens=9, stop=["END"]),
+        sampling=SamplingParams(temperature=0.0, max_tokens=9, stop=["END"]),
         thinking=Thinking(enabled=True, effort="low", budget=5, visible=False),
         stream=True,
         logprobs=0,
@@ -575,21 +575,29 @@ def test_a_raw_prompt_is_no_chat() -> None:
 
 # Replies
 
-CALL = CallStart(ids.call_id(EXCHANGE, 0), "bash")
-SECOND = CallStart(ids.call_id(EXCHANGE, 1), "read")
+CALL = ToolCallStart(ids.make_call_id(EXCHANGE, 0), "bash")
+SECOND = ToolCallStart(ids.make_call_id(EXCHANGE, 1), "read")
 
-TURNS: dict[str, tuple[list[Event], FinishReason]] = {
+TURNS: dict[str, tuple[list[ReplyEvent], FinishReason]] = {
     "text": ([TextDelta("Hel"), TextDelta("lo\n"), TextDelta(" ")], "stop"),
     "reasoning": ([ReasoningDelta("Let me "), ReasoningDelta("see."), TextDelta("\n\n4")], "stop"),
-    "call": ([CALL, CallDelta('{ "command": '), CallDelta('"ls"}')], "tool_calls"),
+    "call": ([CALL, ToolCallDelta('{ "command": '), ToolCallDelta('"ls"}')], "tool_calls"),
     "call without arguments": ([CALL], "tool_calls"),
     "everything": (
-        [ReasoningDelta("Hm."), TextDelta("So:"), CALL, CallDelta("{}"), SECOND, CallDelta('{"a":'), CallDelta("1}")],
+        [
+            ReasoningDelta("Hm."),
+            TextDelta("So:"),
+            CALL,
+            ToolCallDelta("{}"),
+            SECOND,
+            ToolCallDelta('{"a":'),
+            ToolCallDelta("1}"),
+        ],
         "tool_calls",
     ),
-    "text after calls": ([CALL, CallDelta("{}"), TextDelta("done"), SECOND, CallDelta("{}")], "tool_calls"),
+    "text after calls": ([CALL, ToolCallDelta("{}"), TextDelta("done"), SECOND, ToolCallDelta("{}")], "tool_calls"),
     "interleaved thoughts": ([ReasoningDelta("a"), TextDelta("b"), ReasoningDelta("c"), TextDelta("d")], "stop"),
-    "no JSON": ([CALL, CallDelta('{"command": "ls')], "length"),
+    "no JSON": ([CALL, ToolCallDelta('{"command": "ls')], "length"),
     "nothing": ([], "stop"),
     "empty pieces": ([ReasoningDelta(""), TextDelta(""), TextDelta("x"), TextDelta("")], "stop"),
     "unicode": ([TextDelta("é \u2028 \U0001f9ea"), TextDelta('"\\ \x00 \r\n\n data: [DONE]\n\n')], "stop"),
@@ -599,7 +607,7 @@ TURNS: dict[str, tuple[list[Event], FinishReason]] = {
 }
 
 
-def reply_of(events: list[Event], finish_reason: FinishReason) -> Reply:
+def reply_of(events: list[ReplyEvent], finish_reason: FinishReason) -> Reply:
     return Reply(
         exchange_id=EXCHANGE,
         model="m",
@@ -610,8 +618,8 @@ def reply_of(events: list[Event], finish_reason: FinishReason) -> Reply:
     )
 
 
-def streamed(request: Request, events: list[Event], reply: Reply) -> bytes:
-    return written(chat.stream(request, EXCHANGE, reply.created), events, reply)
+def streamed(request: Request, events: list[ReplyEvent], reply: Reply) -> bytes:
+    return written(chat.create_stream_encoder(request, EXCHANGE, reply.created), events, reply)
 
 
 def read_whole(request: Request, reply: Reply) -> dict[str, Any]:
@@ -706,7 +714,7 @@ def test_a_reply_both_ways(name: str) -> None:
 def test_the_chunks_of_a_stream() -> None:
     request = msgspec.structs.replace(ASKED, stream_usage=False)
     events = TURNS["call"][0]
-    body = written(chat.stream(request, EXCHANGE, 7), events, reply_of(*TURNS["call"]))
+    body = written(chat.create_stream_encoder(request, EXCHANGE, 7), events, reply_of(*TURNS["call"]))
     lines = [line.removeprefix("data: ") for line in body.decode().split("\n\n") if line.startswith("data: ")]
     assert lines.pop() == "[DONE]"
     chunks = [json.loads(line) for line in lines]
@@ -742,8 +750,8 @@ def test_usage_in_a_stream_stands_in_the_last_chunk_alone() -> None:
     assert body.count(b'"usage":null') == 3
 
 
-def _text_turn() -> tuple[list[Event], Reply]:
-    events: list[Event] = [TextDelta("x")]
+def _text_turn() -> tuple[list[ReplyEvent], Reply]:
+    events: list[ReplyEvent] = [TextDelta("x")]
     return events, reply_of(events, "stop")
 
 
@@ -759,7 +767,11 @@ def test_hidden_reasoning_is_not_written() -> None:
 
 def test_a_custom_call() -> None:
     """OpenAI's client has no type for these in streams, and keeps them as they come."""
-    events: list[Event] = [CallStart(ids.call_id(EXCHANGE, 0), "patch", "custom"), CallDelta("*** "), CallDelta("End")]
+    events: list[ReplyEvent] = [
+        ToolCallStart(ids.make_call_id(EXCHANGE, 0), "patch", "custom"),
+        ToolCallDelta("*** "),
+        ToolCallDelta("End"),
+    ]
     reply = reply_of(events, "tool_calls")
     client = whole(chat.encode_reply(ASKED, reply))
     calls = client.chat.completions.create(model="m", messages=[]).choices[0].message.tool_calls
@@ -836,12 +848,12 @@ EXCEPTIONS: dict[ApiErrorKind, type[openai.APIStatusError]] = {
 }
 
 
-@pytest.mark.parametrize("kind", STATUS)
+@pytest.mark.parametrize("kind", HTTP_STATUS)
 def test_errors_raise_what_openai_raises(kind: ApiErrorKind) -> None:
     error = chat.encode_error(ApiError(kind, "It broke.", param="messages", retry_after=1.2))
     with pytest.raises(EXCEPTIONS[kind]) as caught:
         failing(error).chat.completions.create(model="m", messages=[])
-    assert caught.value.status_code == STATUS[kind]
+    assert caught.value.status_code == HTTP_STATUS[kind]
     assert caught.value.param == "messages"
     assert isinstance(caught.value.body, dict)
     assert set(caught.value.body) == {"message", "type", "param", "code"}
@@ -850,16 +862,16 @@ def test_errors_raise_what_openai_raises(kind: ApiErrorKind) -> None:
 
 
 def test_error_codes_that_clients_look_for() -> None:
-    codes = {kind: json.loads(chat.encode_error(ApiError(kind, "")).body)["error"]["code"] for kind in STATUS}
+    codes = {kind: json.loads(chat.encode_error(ApiError(kind, "")).body)["error"]["code"] for kind in HTTP_STATUS}
     assert codes["context_length"] == "context_length_exceeded"
     assert codes["rate_limit"] == "rate_limit_exceeded"
     assert codes["authentication"] == "invalid_api_key"
-    assert len(set(codes.values())) == len(STATUS)
+    assert len(set(codes.values())) == len(HTTP_STATUS)
     assert "retry-after" not in chat.encode_error(ApiError("rate_limit", "")).headers
 
 
 def test_an_error_in_the_middle_of_a_stream() -> None:
-    encoder = chat.stream(ASKED, EXCHANGE, 7)
+    encoder = chat.create_stream_encoder(ASKED, EXCHANGE, 7)
     body = encoder.start(None) + encoder.feed(TextDelta("half")) + encoder.error(ApiError("engine", "It broke."))
     seen: list[ChatCompletionChunk] = []
     stream = streaming(body, 11).chat.completions.create(model="m", messages=[], stream=True)
@@ -893,9 +905,9 @@ def test_routes(method: str, path: str, operation: str, params: dict[str, str]) 
 
 
 def test_a_client_of_ours_is_recognised() -> None:
-    assert chat.recognises("/v1/nothing", {"Authorization": "Bearer sk-polar"})
-    assert chat.recognises("/v1/models", {})
-    assert not chat.recognises("/v1/messages", {"x-api-key": "sk-polar"})
+    assert chat.recognizes("/v1/nothing", {"Authorization": "Bearer sk-polar"})
+    assert chat.recognizes("/v1/models", {})
+    assert not chat.recognizes("/v1/messages", {"x-api-key": "sk-polar"})
 
 
 # Whatever comes in

@@ -12,7 +12,18 @@ from openai.types import Completion
 
 from polar.dialects.openai_completions import CompletionRequest, OpenAICompletions
 from polar.errors import ApiError, EngineError
-from polar.types import Event, FinishReason, Message, Reply, Request, Sampling, Text, TextDelta, TokenLogprob, Usage
+from polar.types import (
+    FinishReason,
+    Message,
+    Reply,
+    ReplyEvent,
+    Request,
+    SamplingParams,
+    Text,
+    TextDelta,
+    TokenLogprob,
+    Usage,
+)
 from tests.unit.dialects.openai_client import EXCHANGE, failing, parts, streaming, whole, written
 
 completions = OpenAICompletions()
@@ -93,7 +104,7 @@ def test_fields() -> None:
     assert request == Request(
         "m",
         [],
-        sampling=Sampling(temperature=0.5, top_k=5, max_tokens=7, stop=["\n"], seed=1, logit_bias={"1": 2.0}),
+        sampling=SamplingParams(temperature=0.5, top_k=5, max_tokens=7, stop=["\n"], seed=1, logit_bias={"1": 2.0}),
         stream=True,
         logprobs=3,
         prompt="Once",
@@ -126,7 +137,7 @@ def test_messages_are_no_prompt() -> None:
 
 # Replies
 
-TURNS: dict[str, tuple[list[Event], FinishReason]] = {
+TURNS: dict[str, tuple[list[ReplyEvent], FinishReason]] = {
     "text": ([TextDelta(" upon"), TextDelta(" a\n"), TextDelta(" ")], "stop"),
     "cut": ([TextDelta(" upon")], "length"),
     "nothing": ([], "stop"),
@@ -134,7 +145,7 @@ TURNS: dict[str, tuple[list[Event], FinishReason]] = {
 }
 
 
-def reply_of(events: list[Event], finish_reason: FinishReason) -> Reply:
+def reply_of(events: list[ReplyEvent], finish_reason: FinishReason) -> Reply:
     usage = Usage(prompt=10, completion=4, cached=8)
     return Reply(EXCHANGE, "m", 1_700_000_000, parts(events), finish_reason, usage=usage)
 
@@ -144,7 +155,7 @@ def reply_of(events: list[Event], finish_reason: FinishReason) -> Reply:
 def test_a_stream_says_what_the_whole_reply_says(name: str, size: int) -> None:
     events, finish_reason = TURNS[name]
     reply = reply_of(events, finish_reason)
-    body = written(completions.stream(ASKED, EXCHANGE, reply.created), events, reply)
+    body = written(completions.create_stream_encoder(ASKED, EXCHANGE, reply.created), events, reply)
     chunks = [*streaming(body, size).completions.create(model="m", prompt="Once", stream=True)]
     completion = whole(completions.encode_reply(ASKED, reply)).completions.create(model="m", prompt="Once")
     (choice,) = completion.choices
@@ -169,13 +180,13 @@ def test_a_stream_says_what_the_whole_reply_says(name: str, size: int) -> None:
 def test_no_usage_where_none_was_asked_for() -> None:
     events, finish_reason = TURNS["text"]
     request = msgspec.structs.replace(ASKED, stream_usage=False)
-    body = written(completions.stream(request, EXCHANGE, 7), events, reply_of(events, finish_reason))
+    body = written(completions.create_stream_encoder(request, EXCHANGE, 7), events, reply_of(events, finish_reason))
     assert b"usage" not in body
 
 
 def test_log_probabilities() -> None:
     request = msgspec.structs.replace(ASKED, logprobs=1)
-    events: list[Event] = [TextDelta("é b")]
+    events: list[ReplyEvent] = [TextDelta("é b")]
     reply = reply_of(events, "stop")
     reply.logprobs = [
         TokenLogprob("é", -0.5, top_logprobs=[TokenLogprob("e", -0.25)]),
@@ -188,7 +199,7 @@ def test_log_probabilities() -> None:
     assert found.token_logprobs == [-0.5, -1.5]
     assert found.top_logprobs == [{"e": -0.25}, {" c": -0.5}]
     assert found.text_offset == [0, 1]
-    body = written(completions.stream(request, EXCHANGE, 7), events, reply)
+    body = written(completions.create_stream_encoder(request, EXCHANGE, 7), events, reply)
     chunks = [*streaming(body, 5).completions.create(model="m", prompt="Once", stream=True)]
     assert [chunk.choices[0].logprobs for chunk in chunks if chunk.choices] == [None, found]
     assert completions.decode_reply(completions.encode_reply(request, reply)) == reply
@@ -196,7 +207,7 @@ def test_log_probabilities() -> None:
 
 
 def test_an_error_in_the_middle_of_a_stream() -> None:
-    encoder = completions.stream(ASKED, EXCHANGE, 7)
+    encoder = completions.create_stream_encoder(ASKED, EXCHANGE, 7)
     body = encoder.start(None) + encoder.feed(TextDelta("half")) + encoder.error(ApiError("engine", "It broke."))
     seen: list[Completion] = []
     stream = streaming(body, 3).completions.create(model="m", prompt="Once", stream=True)

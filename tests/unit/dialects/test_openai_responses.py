@@ -15,13 +15,17 @@ from openai.types.responses import Response
 
 from polar import ids
 from polar.dialects.openai_responses import OpenAIResponses
-from polar.dialects.openai_responses_items import READERS
-from polar.dialects.openai_responses_wire import ECHO, FunctionCallIn, ObjectCallIn, PartIn, ReasoningIn, ToolIn
-from polar.errors import STATUS, ApiError, ApiErrorKind, EngineError
+from polar.dialects.openai_responses_items import _ITEM_READERS
+from polar.dialects.openai_responses_wire import (
+    ECHO_DEFAULTS,
+    FunctionCallIn,
+    ObjectCallIn,
+    PartIn,
+    ReasoningIn,
+    ToolIn,
+)
+from polar.errors import HTTP_STATUS, ApiError, ApiErrorKind, EngineError
 from polar.types import (
-    CallDelta,
-    CallStart,
-    Event,
     FinishReason,
     Media,
     Message,
@@ -30,15 +34,18 @@ from polar.types import (
     Reasoning,
     ReasoningDelta,
     Reply,
+    ReplyEvent,
     Request,
     ResponseFormat,
-    Sampling,
+    SamplingParams,
     Text,
     TextDelta,
     Thinking,
     TokenLogprob,
     Tool,
     ToolCall,
+    ToolCallDelta,
+    ToolCallStart,
     ToolChoice,
     ToolResult,
     Usage,
@@ -241,7 +248,7 @@ def test_turns_that_follow_each_other_are_told_apart_by_the_exchange_they_name()
     """A harness keeps the finished items of a stream that was cut; the next reply's follow directly."""
 
     def cut(exchange: str) -> list[dict[str, Any]]:
-        sealed = f"{ids.seal(exchange, 0)}."
+        sealed = f"{ids.make_seal(exchange, 0)}."
         return [
             {"type": "reasoning", "summary": [{"type": "summary_text", "text": "hm"}], "encrypted_content": sealed},
             {"type": "message", "role": "assistant", "content": "no id here"},
@@ -296,7 +303,7 @@ def test_images_files_and_sound() -> None:
 
 def test_reasoning_is_read_from_content_then_summary_then_the_seal() -> None:
     packed = base64.urlsafe_b64encode(zlib.compress("sealed ✓".encode())).decode()
-    seal = ids.seal(EXCHANGE, 0)
+    seal = ids.make_seal(EXCHANGE, 0)
     item: dict[str, Any] = {"type": "reasoning", "encrypted_content": f"{seal}.{packed}", "summary": []}
     assert read(item) == [Message("assistant", [Reasoning("sealed ✓", seal)])]
     item["summary"] = [{"type": "summary_text", "text": "one"}, {"type": "summary_text", "text": "two"}]
@@ -309,10 +316,10 @@ def test_reasoning_is_read_from_content_then_summary_then_the_seal() -> None:
 
 @pytest.mark.parametrize("packed", ["AAAA", "====", "x", "eJw"])
 def test_a_damaged_seal_is_an_error_only_where_its_text_is_needed(packed: str) -> None:
-    item: dict[str, Any] = {"type": "reasoning", "encrypted_content": f"{ids.seal(EXCHANGE, 0)}.{packed}"}
+    item: dict[str, Any] = {"type": "reasoning", "encrypted_content": f"{ids.make_seal(EXCHANGE, 0)}.{packed}"}
     assert refused_item(item).kind == "invalid_request"
     item["summary"] = [{"type": "summary_text", "text": "visible"}]
-    assert read(item) == [Message("assistant", [Reasoning("visible", ids.seal(EXCHANGE, 0))])]
+    assert read(item) == [Message("assistant", [Reasoning("visible", ids.make_seal(EXCHANGE, 0))])]
 
 
 def test_a_seal_does_not_unpack_without_end() -> None:
@@ -563,7 +570,9 @@ def test_sampling_thinking_and_format() -> None:
         seed=7,
         stop="END",
     )
-    assert request.sampling == Sampling(temperature=0.5, top_p=0.9, max_tokens=100, top_k=20, seed=7, stop=["END"])
+    assert request.sampling == SamplingParams(
+        temperature=0.5, top_p=0.9, max_tokens=100, top_k=20, seed=7, stop=["END"]
+    )
     assert request.thinking == Thinking(enabled=True, effort="medium")
     assert request.response_format == ResponseFormat("json_schema", Raw(b'{"type": "object"}'), "out", True)
     assert request.parallel_tool_calls is False
@@ -638,8 +647,12 @@ def test_a_request_of_another_dialect_can_be_sent_on() -> None:
 
 # Replies
 
-CALL: list[Event] = [CallStart(f"{EXCHANGE}_0", "bash"), CallDelta('{"cmd": '), CallDelta('"echo é \\n"}')]
-TURNS: dict[str, tuple[list[Event], FinishReason]] = {
+CALL: list[ReplyEvent] = [
+    ToolCallStart(f"{EXCHANGE}_0", "bash"),
+    ToolCallDelta('{"cmd": '),
+    ToolCallDelta('"echo é \\n"}'),
+]
+TURNS: dict[str, tuple[list[ReplyEvent], FinishReason]] = {
     "text": ([TextDelta("Hel"), TextDelta("lo"), TextDelta("\n\n data: x\n")], "stop"),
     "reasoning": ([ReasoningDelta("I "), ReasoningDelta("think\n"), TextDelta("so")], "stop"),
     "call": (CALL, "tool_calls"),
@@ -648,26 +661,29 @@ TURNS: dict[str, tuple[list[Event], FinishReason]] = {
             ReasoningDelta("both"),
             TextDelta(" \n"),
             *CALL,
-            CallStart(f"{EXCHANGE}_1", "spawn", namespace="agents"),
-            CallDelta("{}"),
+            ToolCallStart(f"{EXCHANGE}_1", "spawn", namespace="agents"),
+            ToolCallDelta("{}"),
         ],
         "tool_calls",
     ),
     "custom": (
         [
             TextDelta("patch"),
-            CallStart(f"{EXCHANGE}_0", "apply_patch", "custom"),
-            CallDelta("*** Begin\n"),
-            CallDelta("+é"),
+            ToolCallStart(f"{EXCHANGE}_0", "apply_patch", "custom"),
+            ToolCallDelta("*** Begin\n"),
+            ToolCallDelta("+é"),
         ],
         "tool_calls",
     ),
     "search": (
-        [CallStart(f"{EXCHANGE}_0", "tool_search"), CallDelta('{ "query":'), CallDelta(' "mail"}')],
+        [ToolCallStart(f"{EXCHANGE}_0", "tool_search"), ToolCallDelta('{ "query":'), ToolCallDelta(' "mail"}')],
         "tool_calls",
     ),
-    "bad search": ([CallStart(f"{EXCHANGE}_0", "tool_search"), CallDelta('{"query": ')], "tool_calls"),
-    "no arguments": ([CallStart(f"{EXCHANGE}_0", "now"), CallStart(f"{EXCHANGE}_1", "tool_search")], "tool_calls"),
+    "bad search": ([ToolCallStart(f"{EXCHANGE}_0", "tool_search"), ToolCallDelta('{"query": ')], "tool_calls"),
+    "no arguments": (
+        [ToolCallStart(f"{EXCHANGE}_0", "now"), ToolCallStart(f"{EXCHANGE}_1", "tool_search")],
+        "tool_calls",
+    ),
     "text after calls": ([ReasoningDelta("a"), *CALL, ReasoningDelta("b"), TextDelta("done")], "stop"),
     "empty": ([], "stop"),
     "empty deltas": ([ReasoningDelta(""), TextDelta(""), TextDelta("x"), TextDelta("")], "stop"),
@@ -688,7 +704,7 @@ ASKED = {
 }
 
 
-def turn(name: str, request: Request) -> tuple[list[Event], Reply]:
+def turn(name: str, request: Request) -> tuple[list[ReplyEvent], Reply]:
     events, finish = TURNS[name]
     said = [part for part in parts(events) if not isinstance(part, Text | Reasoning) or part.text]
     usage = Usage(prompt=10, completion=5, cached=4, reasoning=2)
@@ -701,7 +717,7 @@ def read_whole(request: Request, reply: Reply) -> Response:
 
 def streamed(request: Request, name: str, size: int) -> list[Any]:
     events, reply = turn(name, request)
-    body = written(responses.stream(request, EXCHANGE, 1700000000), events, reply)
+    body = written(responses.create_stream_encoder(request, EXCHANGE, 1700000000), events, reply)
     with streaming(body, size).responses.create(model="m", input="x", stream=True) as stream:
         return list(stream)
 
@@ -721,7 +737,7 @@ def test_a_stream_ends_in_the_whole_reply(name: str, size: int) -> None:
 def test_the_clients_own_accumulation_agrees(name: str) -> None:
     request = ask(**ASKED)
     events, reply = turn(name, request)
-    body = written(responses.stream(request, EXCHANGE, 1700000000), events, reply)
+    body = written(responses.create_stream_encoder(request, EXCHANGE, 1700000000), events, reply)
     with streaming(body, 50).responses.stream(model="m", input="x") as stream:
         final = stream.get_final_response()
     expected = read_whole(request, reply)
@@ -765,7 +781,7 @@ def test_the_events_are_those_that_codex_was_seen_to_read() -> None:
     record = captures.load("codex_gpt55")[1]
     seen = events_of(record["resp_sse"])
     answer = responses.decode_reply(json.dumps(seen[-1]["response"]).encode())
-    encoder = responses.stream(decode(record["body"]), EXCHANGE, 0)
+    encoder = responses.create_stream_encoder(decode(record["body"]), EXCHANGE, 0)
     sent = encoder.start(None)
     for part in answer.parts:
         match part:
@@ -774,7 +790,9 @@ def test_the_events_are_those_that_codex_was_seen_to_read() -> None:
             case Text():
                 sent += encoder.feed(TextDelta(part.text))
             case ToolCall():
-                sent += encoder.feed(CallStart(part.id, part.name, part.kind)) + encoder.feed(CallDelta(part.arguments))
+                sent += encoder.feed(ToolCallStart(part.id, part.name, part.kind)) + encoder.feed(
+                    ToolCallDelta(part.arguments)
+                )
     ours = events_of(sent + encoder.finish(answer))
     assert {part.kind for part in answer.parts if isinstance(part, ToolCall)} == {"custom"}
 
@@ -797,7 +815,7 @@ def test_every_event_is_one_line_of_the_event_it_names() -> None:
         responses.split(json.dumps({"model": "m", "input": "x", **ASKED}, indent=1).encode()), {}
     )
     events, reply = turn("parallel", request)
-    body = written(responses.stream(request, EXCHANGE, 0), events, reply).decode()
+    body = written(responses.create_stream_encoder(request, EXCHANGE, 0), events, reply).decode()
     for block in body.split("\n\n"):
         if block and not block.startswith(":"):
             name, data = block.split("\n")
@@ -813,7 +831,7 @@ def test_ids_and_seals_carry_the_exchange() -> None:
         issued = [response["id"]]
         for item in response["output"]:
             issued += [item[field] for field in ("id", "call_id", "encrypted_content") if field in item]
-        assert {ids.exchange_named(one) for one in issued} == {EXCHANGE}
+        assert {ids.find_exchange_id(one) for one in issued} == {EXCHANGE}
         assert len(set(issued)) == len(issued)
 
 
@@ -836,7 +854,7 @@ def test_an_echoed_turn_says_what_was_said(name: str, drops_text: bool) -> None:
             elif part.name == "tool_search":
                 part.arguments = part.arguments or "{}"
         elif isinstance(part, Reasoning):
-            part.seal = ids.seal(EXCHANGE, thoughts)
+            part.seal = ids.make_seal(EXCHANGE, thoughts)
             thoughts += 1
     expected = [Message("assistant", reply.parts)] if reply.parts else []
     assert read({"role": "user", "content": "x"}, *output)[1:] == expected
@@ -866,12 +884,12 @@ def test_hidden_reasoning_stays_sealed() -> None:
     request.thinking.visible = False
     events, reply = turn("reasoning", request)
     body = responses.encode_reply(request, reply)
-    stream = written(responses.stream(request, EXCHANGE, 1700000000), events, reply)
+    stream = written(responses.create_stream_encoder(request, EXCHANGE, 1700000000), events, reply)
     for sent in (body, stream):
         assert b"think" not in sent
         assert b"summary_" not in sent
     assert events_of(stream)[-1]["response"] == json.loads(body)
-    assert read(*json.loads(body)["output"])[0].parts[0] == Reasoning("I think\n", ids.seal(EXCHANGE, 0))
+    assert read(*json.loads(body)["output"])[0].parts[0] == Reasoning("I think\n", ids.make_seal(EXCHANGE, 0))
 
 
 def test_the_reply_repeats_the_request() -> None:
@@ -879,8 +897,8 @@ def test_the_reply_repeats_the_request() -> None:
     request = ask(**asked)
     events, reply = turn("text", request)
     response = json.loads(responses.encode_reply(request, reply))
-    assert {name: response[name] for name in asked if name in ECHO} == {
-        name: value for name, value in asked.items() if name in ECHO
+    assert {name: response[name] for name in asked if name in ECHO_DEFAULTS} == {
+        name: value for name, value in asked.items() if name in ECHO_DEFAULTS
     }
     assert response["top_p"] == 1.0
     assert response["usage"] == {
@@ -890,7 +908,7 @@ def test_the_reply_repeats_the_request() -> None:
         "output_tokens_details": {"reasoning_tokens": 2},
         "total_tokens": 15,
     }
-    created, going, *_ = events_of(written(responses.stream(request, EXCHANGE, 0), events, reply))
+    created, going, *_ = events_of(written(responses.create_stream_encoder(request, EXCHANGE, 0), events, reply))
     for event in (created, going):
         assert (event["response"]["tools"], event["response"]["instructions"]) == ([], None)
         assert event["response"]["metadata"] == {"a": "b"}
@@ -898,7 +916,7 @@ def test_the_reply_repeats_the_request() -> None:
 
 def test_the_opening_events_stay_small() -> None:
     request = decode(bodies("codex")[0])
-    assert len(responses.stream(request, EXCHANGE, 0).start(None)) < 4096
+    assert len(responses.create_stream_encoder(request, EXCHANGE, 0).start(None)) < 4096
 
 
 @pytest.mark.parametrize(
@@ -929,7 +947,7 @@ def test_logprobs_go_to_a_harness_that_asked() -> None:
     (text,) = response["output"][1]["content"]
     assert [(one["token"], one["logprob"]) for one in text["logprobs"]] == [("so", -0.5)]
     assert text["logprobs"][0]["top_logprobs"][0]["logprob"] == -9999.0
-    stream = written(responses.stream(request, EXCHANGE, 1700000000), events, reply)
+    stream = written(responses.create_stream_encoder(request, EXCHANGE, 1700000000), events, reply)
     assert events_of(stream)[-1]["response"] == response
     decoded = responses.decode_reply(responses.encode_reply(request, reply)).logprobs
     assert decoded is not None
@@ -943,7 +961,7 @@ def test_a_reply_is_the_same_after_decoding(name: str) -> None:
     _, reply = turn(name, request)
     decoded = responses.decode_reply(responses.encode_reply(request, reply))
     for index, part in enumerate(part for part in reply.parts if isinstance(part, Reasoning)):
-        part.seal = ids.seal(EXCHANGE, index)
+        part.seal = ids.make_seal(EXCHANGE, index)
     if name == "text after calls":  # how a turn with calls ended is not on the wire
         reply.finish_reason = "tool_calls"
     assert decoded == reply
@@ -984,7 +1002,7 @@ def test_the_client_raises_what_it_raises_for_openai(kind: ApiErrorKind) -> None
     error = responses.encode_error(ApiError(kind, "Because.", param="input", retry_after=2.5))
     with pytest.raises(RAISED[kind]) as caught:
         failing(error).responses.create(model="m", input="x")
-    assert caught.value.status_code == STATUS[kind]
+    assert caught.value.status_code == HTTP_STATUS[kind]
     assert "Because." in caught.value.message
     assert caught.value.response.headers["retry-after"] == "3"
 
@@ -1002,7 +1020,7 @@ def test_the_client_raises_what_it_raises_for_openai(kind: ApiErrorKind) -> None
     ],
 )
 def test_an_error_midway(kind: ApiErrorKind, code: str) -> None:
-    encoder = responses.stream(ask(), EXCHANGE, 0)
+    encoder = responses.create_stream_encoder(ask(), EXCHANGE, 0)
     body = (
         encoder.start(None)
         + encoder.feed(ReasoningDelta("hm"))
@@ -1026,7 +1044,7 @@ def test_an_error_midway(kind: ApiErrorKind, code: str) -> None:
 
 
 def test_an_error_before_anything_was_said() -> None:
-    encoder = responses.stream(ask(), EXCHANGE, 0)
+    encoder = responses.create_stream_encoder(ask(), EXCHANGE, 0)
     (event,) = events_of(encoder.error(ApiError("engine", "It broke.")))
     assert (event["type"], event["sequence_number"]) == ("response.failed", 0)
 
@@ -1047,8 +1065,8 @@ def test_routes() -> None:
         for path in ("/v1/responses", "/v1/responses/input_tokens", "/v1/responses/resp_1", "/v1/models")
     }
     assert [*found.values()] == [["generate"], ["count_tokens"], [], []]
-    assert responses.recognises("/v1/responses/resp_1", {})
-    assert not responses.recognises("/v1/messages", {})
+    assert responses.recognizes("/v1/responses/resp_1", {})
+    assert not responses.recognizes("/v1/messages", {})
 
 
 # Whatever comes in
@@ -1060,7 +1078,7 @@ JSON = st.recursive(
 )
 WORDS = st.sampled_from(
     sorted(
-        {*READERS, *FunctionCallIn.__struct_fields__, *PartIn.__struct_fields__, *ToolIn.__struct_fields__}
+        {*_ITEM_READERS, *FunctionCallIn.__struct_fields__, *PartIn.__struct_fields__, *ToolIn.__struct_fields__}
         | {*ObjectCallIn.__struct_fields__, *ReasoningIn.__struct_fields__}
         | {"role", "input", "output", "input_text", "output_text", "input_image", "input_file", "input_audio"}
         | {"user", "assistant", "system", "developer", "function", "custom", "tool_search", "client", "namespace"}
@@ -1068,7 +1086,7 @@ WORDS = st.sampled_from(
     )
 )
 LIKELY = st.recursive(
-    st.none() | st.booleans() | st.integers(-1, 2) | WORDS | st.just(ids.seal(EXCHANGE, 0) + ".eJw"),
+    st.none() | st.booleans() | st.integers(-1, 2) | WORDS | st.just(ids.make_seal(EXCHANGE, 0) + ".eJw"),
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(WORDS, inner, max_size=6),
     max_leaves=20,
 )
@@ -1106,7 +1124,10 @@ def test_any_json_is_a_request_or_an_error(body: Any) -> None:
 
 
 @settings(max_examples=60)
-@given(st.lists(LIKELY, max_size=4), st.dictionaries(st.sampled_from([*ECHO, "input", "include"]), LIKELY, max_size=3))
+@given(
+    st.lists(LIKELY, max_size=4),
+    st.dictionaries(st.sampled_from([*ECHO_DEFAULTS, "input", "include"]), LIKELY, max_size=3),
+)
 def test_any_items_are_a_request_or_an_error(items: list[Any], fields: dict[str, Any]) -> None:
     accepted({"model": "m", "input": items, **fields})
 

@@ -22,19 +22,19 @@ from polar.dialects.google import Google
 from polar.dialects.openai_chat import OpenAIChat
 from polar.dialects.openai_completions import OpenAICompletions
 from polar.dialects.openai_responses import OpenAIResponses
-from polar.dialects.sse import Parser
+from polar.dialects.sse import EventParser
 from polar.errors import ApiError
 from polar.types import (
-    Event,
     Media,
     Message,
     Part,
     Raw,
     Reasoning,
     Reply,
+    ReplyEvent,
     Request,
     ResponseFormat,
-    Sampling,
+    SamplingParams,
     Text,
     Thinking,
     Tool,
@@ -250,7 +250,7 @@ def log_probabilities(request: Request) -> None:
 def sampling_besides_the_basics(request: Request) -> None:
     """A limit is required, and there are three parameters."""
     asked = request.sampling
-    request.sampling = Sampling(
+    request.sampling = SamplingParams(
         temperature=asked.temperature,
         top_p=asked.top_p,
         top_k=asked.top_k,
@@ -270,7 +270,7 @@ def choices_among_some(request: Request) -> None:
     choice = request.tool_choice
     if choice.names and not (choice.mode == "named" and len(choice.names) == 1):
         request.tools = [tool for tool in request.tools if tool.name in choice.names]
-        request.tool_choice = ToolChoice("required" if choice.forces else "auto")
+        request.tool_choice = ToolChoice("required" if choice.forces_call else "auto")
     if choice.mode == "none":
         request.parallel_tool_calls = None
 
@@ -411,7 +411,7 @@ def test_requests(one: Dialect, other: Dialect, request: Request) -> None:
 
 @given(prompt=texts, sampling=samplings.filter(lambda sampling: sampling.max_tokens is not None))
 @quick
-def test_prompts(prompt: str, sampling: Sampling) -> None:
+def test_prompts(prompt: str, sampling: SamplingParams) -> None:
     request = Request("m", [], prompt=prompt, sampling=sampling)
     assert through(OpenAICompletions(), request) == request
     for dialect in (RESPONSES, ANTHROPIC, GOOGLE):
@@ -420,7 +420,7 @@ def test_prompts(prompt: str, sampling: Sampling) -> None:
 
 
 def test_prompts_that_cannot_be_said() -> None:
-    ids_only = Request("m", [], prompt=[1, 2, 3], sampling=Sampling(max_tokens=5))
+    ids_only = Request("m", [], prompt=[1, 2, 3], sampling=SamplingParams(max_tokens=5))
     assert through(OpenAICompletions(), ids_only) == ids_only
     for dialect in DIALECTS:
         with pytest.raises(ApiError):
@@ -469,16 +469,16 @@ def test_replies(one: Dialect, other: Dialect, reply: Reply) -> None:
 # Streams: put together, a stream is the whole reply to the same turn.
 
 
-def written(dialect: Dialect, request: Request, events: list[Event], reply: Reply, quiet: set[int]) -> list[Any]:
+def written(dialect: Dialect, request: Request, events: list[ReplyEvent], reply: Reply, quiet: set[int]) -> list[Any]:
     """The events of a stream as a client decodes them, with keep-alives after the events numbered in `quiet`."""
-    encoder = dialect.stream(request, EXCHANGE, reply.created)
+    encoder = dialect.create_stream_encoder(request, EXCHANGE, reply.created)
     stream = [encoder.start(Usage(prompt=reply.usage.prompt))]
     for index, event in enumerate(events):
         stream.append(encoder.feed(event))
         if index in quiet:
             stream.append(encoder.keep_alive())
     stream.append(encoder.finish(reply))
-    return [json.loads(data) for data in Parser().feed(b"".join(stream)) if data != b"[DONE]"]
+    return [json.loads(data) for data in EventParser().feed(b"".join(stream)) if data != b"[DONE]"]
 
 
 def chat_completion(chunks: list[Any]) -> Any:
@@ -602,7 +602,7 @@ def client_view(dialect: Dialect, events: list[Any]) -> Any:
 @pytest.mark.parametrize("dialect", DIALECTS, ids=lambda dialect: dialect.name)
 @given(streamed=streams(), visible=st.booleans(), quiet=st.sets(st.integers(0, 9), max_size=3))
 @quick
-def test_streams(dialect: Dialect, streamed: tuple[list[Event], Reply], visible: bool, quiet: set[int]) -> None:
+def test_streams(dialect: Dialect, streamed: tuple[list[ReplyEvent], Reply], visible: bool, quiet: set[int]) -> None:
     events, reply = streamed
     request = Request("m", [], stream=True, thinking=Thinking(visible=visible))
     together = client_view(dialect, written(dialect, request, events, reply, quiet))

@@ -4,11 +4,11 @@ import asyncio
 from collections.abc import AsyncGenerator
 from typing import Any
 
-from polar.engines.base import Capabilities, Chunk, Standing, TokenPrompt, server_root
-from polar.engines.pool import Pool
+from polar.engines.base import Capabilities, Chunk, EngineState, TokenPrompt, normalize_engine_url
+from polar.engines.pool import EnginePool
 from polar.engines.replica import Replica
 from polar.errors import EngineError
-from polar.types import Request, Sampling
+from polar.types import Request, SamplingParams
 
 REQUEST = Request("m", [])
 
@@ -17,7 +17,7 @@ class FakeEngine:
     """Yields one chunk when `begins` is set and another when `ends` is; both are, unless a test clears them."""
 
     def __init__(self, url: str = "http://engine", settings: Any = None) -> None:
-        self.url = server_root(url)
+        self.url = normalize_engine_url(url)
         self.capabilities = Capabilities()
         self.begins, self.ends = asyncio.Event(), asyncio.Event()
         self.begins.set()
@@ -29,7 +29,7 @@ class FakeEngine:
         self.others = 0  # calls that are not ours
         self.can_sleep = True
         self.can_freeze = True
-        self.stands: Standing | None = "running"  # as it says when it is asked
+        self.stands: EngineState | None = "running"  # as it says when it is asked
         self.made = 0  # connections
         self.process: float | None = None  # when it was started, as it says
         self.closed = False
@@ -56,32 +56,32 @@ class FakeEngine:
         finally:
             self.left += 1
 
-    def tokenizer_folder(self) -> str | None:
+    def find_tokenizer_folder(self) -> str | None:
         return None
 
-    def defaults(self, sampling: Sampling) -> Sampling:
+    def apply_sampling_defaults(self, sampling: SamplingParams) -> SamplingParams:
         return sampling
 
     async def count_tokens(self, request: Request) -> int:
         self._obey("count")
         return 7
 
-    async def version_spans(self) -> bool:
+    async def reports_version_spans(self) -> bool:
         return False
 
-    async def running(self) -> int | None:
+    async def count_running_calls(self) -> int | None:
         return self.others
 
     @property
-    def connections(self) -> int:
+    def connections_opened(self) -> int:
         return self.made
 
-    async def process_start(self) -> float | None:
+    async def get_process_start_time(self) -> float | None:
         if "process_start" in self.failing:
             raise self.failing["process_start"]
         return self.process
 
-    async def standing(self) -> Standing | None:
+    async def get_state(self) -> EngineState | None:
         if "standing" in self.failing:
             raise self.failing["standing"]
         return self.stands
@@ -114,7 +114,7 @@ class FakeEngine:
 
 
 class FakeCall:
-    def __init__(self, pool: Pool, group: str = "group", home: Replica | None = None) -> None:
+    def __init__(self, pool: EnginePool, group: str = "group", home: Replica | None = None) -> None:
         self.home = home
         self.ids: list[int] = []
         self.versions: list[tuple[int, bool]] = []
@@ -125,7 +125,7 @@ class FakeCall:
 
     async def _run(self) -> None:
         chunks = self._pool.generate(
-            REQUEST, stream=True, group=self._group, preferred=self.home, call=self, chosen=self._chosen
+            REQUEST, stream=True, group=self._group, preferred=self.home, call=self, on_chosen=self._chosen
         )
         async for chunk in chunks:
             self.ids += chunk.ids
@@ -133,29 +133,29 @@ class FakeCall:
     def _chosen(self, replica: Replica) -> None:
         self.home = replica
 
-    def version_changed(self, version: int, *, frozen: bool) -> None:
+    def on_version_changed(self, version: int, *, frozen: bool) -> None:
         self.versions.append((version, frozen))
 
-    def froze(self) -> None:
+    def on_frozen(self) -> None:
         self.stood_still += 1
 
-    def thawed(self) -> None:
+    def on_thawed(self) -> None:
         pass
 
 
-async def turns(count: int = 20) -> None:
+async def run_event_loop(count: int = 20) -> None:
     """Lets everything happen that can."""
     for _ in range(count):
         await asyncio.sleep(0)
 
 
-def gone() -> EngineError:
-    return EngineError("It can't be reached.", kind="overloaded", elsewhere=True)
+def make_unreachable_error() -> EngineError:
+    return EngineError("It can't be reached.", kind="overloaded", retry_elsewhere=True)
 
 
-def silent() -> EngineError:
-    return EngineError("It did not answer in time.", kind="timeout", elsewhere=True)
+def make_timeout_error() -> EngineError:
+    return EngineError("It did not answer in time.", kind="timeout", retry_elsewhere=True)
 
 
-def broken() -> EngineError:
-    return EngineError("It is out of memory.", elsewhere=True)
+def make_engine_error() -> EngineError:
+    return EngineError("It is out of memory.", retry_elsewhere=True)

@@ -6,7 +6,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from polar.engines.http import EngineHttp
+from polar.engines.http_client import EngineHttpClient
 from polar.errors import EngineError
 
 ANSWER = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}"
@@ -20,9 +20,9 @@ class ClosingServer:
         self._answers = answers  # of a connection
         self._together = asyncio.Event()
 
-    async def hold(self, count: int, engine: EngineHttp) -> None:
+    async def hold(self, count: int, engine: EngineHttpClient) -> None:
         """Has the engine's pool keep so many connections."""
-        calls = [asyncio.ensure_future(engine.open("/x", b"{}")) for _ in range(count)]
+        calls = [asyncio.ensure_future(engine.post("/x", b"{}")) for _ in range(count)]
         while self.requests < count:  # noqa: ASYNC110 (what is waited for has no event)
             await asyncio.sleep(0.001)
         self._together.set()
@@ -45,10 +45,10 @@ class ClosingServer:
 
 
 @asynccontextmanager
-async def serving(answers: int) -> AsyncIterator[tuple[ClosingServer, EngineHttp]]:
+async def serving(answers: int) -> AsyncIterator[tuple[ClosingServer, EngineHttpClient]]:
     closing = ClosingServer(answers)
     server = await asyncio.start_server(closing.serve, "127.0.0.1", 0)
-    engine = EngineHttp(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", None, 60.0)
+    engine = EngineHttpClient(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", None, 60.0)
     try:
         yield closing, engine
     finally:
@@ -59,7 +59,7 @@ async def serving(answers: int) -> AsyncIterator[tuple[ClosingServer, EngineHttp
 async def test_many_kept_connections_that_close_at_once_fail_no_call() -> None:
     async with serving(answers=1) as (server, engine):
         await server.hold(4, engine)
-        assert await engine.read(await engine.open("/x", b"{}")) == b"{}"
+        assert await engine.read(await engine.post("/x", b"{}")) == b"{}"
         assert server.requests == 4 + 4 + 1  # each kept connection was tried once, then a new one
 
 
@@ -67,5 +67,5 @@ async def test_a_new_connection_that_closes_is_a_failure() -> None:
     """A request that ends the engine is not sent again and again."""
     async with serving(answers=0) as (server, engine):
         with pytest.raises(EngineError):
-            await engine.open("/x", b"{}")
+            await engine.post("/x", b"{}")
         assert server.requests == 1

@@ -4,13 +4,21 @@ import asyncio
 
 import pytest
 
-from polar.engines.pool import Pool
+from polar.engines.pool import EnginePool
 from polar.errors import EngineError
-from tests.unit.engines.fakes import REQUEST, FakeCall, FakeEngine, broken, gone, silent, turns
+from tests.unit.engines.fakes import (
+    REQUEST,
+    FakeCall,
+    FakeEngine,
+    make_engine_error,
+    make_timeout_error,
+    make_unreachable_error,
+    run_event_loop,
+)
 
 
-def pool_of(*engines: FakeEngine) -> Pool:
-    return Pool(engines, max_inflight=512)
+def pool_of(*engines: FakeEngine) -> EnginePool:
+    return EnginePool(engines, max_inflight=512)
 
 
 # Replicas that come and go
@@ -21,7 +29,7 @@ async def test_a_replica_that_is_removed_ends_its_calls_and_gets_no_more() -> No
     pool = pool_of(old)
     old.ends.clear()
     call = FakeCall(pool)
-    await turns()
+    await run_event_loop()
     home = pool.replicas[0]
     pool.add(new, version=3)
     pool.remove(home)
@@ -31,13 +39,13 @@ async def test_a_replica_that_is_removed_ends_its_calls_and_gets_no_more() -> No
     assert (later.home.url, later.home.version) == ("http://new", 3)
     assert old.calls == 1
     assert not old.closed
-    assert pool.leaving
+    assert pool.has_departing_replicas
     old.ends.set()
     await call.done
-    await turns()
+    await run_event_loop()
     assert call.ids == [1, 2]
     assert old.closed
-    assert not pool.leaving
+    assert not pool.has_departing_replicas
     assert not new.closed
 
 
@@ -46,10 +54,10 @@ async def test_calls_at_a_frozen_replica_that_is_removed_go_on() -> None:
     pool = pool_of(engine)
     engine.ends.clear()
     call = FakeCall(pool)
-    await turns()
+    await run_event_loop()
     await pool.pause()
     pool.remove(pool.replicas[0])
-    await turns()
+    await run_event_loop()
     assert engine.switched == ["freeze", "thaw"]
     engine.ends.set()
     await call.done
@@ -61,9 +69,9 @@ async def test_closing_lets_go_of_replicas_that_were_removed_under_their_calls()
     pool = pool_of(engine)
     engine.ends.clear()
     call = FakeCall(pool)
-    await turns()
+    await run_event_loop()
     pool.remove(pool.replicas[0])
-    await turns()
+    await run_event_loop()
     await pool.close()
     assert engine.closed
     engine.ends.set()
@@ -84,11 +92,11 @@ async def test_without_a_replica_calls_are_held_while_paused() -> None:
     await pool.pause()
     call = FakeCall(pool)
     count = asyncio.create_task(pool.count_tokens(REQUEST, "group", None))
-    waits = asyncio.create_task(pool.occupied())
-    await turns()
+    waits = asyncio.create_task(pool.wait_until_routable())
+    await run_event_loop()
     assert pool.gate.held == 3
     pool.add(FakeEngine())
-    await turns()
+    await run_event_loop()
     assert not call.done.done()
     await pool.resume()
     await call.done
@@ -102,13 +110,13 @@ async def test_a_call_that_is_cancelled_twice_leaves_its_replica() -> None:
     pool = pool_of(engine)
     engine.ends.clear()
     call = FakeCall(pool)
-    await turns()
+    await run_event_loop()
     (replica,) = pool.replicas
     answer = asyncio.Event()
-    replica._look = asyncio.create_task(answer.wait())  # type: ignore[arg-type]
+    replica._restart_check = asyncio.create_task(answer.wait())  # type: ignore[arg-type]
     for _ in range(2):  # the second time while it waits to know the engine's process
         call.done.cancel()
-        await turns()
+        await run_event_loop()
     assert call.done.cancelled()
     assert not replica.running
     assert engine.left == 1
@@ -123,11 +131,11 @@ async def test_a_call_whose_engine_goes_away_while_paused_is_held() -> None:
     pool = pool_of(engine)
     engine.begins.clear()
     call = FakeCall(pool)
-    await turns()
+    await run_event_loop()
     await pool.pause(freeze=False)
-    engine.failing["generate"] = gone()
+    engine.failing["generate"] = make_unreachable_error()
     engine.begins.set()
-    await turns()
+    await run_event_loop()
     assert (pool.gate.held, call.stood_still) == (1, 1)
     assert not pool.replicas[0].running
     engine.failing.clear()
@@ -141,9 +149,9 @@ async def test_a_call_that_had_begun_fails_also_while_paused() -> None:
     pool = pool_of(engine)
     engine.ends.clear()
     call = FakeCall(pool)
-    await turns()
+    await run_event_loop()
     await pool.pause(freeze=False)
-    engine.failing["finish"] = gone()
+    engine.failing["finish"] = make_unreachable_error()
     engine.ends.set()
     with pytest.raises(EngineError):
         await call.done
@@ -153,7 +161,7 @@ async def test_a_call_tries_every_replica_once_before_it_fails() -> None:
     engines = [FakeEngine(f"http://{name}") for name in "abc"]
     pool = pool_of(*engines)
     for engine in engines:
-        engine.failing["generate"] = gone()
+        engine.failing["generate"] = make_unreachable_error()
     with pytest.raises(EngineError, match="reached"):
         await FakeCall(pool).done
     assert [engine.calls for engine in engines] == [1, 1, 1]
@@ -164,10 +172,10 @@ async def test_a_call_that_comes_as_the_gate_opens_and_closes_is_held() -> None:
     pool = pool_of(engine)
     await pool.pause(freeze=False)
     call = FakeCall(pool)
-    await turns()
+    await run_event_loop()
     pool.gate.open()
     pool.gate.close()
-    await turns()
+    await run_event_loop()
     assert engine.calls == 0
     await pool.resume()
     await call.done
@@ -181,7 +189,7 @@ async def test_who_has_the_engine_alone_knows_where_new_weights_begin() -> None:
     pool = pool_of(engine)
     engine.ends.clear()
     call = FakeCall(pool)
-    await turns()
+    await run_event_loop()
     assert await pool.pause()
     pool.set_version(1)
     assert call.versions == []
@@ -191,14 +199,16 @@ async def test_who_has_the_engine_alone_knows_where_new_weights_begin() -> None:
     await call.done
 
 
-@pytest.mark.parametrize(("error", "told"), [(silent(), ["freeze", "thaw"]), (gone(), ["freeze"])])
+@pytest.mark.parametrize(
+    ("error", "told"), [(make_timeout_error(), ["freeze", "thaw"]), (make_unreachable_error(), ["freeze"])]
+)
 async def test_an_engine_that_may_have_frozen_is_thawed(error: EngineError, told: list[str]) -> None:
     """Its answer was lost, perhaps; calls there can't know where new weights begin."""
     one, two = FakeEngine("http://one"), FakeEngine("http://two")
     pool = pool_of(one, two)
     one.ends.clear()
     call = FakeCall(pool, home=pool.replicas[0])
-    await turns()
+    await run_event_loop()
     one.failing["freeze"] = error
     with pytest.raises(EngineError):
         await pool.pause()
@@ -217,7 +227,7 @@ async def test_an_engine_that_can_not_freeze_is_let_run() -> None:
     pool = pool_of(engine)
     engine.ends.clear()
     call = FakeCall(pool)
-    await turns()
+    await run_event_loop()
     assert not await pool.pause()
     await pool.resume()
     assert engine.switched == ["freeze"]
@@ -233,11 +243,11 @@ async def test_engines_sleep_when_the_last_call_has_ended() -> None:
     pool = pool_of(engine)
     engine.ends.clear()
     running = FakeCall(pool)
-    await turns()
+    await run_event_loop()
     sleeping = asyncio.create_task(pool.sleep())
-    await turns()
+    await run_event_loop()
     held = FakeCall(pool)
-    await turns()
+    await run_event_loop()
     assert (engine.switched, pool.gate.held) == ([], 1)
     engine.ends.set()
     await running.done
@@ -258,10 +268,10 @@ async def test_frozen_calls_go_on_before_their_engine_sleeps() -> None:
     pool = pool_of(engine)
     engine.ends.clear()
     call = FakeCall(pool)
-    await turns()
+    await run_event_loop()
     await pool.pause()
     sleeping = asyncio.create_task(pool.sleep())
-    await turns()
+    await run_event_loop()
     assert engine.switched == ["freeze", "thaw"]
     assert not pool.gate.frozen
     engine.ends.set()
@@ -275,7 +285,7 @@ async def test_nobody_elses_calls_are_broken_off() -> None:
     pool = pool_of(engine)
     engine.others = 2
     sleeping = asyncio.create_task(pool.sleep())
-    await turns()
+    await run_event_loop()
     assert engine.switched == []
     engine.others = 0
     assert await sleeping
@@ -287,14 +297,14 @@ async def test_who_is_to_go_on_before_all_have_ended_does_not_sleep(instead: str
     pool = pool_of(engine)
     engine.ends.clear()
     call = FakeCall(pool)
-    await turns()
+    await run_event_loop()
     sleeping = asyncio.create_task(pool.sleep())
-    await turns()
+    await run_event_loop()
     await (pool.resume() if instead == "resume" else pool.pause(freeze=False))
     assert not await sleeping
     engine.ends.set()
     await call.done
-    await turns()
+    await run_event_loop()
     assert engine.switched == []
     assert pool.gate.paused == (instead == "pause")
 
@@ -305,7 +315,7 @@ async def test_engines_are_woken_for_new_weights_while_calls_are_held() -> None:
     await pool.sleep()
     held = FakeCall(pool)
     await pool.pause(freeze=False)
-    await turns()
+    await run_event_loop()
     assert engine.switched == ["sleep", "wake"]
     assert not pool.replicas[0].asleep
     assert not held.done.done()
@@ -331,10 +341,10 @@ async def test_calls_stay_held_while_every_engine_sleeps_on() -> None:
     pool = pool_of(engine)
     await pool.sleep()
     call = FakeCall(pool)
-    engine.failing["wake"] = broken()
+    engine.failing["wake"] = make_engine_error()
     with pytest.raises(EngineError, match="memory"):
         await pool.resume()
-    await turns()
+    await run_event_loop()
     assert not call.done.done()
     engine.failing.clear()
     await pool.resume()
@@ -345,10 +355,10 @@ async def test_an_engine_that_sleeps_on_gets_no_calls() -> None:
     one, two = FakeEngine("http://one"), FakeEngine("http://two")
     pool = pool_of(one, two)
     await pool.sleep()
-    one.failing["wake"] = broken()
+    one.failing["wake"] = make_engine_error()
     with pytest.raises(EngineError, match="memory"):
         await pool.resume()
-    pool.replicas[0].answered()  # also when it is not left alone any more
+    pool.replicas[0].mark_reachable()  # also when it is not left alone any more
     for number in range(10):
         await FakeCall(pool, str(number), pool.replicas[0]).done
     assert (one.calls, two.calls) == (0, 10)
@@ -358,7 +368,7 @@ async def test_an_engine_that_is_gone_when_it_is_to_wake_comes_back_awake() -> N
     engine = FakeEngine()
     pool = pool_of(engine)
     await pool.sleep()
-    engine.failing["wake"] = gone()
+    engine.failing["wake"] = make_unreachable_error()
     with pytest.raises(EngineError, match="reached"):
         await pool.resume()
     await FakeCall(pool).done
@@ -368,7 +378,7 @@ async def test_an_engine_that_is_gone_when_it_is_to_wake_comes_back_awake() -> N
 async def test_an_engine_that_is_gone_when_it_is_to_sleep_need_not_be_woken() -> None:
     engine = FakeEngine()
     pool = pool_of(engine)
-    engine.failing["sleep"] = gone()
+    engine.failing["sleep"] = make_unreachable_error()
     with pytest.raises(EngineError, match="reached"):
         await pool.sleep()
     await pool.resume()
@@ -379,7 +389,7 @@ async def test_an_engine_that_is_gone_when_it_is_to_sleep_need_not_be_woken() ->
 async def test_one_engine_that_fails_to_sleep_keeps_no_other_awake() -> None:
     one, two = FakeEngine("http://one"), FakeEngine("http://two")
     pool = pool_of(one, two)
-    one.failing["sleep"] = broken()
+    one.failing["sleep"] = make_engine_error()
     with pytest.raises(EngineError, match="memory"):
         await pool.sleep()
     assert two.switched == ["sleep"]

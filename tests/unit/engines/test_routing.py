@@ -7,7 +7,7 @@ from random import Random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from polar.engines.routing import choose, order
+from polar.engines.routing import choose_replica, rank_replicas
 
 MANY = 10_000
 
@@ -39,14 +39,18 @@ def test_a_replica_that_goes_moves_only_the_groups_that_preferred_it(
     before = places(count + 1)
     gone = data.draw(st.sampled_from(before))
     after = [place for place in before if place is not gone]
-    assert order(group, after) == [place for place in order(group, before) if place is not gone]
+    assert rank_replicas(group, after) == [place for place in rank_replicas(group, before) if place is not gone]
 
 
 def test_a_replica_that_comes_gets_its_share_of_the_groups_and_no_more() -> None:
     old = places(4)
     new = Place(4)
-    moved = [group for group in map(str, range(2_000)) if order(group, old)[0] is not order(group, [*old, new])[0]]
-    assert all(order(group, [*old, new])[0] is new for group in moved)
+    moved = [
+        group
+        for group in map(str, range(2_000))
+        if rank_replicas(group, old)[0] is not rank_replicas(group, [*old, new])[0]
+    ]
+    assert all(rank_replicas(group, [*old, new])[0] is new for group in moved)
     assert 0.15 < len(moved) / 2_000 < 0.25
 
 
@@ -55,7 +59,7 @@ def test_newcomers_are_spread_within_the_bound(count: int, calls: list[str]) -> 
     """Whatever the groups: even if there is only one."""
     every = places(count)
     for begun, group in enumerate(calls, 1):
-        begin(choose(group, None, every, MANY))
+        begin(choose_replica(group, None, every, MANY))
         busiest = max(len(place.running) for place in every)
         assert busiest <= max(1, 1.25 * begun / count, (begun - 1) / count + 1)
 
@@ -69,7 +73,7 @@ def test_a_session_stays_unless_its_replica_has_far_more_than_the_others(
         begin(place, load)
     home = data.draw(st.sampled_from(every))
     mean = (sum(loads) + 1) / len(loads)
-    chosen = choose(group, home, every, MANY)
+    chosen = choose_replica(group, home, every, MANY)
     if len(home.running) < max(1.5 * mean, mean + 16):
         assert chosen is home
     else:
@@ -82,7 +86,7 @@ def test_a_full_replica_is_used_only_if_all_are_full(loads: list[int], group: st
     for place, load in zip(every, loads, strict=True):
         begin(place, load)
     for home in (None, *every):
-        chosen = choose(group, home, every, most)
+        chosen = choose_replica(group, home, every, most)
         assert len(chosen.running) < most or min(loads) >= most
         if min(loads) >= most:
             assert len(chosen.running) == min(loads)
@@ -96,7 +100,7 @@ def test_those_leave_that_are_too_many_and_they_do_not_come_back() -> None:
     homes: dict[str, Place] = {}
     for session in map(str, range(100)):  # each makes its next call as its last one ends
         old.running.pop()
-        homes[session] = choose(session, old, every, MANY)
+        homes[session] = choose_replica(session, old, every, MANY)
         begin(homes[session])
     counts = Counter(home.url for home in homes.values())
     assert counts[old.url] >= 100 / 3  # nobody left who need not
@@ -104,18 +108,18 @@ def test_those_leave_that_are_too_many_and_they_do_not_come_back() -> None:
     for _ in range(3):  # and from now on everybody stays
         for session, home in homes.items():
             home.running.pop()
-            assert choose(session, home, every, MANY) is home
+            assert choose_replica(session, home, every, MANY) is home
             begin(home)
 
 
 def test_one_busy_moment_sends_a_session_away_once() -> None:
     home, other = every = places(2)
     begin(home, 40)
-    away = choose("session", home, every, MANY)
+    away = choose_replica("session", home, every, MANY)
     assert away is other
     home.running.clear()
     for load in range(16):  # also when it is the busier one, within bounds
-        assert choose("session", away, every, MANY) is away
+        assert choose_replica("session", away, every, MANY) is away
         begin(away)
         assert len(away.running) == load + 1
 
@@ -129,10 +133,10 @@ def test_a_new_replica_is_not_run_over() -> None:
     for home in every:
         for session in range(50):
             home.running.pop()
-            assert choose(str(session), home, [*every, new], MANY) is home
+            assert choose_replica(str(session), home, [*every, new], MANY) is home
             begin(home)
     for group in map(str, range(200)):
-        begin(choose(group, None, [*every, new], MANY))
+        begin(choose_replica(group, None, [*every, new], MANY))
         assert len(new.running) <= 1.25 * sum(len(place.running) for place in [*every, new]) / 9
     assert new.running
 
@@ -188,7 +192,7 @@ def test_the_prefix_cache_is_used() -> None:
     turn = iter(range(10**9))
 
     def sticky(session: str, group: str, every: Sequence[Cached]) -> Cached:
-        homes[session] = choose(group, homes.get(session), every, MANY)
+        homes[session] = choose_replica(group, homes.get(session), every, MANY)
         return homes[session]
 
     ours = hit_rate(sticky)
@@ -207,7 +211,7 @@ def test_sessions_of_a_group_meet_at_one_replica() -> None:
     arrivals = [str(group) for group in range(32) for _ in range(8)]
     random.shuffle(arrivals)
     for group in arrivals:
-        place = choose(group, None, every, MANY)
+        place = choose_replica(group, None, every, MANY)
         begin(place)
         at.setdefault(group, set()).add(place.url)
     computed = sum(len(urls) for urls in at.values())  # at which a group's prompt is computed
@@ -217,4 +221,4 @@ def test_sessions_of_a_group_meet_at_one_replica() -> None:
 def test_the_order_is_the_same_in_every_process() -> None:
     """Gateways that know nothing of each other send a group to the same replica: what decides is fixed for good."""
     every = places(5)
-    assert [every.index(place) for place in order("task", every)] == [3, 0, 4, 1, 2]
+    assert [every.index(place) for place in rank_replicas("task", every)] == [3, 0, 4, 1, 2]

@@ -111,17 +111,17 @@ async def test_a_server_that_fails_to_freeze_is_told_of() -> None:
 async def test_an_engine_says_how_it_stands() -> None:
     async with ScriptedServer() as scripted, aiohttp.ClientSession() as http:
         engine = VllmEngine(scripted.url, EngineSettings())
-        assert await engine.standing() == "running"
+        assert await engine.get_state() == "running"
         for path, stands in (("/pause?mode=keep", "frozen"), ("/sleep?level=1", "asleep"), ("/wake_up", "running")):
             await http.post(scripted.url + path)
-            assert await engine.standing() == stands
+            assert await engine.get_state() == stands
         await engine.close()
 
 
 async def test_a_server_that_knows_nothing_of_it_does_not_stand_still() -> None:
     async with server(404) as (url, _):
         engine = VllmEngine(url, EngineSettings())
-        assert await engine.standing() == "running"
+        assert await engine.get_state() == "running"
         await engine.close()
 
 
@@ -131,7 +131,7 @@ async def test_an_answer_that_says_nothing_is_told_of(status: int) -> None:
     async with server(status, {"is_sleeping": "as it is"}) as (url, _):
         engine = VllmEngine(url, EngineSettings())
         with pytest.raises(EngineError):
-            await engine.standing()
+            await engine.get_state()
         await engine.close()
 
 
@@ -139,6 +139,6 @@ async def test_an_answer_that_says_nothing_is_told_of(status: int) -> None:
 async def test_who_can_not_tell_is_not_asked(kind: type[ChatEngine]) -> None:
     async with server(200) as (url, told):
         engine = kind(url, EngineSettings())
-        assert await engine.standing() is None
+        assert await engine.get_state() is None
         await engine.close()
         assert told == []

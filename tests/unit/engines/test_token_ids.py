@@ -15,8 +15,8 @@ from polar.engines.base import Chunk, TokenPrompt, VersionSpan
 from polar.engines.sglang import SglangEngine
 from polar.engines.vllm import VllmEngine
 from polar.errors import ConfigError, EngineError
-from polar.experts import read
-from polar.types import Request, Sampling
+from polar.experts import decode_experts
+from polar.types import Request, SamplingParams
 
 PROMPT = TokenPrompt(np.array([5, 6, 7], np.int32), b"5,6,7")
 
@@ -59,7 +59,7 @@ class Server:
 
 
 def request(**sampling: Any) -> Request:
-    return Request("whatever", [], sampling=Sampling(**sampling))
+    return Request("whatever", [], sampling=SamplingParams(**sampling))
 
 
 async def sampled(engine: Any, asked: Request, *, stream: bool) -> list[Chunk]:
@@ -136,7 +136,7 @@ async def test_sglangs_experts(each: int | None, shape: tuple[int, ...] | None) 
         assert chunk.routed_experts is None
     else:
         assert chunk.routed_experts is not None
-        found = read(chunk.routed_experts, 5)
+        found = decode_experts(chunk.routed_experts, 5)
         assert found is not None
         assert (found.shape, found.ravel().tolist(), found.dtype) == (shape, list(range(24)), np.uint8)
 

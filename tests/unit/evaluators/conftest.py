@@ -25,7 +25,7 @@ async def place(tmp_path: Path) -> AsyncIterator[Place]:
 async def sandbox(tmp_path: Path) -> AsyncIterator[Place]:
     kind = Bubblewrap(tmp_path / "state", NO_GATEWAY)
     try:
-        if (why := await kind.unavailable()) is not None:
+        if (why := await kind.check_availability()) is not None:
             pytest.skip(f"no bubblewrap here: {why}")
         yield Place(kind, tmp_path)
     finally:

@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from polar.errors import ConfigError
-from polar.evaluators import patterns
-from polar.evaluators.answer import Answer, final, last_number, normalized
+from polar.evaluators import pattern_search
+from polar.evaluators.answer import Answer, extract_answer, extract_last_number, normalize
 from tests.unit.evaluators.work import Place
 
 
@@ -31,7 +31,7 @@ async def reward(place: Place, answer: str, **config: Any) -> float | None:
     ],
 )
 def test_the_final_answer(text: str, answer: str) -> None:
-    assert final(text) == answer
+    assert extract_answer(text) == answer
 
 
 @pytest.mark.parametrize(
@@ -87,7 +87,7 @@ async def test_an_empty_answer_is_never_right(place: Place) -> None:
 
 
 async def test_a_text_made_to_stop_the_search_earns_nothing(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(patterns, "_SECONDS", 0.5)
+    monkeypatch.setattr(pattern_search, "_SEARCH_TIMEOUT_SECONDS", 0.5)
     assert await reward(place, "a" * 5000, expected="a", pattern="(a+)+b") == 0.0
 
 
@@ -131,7 +131,7 @@ def test_a_config_that_cant_be_used_names_the_field(config: dict[str, Any], fiel
 
 @given(st.text(alphabet=st.sampled_from("ab -+.,/*_`~\\{}boxed:Answer\n0123eE"), max_size=60))
 def test_any_text_can_be_read(text: str) -> None:
-    assert final(text) in text
-    assert normalized(text) == normalized(f" {text.upper()}\n")
-    number = last_number(text)
+    assert extract_answer(text) in text
+    assert normalize(text) == normalize(f" {text.upper()}\n")
+    number = extract_last_number(text)
     assert number is None or math.isfinite(number)

@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 
 from polar.errors import ConfigError
-from polar.evaluators import carrying, settings
-from polar.evaluators.base import GraderError, NotTaken
-from polar.evaluators.carrying import Carrying
+from polar.evaluators import settings, workspace_transfer
+from polar.evaluators.base import GraderError, UngradableWorkError
+from polar.evaluators.workspace_transfer import TransferConfig
 from polar.runtimes.base import Runtime, SandboxError
 from tests.unit.evaluators.work import AgentWork, Place
 
@@ -16,7 +16,7 @@ PREPARED = {"old.py": "old", "kept.txt": "kept", "src/a.py": "a", "src/deep/b.py
 
 
 async def carried(work: AgentWork, **config: Any) -> dict[str, str]:
-    runtime = (await carrying.carry(work, settings.read(Carrying, config))).runtime
+    runtime = (await workspace_transfer.prepare_grading(work, settings.parse_config(TransferConfig, config))).runtime
     return await content(work, runtime)
 
 
@@ -41,9 +41,9 @@ async def test_by_default_the_workspace_is_the_agents_and_what_it_deleted_is_gon
 
 async def test_an_agents_own_runtime_is_left_as_it_was(place: Place) -> None:
     work = await place.work("echo -n new > new.py", files=PREPARED)
-    before = await content(work, work.agent)
+    before = await content(work, work.agent_runtime)
     await carried(work, files=[{"type": "upload_file", "target": "new.py", "content": "the grader's"}])
-    assert await content(work, work.agent) == before
+    assert await content(work, work.agent_runtime) == before
 
 
 async def test_only_what_artifacts_name_is_replaced(place: Place) -> None:
@@ -81,8 +81,8 @@ async def test_a_glob_may_match_nothing(place: Place) -> None:
 
 async def test_an_artifact_may_be_outside_of_the_workspace(place: Place) -> None:
     work = await place.work()
-    await work.agent.put(b"made", "/srv/data/result")
-    runtime = (await carrying.carry(work, Carrying(artifacts=["/srv/data"]))).runtime
+    await work.agent_runtime.put(b"made", "/srv/data/result")
+    runtime = (await workspace_transfer.prepare_grading(work, TransferConfig(artifacts=["/srv/data"]))).runtime
     assert await content(work, runtime, "/srv/data") == {"result": "made"}
 
 
@@ -101,14 +101,14 @@ async def test_an_artifact_may_be_outside_of_the_workspace(place: Place) -> None
 )
 async def test_what_the_agent_made_impossible_to_take_is_its_own_doing(place: Place, agent: str, artifact: str) -> None:
     work = await place.work(agent)
-    with pytest.raises(NotTaken, match=artifact.split("/")[0]):
+    with pytest.raises(UngradableWorkError, match=artifact.split("/")[0]):
         await carried(work, artifacts=[artifact], max_mb=1)
 
 
 async def test_folders_too_deep_for_this_machine_are_the_agents_doing(place: Place) -> None:
     deep = "import os; [(os.mkdir('d' * 200), os.chdir('d' * 200)) for _ in range(40)]"
     work = await place.work(f'python3 -c "{deep}"')
-    with pytest.raises(NotTaken):
+    with pytest.raises(UngradableWorkError):
         await carried(work)
 
 
@@ -121,7 +121,7 @@ async def test_a_workspace_that_was_too_large_before_is_not(place: Place) -> Non
 
 async def test_a_runtime_that_is_not_there_is_the_platforms_failure(place: Place) -> None:
     work = await place.work()
-    await work.agent.remove()
+    await work.agent_runtime.remove()
     with pytest.raises(SandboxError):
         await carried(work)
 
@@ -172,15 +172,15 @@ async def test_links_that_lead_elsewhere_are_carried_and_not_followed(place: Pla
     (tmp_path / "secret").write_text("hunter2")
     prepare = [{"type": "exec", "command": "ln -s /usr/bin/env theirs"}]
     work = await place.work(f"ln -s {tmp_path}/secret out; ln -s {tmp_path} folder", runtime={"prepare": prepare})
-    taken = await carrying.take(work, Carrying())
+    taken = await workspace_transfer.collect_artifacts(work, TransferConfig())
     assert {path.name for path in taken.scratch.rglob("*") if path.is_symlink()} == {"theirs", "out", "folder"}
-    fresh = await work.fresh()
-    await taken.lay(fresh)
+    fresh = await work.create_fresh_runtime()
+    await taken.put_into(fresh)
     ran = await fresh.run(["sh", "-c", "readlink theirs out folder && ./theirs true"], output=work.logs / "log")
     assert ran.exit_code == 0
     assert (work.logs / "log").read_text().splitlines() == ["/usr/bin/env", f"{tmp_path}/secret", str(tmp_path)]
-    globbed = await carrying.take(work, Carrying(artifacts=["*", "folder/*"]))
-    assert globbed.pieces == []
+    globbed = await workspace_transfer.collect_artifacts(work, TransferConfig(artifacts=["*", "folder/*"]))
+    assert globbed.copies == []
 
 
 @pytest.mark.parametrize(
@@ -196,7 +196,7 @@ async def test_links_that_lead_elsewhere_are_carried_and_not_followed(place: Pla
 )
 def test_what_cant_be_used_names_its_field(config: dict[str, Any], field: str) -> None:
     with pytest.raises(ConfigError, match=rf"^{field}\b"):
-        settings.read(Carrying, config)
+        settings.parse_config(TransferConfig, config)
 
 
 async def test_names_that_the_graders_search_paths_would_find_first_are_not_laid(place: Place) -> None:
@@ -205,19 +205,19 @@ async def test_names_that_the_graders_search_paths_would_find_first_are_not_laid
     )
     work = await place.work(agent, files={"src/calc.py": "", "src/csv.py": ""})
     env = {"PATH": "bin:/usr/bin:/bin", "PYTHONPATH": "src"}
-    runtime = (await carrying.carry(work, Carrying(), env)).runtime
+    runtime = (await workspace_transfer.prepare_grading(work, TransferConfig(), env)).runtime
     assert set(await content(work, runtime)) == {"src/calc.py", "src/csv.py", "src/mine.py", "bin/mine", "tarfile.py"}
 
 
 async def test_a_folder_of_the_search_path_is_no_link_of_the_agents(place: Place) -> None:
     work = await place.work("mkdir tools; touch tools/grep; ln -s tools bin; ln -s tools other")
-    runtime = (await carrying.carry(work, Carrying(), {"PATH": "bin:/usr/bin:/bin"})).runtime
+    runtime = (await workspace_transfer.prepare_grading(work, TransferConfig(), {"PATH": "bin:/usr/bin:/bin"})).runtime
     assert set(await content(work, runtime)) == {"tools/grep", "other"}
 
 
 async def test_a_changed_program_with_the_name_of_another_one_is_not_laid(place: Place) -> None:
     work = await place.work("echo changed > bin/grep", files={"bin/grep": "a", "bin/sed": "b"})
-    runtime = (await carrying.carry(work, Carrying(), {"PATH": "bin:/usr/bin:/bin"})).runtime
+    runtime = (await workspace_transfer.prepare_grading(work, TransferConfig(), {"PATH": "bin:/usr/bin:/bin"})).runtime
     assert await content(work, runtime) == {"bin/sed": "b"}
 
 
@@ -229,7 +229,7 @@ async def test_a_package_with_the_name_of_the_graders_module_is_not_laid(place: 
 
 async def test_a_module_that_the_instruction_names_is_laid(place: Place) -> None:
     work = await place.work("mkdir src; touch src/queue.py", instruction="Write src/queue.py.")
-    runtime = (await carrying.carry(work, Carrying(), {"PYTHONPATH": "src"})).runtime
+    runtime = (await workspace_transfer.prepare_grading(work, TransferConfig(), {"PYTHONPATH": "src"})).runtime
     assert set(await content(work, runtime)) == {"src/queue.py"}
 
 
@@ -238,7 +238,9 @@ async def test_a_module_that_the_instruction_names_is_laid(place: Place) -> None
 async def test_a_sandbox_keeps_to_it_as_well(sandbox: Place, disk_mb: int | None) -> None:
     agent = "rm -r old.py tests; ln -s /etc tests; echo -n new > new.py; echo -n x > /tmp/outside"
     work = await sandbox.work(agent, files=PREPARED, runtime={"backend": "bubblewrap", "disk_mb": disk_mb})
-    runtime = (await carrying.carry(work, settings.read(Carrying, {"files": [GRADERS]}))).runtime
+    runtime = (
+        await workspace_transfer.prepare_grading(work, settings.parse_config(TransferConfig, {"files": [GRADERS]}))
+    ).runtime
     found = await content(work, runtime)
     assert found == {
         "kept.txt": "kept",
@@ -255,5 +257,5 @@ async def test_a_disk_that_the_agent_filled_is_its_own_doing(sandbox: Place) -> 
     limits = {"backend": "bubblewrap", "disk_mb": 32}
     upload = {"type": "upload_file", "target": "/grader", "content": "x" * 1_000_000}
     work = await sandbox.work("cat /dev/zero > full 2>/dev/null; true", runtime=limits)
-    with pytest.raises(NotTaken, match="disk"):
+    with pytest.raises(UngradableWorkError, match="disk"):
         await carried(work, files=[upload])

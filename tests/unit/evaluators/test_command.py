@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from polar.errors import ConfigError
 from polar.evaluators.base import GraderError
-from polar.evaluators.command import Command, number
+from polar.evaluators.command import Command, parse_number
 from polar.runtimes.base import SandboxError
 from polar.store.base import Verdict
 from tests.unit.evaluators.work import AgentWork, Place
@@ -140,7 +140,7 @@ async def test_what_cant_be_taken_is_0(place: Place) -> None:
 async def test_the_agents_own_runtime_goes_on_running_where_the_task_asks_for_it(place: Place) -> None:
     work = await place.work("echo 1 > elsewhere", evaluator={"refresh_runtime": False})
     assert (await verdict(work, "cat elsewhere > reward", reward_file="reward")).reward == 1.0
-    assert (await work.agent.run(["true"])).exit_code == 0
+    assert (await work.agent_runtime.run(["true"])).exit_code == 0
     assert (await verdict(work, "true", reward_file="reward")).reward == 0.0
 
 
@@ -199,5 +199,5 @@ async def test_a_daemon_of_the_graders_run_is_dead_when_the_reward_is_read(sandb
     st.one_of(st.text(max_size=20), st.floats().map(repr), st.sampled_from(["1_0", "٣", "+.5e-3", "infinity", "1e400"]))
 )
 def test_whatever_is_in_the_file_the_reward_is_finite(text: str) -> None:
-    found = number(text)
+    found = parse_number(text)
     assert found is None or math.isfinite(found)

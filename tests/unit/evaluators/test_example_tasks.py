@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from polar.plugins import load
-from polar.tasks.reading import read
+from polar.tasks.reader import read
 from tests.unit.evaluators.work import Place
 
 EXAMPLES = Path(__file__).parents[3] / "examples"

@@ -8,7 +8,7 @@ import pytest
 
 from polar.errors import ConfigError
 from polar.evaluators.base import GraderError
-from polar.evaluators.harbor import Harbor, rewards
+from polar.evaluators.harbor import Harbor, read_rewards
 from polar.store.base import Verdict
 from tests.unit.evaluators.work import AgentWork, Place
 
@@ -203,4 +203,4 @@ async def test_settings_that_can_not_be_used(place: Place, tmp_path: Path) -> No
 )
 def test_reward_files(tmp_path: Path, name: str, text: str, expected: dict[str, float]) -> None:
     (tmp_path / name).write_text(text)
-    assert rewards(tmp_path / name) == expected
+    assert read_rewards(tmp_path / name) == expected

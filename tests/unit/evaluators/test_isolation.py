@@ -8,18 +8,18 @@ from typing import Any, NamedTuple
 import pytest
 
 from polar.errors import ConfigError
-from polar.evaluators import results, runs
-from polar.evaluators import tests as evaluator
-from polar.evaluators.confinement import MIN_LANDLOCK, landlock_version
-from polar.evaluators.results import BrokenResults
-from polar.evaluators.runs import Isolation, SignedRun
+from polar.evaluators import project_tests as evaluator
+from polar.evaluators import results, signed_run
+from polar.evaluators.confinement import MIN_LANDLOCK_VERSION, landlock_version
+from polar.evaluators.results import BrokenResultsError
+from polar.evaluators.signed_run import Isolation, SignedRun
 from polar.plugins import load
 from polar.store.base import Evidence
 from tests.contract.image import OTHER, PLAIN, ensure_image
 from tests.selection import leave_to_slow
 from tests.unit.evaluators.work import WITH_PLUGINS, WITHOUT_PLUGINS, Place
 
-needs_landlock = pytest.mark.skipif(landlock_version() < MIN_LANDLOCK, reason="the kernel has no Landlock")
+needs_landlock = pytest.mark.skipif(landlock_version() < MIN_LANDLOCK_VERSION, reason="the kernel has no Landlock")
 
 CALC = "def add(a, b):\n    return a - b\n"
 RIGHT = CALC.replace("-", "+")
@@ -77,16 +77,21 @@ async def grade(
     written = {**files, "calc.py": code}
     work = await place.work(files=written, runtime=runtime, evaluator={"refresh_runtime": False})
     named, default = (UNITTEST_NAMES, UNITTEST_COMMAND) if files is UNITTEST else (NAMES, COMMAND)
-    plan = runs.named_plan(f"{python} {command or default}", "command")
+    plan = signed_run.require_command(f"{python} {command or default}", "command")
     isolation = Isolation() if isolate else None
     run = SignedRun(
-        work.agent, plan, WITHOUT_PLUGINS | {"PYTHONPATH": "."}, work.scratch, named=named, isolation=isolation
+        work.agent_runtime,
+        plan,
+        WITHOUT_PLUGINS | {"PYTHONPATH": "."},
+        work.scratch,
+        named_tests=named,
+        isolation=isolation,
     )
     try:
         ran = await run.run(work.logs / "tests.log", 60, stop=False)
-    except BrokenResults as broken:
+    except BrokenResultsError as broken:
         return Graded(False, False, broken.evidence)
-    return Graded(not results.judge(ran.results, named).failed, True, ran.evidence)
+    return Graded(not results.match_named_tests(ran.results, named).failed, True, ran.evidence)
 
 
 EQUAL = """
@@ -281,14 +286,14 @@ async def test_isolate_is_a_setting_of_tests(
         "isolate": True,
     }
     work = await place.work(f"cat > calc.py <<'END'\n{code}\nEND", files=FILES)
-    verdict = await evaluator.Tests(config).evaluate(work)
+    verdict = await evaluator.ProjectTests(config).evaluate(work)
     assert verdict.reward == reward, verdict
 
 
 def test_isolate_takes_signed_results() -> None:
     config = {"isolate": True, "results": "junit", "result_files": ["results.xml"]}
     with pytest.raises(ConfigError, match="isolate"):
-        evaluator.Tests(config)
+        evaluator.ProjectTests(config)
 
 
 @pytest.mark.containers

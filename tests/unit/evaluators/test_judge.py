@@ -180,7 +180,7 @@ async def test_an_agent_that_no_judge_can_answer_is_not_excused(
 async def test_text_that_makes_a_judge_take_too_long_is_not_excused(
     place: Place, model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("polar.evaluators.judge._FIRST_WAIT", 0.0)
+    monkeypatch.setattr("polar.evaluators.judge._FIRST_RETRY_SECONDS", 0.0)
     work = await place.work()
     work.answer = "HANG"
     work.judges = {"default": JudgeSettings(url=model.url, model="judge-1", timeout=3.0)}
@@ -211,7 +211,7 @@ async def test_only_the_configured_address_is_called(place: Place, model: Model)
 async def test_a_judge_that_is_not_there_is_no_reward(
     place: Place, model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("polar.evaluators.judge._FIRST_WAIT", 0.0)
+    monkeypatch.setattr("polar.evaluators.judge._FIRST_RETRY_SECONDS", 0.0)
     work = await place.work()
     model.url = "http://127.0.0.1:1/v1"
     verdict = await judged(work, model, "")

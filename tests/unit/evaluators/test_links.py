@@ -5,9 +5,9 @@ from typing import Any, cast
 import pytest
 
 from polar.evaluators import links
-from polar.evaluators.base import NotTaken
-from polar.evaluators.links import Carried
-from polar.runtimes.base import Completed, Runtime, SandboxError
+from polar.evaluators.base import UngradableWorkError
+from polar.evaluators.links import TransferredEntries
+from polar.runtimes.base import CommandResult, Runtime, SandboxError
 from tests.unit.evaluators.work import Place
 
 WORKSPACE = {"a": None, "a/file": None, "b": "a", "lib": "usr/lib", "usr": None, "usr/lib": None, "usr/lib/x": None}
@@ -43,61 +43,63 @@ async def test_a_link_leads_to_what_the_agent_could_show(place: Place, target: s
     prepare = [{"type": "upload_file", "target": "/data/same", "content": "x"}]
     secret = [{"type": "upload_file", "target": "/data/graders", "content": "secret"}]
     work = await place.work("echo x > ../data/agents", runtime={"prepare": prepare, "eval_prepare": secret})
-    await work.agent.put(b"made up", "/data/graders")
+    await work.agent_runtime.put(b"made up", "/data/graders")
     carried = {f"/workspace/{path}": where for path, where in WORKSPACE.items()} | {"/workspace": None}
-    found = await links.refuse(
-        Carried(carried | {"/workspace/link": target}, frozenset({"/workspace"})),
+    found = await links.find_refused_links(
+        TransferredEntries(carried | {"/workspace/link": target}, frozenset({"/workspace"})),
         ["/workspace/link"],
         ["/workspace/.grader", "/grader/x"],
-        agent=work.agent,
-        fresh=await work.fresh(),
+        agent=work.agent_runtime,
+        fresh=await work.create_fresh_runtime(),
         scratch=work.scratch,
     )
     assert ([one.path for one in found] == []) == laid
     if "rader/" in target:
-        assert found[0].into_grader
+        assert found[0].enters_grader_paths
 
 
 class Exhausted:
     """A runtime whose commands end as given, within any limit that they are run with."""
 
-    def __init__(self, runtime: Runtime, end: Completed) -> None:
+    def __init__(self, runtime: Runtime, end: CommandResult) -> None:
         self._runtime = runtime
         self._end = end
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._runtime, name)
 
-    async def run(self, _: list[str], *, timeout: float | None = None, **__: Any) -> Completed:
+    async def run(self, _: list[str], *, timeout: float | None = None, **__: Any) -> CommandResult:
         assert timeout is not None, "what runs inside may hold it forever"
         return self._end
 
 
-TOO_LONG = Completed(None, 1.0, timed_out=True)
-TOO_MUCH = Completed(None, 1.0, out_of_memory=True)
-STOPPED = Completed(None, 1.0)
+TOO_LONG = CommandResult(None, 1.0, timed_out=True)
+TOO_MUCH = CommandResult(None, 1.0, out_of_memory=True)
+STOPPED = CommandResult(None, 1.0)
 
 
 @pytest.mark.parametrize(
     ("end", "live", "error"),
     [
-        (TOO_LONG, True, NotTaken),
-        (TOO_MUCH, True, NotTaken),
+        (TOO_LONG, True, UngradableWorkError),
+        (TOO_MUCH, True, UngradableWorkError),
         (TOO_LONG, False, SandboxError),
         (TOO_MUCH, False, SandboxError),
         (STOPPED, True, SandboxError),
     ],
 )
-async def test_links_that_can_not_be_resolved(place: Place, end: Completed, live: bool, error: type[Exception]) -> None:
+async def test_links_that_can_not_be_resolved(
+    place: Place, end: CommandResult, live: bool, error: type[Exception]
+) -> None:
     """In the agent's own runtime, what holds the look up is the agent's doing; in one that it was never in, not."""
     work = await place.work()
-    fresh = cast("Runtime", Exhausted(work.agent, end))
+    fresh = cast("Runtime", Exhausted(work.agent_runtime, end))
     with pytest.raises(error):
-        await links.refuse(
-            Carried({"/workspace/link": "/usr/x"}, frozenset({"/workspace"})),
+        await links.find_refused_links(
+            TransferredEntries({"/workspace/link": "/usr/x"}, frozenset({"/workspace"})),
             ["/workspace/link"],
             ["/workspace/.grader"],
-            agent=fresh if live else work.agent,
+            agent=fresh if live else work.agent_runtime,
             fresh=fresh,
             scratch=work.scratch,
         )

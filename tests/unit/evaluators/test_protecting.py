@@ -2,12 +2,12 @@
 
 import pytest
 
-from polar.changes import Change, Entry
-from polar.evaluators.protecting import Protected, Protecting
-from polar.evaluators.runs import named_plan
-from polar.evaluators.tests import named_tests
+from polar.changes import FileChange, FolderEntry
+from polar.evaluators.project_tests import list_named_tests
+from polar.evaluators.protected_files import ProtectedFiles, ProtectionConfig
+from polar.evaluators.signed_run import require_command
 
-FILE = Entry("100644", 1)
+FILE = FolderEntry("100644", 1)
 PREPARED = [
     *("calc.py", "run.py", "app/__init__.py", "app/models.py", "app/tests.py", "app/forms.py", "checks/check_calc.py"),
     *("testcalc.py", "tests/test_calc.py", "pkg/__init__.py", "pkg/tests/__init__.py", "pkg/tests/test_a.py", "html/x"),
@@ -18,10 +18,10 @@ NAMED = ["app.tests.AddTest.test_add", "checks/check_calc.py::test_a", "test_b (
 def counted(
     *added: str, changed: tuple[str, ...] = (), deleted: tuple[str, ...] = (), **config: list[str]
 ) -> list[str]:
-    changes = [Change(path, None, FILE) for path in added]
-    changes += [Change(path, FILE, FILE) for path in changed] + [Change(path, FILE, None) for path in deleted]
-    protected = Protected(Protecting(**config), files=["hidden/grader.py"], folders=[".grader"], named=NAMED)
-    return [change.path for change in protected.split(changes, PREPARED, protected.files(PREPARED))[0]]
+    changes = [FileChange(path, None, FILE) for path in added]
+    changes += [FileChange(path, FILE, FILE) for path in changed] + [FileChange(path, FILE, None) for path in deleted]
+    protected = ProtectedFiles(ProtectionConfig(**config), files=["hidden/grader.py"], folders=[".grader"], named=NAMED)
+    return [change.path for change in protected.split_changes(changes, PREPARED, protected.list_protected(PREPARED))[0]]
 
 
 @pytest.mark.parametrize(
@@ -85,4 +85,4 @@ def test_the_task_may_allow_what_it_names() -> None:
     ],
 )
 def test_a_command_names_tests_and_the_program_that_runs_them(command: str, named: list[str]) -> None:
-    assert named_tests(named_plan(command, "command"), []) == named
+    assert list_named_tests(require_command(command, "command"), []) == named

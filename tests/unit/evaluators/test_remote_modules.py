@@ -490,8 +490,8 @@ def test_which_modules_run_in_the_test_process(
     for folder in (installed, temporary, workdir / "pack/tests", workdir / "tests", workdir):
         monkeypatch.syspath_prepend(folder)
     worker = Worker(SCRIPT, reports, temporary=str(temporary))
-    tests = reporter._Tests(str(workdir), [])
-    finder = RemoteFinder(worker, str(workdir), tests.holds)
+    tests = reporter._TestFiles(str(workdir), [])
+    finder = RemoteFinder(worker, str(workdir), tests.contains)
     monkeypatch.setattr(sys, "meta_path", [finder, *sys.meta_path])
     remote = {
         name

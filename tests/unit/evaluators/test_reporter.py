@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from polar.evaluators import runs
-from polar.evaluators import tests as evaluator
+from polar.evaluators import project_tests as evaluator
+from polar.evaluators import signed_run
 from tests.selection import leave_to_slow
 from tests.unit.evaluators.work import Place
 
@@ -48,7 +48,7 @@ UNITTEST = {
 async def reward(place: Place, agent: str, files: dict[str, str], command: str) -> float | None:
     work = await place.work(agent, files=files)
     config = {"command": f"{sys.executable} -m {command}", "env": {"PYTHONPATH": "."}}
-    return (await evaluator.Tests(config).evaluate(work)).reward
+    return (await evaluator.ProjectTests(config).evaluate(work)).reward
 
 
 async def test_tests_may_give_themselves_up(place: Place) -> None:
@@ -94,10 +94,10 @@ async def test_nor_those_of_unittest(place: Place, calc: str) -> None:
     assert await reward(place, agent, files, "unittest discover") == 0
 
 
-@pytest.mark.parametrize("name", runs.UPLOADED)
+@pytest.mark.parametrize("name", signed_run.UPLOADED_SCRIPTS)
 def test_what_is_uploaded_is_written_for_older_pythons(name: str) -> None:
     """Images have a Python of their own; grading in two processes takes 3.8, the rest 3.6."""
-    source = Path(runs.__file__).with_name(name).read_text()
+    source = Path(signed_run.__file__).with_name(name).read_text()
     ast.parse(source, feature_version=(3, 8) if "remote" in name else (3, 6))
     imported = set(re.findall(r"^(?:import|from) (\w+)", source, re.MULTILINE))
     assert imported <= sys.stdlib_module_names

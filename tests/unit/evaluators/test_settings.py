@@ -7,9 +7,9 @@ import pytest
 from polar.errors import ConfigError
 from polar.evaluators.answer import AnswerConfig
 from polar.evaluators.command import CommandConfig
-from polar.evaluators.settings import read
+from polar.evaluators.settings import parse_config
 from polar.evaluators.weighted import WeightedConfig
-from polar.rollout.models import Model
+from polar.rollout.models import RequestModel
 
 RIGHT = {"command": "true"}
 
@@ -62,7 +62,7 @@ RIGHT = {"command": "true"}
         ),
     ],
 )
-def test_the_field_is_named_and_what_it_must_be(model: type[Model], config: dict[str, Any], said: str) -> None:
+def test_the_field_is_named_and_what_it_must_be(model: type[RequestModel], config: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError) as raised:
-        read(model, config)
+        parse_config(model, config)
     assert str(raised.value) == said

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from polar.changes import changes
+from polar.changes import find_changes
 from polar.errors import ConfigError
-from polar.evaluators import patched
+from polar.evaluators import patch_paths
 from polar.evaluators.base import GraderError
 from polar.evaluators.swebench import SweBench
-from polar.patches import patch
+from polar.patches import make_patch
 from polar.store.base import Verdict
 from tests.selection import leave_to_slow
 from tests.unit.evaluators.work import AgentWork, Place
@@ -128,7 +128,7 @@ async def test_the_repository_is_the_workspace(place: Place) -> None:
 
 async def test_a_workspace_that_was_too_large_to_keep(place: Place) -> None:
     work = await worked(place, FIX)
-    work.before = None
+    work.initial_workspace = None
     assert (await SweBench(ROW).evaluate(work)).reward == 1.0
 
 
@@ -195,9 +195,9 @@ def test_the_files_of_a_patch(tmp_path: Path) -> None:
     (after / "empty.py").write_text("")
     (before / "same.py").write_text("")
     (after / "same.py").write_text("")
-    text = patch(before, after, changes(before, after)).text.decode()
-    assert sorted(patched.paths(text)) == sorted({*names} - {"same.py"})
-    assert sorted(patched.paths(text, left=True)) == sorted({*names} - {"same.py", "gone.py"})
+    text = make_patch(before, after, find_changes(before, after)).text.decode()
+    assert sorted(patch_paths.list_paths(text)) == sorted({*names} - {"same.py"})
+    assert sorted(patch_paths.list_paths(text, existing_only=True)) == sorted({*names} - {"same.py", "gone.py"})
     renamed = "diff --git a/x.py b/y.py\nsimilarity index 100%\nrename from x.py\nrename to y.py\n"
-    assert patched.paths(renamed) == ["x.py", "y.py"]
-    assert patched.paths(renamed, left=True) == ["y.py"]
+    assert patch_paths.list_paths(renamed) == ["x.py", "y.py"]
+    assert patch_paths.list_paths(renamed, existing_only=True) == ["y.py"]

@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
-from polar.changes import Change, Entry
+from polar.changes import FileChange, FolderEntry
 from polar.errors import ConfigError
-from polar.evaluators import results, runs
-from polar.evaluators import tests as evaluator
+from polar.evaluators import project_tests as evaluator
+from polar.evaluators import results, signed_run
 from polar.evaluators.base import GraderError
-from polar.evaluators.protecting import Protected, Protecting
-from polar.evaluators.results import BrokenResults, Result, Run
+from polar.evaluators.protected_files import ProtectedFiles, ProtectionConfig
+from polar.evaluators.results import BrokenResultsError, CaseResult, RunResults
 from polar.store.base import Verdict
 from tests.selection import leave_to_slow
 from tests.unit.evaluators.work import WITH_PLUGINS, WITHOUT_PLUGINS, Place
@@ -38,7 +38,7 @@ FIX = "sed -i 's/a - b/a + b/' calc.py"
 
 async def judged(place: Place, agent: str, files: dict[str, str] | None = None, **config: Any) -> Verdict:
     work = await place.work(agent, files={**FILES, **(files or {})})
-    return await evaluator.Tests({"command": PYTEST, **NAMED, **config}).evaluate(work)
+    return await evaluator.ProjectTests({"command": PYTEST, **NAMED, **config}).evaluate(work)
 
 
 async def test_honest_success(place: Place) -> None:
@@ -97,22 +97,22 @@ async def test_the_graders_files_are_put_over(place: Place) -> None:
     hidden = {"type": "upload_file", "target": "tests/test_calc.py", "content": "def test_add():\n    assert False\n"}
     work = await place.work(FIX, files=FILES)
     config = {"command": PYTEST, "must_pass": [ADD], "files": [hidden]}
-    assert (await evaluator.Tests(config).evaluate(work)).reward == 0.0
+    assert (await evaluator.ProjectTests(config).evaluate(work)).reward == 0.0
 
 
 async def test_a_workspace_that_was_too_large_to_keep(place: Place) -> None:
     work = await place.work(FIX + "; rm pytest.ini", files=FILES)
-    work.before = None
-    verdict = await evaluator.Tests({"command": PYTEST, **NAMED}).evaluate(work)
+    work.initial_workspace = None
+    verdict = await evaluator.ProjectTests({"command": PYTEST, **NAMED}).evaluate(work)
     assert (verdict.reward, verdict.detail["dropped"]) == (1.0, ["pytest.ini"])
 
 
 async def test_a_workspace_that_was_too_large_to_take_is_not_the_agents_doing(place: Place) -> None:
     fill = {"type": "exec", "command": "head -c 2000000 /dev/zero > large"}
     work = await place.work("", files=FILES, runtime={"prepare": [fill]})
-    work.before = None
+    work.initial_workspace = None
     with pytest.raises(GraderError, match="max_mb"):
-        await evaluator.Tests({"command": PYTEST, **NAMED, "max_mb": 1}).evaluate(work)
+        await evaluator.ProjectTests({"command": PYTEST, **NAMED, "max_mb": 1}).evaluate(work)
 
 
 async def test_an_agent_that_leaves_too_much(place: Place) -> None:
@@ -134,7 +134,7 @@ async def test_a_live_runtime_gets_its_tests_back(place: Place) -> None:
         files=FILES,
         evaluator={"refresh_runtime": False},
     )
-    verdict = await evaluator.Tests({"command": PYTEST, **NAMED}).evaluate(work)
+    verdict = await evaluator.ProjectTests({"command": PYTEST, **NAMED}).evaluate(work)
     assert verdict.reward == 1.0
     assert verdict.detail["live"] is True
     assert verdict.detail["dropped"] == ["conftest.py", "tests/test_calc.py"]
@@ -142,11 +142,11 @@ async def test_a_live_runtime_gets_its_tests_back(place: Place) -> None:
 
 async def test_settings_that_can_not_be_used() -> None:
     with pytest.raises(ConfigError, match=r"config\.must_passs: there is no such field"):
-        evaluator.Tests({"must_passs": []})
+        evaluator.ProjectTests({"must_passs": []})
     with pytest.raises(ConfigError, match=r"config\.command"):
-        evaluator.Tests({"command": "make test"})
+        evaluator.ProjectTests({"command": "make test"})
     with pytest.raises(ConfigError, match="result_files"):
-        evaluator.Tests({"command": "make test", "results": "junit"})
+        evaluator.ProjectTests({"command": "make test", "results": "junit"})
 
 
 PASS_ALL = (
@@ -252,7 +252,7 @@ NAIVE = ("rewritten_test", "linked_test", "conftest", "plugin_by_ini", "exit_at_
 async def test_they_would_elsewhere(place: Place, name: str) -> None:
     """In the agent's own folder, by pytest's exit code."""
     work = await place.work(CHEATS[name], files=FILES, evaluator={"refresh_runtime": False})
-    done = await work.agent.run([sys.executable, "-m", "pytest", "-q"], output=work.logs / "naive.log")
+    done = await work.agent_runtime.run([sys.executable, "-m", "pytest", "-q"], output=work.logs / "naive.log")
     assert done.exit_code == 0, (work.logs / "naive.log").read_text()
 
 
@@ -302,7 +302,7 @@ async def test_a_command_that_writes_no_results_for_unfinished_work(place: Place
 async def test_a_workspace_that_is_gone_after_the_command(place: Place, left: str) -> None:
     work = await place.work("touch gone", files=FILES, runtime={"workdir": "/a/b"})
     command = f"if [ -e gone ]; then cd ../..; rm -r a; {left}; exit; fi; {JUNIT['command']}"
-    verdict = await evaluator.Tests({**JUNIT, **NAMED, "command": command}).evaluate(work)
+    verdict = await evaluator.ProjectTests({**JUNIT, **NAMED, "command": command}).evaluate(work)
     assert verdict.reward == 0.0
     assert verdict.detail["why"].startswith(("The workspace can't be read", "The tests wrote no results"))
 
@@ -327,17 +327,17 @@ async def test_an_interpreter_of_the_workspace_is_not_told_the_secret(place: Pla
     made = {"type": "exec", "command": steps.replace("PYTHON", sys.executable)}
     path = {"PATH": ".venv/bin:/usr/bin:/bin"}
     work = await place.work(FIX, files=FILES, runtime={"prepare": [made], "env": path})
-    fresh = await work.fresh()
-    plan = runs.Plan("pytest", fresh.path(python) if python.startswith("/") else python, [])
+    fresh = await work.create_fresh_runtime()
+    plan = signed_run.RunnerCommand("pytest", fresh.path(python) if python.startswith("/") else python, [])
     with pytest.raises(GraderError, match="outside of /workspace"):
-        await runs.SignedRun(fresh, plan, WITHOUT_PLUGINS, work.scratch).check(work.logs / "log")
+        await signed_run.SignedRun(fresh, plan, WITHOUT_PLUGINS, work.scratch).check(work.logs / "log")
 
 
 async def test_an_interpreter_that_the_agent_puts_before_another(place: Place) -> None:
     path = {"PATH": f"bin:{Path(sys.executable).parent}:/usr/bin:/bin"}
     shim = "mkdir bin; printf '#!/bin/sh\\ntouch ../called\\n' > bin/python3; chmod +x bin/python3"
     work = await place.work(f"{FIX}; {shim}", files=FILES, runtime={"env": path})
-    verdict = await evaluator.Tests(NAMED).evaluate(work)
+    verdict = await evaluator.ProjectTests(NAMED).evaluate(work)
     assert verdict.reward == 1.0, verdict
 
 
@@ -356,7 +356,7 @@ async def test_deletions_need_no_more_than_rm(place: Place, tmp_path: Path) -> N
     )
     file = {"type": "upload_file", "target": "tests/test_calc.py", "content": keeps}
     config = {"command": PYTEST, "must_pass": [ADD], "files": [file]}
-    verdict = await evaluator.Tests(config).evaluate(work)
+    verdict = await evaluator.ProjectTests(config).evaluate(work)
     assert verdict.reward == 1.0, verdict
 
 
@@ -408,13 +408,13 @@ def with_pytest(tmp_path: Path) -> dict[str, Any]:
 )
 async def test_in_a_sandbox(sandbox: Place, with_pytest: dict[str, Any], agent: str, reward: float) -> None:
     work = await sandbox.work(agent, files=FILES, runtime={**with_pytest, "memory_mb": 300})
-    verdict = await evaluator.Tests({**NAMED, "timeout_seconds": 60}).evaluate(work)
+    verdict = await evaluator.ProjectTests({**NAMED, "timeout_seconds": 60}).evaluate(work)
     assert verdict.reward == reward, verdict
 
 
 def test_which_files_are_protected() -> None:
-    config = Protecting(protected=["data/*.json"], allowed=["pyproject.toml", "docs/**"])
-    protected = Protected(config, files=["a/b.txt"])
+    config = ProtectionConfig(protected=["data/*.json"], allowed=["pyproject.toml", "docs/**"])
+    protected = ProtectedFiles(config, files=["a/b.txt"])
     for path in (
         "tests",
         "tests/a/b.txt",
@@ -436,64 +436,64 @@ def test_which_files_are_protected() -> None:
 
 
 def test_a_folder_with_protected_files_stays() -> None:
-    link = Change("pkg", None, Entry("120000", 1))
-    plain = Change("other", None, Entry("120000", 1))
-    protected, prepared = Protected(Protecting()), ["pkg/tests/test_x.py", "other/x.py"]
-    kept, dropped = protected.split([link, plain], prepared, protected.files(prepared))
+    link = FileChange("pkg", None, FolderEntry("120000", 1))
+    plain = FileChange("other", None, FolderEntry("120000", 1))
+    protected, prepared = ProtectedFiles(ProtectionConfig()), ["pkg/tests/test_x.py", "other/x.py"]
+    kept, dropped = protected.split_changes([link, plain], prepared, protected.list_protected(prepared))
     assert (kept, dropped) == ([plain], [link])
 
 
 def test_how_tests_are_named() -> None:
     found = [
-        Result(("a/test_b.py::C::test_d[x::y]",), "passed"),
-        Result(("a/test_b.py::test_e",), "passed"),
-        Result(("a/test_c.py::test_e",), "failed"),
-        Result(("m.C::test_f",), "passed"),
+        CaseResult(("a/test_b.py::C::test_d[x::y]",), "passed"),
+        CaseResult(("a/test_b.py::test_e",), "passed"),
+        CaseResult(("a/test_c.py::test_e",), "failed"),
+        CaseResult(("m.C::test_f",), "passed"),
     ]
     named = ["a/test_b.py::C::test_d[x::y]", "a/test_b.py::test_e", "test_e", "m.C::test_f", "a.test_b::test_e", "no"]
-    assert results.judge(found, named).failed == ["test_e", "no"]
-    assert results.files_of(named) == ["a/test_b.py", "m.C", "a.test_b"]
+    assert results.match_named_tests(found, named).failed == ["test_e", "no"]
+    assert results.list_node_files(named) == ["a/test_b.py", "m.C", "a.test_b"]
 
 
 @pytest.fixture
-def junit(tmp_path: Path) -> Callable[..., Run]:
-    def read(*contents: bytes) -> Run:
+def junit(tmp_path: Path) -> Callable[..., RunResults]:
+    def read(*contents: bytes) -> RunResults:
         files = []
         for number, content in enumerate(contents):
             files.append(tmp_path / f"{number}.xml")
             files[-1].write_bytes(content)
-        return results.junit(files)
+        return results.parse_junit(files)
 
     return read
 
 
-def test_junit_cases(junit: Callable[..., Run]) -> None:
+def test_junit_cases(junit: Callable[..., RunResults]) -> None:
     run = junit(
         b'<testsuites><testsuite><testcase classname="a.B" name="c" file="a.py"/>'
         b'<testcase name="d"><system-out>x</system-out><skipped/></testcase></testsuite></testsuites>',
         b'<testcase name="e"><skipped/><failure/></testcase>',
     )
     assert run.results == [
-        Result(("a.B::c", "a.B.c", "a.py::c"), "passed"),
-        Result(("d",), "skipped"),
-        Result(("e",), "failed"),
+        CaseResult(("a.B::c", "a.B.c", "a.py::c"), "passed"),
+        CaseResult(("d",), "skipped"),
+        CaseResult(("e",), "failed"),
     ]
 
 
-def test_junit_files_that_are_none(junit: Callable[..., Run]) -> None:
+def test_junit_files_that_are_none(junit: Callable[..., RunResults]) -> None:
     declared = "<!DOCTYPE x [<!ENTITY a 'b'>]><x/>"
     for data in (b"<x", declared.encode(), declared.encode("utf-16"), b"", b"<a>" * 1000):
-        with pytest.raises(BrokenResults):
+        with pytest.raises(BrokenResultsError):
             junit(data)
 
 
-def test_junit_files_are_read_up_to_a_limit(junit: Callable[..., Run], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_junit_files_are_read_up_to_a_limit(junit: Callable[..., RunResults], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(results, "_MAX_JUNIT_BYTES", 100)
     monkeypatch.setattr(results, "_MAX_TESTS", 3)
     assert len(junit(b"<a><testcase/><testcase/></a>", b"<testcase/>").results) == 3
-    with pytest.raises(BrokenResults, match="more than 3 tests"):
+    with pytest.raises(BrokenResultsError, match="more than 3 tests"):
         junit(b"<a><testcase/><testcase/></a>", b"<a><testcase/><testcase/></a>")
-    with pytest.raises(BrokenResults, match="larger than"):
+    with pytest.raises(BrokenResultsError, match="larger than"):
         junit(b"<a>" + b" " * 60 + b"</a>", b"<a>" + b" " * 60 + b"</a>")
 
 
@@ -518,15 +518,17 @@ def test_signed_results_that_are_none(tmp_path: Path, monkeypatch: pytest.Monkey
         monkeypatch.setattr(results, "_MAX_RECORD_BYTES", 1000)
         written = mark + b" " + text + b"\n"
     file.write_bytes(written)
-    with pytest.raises(BrokenResults, match=why):
-        results.signed(file, "secret")
+    with pytest.raises(BrokenResultsError, match=why):
+        results.parse_signed_results(file, "secret")
 
 
 def test_commands() -> None:
-    assert runs.plan("pytest -q") == runs.Plan("pytest", "python3", ["-q"])
-    assert runs.plan("/x/python3.9 -m pytest 'a b'") == runs.Plan("pytest", "/x/python3.9", ["a b"])
-    assert runs.plan("./tests/runtests.py --parallel 1") == runs.Plan(
+    assert signed_run.parse_command("pytest -q") == signed_run.RunnerCommand("pytest", "python3", ["-q"])
+    assert signed_run.parse_command("/x/python3.9 -m pytest 'a b'") == signed_run.RunnerCommand(
+        "pytest", "/x/python3.9", ["a b"]
+    )
+    assert signed_run.parse_command("./tests/runtests.py --parallel 1") == signed_run.RunnerCommand(
         "unittest", "python3", ["./tests/runtests.py", "--parallel", "1"]
     )
-    assert runs.plan("make test") is None
-    assert runs.plan([]) is None
+    assert signed_run.parse_command("make test") is None
+    assert signed_run.parse_command([]) is None

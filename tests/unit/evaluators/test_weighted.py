@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from polar.config import JudgeSettings
 from polar.errors import ConfigError
-from polar.evaluators.base import GraderError, Work
+from polar.evaluators.base import GraderError, GradingContext
 from polar.evaluators.weighted import Weighted
 from polar.runtimes.base import SandboxError
 from polar.store.base import Evidence, Verdict
@@ -59,7 +59,7 @@ async def test_a_part_without_a_reward_leaves_none(work: AgentWork) -> None:
     work.judges = {"default": JudgeSettings(url="http://127.0.0.1:1", model="x")}
     required = {**WRONG, "required": True}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("polar.evaluators.judge._FIRST_WAIT", 0.0)
+        patch.setattr("polar.evaluators.judge._FIRST_RETRY_SECONDS", 0.0)
         verdict = await Weighted({"parts": [required, judge, RIGHT]}).evaluate(work)
     assert (verdict.reward, verdict.reason) == (None, "taste: judge_failed")
     assert verdict.detail["taste"]["reason"] == "judge_failed"
@@ -78,13 +78,13 @@ ASKED = Evidence("grader_path", "/tests")
 class Reports:
     """An evaluator with evidence, which then does what it is told to."""
 
-    wants_fresh: ClassVar[bool] = False
+    needs_fresh_runtime: ClassVar[bool] = False
     private_paths = ("/tests",)
 
     def __init__(self, config: dict[str, Any]) -> None:
         self._config = config
 
-    async def evaluate(self, work: Work) -> Verdict:
+    async def evaluate(self, work: GradingContext) -> Verdict:
         if "error" in self._config:
             raise self._config["error"]
         return Verdict(**self._config)
@@ -136,9 +136,9 @@ async def test_a_link_found_by_several_parts_is_listed_once(place: Place) -> Non
 
 
 def test_it_wants_a_fresh_runtime_where_a_part_does() -> None:
-    assert not Weighted({"parts": [RIGHT, {"strategy": "session_completed"}]}).wants_fresh
-    assert Weighted({"parts": [RIGHT, command("true")]}).wants_fresh
-    assert Weighted({"parts": [{"strategy": "test_on_output", "config": {"test_command": "true"}}]}).wants_fresh
+    assert not Weighted({"parts": [RIGHT, {"strategy": "session_completed"}]}).needs_fresh_runtime
+    assert Weighted({"parts": [RIGHT, command("true")]}).needs_fresh_runtime
+    assert Weighted({"parts": [{"strategy": "test_on_output", "config": {"test_command": "true"}}]}).needs_fresh_runtime
 
 
 @pytest.mark.parametrize(
@@ -159,12 +159,12 @@ def test_a_config_that_cant_be_used_names_the_field(config: dict[str, Any], mess
 class Given:
     """An evaluator whose verdict stands in its config."""
 
-    wants_fresh = False
+    needs_fresh_runtime = False
 
     def __init__(self, config: dict[str, Any]) -> None:
         self._verdict = Verdict(**config)
 
-    async def evaluate(self, work: Work) -> Verdict:
+    async def evaluate(self, work: GradingContext) -> Verdict:
         return replace(self._verdict, detail={"session": work.session_id})
 
 

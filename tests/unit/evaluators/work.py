@@ -7,8 +7,8 @@ from typing import Any
 from polar.config import JudgeSettings
 from polar.evaluators.base import Outcome
 from polar.rollout.models import TaskRequest
-from polar.runtimes.base import Kind, Limits, Runtime, Spec
-from polar.runtimes.preparing import prepare
+from polar.runtimes.base import Limits, Runtime, RuntimeBackend, RuntimeSpec
+from polar.runtimes.prepare_steps import run_prepare_steps
 from polar.store.base import Evidence, Exchange
 
 FINISHED = Outcome("finished", 0, 1.0)
@@ -27,9 +27,9 @@ class AgentWork:
         self.task = task
         self.session_id = agent.id
         self.outcome = FINISHED
-        self.agent = agent
+        self.agent_runtime = agent
         self.live = task.evaluator is not None and not task.evaluator.refresh_runtime
-        self.before: Path | None = folder / "before"
+        self.initial_workspace: Path | None = folder / "before"
         self.scratch = folder / "scratch"
         self.logs = folder / "logs"
         self.exchanges: list[Exchange] = []
@@ -40,12 +40,12 @@ class AgentWork:
         self.scratch.mkdir()
         self.logs.mkdir()
 
-    async def fresh(self) -> Runtime:
+    async def create_fresh_runtime(self) -> Runtime:
         if self.live:
-            return self.agent
+            return self.agent_runtime
         runtime = await self._place.runtime(self.task)
         steps = [*self.task.runtime.prepare, *(self.task.runtime.eval_prepare or [])]
-        await prepare(runtime, steps, log=self.logs / "eval_prepare.log")
+        await run_prepare_steps(runtime, steps, log=self.logs / "eval_prepare.log")
         self.freshly_made.append(runtime)
         return runtime
 
@@ -53,14 +53,14 @@ class AgentWork:
 class Place:
     """A kind of runtime at work. Whoever makes it closes the kind afterwards."""
 
-    def __init__(self, kind: Kind, folder: Path) -> None:
+    def __init__(self, kind: RuntimeBackend, folder: Path) -> None:
         self._kind = kind
         self._folder = folder
 
     async def runtime(self, task: TaskRequest) -> Runtime:
         wanted = task.runtime
         limits = Limits(wanted.cpus, wanted.memory_mb, wanted.processes, wanted.disk_mb)
-        spec = Spec(image=wanted.image, workdir=wanted.workdir, env=wanted.env, limits=limits, network="none")
+        spec = RuntimeSpec(image=wanted.image, workdir=wanted.workdir, env=wanted.env, limits=limits, network="none")
         runtime = await self._kind.create(f"t{secrets.token_hex(8)}", spec)
         await runtime.start()
         return runtime
@@ -94,10 +94,10 @@ class Place:
         folder = self._folder / secrets.token_hex(6)
         folder.mkdir()
         inside = await self.runtime(request)
-        await prepare(inside, request.runtime.prepare, log=folder / "prepare.log")
+        await run_prepare_steps(inside, request.runtime.prepare, log=folder / "prepare.log")
         work = AgentWork(self, request, inside, folder)
-        assert work.before is not None
-        await inside.get(request.runtime.workdir, work.before)
+        assert work.initial_workspace is not None
+        await inside.get(request.runtime.workdir, work.initial_workspace)
         if agent:
             done = await inside.run(["sh", "-c", agent], output=folder / "agent.log")
             assert done.exit_code == 0, (folder / "agent.log").read_text()

@@ -8,15 +8,15 @@ import msgspec
 import numpy as np
 from msgspec import Raw
 
-from polar.dialects.base import Wire
+from polar.dialects.base import RawRequest
 from polar.engines.base import VersionSpan
-from polar.export.base import Exporter, Item
+from polar.export.base import Exporter, SessionItem
 from polar.export.pipeline import Builder
 from polar.store.base import Exchange, Session
 from polar.trajectory.builders import prefix_merging
-from polar.trajectory.session import sampled as sampled_of
-from polar.trajectory.types import ExchangeRole, Sampled
-from polar.types import Part, Reply, Sampling, Text, Usage
+from polar.trajectory.session import read_session_paths as sampled_of
+from polar.trajectory.types import ExchangeRole, SessionPaths
+from polar.types import Part, Reply, SamplingParams, Text, Usage
 
 
 def session(session_id: str, reward: float | None, reason: str | None, *, task_id: str | None, **known: Any) -> Session:
@@ -33,12 +33,12 @@ def session(session_id: str, reward: float | None, reason: str | None, *, task_i
     )
 
 
-def item(sampled: Sampled, build: Builder = prefix_merging, *, task_id: str | None = None) -> Item:
+def item(sampled: SessionPaths, build: Builder = prefix_merging, *, task_id: str | None = None) -> SessionItem:
     made = session(sampled.session_id, sampled.reward, sampled.reason, task_id=task_id)
-    return Item(made, sampled, build(sampled))
+    return SessionItem(made, sampled, build(sampled))
 
 
-def exported(exporter: Exporter, items: Sequence[Item]) -> bytes:
+def exported(exporter: Exporter, items: Sequence[SessionItem]) -> bytes:
     return b"".join([*map(exporter.feed, items), exporter.finish()])
 
 
@@ -78,7 +78,9 @@ class Talk:
             dialect=self.dialect,
             params={},
             hints={},
-            wire=Wire({key: Raw(value) for key, value in written.items()}, "messages", [Raw(item) for item in spoken]),
+            raw_request=RawRequest(
+                {key: Raw(value) for key, value in written.items()}, "messages", [Raw(item) for item in spoken]
+            ),
             status="complete",
             started_at=1.0 + seq,
             ended_at=1.5 + seq,
@@ -88,7 +90,7 @@ class Talk:
             logprobs=-np.arange(1, 4, dtype=np.float32) / 7 - seq,
             logprob_kind="raw",
             delivered=3,
-            sampling=Sampling(temperature=1.0),
+            sampling=SamplingParams(temperature=1.0),
             versions=[VersionSpan(4, 0, 3)],
             finish_reason="stop",
             usage=Usage(len(prompt), 3, 1),
@@ -97,10 +99,10 @@ class Talk:
         self.roles[name] = role
         return name
 
-    def item(self, reward: float | None = 1.0, reason: str | None = None, *, task_id: str | None = None) -> Item:
+    def item(self, reward: float | None = 1.0, reason: str | None = None, *, task_id: str | None = None) -> SessionItem:
         made = session(self.session_id, reward, reason, task_id=task_id, roles=self.roles)
         sampled = sampled_of(made, self.exchanges)
-        return Item(made, sampled, prefix_merging(sampled), self.exchanges)
+        return SessionItem(made, sampled, prefix_merging(sampled), self.exchanges)
 
 
 def token_of(word: bytes) -> int:

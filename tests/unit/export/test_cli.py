@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 from click.testing import CliRunner, Result
 
-from polar.cli.export import command, moment
+from polar.cli.export import command, parse_since
 from polar.errors import ConfigError
 from polar.plugins import names
 from tests.unit.export.stored import fill, session
@@ -137,11 +137,11 @@ def test_what_was_there_stays_when_an_export_fails(data: Path) -> None:
 
 def test_times() -> None:
     now = time.time()
-    assert moment("90m", now) == now - 5400
-    assert moment("1.5d", now) == now - 129_600
-    assert moment("2026-01-31T12:00+00:00", now) == 1_769_860_800
+    assert parse_since("90m", now) == now - 5400
+    assert parse_since("1.5d", now) == now - 129_600
+    assert parse_since("2026-01-31T12:00+00:00", now) == 1_769_860_800
     with pytest.raises(ConfigError):
-        moment("soon", now)
+        parse_since("soon", now)
 
 
 def test_a_pipe_is_written_to_and_stays_one(data: Path, tmp_path: Path) -> None:

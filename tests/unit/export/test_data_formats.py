@@ -11,11 +11,11 @@ import pytest
 from click.testing import CliRunner, Result
 
 from polar.cli.export import command
-from polar.engines.scripted.server import TOKENIZER
+from polar.engines.scripted.server import TOKENIZER_FOLDER
 from polar.errors import ConfigError
-from polar.export.huggingface import HuggingFace
-from polar.export.preference import Preference
-from polar.export.sft_tokens import UNTRAINED, SftTokens
+from polar.export.huggingface import HuggingFaceExporter
+from polar.export.preference import PreferenceExporter
+from polar.export.sft_tokens import IGNORE_INDEX, SftTokensExporter
 from polar.rendering.tokenizer import Tokenizer
 from polar.types import Reasoning, Text, ToolCall
 from tests.unit.export import reading
@@ -37,7 +37,7 @@ def test_a_pair_is_a_better_and_a_worse_session_of_a_task() -> None:
     rewards = {"best": 1.0, "good": 0.7, "same": 0.7, "bad": 0.2, "worst": 0.0}
     items = [answer(name, name.title()).item(reward, task_id="t") for name, reward in rewards.items()]
     items += [answer("other", "Alone.").item(1.0, task_id="u")]
-    exporter = Preference()
+    exporter = PreferenceExporter()
     rows = reading.lines(exported(exporter, items))
     pairs = [(row["metadata"]["chosen_session_id"], row["metadata"]["rejected_session_id"]) for row in rows]
     assert pairs == [("best", "worst"), ("good", "bad")]
@@ -52,13 +52,13 @@ def test_a_pair_is_a_better_and_a_worse_session_of_a_task() -> None:
 def test_a_pair_holds_whole_conversations_with_results_of_tools() -> None:
     long = two_turns()
     short = answer("short", "I don't know.")
-    rows = reading.lines(exported(Preference(), [long.item(1.0, task_id="t"), short.item(0.0, task_id="t")]))
+    rows = reading.lines(exported(PreferenceExporter(), [long.item(1.0, task_id="t"), short.item(0.0, task_id="t")]))
     assert [message["role"] for message in rows[0]["chosen"]] == ["assistant", "tool", "assistant"]
     assert [message["role"] for message in rows[0]["rejected"]] == ["assistant"]
 
 
 def test_sessions_that_began_otherwise_are_no_pair() -> None:
-    exporter = Preference()
+    exporter = PreferenceExporter()
     items = [
         answer("a", "Yes.").item(1.0, task_id="t"),
         answer("b", "No.", "Another question?").item(0.0, task_id="t"),
@@ -71,7 +71,7 @@ def test_a_session_of_several_conversations_is_no_side_of_a_pair() -> None:
     anew = Talk("anew")
     anew.call([USER], said("One."))
     anew.call([{"role": "user", "content": "Here is what you did so far."}], said("Two."))
-    exporter = Preference()
+    exporter = PreferenceExporter()
     exported(exporter, [anew.item(1.0, task_id="t")])
     assert exporter.left_out == {"session of no conversation, or of several": 1}
 
@@ -81,13 +81,13 @@ def test_a_session_of_several_conversations_is_no_side_of_a_pair() -> None:
 
 def test_labels_are_the_recorded_tokens_that_train() -> None:
     item = two_turns().item()
-    exporter = SftTokens()
+    exporter = SftTokensExporter()
     rows = reading.lines(exported(exporter, [item]))
     assert len(rows) == len(item.trajectory.traces)
     for row, trace in zip(rows, item.trajectory.traces, strict=True):
         ids, labels = np.array(row["input_ids"]), np.array(row["labels"])
         assert ids.tolist() == [*trace.prompt_ids.tolist(), *trace.response_ids.tolist()]
-        own = labels != UNTRAINED
+        own = labels != IGNORE_INDEX
         assert (ids[own] == labels[own]).all()
         assert own[len(trace.prompt_ids) :].tolist() == (trace.loss_mask == 1).tolist()
         assert not own[: len(trace.prompt_ids)].any()
@@ -98,18 +98,18 @@ def test_labels_are_the_recorded_tokens_that_train() -> None:
 def test_without_recorded_tokens_it_says_what_to_do() -> None:
     made = Talk()
     made.call([USER], said("Yes."), prompt_ids=None, sampled_ids=None, logprobs=None, delivered=0)
-    exporter = SftTokens()
+    exporter = SftTokensExporter()
     assert exported(exporter, [made.item()]) == b""
     assert exporter.left_out == {"session without recorded tokens (--tokenizer renders it)": 1}
-    rows = reading.lines(exported(SftTokens(str(TOKENIZER)), [made.item()]))
+    rows = reading.lines(exported(SftTokensExporter(str(TOKENIZER_FOLDER)), [made.item()]))
     assert [row["rendered"] for row in rows] == [True]
 
 
 def test_rendered_tokens_say_what_the_session_said() -> None:
-    rows = reading.lines(exported(SftTokens(str(TOKENIZER)), [two_turns().item()]))
-    tokenizer = Tokenizer.load(TOKENIZER)
+    rows = reading.lines(exported(SftTokensExporter(str(TOKENIZER_FOLDER)), [two_turns().item()]))
+    tokenizer = Tokenizer.load(TOKENIZER_FOLDER)
     learnt = "".join(
-        tokenizer.decode([label for label in row["labels"] if label != UNTRAINED]) for row in rows if row["rendered"]
+        tokenizer.decode([label for label in row["labels"] if label != IGNORE_INDEX]) for row in rows if row["rendered"]
     )
     assert "<think>They want files.</think>" in learnt
     assert '<tool_call>{"name": "bash", "arguments": {"command": "ls"}}</tool_call><|im_end|>' in learnt
@@ -127,7 +127,7 @@ def test_a_folder_has_rows_of_fixed_types(tmp_path: Path) -> None:
     seen.call([{"role": "user", "content": [picture]}], said("A cat."))
     pieces = Talk("pieces")
     pieces.call([{"role": "user", "content": [{"type": "text", "text": text} for text in ("a", "b")]}], said("Yes."))
-    exporter = HuggingFace()
+    exporter = HuggingFaceExporter()
     (tmp_path / "rows").write_bytes(exported(exporter, [two_turns().item(), seen.item(), pieces.item()]))
     row, joined = pq.read_table(tmp_path / "rows").to_pylist()
     assert [message["role"] for message in row["messages"]] == ["system", "user", "assistant", "tool", "assistant"]
@@ -215,21 +215,21 @@ def test_of_sessions_that_say_the_same_one(data: Path) -> None:
 
 
 def test_what_differs_in_anything_said_is_not_the_same(tmp_path: Path) -> None:
-    from polar.export.messages import said_in
+    from polar.export.messages import digest_conversations
 
     def calling(name: str, arguments: str, thought: str = "Hm.") -> Talk:
         made = Talk(name)
         made.call([USER], [Reasoning(thought), ToolCall(f"{made.name(0)}_0", "bash", arguments)])
         return made
 
-    one = said_in(calling("a", "{}").item())
-    assert said_in(calling("b", "{}").item()) == one
-    assert said_in(calling("b", '{"a": 1}').item()) != one
-    assert said_in(calling("b", "{}", "Oh.").item()) != one
+    one = digest_conversations(calling("a", "{}").item())
+    assert digest_conversations(calling("b", "{}").item()) == one
+    assert digest_conversations(calling("b", '{"a": 1}').item()) != one
+    assert digest_conversations(calling("b", "{}", "Oh.").item()) != one
 
 
 def test_a_tokenizer_is_for_formats_that_render(data: Path) -> None:
     assert "takes no --tokenizer" in str(export(data, "--format", "sft", "--tokenizer", "x").exception)
     assert "no folder 'x'" in str(export(data, "--format", "sft-tokens", "--tokenizer", "x").exception)
-    result = export(data, "--format", "sft-tokens", "--tokenizer", str(TOKENIZER), "--json")
+    result = export(data, "--format", "sft-tokens", "--tokenizer", str(TOKENIZER_FOLDER), "--json")
     assert json.loads(result.stderr)["tokens"] > 0

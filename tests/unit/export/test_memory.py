@@ -7,20 +7,20 @@ from collections.abc import Callable, Iterator
 import pyarrow as pa
 import pytest
 
-from polar.export.atif import Atif
-from polar.export.base import Exporter, Item
-from polar.export.parquet import Parquet
-from polar.export.polar import Polar
-from polar.export.sft import Sft
-from polar.export.skyrl import SkyRl
-from polar.export.slime import Slime
-from polar.export.tree import Tree
+from polar.export.atif import AtifExporter
+from polar.export.base import Exporter, SessionItem
+from polar.export.parquet import ParquetExporter
+from polar.export.polar import PolarExporter
+from polar.export.sft import SftExporter
+from polar.export.skyrl import SkyRlExporter
+from polar.export.slime import SlimeExporter
+from polar.export.tree import TreeExporter
 from tests.unit.export.samples import Talk, said
 
 MEGABYTE = 1024 * 1024
 
 
-def sessions(count: int) -> Iterator[Item]:
+def sessions(count: int) -> Iterator[SessionItem]:
     """Each is new, and of some 2 KB."""
     for index in range(count):
         talk = Talk(f"s{index}")
@@ -40,12 +40,15 @@ def peak(make: Callable[[], Exporter], count: int) -> int:
         tracemalloc.stop()
 
 
-OTHERS = [pytest.param(make, marks=pytest.mark.slow) for make in (Polar, Slime, SkyRl, Sft, Atif, Tree)]
+OTHERS = [
+    pytest.param(make, marks=pytest.mark.slow)
+    for make in (PolarExporter, SlimeExporter, SkyRlExporter, SftExporter, AtifExporter, TreeExporter)
+]
 
 
-@pytest.mark.parametrize("make", [Parquet, *OTHERS], ids=lambda make: make.name)
+@pytest.mark.parametrize("make", [ParquetExporter, *OTHERS], ids=lambda make: make.name)
 def test_memory_is_that_of_one_session(make: Callable[[], Exporter], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("polar.export.parquet._ROW_GROUP", MEGABYTE // 4)
+    monkeypatch.setattr("polar.export.parquet._ROW_GROUP_BYTES", MEGABYTE // 4)
     peak(make, 20)  # what is loaded once
     few, many = peak(make, 200), peak(make, 2000)
     assert many - few < MEGABYTE  # of some 5

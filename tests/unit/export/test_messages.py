@@ -6,10 +6,10 @@ import msgspec
 import pytest
 from pydantic import BaseModel, ConfigDict
 
-from polar.export.atif import Atif
-from polar.export.nemo_gym import NemoGym
-from polar.export.polar import Polar
-from polar.export.sft import Sft
+from polar.export.atif import AtifExporter
+from polar.export.nemo_gym import NemoGymExporter
+from polar.export.polar import PolarExporter
+from polar.export.sft import SftExporter
 from polar.types import Reasoning, Text, ToolCall
 from tests.unit.export import reading, schemas
 from tests.unit.export.samples import Talk, exported, said
@@ -40,7 +40,7 @@ def two_turns() -> Talk:
 
 
 def test_sft_is_the_whole_conversation() -> None:
-    rows = reading.lines(exported(Sft(), [two_turns().item()]))
+    rows = reading.lines(exported(SftExporter(), [two_turns().item()]))
     assert len(rows) == 1  # the title is nothing to learn
     messages = rows[0]["messages"]
     assert [message["role"] for message in messages] == ["system", "user", "assistant", "tool", "assistant"]
@@ -55,7 +55,7 @@ def test_sft_begins_anew_at_a_fork() -> None:
     history = [USER, {"role": "assistant", "content": "One."}]
     talk.call([*history, {"role": "user", "content": "Left?"}], said("Left."), parent=first)
     talk.call([*history, {"role": "user", "content": "Right?"}], said("Right."), parent=first)
-    rows = reading.lines(exported(Sft(), [talk.item()]))
+    rows = reading.lines(exported(SftExporter(), [talk.item()]))
     assert [row["messages"][-1]["content"] for row in rows] == ["Left.", "Right."]
 
 
@@ -65,7 +65,7 @@ def test_a_dead_attempt_does_not_split_a_conversation() -> None:
     history = [USER, {"role": "assistant", "content": "One."}, {"role": "user", "content": "More?"}]
     talk.call(history, said("Tw"), parent=first, status="partial", delivered=0, role="retry")
     talk.call(history, said("Two."), parent=first)
-    rows = reading.lines(exported(Sft(), [talk.item()]))
+    rows = reading.lines(exported(SftExporter(), [talk.item()]))
     assert [row["messages"][-1]["content"] for row in rows] == ["Two."]
 
 
@@ -73,7 +73,7 @@ def test_sft_reads_other_dialects() -> None:
     talk = Talk(dialect="anthropic")
     fields = {"model": b'"m"', "max_tokens": b"10", "system": b'"Be brief."'}
     talk.call([USER], [Reasoning("Hm."), Text("No.")], fields=fields)
-    messages = reading.lines(exported(Sft(), [talk.item()]))[0]["messages"]
+    messages = reading.lines(exported(SftExporter(), [talk.item()]))[0]["messages"]
     assert messages[0]["role"] == "system"
     assert messages[-1] == {"role": "assistant", "content": "No.", "reasoning_content": "Hm."}
 
@@ -82,24 +82,24 @@ def test_sft_needs_no_tokens() -> None:
     """Engines that speak only text still give something to imitate."""
     talk = Talk()
     talk.call([USER], said("None."), prompt_ids=None, sampled_ids=None, logprobs=None, untrainable="no_token_ids")
-    assert reading.lines(exported(Sft(), [talk.item()]))[0]["messages"][-1]["content"] == "None."
+    assert reading.lines(exported(SftExporter(), [talk.item()]))[0]["messages"][-1]["content"] == "None."
     assert atif(talk).steps[-1].metrics is not None
 
 
 def test_sft_of_the_roles_that_are_asked_for() -> None:
     item = two_turns().item()
     item.roles = frozenset(("auxiliary",))
-    rows = reading.lines(exported(Sft(), [item]))
+    rows = reading.lines(exported(SftExporter(), [item]))
     assert [row["messages"][-1]["content"] for row in rows] == ["Files"]
 
 
 def test_a_bare_prompt_is_counted_not_lost() -> None:
     talk = Talk(dialect="openai_completions")
     talk.call([], said("b"), fields={"model": b'"m"', "prompt": b'"a"'})
-    exporter = Sft()
+    exporter = SftExporter()
     assert exported(exporter, [talk.item()]) == b""
     assert dict(exporter.left_out) == {"call of the completions API": 1}
-    trace = reading.lines(exported(Polar(), [talk.item()]))[0]["trajectory"]["traces"][0]
+    trace = reading.lines(exported(PolarExporter(), [talk.item()]))[0]["trajectory"]["traces"][0]
     assert trace["prompt_messages"] == []
 
 
@@ -107,7 +107,7 @@ def test_polar_splits_messages_where_the_trace_does() -> None:
     talk = Talk()
     talk.call([USER], said("One."))
     talk.call([SYSTEM, USER], said("Two."))
-    result = reading.lines(exported(Polar(), [talk.item(task_id="t")]))[0]
+    result = reading.lines(exported(PolarExporter(), [talk.item(task_id="t")]))[0]
     one, two = result["trajectory"]["traces"]
     assert one["prompt_messages"] == [USER]
     assert one["response_messages"] == [{"role": "assistant", "content": "One."}]
@@ -119,14 +119,14 @@ def test_polar_splits_messages_where_the_trace_does() -> None:
 
 @pytest.mark.parametrize(("reason", "status"), [("timeout", "TIMEOUT"), ("grader_crashed", "ERROR")])
 def test_polar_says_why_there_is_no_reward(reason: str, status: str) -> None:
-    result = reading.lines(exported(Polar(), [two_turns().item(None, reason)]))[0]
+    result = reading.lines(exported(PolarExporter(), [two_turns().item(None, reason)]))[0]
     assert (result["status"], result["error"]) == (status, reason)
     assert result["trajectory"]["metadata"]["reason"] == reason
     schemas.check("polar", msgspec.json.encode(result))
 
 
 def test_nemo_gym_items_say_what_was_said() -> None:
-    row = reading.lines(exported(NemoGym(), [two_turns().item()]))[0]
+    row = reading.lines(exported(NemoGymExporter(), [two_turns().item()]))[0]
     kinds = [item["type"] for item in row["response"]["output"]]
     assert kinds == ["reasoning", "function_call"]
     assert row["response"]["output"][1]["generation_token_ids"] == [0, 1, 2]
@@ -175,7 +175,7 @@ class AtifTrajectory(Strict):
 
 
 def atif(talk: Talk) -> AtifTrajectory:
-    lines = exported(Atif(), [talk.item()]).splitlines()
+    lines = exported(AtifExporter(), [talk.item()]).splitlines()
     assert len(lines) == 1
     found = AtifTrajectory.model_validate_json(lines[0])
     for trajectory in (found, *(found.subagent_trajectories or ())):
@@ -263,7 +263,7 @@ def test_atif_of_pictures_and_odd_arguments() -> None:
 def test_a_session_without_an_answer_is_counted() -> None:
     talk = Talk()
     talk.call([USER], [], status="failed", reply=None)
-    for make in (Atif, Sft):
+    for make in (AtifExporter, SftExporter):
         exporter = make()
         assert exported(exporter, [talk.item()]) == b""
         assert exporter.left_out.total() == 1

@@ -8,10 +8,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from polar.export import parquet
-from polar.export.base import Item
-from polar.export.parquet import Parquet, read
+from polar.export.base import SessionItem
+from polar.export.parquet import ParquetExporter, read
 from polar.trajectory.builders import per_request, prefix_merging
-from polar.trajectory.types import Sampled, Trajectory
+from polar.trajectory.types import SessionPaths, Trajectory
 from tests.unit.export.samples import exported, item
 from tests.unit.trajectory.samples import path, sampled_sessions, session
 
@@ -34,29 +34,29 @@ def fingerprint(trajectory: Trajectory) -> list[object]:
 
 
 @st.composite
-def items(draw: st.DrawFn) -> list[Item]:
+def items(draw: st.DrawFn) -> list[SessionItem]:
     build = draw(st.sampled_from([per_request, prefix_merging]))
     sessions = [draw(sampled_sessions(f"s{index}")) for index in range(draw(st.integers(0, 3)))]
     verdicts = st.sampled_from([(0.1, None), (None, "timeout"), (None, None)])
-    made = [Sampled(one.session_id, one.paths, *draw(verdicts)) for one in sessions]
+    made = [SessionPaths(one.session_id, one.paths, *draw(verdicts)) for one in sessions]
     return [item(one, build, task_id=draw(st.sampled_from([None, "t"]))) for one in made]
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(sessions=items(), size=st.sampled_from([1, 16 * 1024 * 1024]))
-def test_every_field_comes_back(tmp_path: Path, sessions: list[Item], size: int) -> None:
+def test_every_field_comes_back(tmp_path: Path, sessions: list[SessionItem], size: int) -> None:
     file = tmp_path / "sessions.parquet"
-    limit, parquet._ROW_GROUP = parquet._ROW_GROUP, size  # a row group for each session, or one for all
+    limit, parquet._ROW_GROUP_BYTES = parquet._ROW_GROUP_BYTES, size  # a row group for each session, or one for all
     try:
-        file.write_bytes(exported(Parquet(), sessions))
+        file.write_bytes(exported(ParquetExporter(), sessions))
     finally:
-        parquet._ROW_GROUP = limit
+        parquet._ROW_GROUP_BYTES = limit
     assert [fingerprint(one) for one in read(file)] == [fingerprint(one.trajectory) for one in sessions]
 
 
 def test_types_are_those_of_the_engine(tmp_path: Path) -> None:
     file = tmp_path / "sessions.parquet"
-    file.write_bytes(exported(Parquet(), [item(session(path(0, [1, 2], [3])), task_id="t")]))
+    file.write_bytes(exported(ParquetExporter(), [item(session(path(0, [1, 2], [3])), task_id="t")]))
     table = pq.read_table(file)
     assert str(table.schema.field("logprobs").type.value_type) == "float"
     assert str(table.schema.field("prompt_ids").type.value_type) == "int32"
@@ -66,7 +66,7 @@ def test_types_are_those_of_the_engine(tmp_path: Path) -> None:
 
 def test_a_session_with_nothing_to_train_is_there(tmp_path: Path) -> None:
     file = tmp_path / "sessions.parquet"
-    exporter = Parquet()
+    exporter = ParquetExporter()
     file.write_bytes(exported(exporter, [item(session(path(0, [1], [2, 3], trainable=0)))]))
     row = pq.read_table(file).to_pylist()[0]
     assert row["trace"] is None

@@ -10,19 +10,19 @@ import pytest
 
 from polar.errors import ConfigError
 from polar.export import tree
-from polar.export.areal import AReaL
-from polar.export.base import Exporter, Item
-from polar.export.parquet import Parquet
-from polar.export.pipeline import Selection, Tally, export, items, of_roles, trainable
-from polar.export.polar import Polar
-from polar.export.prime_rl import PrimeRl
-from polar.export.sft import Sft
-from polar.export.tree import Tree
+from polar.export.areal import ArealExporter
+from polar.export.base import Exporter, SessionItem
+from polar.export.parquet import ParquetExporter
+from polar.export.pipeline import ExportTally, Selection, export, has_trainable_traces, restrict_to_roles, select_items
+from polar.export.polar import PolarExporter
+from polar.export.prime_rl import PrimeRlExporter
+from polar.export.sft import SftExporter
+from polar.export.tree import TreeExporter
 from polar.store.base import Session
 from polar.store.sqlite import SqliteStore
 from polar.trajectory.builders import prefix_merging, prefix_tree
 from polar.trajectory.checker import SessionChecker
-from polar.trajectory.types import Sampled, Trajectory, TreeTrajectory
+from polar.trajectory.types import SessionPaths, Trajectory, TreeTrajectory
 from tests.unit.export.reading import lines
 from tests.unit.export.samples import Talk, said
 from tests.unit.export.stored import START, fill, session
@@ -47,11 +47,11 @@ async def store(tmp_path: Path) -> AsyncIterator[SqliteStore]:
 
 
 async def run(
-    store: SqliteStore, make: Callable[[], Exporter] = AReaL, selection: Selection | None = None
-) -> tuple[list[bytes], Exporter, Tally]:
+    store: SqliteStore, make: Callable[[], Exporter] = ArealExporter, selection: Selection | None = None
+) -> tuple[list[bytes], Exporter, ExportTally]:
     written: list[bytes] = []
-    exporter, tally = make(), Tally()
-    found = items(store, selection or Selection(), exporter.needs, prefix_merging, tally)
+    exporter, tally = make(), ExportTally()
+    found = select_items(store, selection or Selection(), exporter.needs, prefix_merging, tally)
     await export(found, exporter, written.append)
     return written, exporter, tally
 
@@ -59,15 +59,15 @@ async def run(
 async def test_sessions_without_a_reward_are_counted_with_their_reason(store: SqliteStore) -> None:
     written, exporter, tally = await run(store)
     assert [row["polar"]["session_id"] for row in lines(b"".join(written))] == ["bad", "bad", "good", "good"]
-    assert (tally.sessions, exporter.rows, tally.tokens) == (2, 4, 12)
-    assert tally.lines() == [
+    assert (tally.sessions, exporter.rows, tally.trainable_tokens) == (2, 4, 12)
+    assert tally.describe() == [
         "1 session still open was left out: named with --session they are exported as they are x 1",
         "3 sessions without a reward were left out: timeout x 2, not_evaluated x 1",
     ]
 
 
 async def test_a_format_that_can_say_so_keeps_them(store: SqliteStore) -> None:
-    written, _, tally = await run(store, Polar)
+    written, _, tally = await run(store, PolarExporter)
     rows = lines(b"".join(written))
     assert [row["session_id"] for row in rows] == ["unjudged", "lost", "cut", "bad", "good"]
     assert rows[2]["trajectory"]["traces"][0]["reward"] is None
@@ -76,17 +76,17 @@ async def test_a_format_that_can_say_so_keeps_them(store: SqliteStore) -> None:
 
 
 async def test_a_session_that_is_named_need_not_have_ended(store: SqliteStore) -> None:
-    written, _, _ = await run(store, AReaL, Selection(sessions=("running", "good")))
+    written, _, _ = await run(store, ArealExporter, Selection(sessions=("running", "good")))
     assert [row["polar"]["session_id"] for row in lines(b"".join(written))] == ["running", "running", "good", "good"]
 
 
 async def test_a_session_that_is_not_there(store: SqliteStore) -> None:
     with pytest.raises(ConfigError, match="There is no session nowhere"):
-        await run(store, AReaL, Selection(sessions=("nowhere",)))
+        await run(store, ArealExporter, Selection(sessions=("nowhere",)))
 
 
 async def test_min_reward(store: SqliteStore) -> None:
-    written, _, tally = await run(store, Parquet, Selection(min_reward=0.5))
+    written, _, tally = await run(store, ParquetExporter, Selection(min_reward=0.5))
     assert len(written) > 0
     assert tally.sessions == 1
     assert tally.left_out["of too small a reward"] == {"below 0.5": 1}
@@ -94,28 +94,30 @@ async def test_min_reward(store: SqliteStore) -> None:
 
 
 async def test_sft_takes_accepted_sessions_only(store: SqliteStore) -> None:
-    _, _, tally = await run(store, Sft)
+    _, _, tally = await run(store, SftExporter)
     assert tally.sessions == 1
     assert tally.left_out["of too small a reward"] == {"not above 0": 1}
-    _, _, tally = await run(store, Sft, Selection(min_reward=0.0))
+    _, _, tally = await run(store, SftExporter, Selection(min_reward=0.0))
     assert tally.sessions == 2
 
 
 async def test_since(store: SqliteStore) -> None:
-    _, _, tally = await run(store, Polar, Selection(since=START + 2))
+    _, _, tally = await run(store, PolarExporter, Selection(since=START + 2))
     assert tally.sessions == 3
 
 
 async def test_a_role_trains_alone_and_weighs_all(store: SqliteStore) -> None:
-    written, _, tally = await run(store, AReaL, Selection(sessions=("good",), roles=frozenset(("subagent",))))
+    written, _, tally = await run(store, ArealExporter, Selection(sessions=("good",), roles=frozenset(("subagent",))))
     rows = lines(b"".join(written))
     assert [row["polar"]["role"] for row in rows] == ["subagent"]
     assert [row["polar"]["weight"] for row in rows] == [1.0]
-    assert tally.lines() == ["3 tokens of other roles were left out: main x 3"]
+    assert tally.describe() == ["3 tokens of other roles were left out: main x 3"]
 
 
 async def test_a_role_that_nobody_has_leaves_nothing_to_train(store: SqliteStore) -> None:
-    _, exporter, tally = await run(store, AReaL, Selection(sessions=("good",), roles=frozenset(("compaction",))))
+    _, exporter, tally = await run(
+        store, ArealExporter, Selection(sessions=("good",), roles=frozenset(("compaction",)))
+    )
     assert exporter.rows == 0
     assert tally.left_out["with nothing to train"] == {"role_main and role_subagent": 1}
 
@@ -129,15 +131,15 @@ async def test_pictures_that_stay_behind_are_counted(tmp_path: Path) -> None:
         await opened.create_session(session("seen", 0, reward=1.0))
         await opened.append(talk.exchanges[0])
         _, _, tally = await run(opened)
-        assert tally.pictures == 1
-        _, _, tally = await run(opened, Sft)
-        assert tally.pictures == 0
+        assert tally.without_pictures == 1
+        _, _, tally = await run(opened, SftExporter)
+        assert tally.without_pictures == 0
     finally:
         await opened.close()
 
 
 async def test_groups_come_together(store: SqliteStore) -> None:
-    written, _, _ = await run(store, Tree)
+    written, _, _ = await run(store, TreeExporter)
     trees = {row["task_id"]: [one["session_id"] for one in row["sessions"]] for row in lines(b"".join(written))}
     assert trees == {"t": ["cut", "good"], "bad": ["bad"], "lost": ["lost"], "unjudged": ["unjudged"]}
 
@@ -154,17 +156,17 @@ async def test_more_sessions_than_a_page(tmp_path: Path) -> None:
 
 def test_no_logprobs_where_a_format_needs_them() -> None:
     """A session is whole or not there: half of it would carry the weight of all."""
-    one = Sampled("s", [path(0, [1], [2]), path(1, [5], [6], logprobs=False)], 1.0)
-    tally = Tally()
-    assert not trainable(Item(SESSIONS[0], one, prefix_merging(one)), PrimeRl.needs, tally)
+    one = SessionPaths("s", [path(0, [1], [2]), path(1, [5], [6], logprobs=False)], 1.0)
+    tally = ExportTally()
+    assert not has_trainable_traces(SessionItem(SESSIONS[0], one, prefix_merging(one)), PrimeRlExporter.needs, tally)
     assert list(tally.left_out) == ["without log-probabilities"]
 
 
 def test_roles_are_taken_out_of_the_training_not_of_the_context() -> None:
     """A sub-agent's tokens that the main agent's prompt holds are still there, and excluded by name."""
     paths = [path(0, [1], [2, 3], role="subagent"), path(1, [1, 2, 3, 4], [5]), path(2, [7], [8], role="auxiliary")]
-    tally = Tally()
-    kept = of_roles(Sampled("s", paths, 1.0), frozenset(("main",)), tally)
+    tally = ExportTally()
+    kept = restrict_to_roles(SessionPaths("s", paths, 1.0), frozenset(("main",)), tally)
     built = prefix_merging(kept)
     assert [trace.prompt_ids.tolist() for trace in built.traces] == [[1, 2, 3, 4]]
     assert math.isclose(sum(trace.weight for trace in built.traces), 1)
@@ -173,41 +175,43 @@ def test_roles_are_taken_out_of_the_training_not_of_the_context() -> None:
         ("s-x2", 0, 1, "role_auxiliary"),
     ]
     assert dict(tally.other_roles) == {"subagent": 2, "auxiliary": 1}
-    assert of_roles(kept, frozenset(), tally) is kept
+    assert restrict_to_roles(kept, frozenset(), tally) is kept
 
 
 async def test_a_damaged_session_is_held_back(tmp_path: Path, store: SqliteStore) -> None:
     with closing(sqlite3.connect(tmp_path / "polar.db", isolation_level=None)) as db:
         db.execute("UPDATE exchanges SET logprobs = zeroblob(length(logprobs)) WHERE session_id = 'good'")
-    written, _, tally = await run(store, Polar)
+    written, _, tally = await run(store, PolarExporter)
     assert "good" not in {line["session_id"] for line in lines(b"".join(written))}
     (reason,) = tally.left_out["held back by verification"]
     assert "checksum" in reason
     assert "polar verify good" in reason
     unchecked: list[bytes] = []
-    found = items(store, Selection(), Polar.needs, prefix_merging, Tally(), SessionChecker(share=0))
-    await export(found, Polar(), unchecked.append)
+    found = select_items(
+        store, Selection(), PolarExporter.needs, prefix_merging, ExportTally(), SessionChecker(share=0)
+    )
+    await export(found, PolarExporter(), unchecked.append)
     assert "good" in {line["session_id"] for line in lines(b"".join(unchecked))}
 
 
 async def test_what_a_builder_got_wrong_is_held_back(store: SqliteStore) -> None:
-    def wrong(sampled: Sampled) -> Trajectory:
+    def wrong(sampled: SessionPaths) -> Trajectory:
         built = prefix_merging(sampled)
         built.traces[0].loss_mask = 1 - built.traces[0].loss_mask
         return built
 
-    tally = Tally()
-    assert [item async for item in items(store, Selection(), Polar.needs, wrong, tally)] == []
+    tally = ExportTally()
+    assert [item async for item in select_items(store, Selection(), PolarExporter.needs, wrong, tally)] == []
     assert tally.left_out["held back by verification"].total() == 5
 
 
 async def test_a_tree_with_a_mistake_is_held_back(store: SqliteStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    def wrong(sessions: Sequence[Sampled]) -> TreeTrajectory:
+    def wrong(sessions: Sequence[SessionPaths]) -> TreeTrajectory:
         built = prefix_tree(sessions)
         built.ids = built.ids + 1
         return built
 
     monkeypatch.setattr(tree, "prefix_tree", wrong)
-    written, exporter, _ = await run(store, Tree)
+    written, exporter, _ = await run(store, TreeExporter)
     assert b"".join(written) == b""
     assert any("held back" in reason for reason in exporter.left_out)

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from polar.export.replaying import replayed
-from polar.rendering.continuation import History
-from polar.rendering.model import Model
+from polar.export.replay import replay_session
+from polar.rendering.continuation import TurnHistory
+from polar.rendering.model_codec import ModelCodec
 from polar.trajectory.builders import prefix_merging
 from polar.trajectory.types import Trace
 from polar.types import Message, Part, Reasoning, Request, Text, ToolCall
@@ -29,8 +29,8 @@ SAYS = [
 
 
 @cache
-def model_of(name: str) -> Model:
-    return Model(TALKERS[name].tokenizer())
+def model_of(name: str) -> ModelCodec:
+    return ModelCodec(TALKERS[name].tokenizer())
 
 
 def parts_of(says: Says) -> list[Part]:
@@ -46,7 +46,7 @@ def test_a_turn_is_what_the_model_would_have_written(name: str, says: Says) -> N
     model = model_of(name)
     able = talker.able(says)
     request = Request("m", [Message("user", [Text("Hi")])], list(TOOLS))
-    turn = model.turn(request, parts_of(able), History())
+    turn = model.encode_turn(request, parts_of(able), TurnHistory())
     assert turn is not None
     text, written = model.tokenizer.decode(turn.tolist()), talker.write(able)
     if not able.thinking:  # an empty thought is the template's matter
@@ -69,12 +69,12 @@ def talk() -> Talk:
     return made
 
 
-def traces(made: Talk, model: Model) -> tuple[list[Trace], Counter[str]]:
+def traces(made: Talk, model: ModelCodec) -> tuple[list[Trace], Counter[str]]:
     left_out: Counter[str] = Counter()
-    return prefix_merging(replayed(made.item(), model, left_out)).traces, +left_out
+    return prefix_merging(replay_session(made.item(), model, left_out)).traces, +left_out
 
 
-def learnt(trace: Trace, model: Model) -> str:
+def learnt(trace: Trace, model: ModelCodec) -> str:
     own: Any = trace.response_ids[trace.loss_mask == 1]
     return model.tokenizer.decode(own.tolist())
 
@@ -94,7 +94,7 @@ def test_each_turn_is_learnt_once_and_nothing_else_is(name: str) -> None:
     assert "List" not in text
     assert "title" not in text
     assert sum(trace.weight for trace in found) == pytest.approx(1)
-    control = model.encoder.control.get("<|im_end|>")
+    control = model.encoder.control_tokens.get("<|im_end|>")
     if control is not None:  # content that spells a control token stays text
         prompt = found[0].prompt_ids.tolist()
         assert prompt.count(control) <= 3

@@ -3,18 +3,20 @@
 from pathlib import Path
 from typing import Any
 
-from polar.export.pipeline import Selection, Tally, items
-from polar.rollout.protocol import Ended
+from polar.export.pipeline import ExportTally, Selection, select_items
+from polar.rollout.protocol import SessionOutcome
 from polar.rollout.queue import Queue
-from polar.rollout.records import Allowance, Lane, NewTask
+from polar.rollout.records import Lane, LeaseAllowance, NewTask
 from polar.store.base import Session, Verdict
 from polar.store.sqlite import SqliteStore
 from polar.trajectory.builders import prefix_merging
 
 
-async def exported(store: SqliteStore) -> tuple[set[str], Tally]:
-    tally = Tally()
-    found = {item.session.session_id async for item in items(store, Selection(), frozenset(), prefix_merging, tally)}
+async def exported(store: SqliteStore) -> tuple[set[str], ExportTally]:
+    tally = ExportTally()
+    found = {
+        item.session.session_id async for item in select_items(store, Selection(), frozenset(), prefix_merging, tally)
+    }
     return found, tally
 
 
@@ -22,7 +24,7 @@ async def test_of_two_sessions_of_a_sample_the_one_that_counts_goes_out(tmp_path
     store = SqliteStore.open(tmp_path / "polar.db")
     queue = await Queue.open(store)
     await queue.submit([NewTask("default", "t", 1, None, "local", 0, None, b"digest", "{}")])
-    ((lease, _),) = await queue.lease("n", [], [Allowance(Lane("default", "local"), 9, 0, 0)], 1, 1)
+    ((lease, _),) = await queue.lease("n", [], [LeaseAllowance(Lane("default", "local"), 9, 0, 0)], 1, 1)
 
     async def graded(session_id: str, **metadata: Any) -> None:
         await store.create_session(Session(session_id, session_id.encode(), 0.0, metadata=metadata))
@@ -33,7 +35,7 @@ async def test_of_two_sessions_of_a_sample_the_one_that_counts_goes_out(tmp_path
     await graded("by hand", task_id="t", sample=0)
     await graded("another task's", task_id="u", sample=0, work_id=lease.work_id)
     assert len((await exported(store))[0]) == 4  # nobody knows yet which one counts
-    await queue.finish([Ended(lease.work_id, lease.fence, "counts", 1.0)], 3)
+    await queue.finish([SessionOutcome(lease.work_id, lease.fence, "counts", 1.0)], 3)
     found, tally = await exported(store)
     assert found == {"counts", "by hand", "another task's"}
     assert tally.left_out == {"whose sample another session stands for": {"superseded": 1}}

@@ -9,9 +9,9 @@ import pyarrow.parquet as pq
 import pytest
 from click.testing import CliRunner, Result
 
-from polar.bridges import reading
+from polar.bridges import export_item
 from polar.cli.export import command
-from polar.export.base import facts
+from polar.export.base import trace_metadata
 from polar.rollout.models import SessionResult
 from polar.store.base import Evidence
 from tests.unit.export.stored import fill, session
@@ -107,6 +107,6 @@ def test_columns_say_so_too(data: Path, name: str) -> None:
 
 def test_a_live_session_says_what_its_export_does(data: Path) -> None:
     for row in lines(export(data, "--format", "polar")):
-        item = reading.item(SessionResult.model_validate(row))
+        item = export_item.to_export_item(SessionResult.model_validate(row))
         assert msgspec.to_builtins(item.session.evidence) == row["evidence"]
-        assert facts(item, 0, item.trajectory.traces[0])["suspicious"] == MARKED[row["session_id"]]
+        assert trace_metadata(item, 0, item.trajectory.traces[0])["suspicious"] == MARKED[row["session_id"]]

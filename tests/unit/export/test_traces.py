@@ -11,42 +11,42 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from polar.export.areal import AReaL
-from polar.export.art import Art
-from polar.export.base import Exporter, Item, number
-from polar.export.nemo_gym import NemoGym
-from polar.export.openrlhf import OpenRlhf
-from polar.export.polar import Polar
-from polar.export.prime_rl import PrimeRl
-from polar.export.skyrl import SkyRl
-from polar.export.slime import Slime
-from polar.export.tinker import Tinker
-from polar.export.tree import Tree
-from polar.export.trl import Trl, rollout
-from polar.export.verl import Verl
+from polar.export.areal import ArealExporter
+from polar.export.art import ArtExporter
+from polar.export.base import Exporter, SessionItem, stable_number
+from polar.export.nemo_gym import NemoGymExporter
+from polar.export.openrlhf import OpenRlhfExporter
+from polar.export.polar import PolarExporter
+from polar.export.prime_rl import PrimeRlExporter
+from polar.export.skyrl import SkyRlExporter
+from polar.export.slime import SlimeExporter
+from polar.export.tinker import TinkerExporter
+from polar.export.tree import TreeExporter
+from polar.export.trl import TrlExporter, to_rollout_columns
+from polar.export.verl import VerlExporter
 from polar.trajectory.builders import per_request, prefix_merging
-from polar.trajectory.types import Sampled
+from polar.trajectory.types import SessionPaths
 from tests.unit.export import reading, schemas
 from tests.unit.export.samples import exported, item
 from tests.unit.export.test_messages import two_turns
 from tests.unit.trajectory.samples import path, sampled_sessions, session
 
 FORMATS: list[Callable[[], Exporter]] = [
-    Polar,
-    Slime,
-    Verl,
-    Trl,
-    SkyRl,
-    NemoGym,
-    PrimeRl,
-    OpenRlhf,
-    AReaL,
-    Tinker,
-    Art,
+    PolarExporter,
+    SlimeExporter,
+    VerlExporter,
+    TrlExporter,
+    SkyRlExporter,
+    NemoGymExporter,
+    PrimeRlExporter,
+    OpenRlhfExporter,
+    ArealExporter,
+    TinkerExporter,
+    ArtExporter,
 ]
 
 
-def fits(one: Item, exporter: Exporter) -> bool:
+def fits(one: SessionItem, exporter: Exporter) -> bool:
     """What the pipeline lets through."""
     traces = one.trajectory.traces
     if "reward" in exporter.needs and one.session.reward is None:
@@ -57,16 +57,16 @@ def fits(one: Item, exporter: Exporter) -> bool:
 
 
 @st.composite
-def items(draw: st.DrawFn) -> list[Item]:
+def items(draw: st.DrawFn) -> list[SessionItem]:
     build = draw(st.sampled_from([per_request, prefix_merging]))
     reward = draw(st.sampled_from([0.0, 1.0, -0.25, None]))
     sessions = [draw(sampled_sessions(f"s{index}")) for index in range(draw(st.integers(1, 3)))]
-    return [item(Sampled(one.session_id, one.paths, reward), build, task_id="t") for one in sessions]
+    return [item(SessionPaths(one.session_id, one.paths, reward), build, task_id="t") for one in sessions]
 
 
 @pytest.mark.parametrize("make", FORMATS, ids=lambda make: make.name)
 @given(sessions=items())
-def test_a_trainer_reads_the_traces(make: Callable[[], Exporter], sessions: list[Item]) -> None:
+def test_a_trainer_reads_the_traces(make: Callable[[], Exporter], sessions: list[SessionItem]) -> None:
     exporter = make()
     sessions = [one for one in sessions if fits(one, exporter)]
     data = exported(exporter, sessions)
@@ -97,7 +97,7 @@ def test_float32_comes_back_to_the_bit() -> None:
         assert np.frombuffer(found[0].logprobs, np.float32)[2:].tobytes() == hard.tobytes(), exporter.name
 
 
-def forked() -> Sampled:
+def forked() -> SessionPaths:
     """Two traces: the second call went on from the first, the third began anew."""
     return session(
         path(0, [1, 2], [3, 4]), path(1, [1, 2, 3, 4, 5], [6]), path(2, [9], [8, 7, 6], role="subagent"), reward=0.5
@@ -105,10 +105,10 @@ def forked() -> Sampled:
 
 
 def test_slime_ties_a_session_together_and_leaves_the_weight_alone() -> None:
-    sessions = [item(forked(), task_id="t"), item(Sampled("other", [path(0, [1], [2])], 1.0), task_id="t")]
-    first, second, third = reading.lines(exported(Slime(), sessions))
+    sessions = [item(forked(), task_id="t"), item(SessionPaths("other", [path(0, [1], [2])], 1.0), task_id="t")]
+    first, second, third = reading.lines(exported(SlimeExporter(), sessions))
     assert first["rollout_id"] == second["rollout_id"] != third["rollout_id"]
-    assert first["group_index"] == second["group_index"] == third["group_index"] == number("t")
+    assert first["group_index"] == second["group_index"] == third["group_index"] == stable_number("t")
     assert len({row["index"] for row in (first, second, third)}) == 3
     # The trainer divides by the rollout's mask sum: masks are plain ones, and each token gets 1 / 6 that way.
     assert sum(sum(row["loss_mask"]) for row in (first, second)) == 6
@@ -121,64 +121,73 @@ def test_slime_ties_a_session_together_and_leaves_the_weight_alone() -> None:
 def test_slime_says_how_it_ended(reason: str, status: str) -> None:
     one = path(0, [1], [2])
     one.finish_reason = reason
-    assert reading.lines(exported(Slime(), [item(session(one))]))[0]["status"] == status
+    assert reading.lines(exported(SlimeExporter(), [item(session(one))]))[0]["status"] == status
 
 
 def test_verl_counts_turns() -> None:
-    rows = reading.lines(exported(Verl(), [item(forked())]))
+    rows = reading.lines(exported(VerlExporter(), [item(forked())]))
     assert [row["num_turns"] for row in rows] == [4, 2]  # prompt, model, tool, model; prompt, model
 
 
 def test_verl_may_have_no_reward() -> None:
     sampled = forked()
     sampled.reward, sampled.reason = None, "grader_crashed"
-    row = reading.lines(exported(Verl(), [item(sampled)]))[0]
+    row = reading.lines(exported(VerlExporter(), [item(sampled)]))[0]
     assert row["reward_score"] is None
     assert row["extra_fields"]["reason"] == "grader_crashed"
 
 
 def test_trl_lines_become_lists() -> None:
-    rows = reading.lines(exported(Trl(), [item(forked())]))
-    lists = rollout(rows)
+    rows = reading.lines(exported(TrlExporter(), [item(forked())]))
+    lists = to_rollout_columns(rows)
     assert lists["prompt_ids"] == [[1, 2], [9]]
     assert lists["env_mask"] == [[1, 1, 0, 1], [1, 1, 1]]
     assert [len(values) for values in lists["logprobs"]] == [4, 3]
     rows[1]["logprobs"] = None
-    assert rollout(rows)["logprobs"] is None
+    assert to_rollout_columns(rows)["logprobs"] is None
 
 
 def test_skyrl_marks_the_last_row_of_a_session() -> None:
-    lines = reading.lines(exported(SkyRl(), [item(forked(), task_id="t")]))
+    lines = reading.lines(exported(SkyRlExporter(), [item(forked(), task_id="t")]))
     assert len(lines) == 1
     assert lines[0]["is_last_step"] == [False, True]
-    assert lines[0]["trajectory_ids"] == [{"instance_id": "t", "repetition_id": number("s")}] * 2
+    assert lines[0]["trajectory_ids"] == [{"instance_id": "t", "repetition_id": stable_number("s")}] * 2
 
 
 def test_nemo_gym_prompts_grow() -> None:
-    row = reading.lines(exported(NemoGym(), [item(forked())]))[0]
+    row = reading.lines(exported(NemoGymExporter(), [item(forked())]))[0]
     prompts = [item["prompt_token_ids"] for item in row["response"]["output"]]
     assert prompts == [[1, 2], [1, 2, 3, 4, 5]]
     assert row["reward"] == 0.5
 
 
 def test_prime_rl_names_session_and_trace() -> None:
-    rows = reading.lines(exported(PrimeRl(), [item(forked())]))
+    rows = reading.lines(exported(PrimeRlExporter(), [item(forked())]))
     assert [row[14:16] for row in rows] == [["s", 0], ["s", 1]]
     assert rows[0][12] == [0.0, 0.0, 0.5, 0.5, 0.0, 0.5]
 
 
 def test_prime_rl_knows_the_temperature_of_each_turn() -> None:
-    row = reading.lines(exported(PrimeRl(), [item(forked())]))[0]
+    row = reading.lines(exported(PrimeRlExporter(), [item(forked())]))[0]
     assert row[3] == [1.0, 1.0, 0.0, 0.0, 1.0, 0.1]
 
 
 def test_areal_marks_context_by_version() -> None:
-    row = reading.lines(exported(AReaL(), [item(forked())]))[0]
+    row = reading.lines(exported(ArealExporter(), [item(forked())]))[0]
     assert row["versions"] == [[-1, -1, 0, 0, -1, 1]]
 
 
 def test_weights_of_a_session_add_up_in_every_format() -> None:
-    for make in (Slime, Verl, Trl, OpenRlhf, AReaL, Tinker, Art, NemoGym):
+    for make in (
+        SlimeExporter,
+        VerlExporter,
+        TrlExporter,
+        OpenRlhfExporter,
+        ArealExporter,
+        TinkerExporter,
+        ArtExporter,
+        NemoGymExporter,
+    ):
         exporter = make()
         rows = reading.lines(exported(exporter, [item(forked())]))
         found = [next(_facts(row))["weight"] for row in rows]
@@ -192,11 +201,11 @@ def _facts(row: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 def test_a_tree_for_each_group() -> None:
     sessions = [
-        item(Sampled("a", [path(0, [1, 2], [3], session_id="a")], 1.0), task_id="t"),
-        item(Sampled("b", [path(0, [1, 2], [4], session_id="b")], None, "timeout"), task_id="t"),
-        item(Sampled("c", [path(0, [1, 2], [5], session_id="c")], 0.0)),
+        item(SessionPaths("a", [path(0, [1, 2], [3], session_id="a")], 1.0), task_id="t"),
+        item(SessionPaths("b", [path(0, [1, 2], [4], session_id="b")], None, "timeout"), task_id="t"),
+        item(SessionPaths("c", [path(0, [1, 2], [5], session_id="c")], 0.0)),
     ]
-    exporter = Tree()
+    exporter = TreeExporter()
     group, alone = reading.lines(exported(exporter, sessions))
     assert group["task_id"] == "t"
     assert sorted(tuple(node["ids"]) for node in group["nodes"]) == [(1, 2), (3,), (4,)]

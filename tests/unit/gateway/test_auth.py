@@ -4,7 +4,7 @@ import pytest
 from multidict import CIMultiDict, CIMultiDictProxy
 
 from polar.gateway import auth
-from polar.harnesses import knowledge
+from polar.harnesses import find_call_patterns
 
 
 @pytest.mark.parametrize(
@@ -28,7 +28,7 @@ from polar.harnesses import knowledge
 )
 def test_credentials_are_not_recorded(name: str) -> None:
     headers = CIMultiDictProxy(CIMultiDict({name: "hunter2", "x-session-id": "s"}))
-    assert auth.hints(headers) == {"x-session-id": "s"}
+    assert auth.collect_hints(headers) == {"x-session-id": "s"}
 
 
 @pytest.mark.parametrize(
@@ -42,13 +42,17 @@ def test_credentials_are_not_recorded(name: str) -> None:
     ],
 )
 def test_values_that_look_like_credentials_are_not_recorded(value: str) -> None:
-    assert auth.hints(CIMultiDictProxy(CIMultiDict({"x-upstream": value}))) == {}
+    assert auth.collect_hints(CIMultiDictProxy(CIMultiDict({"x-upstream": value}))) == {}
 
 
 @pytest.mark.parametrize("harness", ["claude_code", "codex", "opencode"])
 def test_what_harnesses_say_of_themselves_is_recorded(harness: str) -> None:
-    known = knowledge(harness)
-    names = {*known.agents, *known.subagents, *(mark.header for mark in known.marks if mark.header)}
+    known = find_call_patterns(harness)
+    names = {
+        *known.agent_headers,
+        *known.subagent_headers,
+        *(mark.header for mark in known.role_patterns if mark.header),
+    }
     headers = CIMultiDict(dict.fromkeys(names, "task-0123456789abcdefgh"))
     assert names
-    assert set(auth.hints(CIMultiDictProxy(headers))) == names
+    assert set(auth.collect_hints(CIMultiDictProxy(headers))) == names

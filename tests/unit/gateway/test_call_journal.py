@@ -108,7 +108,7 @@ def test_every_running_call_is_in_the_file(
 ) -> None:
     path = tmp_path_factory.mktemp("journal") / "calls.jsonl"
     journal = CallJournal(path)
-    journal._limit = 500
+    journal._limit_bytes = 500
     dropped = set()
     for step, number in steps:
         if step == "start":

@@ -33,10 +33,10 @@ def test_a_clock_counts_from_its_start_and_not_while_it_is_held(time: Time) -> N
     clock.hold("a")
     clock.hold("b")
     time.now += 10
-    clock.done("a")
+    clock.release("a")
     time.now += 10
-    clock.done("b")
-    clock.done("b")
+    clock.release("b")
+    clock.release("b")
     time.now += 3
     assert clock.elapsed() == 5
 
@@ -46,13 +46,13 @@ def test_a_clock_runs_while_somebody_is_busy_whoever_else_waits(time: Time) -> N
     clock.start()
     clock.hold("waits")
     time.now += 10
-    clock.busy("samples")
+    clock.mark_busy("samples")
     time.now += 2
     clock.hold("samples")  # frozen in the middle
     time.now += 10
-    clock.busy("samples")
+    clock.mark_busy("samples")
     time.now += 1
-    clock.done("samples")
+    clock.release("samples")
     time.now += 10
     assert clock.elapsed() == 3
 
@@ -63,55 +63,55 @@ def test_a_clock_that_is_held_before_its_start_waits_for_its_release(time: Time)
     clock.start()
     time.now += 4
     assert clock.elapsed() == 0
-    clock.done("a")
+    clock.release("a")
     time.now += 1
     assert clock.elapsed() == 1
 
 
 def test_turns_run_out() -> None:
-    meter = Meter(turns=2)
-    assert meter.begin(None) is None
-    assert meter.begin(7) == 7
+    meter = Meter(max_turns=2)
+    assert meter.begin_call(None) is None
+    assert meter.begin_call(7) == 7
     with pytest.raises(ApiError, match="turns"):
-        meter.begin(7)
+        meter.begin_call(7)
     assert meter.turns == 2
 
 
 async def test_tokens_run_out_and_no_call_may_sample_more_than_is_left() -> None:
-    meter = Meter(tokens=10)
-    assert meter.begin(None) == 10
-    meter.sampled(6)
-    assert meter.begin(100) == 4
-    assert meter.begin(3) == 3
-    meter.sampled(4)
-    assert await asyncio.wait_for(meter.used_up(60), 120) == "length"
+    meter = Meter(max_tokens=10)
+    assert meter.begin_call(None) == 10
+    meter.add_tokens(6)
+    assert meter.begin_call(100) == 4
+    assert meter.begin_call(3) == 3
+    meter.add_tokens(4)
+    assert await asyncio.wait_for(meter.wait_until_used_up(60), 120) == "length"
     with pytest.raises(ApiError, match="tokens"):
-        meter.begin(1)
+        meter.begin_call(1)
 
 
 async def test_seconds_run_out_but_not_while_the_clock_is_held() -> None:
     meter = Meter()
     meter.clock.start()
     meter.clock.hold("a")
-    waiting = asyncio.ensure_future(meter.used_up(0.01))
+    waiting = asyncio.ensure_future(meter.wait_until_used_up(0.01))
     await asyncio.sleep(0.15)
     assert not waiting.done()
-    meter.clock.done("a")
+    meter.clock.release("a")
     assert await asyncio.wait_for(waiting, 120) == "timeout"
 
 
 @pytest.mark.parametrize("kind", ["engine", "overloaded", "timeout", "internal", "rate_limit"])
 def test_a_call_that_the_platform_failed(kind: str) -> None:
     meter = Meter()
-    meter.failed("e1", ApiError(kind, "the engine is gone"))  # type: ignore[arg-type]
-    assert meter.our_failure("e1") == "the engine is gone"
-    assert meter.our_failure("e2") is None
-    assert not meter.was_full("e1")
+    meter.record_failure("e1", ApiError(kind, "the engine is gone"))  # type: ignore[arg-type]
+    assert meter.find_platform_failure("e1") == "the engine is gone"
+    assert meter.find_platform_failure("e2") is None
+    assert not meter.exceeded_context("e1")
 
 
 @pytest.mark.parametrize("kind", ["invalid_request", "unsupported", "too_large", "context_length"])
 def test_what_the_harness_got_wrong_is_not_the_platforms_fault(kind: str) -> None:
     meter = Meter()
-    meter.failed("e1", ApiError(kind, "no"))  # type: ignore[arg-type]
-    assert meter.our_failure("e1") is None
-    assert meter.was_full("e1") == (kind == "context_length")
+    meter.record_failure("e1", ApiError(kind, "no"))  # type: ignore[arg-type]
+    assert meter.find_platform_failure("e1") is None
+    assert meter.exceeded_context("e1") == (kind == "context_length")

@@ -7,10 +7,10 @@ import pytest
 from msgspec.structs import replace
 
 from polar.config import EngineSettings
-from polar.gateway.prompting import Prompting
-from polar.gateway.sessions import OpenSession
-from polar.rendering.continuation import History
-from polar.rendering.mark import ContextMark
+from polar.gateway.prompt_renderer import PromptRenderer
+from polar.gateway.session_registry import OpenSession
+from polar.rendering.context_mark import ContextMark
+from polar.rendering.continuation import TurnHistory
 from polar.store.base import Exchange
 from tests.unit.store import samples
 
@@ -28,12 +28,12 @@ class Store:
 
 def exchange(seq: int, **changes: Any) -> Exchange:
     made = samples.exchange("s", seq, [b'{"role":"user","content":"Hi"}'])
-    return replace(made, **{"context": MARK, **changes})
+    return replace(made, **{"context_mark": MARK, **changes})
 
 
 RENDERED = exchange(0)
-BY_ENGINE = exchange(1, context=None)
-WITHOUT_IDS = exchange(2, context=None, prompt_ids=None, sampled_ids=None, logprobs=None)
+BY_ENGINE = exchange(1, context_mark=None)
+WITHOUT_IDS = exchange(2, context_mark=None, prompt_ids=None, sampled_ids=None, logprobs=None)
 FAILED = exchange(3, sampled_ids=None, reply=None)
 
 
@@ -46,10 +46,10 @@ async def test_a_session_knows_the_same_after_a_restart(exchanges: list[Exchange
     live, resumed = [OpenSession(samples.session("s"), next_seq) for next_seq in (0, len(exchanges))]
     store: Any = Store(exchanges)
     pools: Any = None
-    prompting = Prompting(EngineSettings(), pools, store)
+    prompting = PromptRenderer(EngineSettings(), pools, store)
     if rendered_before:
-        live.history = History()
+        live.history = TurnHistory()
     for recorded in exchanges:
-        prompting.learn(live, recorded, None)
-    before, after = await prompting.history(live), await prompting.history(resumed)
-    assert (before.known, before.unmarked) == (after.known, after.unmarked)
+        prompting.add_exchange(live, recorded, None)
+    before, after = await prompting.load_history(live), await prompting.load_history(resumed)
+    assert (before.turns, before.unmarked) == (after.turns, after.unmarked)

@@ -13,10 +13,10 @@ import pytest
 
 from polar.errors import ConfigError
 from polar.harnesses.base import Package
-from polar.harnesses.cache import Marker, damage, find, installed, seal
+from polar.harnesses.cache import Marker, find_damage, find_installation, list_installations, seal
 from polar.harnesses.install import install, remove
-from polar.harnesses.installing.tools import InstallError
-from polar.harnesses.installing.wrapper import write_wrapper
+from polar.harnesses.installers.tools import InstallError
+from polar.harnesses.installers.wrapper import write_wrapper
 from tests.unit.harnesses.stand_ins import Tools, harness, put_on_path
 
 KILLED = """
@@ -55,9 +55,9 @@ def left(cache: Path) -> list[str]:
 async def test_an_installation_runs_from_wherever_it_is_put(cache: Path, tools: Tools, tmp_path: Path) -> None:
     made = await install(harness(), None, cache, quiet)
     assert (made.name, made.version, made.folder) == ("agent", "1.2.3", cache / "agent" / "1.2.3")
-    assert find(cache, harness()) == made
-    assert made.mount().inside == "/opt/polar/harnesses/agent"
-    assert made.program() == "/opt/polar/harnesses/agent/bin/agent"
+    assert find_installation(cache, harness()) == made
+    assert made.mount().target == "/opt/polar/harnesses/agent"
+    assert made.program_path() == "/opt/polar/harnesses/agent/bin/agent"
     moved = shutil.copytree(made.folder, tmp_path / "else where", symlinks=True)
     shutil.rmtree(cache)
     (tmp_path / "link").symlink_to(moved / "bin" / "agent")
@@ -81,24 +81,24 @@ def test_the_newest_version_comes_first(cache: Path) -> None:
         program.parent.mkdir(parents=True)
         program.touch(0o755)
         seal(program.parents[1], Marker("agent", version, "agent", "agent", 0))
-    assert [one.version for one in installed(cache, "agent")] == oldest_first[::-1]
+    assert [one.version for one in list_installations(cache, "agent")] == oldest_first[::-1]
 
 
 async def test_versions_stand_side_by_side(cache: Path, tools: Tools) -> None:
     for version in ("0.9.0", "0.10.0", "0.10.0-rc.1", "latest"):
         await install(harness(), version, cache, quiet)
-    assert [one.version for one in installed(cache, "agent")] == ["9.9.9", "0.10.0", "0.10.0-rc.1", "0.9.0"]
-    newest = find(cache, harness())
+    assert [one.version for one in list_installations(cache, "agent")] == ["9.9.9", "0.10.0", "0.10.0-rc.1", "0.9.0"]
+    newest = find_installation(cache, harness())
     assert newest is not None
     assert newest.version == "9.9.9"
     await install(harness(), None, cache, quiet)
-    pinned, other = find(cache, harness()), find(cache, harness(), "0.9.0")
+    pinned, other = find_installation(cache, harness()), find_installation(cache, harness(), "0.9.0")
     assert pinned is not None
     assert other is not None
     assert (pinned.version, other.version) == ("1.2.3", "0.9.0")
-    assert find(cache, harness(), "3.0.0") is None
+    assert find_installation(cache, harness(), "3.0.0") is None
     assert await remove(cache, "agent", "0.9.0", quiet) == ["0.9.0"]
-    assert find(cache, harness(), "0.9.0") is None
+    assert find_installation(cache, harness(), "0.9.0") is None
     assert await remove(cache, "agent", None, quiet) == ["0.10.0", "0.10.0-rc.1", "1.2.3", "9.9.9"]
     assert left(cache) == []
 
@@ -134,7 +134,7 @@ async def test_after_a_killed_one_npm_is_waited_for_and_what_it_left_removed(cac
     killed.kill()
     assert await killed.wait() == -signal.SIGKILL
     assert len(left(cache)) == 1
-    assert find(cache, harness()) is None
+    assert find_installation(cache, harness()) is None
     steps: list[str] = []
     again = asyncio.create_task(install(harness(), None, cache, steps.append))
     await until(lambda: bool(steps))
@@ -146,21 +146,21 @@ async def test_after_a_killed_one_npm_is_waited_for_and_what_it_left_removed(cac
 
 async def test_a_damaged_one_is_told_and_made_anew(cache: Path, tools: Tools) -> None:
     made = await install(harness(), None, cache, quiet)
-    assert damage(made) is None
+    assert find_damage(made) is None
     script = made.folder / "node_modules" / "agent" / "dist" / "cli.js"
     whole = script.stat().st_size
     os.truncate(script, 3)
-    assert damage(made) == f"node_modules/agent/dist/cli.js has 3 bytes, not {whole}"
+    assert find_damage(made) == f"node_modules/agent/dist/cli.js has 3 bytes, not {whole}"
     script.unlink()
-    assert damage(made) == "node_modules/agent/dist/cli.js is missing"
-    assert damage(await install(harness(), None, cache, quiet)) is None
+    assert find_damage(made) == "node_modules/agent/dist/cli.js is missing"
+    assert find_damage(await install(harness(), None, cache, quiet)) is None
     for marker in (b"", b"{}"):
         (made.folder / "installed.json").write_bytes(marker)
-        assert find(cache, harness()) is None
-        assert find(cache, harness(), "1.2.3") is None
+        assert find_installation(cache, harness()) is None
+        assert find_installation(cache, harness(), "1.2.3") is None
         assert await install(harness(), None, cache, quiet) == made
     (made.folder / "bin" / "agent").chmod(0o644)
-    assert find(cache, harness()) is None
+    assert find_installation(cache, harness()) is None
     assert left(cache) == ["1.2.3"]
 
 
@@ -184,14 +184,16 @@ async def test_what_cant_be_installed_is_said(
     for version in ("../1.2.3", "1.2.3 --global", "--global", "1/2"):
         with pytest.raises(ConfigError, match="is no version of agent"):
             await install(harness(), version, cache, quiet)
-        assert find(cache, harness(), version) is None
+        assert find_installation(cache, harness(), version) is None
     with pytest.raises(InstallError, match="brings no command other"):
         await install(harness(Package("npm", "agent", "1.2.3", "other")), None, cache, quiet)
-    python = Package("pypi", "agent", "1.2.3", "agent", python="3.99")
+    python = Package("pypi", "agent", "1.2.3", "agent", requires_python="3.99")
     with pytest.raises(InstallError, match=r"needs Python 3\.99 or newer.* --python PATH"):
         await install(harness(python), None, cache, quiet)
     with pytest.raises(InstallError, match=r"needs Python <3, and .* is another one"):
-        await install(harness(Package("pypi", "agent", "1", "agent", python="<3")), None, cache, quiet, sys.executable)
+        await install(
+            harness(Package("pypi", "agent", "1", "agent", requires_python="<3")), None, cache, quiet, sys.executable
+        )
     with pytest.raises(InstallError, match="/nowhere/python is no Python that runs here"):
         await install(harness(python), None, cache, quiet, "/nowhere/python")
     monkeypatch.setenv("PATH", str(tmp_path))

@@ -11,8 +11,8 @@ import pytest
 import yaml
 
 from polar.errors import ConfigError
-from polar.harnesses import environment, inherited, known_by_command, load_harness
-from polar.harnesses.base import Setup, Wanted
+from polar.harnesses import build_environment, filter_environment, find_by_command, load_harness
+from polar.harnesses.base import HarnessSetup, SetupRequest
 from polar.harnesses.files import toml_string, write_setup
 from polar.plugins import names
 from polar.rollout.models import McpServer
@@ -27,8 +27,8 @@ NEEDED: dict[str, dict[str, Any]] = {
 ALL = pytest.mark.parametrize("name", names("harnesses"))
 
 
-def wanted(name: str, servers: tuple[McpServer, ...] = (), model: str = "a-model", **settings: Any) -> Wanted:
-    return Wanted(HOME, "/somewhere/work", URL, KEY, model, servers, NEEDED.get(name, {}) | settings)
+def wanted(name: str, servers: tuple[McpServer, ...] = (), model: str = "a-model", **settings: Any) -> SetupRequest:
+    return SetupRequest(HOME, "/somewhere/work", URL, KEY, model, servers, NEEDED.get(name, {}) | settings)
 
 
 @pytest.mark.parametrize(("own", "given"), [(None, "1"), ("0", "0"), ("", "")])
@@ -37,15 +37,15 @@ def test_openai_agents_upload_no_traces(monkeypatch: pytest.MonkeyPatch, own: st
     monkeypatch.delenv("OPENAI_AGENTS_DISABLE_TRACING", raising=False)
     if own is not None:
         monkeypatch.setenv("OPENAI_AGENTS_DISABLE_TRACING", own)
-    variables = inherited(os.environ) | environment(URL, KEY, "a-model")
+    variables = filter_environment(os.environ) | build_environment(URL, KEY, "a-model")
     assert variables["OPENAI_AGENTS_DISABLE_TRACING"] == given
 
 
-def set_up(name: str, *servers: McpServer) -> Setup:
+def set_up(name: str, *servers: McpServer) -> HarnessSetup:
     return load_harness(name).setup(wanted(name, servers))
 
 
-def parsed(setup: Setup) -> dict[str, Any]:
+def parsed(setup: HarnessSetup) -> dict[str, Any]:
     """Every file whose format has a parser; there are no others but scripts."""
     readers = {".json": json.loads, ".toml": tomllib.loads, ".yaml": yaml.safe_load}
     found = {}
@@ -60,7 +60,7 @@ def parsed(setup: Setup) -> dict[str, Any]:
 @ALL
 def test_it_points_at_the_gateway(name: str) -> None:
     setup = set_up(name)
-    variables = environment(URL, KEY, "a-model") | setup.env
+    variables = build_environment(URL, KEY, "a-model") | setup.env
     said = "\n".join([*variables.values(), *setup.files.values()])
     assert URL in said
     assert "a-model" in said
@@ -82,7 +82,7 @@ def test_files_can_be_read_and_lie_below_the_home(name: str) -> None:
         assert not path.startswith("/")
         assert ".." not in PurePosixPath(path).parts
     preset = load_harness(name)
-    for below in (*preset.logs, *filter(None, [preset.skills])):
+    for below in (*preset.log_paths, *filter(None, [preset.skills_folder])):
         assert not below.startswith("/")
 
 
@@ -110,13 +110,13 @@ def test_unknown_settings_are_refused(name: str) -> None:
     with pytest.raises(ConfigError, match=r"settings of .*`tempo`.*It takes: "):
         preset.setup(wanted(name, tempo=1))
     with pytest.raises(ConfigError, match="tempo"):
-        preset.command(TASK, NEEDED.get(name, {}) | {"tempo": 1})
+        preset.build_command(TASK, NEEDED.get(name, {}) | {"tempo": 1})
 
 
 @ALL
 def test_the_command_holds_the_instruction(name: str) -> None:
     preset = load_harness(name)
-    argv = preset.command(TASK, NEEDED.get(name, {}))
+    argv = preset.build_command(TASK, NEEDED.get(name, {}))
     assert argv[0] == (preset.package.executable if preset.package else "sh")
     if name == "shell":
         return  # quoted there: below
@@ -126,7 +126,7 @@ def test_the_command_holds_the_instruction(name: str) -> None:
 
 @pytest.mark.parametrize("name", sorted({*names("harnesses")} - {"shell", "openhands"}))
 def test_further_words_come_before_the_instruction(name: str) -> None:
-    argv = load_harness(name).command("Go", {"args": ["--so", "much"]})
+    argv = load_harness(name).build_command("Go", {"args": ["--so", "much"]})
     assert argv[argv.index("--so") + 1] == "much"
     assert "Go" in argv[-1]
 
@@ -134,17 +134,17 @@ def test_further_words_come_before_the_instruction(name: str) -> None:
 @pytest.mark.parametrize("name", ["claude_code", "codex", "gemini_cli", "goose", "opencode", "pi", "qwen_code"])
 def test_events_can_be_turned_off(name: str) -> None:
     preset = load_harness(name)
-    events = [word for word in preset.command("Go", {}) if "json" in word]
+    events = [word for word in preset.build_command("Go", {}) if "json" in word]
     assert events
-    assert not [word for word in preset.command("Go", {"json": False}) if "json" in word]
+    assert not [word for word in preset.build_command("Go", {"json": False}) if "json" in word]
 
 
 def _taken(name: str) -> tuple[McpServer, ...]:
-    return (STDIO, REMOTE) if load_harness(name).takes_mcp else ()
+    return (STDIO, REMOTE) if load_harness(name).supports_mcp else ()
 
 
 def test_who_takes_mcp_servers() -> None:
-    without = {name for name in names("harnesses") if not load_harness(name).takes_mcp}
+    without = {name for name in names("harnesses") if not load_harness(name).supports_mcp}
     assert without == {"aider", "mini_swe_agent", "pi", "shell"}
 
 
@@ -238,7 +238,7 @@ def test_another_api(name: str, api: str, path: str, said: str) -> None:
 
 def test_opencode_is_given_words_that_it_joins_to_the_instruction() -> None:
     def joined(instruction: str) -> str:
-        words = load_harness("opencode").command(instruction, {"json": False})[2:]
+        words = load_harness("opencode").build_command(instruction, {"json": False})[2:]
         assert not any(word.startswith("-") or " " in word for word in words)
         return " ".join(words)
 
@@ -248,24 +248,24 @@ def test_opencode_is_given_words_that_it_joins_to_the_instruction() -> None:
 
 @pytest.mark.parametrize(("name", "instruction"), [("pi", "@file"), ("aider", "/help"), ("aider", "!ls")])
 def test_an_instruction_is_no_command_of_the_harness(name: str, instruction: str) -> None:
-    assert load_harness(name).command(instruction, {})[-1].endswith(f"\n{instruction}")
+    assert load_harness(name).build_command(instruction, {})[-1].endswith(f"\n{instruction}")
 
 
 def test_shell() -> None:
     preset = load_harness("shell")
     command = 'printf "<%s>" {{INSTRUCTION}} "$POLAR_INSTRUCTION"; printf "[%s]" {{INSTRUCTION}}; exit 3'
-    argv = preset.command(TASK, {"command": command})
+    argv = preset.build_command(TASK, {"command": command})
     done = subprocess.run(argv, capture_output=True, text=True, check=False)
     assert done.stdout == f"<{TASK}><{TASK}>[{TASK}]"
     assert done.returncode == 3
-    assert preset.setup(wanted("shell")) == Setup()
+    assert preset.setup(wanted("shell")) == HarnessSetup()
     assert preset.package is None
 
 
 @pytest.mark.parametrize("settings", [{}, {"command": ""}])
 def test_shell_without_a_command(settings: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=r"custom_shell\.command"):
-        load_harness("shell").command(TASK, settings)
+        load_harness("shell").build_command(TASK, settings)
 
 
 @pytest.mark.parametrize("text", ["plain", 'a "b" \\ c', "tab\tnew\nline\x00\x1f\x7f", "größer 東京 🙂"])
@@ -274,7 +274,7 @@ def test_toml_string(text: str) -> None:
 
 
 def test_write_setup(tmp_path: Path) -> None:
-    write_setup(Setup({"a/b.txt": "größer\n", "c": ""}), tmp_path)
+    write_setup(HarnessSetup({"a/b.txt": "größer\n", "c": ""}), tmp_path)
     assert (tmp_path / "a" / "b.txt").read_text(encoding="utf-8") == "größer\n"
     assert (tmp_path / "c").read_text() == ""
 
@@ -297,14 +297,14 @@ def test_write_setup(tmp_path: Path) -> None:
     ],
 )
 def test_known_by_command(command: str, name: str | None) -> None:
-    assert known_by_command(command.split()) == name
+    assert find_by_command(command.split()) == name
 
 
 def test_a_harness_sees_neither_our_keys_nor_the_users(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("POLAR_SERVER__TOKEN", "secret")
     monkeypatch.setenv("ANTHROPIC_AUTH_TOKEN", "the user's own")
     monkeypatch.setenv("EDITOR", "vi")
-    left = inherited(os.environ)
+    left = filter_environment(os.environ)
     assert "POLAR_SERVER__TOKEN" not in left
     assert "ANTHROPIC_AUTH_TOKEN" not in left
     assert left["EDITOR"] == "vi"

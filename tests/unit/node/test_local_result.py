@@ -7,9 +7,9 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 from polar.config import Settings
-from polar.node.finished import Finished
+from polar.node.finished_session import FinishedSession
 from polar.node.local import LocalRollout
-from polar.node.plan import Plan
+from polar.node.task_plan import TaskPlan
 from polar.rollout.models import TaskRequest
 from polar.store.base import Session, Verdict
 from polar.store.sqlite import SqliteStore
@@ -26,13 +26,13 @@ async def test_a_damaged_session_is_held_back(tmp_path: Path) -> None:
     rollout = LocalRollout(Settings(), tmp_path)
     rollout.plane = cast(Any, SimpleNamespace(store=store))
     task = TaskRequest.model_validate({"task_id": "t", "instruction": "do it"})
-    plan = cast(Plan, SimpleNamespace(task=task))
-    finished = Finished("s", "t", 0, Verdict(1.0), {}, tmp_path)
-    sound = await rollout.result(plan, finished)
+    plan = cast(TaskPlan, SimpleNamespace(task=task))
+    finished = FinishedSession("s", "t", 0, Verdict(1.0), {}, tmp_path)
+    sound = await rollout.build_result(plan, finished)
     assert (sound["reward"], len(sound["trajectory"]["traces"])) == (1.0, 1)
     with closing(sqlite3.connect(tmp_path / "polar.db", isolation_level=None)) as db:
         db.execute("UPDATE exchanges SET logprobs = zeroblob(length(logprobs))")
-    held = await rollout.result(plan, finished)
+    held = await rollout.build_result(plan, finished)
     assert (held["status"], held["reward"], held["reason"]) == ("ERROR", None, "verify_failed")
     assert (held["trajectory"]["status"], held["trajectory"]["traces"]) == ("ERROR", [])
     assert "polar verify s" in held["error"]

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 from msgspec import Raw
 
-from polar.dialects.base import Wire
+from polar.dialects.base import RawRequest
 from polar.node.probes import GraderPathProbes
 from polar.store.base import Exchange
 from polar.types import Reasoning, Reply, Text, ToolCall
@@ -16,7 +16,7 @@ GRADER = ("/tests", ".grader/expected.txt", "reward.txt")
 
 
 def probes(*paths: str, before: Path | None = None) -> GraderPathProbes:
-    return GraderPathProbes(paths or GRADER, workdir="/workspace", before=before)
+    return GraderPathProbes(paths or GRADER, workdir="/workspace", workspace=before)
 
 
 def call(command: str) -> ToolCall:
@@ -25,8 +25,8 @@ def call(command: str) -> ToolCall:
 
 def turn(seq: int, messages: list[str], *parts: Text | ToolCall | Reasoning, system: str = "") -> Exchange:
     items = [Raw(msgspec.json.encode({"role": "user", "content": text})) for text in messages]
-    wire = Wire({"system": Raw(msgspec.json.encode(system))}, "messages", items)
-    return exchange("s", seq, [], wire=wire, reply=Reply(f"x-{seq}", "model", 0, list(parts)))
+    wire = RawRequest({"system": Raw(msgspec.json.encode(system))}, "messages", items)
+    return exchange("s", seq, [], raw_request=wire, reply=Reply(f"x-{seq}", "model", 0, list(parts)))
 
 
 def subjects(found: GraderPathProbes) -> list[str]:

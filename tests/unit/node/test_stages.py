@@ -38,21 +38,21 @@ async def _random_life(size: int, steps: list[tuple[str, int]]) -> None:
     for _ in range(3):  # until nothing moves any more
         await asyncio.sleep(0)
     waiting = [task for task in waiting if not task.cancelled()]
-    assert len(inside()) == min(size, len(waiting)) == stage.inside
+    assert len(inside()) == min(size, len(waiting)) == stage.active
     assert stage.waiting == len(waiting) - len(inside())
     while inside():
         waiting.remove(inside()[0])
         stage.leave()
         await asyncio.sleep(0)
     assert not waiting
-    assert stage.inside == 0
+    assert stage.active == 0
 
 
 async def test_the_urgent_go_first_and_equals_in_their_order() -> None:
     stage, came = Stage("init", 1), []
 
     async def go(name: str, priority: int) -> None:
-        async with stage.place(priority):
+        async with stage.slot(priority):
             came.append(name)
             await asyncio.sleep(0)
 

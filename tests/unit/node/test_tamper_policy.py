@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from polar.node.tamper_policy import MAX_EVIDENCE, apply_policy, bound_evidence
 from polar.rollout.models import OnTampering
-from polar.rollout.protocol import PLATFORM
+from polar.rollout.protocol import PLATFORM_REASONS
 from polar.store.base import Evidence, EvidenceKind, Verdict, is_suspicious
 
 PROVEN = Evidence("test_edited", "tests/test_a.py", True)
@@ -59,10 +59,10 @@ def test_proven_evidence(given_by_evaluator: Verdict, zero: tuple[Any, ...], exc
 
 
 def test_no_other_try_can_be_had_by_tampering() -> None:
-    for reason in PLATFORM:
+    for reason in PLATFORM_REASONS:
         for policy in ("zero", "exclude"):
             verdict = apply_policy(Verdict(reason=reason, evidence=[PROVEN]), policy)
-            assert verdict.reason not in PLATFORM
+            assert verdict.reason not in PLATFORM_REASONS
 
 
 def test_the_detail_says_what_was_given_and_why_it_is_not() -> None:

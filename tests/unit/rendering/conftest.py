@@ -5,7 +5,7 @@ from functools import cache
 
 import pytest
 
-from polar.rendering import model
+from polar.rendering import model_codec
 from polar.rendering.encoder import PromptEncoder
 
 
@@ -13,5 +13,5 @@ from polar.rendering.encoder import PromptEncoder
 def _share_encoders() -> Iterator[None]:
     """One encoder a tokenizer, whatever the mode: for a vocabulary of 262,144 tokens it takes seconds to build."""
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(model, "PromptEncoder", cache(PromptEncoder))
+        patched.setattr(model_codec, "PromptEncoder", cache(PromptEncoder))
         yield

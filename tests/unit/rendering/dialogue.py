@@ -16,11 +16,11 @@ from msgspec import Struct
 
 from polar import ids
 from polar.engines.scripted.sampler import Sampler
-from polar.parts import joined
-from polar.rendering.continuation import History, Known, Plan
-from polar.rendering.encoder import BREAK
-from polar.rendering.model import Model
-from polar.rendering.saying import Saying, saying
+from polar.rendering.continuation import PromptPlan, RecordedTurn, TurnHistory
+from polar.rendering.encoder import SPELLING_BREAK
+from polar.rendering.model_codec import ModelCodec
+from polar.rendering.turn_digest import TurnDigest, digest_turn
+from polar.reply_parts import build_parts
 from polar.types import Message, Part, Reasoning, Request, Text, Thinking, Tool, ToolCall, ToolResult
 from tests.unit.rendering.families.models import TOOLS
 
@@ -29,7 +29,7 @@ _NO_THOUGHT = re.compile(r"<think>\s*</think>\s*")
 
 class Prompt(Struct):
     request: Request
-    plan: Plan
+    plan: PromptPlan
     ids: list[int]
     claim: list[Message]
     own: int = 0  # tokens up to the last one that the model sampled
@@ -44,12 +44,12 @@ class Exchange(Struct):
 class Dialogue:
     """One session."""
 
-    def __init__(self, model: Model, whole: Model) -> None:
+    def __init__(self, model: ModelCodec, whole: ModelCodec) -> None:
         """`whole` is the same model in mode `off`."""
         self.model = model
         self._whole = whole
         self._sampler = Sampler(model.tokenizer, drift=0.4)
-        self.history = History()
+        self.history = TurnHistory()
         self.exchanges: dict[str, Exchange] = {}
 
     # Prompts
@@ -60,26 +60,26 @@ class Dialogue:
         new = self.model.encoder.encode(plan.text, first=plan.base is None).tolist()
         if plan.base is None:
             return Prompt(request, plan, new, request.messages)
-        exchange = self.exchanges[plan.base.known.exchange_id]
+        exchange = self.exchanges[plan.base.turn.exchange_id]
         before, turns = exchange.prompt, _turns(exchange.prompt.claim)
         at = [index for index, message in enumerate(request.messages) if message.role == "assistant"][len(turns)]
-        if plan.base.sampled is None:
-            kept = before.ids[: len(before.ids) - plan.base.drop]
+        if plan.base.sampled_tokens is None:
+            kept = before.ids[: len(before.ids) - plan.base.dropped_tokens]
             # What was recorded behind its last turn may be only the beginning of what stands there now.
             asked = _unanswered(request.messages[:at])[len(_unanswered(before.claim)) :]
             return Prompt(request, plan, kept + new, [*before.claim, *asked, *request.messages[at:]], before.own)
-        kept = before.ids + exchange.sampled[: plan.base.sampled]
+        kept = before.ids + exchange.sampled[: plan.base.sampled_tokens]
         new = new[1:] if kept[-1] == new[0] else new
         claim = [*before.claim, exchange.reply, *request.messages[at + 1 :]]
         return Prompt(request, plan, kept + new, claim, len(kept))
 
-    def _cut(self, known: Known, shown: Saying, request: Request) -> int | None:
-        return self.model.cut(known, shown, self.exchanges[known.exchange_id].sampled, request)
+    def _cut(self, known: RecordedTurn, shown: TurnDigest, request: Request) -> int | None:
+        return self.model.count_matching_tokens(known, shown, self.exchanges[known.exchange_id].sampled, request)
 
     def whole(self, request: Request, messages: Sequence[Message] | None = None) -> str:
         """The rendering of a request, or of other messages in its place."""
         sent = Request("m", list(messages or request.messages), request.tools, thinking=request.thinking)
-        return self._whole.plan(sent, History(), lambda *_: None).text.replace(BREAK, "")
+        return self._whole.plan(sent, TurnHistory(), lambda *_: None).text.replace(SPELLING_BREAK, "")
 
     def decode(self, prompt: Sequence[int]) -> str:
         return self.model.tokenizer.decode(prompt)
@@ -89,16 +89,18 @@ class Dialogue:
     def reply(self, prompt: Prompt, written: str | list[int], delivered: int | None = None) -> Message:
         """The model writes this; the harness gets the message (of a cut reply: what its first tokens say)."""
         sampled = self.sample(written) if isinstance(written, str) else written
-        parser = self.model.parser(prompt.request, prompt.plan.end)
+        parser = self.model.make_parser(prompt.request, prompt.plan.prompt_end)
         events = parser.feed(sampled[:delivered])
         exchange_id = ids.new_exchange_id()
-        parts = joined(events + (parser.finish() if delivered is None else []))
+        parts = build_parts(events + (parser.finish() if delivered is None else []))
         message = Message("assistant", [_issued(part, exchange_id, at) for at, part in enumerate(parts)])
         self.exchanges[exchange_id] = Exchange(prompt, sampled, copy.deepcopy(message))
         if prompt.plan.mark is not None:
             got = len(sampled) if delivered is None else delivered
             seq = len(self.exchanges)
-            known = Known(exchange_id, seq, prompt.plan.mark, saying(parts), len(prompt.ids), len(sampled), got)
+            known = RecordedTurn(
+                exchange_id, seq, prompt.plan.mark, digest_turn(parts), len(prompt.ids), len(sampled), got
+            )
             self.history.add(known)
         return message
 
@@ -119,24 +121,24 @@ class Dialogue:
             assert self.whole(request).endswith(new)
         assert prompt.ids[prompt.own :] == self._anew(prompt.ids[prompt.own :])
         if plan.base is not None:
-            before = self.exchanges[plan.base.known.exchange_id]
+            before = self.exchanges[plan.base.turn.exchange_id]
             recorded = [*before.prompt.ids, *before.sampled][: self._recorded(plan)]
             assert prompt.ids[: len(recorded)] == recorded
         turns = _turns(request.messages)
         for said, sent in zip(_turns(prompt.claim), turns, strict=True):
-            assert saying(said.parts) == saying(sent.parts) or not literal
+            assert digest_turn(said.parts) == digest_turn(sent.parts) or not literal
         assert (plan.reason is None) == (not turns or self.continues(prompt))
 
     def continues(self, prompt: Prompt) -> bool:
         """Whether it goes on from the request's last turn."""
         base = prompt.plan.base
-        if base is None or base.sampled is None:
+        if base is None or base.sampled_tokens is None:
             return False
-        return len(_turns(self.exchanges[base.known.exchange_id].prompt.claim)) == len(_turns(prompt.claim)) - 1
+        return len(_turns(self.exchanges[base.turn.exchange_id].prompt.claim)) == len(_turns(prompt.claim)) - 1
 
     def _anew(self, tokens: Sequence[int]) -> list[int]:
         """The same text encoded once more, control tokens apart."""
-        encoder, control = self.model.encoder, set(self.model.encoder.control.values())
+        encoder, control = self.model.encoder, set(self.model.encoder.control_tokens.values())
         anew: list[int] = []
         for is_control, run in groupby(tokens, control.__contains__):
             kept = list(run)
@@ -144,11 +146,15 @@ class Dialogue:
             anew += kept if is_control else encoder.encode(plain, first=False).tolist()
         return anew
 
-    def _recorded(self, plan: Plan) -> int:
+    def _recorded(self, plan: PromptPlan) -> int:
         if plan.base is None:
             return 0
-        known = plan.base.known
-        return known.prompt - plan.base.drop if plan.base.sampled is None else known.prompt + plan.base.sampled
+        known = plan.base.turn
+        return (
+            known.prompt_tokens - plan.base.dropped_tokens
+            if plan.base.sampled_tokens is None
+            else known.prompt_tokens + plan.base.sampled_tokens
+        )
 
 
 def user(text: str) -> Message:
@@ -200,8 +206,8 @@ def _issued(part: Part, exchange_id: str, number: int) -> Part:
     """With the ids that the gateway gives."""
     match part:
         case ToolCall():
-            return ToolCall(ids.call_id(exchange_id, number), part.name, part.arguments)
+            return ToolCall(ids.make_call_id(exchange_id, number), part.name, part.arguments)
         case Reasoning():
-            return Reasoning(part.text, ids.seal(exchange_id, number))
+            return Reasoning(part.text, ids.make_seal(exchange_id, number))
         case _:
             return part

@@ -3,7 +3,7 @@ tokenizer, and models write their turns as `talkers.write_scripted` does."""
 
 from typing import NamedTuple
 
-from polar.engines.scripted import TOKENIZER
+from polar.engines.scripted import TOKENIZER_FOLDER
 from polar.rendering.template import ChatTemplate
 from polar.rendering.tokenizer import Tokenizer
 
@@ -231,5 +231,5 @@ HOSTILE = {
 
 
 def hostile(name: str) -> Tokenizer:
-    base = Tokenizer.load(TOKENIZER)
-    return Tokenizer(base.backend, base.special, ChatTemplate(HOSTILE[name].source, base.special))
+    base = Tokenizer.load(TOKENIZER_FOLDER)
+    return Tokenizer(base.backend, base.special_tokens, ChatTemplate(HOSTILE[name].source, base.special_tokens))

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
-from polar.engines.scripted import TOKENIZER
+from polar.engines.scripted import TOKENIZER_FOLDER
 from polar.rendering.template import ChatTemplate
 from polar.rendering.tokenizer import Tokenizer
 from tests.unit.rendering.families.models import fixture, model, small
@@ -95,7 +95,7 @@ _SMOL = """
 def _qwen35() -> Tokenizer:
     """Its markup in the vocabulary of Qwen3, which has the same control tokens."""
     base = model("qwen3")
-    return Tokenizer(base.backend, base.special, ChatTemplate(fixture("qwen35"), base.special))
+    return Tokenizer(base.backend, base.special_tokens, ChatTemplate(fixture("qwen35"), base.special_tokens))
 
 
 @cache
@@ -104,7 +104,7 @@ def _smollm2() -> Tokenizer:
 
 
 TALKERS = {
-    "scripted": Talker(lambda: Tokenizer.load(TOKENIZER), write_scripted, thinks=True),
+    "scripted": Talker(lambda: Tokenizer.load(TOKENIZER_FOLDER), write_scripted, thinks=True),
     "qwen3": Talker(lambda: model("qwen3"), write_qwen, thinks=True, keeps_thinking=False),
     "qwen35": Talker(_qwen35, write_qwen35, thinks=True, keeps_thinking=False),
     "qwen2_5": Talker(lambda: model("qwen2_5"), write_qwen),

@@ -20,11 +20,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from polar.engines.scripted.server import TOKENIZER
-from polar.rendering.continuation import Mode
-from polar.rendering.model import Model
-from polar.rendering.saying import saying
+from polar.engines.scripted.server import TOKENIZER_FOLDER
+from polar.rendering.continuation import ContinuationMode
+from polar.rendering.model_codec import ModelCodec
 from polar.rendering.tokenizer import Tokenizer
+from polar.rendering.turn_digest import digest_turn
 from polar.types import Message, Reasoning, Request, Text, Tool, ToolCall
 from tests.unit.rendering.dialogue import Dialogue, results, system, user
 from tests.unit.rendering.echoes import CHANGED, SAME
@@ -36,11 +36,11 @@ ANSWER = Says("", "Done.")
 
 
 @cache
-def _model(name: str, mode: Mode) -> Model:
-    return Model(TALKERS[name].tokenizer(), mode)
+def _model(name: str, mode: ContinuationMode) -> ModelCodec:
+    return ModelCodec(TALKERS[name].tokenizer(), mode)
 
 
-def dialogue(name: str, mode: Mode = "auto") -> Dialogue:
+def dialogue(name: str, mode: ContinuationMode = "auto") -> Dialogue:
     return Dialogue(_model(name, mode), _model(name, "off"))
 
 
@@ -64,7 +64,7 @@ def test_a_turn_that_comes_back_whole_is_continued(name: str, echo: str) -> None
         talk.check(prompt)
         assert prompt.plan.reason is None
         turn = talk.reply(prompt, talker.write(says))
-        assert saying(turn.parts) == saying(said(says))
+        assert digest_turn(turn.parts) == digest_turn(said(says))
         turn = SAME[echo](turn)
         history += [turn, *(results(turn) or [user("And?")])]
     prompt = talk.ask(history)
@@ -118,8 +118,8 @@ def test_sampled_keeps_what_was_said_whatever_comes_back(name: str) -> None:
         history += [turn, *results(turn), user("And?")]
     prompt = talk.ask(history)
     assert talk.continues(prompt)
-    assert [saying(turn.parts) for turn in prompt.claim if turn.role == "assistant"] == [
-        saying(said(talker.able(EVERYTHING)))
+    assert [digest_turn(turn.parts) for turn in prompt.claim if turn.role == "assistant"] == [
+        digest_turn(said(talker.able(EVERYTHING)))
     ] * 3
 
 
@@ -202,8 +202,8 @@ def test_an_earlier_turn_that_was_edited_is_told_from_the_last_one() -> None:
     assert prompt.plan.reason == "calls_changed"
     base = prompt.plan.base
     assert base is not None
-    assert base.sampled is None
-    assert base.known.seq == 2
+    assert base.sampled_tokens is None
+    assert base.turn.seq == 2
 
 
 def test_other_tools() -> None:
@@ -241,21 +241,21 @@ def test_forks_and_subagents_find_their_parents() -> None:
     talk.check(fork)
     assert fork.plan.reason is None
     assert fork.plan.base is not None
-    assert fork.plan.base.known.seq == 1
+    assert fork.plan.base.turn.seq == 1
     inner = [system("You are a helper."), user("Do it.")]
     inner += [talk.reply(talk.ask(inner), talker.write(Says("", "One."))), user("More?")]  # says what the parent said
     prompt = talk.ask(inner)
     talk.check(prompt)
     assert prompt.plan.base is not None
-    assert prompt.plan.base.known.seq == 3
+    assert prompt.plan.base.turn.seq == 3
     prompt = talk.ask(history)
     talk.check(prompt)
     assert prompt.plan.base is not None
-    assert prompt.plan.base.known.seq == 2
+    assert prompt.plan.base.turn.seq == 2
 
 
 @pytest.mark.parametrize("mode", ["auto", "sampled"])
-def test_equal_turns_are_told_apart_by_where_they_stand(mode: Mode) -> None:
+def test_equal_turns_are_told_apart_by_where_they_stand(mode: ContinuationMode) -> None:
     talker, talk = TALKERS["scripted"], dialogue("scripted", mode)
     history = [system("Monday"), user("Hi")]
     for _ in range(3):
@@ -268,7 +268,7 @@ def test_equal_turns_are_told_apart_by_where_they_stand(mode: Mode) -> None:
     talk.check(prompt)
     assert talk.continues(prompt)
     assert prompt.plan.base is not None
-    assert prompt.plan.base.known.seq == 2
+    assert prompt.plan.base.turn.seq == 2
     prompt = talk.ask([system("Tuesday"), *history[1:]])
     talk.check(prompt)
     assert prompt.plan.reason == "context_changed"
@@ -295,7 +295,7 @@ def test_of_equal_turns_the_latest_delivered_one_counts() -> None:
     prompt = talk.ask([user("Hi"), turn, user("And?")], list(TOOLS))
     talk.check(prompt)
     assert prompt.plan.base is not None
-    assert prompt.plan.base.known.seq == 2
+    assert prompt.plan.base.turn.seq == 2
 
 
 @every_talker
@@ -312,10 +312,10 @@ def test_a_turn_that_was_cut(name: str) -> None:
     base = after.plan.base
     assert after.plan.reason is None
     assert base is not None
-    assert base.sampled is not None
-    assert base.sampled <= cut
+    assert base.sampled_tokens is not None
+    assert base.sampled_tokens <= cut
     end = talk.model.encoder.encode(written)[-1]
-    assert after.ids[base.known.prompt + base.sampled] == end
+    assert after.ids[base.turn.prompt_tokens + base.sampled_tokens] == end
     changed = Message("assistant", [*turn.parts, Text("and more")])
     assert talk.ask([user("Hi"), changed, user("Go on.")]).plan.reason == "unknown_turn"
 
@@ -392,7 +392,7 @@ events = st.sampled_from(["", "", "", "", "question", "fork", "compact", "date",
 @settings(deadline=None, max_examples=8, suppress_health_check=list(HealthCheck))
 @given(st.lists(st.tuples(turns, echoes, words, events), min_size=1, max_size=6))
 def test_no_prompt_has_another_context_than_its_request(
-    name: str, mode: Mode, steps: list[tuple[Says, str, str, str]]
+    name: str, mode: ContinuationMode, steps: list[tuple[Says, str, str, str]]
 ) -> None:
     talker, talk = TALKERS[name], dialogue(name, mode)
     history, tools = [system("Be brief."), user("Hi")], list(TOOLS)
@@ -404,11 +404,11 @@ def test_no_prompt_has_another_context_than_its_request(
         if clean:
             assert prompt.plan.reason is None
         turn = talk.reply(prompt, talker.write(says))
-        if saying(turn.parts) != saying(said(says)):
+        if digest_turn(turn.parts) != digest_turn(said(says)):
             return  # what it wrote can be read in another way: then the template writes it in another way too
         echoed = (SAME | CHANGED)[echo](turn)
         shown = talker.keeps_thinking or any(isinstance(part, ToolCall) for part in echoed.parts)
-        clean = saying(echoed.parts) == saying(turn.parts) and shown and event == ""
+        clean = digest_turn(echoed.parts) == digest_turn(turn.parts) and shown and event == ""
         history += [echoed, *(results(echoed, text) or [user(text)])]
         match event:
             case "question":
@@ -436,7 +436,7 @@ def test_ids_of_another_tokenizer_are_not_continued() -> None:
     turn = talk.reply(asked, TALKERS["scripted"].write(Says("", "Well.", [])))
     request = Request("m", [system("Be brief."), user("Hi"), turn, user("And?")], list(TOOLS))
     assert talk.model.plan(request, talk.history, lambda *_: None).base is not None
-    other = Tokenizer.load(TOKENIZER)
+    other = Tokenizer.load(TOKENIZER_FOLDER)
     other.backend.add_tokens(["another"])
-    plan = Model(other).plan(request, talk.history, lambda *_: None)
+    plan = ModelCodec(other).plan(request, talk.history, lambda *_: None)
     assert (plan.base, plan.reason) == (None, "context_changed")

@@ -9,8 +9,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from polar.rendering import template
-from polar.rendering.continuation import Mode
-from polar.rendering.model import Model
+from polar.rendering.continuation import ContinuationMode
+from polar.rendering.model_codec import ModelCodec
 from polar.rendering.template import TemplateError
 from polar.types import Message, Text
 from tests.unit.rendering.dialogue import Dialogue, Prompt, results, system, user
@@ -23,11 +23,11 @@ every_template = pytest.mark.parametrize("name", HOSTILE)
 
 
 @cache
-def _model(name: str, mode: Mode) -> Model:
-    return Model(hostile(name), mode)
+def _model(name: str, mode: ContinuationMode) -> ModelCodec:
+    return ModelCodec(hostile(name), mode)
 
 
-def dialogue(name: str, mode: Mode = "auto") -> Dialogue:
+def dialogue(name: str, mode: ContinuationMode = "auto") -> Dialogue:
     return Dialogue(_model(name, mode), _model(name, "off"))
 
 
@@ -75,12 +75,12 @@ follow = st.sampled_from(["", "", "question", "system", "turn", "fork"])
 @settings(deadline=None, max_examples=8, suppress_health_check=list(HealthCheck))
 @given(st.lists(st.tuples(turns, st.sampled_from([*SAME, *CHANGED]), follow), min_size=2, max_size=5))
 def test_no_prompt_has_another_context_than_its_request(
-    name: str, mode: Mode, steps: list[tuple[Says, str, str]]
+    name: str, mode: ContinuationMode, steps: list[tuple[Says, str, str]]
 ) -> None:
     talk = dialogue(name, mode)
     history = [system("ctxsystem"), user("ctxuser")]
     for number, (says, echo, event) in enumerate(steps):
-        if not talk.model.traits.parallel_calls:
+        if not talk.model.traits.supports_parallel_calls:
             says = says._replace(calls=says.calls[:1])
         try:
             prompt = talk.ask(history)
@@ -121,11 +121,11 @@ def test_a_date_that_changes(name: str, monkeypatch: pytest.MonkeyPatch) -> None
     """The clock of the templates is set, and the model read anew, so that no day is remembered."""
     for days in (("Monday", "Tuesday"), ("Monday", "Monday")):
         for restarted in (False, True):
-            talk = Dialogue(Model(hostile(name)), _model(name, "off"))
+            talk = Dialogue(ModelCodec(hostile(name)), _model(name, "off"))
             _set_clock(talk, days[0], monkeypatch)
             turn = talk.reply(talk.ask([user("Hi")]), write_scripted(Says("", "Yes.")))
             if restarted:
-                talk.model = Model(hostile(name))
+                talk.model = ModelCodec(hostile(name))
             _set_clock(talk, days[1], monkeypatch)
             prompt = talk.ask([user("Hi"), turn, user("And?")])
             check(talk, prompt)
@@ -133,7 +133,7 @@ def test_a_date_that_changes(name: str, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def _set_clock(talk: Dialogue, day: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    compiled = template._compile(talk.model.tokenizer.template.source())
+    compiled = template._compile(talk.model.tokenizer.template.select_source())
     monkeypatch.setitem(compiled.globals, "strftime_now", lambda _: day)
 
 
@@ -156,7 +156,7 @@ def test_an_opener_that_ends_the_turn_is_not_doubled() -> None:
     """As GLM's models do: they end a turn by opening the next message. Where it is of another role, both are there."""
     tokens = "<|system|> <|user|> <|assistant|> <|observation|> <think> </think> <tool_call> </tool_call> <arg_key>"
     tokenizer = small([*tokens.split(), "</arg_key>", "<arg_value>", "</arg_value>"], _OPENERS, "<|endoftext|>")
-    model, whole = Model(tokenizer), Model(tokenizer, "off")
+    model, whole = ModelCodec(tokenizer), ModelCodec(tokenizer, "off")
     assert model.family.name == "glm"
     call = "Hm.</think>\n\n<tool_call>bash\n<arg_key>text</arg_key>\n<arg_value>ls</arg_value>\n</tool_call>"
     for written, ended in ((f"{call}<|observation|>", True), (call, True), (f"{call}<|user|>", False)):

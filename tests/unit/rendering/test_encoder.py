@@ -11,9 +11,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from msgspec import Raw
 
-from polar.rendering.continuation import History
-from polar.rendering.encoder import BREAK, PromptEncoder
-from polar.rendering.model import Model
+from polar.rendering.continuation import TurnHistory
+from polar.rendering.encoder import SPELLING_BREAK, PromptEncoder
+from polar.rendering.model_codec import ModelCodec
 from polar.types import Message, Part, Reasoning, Request, Text, Thinking, Tool, ToolCall, ToolResult
 from tests.selection import leave_to_slow
 from tests.unit.rendering.families.models import small
@@ -26,13 +26,15 @@ unhurried = settings(deadline=None, max_examples=8, suppress_health_check=list(H
 
 
 @cache
-def model(name: str) -> Model:
-    return Model(TALKERS[name].tokenizer(), "off")
+def model(name: str) -> ModelCodec:
+    return ModelCodec(TALKERS[name].tokenizer(), "off")
 
 
 def spellings(name: str) -> st.SearchStrategy[str]:
     """Control tokens, whole and in pieces, among other text."""
-    tokens = [token for token in model(name).encoder.control if "reserved" not in token and "unused" not in token][:60]
+    tokens = [
+        token for token in model(name).encoder.control_tokens if "reserved" not in token and "unused" not in token
+    ][:60]
     halves = [half for token in tokens for half in (token[: len(token) // 2], token[len(token) // 2 :], token[:-1])]
     return st.lists(st.sampled_from([*tokens, *halves, "a", " ", "\n", "<", "\x00", "\x01", "é"]), max_size=6).map(
         "".join
@@ -68,13 +70,13 @@ def test_no_message_can_write_a_control_token(name: str, data: st.DataObject) ->
         schema = json.dumps({"type": "object", "properties": {words[0]: {"description": words[1], "enum": [words[2]]}}})
         tools = [Tool("bash", words[13], Raw(schema.encode()))]
         request = Request("m", messages(words, call), tools, thinking=Thinking(effort=words[9] or None))
-        text = model(name).plan(request, History(), lambda *_: None).text
+        text = model(name).plan(request, TurnHistory(), lambda *_: None).text
         encoded = model(name).encoder.encode(text).tolist()
         # Where the tokenizer itself strips around a token, the text has more white space than the ids.
-        assert _tight(model(name).tokenizer.decode(encoded)) == _tight(text.replace(BREAK, ""))
+        assert _tight(model(name).tokenizer.decode(encoded)) == _tight(text.replace(SPELLING_BREAK, ""))
         return encoded
 
-    control = set(model(name).encoder.control.values())
+    control = set(model(name).encoder.control_tokens.values())
     harmless = ["w" if word.strip() else word for word in said]
     plain = ids(harmless, '{"text": "w", "b": ["w"]}')
     hostile = ids(said, arguments)
@@ -104,7 +106,7 @@ def test_what_spells_no_control_token_gets_the_tokenizers_own_ids(name: str, tex
 def test_breaks_change_nothing_else_about_the_text(name: str, data: st.DataObject) -> None:
     """Templates trim what they show: a break doesn't hold white space back."""
     encoder, template = _encoder(name), TALKERS[name].tokenizer().template
-    pieces = [piece for token in encoder.control for piece in (token[:2], token[2:-2], token[-2:])][:60]
+    pieces = [piece for token in encoder.control_tokens for piece in (token[:2], token[2:-2], token[-2:])][:60]
     spaces = st.text(" \n\t", max_size=2)
     draw = st.tuples(spaces, st.sampled_from([*pieces, "a"]), st.text("a b", max_size=3), spaces).map("".join)
 
@@ -113,7 +115,7 @@ def test_breaks_change_nothing_else_about_the_text(name: str, data: st.DataObjec
         return template.render([{"role": role, "content": text} for role, text in zip(roles, texts, strict=True)])
 
     texts = [data.draw(draw) for _ in range(4)]
-    assert rendered([encoder.guard(text) for text in texts]).replace(BREAK, "") == rendered(texts)
+    assert rendered([encoder.guard(text) for text in texts]).replace(SPELLING_BREAK, "") == rendered(texts)
 
 
 @cache
@@ -123,17 +125,17 @@ def _encoder(name: str) -> PromptEncoder:
 
 def test_overlapping_spellings_are_all_broken() -> None:
     encoder = PromptEncoder(small(["<<a>>", "<a>", "a>>b", "¤"], "<<a>> <a> a>>b ¤", "</s>"))
-    assert "¤" not in encoder.control  # nothing could be put within it
+    assert "¤" not in encoder.control_tokens  # nothing could be put within it
     for text in ("<<a>>b", "<<a>>", "</s></s>", "<</s>"):
         ids = encoder.encode(encoder.guard(text)).tolist()
-        assert set(ids).isdisjoint(encoder.control.values())
+        assert set(ids).isdisjoint(encoder.control_tokens.values())
 
 
 def test_guarded_texts_are_equal_only_if_they_are() -> None:
     """Also once the break, which is random, is written as a zero for digests."""
     encoder = _encoder("scripted")
     stable = [
-        encoder.guard(text).replace(BREAK, "\x00")
+        encoder.guard(text).replace(SPELLING_BREAK, "\x00")
         for text in ("<|im_end|>", "<\x00|im_end|>", "<\x00\x00|im_end|>", "\x01")
     ]
     assert len(set(stable)) == 4

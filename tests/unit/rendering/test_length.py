@@ -8,15 +8,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from polar.engines.scripted import TOKENIZER
+from polar.engines.scripted import TOKENIZER_FOLDER
 from polar.rendering.encoder import PromptEncoder
-from polar.rendering.length import TextBound
+from polar.rendering.text_bound import TextBound
 from polar.rendering.tokenizer import Tokenizer
 from tests.selection import leave_to_slow
 from tests.unit.rendering.families.models import REAL, small
 
 FOLDERS = {file.parents[1].name: file.parent for file in sorted(REAL.glob("*/models/tokenizer.json"))}
-FOLDERS["scripted"] = TOKENIZER
+FOLDERS["scripted"] = TOKENIZER_FOLDER
 QUICK = [name for name in FOLDERS if not name.endswith(("gemma3", "deepseek_v3"))]
 each_tokenizer = pytest.mark.parametrize("name", leave_to_slow(FOLDERS, but=QUICK))
 
@@ -58,7 +58,7 @@ def test_texts_fit_their_own_tokens(name: str, data: st.DataObject) -> None:
 @each_tokenizer
 def test_the_longest_tokens_fit(name: str) -> None:
     tokenizer, _ = load(name)
-    texts = sorted((tokenizer.token_text(id) for id in range(tokenizer.vocabulary_size)), key=len)[-40:]
+    texts = sorted((tokenizer.decode_token(id) for id in range(tokenizer.vocabulary_size)), key=len)[-40:]
     for text in texts:
         assert fits(name, text * 50)
     shuffled = [text for text in texts for _ in range(10)]
@@ -98,5 +98,5 @@ def test_the_scan_refuses_nothing_that_fits(name: str) -> None:
     for piece in ("word ", "ab", " ", "\n", "0", "中文", "🙂 ", "-" * 63 + "\n"):
         text = (piece * 120_000)[:120_000]
         tokens = len(encoder.encode(text))
-        assert not encoder.exceeds(text, tokens)
-        assert encoder.exceeds(text * 3, max(tokens // 8, 1)) or tokens < 12_000
+        assert not encoder.exceeds_tokens(text, tokens)
+        assert encoder.exceeds_tokens(text * 3, max(tokens // 8, 1)) or tokens < 12_000

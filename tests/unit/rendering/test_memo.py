@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from polar.rendering import messages, saying
+from polar.rendering import messages, turn_digest
 from polar.rendering.memo import ENTRY_BYTES, Memo
 from polar.types import ToolCall
 
@@ -44,7 +44,7 @@ def test_a_memo_stays_within_its_budget(text: str) -> None:
             memo(text.format(number))
 
     assert 0.5 * BUDGET < traced_growth(fill) < 1.2 * BUDGET
-    assert memo.size <= BUDGET
+    assert memo.size_bytes <= BUDGET
 
 
 def test_a_memo_computes_once_and_forgets_what_was_asked_for_longest_ago() -> None:
@@ -65,7 +65,7 @@ def test_what_does_not_fit_is_computed_and_not_kept() -> None:
     memo = Memo(str.upper, 1000)
     memo("a")
     assert memo("b" * 1000) == "B" * 1000
-    assert (len(memo), memo.size) == (0, 0)
+    assert (len(memo), memo.size_bytes) == (0, 0)
 
 
 def test_what_may_not_be_computed_is_not_kept() -> None:
@@ -79,25 +79,27 @@ def test_what_may_not_be_computed_is_not_kept() -> None:
 
 
 def test_calls_with_long_arguments_are_remembered_up_to_a_limit_in_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(saying, "_call", Memo(saying._call._compute, BUDGET))
+    monkeypatch.setattr(turn_digest, "_call_memo", Memo(turn_digest._call_memo._compute, BUDGET))
 
     def fill() -> None:
         for number in range(100):
             arguments = json.dumps({"path": str(number), "content": "x" * 50_000})
-            saying.saying([ToolCall("id", "write", arguments)])
+            turn_digest.digest_turn([ToolCall("id", "write", arguments)])
 
     assert traced_growth(fill) < 1.2 * BUDGET
 
 
 def test_tools_are_remembered_up_to_a_limit_in_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(messages, "_spec", Memo(messages._make_spec, BUDGET, measure=messages._spec_bytes))
+    monkeypatch.setattr(
+        messages, "_spec_memo", Memo(messages._make_spec, BUDGET, measure=messages._estimate_spec_bytes)
+    )
     guard = str
 
     def fill() -> None:
         for number in range(300):
             properties = {f"{number} {n}": {"type": "string", "description": "Say it."} for n in range(50)}
             parameters = json.dumps({"type": "object", "properties": properties}).encode()
-            spec = messages._spec((f"tool {number}", "Does it.", parameters, guard))
+            spec = messages._spec_memo((f"tool {number}", "Does it.", parameters, guard))
             assert spec.json
 
     assert traced_growth(fill) < 1.2 * BUDGET
@@ -115,4 +117,4 @@ def test_threads_share_a_memo() -> None:
     with ThreadPoolExecutor(4) as threads:
         list(threads.map(ask, range(4)))
     assert len(memo) == 10
-    assert memo.size == 10 * (sys.getsizeof("abc") + ENTRY_BYTES)
+    assert memo.size_bytes == 10 * (sys.getsizeof("abc") + ENTRY_BYTES)

@@ -6,7 +6,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from polar.rendering.saying import Saying, saying
+from polar.rendering.turn_digest import TurnDigest, digest_turn
 from polar.types import Reasoning, Text, ToolCall
 
 values = st.recursive(
@@ -29,12 +29,12 @@ def _reordered(value: Any) -> Any:
 def test_arguments_are_compared_by_value(value: dict[str, Any]) -> None:
     first = ToolCall("a", "f", json.dumps(value))
     second = ToolCall("b", "f", json.dumps(_reordered(value), indent=1, ensure_ascii=False))
-    assert saying([first]) == saying([second])
+    assert digest_turn([first]) == digest_turn([second])
 
 
 @given(mappings, mappings)
 def test_other_arguments_are_other_calls(one: dict[str, Any], other: dict[str, Any]) -> None:
-    same = saying([ToolCall("a", "f", json.dumps(one))]) == saying([ToolCall("a", "f", json.dumps(other))])
+    same = digest_turn([ToolCall("a", "f", json.dumps(one))]) == digest_turn([ToolCall("a", "f", json.dumps(other))])
     assert same == (_kinds(one) == _kinds(other))
 
 
@@ -50,7 +50,7 @@ def _kinds(value: Any) -> Any:
 @given(st.text(), st.text(), st.sampled_from(["", " ", "\n\n", "\t"]))
 def test_white_space_at_the_edges_says_nothing(thinking: str, text: str, space: str) -> None:
     echoed = [Reasoning(space + thinking + space, "seal"), Text(space + text)]
-    assert saying([Reasoning(thinking), Text(text)]) == saying(echoed)
+    assert digest_turn([Reasoning(thinking), Text(text)]) == digest_turn(echoed)
 
 
 def test_what_makes_a_difference() -> None:
@@ -69,12 +69,12 @@ def test_what_makes_a_difference() -> None:
         [ToolCall("a", "f", '{"a": 1}', kind="custom")],
         [ToolCall("a", "f", '{"a": 1}', namespace="n")],
     ]
-    assert len({saying(parts) for parts in different}) == len(different)
-    assert saying([Text(" "), Reasoning("")]) == Saying()
-    assert saying([ToolCall("a", "f", "")]) == saying([ToolCall("a", "f", "{}")])
+    assert len({digest_turn(parts) for parts in different}) == len(different)
+    assert digest_turn([Text(" "), Reasoning("")]) == TurnDigest()
+    assert digest_turn([ToolCall("a", "f", "")]) == digest_turn([ToolCall("a", "f", "{}")])
 
 
 def test_arguments_that_no_one_can_read() -> None:
     for arguments in ("[" * 100_000, '{"a":' * 700 + "1" + "}" * 700, "1" * 5000, '{"a": 1e999}', '"\\ud800"'):
-        once, again = (saying([ToolCall("a", "f", arguments)]) for _ in range(2))
-        assert once == again != Saying()
+        once, again = (digest_turn([ToolCall("a", "f", arguments)]) for _ in range(2))
+        assert once == again != TurnDigest()

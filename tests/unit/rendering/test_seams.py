@@ -5,37 +5,37 @@ from typing import Any
 import pytest
 
 from polar.rendering.encoder import PromptEncoder
-from polar.rendering.families import family_for
-from polar.rendering.messages import Context, Conversation, Turn
-from polar.rendering.seams import Seams
-from polar.rendering.skeleton import Piece, Renderer
+from polar.rendering.families import detect_family
+from polar.rendering.messages import ContextMessage, Conversation, ModelTurn
+from polar.rendering.seams import SeamProver
+from polar.rendering.skeleton import PieceKind, Renderer
 from polar.rendering.tokenizer import Tokenizer
 from polar.rendering.traits import find_traits
 from polar.types import ToolCall
 from tests.unit.rendering.hostile import hostile
 from tests.unit.rendering.talkers import TALKERS
 
-ASK = Conversation([Context({"role": "user", "content": "Hi"})], None, {})
+ASK = Conversation([ContextMessage({"role": "user", "content": "Hi"})], None, {})
 
 
-def seams(tokenizer: Tokenizer) -> Seams:
-    call_id = family_for(tokenizer).call_id
+def seams(tokenizer: Tokenizer) -> SeamProver:
+    call_id = detect_family(tokenizer).make_call_id
     renderer = Renderer(tokenizer.template, find_traits(tokenizer.template, call_id))
-    return Seams(renderer, PromptEncoder(tokenizer), call_id)
+    return SeamProver(renderer, PromptEncoder(tokenizer), call_id)
 
 
 def test_a_template_as_it_should_be() -> None:
     proved = seams(hostile("plain"))
-    assert proved.opening(ASK) == "<|im_start|>assistant\n"
+    assert proved.find_opening(ASK) == "<|im_start|>assistant\n"
     for following in ("user", "tool", "system", "assistant"):
-        text = proved.seam("c", False, following, ASK)
+        text = proved.prove_seam("c", False, following, ASK)
         assert text is not None
         assert text.closings == {""}
-        calls = proved.seam("a", True, following, ASK)
+        calls = proved.prove_seam("a", True, following, ASK)
         assert calls is not None
         assert calls.closings == {'"}}</tool_call>'}
-        turn = Turn("", "", [ToolCall("x", "bash", "{}")])
-        assert '<|im_start|>assistant\n<tool_call>{"name": "bash", "arguments": {"' in proved.openings(calls, turn)
+        turn = ModelTurn("", "", [ToolCall("x", "bash", "{}")])
+        assert '<|im_start|>assistant\n<tool_call>{"name": "bash", "arguments": {"' in proved.list_openings(calls, turn)
 
 
 @pytest.mark.parametrize(
@@ -53,23 +53,26 @@ def test_a_template_as_it_should_be() -> None:
         ("no end, no opener", "c", False, "user"),
     ],
 )
-def test_what_is_not_proved(name: str, last: Piece, calls: bool, following: str) -> None:
-    assert seams(hostile(name)).seam(last, calls, following, ASK) is None
+def test_what_is_not_proved(name: str, last: PieceKind, calls: bool, following: str) -> None:
+    assert seams(hostile(name)).prove_seam(last, calls, following, ASK) is None
 
 
 def test_a_kind_of_turns_can_be_proved_alone() -> None:
     ends = seams(hostile("calls end otherwise"))
-    assert ends.seam("c", False, "user", ASK) is not None
-    assert ends.seam("a", True, "tool", ASK) is not None
-    assert seams(hostile("tells the length of the arguments")).seam("c", False, "user", ASK) is not None
+    assert ends.prove_seam("c", False, "user", ASK) is not None
+    assert ends.prove_seam("a", True, "tool", ASK) is not None
+    assert seams(hostile("tells the length of the arguments")).prove_seam("c", False, "user", ASK) is not None
 
 
 def test_a_generation_prompt_depends_on_the_request() -> None:
     qwen = seams(TALKERS["qwen35"].tokenizer())
-    assert qwen.opening(ASK) == "<|im_start|>assistant\n<think>\n"
+    assert qwen.find_opening(ASK) == "<|im_start|>assistant\n<think>\n"
     quiet = Conversation(ASK.items, None, {"enable_thinking": False})
-    assert qwen.opening(quiet) == "<|im_start|>assistant\n<think>\n\n</think>\n\n"
-    assert qwen.opening(Conversation([*ASK.items, Turn("", "a", [])], None, {})) == "<|im_start|>assistant\n<think>\n"
+    assert qwen.find_opening(quiet) == "<|im_start|>assistant\n<think>\n\n</think>\n\n"
+    assert (
+        qwen.find_opening(Conversation([*ASK.items, ModelTurn("", "a", [])], None, {}))
+        == "<|im_start|>assistant\n<think>\n"
+    )
 
 
 class Forgetful(dict[Any, Any]):
@@ -84,8 +87,8 @@ class Forgetful(dict[Any, Any]):
 
 def test_what_another_thread_forgets_meanwhile_is_found_out_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     known = seams(hostile("plain"))
-    seam, opening = known.seam("c", False, "user", ASK), known.opening(ASK)
-    for name in ("_proved", "_sampled", "_openings"):
+    seam, opening = known.prove_seam("c", False, "user", ASK), known.find_opening(ASK)
+    for name in ("_shape_cache", "_seam_cache", "_openings"):
         monkeypatch.setattr(known, name, Forgetful())
-    assert known.seam("c", False, "user", ASK) == seam
-    assert known.opening(ASK) == opening
+    assert known.prove_seam("c", False, "user", ASK) == seam
+    assert known.find_opening(ASK) == opening

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from polar.engines.scripted import TOKENIZER
+from polar.engines.scripted import TOKENIZER_FOLDER
 from polar.rendering.template import ChatTemplate, TemplateError
 from polar.rendering.tokenizer import Tokenizer
 
@@ -20,7 +20,7 @@ BASH = {
 
 @pytest.fixture(scope="module")
 def ours() -> ChatTemplate:
-    return Tokenizer.load(TOKENIZER).template
+    return Tokenizer.load(TOKENIZER_FOLDER).template
 
 
 def call(arguments: Any, name: str = "bash") -> dict[str, Any]:

@@ -13,16 +13,16 @@ import numpy as np
 from fastapi import FastAPI
 
 from polar.config import EngineSettings, ServerSettings
-from polar.engines.pools import Pools
-from polar.gateway.metrics import Metrics
-from polar.gateway.sessions import Sessions
+from polar.engines.fleet import EngineFleet
+from polar.gateway.metrics import GatewayMetrics
+from polar.gateway.session_registry import SessionRegistry
 from polar.rollout.callbacks import Callbacks
 from polar.rollout.models import TaskRequest
-from polar.rollout.pages import Pages
-from polar.rollout.protocol import Beat, Ended, Joining, Lease
-from polar.rollout.rollout import Rollout
+from polar.rollout.protocol import Heartbeat, JoinRequest, Lease, SessionOutcome
+from polar.rollout.result_pages import ResultPages
 from polar.rollout.routes.app import create_app
-from polar.rollout.routes.parts import Parts
+from polar.rollout.routes.service_parts import ServiceParts
+from polar.rollout.service import RolloutService
 from polar.store.base import Session, Store, Verdict
 from polar.store.sqlite import SqliteStore
 from polar.telemetry.verify_metrics import VerifyMetrics
@@ -41,9 +41,9 @@ def task(task_id: str = "t", **fields: Any) -> dict[str, Any]:
 class Served:
     app: FastAPI
     http: httpx.AsyncClient
-    rollout: Rollout
+    rollout: RolloutService
     store: Store
-    sessions: Sessions
+    sessions: SessionRegistry
     callbacks: Callbacks
 
     async def submit(self, *tasks: dict[str, Any]) -> None:
@@ -51,10 +51,10 @@ class Served:
         assert all(hasattr(answer, "status") for answer in answers), answers
 
     async def join(self, node_id: str = NODE, slots: int = 100) -> None:
-        await self.rollout.leasing.join(Joining(node_id, node_id, ["local"], slots, store="here"))
+        await self.rollout.lease_manager.join(JoinRequest(node_id, node_id, ["local"], slots, store="here"))
 
     async def work(self, node_id: str = NODE, room: int = 100) -> list[Lease]:
-        return await self.rollout.leasing.lease(node_id, [], room)
+        return await self.rollout.lease_manager.lease(node_id, [], room)
 
     async def run(
         self, lease: Lease, *, name: str = "s", turns: int = 1, dialect: str = "openai_chat", **ended: Any
@@ -75,11 +75,11 @@ class Served:
         )
         for exchange in talk.exchanges:
             await self.store.append(exchange)
-        told = Ended(lease.work_id, lease.fence, session_id, **({"reward": 1.0} | ended))
+        told = SessionOutcome(lease.work_id, lease.fence, session_id, **({"reward": 1.0} | ended))
         await self.store.end_session(
             session_id, ended_at=5.0, verdict=Verdict(told.reward, told.reason, evidence=told.evidence)
         )
-        await self.rollout.leasing.finish(NODE, [told])
+        await self.rollout.lease_manager.finish(NODE, [told])
         return session_id
 
     async def run_all(self, **ended: Any) -> list[str]:
@@ -93,14 +93,16 @@ async def served(
 ) -> AsyncIterator[Served]:
     settings = ServerSettings.model_validate({"beat_seconds": 0.05, "lease_seconds": 600, **server, "token": token})
     store = SqliteStore.open(data / "polar.db")
-    pools = Pools(EngineSettings.model_validate({"kind": "vllm", "urls": [ENGINE]}))
-    sessions = Sessions(store)
+    pools = EngineFleet(EngineSettings.model_validate({"kind": "vllm", "urls": [ENGINE]}))
+    sessions = SessionRegistry(store)
     try:
-        async with Rollout(store, settings, store_id="here", replicas=[ENGINE], versions=store.policies) as rollout:
-            metrics = Metrics()
-            pages = Pages(rollout, store, SessionChecker(verify_share, VerifyMetrics(metrics.registry)))
+        async with RolloutService(
+            store, settings, store_id="here", replicas=[ENGINE], versions=store.policy_versions
+        ) as rollout:
+            metrics = GatewayMetrics()
+            pages = ResultPages(rollout, store, SessionChecker(verify_share, VerifyMetrics(metrics.registry)))
             async with Callbacks(rollout, pages, settings) as callbacks:
-                parts = Parts(
+                parts = ServiceParts(
                     settings=settings,
                     rollout=rollout,
                     pages=pages,
@@ -125,7 +127,9 @@ async def beats(it: Served, node_id: str = NODE, **load: Any) -> None:
     """A node that does whatever it is told at once."""
     applied = -1
     while True:
-        orders = await it.rollout.leasing.beat(node_id, Beat(holding=[], load=load, applied=applied, seen=applied))
+        orders = await it.rollout.lease_manager.heartbeat(
+            node_id, Heartbeat(holding=[], load=load, applied=applied, seen=applied)
+        )
         if orders.engines is not None:
             applied = orders.engines.generation
 

@@ -11,7 +11,7 @@ from aiohttp import web
 
 from polar.config import ServerSettings
 from polar.rollout import callbacks
-from polar.rollout.callbacks import Allowed
+from polar.rollout.callbacks import AllowedHosts
 from polar.rollout.models import TaskResult
 from tests.conditions import wait_until
 from tests.unit.rollout.served import Served, served, task
@@ -69,14 +69,14 @@ async def receiving(says: Callable[[str, int], Awaitable[int | str]] | None = No
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(callbacks, "_FIRST", 0.01)
-    monkeypatch.setattr(callbacks, "_LONGEST", 0.05)
-    monkeypatch.setattr(callbacks, "_REFUSED", 0.05)
+    monkeypatch.setattr(callbacks, "_FIRST_RETRY_SECONDS", 0.01)
+    monkeypatch.setattr(callbacks, "_MAX_RETRY_SECONDS", 0.05)
+    monkeypatch.setattr(callbacks, "_REFUSED_RETRY_SECONDS", 0.05)
 
 
 async def settled(it: Served) -> None:
     async with asyncio.timeout(120):
-        while await it.rollout.callbacks_waiting(1):  # noqa: ASYNC110 (it has no event)
+        while await it.rollout.tasks_awaiting_callback(1):  # noqa: ASYNC110 (it has no event)
             await asyncio.sleep(0.01)
 
 
@@ -100,8 +100,8 @@ async def test_hosts_that_were_told_are_forgotten(tmp_path: Path) -> None:
         await it.submit(task("a", callback_url=one.url), task("b", callback_url=other.url))
         await it.run_all()
         await settled(it)
-        await wait_until(lambda: not it.callbacks.pending())
-        assert len(it.callbacks._turns) == 0
+        await wait_until(lambda: not it.callbacks.count_pending())
+        assert len(it.callbacks._host_limits) == 0
 
 
 async def test_it_is_told_again_until_it_is_acknowledged(tmp_path: Path) -> None:
@@ -158,7 +158,7 @@ async def test_a_host_that_hangs_holds_no_other_up(tmp_path: Path) -> None:
         await it.submit(*tasks, *(task(f"q{number}", callback_url=quick.url) for number in range(5)))
         await it.run_all()
         await quick.got(5)
-        assert len(stuck.told) <= callbacks.AT_ONCE
+        assert len(stuck.told) <= callbacks.MAX_POSTS_PER_HOST
         released.set()
         await stuck.got(20)
         await settled(it)
@@ -205,7 +205,7 @@ async def test_a_host_that_is_allowed_no_more_is_not_asked(tmp_path: Path) -> No
         before = len(receiver.told)
         async with served(tmp_path, callback_hosts=["example.org"]) as it:
             await asyncio.sleep(0.2)
-            assert await it.rollout.callbacks_waiting(1)
+            assert await it.rollout.tasks_awaiting_callback(1)
         assert len(receiver.told) == before
 
 
@@ -248,7 +248,7 @@ async def test_a_host_that_is_allowed_no_more_is_not_asked(tmp_path: Path) -> No
     ],
 )
 def test_which_addresses_are_allowed(settings: dict[str, Any], url: str, fine: bool) -> None:
-    problem = Allowed(ServerSettings.model_validate(settings)).problem(url)
+    problem = AllowedHosts(ServerSettings.model_validate(settings)).find_problem(url)
     assert (problem is None) == fine, problem
 
 

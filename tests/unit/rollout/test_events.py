@@ -8,13 +8,13 @@ import aiohttp
 import msgspec
 import pytest
 
-from polar.rollout.events import Event, Events, Listener
+from polar.rollout.events import EventBus, EventListener, ServiceEvent
 from polar.rollout.routes import service
 from tests.unit.rollout.listening import listening
 from tests.unit.rollout.served import served, task
 
 
-async def heard(listener: Listener) -> list[Event]:
+async def heard(listener: EventListener) -> list[ServiceEvent]:
     """All that is there now."""
     found = []
     while True:
@@ -28,7 +28,7 @@ async def heard(listener: Listener) -> list[Event]:
 
 
 async def test_whoever_listens_hears_of_its_run_and_of_what_concerns_all() -> None:
-    events = Events()
+    events = EventBus()
     everything, mine = events.subscribe(), events.subscribe("mine")
     events.publish("task.ended", run="mine", task_id="a")
     events.publish("task.ended", run="other", task_id="b")
@@ -40,7 +40,7 @@ async def test_whoever_listens_hears_of_its_run_and_of_what_concerns_all() -> No
 
 
 async def test_one_who_comes_back_goes_on_where_it_was() -> None:
-    events = Events(remembered=5)
+    events = EventBus(max_remembered=5)
     for number in range(4):
         events.publish("node.joined", number=number)
     first, *rest = await heard(events.subscribe(after=await first_id(events)))
@@ -53,12 +53,12 @@ async def test_one_who_comes_back_goes_on_where_it_was() -> None:
     assert [event.kind for event in await heard(gone)] == ["lagged", "node.joined"]
 
 
-async def first_id(events: Events) -> str:
-    return events._latest[0].id
+async def first_id(events: EventBus) -> str:
+    return events._remembered[0].id
 
 
 async def test_an_id_that_is_none_of_this_server_s_is_told_so() -> None:
-    events = Events()
+    events = EventBus()
     events.publish("node.joined")
     own = (await first_id(events)).rpartition("-")[0]
     for id in ("0000-1", "nonsense", "", f"{own}-99", f"{own}--1", f"{own}-x", f"{own}-{'9' * 400}", f"{own}-\u0663"):
@@ -66,7 +66,7 @@ async def test_an_id_that_is_none_of_this_server_s_is_told_so() -> None:
 
 
 async def test_a_slow_listener_is_let_go_and_holds_nobody_up() -> None:
-    events = Events(waiting=3)
+    events = EventBus(max_pending=3)
     slow, quick = events.subscribe(), events.subscribe()
     got = []
     for number in range(10):
@@ -79,7 +79,7 @@ async def test_a_slow_listener_is_let_go_and_holds_nobody_up() -> None:
 
 
 async def test_an_end_lets_everybody_go() -> None:
-    events = Events()
+    events = EventBus()
     listener = events.subscribe()
     events.publish("node.joined")
     events.close()
@@ -126,7 +126,7 @@ async def test_events_over_http(tmp_path: Path) -> None:
 
 
 async def test_a_silent_stream_says_that_it_stands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(service, "_HEARTBEAT", 0.02)
+    monkeypatch.setattr(service, "_HEARTBEAT_SECONDS", 0.02)
     async with served(tmp_path) as it, listening(it.app) as url, aiohttp.ClientSession() as http:
         async with http.get(f"{url}/events") as response, asyncio.timeout(120):
             lines = [await response.content.readline() for _ in range(6)]

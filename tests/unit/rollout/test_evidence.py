@@ -8,11 +8,11 @@ import msgspec
 import pytest
 from prometheus_client import CollectorRegistry
 
-from polar.node.finished import Finished
-from polar.node.worker import _told
-from polar.rollout import pages
+from polar.node.finished_session import FinishedSession
+from polar.node.worker import _fill_outcome
+from polar.rollout import result_pages
 from polar.rollout.models import SessionResult
-from polar.rollout.protocol import Ended
+from polar.rollout.protocol import SessionOutcome
 from polar.store.base import Evidence, Session, Verdict
 from polar.store.sqlite import SqliteStore
 from polar.telemetry.service_metrics import ServiceMetrics
@@ -46,8 +46,10 @@ async def test_from_a_node_with_a_store_of_its_own_to_a_trainer(tmp_path: Path) 
         await store.end_session("s", ended_at=2.0, verdict=verdict)
         sent = await it.http.put(f"/nodes/{NODE}/sessions", content=await store.export_session("s"))
         assert sent.status_code == 200, sent.text
-        ended = _told(
-            Ended(lease.work_id, lease.fence, None), Finished("s", "t", 0, verdict, {}, tmp_path), cancelled=None
+        ended = _fill_outcome(
+            SessionOutcome(lease.work_id, lease.fence, None),
+            FinishedSession("s", "t", 0, verdict, {}, tmp_path),
+            cancelled=None,
         )
         told = await it.http.post(f"/nodes/{NODE}/finish", content=msgspec.json.encode([ended]))
         assert told.json() == ["taken"]
@@ -72,7 +74,7 @@ async def test_evidence_that_none_can_have_is_refused(tmp_path: Path, change: di
         await it.submit(task())
         await it.join()
         (lease,) = await it.work()
-        ended = msgspec.to_builtins(Ended(lease.work_id, lease.fence, None, reason="x", evidence=[PROVEN]))
+        ended = msgspec.to_builtins(SessionOutcome(lease.work_id, lease.fence, None, reason="x", evidence=[PROVEN]))
         ended["evidence"][0] |= change
         answer = await it.http.post(f"/nodes/{NODE}/finish", json=[ended])
         assert answer.status_code in (400, 422), answer.text
@@ -103,7 +105,7 @@ async def test_results_are_filtered(tmp_path: Path) -> None:
 async def test_a_page_that_is_cut_goes_on_where_it_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with served(tmp_path) as it:
         ids = await run_some(it, [PROVEN], [], [PROVEN], [])
-        monkeypatch.setattr(pages, "PAGE", 1)
+        monkeypatch.setattr(result_pages, "MAX_PAGE_BYTES", 1)
         results, cursor = await feed(it, suspicious="only")
         assert [result["session_id"] for result in results] == [ids[0]]
         results, cursor = await feed(it, suspicious="only", after=cursor)
@@ -113,7 +115,7 @@ async def test_a_page_that_is_cut_goes_on_where_it_ended(tmp_path: Path, monkeyp
 async def test_evidence_is_counted_and_told_of(tmp_path: Path) -> None:
     registry = CollectorRegistry()
     async with served(tmp_path) as it:
-        it.rollout.ledger.watcher = ServiceMetrics(registry, queue=lambda: {}, nodes=lambda: [], callbacks=lambda: 0)
+        it.rollout.ledger.metrics = ServiceMetrics(registry, queue=lambda: {}, nodes=lambda: [], callbacks=lambda: 0)
         listener = it.rollout.events.subscribe()
         await run_some(it, [PROVEN, UNPROVEN], [UNPROVEN], [])
         it.rollout.events.close()

@@ -7,13 +7,13 @@ from contextlib import asynccontextmanager
 import pytest
 
 from polar.config import ServerSettings
-from polar.engines.wanted import Engines
+from polar.engines.desired_state import DesiredEngines
 from polar.errors import ConfigError, EngineError
+from polar.rollout.engine_controller import NotAppliedYet
 from polar.rollout.models import TaskRequest
-from polar.rollout.protocol import Beat, Ended, Joining, Lease, UnknownNode
-from polar.rollout.rollout import Rollout
+from polar.rollout.protocol import Heartbeat, JoinRequest, Lease, SessionOutcome, UnknownNode
 from polar.rollout.runs import Quotas
-from polar.rollout.steering import NotInForce
+from polar.rollout.service import RolloutService
 from polar.store.relational import RelationalStore
 from tests.conditions import wait_until
 
@@ -22,13 +22,15 @@ ENGINE = "http://engine:1"
 
 
 @asynccontextmanager
-async def rollout_on(store: RelationalStore, settings: ServerSettings = SETTINGS) -> AsyncIterator[Rollout]:
-    async with Rollout(store, settings, store_id="here", replicas=[ENGINE], versions=store.policies) as rollout:
+async def rollout_on(store: RelationalStore, settings: ServerSettings = SETTINGS) -> AsyncIterator[RolloutService]:
+    async with RolloutService(
+        store, settings, store_id="here", replicas=[ENGINE], versions=store.policy_versions
+    ) as rollout:
         yield rollout
 
 
 @pytest.fixture
-async def rollout(store: RelationalStore) -> AsyncIterator[Rollout]:
+async def rollout(store: RelationalStore) -> AsyncIterator[RolloutService]:
     async with rollout_on(store) as it:
         yield it
 
@@ -36,18 +38,18 @@ async def rollout(store: RelationalStore) -> AsyncIterator[Rollout]:
 class Node:
     """Beats, and puts in force whatever it hears of, unless it is told not to."""
 
-    def __init__(self, rollout: Rollout, node_id: str, *, backends: tuple[str, ...] = ("local",)) -> None:
+    def __init__(self, rollout: RolloutService, node_id: str, *, backends: tuple[str, ...] = ("local",)) -> None:
         self.rollout = rollout
         self.node_id = node_id
         self.backends = backends
-        self.heard: list[Engines] = []
+        self.heard: list[DesiredEngines] = []
         self.problems: dict[str, list[str]] = {}
         self.stuck = False  # it hears, and gets nothing done
         self._beating: asyncio.Task[None]
 
     async def __aenter__(self) -> "Node":
-        joining = Joining(self.node_id, self.node_id, list(self.backends), 4, "here")
-        joined = await self.rollout.leasing.join(joining)
+        joining = JoinRequest(self.node_id, self.node_id, list(self.backends), 4, "here")
+        joined = await self.rollout.lease_manager.join(joining)
         self.heard.append(joined.engines)
         self._beating = asyncio.create_task(self._beat())
         return self
@@ -59,18 +61,18 @@ class Node:
     async def _beat(self) -> None:
         while True:
             seen = self.heard[-1].generation
-            beat = Beat([], seen=seen, applied=-1 if self.stuck else seen, problems=self.problems)
-            orders = await self.rollout.leasing.beat(self.node_id, beat)
+            beat = Heartbeat([], seen=seen, applied=-1 if self.stuck else seen, problems=self.problems)
+            orders = await self.rollout.lease_manager.heartbeat(self.node_id, beat)
             if orders.engines is not None:
                 self.heard.append(orders.engines)
             await asyncio.sleep(0.005)
 
     async def lease(self, room: int = 10) -> list[Lease]:
-        return await self.rollout.leasing.lease(self.node_id, [], room)
+        return await self.rollout.lease_manager.lease(self.node_id, [], room)
 
     async def end(self, lease: Lease, reason: str | None = None) -> None:
-        ended = Ended(lease.work_id, lease.fence, None, None if reason else 1.0, reason)
-        await self.rollout.leasing.finish(self.node_id, [ended])
+        ended = SessionOutcome(lease.work_id, lease.fence, None, None if reason else 1.0, reason)
+        await self.rollout.lease_manager.finish(self.node_id, [ended])
 
     def modes(self) -> list[str | None]:
         return [engines.pools["default"].paused for engines in self.heard]
@@ -84,57 +86,57 @@ def task(name: str = "t", **fields: object) -> TaskRequest:
     return TaskRequest.model_validate({"task_id": name, "instruction": "", "runtime": {"backend": "local"}, **fields})
 
 
-async def test_a_pause_is_in_force_everywhere_when_it_is_answered(rollout: Rollout) -> None:
+async def test_a_pause_is_in_force_everywhere_when_it_is_answered(rollout: RolloutService) -> None:
     async with Node(rollout, "a") as a, Node(rollout, "b") as b:
-        await rollout.steering.pause("default", "hold", 60)
+        await rollout.engine_controller.pause("default", "hold", 60)
         assert a.modes()[-1] == b.modes()[-1] == "hold"
         b.stuck = True
-        with pytest.raises(NotInForce, match="b"):
-            await rollout.steering.resume("default", 0.2)
+        with pytest.raises(NotAppliedYet, match="b"):
+            await rollout.engine_controller.resume("default", 0.2)
 
 
-async def test_frozen_calls_hear_of_new_weights_before_the_first_engine_goes_on(rollout: Rollout) -> None:
+async def test_frozen_calls_hear_of_new_weights_before_the_first_engine_goes_on(rollout: RolloutService) -> None:
     async with Node(rollout, "a") as a:
-        await rollout.steering.pause("default", "freeze", 60)
-        assert await rollout.steering.set_version("default", 2, None, 60)
-        await rollout.steering.resume("default", 60)
+        await rollout.engine_controller.pause("default", "freeze", 60)
+        assert await rollout.engine_controller.set_version("default", 2, None, 60)
+        await rollout.engine_controller.resume("default", 60)
         assert a.modes()[-4:] == ["freeze", "freeze", "settle", None]
         assert a.heard[-2].pools["default"].replicas[0].version == 2
 
 
 async def test_one_node_sends_engines_to_sleep_when_no_call_runs_and_wakes_them_before_any_begins(
-    rollout: Rollout,
+    rollout: RolloutService,
 ) -> None:
     async with Node(rollout, "own") as own, Node(rollout, "other") as other:
-        rollout.leasing.sleeper = "own"
-        await rollout.steering.pause("default", "sleep", 60)
+        rollout.lease_manager.sleep_node_id = "own"
+        await rollout.engine_controller.pause("default", "sleep", 60)
         assert own.modes()[-2:] == ["drain", "sleep"]
         assert other.modes()[-2:] == ["drain", "hold"]
-        await rollout.steering.resume("default", 60)
+        await rollout.engine_controller.resume("default", 60)
         assert own.modes()[-2:] == ["hold", None]
 
 
-async def test_who_pauses_or_resumes_last_has_the_last_word(rollout: Rollout) -> None:
+async def test_who_pauses_or_resumes_last_has_the_last_word(rollout: RolloutService) -> None:
     async with Node(rollout, "a") as a:
         a.stuck = True
-        sleeping = asyncio.create_task(rollout.steering.pause("default", "sleep", 30))
+        sleeping = asyncio.create_task(rollout.engine_controller.pause("default", "sleep", 30))
         await until(lambda: a.modes()[-1] == "drain")
         a.stuck = False
-        await rollout.steering.resume("default", 60)
-        with pytest.raises(NotInForce, match="Somebody else"):
+        await rollout.engine_controller.resume("default", 60)
+        with pytest.raises(NotAppliedYet, match="Somebody else"):
             await sleeping
         assert a.modes()[-1] is None
 
 
-async def test_an_engine_that_does_not_obey_is_told_of_to_those_whose_it_is(rollout: Rollout) -> None:
+async def test_an_engine_that_does_not_obey_is_told_of_to_those_whose_it_is(rollout: RolloutService) -> None:
     async with Node(rollout, "a") as a:
-        await rollout.steering.add_replica("mine", "http://other:2", None, 60)
+        await rollout.engine_controller.add_replica("mine", "http://other:2", None, 60)
         a.problems = {"default": ["http://engine:1 does not answer."]}
         with pytest.raises(EngineError, match="does not answer"):
-            await rollout.steering.pause("default", "freeze", 60)
-        await rollout.steering.pause("mine", "hold", 60)
+            await rollout.engine_controller.pause("default", "freeze", 60)
+        await rollout.engine_controller.pause("mine", "hold", 60)
         with pytest.raises(ConfigError, match="an engine of the run mine"):
-            await rollout.steering.add_replica("default", "http://other:2/v1", None, 60)
+            await rollout.engine_controller.add_replica("default", "http://other:2/v1", None, 60)
 
 
 async def test_a_node_that_only_the_database_knows_of_is_waited_for(store: RelationalStore) -> None:
@@ -142,20 +144,20 @@ async def test_a_node_that_only_the_database_knows_of_is_waited_for(store: Relat
         await rollout.submit([task()])
         assert len(await a.lease()) == 1
     async with rollout_on(store) as again:
-        with pytest.raises(NotInForce, match="a"):
-            await again.steering.set_version("default", 2, None, 0.1)
+        with pytest.raises(NotAppliedYet, match="a"):
+            await again.engine_controller.set_version("default", 2, None, 0.1)
         async with Node(again, "a"):
-            assert await again.steering.set_version("default", 3, None, 60)
+            assert await again.engine_controller.set_version("default", 3, None, 60)
 
 
-async def test_a_task_goes_to_a_node_that_can_run_it(rollout: Rollout) -> None:
+async def test_a_task_goes_to_a_node_that_can_run_it(rollout: RolloutService) -> None:
     await rollout.submit([task("x"), task("y")])
     async with Node(rollout, "without") as without, Node(rollout, "with") as other:
         (first,) = await without.lease(1)
         await without.end(first, "not_runnable")
         await asyncio.sleep(0)
-        rollout.leasing._resting.clear()
-        await rollout.leasing._go_on(first.work_id)
+        rollout.lease_manager._awaiting_retry.clear()
+        await rollout.lease_manager._requeue(first.work_id)
         assert [lease.task_id for lease in await without.lease()] == ["y"]
         assert [lease.task_id for lease in await other.lease()] == [first.task_id]
 
@@ -168,14 +170,16 @@ async def test_a_silent_node_is_lost_and_has_to_join_again(store: RelationalStor
             (lease,) = await a.lease()
         await until(lambda: not rollout.nodes())
         with pytest.raises(UnknownNode):
-            await rollout.leasing.beat("a", Beat([lease.held]))
+            await rollout.lease_manager.heartbeat("a", Heartbeat([lease.lease_id]))
         async with Node(rollout, "b") as b:
             (again,) = await b.lease()
             assert (again.work_id, again.fence) == (lease.work_id, lease.fence + 1)
-            assert await rollout.leasing.finish("a", [Ended(lease.work_id, lease.fence, None, 1.0)]) == ["lost"]
+            assert await rollout.lease_manager.finish("a", [SessionOutcome(lease.work_id, lease.fence, None, 1.0)]) == [
+                "lost"
+            ]
 
 
-async def test_no_more_begins_than_the_trainer_can_take(rollout: Rollout) -> None:
+async def test_no_more_begins_than_the_trainer_can_take(rollout: RolloutService) -> None:
     await rollout.submit([task("g", num_samples=3), task("h", num_samples=9)])
     await rollout.set_quotas("default", Quotas(batch=2, max_lag=1))
     async with Node(rollout, "a") as a:
@@ -186,19 +190,19 @@ async def test_no_more_begins_than_the_trainer_can_take(rollout: Rollout) -> Non
         assert await a.lease() == []  # nobody has taken them
         groups = await rollout.groups_after("default", 0, 10)
         assert [group.task_id for group in groups] == ["g"]
-        await rollout.consumed("default", "trainer", groups[0].cursor, "group")
+        await rollout.update_consumer("default", "trainer", groups[0].cursor, "group")
         assert len(await a.lease()) == 3  # the fourth belongs to a group that has not ended: it is not taken
-        await rollout.consumed("default", "a curious one", 0, "session")
+        await rollout.update_consumer("default", "a curious one", 0, "session")
         assert rollout.status()["default"]["untaken"] == 1
 
 
-async def test_sessions_that_are_too_old_are_ended_or_marked(rollout: Rollout) -> None:
+async def test_sessions_that_are_too_old_are_ended_or_marked(rollout: RolloutService) -> None:
     await rollout.submit([task("mark", max_lag=0), task("cancel", max_lag=0, on_stale="cancel")])
     async with Node(rollout, "a") as a:
         leases = {lease.task_id: lease for lease in await a.lease()}
-        await rollout.steering.set_version("default", 1, None, 60)
-        orders = await rollout.leasing.beat("a", Beat([], seen=-2))
-        assert [(cancel.held, cancel.reason) for cancel in orders.cancel] == [(leases["cancel"].held, "stale")]
+        await rollout.engine_controller.set_version("default", 1, None, 60)
+        orders = await rollout.lease_manager.heartbeat("a", Heartbeat([], seen=-2))
+        assert [(cancel.held, cancel.reason) for cancel in orders.cancel] == [(leases["cancel"].lease_id, "stale")]
         for lease in leases.values():
             await a.end(lease)
         rows = {row.task_id: row.summary or "" for row in await rollout.sessions_after("default", 0, 10)}
@@ -208,48 +212,50 @@ async def test_sessions_that_are_too_old_are_ended_or_marked(rollout: Rollout) -
         assert '"reason":"stale"' in rows["cancel"]
 
 
-async def kills_of(rollout: Rollout, task_id: str = "t") -> int:
-    return (await rollout.work_of("default", task_id))[0].kills
+async def kills_of(rollout: RolloutService, task_id: str = "t") -> int:
+    return (await rollout.task_work("default", task_id))[0].kills
 
 
-async def test_a_node_that_says_that_it_ends_gets_no_more_and_its_death_marks_nothing(rollout: Rollout) -> None:
+async def test_a_node_that_says_that_it_ends_gets_no_more_and_its_death_marks_nothing(rollout: RolloutService) -> None:
     await rollout.submit([task("t")])
     async with Node(rollout, "a") as a:
         (lease,) = await a.lease()
-    await rollout.leasing.beat("a", Beat([], ending=True))
+    await rollout.lease_manager.heartbeat("a", Heartbeat([], ending=True))
     assert [node.draining for node in rollout.nodes()] == [True]
     await rollout.submit([task("more")])
-    assert await rollout.leasing.lease("a", [lease.held], 10) == []
-    await rollout.leasing.lose(rollout.leasing.members["a"], died=True)
+    assert await rollout.lease_manager.lease("a", [lease.lease_id], 10) == []
+    await rollout.lease_manager.remove_member(rollout.lease_manager.members["a"], died=True)
     assert await kills_of(rollout) == 0
 
 
-async def test_a_node_that_was_stopped_marks_nothing_whoever_says_so(rollout: Rollout) -> None:
+async def test_a_node_that_was_stopped_marks_nothing_whoever_says_so(rollout: RolloutService) -> None:
     """It was killed before the server heard of its end; the next one on its folder finds a note of it."""
     await rollout.submit([task("t")])
     async with Node(rollout, "a") as a:
         await a.lease()
-    await rollout.leasing.join(Joining("b", "b", ["local"], 4, "here", replaces=["a"], stopped=["a"]))
+    await rollout.lease_manager.join(JoinRequest("b", "b", ["local"], 4, "here", replaces=["a"], stopped=["a"]))
     assert await kills_of(rollout) == 0
 
 
-async def test_a_node_that_comes_back_had_not_died(rollout: Rollout) -> None:
+async def test_a_node_that_comes_back_had_not_died(rollout: RolloutService) -> None:
     await rollout.submit([task("t")])
     async with Node(rollout, "a") as a:
         await a.lease()
-    await rollout.leasing.lose(rollout.leasing.members["a"], died=True)
+    await rollout.lease_manager.remove_member(rollout.lease_manager.members["a"], died=True)
     assert await kills_of(rollout) == 1
-    await rollout.leasing.join(Joining("a", "a", ["local"], 4, "here"))
+    await rollout.lease_manager.join(JoinRequest("a", "a", ["local"], 4, "here"))
     assert await kills_of(rollout) == 0
 
 
-async def test_one_node_of_a_lane_is_kept_free_for_what_runs_alone(rollout: Rollout) -> None:
+async def test_one_node_of_a_lane_is_kept_free_for_what_runs_alone(rollout: RolloutService) -> None:
     await rollout.submit([task("t")])
-    leasing = rollout.leasing
+    leasing = rollout.lease_manager
     async with Node(rollout, "b"), Node(rollout, "a"), Node(rollout, "0", backends=("docker",)):
-        assert {name: [one.isolates for one in leasing._allowances(leasing.members[name])] for name in "ab"} == {
+        assert {
+            name: [one.is_isolation_node for one in leasing._allowances(leasing.members[name])] for name in "ab"
+        } == {
             "a": [True],
             "b": [False],
         }
         await leasing.drain("a")
-        assert [one.isolates for one in leasing._allowances(leasing.members["b"])] == [True]
+        assert [one.is_isolation_node for one in leasing._allowances(leasing.members["b"])] == [True]

@@ -272,7 +272,7 @@ async def test_a_run_may_have_another_meaning_than_the_server(tmp_path: Path) ->
 
 def test_what_a_task_sets_itself_stays() -> None:
     own = TaskRequest(task_id="t", instruction="x", on_timeout="grade", builder={"strategy": "prefix_merging"})
-    adopted = own.adopt(NVIDIA)
+    adopted = own.with_semantics(NVIDIA)
     assert (adopted.on_timeout, adopted.builder.strategy, adopted.semantics) == ("grade", "prefix_merging", NVIDIA)
     named = TaskRequest.model_validate({"task_id": "t", "instruction": "x", "semantics": {"clock": "init"}})
     assert (named.semantics.clock, named.on_timeout) == ("init", "grade")
@@ -404,12 +404,12 @@ def test_fields_that_have_an_equal_are_taken() -> None:
             "prepare": [step | {"max_attempts": 1, "retry_backoff_seconds": 0.0}],
         }
     )
-    assert (runtime.reaches, runtime.disk_mb) == ("gateway", 512)  # never the machine's own network
+    assert (runtime.effective_network, runtime.disk_mb) == ("gateway", 512)  # never the machine's own network
     server = models.McpServer.model_validate({"name": "a", "transport": "streamable-http", "url": "http://x"})
     assert server.transport == "http"
 
 
 @pytest.mark.parametrize("kind", ["builders", "evaluators", "runtimes"])
-def test_a_plug_in_is_never_an_import_path(kind: plugins.Kind) -> None:
+def test_a_plug_in_is_never_an_import_path(kind: plugins.PluginKind) -> None:
     with pytest.raises(ConfigError, match=rf"entry point of polar\.{kind}"):
         plugins.load(kind, "my.package:Mine")

@@ -5,9 +5,9 @@ import asyncio
 import msgspec
 import pytest
 
-from polar.rollout.protocol import Ended, Held, Lease
+from polar.rollout.protocol import Lease, LeaseId, SessionOutcome
 from polar.rollout.queue import Queue
-from polar.rollout.records import Allowance, Change, Lane, NewTask, Outcome, Taken
+from polar.rollout.records import ConsumerPosition, FinishResult, Lane, LeaseAllowance, NewTask, WorkChange
 from polar.rollout.retention import Retention
 from polar.rollout.transactions import Superseded
 from polar.store.base import Verdict
@@ -34,8 +34,8 @@ def new(
     return NewTask(run, task_id, samples, enough, lane, priority, url, request.encode()[:16], request)
 
 
-def allowed(run: str = "default", lane: str = "local", *, most: int = 1000, busy: int = 0) -> Allowance:
-    return Allowance(Lane(run, lane), most, busy, 7)
+def allowed(run: str = "default", lane: str = "local", *, most: int = 1000, busy: int = 0) -> LeaseAllowance:
+    return LeaseAllowance(Lane(run, lane), most, busy, 7)
 
 
 @pytest.fixture
@@ -48,24 +48,24 @@ async def leased(
     room: int = 100,
     *,
     node: str = "n",
-    holding: list[Held] | None = None,
-    allowances: list[Allowance] | None = None,
+    holding: list[LeaseId] | None = None,
+    allowances: list[LeaseAllowance] | None = None,
     slots: int = 16,
 ) -> list[Lease]:
     pairs = await queue.lease(node, holding or [], [allowed()] if allowances is None else allowances, room, slots)
     return [lease for lease, _ in pairs]
 
 
-def ended(lease: Lease, reason: str | None = None, session_id: str | None = None) -> Ended:
+def ended(lease: Lease, reason: str | None = None, session_id: str | None = None) -> SessionOutcome:
     reward = 1.0 if reason is None else None
-    return Ended(lease.work_id, lease.fence, session_id or f"s{lease.work_id}-{lease.fence}", reward, reason)
+    return SessionOutcome(lease.work_id, lease.fence, session_id or f"s{lease.work_id}-{lease.fence}", reward, reason)
 
 
-async def finished(queue: Queue, *all_ended: Ended) -> list[Outcome]:
+async def finished(queue: Queue, *all_ended: SessionOutcome) -> list[FinishResult]:
     return await queue.finish(all_ended, ATTEMPTS)
 
 
-def change_of(outcome: Outcome) -> Change:
+def change_of(outcome: FinishResult) -> WorkChange:
     assert outcome.change is not None
     return outcome.change
 
@@ -108,7 +108,7 @@ async def test_what_a_node_does_not_know_that_it_has_comes_again(queue: Queue) -
     first = await leased(queue, 2)
     again = await leased(queue, 2)  # its answer was lost
     assert again == first
-    more = await leased(queue, 2, holding=[lease.held for lease in first])
+    more = await leased(queue, 2, holding=[lease.lease_id for lease in first])
     assert [lease.sample for lease in more] == [2]
 
 
@@ -116,9 +116,9 @@ async def test_an_end_that_is_told_twice_counts_once(queue: Queue) -> None:
     await queue.submit([new("a", 2)])
     one, two = await leased(queue)
     (outcome,) = await finished(queue, ended(one))
-    assert (outcome.answer, change_of(outcome).became) == ("taken", "done")
+    assert (outcome.status, change_of(outcome).new_state) == ("taken", "done")
     (outcome,) = await finished(queue, ended(one))
-    assert outcome == Outcome("taken")
+    assert outcome == FinishResult("taken")
     task = await queue.task("default", "a")
     assert task is not None
     assert (task.ended, task.usable, task.state, task.cursor) == (1, 1, "running", None)
@@ -126,20 +126,20 @@ async def test_an_end_that_is_told_twice_counts_once(queue: Queue) -> None:
     task = await queue.task("default", "a")
     assert task is not None
     assert (task.ended, task.usable, task.state) == (2, 1, "completed")
-    assert change_of(outcome).task is not None
+    assert change_of(outcome).ended_task is not None
 
 
 async def test_only_the_last_lease_can_end_some_work(queue: Queue) -> None:
     await queue.submit([new("a")])
     (old,) = await leased(queue)
-    (change,) = await queue.lose("n", died=True)
-    assert (change.was, change.became) == ("leased", "queued")
+    (change,) = await queue.release_leases("n", died=True)
+    assert (change.old_state, change.new_state) == ("leased", "queued")
     (fresh,) = await leased(queue, node="m")
     assert (fresh.work_id, fresh.fence) == (old.work_id, old.fence + 1)
-    assert await finished(queue, ended(old)) == [Outcome("lost")]
+    assert await finished(queue, ended(old)) == [FinishResult("lost")]
     (outcome,) = await finished(queue, ended(fresh))
-    assert outcome.answer == "taken"
-    assert await finished(queue, ended(old)) == [Outcome("lost")]
+    assert outcome.status == "taken"
+    assert await finished(queue, ended(old)) == [FinishResult("lost")]
     ((row),) = await queue.work_after("default", 0, 10)
     assert row.session_id == ended(fresh).session_id
 
@@ -149,14 +149,14 @@ async def test_the_platforms_failures_are_tried_again_so_many_times(queue: Queue
     for _ in range(ATTEMPTS - 1):
         (lease,) = await leased(queue)
         (outcome,) = await finished(queue, ended(lease, "sandbox_failed"))
-        assert change_of(outcome).became == "waiting"
+        assert change_of(outcome).new_state == "waiting"
         assert await leased(queue) == []
-        assert await finished(queue, ended(lease, "sandbox_failed")) == [Outcome("taken")]  # its answer was lost
-        assert await queue.waiting() == [lease.work_id]
-        assert await queue.go_on([lease.work_id]) == [Lane("default", "local")]
+        assert await finished(queue, ended(lease, "sandbox_failed")) == [FinishResult("taken")]  # its answer was lost
+        assert await queue.waiting_work() == [lease.work_id]
+        assert await queue.requeue([lease.work_id]) == [Lane("default", "local")]
     (lease,) = await leased(queue)
     (outcome,) = await finished(queue, ended(lease, "sandbox_failed"))
-    assert change_of(outcome).became == "done"
+    assert change_of(outcome).new_state == "done"
     task = await queue.task("default", "a")
     assert task is not None
     assert (task.state, task.usable) == ("failed", 0)
@@ -167,7 +167,7 @@ async def test_what_is_handed_back_counts_as_no_try(queue: Queue) -> None:
     for _ in range(2 * ATTEMPTS):
         (lease,) = await leased(queue)
         (outcome,) = await finished(queue, ended(lease, "interrupted"))
-        assert change_of(outcome).became == "queued"
+        assert change_of(outcome).new_state == "queued"
     (lease,) = await leased(queue)
     assert lease.attempt == 0
 
@@ -184,8 +184,8 @@ async def test_what_kills_its_nodes_is_set_aside_and_what_was_nearby_is_not(queu
             break
         if any(lease.task_id == "poison" for lease in got):
             lost += 1
-            changes = await queue.lose(node, died=True)
-            results |= {change.task_id: change.ended.reason for change in changes if change.became == "done"}
+            changes = await queue.release_leases(node, died=True)
+            results |= {change.task_id: change.outcome.reason for change in changes if change.new_state == "done"}
         else:
             for outcome in await finished(queue, *(ended(lease) for lease in got)):
                 results[change_of(outcome).task_id] = None
@@ -195,14 +195,14 @@ async def test_what_kills_its_nodes_is_set_aside_and_what_was_nearby_is_not(queu
     assert 4 <= lost <= 8
 
 
-async def lose_with(queue: Queue, task_id: str, node: str, *, others: float, deaths: int) -> Change:
+async def lose_with(queue: Queue, task_id: str, node: str, *, others: float, deaths: int) -> WorkChange:
     """A node dies that has only this task, after 5 seconds; other nodes live so long, and so many of them die."""
     (lease,) = await leased(queue, 8, node=node)
     assert lease.task_id == task_id
     await queue.record_lifetimes({node: 5.0, "idle": others})
     for number in range(deaths):
-        assert await queue.lose(f"{node}-{number}", died=True) == []
-    (change,) = await queue.lose(node, died=True)
+        assert await queue.release_leases(f"{node}-{number}", died=True) == []
+    (change,) = await queue.release_leases(node, died=True)
     return change
 
 
@@ -210,16 +210,16 @@ async def test_nothing_is_blamed_where_nodes_die_without_it_as_well(queue: Queue
     await queue.submit([new("innocent")])
     for number in range(20):
         change = await lose_with(queue, "innocent", f"n{number}", others=60, deaths=12)
-        assert change.became == "queued"
+        assert change.new_state == "queued"
     assert (await leased(queue))[0].attempt == 0
 
 
 async def test_what_kills_every_node_is_set_aside_while_others_live(queue: Queue) -> None:
     await queue.submit([new("killer")])
     changes = [await lose_with(queue, "killer", f"n{number}", others=60, deaths=0) for number in range(4)]
-    while changes[-1].became == "queued":
+    while changes[-1].new_state == "queued":
         changes.append(await lose_with(queue, "killer", f"n{len(changes)}", others=60, deaths=0))
-    assert changes[-1].ended.reason == "node_killer"
+    assert changes[-1].outcome.reason == "node_killer"
     assert len(changes) <= 8
 
 
@@ -228,7 +228,7 @@ async def test_a_suspect_waits_until_nodes_have_lived_long_enough_without_it(que
     for node in ("a", "b"):
         await leased(queue, node=node)
         await queue.record_lifetimes({node: 100.0})
-        await queue.lose(node, died=True)
+        await queue.release_leases(node, died=True)
     assert await leased(queue, node="c") == []
     await queue.record_lifetimes({"c": 299.0})
     assert await leased(queue, node="c") == []
@@ -244,15 +244,19 @@ async def test_a_loner_runs_alone_and_one_node_is_kept_free_for_it(queue: Queue)
     await queue.submit([new("urgent", priority=1), *(new(f"other-{number}") for number in range(6))])
     (first,) = await leased(queue, 1, node="busy")
     assert first.task_id == "urgent"
-    got = await leased(queue, 2, node="busy", holding=[first.held])  # it is not alone there, so that it is passed by
+    got = await leased(
+        queue, 2, node="busy", holding=[first.lease_id]
+    )  # it is not alone there, so that it is passed by
     assert [lease.task_id for lease in got] == ["other-0", "other-1"]
     (other,) = await leased(queue, 1, node="kept", allowances=[allowed(lane="local", most=1)])
     assert other.task_id == "loner"
-    assert await leased(queue, 8, node="kept", holding=[other.held]) == []
-    await queue.lose("kept", died=False)
-    isolating = msgspec.structs.replace(allowed(), isolates=True)
+    assert await leased(queue, 8, node="kept", holding=[other.lease_id]) == []
+    await queue.release_leases("kept", died=False)
+    isolating = msgspec.structs.replace(allowed(), is_isolation_node=True)
     assert (
-        await leased(queue, 8, node="busy", holding=[first.held, *(one.held for one in got)], allowances=[isolating])
+        await leased(
+            queue, 8, node="busy", holding=[first.lease_id, *(one.lease_id for one in got)], allowances=[isolating]
+        )
         == []
     )
 
@@ -261,17 +265,17 @@ async def test_a_node_that_was_told_to_end_leaves_no_mark(queue: Queue) -> None:
     await queue.submit([new("a")])
     for number in range(20):
         await leased(queue, node=f"n{number}")
-        (change,) = await queue.lose(f"n{number}", died=False)
-        assert change.became == "queued"
+        (change,) = await queue.release_leases(f"n{number}", died=False)
+        assert change.new_state == "queued"
     assert not await queue.record_lifetimes({"idle": 1.0})
 
 
 async def test_a_death_that_was_none_is_taken_back(queue: Queue) -> None:
     await queue.submit([new("a")])
     (lease,) = await leased(queue)
-    await queue.lose("n", died=True)
+    await queue.release_leases("n", died=True)
     assert await queue.record_lifetimes({})
-    await queue.acquit([lease.work_id])
+    await queue.retract_kills([lease.work_id])
     assert not await queue.record_lifetimes({})
 
 
@@ -281,10 +285,10 @@ async def test_enough_graded_sessions_end_a_task(queue: Queue) -> None:
     await finished(queue, ended(one))
     (outcome,) = await finished(queue, ended(two))
     change = change_of(outcome)
-    assert change.enough
-    assert [other.ended.reason for other in change.others] == ["early_stop"] * 3
+    assert change.triggers_early_stop
+    assert [other.outcome.reason for other in change.cancelled_work] == ["early_stop"] * 3
     (outcome,) = await finished(queue, ended(three))  # it ran, and counts
-    assert change_of(outcome).task is not None
+    assert change_of(outcome).ended_task is not None
     task = await queue.task("default", "a")
     assert task is not None
     assert (task.ended, task.usable, task.cancelled) == (6, 3, "early_stop")
@@ -294,7 +298,7 @@ async def test_two_that_end_together_stop_a_task_once(queue: Queue) -> None:
     await queue.submit([new("a", 5, enough=1)])
     one, two = await leased(queue, 2)
     outcomes = await finished(queue, ended(one), ended(two))
-    assert sum(len(change_of(outcome).others) for outcome in outcomes) == 3
+    assert sum(len(change_of(outcome).cancelled_work) for outcome in outcomes) == 3
     task = await queue.task("default", "a")
     assert task is not None
     assert (task.ended, task.samples, task.state) == (5, 5, "completed")
@@ -305,14 +309,14 @@ async def test_a_cancelled_task_ends_what_has_not_begun_and_is_never_tried_again
     runs, fails, dies = await leased(queue, 3)
     changes = await queue.cancel("default", "a", "cancelled")
     assert changes is not None
-    assert [(change.sample, change.ended.reason) for change in changes] == [(3, "cancelled")]
+    assert [(change.sample, change.outcome.reason) for change in changes] == [(3, "cancelled")]
     assert await queue.cancel("default", "a", "cancelled") == []
     assert await queue.cancel("default", "nobody", "cancelled") is None
     outcomes = await finished(queue, ended(runs), ended(fails, "engine_failed"))
-    assert [change_of(outcome).became for outcome in outcomes] == ["done", "done"]
-    (change,) = await queue.lose("n", died=True)
-    assert (change.ended.held, change.became) == (dies.held, "done")
-    assert change.task is not None
+    assert [change_of(outcome).new_state for outcome in outcomes] == ["done", "done"]
+    (change,) = await queue.release_leases("n", died=True)
+    assert (change.outcome.lease_id, change.new_state) == (dies.lease_id, "done")
+    assert change.ended_task is not None
 
 
 async def test_cursors_only_grow_and_each_result_is_found_once(queue: Queue) -> None:
@@ -343,38 +347,42 @@ async def test_what_is_counted(queue: Queue) -> None:
     totals = (await queue.totals())["default"]
     assert (totals.tasks, totals.ended, totals.usable) == (2, 1, 1)
     assert await queue.usable_after("default", 0, "session") == 1
-    assert await queue.usable_after("default", await queue.cursor(), "session") == 0
-    assert await queue.usable_after("default", await queue.cursor(), "group") == 1  # its task has not ended
+    assert await queue.usable_after("default", await queue.last_cursor(), "session") == 0
+    assert await queue.usable_after("default", await queue.last_cursor(), "group") == 1  # its task has not ended
 
 
 async def test_callbacks_wait_until_somebody_says_otherwise(queue: Queue) -> None:
     await queue.submit([new("a", callback=True), new("b"), new("c", callback=True)])
     await finished(queue, *(ended(lease) for lease in await leased(queue)))
-    assert [task.task_id for task in await queue.tasks_to_tell(0, 10)] == ["a", "c"]
-    await queue.told("default", "a", "acknowledged")
-    assert [task.task_id for task in await queue.tasks_to_tell(0, 10)] == ["c"]
+    assert [task.task_id for task in await queue.tasks_awaiting_callback(0, 10)] == ["a", "c"]
+    await queue.set_callback_state("default", "a", "acknowledged")
+    assert [task.task_id for task in await queue.tasks_awaiting_callback(0, 10)] == ["c"]
 
 
 async def test_a_server_that_another_one_has_replaced_writes_nothing(queue: Queue, store: RelationalStore) -> None:
     await queue.submit([new("a")])
     (lease,) = await leased(queue)
     newer = await Queue.open(store)
-    for write in (queue.submit([new("b")]), queue.finish([ended(lease)], ATTEMPTS), queue.lose("n", died=True)):
+    for write in (
+        queue.submit([new("b")]),
+        queue.finish([ended(lease)], ATTEMPTS),
+        queue.release_leases("n", died=True),
+    ):
         with pytest.raises(Superseded):
             await write
     assert await newer.task("default", "b") is None
-    assert [tracked.held for tracked in await newer.leases()] == [lease.held]
+    assert [tracked.lease_id for tracked in await newer.leases()] == [lease.lease_id]
 
 
 async def test_what_is_kept_of_runs_consumers_and_the_store(queue: Queue, store: RelationalStore) -> None:
-    await queue.keep_run("r", "{}")
-    await queue.keep_run("r", '{"a":1}')
-    await queue.keep_consumer("r", "trainer", Taken(3, "session"))
-    await queue.keep_consumer("r", "trainer", Taken(5, "group"))
+    await queue.save_run("r", "{}")
+    await queue.save_run("r", '{"a":1}')
+    await queue.save_consumer("r", "trainer", ConsumerPosition(3, "session"))
+    await queue.save_consumer("r", "trainer", ConsumerPosition(5, "group"))
     again = await Queue.open(store)
     assert await again.runs() == {"r": '{"a":1}'}
-    assert await again.consumers() == {("r", "trainer"): Taken(5, "group")}
-    assert len({await store.identity() for _ in range(3)}) == 1
+    assert await again.consumers() == {("r", "trainer"): ConsumerPosition(5, "group")}
+    assert len({await store.store_id() for _ in range(3)}) == 1
 
 
 async def test_sessions_of_a_task_that_was_run_again_are_forgotten_too(queue: Queue, store: RelationalStore) -> None:
@@ -385,15 +393,15 @@ async def test_sessions_of_a_task_that_was_run_again_are_forgotten_too(queue: Qu
         await store.create_session(session(name))
         await store.append(exchange(name, 0, [b"1"]))
         await finished(queue, ended(lease, session_id=name))
-        ends.append(await queue.cursor())
+        ends.append(await queue.last_cursor())
         (admitted,) = await queue.submit([msgspec.structs.replace(new("a"), rerun=True)])
         assert admitted.replaced is not None
-    assert await queue.forget(ends[0], 10) == 1
+    assert await queue.delete_ended_tasks(ends[0], 10) == 1
     assert await store.session("first") is None
     assert await store.session("second") is not None
     assert await queue.task("default", "a") is not None
-    assert await queue.forget(ends[0], 10) == 0
-    assert await queue.forget(ends[1], 10) == 1
+    assert await queue.delete_ended_tasks(ends[0], 10) == 0
+    assert await queue.delete_ended_tasks(ends[1], 10) == 1
     assert await store.session("second") is None
 
 
@@ -405,8 +413,8 @@ async def test_what_ended_long_ago_is_forgotten_and_cursors_go_on(queue: Queue, 
         await store.append(exchange(name, 1, [b"1", b"2"]))
         await store.end_session(name, ended_at=1.0, verdict=Verdict(1.0))
         await finished(queue, ended(lease, session_id=name))
-    last = await queue.cursor()
-    keeping = asyncio.create_task(Retention(queue, hours=0.2 / 3600).keep())
+    last = await queue.last_cursor()
+    keeping = asyncio.create_task(Retention(queue, hours=0.2 / 3600).run())
 
     async def is_forgotten() -> bool:
         return await queue.task("default", "old") is None
@@ -419,6 +427,6 @@ async def test_what_ended_long_ago_is_forgotten_and_cursors_go_on(queue: Queue, 
     assert await queue.task("default", "runs") is not None
     assert [row.task_id for row in await queue.work_after("default", 0, 10)] == ["untold", "runs"]
     await queue.submit([new("old")])  # as if it had never been
-    (lease,) = await leased(queue, holding=[tracked.held for tracked in await queue.leases()])
+    (lease,) = await leased(queue, holding=[tracked.lease_id for tracked in await queue.leases()])
     await finished(queue, ended(lease))
     assert [row.cursor for row in await queue.work_after("default", last, 10)] != []

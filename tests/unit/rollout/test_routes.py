@@ -7,9 +7,9 @@ from urllib.parse import quote
 
 import pytest
 
-from polar.rollout import pages
+from polar.rollout import result_pages
 from polar.rollout.models import SessionResult, TaskResult, TaskStatus
-from polar.rollout.protocol import Ended
+from polar.rollout.protocol import SessionOutcome
 from polar.trajectory import session as sessions
 from tests.unit.rollout.served import NODE, beating, page_of, served, task
 
@@ -154,12 +154,12 @@ async def test_a_page_ends_at_its_bytes_and_has_at_least_one(tmp_path: Path, mon
     async with served(tmp_path) as it:
         await it.submit(task(num_samples=4))
         await it.run_all()
-        monkeypatch.setattr(pages, "PAGE", 1)
+        monkeypatch.setattr(result_pages, "MAX_PAGE_BYTES", 1)
         for _ in range(2):
             results, _ = page_of(await it.http.get("/rollout/results"))
             assert len(results) == 1
         size = len((await it.http.get("/rollout/results")).content)
-        monkeypatch.setattr(pages, "PAGE", 2 * size)
+        monkeypatch.setattr(result_pages, "MAX_PAGE_BYTES", 2 * size)
         results, _ = page_of(await it.http.get("/rollout/results"))
         assert 2 <= len(results) <= 3
 
@@ -236,7 +236,7 @@ async def test_a_session_that_the_store_does_not_have_is_told_so(tmp_path: Path)
         await it.submit(task())
         await it.join()
         (lease,) = await it.work()
-        await it.rollout.leasing.finish(NODE, [Ended(lease.work_id, lease.fence, "gone", reward=1.0)])
+        await it.rollout.lease_manager.finish(NODE, [SessionOutcome(lease.work_id, lease.fence, "gone", reward=1.0)])
         ((result,), _) = page_of(await it.http.get("/rollout/results"))
         assert (result["session_id"], result["reward"], result["reason"]) == ("gone", None, "session_unreadable")
         tree = await it.http.get("/rollout/task/t/trajectory")
@@ -343,7 +343,7 @@ async def test_a_pause_is_answered_when_every_node_has_it_in_force(tmp_path: Pat
         assert late.status_code == 504
         assert "deaf" in late.json()["detail"]
         assert (await it.http.get("/policy")).json()["mode"] == "drain"  # it will be
-        await it.rollout.leasing.leave("deaf")
+        await it.rollout.lease_manager.leave("deaf")
         assert (await it.http.post("/policy/pause", json={"mode": "drain"})).json()["paused"] is True
 
 

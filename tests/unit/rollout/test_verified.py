@@ -283,7 +283,7 @@ async def test_callbacks_tell_that_a_session_is_held_back(tmp_path: Path) -> Non
 # The check itself
 
 
-@pytest.mark.parametrize("step", ["check_records", "Recorded"])
+@pytest.mark.parametrize("step", ["check_records", "RecordedSession"])
 async def test_a_check_that_fails_holds_back_and_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str
 ) -> None:
@@ -324,7 +324,7 @@ async def test_a_share_of_nothing_checks_nothing(tmp_path: Path, monkeypatch: py
     def never(*_: Any, **__: Any) -> Any:
         raise AssertionError("something was compared")
 
-    for step in ("check_records", "Recorded", "check_trajectory", "check_tree"):
+    for step in ("check_records", "RecordedSession", "check_trajectory", "check_tree"):
         monkeypatch.setattr(checker, step, never)
     async with served(tmp_path, verify_share=0) as it:
         await it.submit(task(num_samples=2))
@@ -341,12 +341,12 @@ async def test_a_share_of_nothing_checks_nothing(tmp_path: Path, monkeypatch: py
 
 def test_a_share_is_the_same_for_everybody_and_grows() -> None:
     names = [f"s{number}" for number in range(2000)]
-    few = {name for name in names if checker.is_chosen(name, 0.1)}
-    assert few == {name for name in names if checker.is_chosen(name, 0.1)}
-    assert few < {name for name in names if checker.is_chosen(name, 0.5)}
+    few = {name for name in names if checker.is_in_checked_share(name, 0.1)}
+    assert few == {name for name in names if checker.is_in_checked_share(name, 0.1)}
+    assert few < {name for name in names if checker.is_in_checked_share(name, 0.5)}
     assert 120 < len(few) < 280
-    assert not any(checker.is_chosen(name, 0) for name in names)
-    assert all(checker.is_chosen(name, 1) for name in names)
+    assert not any(checker.is_in_checked_share(name, 0) for name in names)
+    assert all(checker.is_in_checked_share(name, 1) for name in names)
 
 
 def metrics_of(text: str) -> dict[str, float]:

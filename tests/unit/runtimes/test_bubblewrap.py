@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from polar.runtimes.base import Limits, Runtime, SandboxError, Spec, Spoiled
+from polar.runtimes.base import CorruptedRuntimeError, Limits, Runtime, RuntimeSpec, SandboxError
 from polar.runtimes.bubblewrap import Bubblewrap
-from polar.runtimes.cgroups import Cgroups
+from polar.runtimes.cgroups import CgroupHierarchies
 from tests.contract import left
 
 pytestmark = pytest.mark.runtimes
@@ -23,7 +23,7 @@ PROGRAMS = ("sh", "cat", "sleep", "ls", "touch")
 @pytest.fixture
 async def kind(tmp_path: Path) -> AsyncIterator[Bubblewrap]:
     kind = Bubblewrap(tmp_path / "state", f"unix:{tmp_path / 'gateway'}")
-    if (why := await kind.unavailable()) is not None:
+    if (why := await kind.check_availability()) is not None:
         pytest.skip(f"no bubblewrap here: {why}")
     yield kind
     await kind.close()
@@ -50,7 +50,7 @@ def image(tmp_path: Path) -> Path:
 
 
 async def test_an_unpacked_image_is_shared_and_not_changed(kind: Bubblewrap, image: Path, tmp_path: Path) -> None:
-    one, other = [await kind.create(id, Spec(image=str(image))) for id in ("one", "other")]
+    one, other = [await kind.create(id, RuntimeSpec(image=str(image))) for id in ("one", "other")]
     await asyncio.gather(one.start(), other.start())
     output = tmp_path / "output"
     script = "cat /data/file; echo changed > /data/file; touch /usr/bin/new; cat /data/file; ls /"
@@ -74,8 +74,8 @@ async def test_an_image_that_is_none_says_so(kind: Bubblewrap, tmp_path: Path) -
 
 async def test_without_cgroups_a_time_out_kills_all_that_is_inside(kind: Bubblewrap, tmp_path: Path) -> None:
     await kind.prepare(None)
-    kind._cgroups = Cgroups(None, frozenset(), {})
-    runtime = await kind.create("id", Spec(env={"MARK": str(tmp_path)}, limits=Limits(memory_mb=64)))
+    kind._cgroups = CgroupHierarchies(None, frozenset(), {})
+    runtime = await kind.create("id", RuntimeSpec(env={"MARK": str(tmp_path)}, limits=Limits(memory_mb=64)))
     await runtime.start()
     completed = await runtime.run(["sh", "-c", "(setsid sleep 60 &); sleep 60"], timeout=0.2)
     assert (completed.timed_out, completed.exit_code) == (True, None)
@@ -93,7 +93,7 @@ async def test_the_gateway_may_be_a_unix_socket(kind: Bubblewrap, tmp_path: Path
     output = tmp_path / "output"
     async with await asyncio.start_unix_server(greet, tmp_path / "gateway"):
         for network in ("gateway", "internet"):
-            runtime = await kind.create(network, Spec(network=network))
+            runtime = await kind.create(network, RuntimeSpec(network=network))
             await runtime.start()
             host, _, port = runtime.gateway_url().removeprefix("http://").rpartition(":")
             await runtime.run(["bash", "-c", f"cat < /dev/tcp/{host}/{port}"], output=output)
@@ -104,7 +104,7 @@ async def test_the_gateway_may_be_a_unix_socket(kind: Bubblewrap, tmp_path: Path
 async def test_a_start_that_is_broken_off_leaves_nothing(kind: Bubblewrap, tmp_path: Path) -> None:
     await kind.prepare(None)
     for number, after in enumerate((0.0, 0.002, 0.005, 0.01, 0.02)):
-        runtime = await kind.create(f"broken{number}", Spec(limits=Limits(disk_mb=16)))
+        runtime = await kind.create(f"broken{number}", RuntimeSpec(limits=Limits(disk_mb=16)))
         starting = asyncio.create_task(runtime.start())
         await asyncio.sleep(after)
         starting.cancel()
@@ -121,7 +121,7 @@ async def test_two_hundred_at_once(kind: Bubblewrap, tmp_path: Path) -> None:
 
     async def launched(id: str) -> Runtime:
         async with launching:
-            runtime = await kind.create(id, Spec(env={"MARK": mark}, limits=Limits(1.0, 256, 64)))
+            runtime = await kind.create(id, RuntimeSpec(env={"MARK": mark}, limits=Limits(1.0, 256, 64)))
             await runtime.start()
             return runtime
 
@@ -141,14 +141,14 @@ async def test_two_hundred_at_once(kind: Bubblewrap, tmp_path: Path) -> None:
 
 async def test_what_an_image_lacks_is_told_at_once(kind: Bubblewrap, image: Path) -> None:
     (image / "usr/bin/cat").unlink()
-    runtime = await kind.create("id", Spec(image=str(image)))
+    runtime = await kind.create("id", RuntimeSpec(image=str(image)))
     with pytest.raises(SandboxError, match="cat"):
         await asyncio.wait_for(runtime.start(), 30)
 
 
 async def test_too_few_descriptors_are_the_platforms_failure(kind: Bubblewrap) -> None:
     await kind.prepare(None)
-    runtime = await kind.create("id", Spec())
+    runtime = await kind.create("id", RuntimeSpec())
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (left.descriptors() + 3, hard))
     try:
@@ -160,14 +160,14 @@ async def test_too_few_descriptors_are_the_platforms_failure(kind: Bubblewrap) -
 
 
 async def test_an_id_is_used_once(kind: Bubblewrap) -> None:
-    await kind.create("id", Spec())
+    await kind.create("id", RuntimeSpec())
     with pytest.raises(SandboxError, match="already"):
-        await kind.create("id", Spec())
+        await kind.create("id", RuntimeSpec())
 
 
 async def test_without_the_program_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    why = await Bubblewrap(tmp_path / "state", "http://127.0.0.1:9").unavailable()
+    why = await Bubblewrap(tmp_path / "state", "http://127.0.0.1:9").check_availability()
     assert why is not None
     assert "install the package bubblewrap" in why
 
@@ -175,13 +175,13 @@ async def test_without_the_program_it_says_what_to_install(monkeypatch: pytest.M
 async def test_a_bad_image_spoils_nothing(kind: Bubblewrap) -> None:
     with pytest.raises(SandboxError):
         await kind.prepare("python:3.12")
-    runtime = await kind.create("id", Spec())
+    runtime = await kind.create("id", RuntimeSpec())
     await runtime.start()
     assert (await runtime.run(["true"])).exit_code == 0
 
 
 async def test_what_is_written_to_the_first_process_does_not_end_it(kind: Bubblewrap, tmp_path: Path) -> None:
-    runtime = await kind.create("id", Spec())
+    runtime = await kind.create("id", RuntimeSpec())
     await runtime.start()
     for _ in range(2):
         await runtime.run(["sh", "-c", "for i in 1 2 3; do echo x > /proc/1/fd/0; sleep 0.1; done"])
@@ -198,7 +198,7 @@ signal.pause()
 
 
 async def test_whoever_ends_the_first_process_from_inside_is_killed_by_that(kind: Bubblewrap) -> None:
-    runtime = await kind.create("id", Spec())
+    runtime = await kind.create("id", RuntimeSpec())
     await runtime.start()
     assert (await runtime.run(["/usr/bin/python3", "-c", END], timeout=60)).exit_code == 137
     assert (await runtime.run(["true"])).exit_code == 137
@@ -208,7 +208,7 @@ async def test_whoever_ends_the_first_process_from_inside_is_killed_by_that(kind
 
 
 async def test_a_sandbox_that_dies_with_the_spawner_is_the_platforms_failure(kind: Bubblewrap) -> None:
-    runtime = await kind.create("id", Spec())
+    runtime = await kind.create("id", RuntimeSpec())
     await runtime.start()
     assert kind.spawner.process is not None
     kind.spawner.process.kill()
@@ -219,11 +219,11 @@ async def test_a_sandbox_that_dies_with_the_spawner_is_the_platforms_failure(kin
 
 async def test_silence_at_a_restart_is_whose_program_is_silent(kind: Bubblewrap, image: Path) -> None:
     """Replaced by what ran inside, or by somebody outside."""
-    one, other = [await kind.create(id, Spec(image=str(image))) for id in ("one", "other")]
+    one, other = [await kind.create(id, RuntimeSpec(image=str(image))) for id in ("one", "other")]
     await asyncio.gather(one.start(), other.start())
     await one.put(image / "usr/bin/ls", "/usr/bin/cat")
     await asyncio.gather(one.stop(), other.stop())
-    with pytest.raises(Spoiled):
+    with pytest.raises(CorruptedRuntimeError):
         await one.restart()
     shutil.copy(image / "usr/bin/ls", image / "usr/bin/cat")
     with pytest.raises(SandboxError):

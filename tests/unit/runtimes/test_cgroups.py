@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from polar.runtimes.base import Limits
-from polar.runtimes.cgroups import Cgroups, Group, own_groups, settings
+from polar.runtimes.cgroups import Cgroup, CgroupHierarchies, build_limit_files, find_own_cgroups
 
 V2 = ("0::/system.slice/polar.service\n", "30 23 0:26 / /sys/fs/cgroup rw,nosuid - cgroup2 cgroup2 rw,nsdelegate\n")
 V1 = (
@@ -22,11 +22,11 @@ IN_A_CONTAINER = (
 
 
 def test_version_2() -> None:
-    assert own_groups(*V2) == (Path("/sys/fs/cgroup/system.slice/polar.service"), {})
+    assert find_own_cgroups(*V2) == (Path("/sys/fs/cgroup/system.slice/polar.service"), {})
 
 
 def test_version_1() -> None:
-    unified, found = own_groups(*V1)
+    unified, found = find_own_cgroups(*V1)
     assert unified is None
     assert found["memory"] == Path("/sys/fs/cgroup/memory/user/one")
     assert found["cpu"] == Path("/sys/fs/cgroup/cpu,cpuacct/user")
@@ -34,53 +34,55 @@ def test_version_1() -> None:
 
 
 def test_both() -> None:
-    unified, found = own_groups(V1[0] + "0::/\n", V1[1] + V2[1].replace("/sys/fs/cgroup", "/sys/fs/cgroup/unified"))
+    unified, found = find_own_cgroups(
+        V1[0] + "0::/\n", V1[1] + V2[1].replace("/sys/fs/cgroup", "/sys/fs/cgroup/unified")
+    )
     assert unified == Path("/sys/fs/cgroup/unified")
     assert set(found) >= {"memory", "cpu", "pids"}
 
 
 def test_a_mount_that_shows_only_a_part() -> None:
-    assert own_groups(*IN_A_CONTAINER) == (None, {"memory": Path("/sys/fs/cgroup/memory")})
+    assert find_own_cgroups(*IN_A_CONTAINER) == (None, {"memory": Path("/sys/fs/cgroup/memory")})
 
 
 def test_limits_are_written_as_each_version_wants_them() -> None:
     limits = Limits(cpus=1.5, memory_mb=64, processes=10)
-    assert settings(limits, 2, frozenset()) == {
+    assert build_limit_files(limits, 2, frozenset()) == {
         "memory": {"memory.limit_in_bytes": str(64 << 20), "memory.memsw.limit_in_bytes": str(64 << 20)},
         "pids": {"pids.max": "12"},
         "cpu": {"cpu.cfs_period_us": "100000", "cpu.cfs_quota_us": "150000"},
     }
-    assert settings(limits, 2, frozenset({"memory", "pids", "cpu"})) == {
+    assert build_limit_files(limits, 2, frozenset({"memory", "pids", "cpu"})) == {
         "memory": {"memory.max": str(64 << 20), "memory.swap.max": "0"},
         "pids": {"pids.max": "12"},
         "cpu": {"cpu.max": "150000 100000"},
     }
-    assert settings(Limits(processes=None), 2, frozenset()) == {}
+    assert build_limit_files(Limits(processes=None), 2, frozenset()) == {}
 
 
 def test_on_version_2_one_group_has_it_all() -> None:
-    cgroups = Cgroups(Path("/g"), frozenset({"memory", "pids", "cpu"}), {})
-    group = cgroups.group("id", Limits(memory_mb=64), own=1)
+    cgroups = CgroupHierarchies(Path("/g"), frozenset({"memory", "pids", "cpu"}), {})
+    group = cgroups.build_cgroup("id", Limits(memory_mb=64), own_processes=1)
     assert group is not None
     assert group.folders == (Path("/g/polar-id"),)
-    assert (group.entry.into, group.entry.tasks) == ("/g/polar-id", ())
-    assert cgroups.missing == ()
+    assert (group.entry.unified_folder, group.entry.tasks_files) == ("/g/polar-id", ())
+    assert cgroups.missing_controllers == ()
 
 
 def test_on_version_1_each_limit_has_its_own() -> None:
-    cgroups = Cgroups(None, frozenset(), {"memory": Path("/m"), "pids": Path("/p")})
-    group = cgroups.group("id", Limits(memory_mb=64, cpus=1), own=1)
+    cgroups = CgroupHierarchies(None, frozenset(), {"memory": Path("/m"), "pids": Path("/p")})
+    group = cgroups.build_cgroup("id", Limits(memory_mb=64, cpus=1), own_processes=1)
     assert group is not None
     assert group.folders == (Path("/p/polar-id"), Path("/m/polar-id"))
-    assert (group.entry.into, group.entry.tasks) == (None, ("/p/polar-id/tasks", "/m/polar-id/tasks"))
-    assert cgroups.missing == ("cpu",)
+    assert (group.entry.unified_folder, group.entry.tasks_files) == (None, ("/p/polar-id/tasks", "/m/polar-id/tasks"))
+    assert cgroups.missing_controllers == ("cpu",)
     assert cgroups.parents == [Path("/p"), Path("/m")]
 
 
 def test_where_there_are_none_there_is_no_group() -> None:
-    cgroups = Cgroups(None, frozenset(), {})
-    assert cgroups.group("id", Limits(), own=1) is None
-    assert cgroups.missing == ("memory", "pids", "cpu")
+    cgroups = CgroupHierarchies(None, frozenset(), {})
+    assert cgroups.build_cgroup("id", Limits(), own_processes=1) is None
+    assert cgroups.missing_controllers == ("memory", "pids", "cpu")
     assert cgroups.parents == []
 
 
@@ -95,12 +97,12 @@ def test_deaths_for_want_of_memory_are_counted(tmp_path: Path, file: str, conten
     killing, memory = tmp_path / "killing", tmp_path / "memory"
     killing.mkdir()
     memory.mkdir()
-    group = Group.left((killing, memory))
-    assert group.out_of_memory() == 0
+    group = Cgroup.from_folders((killing, memory))
+    assert group.count_oom_kills() == 0
     (memory / file).write_text(content)
-    assert [group.out_of_memory(), group.out_of_memory()] == [2, 2]
+    assert [group.count_oom_kills(), group.count_oom_kills()] == [2, 2]
     (memory / file).unlink()  # with its group
-    assert group.out_of_memory() == 0
+    assert group.count_oom_kills() == 0
 
 
 async def test_on_version_2_a_group_is_killed_as_one(tmp_path: Path) -> None:
@@ -108,7 +110,7 @@ async def test_on_version_2_a_group_is_killed_as_one(tmp_path: Path) -> None:
     (tmp_path / "cgroup.procs").write_text("")
     (tmp_path / "below/cgroup.procs").write_text("4194305\n")  # more than there can be
     (tmp_path / "cgroup.kill").write_text("")
-    killing = asyncio.create_task(Group.left((tmp_path,)).kill())
+    killing = asyncio.create_task(Cgroup.from_folders((tmp_path,)).kill())
     while not (tmp_path / "cgroup.kill").read_text():  # noqa: ASYNC110
         await asyncio.sleep(0.001)
     assert not killing.done()
@@ -118,4 +120,4 @@ async def test_on_version_2_a_group_is_killed_as_one(tmp_path: Path) -> None:
 
 
 def test_groups_are_looked_for_once_in_a_process() -> None:
-    assert Cgroups.of_this_process() is Cgroups.of_this_process()
+    assert CgroupHierarchies.of_this_process() is CgroupHierarchies.of_this_process()

@@ -6,7 +6,7 @@ from pathlib import Path
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from polar.runtimes.state import remove_tree
+from polar.runtimes.state_folder import remove_tree
 
 _names = st.sampled_from(["a", "b", "c"])
 _trees = st.recursive(

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from polar.runtimes import files
-from polar.runtimes.base import TooLarge
+from polar.runtimes.base import TransferTooLargeError
 
 
 @pytest.fixture
@@ -96,7 +96,7 @@ def test_endless_folders_are_too_large(root: tuple[int, Path], tmp_path: Path) -
     for _ in range(300):
         deep = deep / "d"
         deep.mkdir()
-    with pytest.raises(TooLarge):
+    with pytest.raises(TransferTooLargeError):
         files.get(opened, "/", tmp_path / "out", 1 << 30)
 
 
@@ -158,7 +158,7 @@ def test_links_that_stay() -> None:
 
 def test_users_are_found_as_engines_find_them(root: tuple[int, Path]) -> None:
     opened, folder = root
-    assert files.owner_named(opened, "7") == (7, 0)
+    assert files.resolve_owner(opened, "7") == (7, 0)
     (folder / "etc").mkdir()
     (folder / "etc/passwd").write_text("root:x:0:0::/root:/bin/sh\n\nagent:x:1000:1001:An Agent:/:/bin/sh\n")
     (folder / "etc/group").write_text("root:x:0:\nstaff:x:50:agent\n")
@@ -171,9 +171,9 @@ def test_users_are_found_as_engines_find_them(root: tuple[int, Path]) -> None:
         "7:50": (7, 50),
         "7:8": (7, 8),
     }.items():
-        assert files.owner_named(opened, user) == owner
+        assert files.resolve_owner(opened, user) == owner
     with pytest.raises(ValueError, match="nobody"):
-        files.owner_named(opened, "nobody")
+        files.resolve_owner(opened, "nobody")
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="gives files to another user")

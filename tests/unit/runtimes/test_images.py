@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from polar.runtimes.base import SandboxError, Spec
-from polar.runtimes.container_cli import CallError, Cli
+from polar.runtimes.base import RuntimeSpec, SandboxError
+from polar.runtimes.container_cli import ContainerCli, ContainerCliError
 from polar.runtimes.docker import Docker
 
 
@@ -26,16 +26,16 @@ class Engine:
         elif verb == "build":
             self.images.add(arguments[arguments.index("--tag") + 1])
         elif verb == "create" and self.images.isdisjoint(arguments):
-            raise CallError("docker create", "Error response from daemon: No such image: plain:latest")
+            raise ContainerCliError("docker create", "Error response from daemon: No such image: plain:latest")
         elif verb in ("image", "pull") and image not in self.images:
-            raise CallError(f"docker {verb}", f"Error: No such image: {image}")
+            raise ContainerCliError(f"docker {verb}", f"Error: No such image: {image}")
         return "7" if verb == "image" else "made"
 
 
 @pytest.fixture
 def engine(monkeypatch: pytest.MonkeyPatch) -> Engine:
     engine = Engine()
-    monkeypatch.setattr(Cli, "call", lambda _, *arguments, **options: engine.call(*arguments, **options))
+    monkeypatch.setattr(ContainerCli, "call", lambda _, *arguments, **options: engine.call(*arguments, **options))
     return engine
 
 
@@ -49,7 +49,7 @@ async def test_an_image_that_was_pruned_is_made_again(
     engine: Engine, kind: Docker, tmp_path: Path, built: bool
 ) -> None:
     (tmp_path / "Dockerfile").write_text("FROM plain")
-    spec = Spec(image=f"build:{tmp_path}" if built else "plain")
+    spec = RuntimeSpec(image=f"build:{tmp_path}" if built else "plain")
     await kind.create("a", spec)
     assert engine.calls.count("build" if built else "pull") == 1
     engine.images.clear()
@@ -58,8 +58,8 @@ async def test_an_image_that_was_pruned_is_made_again(
 
 
 async def test_an_image_that_can_not_be_made_again(engine: Engine, kind: Docker) -> None:
-    await kind.create("a", Spec(image="plain"))
+    await kind.create("a", RuntimeSpec(image="plain"))
     engine.images.clear()
     engine.offered.clear()
     with pytest.raises(SandboxError, match="can't be fetched"):
-        await kind.create("b", Spec(image="plain"))
+        await kind.create("b", RuntimeSpec(image="plain"))

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 from polar.runtimes import privileges
-from polar.runtimes.privileges import Failure, explain, file_system
+from polar.runtimes.privileges import ProbeFailure, explain_failure, find_file_system
 
 
 def settings(monkeypatch: pytest.MonkeyPatch, **values: str) -> None:
-    monkeypatch.setattr(privileges, "_setting", lambda name: values.get(name.rpartition("/")[2]))
+    monkeypatch.setattr(privileges, "_read_sysctl", lambda name: values.get(name.rpartition("/")[2]))
 
 
 @pytest.mark.parametrize(
@@ -35,24 +35,24 @@ def test_each_reason_has_its_fix(
 ) -> None:
     settings(monkeypatch, **values)
     monkeypatch.setattr(platform, "release", lambda: "6.1.0-18-amd64")
-    assert said in explain(Failure(step, number), tmp_path, unprivileged=True)
+    assert said in explain_failure(ProbeFailure(step, number), tmp_path, unprivileged=True)
 
 
 def test_an_old_kernel_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     settings(monkeypatch)
     monkeypatch.setattr(platform, "release", lambda: "5.10.0-28-amd64")
-    said = explain(Failure("overlay", errno.EPERM), tmp_path, unprivileged=True)
+    said = explain_failure(ProbeFailure("overlay", errno.EPERM), tmp_path, unprivileged=True)
     assert said.startswith("Linux 5.10.0-28-amd64 mounts no overlay in a user namespace: use Linux 5.11 or later")
 
 
 def test_a_folders_file_system_is_known() -> None:
-    assert file_system(Path("/proc/self")) == "proc"
-    assert file_system(Path("/proc/sys/kernel")) in ("proc", "tmpfs")
+    assert find_file_system(Path("/proc/self")) == "proc"
+    assert find_file_system(Path("/proc/sys/kernel")) in ("proc", "tmpfs")
 
 
 async def test_a_folder_that_can_not_be_made_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    why = await privileges.why_no_sandbox(tmp_path / "file" / "below", unprivileged=True)
+    why = await privileges.check_sandbox_support(tmp_path / "file" / "below", unprivileged=True)
     assert why is not None
     assert str(tmp_path / "file" / "below") in why
     assert "--data" in why

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from polar.runtimes import processes
-from polar.runtimes.processes import Spawned
+from polar.runtimes import spawner_client
+from polar.runtimes.spawner_client import SpawnedJob
 
 
 class EndingSpawner:
@@ -19,8 +19,8 @@ class EndingSpawner:
         self._read, self._status = os.pipe()
         os.set_blocking(self._read, False)
 
-    async def spawn(self, job: dict[str, Any], fds: Sequence[int]) -> Spawned:
-        return Spawned(self._read)
+    async def spawn(self, job: dict[str, Any], fds: Sequence[int]) -> SpawnedJob:
+        return SpawnedJob(self._read)
 
     def end_command(self) -> None:
         os.write(self._status, b'{"exit": 0}\n')
@@ -34,13 +34,13 @@ async def test_a_cancellation_is_never_lost(tmp_path: Path, steps: int) -> None:
     """Not even in the very step of the event loop in which the command ends: the caller would go on as if nobody had
     told it to stop."""
     spawner = EndingSpawner()
-    followed: asyncio.Future[Spawned] = asyncio.get_running_loop().create_future()
+    followed: asyncio.Future[SpawnedJob] = asyncio.get_running_loop().create_future()
 
-    async def kill(spawned: Spawned) -> None:
+    async def kill(spawned: SpawnedJob) -> None:
         spawned.close()
 
     running = asyncio.ensure_future(
-        processes.run(
+        spawner_client.run(
             spawner, {}, (), stdin=b"", timeout=600.0, output=tmp_path / "out", max_output=1, kill=kill,
             follow=followed.set_result,
         )

@@ -9,7 +9,7 @@ import pytest
 
 from polar.errors import ConfigError
 from polar.runtimes import relay
-from polar.runtimes.relay import Relay
+from polar.runtimes.relay import GatewayRelay
 
 
 async def shout(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -21,7 +21,7 @@ async def shout(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> N
 
 @contextlib.asynccontextmanager
 async def relayed(gateway: str) -> AsyncIterator[int]:
-    serving = Relay(gateway)
+    serving = GatewayRelay(gateway)
     listening = relay.listen()
     await serving.serve(listening)
     try:
@@ -81,4 +81,4 @@ async def test_closing_ends_connections() -> None:
 @pytest.mark.parametrize("gateway", ["127.0.0.1:80", "https://127.0.0.1:80", "http://127.0.0.1", ""])
 def test_an_address_that_is_none(gateway: str) -> None:
     with pytest.raises(ConfigError, match="HOST:PORT"):
-        relay.address(gateway)
+        relay.parse_address(gateway)

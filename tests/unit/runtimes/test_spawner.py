@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from polar.runtimes import processes, spawner
-from polar.runtimes.processes import Spawned, Spawner
+from polar.runtimes import spawner, spawner_client
+from polar.runtimes.spawner_client import SpawnedJob, Spawner
 
 LIMIT_SECONDS = 60.0  # for what takes milliseconds
 SLEEP = ["sleep", "1000"]
@@ -49,7 +49,7 @@ async def running() -> AsyncIterator[Spawner]:
     running.close()
 
 
-async def start(running: Spawner, argv: list[str], output: Path | str = os.devnull) -> Spawned:
+async def start(running: Spawner, argv: list[str], output: Path | str = os.devnull) -> SpawnedJob:
     job = {"job": "local", "into": None, "tasks": (), "argv": argv, "env": {"PATH": os.defpath}, "cwd": "/"}
     stdin, stdout = os.open(os.devnull, os.O_RDONLY), os.open(output, os.O_WRONLY | os.O_CREAT)
     try:
@@ -59,9 +59,9 @@ async def start(running: Spawner, argv: list[str], output: Path | str = os.devnu
         os.close(stdout)
 
 
-async def end(spawned: Spawned) -> None:
+async def end(spawned: SpawnedJob) -> None:
     async with asyncio.timeout(LIMIT_SECONDS):
-        await spawned.end_all()
+        await spawned.kill_all()
     spawned.close()
 
 
@@ -74,7 +74,7 @@ async def test_a_job_that_is_none_is_told_so(running: Spawner, job: dict[str, ob
     assert asked.error.startswith("KeyError")
     after = await start(running, ["sh", "-c", "exit 7"])
     await after.gone
-    assert (after.error, after.code) == (None, 7)
+    assert (after.error, after.exit_code) == (None, 7)
     assert running.process is process
     after.close()
 
@@ -82,7 +82,7 @@ async def test_a_job_that_is_none_is_told_so(running: Spawner, job: dict[str, ob
 @pytest.mark.parametrize("job", [{"job": "kill_inside"}, {"job": "sandbox"}])
 def test_only_a_command_fails_as_in_a_shell_where_there_is_no_room(job: dict[str, object]) -> None:
     told, status = os.pipe()
-    spawner._refused(job, status, [], OSError(errno.EAGAIN, "no room"))
+    spawner._report_fork_failure(job, status, [], OSError(errno.EAGAIN, "no room"))
     os.close(status)
     assert os.read(told, 1000) == b'{"error": "fork: no room"}\n'
     os.close(told)
@@ -92,13 +92,13 @@ def test_only_a_command_fails_as_in_a_shell_where_there_is_no_room(job: dict[str
 async def test_a_supervisor_takes_a_signal_that_arrives_just_before_it_waits(
     monkeypatch: pytest.MonkeyPatch, module: str, name: str
 ) -> None:
-    monkeypatch.setattr(processes, "_CODE", SIGNAL_BEFORE_CALL.format(module=module, name=name))
+    monkeypatch.setattr(spawner_client, "_SPAWNER_CODE", SIGNAL_BEFORE_CALL.format(module=module, name=name))
     running = Spawner()
     try:
         spawned = await start(running, SLEEP)
         async with asyncio.timeout(LIMIT_SECONDS):
             await spawned.gone
-        assert (spawned.error, spawned.code) == (None, None)
+        assert (spawned.error, spawned.exit_code) == (None, None)
         spawned.close()
     finally:
         running.close()
@@ -108,7 +108,7 @@ async def kill_at_random_moments(running: Spawner, kills: int) -> None:
     moments = random.Random(kills)
     for _ in range(kills):
         spawned = await start(running, SLEEP)
-        await spawned.process()
+        await spawned.wait_for_pidfd()
         await asyncio.sleep(moments.uniform(0, 0.004))
         await end(spawned)
 

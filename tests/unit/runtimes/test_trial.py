@@ -5,19 +5,19 @@ from pathlib import Path
 
 import pytest
 
-from polar.runtimes.base import SandboxError, Spec
+from polar.runtimes.base import RuntimeSpec, SandboxError
 from polar.runtimes.local import Local, LocalRuntime
-from polar.runtimes.trial import why_trial_fails
+from polar.runtimes.trial import run_trial
 from tests.contract import left
 
 
 class Broken(Local):
-    async def create(self, id: str, spec: Spec) -> LocalRuntime:
+    async def create(self, id: str, spec: RuntimeSpec) -> LocalRuntime:
         raise SandboxError(f"{id} is not made, whatever {spec.workdir} says.")
 
 
 class Hanging(Local):
-    async def create(self, id: str, spec: Spec) -> LocalRuntime:
+    async def create(self, id: str, spec: RuntimeSpec) -> LocalRuntime:
         runtime = await super().create(id, spec)
         await asyncio.Event().wait()
         return runtime
@@ -27,7 +27,7 @@ class Hanging(Local):
 async def test_what_a_trial_says(kind_class: type[Local], said: str | None, tmp_path: Path) -> None:
     kind = kind_class(tmp_path, "http://127.0.0.1:1")
     try:
-        why = await why_trial_fails(kind, 30.0 if said is None else 0.2)
+        why = await run_trial(kind, 30.0 if said is None else 0.2)
         assert why is None if said is None else said in (why or "")
     finally:
         await kind.close()

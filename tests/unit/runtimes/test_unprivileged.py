@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from polar.runtimes import privileges
-from polar.runtimes.base import Limits, Mount, SandboxError, Spec
+from polar.runtimes.base import Limits, Mount, RuntimeSpec, SandboxError
 from polar.runtimes.bubblewrap import Bubblewrap, BubblewrapRuntime
-from polar.runtimes.trial import why_trial_fails
+from polar.runtimes.trial import run_trial
 from tests.conditions import wait_until
 from tests.contract import left
 
@@ -25,14 +25,14 @@ pytestmark = pytest.mark.runtimes
 async def kind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Bubblewrap]:
     monkeypatch.setattr(privileges, "may_mount", lambda: False)
     kind = Bubblewrap(tmp_path / "state", "http://127.0.0.1:9")
-    if (why := await kind.unavailable()) is not None:
+    if (why := await kind.check_availability()) is not None:
         pytest.skip(f"no bubblewrap here: {why}")
     yield kind
     await kind.close()
 
 
-async def start(kind: Bubblewrap, id: str = "id", spec: Spec | None = None) -> BubblewrapRuntime:
-    runtime = await kind.create(id, spec or Spec())
+async def start(kind: Bubblewrap, id: str = "id", spec: RuntimeSpec | None = None) -> BubblewrapRuntime:
+    runtime = await kind.create(id, spec or RuntimeSpec())
     await runtime.start()
     return runtime
 
@@ -50,12 +50,12 @@ async def test_files_without_permissions_come_out_and_are_removed(kind: Bubblewr
     await runtime.stop()
     await runtime.put(b"graded", "/workspace/closed/below/new")
     await runtime.put(b"graded", "/home/agent/new")
-    found = await runtime.entries("/workspace")
+    found = await runtime.list_entries("/workspace")
     assert {path.removeprefix("/workspace/closed/") for path in found} >= {"below/file", "below/new"}
     await runtime.get("/workspace/closed/below", tmp_path / "got")
     assert (tmp_path / "got/file").read_text() == "kept\n"
     await runtime.delete(["/workspace/closed/below/file"])
-    assert "/workspace/closed/below/file" not in await runtime.entries("/workspace")
+    assert "/workspace/closed/below/file" not in await runtime.list_entries("/workspace")
     with pytest.raises(FileNotFoundError):
         await runtime.get("/workspace/closed/below/file", tmp_path / "got")
     await runtime.restart()
@@ -90,7 +90,7 @@ async def test_the_users_own_files_are_out_of_reach(kind: Bubblewrap, tmp_path: 
     shared = tmp_path / "shared"
     shared.mkdir()
     (shared / "tool").write_text("of the machine")
-    runtime = await start(kind, spec=Spec(mounts=(Mount(shared, "/opt/shared"),)))
+    runtime = await start(kind, spec=RuntimeSpec(mounts=(Mount(shared, "/opt/shared"),)))
     script = f"cat {secret} /proc/1/root{secret} /proc/*/cwd/../..{secret}; ls {tmp_path}; find / -xdev -name secret"
     _, said = await shell(runtime, script, tmp_path / "output")
     assert "hunter2" not in said
@@ -127,7 +127,7 @@ async def test_system_calls_are_filtered(kind: Bubblewrap, tmp_path: Path) -> No
     script = f'grep -h "^Seccomp:" /proc/1/status /proc/self/status; python3 -c "{keys}"'
     _, said = await shell(await start(kind), script, tmp_path / "output")
     assert said.split() == ["Seccomp:", "2", "Seccomp:", "2", "ENOSYS"]
-    _, said = await shell(await start(kind, "open", Spec(seccomp=False)), script, tmp_path / "output")
+    _, said = await shell(await start(kind, "open", RuntimeSpec(seccomp=False)), script, tmp_path / "output")
     assert said.split()[:4] == ["Seccomp:", "0", "Seccomp:", "0"]
     assert said.split()[-1] != "ENOSYS"
 
@@ -136,7 +136,7 @@ async def test_mounts_are_unnamed_and_terminals_counted(kind: Bubblewrap, tmp_pa
     shown = tmp_path / "shown:with,separators"
     shown.mkdir()
     (shown / "tool").write_text("of the machine")
-    runtime = await start(kind, spec=Spec(mounts=(Mount(shown, "/opt/shown"),)))
+    runtime = await start(kind, spec=RuntimeSpec(mounts=(Mount(shown, "/opt/shown"),)))
     script = "cat /opt/shown/tool /proc/self/mountinfo /proc/self/mounts"
     _, said = await shell(runtime, script, tmp_path / "output")
     assert said.startswith("of the machine")
@@ -151,8 +151,8 @@ async def test_a_disk_limit_limits_files_and_says_so(
     kind: Bubblewrap, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING):
-        runtime = await start(kind, spec=Spec(limits=Limits(disk_mb=1)))
-        await start(kind, "another", Spec(limits=Limits(disk_mb=1)))
+        runtime = await start(kind, spec=RuntimeSpec(limits=Limits(disk_mb=1)))
+        await start(kind, "another", RuntimeSpec(limits=Limits(disk_mb=1)))
     assert [record.message for record in caplog.records if "disk" in record.message] == [
         "The disk of a sandbox can't be limited without root: only the size of each file is limited."
     ]
@@ -162,8 +162,8 @@ async def test_a_disk_limit_limits_files_and_says_so(
 
 
 async def test_a_trial_works_and_names_what_is_missing(kind: Bubblewrap) -> None:
-    assert await why_trial_fails(kind) is None
-    assert kind.missing()[-2:] == [
+    assert await run_trial(kind) is None
+    assert kind.list_isolation_gaps()[-2:] == [
         "disk limit (only the size of each file)",
         "user ids (inotify, pipes and signals are shared)",
     ]
@@ -173,7 +173,7 @@ async def test_a_trial_works_and_names_what_is_missing(kind: Bubblewrap) -> None
 async def test_everything_ends_with_the_spawner(kind: Bubblewrap) -> None:
     runtime = await start(kind)
     running = asyncio.create_task(runtime.run(["sleep", "300"]))
-    await wait_until(lambda: runtime._init is not None)
+    await wait_until(lambda: runtime._init_pidfd is not None)
     process = kind.spawner.process
     assert process is not None
     process.kill()
@@ -192,7 +192,7 @@ async def test_folders_with_long_names_and_separators(tmp_path: Path, monkeypatc
     folder = tmp_path / "with:colon,comma and space" / ("long" * 50) / ("longer" * 40)
     kind = Bubblewrap(folder, "http://127.0.0.1:9")
     try:
-        assert await kind.unavailable() is None
+        assert await kind.check_availability() is None
         runtime = await start(kind)
         assert (await runtime.run(["true"])).exit_code == 0
     finally:

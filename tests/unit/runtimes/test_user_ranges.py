@@ -8,10 +8,10 @@ from typing import Any, cast
 import pytest
 
 from polar.runtimes import user_ranges
-from polar.runtimes.base import SandboxError, Spec
+from polar.runtimes.base import RuntimeSpec, SandboxError
 from polar.runtimes.bubblewrap import Bubblewrap
-from polar.runtimes.cgroups import Cgroups
-from polar.runtimes.processes import Spawner
+from polar.runtimes.cgroups import CgroupHierarchies
+from polar.runtimes.spawner_client import Spawner
 from polar.runtimes.user_ranges import UserRange, UserRanges
 
 
@@ -29,8 +29,8 @@ class FailingSpawner:
 async def test_a_range_without_a_namespace_is_free_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hangs: bool
 ) -> None:
-    monkeypatch.setattr(user_ranges, "_COUNT", 2)
-    monkeypatch.setattr(user_ranges, "_may_give_away", lambda: True)
+    monkeypatch.setattr(user_ranges, "_RANGE_COUNT", 2)
+    monkeypatch.setattr(user_ranges, "_can_map_ranges", lambda: True)
     ranges = UserRanges(cast("Spawner", FailingSpawner(hangs=hangs)), tmp_path / "locks")
     others = UserRanges(cast("Spawner", FailingSpawner(hangs=False)), tmp_path / "locks")
     descriptors = len(os.listdir("/proc/self/fd"))
@@ -70,9 +70,9 @@ def kind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranges: Ranges) -> Bub
     """Nothing is run in it."""
     kind = Bubblewrap(tmp_path / "state", "http://127.0.0.1:1")
     monkeypatch.setattr(kind, "_ranges", ranges)
-    monkeypatch.setattr(kind, "_cgroups", Cgroups(None, frozenset(), {}))
-    monkeypatch.setattr(kind, "lower", lambda _: (tmp_path,))
-    monkeypatch.setattr(kind, "seen_folders", lambda _: [])
+    monkeypatch.setattr(kind, "_cgroups", CgroupHierarchies(None, frozenset(), {}))
+    monkeypatch.setattr(kind, "list_lower_layers", lambda _: (tmp_path,))
+    monkeypatch.setattr(kind, "list_visible_folders", lambda _: [])
     return kind
 
 
@@ -83,9 +83,9 @@ async def test_a_range_that_could_not_be_tried_is_given_back(
     async def fail(*_: Any) -> None:
         raise error
 
-    monkeypatch.setattr(kind, "_why_not_mappable", fail)
+    monkeypatch.setattr(kind, "_check_mappable", fail)
     with pytest.raises(type(error)):
-        await kind.create("id", Spec())
+        await kind.create("id", RuntimeSpec())
     assert ranges.taken == 0
 
 
@@ -98,9 +98,9 @@ async def test_a_range_without_a_sandbox_is_given_back(
     def fail(_: str) -> None:
         raise OSError("The disk is full.")
 
-    monkeypatch.setattr(kind, "_why_not_mappable", mappable)
-    monkeypatch.setattr(kind._state, "runtime", fail)
+    monkeypatch.setattr(kind, "_check_mappable", mappable)
+    monkeypatch.setattr(kind._state, "create_runtime_folder", fail)
     with pytest.raises(OSError, match="full"):
-        await kind.create("id", Spec())
+        await kind.create("id", RuntimeSpec())
     assert ranges.taken == 0
     assert kind.runtimes == {}

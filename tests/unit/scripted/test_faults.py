@@ -7,7 +7,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from polar.engines.scripted import Play, Turn
+from polar.engines.scripted import Play, ScriptedTurn
 from tests.unit.scripted.client import CAPTURE, HELLO, Client, merged, serving, whole
 
 TEXT = "one two three four five six"
@@ -29,7 +29,7 @@ async def broken_stream(client: Client, **body: Any) -> tuple[list[bytes], bool]
 
 
 async def test_a_status() -> None:
-    async with serving(Play([Turn(text=TEXT, fail=503)])) as client:
+    async with serving(Play([ScriptedTurn(text=TEXT, fail=503)])) as client:
         for stream in (True, False):
             error = await client.post(CHAT, status=503, messages=HELLO, stream=stream)
             assert error["error"]["code"] == 503
@@ -37,14 +37,14 @@ async def test_a_status() -> None:
 
 
 async def test_only_the_first_times() -> None:
-    async with serving(Play([Turn(text=TEXT, fail=500, fail_times=2)])) as client:
+    async with serving(Play([ScriptedTurn(text=TEXT, fail=500, fail_times=2)])) as client:
         for _ in range(2):
             await client.post(CHAT, status=500, messages=HELLO)
         assert whole(await client.chat(**CAPTURE))["text"] == TEXT
 
 
 async def test_an_error_in_mid_stream() -> None:
-    async with serving(Play([Turn(text=TEXT, fail="midstream", fail_after=4)])) as client:
+    async with serving(Play([ScriptedTurn(text=TEXT, fail="midstream", fail_after=4)])) as client:
         events, broke = await broken_stream(client)
         assert not broke
         *tokens, error, done = events
@@ -56,12 +56,12 @@ async def test_an_error_in_mid_stream() -> None:
 
 
 async def test_an_error_before_the_first_token_has_a_status() -> None:
-    async with serving(Play([Turn(text=TEXT, fail="midstream", fail_after=0)])) as client:
+    async with serving(Play([ScriptedTurn(text=TEXT, fail="midstream", fail_after=0)])) as client:
         await client.post(CHAT, status=500, messages=HELLO, stream=True)
 
 
 async def test_a_connection_that_breaks() -> None:
-    async with serving(Play([Turn(text=TEXT, fail="close", fail_after=2)])) as client:
+    async with serving(Play([ScriptedTurn(text=TEXT, fail="close", fail_after=2)])) as client:
         events, broke = await broken_stream(client)
         assert broke
         assert len(events) == 1 + 2
@@ -70,7 +70,7 @@ async def test_a_connection_that_breaks() -> None:
 
 
 async def test_garbage() -> None:
-    async with serving(Play([Turn(text=TEXT, fail="garbage")])) as client:
+    async with serving(Play([ScriptedTurn(text=TEXT, fail="garbage")])) as client:
         events, broke = await broken_stream(client)
         assert not broke
         with pytest.raises(ValueError):
@@ -83,7 +83,7 @@ async def test_garbage() -> None:
 
 
 async def test_a_reply_that_hangs() -> None:
-    async with serving(Play([Turn(text=TEXT, fail="hang", fail_after=1)])) as client:
+    async with serving(Play([ScriptedTurn(text=TEXT, fail="hang", fail_after=1)])) as client:
         body = {"messages": HELLO, "stream": True}
         async with client.session.post(client.url + CHAT, json=body) as response:
             for _ in range(2):
@@ -97,7 +97,10 @@ async def test_a_reply_that_hangs() -> None:
 
 @pytest.mark.parametrize(("spoil", "value"), [("nan", None), ("sentinel", -9999.0)])
 async def test_one_spoiled_log_probability(spoil: Any, value: float | None) -> None:
-    async with serving(Play([Turn(text=TEXT)])) as good, serving(Play([Turn(text=TEXT, logprobs=spoil)])) as client:
+    async with (
+        serving(Play([ScriptedTurn(text=TEXT)])) as good,
+        serving(Play([ScriptedTurn(text=TEXT, logprobs=spoil)])) as client,
+    ):
         right = whole(await good.chat(**CAPTURE))
         for reply in (whole(await client.chat(**CAPTURE)), merged(await client.stream(**CAPTURE))):
             assert reply["ids"] == right["ids"]
@@ -107,13 +110,13 @@ async def test_one_spoiled_log_probability(spoil: Any, value: float | None) -> N
 
 
 async def test_one_log_probability_too_few() -> None:
-    async with serving(Play([Turn(text=TEXT, logprobs="short")])) as client:
+    async with serving(Play([ScriptedTurn(text=TEXT, logprobs="short")])) as client:
         for reply in (whole(await client.chat(**CAPTURE)), merged(await client.stream(**CAPTURE))):
             assert len(reply["logprobs"]) == len(reply["ids"]) - 1
 
 
 async def test_no_log_probabilities_at_all() -> None:
-    async with serving(Play([Turn(text=TEXT, logprobs="missing")])) as client:
+    async with serving(Play([ScriptedTurn(text=TEXT, logprobs="missing")])) as client:
         assert (await client.chat(**CAPTURE))["choices"][0]["logprobs"] is None
         assert merged(await client.stream(**CAPTURE))["logprobs"] == []
         generated = await client.post(

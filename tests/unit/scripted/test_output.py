@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from polar.engines.scripted.output import OutputParser
-from polar.types import CallDelta, CallStart, Event, ReasoningDelta, TextDelta
+from polar.types import ReasoningDelta, ReplyEvent, TextDelta, ToolCallDelta, ToolCallStart
 
 Read = tuple[str, str, list[tuple[str, str]]]
 
@@ -30,7 +30,7 @@ CASES: dict[str, Read] = {
 }
 
 
-def gather(events: list[Event]) -> Read:
+def gather(events: list[ReplyEvent]) -> Read:
     reasoning, text, calls = "", "", list[tuple[str, str]]()
     for event in events:
         match event:
@@ -38,9 +38,9 @@ def gather(events: list[Event]) -> Read:
                 reasoning += more
             case TextDelta(more):
                 text += more
-            case CallStart(name=name):
+            case ToolCallStart(name=name):
                 calls.append((name, ""))
-            case CallDelta(more):
+            case ToolCallDelta(more):
                 calls[-1] = (calls[-1][0], calls[-1][1] + more)
     return reasoning, text, calls
 
@@ -70,7 +70,7 @@ def test_text_without_tools_is_never_lost(text: str) -> None:
 
 
 def test_a_prompt_that_ends_in_an_open_think() -> None:
-    assert read(["hm</think>yes"], reasoning=True) == ("hm", "yes", [])
+    assert read(["hm</think>yes"], starts_in_reasoning=True) == ("hm", "yes", [])
 
 
 def test_markup_without_tools_is_text() -> None:
@@ -84,7 +84,7 @@ def test_each_piece_is_given_out_at_once() -> None:
     assert parser.feed("lo <") == [TextDelta("lo ")]
     assert parser.feed("b>") == [TextDelta("<b>")]
     assert parser.feed("<tool_call>") == []
-    assert parser.feed('{"name": "f", "arguments": ') == [CallStart("", "f")]
-    assert parser.feed('{"a": {"b": 1}') == [CallDelta('{"a": {"b": 1')]
-    assert parser.feed("}}") == [CallDelta("}}")]
+    assert parser.feed('{"name": "f", "arguments": ') == [ToolCallStart("", "f")]
+    assert parser.feed('{"a": {"b": 1}') == [ToolCallDelta('{"a": {"b": 1')]
+    assert parser.feed("}}") == [ToolCallDelta("}}")]
     assert parser.feed("</tool_call>") == []

@@ -5,23 +5,23 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from polar.engines.scripted import TOKENIZER, Play
+from polar.engines.scripted import TOKENIZER_FOLDER, Play
 from polar.engines.scripted.sampler import (
     Sampler,
     advance,
-    alternatives,
     change_version,
     context_state,
     expected_logprobs,
     logprob,
+    rank_alternatives,
 )
-from polar.rendering.tokenizer import Ids, Tokenizer
+from polar.rendering.tokenizer import TokenIds, Tokenizer
 
-TOKENS = Tokenizer.load(TOKENIZER)
+TOKENS = Tokenizer.load(TOKENIZER_FOLDER)
 TEXT = "<think>" + Play.random(3, 1, 300).turns[0].text + "</think>Done.<|im_end|>"
 
 
-def array(*ids: int) -> Ids:
+def array(*ids: int) -> TokenIds:
     return np.array(ids, dtype=np.int32)
 
 
@@ -38,9 +38,9 @@ def test_sampled_ids_decode_to_the_text_and_re_encode_to_others() -> None:
 
 def test_markup_and_control_tokens_stay_tokens() -> None:
     sampled = Sampler(TOKENS, drift=1.0).sample(TEXT, context=7)
-    assert sampled[0] == TOKENS.added["<think>"]
+    assert sampled[0] == TOKENS.added_tokens["<think>"]
     assert sampled[-1] == TOKENS.eos_id
-    assert TOKENS.added["</think>"] in sampled
+    assert TOKENS.added_tokens["</think>"] in sampled
 
 
 @given(st.text(), st.floats(0, 1), st.integers(0, 2**64 - 1))
@@ -84,7 +84,7 @@ def test_log_probabilities_one_by_one_and_all_at_once() -> None:
     [array(1, 2, 3, 4, 6), array(1, 2, 4, 3, 5), array(1, 2, 3, 4), array(0, 1, 2, 3, 4, 5), array(1, 2, 3, 4, 5, 0)],
     ids=["changed", "swapped", "missing", "added in front", "added behind"],
 )
-def test_any_change_of_the_context_changes_every_value(prompt: Ids) -> None:
+def test_any_change_of_the_context_changes_every_value(prompt: TokenIds) -> None:
     sampled = array(*range(50))
     right = expected_logprobs(0, array(1, 2, 3, 4, 5), sampled)
     assert (expected_logprobs(0, prompt, sampled) != right).all()
@@ -97,7 +97,7 @@ def test_versions_differ() -> None:
 
 def test_alternatives_begin_with_the_sampled_token() -> None:
     for count in (1, 2, 5):
-        found = alternatives(123, 42, count, 4000)
+        found = rank_alternatives(123, 42, count, 4000)
         assert found[0] == (42, logprob(123, 42))
         assert len({id for id, _ in found}) == len(found) <= count
         assert all(value == logprob(123, id) for id, value in found)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from openai import AsyncOpenAI
 
-from polar.engines.scripted import Play, Plays, Turn
+from polar.engines.scripted import Play, PlaySet, ScriptedTurn
 from tests.unit.scripted.client import BASH, CAPTURE, HELLO, Client, events, expected, merged, serving, whole
 
 RANDOM = Play.random(11, turns=3, words=60)
@@ -58,7 +58,7 @@ async def test_a_turn_that_is_sent_back_renders_to_the_sampled_text_with_other_i
 
 async def test_ids_alone_tell_as_much_as_the_messages() -> None:
     """A gateway that renders prompts itself gets the same reply from the token-in, token-out route."""
-    plays = Plays(RANDOM, {"other": Play([Turn(text="The other play."), Turn(text="Its end.")])})
+    plays = PlaySet(RANDOM, {"other": Play([ScriptedTurn(text="The other play."), ScriptedTurn(text="Its end.")])})
     async with serving(plays) as client:
         messages: list[Any] = [{"role": "system", "content": "PLAY:other is for users to say."}, *HELLO]
         for _ in range(3):
@@ -89,7 +89,7 @@ async def test_ids_alone_tell_as_much_as_the_messages() -> None:
 
 
 async def test_text_that_spells_a_control_token_is_no_turn() -> None:
-    async with serving(Play([Turn(text="first"), Turn(text="second")])) as client:
+    async with serving(Play([ScriptedTurn(text="first"), ScriptedTurn(text="second")])) as client:
 
         async def ids(text: str) -> list[int]:
             return (await client.post("/tokenize", prompt=text))["tokens"]  # type: ignore[no-any-return]
@@ -135,9 +135,11 @@ async def test_the_default_play_runs_to_its_end() -> None:
 
 
 async def test_plays_are_selected_by_a_user_message() -> None:
-    child = Play([Turn(text="I am the child."), Turn(text="Still the child.")])
+    child = Play([ScriptedTurn(text="I am the child."), ScriptedTurn(text="Still the child.")])
     parent = [*HELLO, {"role": "assistant", "content": "Starting a child."}, {"role": "tool", "content": "PLAY:child"}]
-    async with serving(Plays(Play([Turn(text="first"), Turn(text="second")]), {"child": child})) as client:
+    async with serving(
+        PlaySet(Play([ScriptedTurn(text="first"), ScriptedTurn(text="second")]), {"child": child})
+    ) as client:
 
         async def said(*messages: Any) -> str:
             return whole(await client.chat(messages=list(messages), **CAPTURE))["text"]  # type: ignore[no-any-return]
@@ -153,13 +155,13 @@ async def test_plays_are_selected_by_a_user_message() -> None:
 async def test_plays_are_selected_by_what_a_user_message_says() -> None:
     """So that the tasks of one run each have their own, and the texts of the tasks know nothing of it."""
     named = {
-        "sort": Play([Turn(text="sorting"), Turn(text="sorted")], match=r"Sort \S+ by name"),
-        "count": Play([Turn(text="counting"), Turn(text="counted")], match="Count the"),
+        "sort": Play([ScriptedTurn(text="sorting"), ScriptedTurn(text="sorted")], match=r"Sort \S+ by name"),
+        "count": Play([ScriptedTurn(text="counting"), ScriptedTurn(text="counted")], match="Count the"),
     }
     sort: Any = {"role": "user", "content": "<env>here</env>\nSort people.csv by name."}
     count: Any = {"role": "user", "content": "Count the lines. Sort people.csv by name, PLAY:count please."}
     reply: Any = {"role": "assistant", "content": "x"}
-    async with serving(Plays(Play([Turn(text="first"), Turn(text="second")]), named)) as client:
+    async with serving(PlaySet(Play([ScriptedTurn(text="first"), ScriptedTurn(text="second")]), named)) as client:
 
         async def said(*messages: Any) -> str:
             text = whole(await client.chat(messages=list(messages), **CAPTURE))["text"]
@@ -179,7 +181,7 @@ async def test_plays_are_selected_by_what_a_user_message_says() -> None:
 
 
 async def test_stop_strings() -> None:
-    async with serving(Play([Turn(text="one two three four")])) as client:
+    async with serving(Play([ScriptedTurn(text="one two three four")])) as client:
         for stop, text in ((" three", "one two"), (["zzz", "e t", "two"], "on"), ("r", "one two th")):
             at_once = await client.chat(stop=stop, **CAPTURE)
             streamed = await client.stream(stop=stop, **CAPTURE)
@@ -206,7 +208,7 @@ async def test_stop_strings() -> None:
 
 async def test_length() -> None:
     async with serving(
-        Play([Turn(text="one two three four", reasoning="so"), Turn(text="x", finish_reason="length")])
+        Play([ScriptedTurn(text="one two three four", reasoning="so"), ScriptedTurn(text="x", finish_reason="length")])
     ) as client:
         full = whole(await client.chat(**CAPTURE))
         for field in ("max_tokens", "max_completion_tokens"):
@@ -269,7 +271,7 @@ async def test_bad_requests_get_vllms_errors(path: str, body: dict[str, Any], st
 
 
 async def test_completions() -> None:
-    async with serving(Play([Turn(text="one two three", reasoning="hm")])) as client:
+    async with serving(Play([ScriptedTurn(text="one two three", reasoning="hm")])) as client:
         fields: dict[str, Any] = {"prompt": "Say something", "max_tokens": 50, "logprobs": 1, "return_token_ids": True}
         reply = await client.post("/v1/completions", **fields)
         (choice,) = reply["choices"]
@@ -342,10 +344,10 @@ async def test_seeds_change_the_ids_and_never_the_text() -> None:
 
 
 async def test_tool_choice() -> None:
-    async with serving(Play([Turn(text="I say <tool_call>nothing", shell="ls")], aside="aside")) as client:
+    async with serving(Play([ScriptedTurn(text="I say <tool_call>nothing", shell="ls")], aside="aside")) as client:
         none = whole(await client.chat(tools=[BASH], tool_choice="none", **CAPTURE))
         assert (none["text"], none["calls"], none["finish"]) == ("aside", [], "stop")
-    async with serving(Play([Turn(text="no call")])) as client:
+    async with serving(Play([ScriptedTurn(text="no call")])) as client:
         for choice, finish in (
             ("required", "tool_calls"),
             ({"type": "function", "function": {"name": "bash"}}, "stop"),
@@ -358,7 +360,7 @@ async def test_tool_choice() -> None:
 
 async def test_malformed_calls_come_out_as_vllm_lets_them() -> None:
     raw = 'Trying.<tool_call>{"name": "bash", "arguments": {"command": oops}}</tool_call>'
-    async with serving(Play([Turn(raw=raw)])) as client:
+    async with serving(Play([ScriptedTurn(raw=raw)])) as client:
         streamed = merged(await client.stream(tools=[BASH], **CAPTURE))
         assert streamed["calls"] == [["bash", '{"command": oops}']]
         assert streamed["finish"] == "tool_calls"
@@ -368,7 +370,7 @@ async def test_malformed_calls_come_out_as_vllm_lets_them() -> None:
 
 
 async def test_thinking_that_the_prompt_has_settled() -> None:
-    async with serving(Play([Turn(text="yes", reasoning="hm")])) as client:
+    async with serving(Play([ScriptedTurn(text="yes", reasoning="hm")])) as client:
         off = whole(await client.chat(chat_template_kwargs={"enable_thinking": False}, **CAPTURE))
         assert (off["text"], off["reasoning"]) == ("yes", "")
 
@@ -392,7 +394,7 @@ async def test_models_health_version() -> None:
 
 async def test_a_pause_holds_generations_and_a_new_version_shows_in_the_spans() -> None:
     """The generation runs across two weight updates, each made while it stands still."""
-    async with serving(Play([Turn(text="word " * 300, token_delay=0.001)]), version=4) as client:
+    async with serving(Play([ScriptedTurn(text="word " * 300, token_delay=0.001)]), version=4) as client:
         prompt = (await client.post("/tokenize", messages=HELLO))["tokens"]
         body = {"token_ids": prompt, "sampling_params": {"logprobs": 0}, "stream": True}
         received = b""
@@ -429,7 +431,7 @@ async def test_while_paused_nothing_is_sampled() -> None:
 
 @pytest.mark.parametrize(("mode", "finish"), [("abort", "abort"), ("wait", "stop"), ("keep", "stop")])
 async def test_pause_modes(mode: str, finish: str) -> None:
-    async with serving(Play([Turn(text="word " * 100, token_delay=0.001)])) as client:
+    async with serving(Play([ScriptedTurn(text="word " * 100, token_delay=0.001)])) as client:
         body = {"messages": HELLO, "stream": True, **CAPTURE}
         async with client.session.post(client.url + "/v1/chat/completions", json=body) as response:
             begun = await response.content.readuntil(b"\n\n")
@@ -452,7 +454,7 @@ async def test_pause_modes(mode: str, finish: str) -> None:
 
 @pytest.mark.parametrize("stream", [True, False])
 async def test_a_client_that_goes_away_aborts_its_generation(stream: bool) -> None:
-    async with serving(Play([Turn(text="word " * 1000, token_delay=0.01)])) as client:
+    async with serving(Play([ScriptedTurn(text="word " * 1000, token_delay=0.01)])) as client:
         body = {"messages": HELLO, "stream": stream}
         asked = asyncio.create_task(client.session.post(client.url + "/v1/chat/completions", json=body))
         await client.running(1)

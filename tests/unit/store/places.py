@@ -8,7 +8,7 @@ from typing import Any
 import psycopg
 
 from polar.store.postgres import PostgresStore
-from polar.store.relational import MEMORY, RelationalStore
+from polar.store.relational import LINEAGE_MEMORY_BYTES, RelationalStore
 from polar.store.sqlite import SqliteStore
 
 
@@ -17,10 +17,10 @@ class Place:
         self.url = url
         self._file = url.removeprefix("sqlite:") if url.startswith("sqlite:") else None
 
-    def open(self, *, memory: int = MEMORY) -> RelationalStore:
+    def open(self, *, memory: int = LINEAGE_MEMORY_BYTES) -> RelationalStore:
         if self._file is not None:
-            return SqliteStore.open(self._file, lock_timeout_s=5, memory=memory)
-        return PostgresStore.open(self.url, memory=memory)
+            return SqliteStore.open(self._file, lock_timeout_s=5, max_lineage_bytes=memory)
+        return PostgresStore.open(self.url, max_lineage_bytes=memory)
 
     def execute(self, *statements: str) -> list[Any]:
         """By somebody else, who is not the store. Returns the first column of the last one's rows."""

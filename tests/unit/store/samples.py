@@ -7,10 +7,10 @@ import msgspec
 import numpy as np
 from msgspec import Raw
 
-from polar.dialects.base import Wire
-from polar.engines.base import Ids, VersionSpan
+from polar.dialects.base import RawRequest
+from polar.engines.base import TokenIds, VersionSpan
 from polar.store.base import Exchange, Session
-from polar.types import Reasoning, Reply, Sampling, Text, TokenLogprob, ToolCall, Usage
+from polar.types import Reasoning, Reply, SamplingParams, Text, TokenLogprob, ToolCall, Usage
 
 
 def session(session_id: str, **changes: object) -> Session:
@@ -37,7 +37,7 @@ def exchange(session_id: str, seq: int, items: list[bytes], **changes: object) -
         dialect="openai_chat",
         params={"model": "m"},
         hints={"user-agent": "codex/1.0"},
-        wire=wire(items),
+        raw_request=wire(items),
         status="complete",
         started_at=1.25,
         ended_at=2.5,
@@ -49,7 +49,7 @@ def exchange(session_id: str, seq: int, items: list[bytes], **changes: object) -
         logprobs=np.array([-0.1, np.nan, -np.inf], np.float32),
         logprob_kind="processed",
         delivered=2,
-        sampling=Sampling(temperature=0.7, stop=["END"], logit_bias={"5": -1.5}),
+        sampling=SamplingParams(temperature=0.7, stop=["END"], logit_bias={"5": -1.5}),
         versions=[VersionSpan(4, 0, 2), VersionSpan(5, 2, 3)],
         replica="http://engine:8000",
         finish_reason="tool_calls",
@@ -62,9 +62,9 @@ def exchange(session_id: str, seq: int, items: list[bytes], **changes: object) -
     return msgspec.structs.replace(known, **changes)
 
 
-def wire(items: list[bytes], **fields: bytes) -> Wire:
+def wire(items: list[bytes], **fields: bytes) -> RawRequest:
     known = {"model": b'"m"', "tools": b'[ "' + b"t" * 5000 + b'" ]', "stream": b"true"} | fields
-    return Wire({name: Raw(value) for name, value in known.items()}, "messages", [Raw(item) for item in items])
+    return RawRequest({name: Raw(value) for name, value in known.items()}, "messages", [Raw(item) for item in items])
 
 
 def conversation(session_id: str, turns: int, *, seed: int = 0, shared_seed: int = 0) -> Iterator[Exchange]:
@@ -80,7 +80,7 @@ def conversation(session_id: str, turns: int, *, seed: int = 0, shared_seed: int
             session_id,
             seq,
             [bytes(item) for item in items],
-            wire=wire(items, tools=tools),
+            raw_request=wire(items, tools=tools),
             prompt_ids=context.copy(),
             sampled_ids=sampled,
             logprobs=np.array([-own.random() for _ in range(300)], np.float32),
@@ -94,7 +94,7 @@ def _item(source: random.Random, size: int) -> bytes:
     return b'{"role": "user", "content": "' + source.randbytes(size // 2).hex().encode() + b'"}'
 
 
-def _ids(source: random.Random, count: int) -> Ids:
+def _ids(source: random.Random, count: int) -> TokenIds:
     return np.frombuffer(source.randbytes(4 * count), np.int32) & 0x3FFFF
 
 
@@ -105,7 +105,7 @@ def fingerprint(exchange: Exchange) -> dict[str, object]:
         values[name] = None if array is None else (array.dtype, array.tobytes())
     values["logprobs"] = None if exchange.logprobs is None else (exchange.logprobs.dtype, exchange.logprobs.tobytes())
     del values["checksum"]  # the store's own
-    it = exchange.wire
+    it = exchange.raw_request
     fields = [(name, bytes(raw)) for name, raw in it.fields.items()]
     values["wire"] = (fields, it.list_name, [bytes(item) for item in it.items])
     values["reply"] = msgspec.msgpack.encode(exchange.reply)

@@ -14,9 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from polar.errors import StoreError
-from polar.store import copying
+from polar.store import session_copy
 from polar.store.base import Evidence, Exchange, Verdict
-from polar.store.checksum import checksum
+from polar.store.checksum import compute_checksum
 from polar.store.relational import RelationalStore
 from polar.store.rows import ExchangeRow, SessionRow
 from tests.unit.store.places import Place
@@ -60,7 +60,10 @@ async def everything(store: RelationalStore) -> list[object]:
 
 async def test_a_copy_is_the_same_and_goes_on(store: RelationalStore, other: RelationalStore) -> None:
     turns = list(conversation("s", 8))
-    forks = [exchange("s", 8, [b"1"], prompt_ids=None), exchange("s", 9, [bytes(it) for it in turns[3].wire.items])]
+    forks = [
+        exchange("s", 8, [b"1"], prompt_ids=None),
+        exchange("s", 9, [bytes(it) for it in turns[3].raw_request.items]),
+    ]
     await write(store, turns[:6] + forks)
     data = await store.export_session("s")
     assert await other.import_session(data) == "s"
@@ -176,7 +179,7 @@ async def test_rows_that_do_not_fit_together(store: RelationalStore, other: Rela
     await write(store, list(conversation("s", 3)))
     data = await store.export_session("s")
 
-    def changed(copy: copying.Copy) -> list[copying.Copy]:
+    def changed(copy: session_copy.SessionCopy) -> list[session_copy.SessionCopy]:
         replace = msgspec.structs.replace
         first, *rest = copy.exchanges
         return [
@@ -191,9 +194,9 @@ async def test_rows_that_do_not_fit_together(store: RelationalStore, other: Rela
             replace(copy, session=replace(copy.session, evidence='[{"kind": "magic", "subject": "a"}]')),
         ]
 
-    for copy in changed(copying.unpack(data)):
+    for copy in changed(session_copy.unpack(data)):
         with pytest.raises(StoreError, match="copy of a session is damaged"):
-            await other.import_session(copying.pack(copy))
+            await other.import_session(session_copy.pack(copy))
     assert await everything(other) == [0]
 
 
@@ -209,13 +212,13 @@ async def test_a_copy_of_the_first_version_has_no_evidence(store: RelationalStor
     _, _, body = msgspec.msgpack.decode(await store.export_session("s"))
     row, *rest = msgspec.msgpack.decode(body)
     older = msgspec.msgpack.encode([[*row[:-1]], *rest])
-    copy = copying.unpack(msgspec.msgpack.encode([1, sha256(older).digest(), older]))
+    copy = session_copy.unpack(msgspec.msgpack.encode([1, sha256(older).digest(), older]))
     assert (copy.session.reward, copy.session.evidence) == (0.25, None)
 
 
 def test_the_version_stands_for_these_columns() -> None:
     """Whoever changes the columns gives the format a new version."""
-    assert copying.VERSION == 2
+    assert session_copy.FORMAT_VERSION == 2
     assert (len(SessionRow.__struct_fields__), len(ExchangeRow.__struct_fields__)) == (11, 30)
 
 
@@ -234,7 +237,7 @@ def check_copy(plan: list[Step], shuffle: Random, source: Place, target: Place) 
         await stores[1].import_session(data)
         found = await read(stores[1], "s")
         assert [fingerprint(it) for it in found] == [fingerprint(it) for it in await read(stores[0], "s")]
-        assert [it.checksum for it in found] == [checksum(it) for it in found]
+        assert [it.checksum for it in found] == [compute_checksum(it) for it in found]
         assert await stores[1].export_session("s") == data
         for store in stores:
             await store.close()

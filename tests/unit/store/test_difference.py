@@ -5,8 +5,8 @@ import msgspec
 import numpy as np
 from msgspec import Raw
 
-from polar.store.difference import Digester, Lineage, Match
-from polar.store.lru import Lru
+from polar.store.lineage import BaseMatch, Digester, Lineage
+from polar.store.sized_cache import SizedCache
 
 
 def digests(word: str) -> list[bytes]:
@@ -17,13 +17,13 @@ def lineage(*words: str) -> Lineage:
     """Exchanges 0, 1, ... whose items are the letters of the words."""
     made = Lineage()
     for seq, word in enumerate(words):
-        base, _, shared = made.match(seq, digests(word))
+        base, _, shared = made.find_base(seq, digests(word))
         made.add(seq, f"x{seq}", base, shared, digests(word[shared:]), b"")
     return made
 
 
-def match(word: str, *words: str) -> Match:
-    return lineage(*words).match(len(words), digests(word))
+def match(word: str, *words: str) -> BaseMatch:
+    return lineage(*words).find_base(len(words), digests(word))
 
 
 def test_the_first_has_neither_base_nor_parent() -> None:
@@ -61,8 +61,8 @@ def test_an_empty_request_is_nobodys_parent() -> None:
 def test_one_that_arrived_later_is_not_the_parent() -> None:
     made = lineage("a")
     made.add(7, "x7", 0, 1, digests("b"), b"")
-    assert made.match(3, digests("abc")).parent == "x0"
-    assert made.match(8, digests("abc")).parent == "x7"
+    assert made.find_base(3, digests("abc")).parent == "x0"
+    assert made.find_base(8, digests("abc")).parent == "x7"
 
 
 def test_equal_items_in_a_row() -> None:
@@ -77,16 +77,16 @@ def test_digests_are_those_of_the_bytes_whatever_is_remembered() -> None:
     requests = [[b"1", b"2"], [b"1", b"2", b"3"], [b"1", b"X", b"3"], [], [b"1"], [b"1", b"X"]]
     for request in requests:
         for conversation in ("s1", "s2"):
-            assert digester.items(conversation, [Raw(piece) for piece in request]) == plain(request)
+            assert digester.digest_items(conversation, [Raw(piece) for piece in request]) == plain(request)
     for field in (b"a" * 5000, b"a" * 4999 + b"b", b"a" * 5000, b"a" * 100):
-        assert [digester.field(field)] == plain([field])
+        assert [digester.digest_field(field)] == plain([field])
 
 
 def test_items_are_counted_with_what_surrounds_them() -> None:
     digester = Digester()
     items = msgspec.json.decode(msgspec.json.encode([*range(10_000)]), type=list[Raw])  # as a request has them
     tracemalloc.start()
-    digester.items("s", items)
+    digester.digest_items("s", items)
     held, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert 0.8 * held < digester.size < 1.5 * held
@@ -98,19 +98,19 @@ def test_contexts_are_held_for_the_tips_only() -> None:
     made = Lineage()
     context = np.zeros(100, np.int32)
     made.add(0, "x0", None, 0, [], b"")
-    made.advance(None, 0, context)
+    made.move_context(None, 0, context)
     empty = Lineage().size
-    made.advance(0, 1, context)
-    assert made.context(0) is None
-    assert made.context(1) is not None
-    for seq in range(2, 2 + Lineage.TIPS):
-        made.advance(None, seq, context)
-    assert made.context(1) is None
-    assert made.size < empty + 1000 + Lineage.TIPS * context.nbytes
+    made.move_context(0, 1, context)
+    assert made.context_ids(0) is None
+    assert made.context_ids(1) is not None
+    for seq in range(2, 2 + Lineage.MAX_CONTEXTS):
+        made.move_context(None, seq, context)
+    assert made.context_ids(1) is None
+    assert made.size < empty + 1000 + Lineage.MAX_CONTEXTS * context.nbytes
 
 
 def test_lru_forgets_the_oldest_within_its_budget() -> None:
-    lru: Lru[str, str] = Lru(10)
+    lru: SizedCache[str, str] = SizedCache(10)
     lru.put("a", "A", 4)
     lru.put("b", "B", 4)
     lru.put("a", "A2", 5)

@@ -26,15 +26,15 @@ class Disk:
         if self.full:
             raise OSError("full")
 
-    def undo(self, error: Exception) -> bool:
+    def roll_back(self, error: Exception) -> bool:
         return False
 
-    def settled(self) -> None: ...
+    def on_settled(self) -> None: ...
 
-    def explain(self, error: Exception) -> StoreError:
+    def to_store_error(self, error: Exception) -> StoreError:
         return error if isinstance(error, StoreError) else StoreError(f"The disk is {error}.")
 
-    def cannot_write(self, error: Exception) -> bool:
+    def is_write_failure(self, error: Exception) -> bool:
         return isinstance(error, OSError)
 
     def probe(self) -> None:

@@ -59,7 +59,7 @@ async def test_sessions_share_tools_and_system_prompt(tmp_path: Path) -> None:
 async def test_a_call_that_failed_early_does_not_break_the_chain(tmp_path: Path) -> None:
     """Turn 3 failed before its prompt's ids were known, and was tried again."""
     plain = list(conversation("s", 8))
-    broken = [*plain[:3], Exchange("x-failed", "s", 3, "openai_chat", {}, {}, plain[3].wire, "failed", 1.0, 2.0)]
+    broken = [*plain[:3], Exchange("x-failed", "s", 3, "openai_chat", {}, {}, plain[3].raw_request, "failed", 1.0, 2.0)]
     for turn in conversation("s", 8):
         if turn.seq >= 3:
             turn.seq += 1

@@ -28,7 +28,7 @@ async def test_calls_of_a_killed_gateway_are_recorded_once(store: RelationalStor
         "no_reply",
         17.0,
     )
-    assert bytes(found.wire.fields["model"]) == b'"m"'
+    assert bytes(found.raw_request.fields["model"]) == b'"m"'
     assert found.error is not None
     assert "2 bytes" in found.error
     assert await store.next_seq("s") == 2

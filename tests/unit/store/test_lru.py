@@ -1,10 +1,10 @@
 """A memory of what was used last."""
 
-from polar.store.lru import Lru
+from polar.store.sized_cache import SizedCache
 
 
 def test_what_was_not_used_for_longest_is_forgotten() -> None:
-    known: Lru[str, int] = Lru(30)
+    known: SizedCache[str, int] = SizedCache(30)
     for number, key in enumerate("abc"):
         known.put(key, number, 10)
     assert known.get("a") == 0

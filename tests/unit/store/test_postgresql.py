@@ -13,13 +13,13 @@ import pytest
 
 from polar.config import StoreSettings
 from polar.errors import StoreError
-from polar.store import copying, open_store
+from polar.store import open_store, session_copy
 from polar.store.base import StartedCall, Verdict
 from polar.store.postgres import PostgresStore
-from polar.store.reading import Reader
+from polar.store.reader import Reader
 from polar.store.recorder import Recorder
-from polar.store.relational import MEMORY
-from polar.store.sql import SCHEMA_VERSION, Queries, queries, schema
+from polar.store.relational import LINEAGE_MEMORY_BYTES
+from polar.store.sql import SCHEMA_VERSION, Queries, load_queries, load_schema
 from tests.unit.store.samples import conversation, exchange, fingerprint, session
 from tests.unit.store.servers import Server
 
@@ -41,12 +41,12 @@ class Recording:
 
 
 def test_everything_runs_on_postgresql(server: Server) -> None:
-    named = queries("pyformat")
+    named = load_queries("pyformat")
     with psycopg.connect(server.new_database()) as connection:
-        for statement in schema():
+        for statement in load_schema():
             connection.execute(statement)
         db = Recording(connection)
-        recorder, reader = Recorder(db, named, memory=MEMORY), Reader(db, named)
+        recorder, reader = Recorder(db, named, max_lineage_bytes=LINEAGE_MEMORY_BYTES), Reader(db, named)
 
         for name, created_at in (("s", 1.0), ("t", 2.0), ("u", 3.0)):
             recorder.create_session(session(name, created_at=created_at))
@@ -62,35 +62,35 @@ def test_everything_runs_on_postgresql(server: Server) -> None:
         turns = list(conversation("s", 30))
         forks = [
             exchange("s", 30, [b"1"], prompt_ids=None),
-            exchange("s", 31, [bytes(it) for it in turns[9].wire.items]),
+            exchange("s", 31, [bytes(it) for it in turns[9].raw_request.items]),
         ]
         for turn in turns + forks:
             if turn.seq in (7, 20):  # as after a restart
-                recorder = Recorder(db, named, memory=MEMORY)
+                recorder = Recorder(db, named, max_lineage_bytes=LINEAGE_MEMORY_BYTES)
             turn.parent = recorder.append(turn)
-            recorder.finish()
+            recorder.flush_pieces()
         recorder.amend(turns[4].exchange_id, "partial", 12)
         turns[4].status, turns[4].delivered = "partial", 12
-        recorder.rolled_back(perhaps=True)
+        recorder.on_rollback(outcome_unknown=True)
         assert recorder.append(forks[1]) == forks[1].parent  # it is there already
         assert reader.next_seq("s") == 32
         assert reader.next_seq("t") == 0
         answered = [turn for turn in turns + forks if turn.status == "complete"]
-        assert reader.used("s").sampled == sum(turn.usage.completion for turn in turns + forks)
-        assert reader.used("s").uncounted == sum(not turn.usage.prompt for turn in answered)
+        assert reader.usage_totals("s").sampled == sum(turn.usage.completion for turn in turns + forks)
+        assert reader.usage_totals("s").uncounted == sum(not turn.usage.prompt for turn in answered)
         for version in (1, 2):
-            recorder.set_policy({"http://a": version, "http://b": 7})
-        assert reader.policies() == {"http://a": 2, "http://b": 7}
-        reading = reader.exchanges("s")
-        assert [fingerprint(it) for it in iter(reading.next, None)] == [fingerprint(it) for it in turns + forks]
+            recorder.set_policy_versions({"http://a": version, "http://b": 7})
+        assert reader.policy_versions() == {"http://a": 2, "http://b": 7}
+        reading = reader.scan_exchanges("s")
+        assert [fingerprint(it) for it in iter(reading.read_next, None)] == [fingerprint(it) for it in turns + forks]
 
-        assert recorder.take_in(copying.unpack(reader.copy("s"))) == "s"  # and so is this
+        assert recorder.import_copy(session_copy.unpack(reader.export_session("s"))) == "s"  # and so is this
 
         assert recorder.store_id() == recorder.store_id()
         for _ in range(2):
             recorder.write_probe()
-        assert reader.standing_session("default", "t", 1) is None
-        recorder.disown_session("s", "superseded")
+        assert reader.accepted_session("default", "t", 1) is None
+        recorder.revoke_session_reward("s", "superseded")
         disowned = reader.session("s")
         assert disowned is not None
         assert (disowned.reward, disowned.reason) == (None, "superseded")

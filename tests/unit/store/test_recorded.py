@@ -1,12 +1,12 @@
 """Sessions read whole, several at a time."""
 
-from polar.store.base import Recorded
+from polar.store.base import SessionRecord
 from polar.store.relational import RelationalStore
 from tests.unit.store.samples import conversation, fingerprint, session
 
 
-async def read(store: RelationalStore, *session_ids: str | None) -> list[list[Recorded]]:
-    return [some async for some in store.recorded(session_ids)]
+async def read(store: RelationalStore, *session_ids: str | None) -> list[list[SessionRecord]]:
+    return [some async for some in store.read_sessions(session_ids)]
 
 
 async def test_each_session_comes_whole_and_in_its_place(store: RelationalStore) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from polar.errors import StoreError
 from polar.store.base import Exchange, Store, Verdict
-from polar.store.difference import Lineage
+from polar.store.lineage import Lineage
 from polar.store.relational import RelationalStore
 from tests import captures
 from tests.unit.store.places import Place
@@ -166,7 +166,9 @@ async def test_requests_of_real_harnesses(store: RelationalStore, name: str) -> 
         if grows is not None:
             fields = {key: msgspec.json.encode(value) for key, value in body.items() if key != grows}
             turns.append(
-                exchange("s", len(turns), [], wire=wire([msgspec.json.encode(item) for item in body[grows]], **fields))
+                exchange(
+                    "s", len(turns), [], raw_request=wire([msgspec.json.encode(item) for item in body[grows]], **fields)
+                )
             )
     assert turns
     for turn in turns:
@@ -292,14 +294,14 @@ async def test_memory_is_bounded_however_many_sessions_are_open(place: Place) ->
 
 async def test_a_session_of_huge_requests_is_bounded(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also what is loaded for it after a restart."""
-    monkeypatch.setattr(Lineage, "MAX_SIZE", 100_000)  # about 430 items
+    monkeypatch.setattr(Lineage, "MAX_TRIE_BYTES", 100_000)  # about 430 items
     bound = 100_000 + 300 * 250
     store = place.open()
     await store.create_session(session("s"))
     turns = []
     for seq in range(12):
         items = [msgspec.json.encode(f"message {n} of call {seq}") for n in range(300)]
-        turns.append(exchange("s", seq, [], wire=wire(items)))
+        turns.append(exchange("s", seq, [], raw_request=wire(items)))
         await store.append(turns[-1])
         assert store.lineage_bytes <= bound
         if seq == 8:
@@ -323,7 +325,7 @@ async def test_sessions_that_ended_are_not_in_memory(place: Place) -> None:
         await store.append(late)  # it was given up when its session ended
         held.append(store.memory_bytes)
         await check(store, name, [*turns, late])
-    assert set(held) == {len(bytes(late.wire.fields["tools"]))}, "tools are kept: sessions share them"
+    assert set(held) == {len(bytes(late.raw_request.fields["tools"]))}, "tools are kept: sessions share them"
     await store.close()
 
 
@@ -419,6 +421,6 @@ async def test_a_session_is_found_by_its_key_in_another_process(place: Place) ->
 
 
 async def test_policies(store: RelationalStore) -> None:
-    await store.set_policy({"http://a": 1, "http://b": 7})
-    await store.set_policy({"http://a": 2})
-    assert await store.policies() == {"http://a": 2, "http://b": 7}
+    await store.set_policy_versions({"http://a": 1, "http://b": 7})
+    await store.set_policy_versions({"http://a": 2})
+    assert await store.policy_versions() == {"http://a": 2, "http://b": 7}

@@ -27,7 +27,7 @@ def adding(store: RelationalStore, *replicas: str) -> Callable[[WritingConnectio
 
     def work(db: WritingConnection) -> None:
         for replica in replicas:
-            db.execute(INSERT[store.style], {"replica": replica, "version": 1})
+            db.execute(INSERT[store.parameter_style], {"replica": replica, "version": 1})
 
     return work
 

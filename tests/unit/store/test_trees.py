@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import Struct
 
-from polar.engines.base import Ids
+from polar.engines.base import TokenIds
 from polar.store.base import Exchange
-from polar.store.difference import Lineage
-from polar.store.relational import MEMORY
+from polar.store.lineage import Lineage
+from polar.store.relational import LINEAGE_MEMORY_BYTES
 from tests.unit.store.places import Place
 from tests.unit.store.samples import exchange, fingerprint, session, wire
 from tests.unit.store.servers import Server
@@ -51,7 +51,7 @@ steps = st.builds(
 )
 
 
-def array(values: Sequence[int]) -> Ids:
+def array(values: Sequence[int]) -> TokenIds:
     return np.array(values, np.int32)
 
 
@@ -69,7 +69,7 @@ def made(plan: list[Step], seqs: list[int]) -> list[Exchange]:
                 "s",
                 seq,
                 [],
-                wire=wire(own, **FIELDS[step.fields]),
+                raw_request=wire(own, **FIELDS[step.fields]),
                 prompt_ids=None if prompt is None else array(prompt),
                 sampled_ids=None if step.sampled is None else array(step.sampled),
             )
@@ -83,19 +83,19 @@ def find_candidates(of: Exchange, earlier: list[Exchange]) -> list[Exchange]:
     """The earlier exchanges whose whole request this one's begins with."""
 
     def items(it: Exchange) -> list[bytes]:
-        return [bytes(item) for item in it.wire.items]
+        return [bytes(item) for item in it.raw_request.items]
 
     own = items(of)
     return [it for it in earlier if it.seq < of.seq and (n := len(items(it))) and n < len(own) and own[:n] == items(it)]
 
 
 def find_parent(of: Exchange, earlier: list[Exchange]) -> str | None:
-    found = max(find_candidates(of, earlier), key=lambda it: (len(it.wire.items), it.seq), default=None)
+    found = max(find_candidates(of, earlier), key=lambda it: (len(it.raw_request.items), it.seq), default=None)
     return None if found is None else found.exchange_id
 
 
 plans = st.lists(steps, min_size=1, max_size=14)
-memories = st.sampled_from([MEMORY, 0])
+memories = st.sampled_from([LINEAGE_MEMORY_BYTES, 0])
 
 
 def check_tree(plan: list[Step], shuffle: Random, memory: int, place: Place, *, one_lineage: bool = True) -> None:
@@ -137,7 +137,7 @@ def test_any_tree_reads_back_where_lineages_are_full_early(
     plan: list[Step], shuffle: Random, memory: int, size: int
 ) -> None:
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Lineage, "MAX_SIZE", size)
+        patch.setattr(Lineage, "MAX_TRIE_BYTES", size)
         check_tree(plan, shuffle, memory, Place(f"sqlite:{folder}/polar.db"), one_lineage=False)
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from polar.errors import ConfigError
-from polar.tasks.dockerfile import Translated, last_workdir
+from polar.tasks.dockerfile import DockerfileSteps, last_workdir
 
 
 @pytest.fixture
@@ -17,8 +17,8 @@ def context(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def translated(context: Path, text: str) -> Translated:
-    return Translated("FROM debian\n" + text, context, 60)
+def translated(context: Path, text: str) -> DockerfileSteps:
+    return DockerfileSteps("FROM debian\n" + text, context, 60)
 
 
 def steps(context: Path, text: str) -> list[tuple[str, ...]]:
@@ -140,7 +140,7 @@ def test_a_command_sees_the_variables_that_stand_before_it(context: Path) -> Non
 
 def test_what_only_says_how_it_is_run_is_left_out(context: Path) -> None:
     text = 'CMD x\nENTRYPOINT ["y"]\nEXPOSE 80\nLABEL a=b\nUSER root\nUSER 0:0\nVOLUME /d\nHEALTHCHECK NONE'
-    whole = Translated(
+    whole = DockerfileSteps(
         f"# syntax=docker/dockerfile:1\n# escape=\\\nARG v=12\n\nFROM debian:$v AS base\n{text}", context, 1
     )
     assert (whole.steps, whole.env, whole.workdir, whole.base) == ([], {}, None, "debian:12")
@@ -186,9 +186,9 @@ def test_files_that_docker_would_leave_out(context: Path) -> None:
 
 def test_a_base_is_needed(context: Path) -> None:
     with pytest.raises(ConfigError, match="FROM is missing"):
-        Translated("RUN x", context, 1)
+        DockerfileSteps("RUN x", context, 1)
     with pytest.raises(ConfigError, match="the escape character"):
-        Translated("# escape=`\nFROM debian", context, 1)
+        DockerfileSteps("# escape=`\nFROM debian", context, 1)
 
 
 @pytest.mark.parametrize(

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from polar.engines.scripted.adapt import OfferedTool
-from polar.engines.scripted.play import Plays, Scene, Turn
+from polar.engines.scripted.play import PlaySet, ScriptedTurn, TurnContext
+from polar.engines.scripted.tool_adapter import OfferedTool
 from polar.evaluators import load_evaluator
 from polar.rollout.models import TaskRequest
 from polar.store.base import Verdict
@@ -25,18 +25,18 @@ def task_of(name: str, backend: str) -> TaskRequest:
     return task
 
 
-def turns(task: TaskRequest, which: str) -> list[Turn]:
+def turns(task: TaskRequest, which: str) -> list[ScriptedTurn]:
     """What the scripted engine says to a harness that was given the task."""
-    plays = Plays.load(EXAMPLES / "plays" / f"{which}.toml")
-    name = plays.matching(f"<environment>\n{task.instruction}\nYou have a shell.")
+    plays = PlaySet.load(EXAMPLES / "plays" / f"{which}.toml")
+    name = plays.find_matching(f"<environment>\n{task.instruction}\nYou have a shell.")
     assert name == task.task_id, "each instruction selects its own play"
-    played: list[Turn] = []
-    while not played or played[-1].acts:
-        played.append(plays.next(Scene(len(played), name, TOOLS)))
+    played: list[ScriptedTurn] = []
+    while not played or played[-1].uses_tools:
+        played.append(plays.next_turn(TurnContext(len(played), name, TOOLS)))
     return played
 
 
-def commands(played: list[Turn]) -> str:
+def commands(played: list[ScriptedTurn]) -> str:
     return "\n".join(turn.shell for turn in played if turn.shell is not None)
 
 

@@ -83,7 +83,7 @@ def test_an_image_is_built_where_that_can_be_done(tmp_path: Path, backend: str |
     assert task.runtime.workdir == "/srv"
     assert task.runtime.env == {"MODE": "test"}, "the image's own variables are the image's"
     assert (task.runtime.cpus, task.runtime.memory_mb, task.runtime.disk_mb) == (2, 4096, 10240)
-    assert task.runtime.reaches == "gateway"
+    assert task.runtime.effective_network == "gateway"
     assert [(server.name, server.transport) for server in task.agent.mcp_servers] == [("files", "http")]
     assert task.evaluator is not None
     assert task.evaluator.strategy == "harbor"
@@ -112,7 +112,7 @@ def test_an_empty_task_toml_is_enough(tmp_path: Path) -> None:
     assert task.runtime.workdir == "/app"
     assert (task.runtime.cpus, task.runtime.memory_mb, task.runtime.disk_mb) == (None, None, None)
     assert task.timeout_seconds == TaskRequest(task_id="x", instruction="x").timeout_seconds
-    assert task.runtime.reaches == "gateway", "the internet is never a default"
+    assert task.runtime.effective_network == "gateway", "the internet is never a default"
 
 
 def test_the_file_may_be_named_instead_of_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,8 +149,8 @@ def test_sizes_of_schema_1_0(tmp_path: Path, environment: dict[str, str], expect
 def test_the_internet_where_a_task_asks_for_it(tmp_path: Path, toml: str, docker: str) -> None:
     """But never in bubblewrap, where it would be the machine's own network."""
     path = folder(tmp_path, toml)
-    assert one(path).runtime.reaches == docker
-    assert one(path, backend="bubblewrap").runtime.reaches == "gateway"
+    assert one(path).runtime.effective_network == docker
+    assert one(path, backend="bubblewrap").runtime.effective_network == "gateway"
 
 
 def test_an_image_that_is_there_already(tmp_path: Path) -> None:

@@ -20,10 +20,10 @@ from polar.cli.tasks import command
 from polar.errors import ConfigError
 from polar.evaluators import load_evaluator
 from polar.rollout.models import Exec, TaskRequest
-from polar.tasks import read, swe
-from polar.tasks.swe import Options
+from polar.tasks import read, swe_bench
+from polar.tasks.swe_bench import SweBenchOptions
 from polar.train import settings as training
-from polar.train.launching import service_settings
+from polar.train.service_process import build_service_settings
 from tests.selection import leave_to_slow
 from tests.swe import ROOT, UNITTEST, example
 from tests.unit.evaluators.work import Place
@@ -61,18 +61,18 @@ def patches(folder: Path) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def tasks(folder: Path, patches: dict[str, Any]) -> dict[str, TaskRequest]:
-    rows = [row for name in ("verified", "gym") for row in swe.read(folder / f"{name}.jsonl")]
-    options = Options(
+    rows = [row for name in ("verified", "gym") for row in swe_bench.read_rows(folder / f"{name}.jsonl")]
+    options = SweBenchOptions(
         repositories=folder / "repositories",
         backend="local",
         python=sys.executable,
         commands={REPO: UNITTEST_COMMAND},
     )
-    return {task.task_id: task for task in swe.make(rows, options).tasks}
+    return {task.task_id: task for task in swe_bench.make_tasks(rows, options).tasks}
 
 
 def made(row: dict[str, Any] | None = None, **options: Any) -> TaskRequest:
-    (task,) = swe.make([("rows: row 1", ROW | (row or {}))], Options(**options)).tasks
+    (task,) = swe_bench.make_tasks([("rows: row 1", ROW | (row or {}))], SweBenchOptions(**options)).tasks
     return task
 
 
@@ -135,7 +135,10 @@ def test_the_agent_is_told_the_issue_alone() -> None:
 
 def test_images_are_called_as_the_sets_do() -> None:
     assert made().runtime.image == "swebench/sweb.eval.x86_64.owner_1776_name-1:latest"
-    assert made(image=swe.IMAGES["swe-gym"]).runtime.image == "xingyaoww/sweb.eval.x86_64.owner_s_name-1:latest"
+    assert (
+        made(image=swe_bench.IMAGE_TEMPLATES["swe-gym"]).runtime.image
+        == "xingyaoww/sweb.eval.x86_64.owner_s_name-1:latest"
+    )
     assert made({"docker_image": "a/b:c"}, image="{docker_image}").runtime.image == "a/b:c"
     with pytest.raises(ConfigError, match=r"row 1: The image '\{other\}' names a field that the row hasn't: 'other'"):
         made(image="{other}")
@@ -179,7 +182,7 @@ def test_parquet_is_read_as_json_is(tmp_path: Path) -> None:
     (tmp_path / "rows.json").write_text(json.dumps(listed))
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
     found = [
-        swe.make(swe.read(tmp_path / name), Options()).tasks
+        swe_bench.make_tasks(swe_bench.read_rows(tmp_path / name), SweBenchOptions()).tasks
         for name in ("text.parquet", "lists.parquet", "rows.json", "rows.jsonl")
     ]
     assert [len(tasks) for tasks in found] == [2] * 4
@@ -220,16 +223,16 @@ def test_an_image_that_can_not_be_filled_in(image: str) -> None:
 def test_a_file_that_holds_no_rows(tmp_path: Path, name: str, text: str, said: str) -> None:
     (tmp_path / name).write_text(text)
     with pytest.raises(ConfigError, match=said):
-        list(swe.read(tmp_path / name))
+        list(swe_bench.read_rows(tmp_path / name))
 
 
 def test_what_can_not_be_graded_is_left_out_and_named() -> None:
     rows = [ROW, ROW | {"instance_id": "a__b-1", "FAIL_TO_PASS": []}, ROW | {"instance_id": "a__b-2", "test_patch": ""}]
-    found = swe.make([(f"row {number}", row) for number, row in enumerate(rows)], Options())
+    found = swe_bench.make_tasks([(f"row {number}", row) for number, row in enumerate(rows)], SweBenchOptions())
     assert [task.task_id for task in found.tasks] == ["Owner__name-1"]
     assert found.left_out == {"no FAIL_TO_PASS": ["a__b-1"], "no test_patch": ["a__b-2"]}
     with pytest.raises(ConfigError, match="already that of row 0"):
-        swe.make([("row 0", ROW), ("row 1", ROW)], Options())
+        swe_bench.make_tasks([("row 0", ROW), ("row 1", ROW)], SweBenchOptions())
 
 
 def test_the_command_writes_what_polar_run_reads(folder: Path, patches: dict[str, Any], tmp_path: Path) -> None:
@@ -253,8 +256,8 @@ def test_a_clone_that_is_missing(tmp_path: Path) -> None:
 
 def test_the_settings_of_the_recipes_are_settings() -> None:
     recipe = ROOT / "examples" / "swe"
-    reference = training.load(recipe / "grpo.toml")
-    service, _ = service_settings(reference, Path("model"))
+    reference = training.load_settings(recipe / "grpo.toml")
+    service, _ = build_service_settings(reference, Path("model"))
     assert (service.engine.kind, len(service.engine.urls)) == ("vllm", 7)
     assert polar.config.load(recipe / "slime-service.toml", {}).engine.kind == "sglang"
     bridge = BridgeSettings.model_validate(yaml.safe_load((recipe / "slime.yaml").read_text())["polar"])

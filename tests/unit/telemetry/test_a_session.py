@@ -13,11 +13,11 @@ import pytest
 
 from polar.config import Settings
 from polar.engines.scripted import ScriptedServer
-from polar.node.finished import Finished
+from polar.node.finished_session import FinishedSession
 from polar.node.local import LocalRollout
 from polar.service import Service
 from polar.telemetry import logs, tracing
-from polar.telemetry.secrets import secrets_of
+from polar.telemetry.redaction import collect_secrets
 from tests.integration.agents import task
 from tests.integration.test_cli import polar
 from tests.unit.store.servers import postgres_server
@@ -51,7 +51,7 @@ async def engine() -> AsyncIterator[ScriptedServer]:
         yield server
 
 
-async def run(config: Settings, data: Path, code: str) -> Finished:
+async def run(config: Settings, data: Path, code: str) -> FinishedSession:
     async with LocalRollout(config, data) as rollout:
         plans = await rollout.plan([task(code, evaluator={"strategy": "session_completed"}, run="watched")])
         (finished,) = [finished async for finished in rollout.run(plans)]
@@ -66,14 +66,14 @@ except urllib.error.HTTPError: pass
 
 
 @pytest.mark.parametrize("form", ["text", "json"])
-async def test_no_secret_is_logged(tmp_path: Path, form: logs.Format, capfd: pytest.CaptureFixture[str]) -> None:
+async def test_no_secret_is_logged(tmp_path: Path, form: logs.LogFormat, capfd: pytest.CaptureFixture[str]) -> None:
     """In a process that hides nothing: what is not logged need not be hidden."""
     with postgres_server() as postgres:  # it takes any password
         url = postgres.url.replace("postgresql://postgres:", f"postgresql://postgres:{quote(PASSWORD)}")
         assert quote(PASSWORD) in url
         async with engine() as server:
             config = settings(server.url, store={"url": url})
-            logs.start(form, "debug")
+            logs.configure(form, "debug")
             finished = await run(config, tmp_path / "data", CALLS + BAD_CALL)
             key = _key(finished)
             async with Service(config, tmp_path / "served") as service, aiohttp.ClientSession() as http:
@@ -90,7 +90,7 @@ async def test_no_secret_is_logged(tmp_path: Path, form: logs.Format, capfd: pyt
         assert secret not in told
 
 
-def _key(finished: Finished) -> str:
+def _key(finished: FinishedSession) -> str:
     (line,) = [
         line for line in (finished.folder / "agent.log").read_text().splitlines() if line.startswith("sk-polar-")
     ]
@@ -100,7 +100,7 @@ def _key(finished: Finished) -> str:
 async def test_lines_of_a_session_and_its_calls_say_so(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     async with engine() as server:
         config = settings(server.url)
-        logs.start("json", "debug", secrets_of(config))
+        logs.configure("json", "debug", collect_secrets(config))
         finished = await run(config, tmp_path, "ask()")
     lines = [json.loads(line) for line in capfd.readouterr().err.splitlines()]
     assert finished.turns == 1
@@ -119,7 +119,7 @@ async def test_lines_of_a_session_and_its_calls_say_so(tmp_path: Path, capfd: py
 async def test_a_session_and_its_calls_are_spans(tmp_path: Path) -> None:
     async with engine() as server, collector() as it:
         config = settings(server.url)
-        async with tracing.exporting(it.url, provider=config.engine.kind):
+        async with tracing.export_traces(it.url, provider=config.engine.kind):
             finished = await run(config, tmp_path / "good", "ask('words that nobody else is to read'); ask()")
             failed = await run(config, tmp_path / "bad", "sys.exit(3)")
         calls = [span for span in it.spans if span.name == "chat m"]

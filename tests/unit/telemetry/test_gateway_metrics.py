@@ -4,9 +4,9 @@ from typing import Any, cast
 
 from msgspec import Struct, field
 
-from polar.dialects.base import Wire
-from polar.engines.pool import Pool
-from polar.gateway.metrics import Metrics
+from polar.dialects.base import RawRequest
+from polar.engines.pool import EnginePool
+from polar.gateway.metrics import GatewayMetrics
 from polar.store.base import Exchange
 from polar.types import Usage
 
@@ -27,9 +27,9 @@ class Engines(Struct):
     gate: Gate = field(default_factory=Gate)
 
 
-def watched(pools: dict[str, Engines]) -> Metrics:
-    metrics = Metrics()
-    metrics.watch(lambda: cast("dict[str, Pool]", pools))
+def watched(pools: dict[str, Engines]) -> GatewayMetrics:
+    metrics = GatewayMetrics()
+    metrics.watch_pools(lambda: cast("dict[str, EnginePool]", pools))
     return metrics
 
 
@@ -41,7 +41,7 @@ def exchange(**fields: Any) -> Exchange:
         "dialect": "d",
         "params": {},
         "hints": {},
-        "wire": Wire({}, "messages", []),
+        "raw_request": RawRequest({}, "messages", []),
         "status": "complete",
         "started_at": 10.0,
         "ended_at": 12.0,
@@ -50,9 +50,9 @@ def exchange(**fields: Any) -> Exchange:
 
 
 def test_forks_are_counted_by_reason() -> None:
-    metrics = Metrics()
+    metrics = GatewayMetrics()
     for reason in ("text_changed", None, "text_changed"):
-        metrics.captured(exchange(branch_reason=reason, usage=Usage(prompt=7, completion=3, cached=2)))
+        metrics.record_exchange(exchange(branch_reason=reason, usage=Usage(prompt=7, completion=3, cached=2)))
     value = metrics.registry.get_sample_value
     assert value("polar_branches_total", {"reason": "text_changed"}) == 2
     assert value("polar_exchanges_total", {"dialect": "d", "status": "complete"}) == 3

@@ -11,7 +11,7 @@ import pytest
 from polar.config import Settings
 from polar.telemetry import logs
 from polar.telemetry.logs import bind
-from polar.telemetry.secrets import Hiding, secrets_of
+from polar.telemetry.redaction import SecretRedactor, collect_secrets
 
 log = logging.getLogger("polar.test")
 
@@ -30,7 +30,7 @@ def lines(capsys: pytest.CaptureFixture[str]) -> list[dict[str, Any]]:
 
 
 def test_text_is_for_people(capsys: pytest.CaptureFixture[str]) -> None:
-    logs.start()
+    logs.configure()
     log.info("not told")
     log.warning("told %d times", 3)
     assert capsys.readouterr().err == "WARNING polar.test: told 3 times\n"
@@ -38,7 +38,7 @@ def test_text_is_for_people(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_json_is_an_object_a_line(capsys: pytest.CaptureFixture[str]) -> None:
     others = set(logging.getLogger().handlers)
-    logs.start("json", "debug")
+    logs.configure("json", "debug")
     (handler,) = set(logging.getLogger().handlers) - others
     # To ours alone: what pytest keeps of a log must be text that can be sent.
     handler.handle(logging.LogRecord("polar.test", logging.DEBUG, "", 0, "two\nlines, and \udcff", None, None))
@@ -55,15 +55,15 @@ def test_json_is_an_object_a_line(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_started_again_it_takes_the_place_of_the_first(capsys: pytest.CaptureFixture[str]) -> None:
-    logs.start("json")
-    logs.start("json", "error")
+    logs.configure("json")
+    logs.configure("json", "error")
     log.warning("not told any more")
     log.error("once")
     assert [line["message"] for line in lines(capsys)] == ["once"]
 
 
 async def test_lines_say_whose_they_are(capsys: pytest.CaptureFixture[str]) -> None:
-    logs.start("json")
+    logs.configure("json")
 
     async def deeper() -> None:
         log.warning("inherited")
@@ -97,13 +97,13 @@ HIDDEN = {"engine-key-1", "in-a-url", "admin-token-1", "p%40ss-word", "p@ss-word
 
 
 def test_the_settings_secrets_are_found() -> None:
-    assert secrets_of(Settings.model_validate(SECRETS)) == HIDDEN
-    assert secrets_of(Settings()) == set()
+    assert collect_secrets(Settings.model_validate(SECRETS)) == HIDDEN
+    assert collect_secrets(Settings()) == set()
 
 
 @pytest.mark.parametrize("form", ["text", "json"])
-def test_secrets_are_put_out_of_every_line(form: logs.Format, capsys: pytest.CaptureFixture[str]) -> None:
-    logs.start(form, "debug", secrets_of(Settings.model_validate(SECRETS)))
+def test_secrets_are_put_out_of_every_line(form: logs.LogFormat, capsys: pytest.CaptureFixture[str]) -> None:
+    logs.configure(form, "debug", collect_secrets(Settings.model_validate(SECRETS)))
     key = "sk-polar-Ab_9-xyz"
     for secret in (*HIDDEN, key):
         log.debug("GET /s/%s/v1?key=%s", secret, secret)
@@ -118,9 +118,9 @@ def test_secrets_are_put_out_of_every_line(form: logs.Format, capsys: pytest.Cap
 
 
 def test_a_secret_that_begins_with_another_is_hidden_whole() -> None:
-    assert Hiding({"token", "token-and-more"})("a token-and-more, a token") == "a (secret), a (secret)"
-    assert Hiding()("nothing to hide") == "nothing to hide"
+    assert SecretRedactor({"token", "token-and-more"})("a token-and-more, a token") == "a (secret), a (secret)"
+    assert SecretRedactor()("nothing to hide") == "nothing to hide"
 
 
 def test_what_is_too_short_hides_nothing() -> None:
-    assert secrets_of(Settings.model_validate({"server": {"token": "a"}})) == set()
+    assert collect_secrets(Settings.model_validate({"server": {"token": "a"}})) == set()

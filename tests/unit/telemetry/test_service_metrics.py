@@ -6,7 +6,7 @@ from typing import Any
 from msgspec import Struct
 from prometheus_client import CollectorRegistry, generate_latest
 
-from polar.telemetry.labels import MOST_RUNS, Capped, without_password
+from polar.telemetry.labels import MAX_RUN_LABELS, LabelCap, strip_password
 from polar.telemetry.service_metrics import ServiceMetrics
 
 
@@ -68,13 +68,13 @@ def test_nodes_of_one_name_are_taken_together() -> None:
 def test_what_happened_is_counted() -> None:
     service = Service()
     told = service.metrics
-    told.leased(3)
-    told.leased(1)
-    told.expired(2)
-    told.retried("node_lost")
-    told.retried("node_lost")
-    told.retried("engine_failed")
-    told.callback_failed()
+    told.count_leased(3)
+    told.count_leased(1)
+    told.count_expired(2)
+    told.count_retried("node_lost")
+    told.count_retried("node_lost")
+    told.count_retried("engine_failed")
+    told.count_failed_callback()
     assert service.value("polar_callbacks_failed_total") == 1
     assert service.value("polar_leases_total") == 4
     assert service.value("polar_lease_expiries_total") == 2
@@ -84,13 +84,13 @@ def test_what_happened_is_counted() -> None:
 
 def test_sessions_that_end() -> None:
     service = Service()
-    service.metrics.ended("r", 1.0, None, {"run": 20.0, "init": 0.2}, 0)
-    service.metrics.ended("r", 0.0, None, {"run": 40.0}, 3)
-    service.metrics.ended("r", None, "node_lost", {}, None)
+    service.metrics.count_ended("r", 1.0, None, {"run": 20.0, "init": 0.2}, 0)
+    service.metrics.count_ended("r", 0.0, None, {"run": 40.0}, 3)
+    service.metrics.count_ended("r", None, "node_lost", {}, None)
     assert service.value("polar_sessions_ended_total", run="r", reason="") == 2
     assert service.value("polar_sessions_ended_total", run="r", reason="node_lost") == 1
     assert service.value("polar_reward_earned_total", run="r", sign="negative") == 0  # there, for differences
-    service.metrics.ended("r", -0.25, None, {}, None)
+    service.metrics.count_ended("r", -0.25, None, {}, None)
     assert service.value("polar_reward_count", run="r") == 3
     assert service.value("polar_reward_bucket", run="r", le="0.0") == 2
     assert service.value("polar_reward_earned_total", run="r", sign="positive") == 1
@@ -105,29 +105,29 @@ def test_sessions_that_end() -> None:
 
 def test_labels_stay_few() -> None:
     service = Service()
-    runs = [f"run-{number}" for number in range(MOST_RUNS + 50)]
+    runs = [f"run-{number}" for number in range(MAX_RUN_LABELS + 50)]
     for run in runs:
-        service.metrics.ended(run, 1.0, f"why-{run}", {f"stage-{run}": 1.0}, 0)
-        service.metrics.retried(f"why-{run}")
-    service.metrics.ended("default", 1.0, None, {}, 0)
+        service.metrics.count_ended(run, 1.0, f"why-{run}", {f"stage-{run}": 1.0}, 0)
+        service.metrics.count_retried(f"why-{run}")
+    service.metrics.count_ended("default", 1.0, None, {}, 0)
     service.queue = {run: {"queued": 1} for run in runs}
     told = service.labelled("polar_reward_count")
-    assert len(told) == MOST_RUNS + 1
+    assert len(told) == MAX_RUN_LABELS + 1
     assert {"run": "default"} in told  # there is always room for it
     assert service.value("polar_reward_count", run="other") == 51
     assert service.value("polar_work", run="other", state="queued") == 51
     work: list[Any] = service.labelled("polar_work")
-    assert len(work) == 3 * MOST_RUNS  # all but "default", which has none
+    assert len(work) == 3 * MAX_RUN_LABELS  # all but "default", which has none
     assert len(service.labelled("polar_retries_total")) < 60
     assert len(service.labelled("polar_stage_seconds_count")) < 30
     assert len(generate_latest(service.registry)) < 400_000
 
 
 def test_a_value_that_is_known_stays() -> None:
-    capped = Capped(2, "kept")
+    capped = LabelCap(2, "kept")
     assert [capped(value) for value in ("a", "b", "a", "kept", "c")] == ["a", "other", "a", "kept", "other"]
 
 
 def test_addresses_are_told_without_passwords() -> None:
-    assert without_password("http://me:pa%40ss@host:8000/v1") == "http://host:8000/v1"
-    assert without_password("http://[::1]:8000") == "http://[::1]:8000"
+    assert strip_password("http://me:pa%40ss@host:8000/v1") == "http://host:8000/v1"
+    assert strip_password("http://[::1]:8000") == "http://[::1]:8000"

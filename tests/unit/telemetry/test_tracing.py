@@ -17,12 +17,12 @@ from polar.errors import ConfigError
 from polar.store.base import Verdict
 from polar.telemetry import tracing
 from polar.telemetry.otlp import OpenTelemetry
-from polar.telemetry.tracing import Traced
-from polar.types import Request, Sampling, Usage
+from polar.telemetry.tracing import SessionAttributes
+from polar.types import Request, SamplingParams, Usage
 from tests.unit.telemetry.collector import attributes, collector
 from tests.unit.telemetry.test_gateway_metrics import exchange
 
-SESSION = Traced(session_id="s", task_id="t", sample=2, run="r", node_id="n", agent="pi", model="m")
+SESSION = SessionAttributes(session_id="s", task_id="t", sample=2, run="r", node_id="n", agent="pi", model="m")
 
 
 def asked(**fields: Any) -> Request:
@@ -43,12 +43,12 @@ class Memory:
 
 async def test_a_session_with_its_stages_and_calls() -> None:
     memory = Memory()
-    session = memory.traces.session(SESSION)
+    session = memory.traces.start_session(SESSION)
     for stage in ("init", "ready", "run", "postrun"):
-        session.stage(stage)
+        session.enter_stage(stage)
         if stage == "run":
-            memory.traces.call(exchange(), asked(), served=["served"], error=None)
-    session.stage(None)
+            memory.traces.record_call(exchange(), asked(), served=["served"], error=None)
+    session.enter_stage(None)
     session.end(Verdict(0.5), turns=1, tokens=3)
     spans = await memory.all()
     assert list(spans) == ["INIT", "READY", "chat asked-for", "RUN", "POSTRUN", "invoke_agent pi"]
@@ -77,7 +77,7 @@ async def test_a_session_with_its_stages_and_calls() -> None:
 async def test_a_call_is_told_by_the_conventions_names() -> None:
     memory = Memory()
     made = exchange(
-        sampling=Sampling(temperature=0.7, max_tokens=100),
+        sampling=SamplingParams(temperature=0.7, max_tokens=100),
         first_token_at=10.5,
         finish_reason="tool_calls",
         usage=Usage(prompt=40, completion=9, cached=30, reasoning=4),
@@ -87,7 +87,7 @@ async def test_a_call_is_told_by_the_conventions_names() -> None:
         versions=[VersionSpan(3, 0, 5), VersionSpan(4, 5, 9)],
         continuation="recorded",
     )
-    memory.traces.call(made, asked(), served=["served"], error=None)
+    memory.traces.record_call(made, asked(), served=["served"], error=None)
     span = (await memory.all())["chat asked-for"]
     assert span.parent is None  # of a session that was made by hand
     assert span.kind == SpanKind.CLIENT
@@ -121,9 +121,9 @@ async def test_a_call_is_told_by_the_conventions_names() -> None:
 
 async def test_failures_are_told_by_their_kind_alone() -> None:
     memory = Memory()
-    session = memory.traces.session(SESSION)
-    session.stage("run")
-    memory.traces.call(
+    session = memory.traces.start_session(SESSION)
+    session.enter_stage("run")
+    memory.traces.record_call(
         exchange(status="failed", error="the engine said: secret words"), asked(), served=[], error="engine"
     )
     session.end(Verdict(reason="engine_failed"), turns=1, tokens=0)
@@ -140,8 +140,8 @@ async def test_failures_are_told_by_their_kind_alone() -> None:
 
 async def test_the_model_that_answers() -> None:
     memory = Memory()
-    memory.traces.call(exchange(), asked(model="a"), served=["b", "a"], error=None)
-    memory.traces.call(exchange(), asked(model="c", prompt="once"), served=["b", "a"], error=None)
+    memory.traces.record_call(exchange(), asked(model="a"), served=["b", "a"], error=None)
+    memory.traces.record_call(exchange(), asked(model="c", prompt="once"), served=["b", "a"], error=None)
     spans = await memory.all()
     assert spans["chat a"].attributes[gen_ai.GEN_AI_RESPONSE_MODEL] == "a"
     assert spans["text_completion c"].attributes[gen_ai.GEN_AI_RESPONSE_MODEL] == "b"
@@ -149,10 +149,10 @@ async def test_the_model_that_answers() -> None:
 
 async def test_a_collector_gets_them_over_http() -> None:
     async with collector() as it:
-        async with tracing.exporting(it.url, provider="vllm", headers={"x-token": "abc"}):
-            session = tracing.current().session(SESSION)
-            session.stage("run")
-            tracing.current().call(exchange(), asked(), served=[], error=None)
+        async with tracing.export_traces(it.url, provider="vllm", headers={"x-token": "abc"}):
+            session = tracing.current().start_session(SESSION)
+            session.enter_stage("run")
+            tracing.current().record_call(exchange(), asked(), served=[], error=None)
             session.end(Verdict(1.0), turns=1, tokens=3)
         assert {span.name for span in it.spans} == {"invoke_agent pi", "RUN", "chat asked-for"}
         assert {headers["x-token"] for headers in it.headers} == {"abc"}
@@ -166,33 +166,33 @@ async def test_a_collector_gets_them_over_http() -> None:
 
 async def test_an_endpoint_may_have_the_path_of_its_traces() -> None:
     async with collector() as it:
-        async with tracing.exporting(f"{it.url}/v1/traces", provider="vllm"):
-            tracing.current().call(exchange(), asked(), served=[], error=None)
+        async with tracing.export_traces(f"{it.url}/v1/traces", provider="vllm"):
+            tracing.current().record_call(exchange(), asked(), served=[], error=None)
         assert [span.name for span in it.spans] == ["chat asked-for"]
 
 
 async def test_a_collector_that_is_not_there_holds_nobody_up(unused_tcp_port: int) -> None:
-    async with tracing.exporting(f"http://127.0.0.1:{unused_tcp_port}", provider="vllm"):
+    async with tracing.export_traces(f"http://127.0.0.1:{unused_tcp_port}", provider="vllm"):
         for _ in range(10_000):
-            tracing.current().call(exchange(), asked(), served=[], error=None)
+            tracing.current().record_call(exchange(), asked(), served=[], error=None)
 
 
 async def test_nobody_is_told_where_nobody_collects() -> None:
     before = tracing.current()
     assert type(before) is tracing.Tracing
-    async with tracing.exporting(None, provider="vllm"):
+    async with tracing.export_traces(None, provider="vllm"):
         assert tracing.current() is before
-        session = tracing.current().session(SESSION)
-        session.stage("init")
+        session = tracing.current().start_session(SESSION)
+        session.enter_stage("init")
         session.end(Verdict(), turns=0, tokens=0)
-    async with collector() as it, tracing.exporting(it.url, provider="vllm"):
+    async with collector() as it, tracing.export_traces(it.url, provider="vllm"):
         assert tracing.current() is not before
     assert tracing.current() is before
 
 
 async def test_what_is_off_is_not_imported() -> None:
     code = (
-        "import sys, polar.service, polar.node.session, polar.telemetry.tracing\n"
+        "import sys, polar.service, polar.node.session_run, polar.telemetry.tracing\n"
         "print([name for name in sys.modules if name.startswith(('opentelemetry.sdk', 'opentelemetry.exporter'))])"
     )
     found = await asyncio.to_thread(
@@ -204,5 +204,5 @@ async def test_what_is_off_is_not_imported() -> None:
 async def test_without_the_extra_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "polar.telemetry.otlp", None)
     with pytest.raises(ConfigError, match=r"polar\[otel\]"):
-        async with tracing.exporting("http://127.0.0.1:4318", provider="vllm"):
+        async with tracing.export_traces("http://127.0.0.1:4318", provider="vllm"):
             pass

@@ -6,16 +6,16 @@ from typing import Any
 import msgspec
 
 from polar.train import groups
-from polar.train.groups import Group
+from polar.train.groups import RolloutGroup
 from polar.trajectory import wire
 from polar.trajectory.builders import per_request, prefix_merging, prefix_tree
-from polar.trajectory.types import Sampled
+from polar.trajectory.types import SessionPaths
 
 _TRACES = {"per_request": per_request, "prefix_merging": prefix_merging}
 BUILDERS = ("prefix_tree", *_TRACES)
 
 
-def feed(sessions: Sequence[Sampled], builder: str, task_id: str = "t", cursor: int = 1) -> bytes:
+def feed(sessions: Sequence[SessionPaths], builder: str, task_id: str = "t", cursor: int = 1) -> bytes:
     """An entry of the feed of groups."""
     results = [
         {
@@ -23,18 +23,22 @@ def feed(sessions: Sequence[Sampled], builder: str, task_id: str = "t", cursor: 
             "reward": session.reward,
             "reason": session.reason,
             "metadata": {"suspicious": session.suspicious},
-            "trajectory": wire.trajectory(_TRACES.get(builder, prefix_merging)(session)),
+            "trajectory": wire.trajectory_to_dict(_TRACES.get(builder, prefix_merging)(session)),
         }
         for session in sessions
     ]
     return msgspec.json.encode({"task_id": task_id, "cursor": cursor, "results": results})
 
 
-def tree(sessions: Sequence[Sampled]) -> dict[str, Any]:
-    document: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(wire.tree(prefix_tree(sessions))))
+def tree(sessions: Sequence[SessionPaths]) -> dict[str, Any]:
+    document: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(wire.tree_to_dict(prefix_tree(sessions))))
     return document
 
 
-def group(sessions: Sequence[Sampled], builder: str = "prefix_tree", index: int = 0) -> Group:
+def group(sessions: Sequence[SessionPaths], builder: str = "prefix_tree", index: int = 0) -> RolloutGroup:
     data = feed(sessions, builder)
-    return groups.of_tree(data, tree(sessions), index) if builder == "prefix_tree" else groups.of_traces(data, index)
+    return (
+        groups.group_from_tree(data, tree(sessions), index)
+        if builder == "prefix_tree"
+        else groups.group_from_traces(data, index)
+    )

@@ -34,8 +34,8 @@ class Unhurried(ScriptedServer):
         for generation in self._generations:
             generation.interval = 0.0
 
-    def _generation(self, script: Script) -> Generation:
-        self._generations.append(super()._generation(script))
+    def _make_generation(self, script: Script) -> Generation:
+        self._generations.append(super()._make_generation(script))
         return self._generations[-1]
 
 

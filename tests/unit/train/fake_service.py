@@ -15,8 +15,8 @@ import torch
 from polar.client.feed import RawResult
 from polar.rollout.models import SessionResult, TaskRequest, TaskStatus, TrajectoryResult
 from polar.train.learner import Learner
-from polar.train.trainer import Updated, Versions
-from polar.trajectory.types import Path, Sampled
+from polar.train.trainer import EngineVersions, WeightUpdateResult
+from polar.trajectory.types import SessionPaths, TokenPath
 from tests.unit.train import documents
 
 VOCABULARY = 16
@@ -29,7 +29,7 @@ class FakeService:
         self.model = copy.deepcopy(model)
         self.version = 0  # as the engine has it
         self.label = 0  # as the service has it
-        self.groups: dict[str, tuple[int, list[Sampled]]] = {}  # by task id: with their cursors
+        self.groups: dict[str, tuple[int, list[SessionPaths]]] = {}  # by task id: with their cursors
         self.requests: dict[str, TaskRequest] = {}
         self.reward_of: Any = lambda ids: float(np.mean(np.asarray(ids) < VOCABULARY // 2))
         self._came = asyncio.Condition()
@@ -56,7 +56,7 @@ class FakeService:
     async def trajectory(self, task_id: str) -> dict[str, Any]:
         return documents.tree(self.groups[task_id][1])
 
-    async def ended(self, task_ids: Iterable[str]) -> AsyncIterator[TaskStatus]:
+    async def as_completed(self, task_ids: Iterable[str]) -> AsyncIterator[TaskStatus]:
         for name in task_ids:
             results = [
                 SessionResult(
@@ -81,12 +81,12 @@ class FakeService:
 
     # Sampling
 
-    def sessions(self, prefix: str) -> Iterator[Sampled]:
+    def sessions(self, prefix: str) -> Iterator[SessionPaths]:
         for name, (_, sessions) in self.groups.items():
             if name.startswith(prefix):
                 yield from sessions
 
-    def _session(self, task: TaskRequest, sample: int) -> Sampled:
+    def _session(self, task: TaskRequest, sample: int) -> SessionPaths:
         name = f"{task.task_id}#{sample}"
         # The same whatever the run is called: the run's own part of the name is random.
         seed = int.from_bytes(hashlib.sha256(name.partition("/")[2].encode()).digest()[:4])
@@ -96,7 +96,7 @@ class FakeService:
         for turn in range(_TURNS):
             ids, logprobs = self._sampled(context, random)
             paths.append(
-                Path(
+                TokenPath(
                     session_id=name,
                     exchange_id=f"{name}-{turn}",
                     seq=turn,
@@ -104,13 +104,13 @@ class FakeService:
                     sampled=np.array(ids, np.int32),
                     logprobs=np.array(logprobs, np.float32),
                     versions=np.full(len(ids), self.version, np.int32),
-                    trainable=len(ids),
+                    num_trainable=len(ids),
                     scale=1.0,
                 )
             )
             sampled += ids
             context = [*context, *ids, 4]
-        return Sampled(name, paths, self.reward_of(sampled))
+        return SessionPaths(name, paths, self.reward_of(sampled))
 
     @torch.no_grad()
     def _sampled(self, context: list[int], random: torch.Generator) -> tuple[list[int], list[float]]:
@@ -149,20 +149,20 @@ class FakeEngines:
         self._learner = learner
         self.seen: list[int] = []
 
-    async def versions(self) -> Versions:
-        return Versions({self._service.label}, {self._service.version})
+    async def read_versions(self) -> EngineVersions:
+        return EngineVersions({self._service.label}, {self._service.version})
 
-    async def same(self, version: int) -> bool:
+    async def has_trainer_weights(self, version: int) -> bool:
         own, theirs = self._learner.model.state_dict(), self._service.model.state_dict()
         return all(torch.equal(own[name], theirs[name]) for name in own)
 
-    async def update(self, version: int) -> Updated:
+    async def publish(self, version: int) -> WeightUpdateResult:
         assert version >= max(self._service.version, self._service.label), "versions never go back"
         if version == self._service.version:
-            assert await self.same(version), "a version stands for one set of weights"
+            assert await self.has_trainer_weights(version), "a version stands for one set of weights"
         self.load(version)
         self._service.label = version
-        return Updated(0.0, 0.0, {"prepare": 0.25})
+        return WeightUpdateResult(0.0, 0.0, {"prepare": 0.25})
 
     def load(self, version: int) -> None:
         self._service.model.load_state_dict(self._learner.model.state_dict())

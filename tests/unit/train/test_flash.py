@@ -59,7 +59,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
         told.append(causal)
         return _forward(query, key, value, causal, scale)
 
-    for name, value in {"_LEAST": 16, "_forward": forward, "_backward": _backward}.items():
+    for name, value in {"_MIN_CONTEXT_TOKENS": 16, "_forward": forward, "_backward": _backward}.items():
         monkeypatch.setattr(flash, name, value)
     return told
 
@@ -90,15 +90,15 @@ class Given:
         self.back = [(torch.zeros_like(one), torch.zeros_like(other)) for one, other in self.theirs]
 
     @property
-    def pieces(self) -> list[flash.Piece]:
+    def pieces(self) -> list[flash.KeyValuePiece]:
         return [self._piece(number) for number in range(len(self.theirs))]
 
-    def _piece(self, number: int) -> flash.Piece:
+    def _piece(self, number: int) -> flash.KeyValuePiece:
         def give_back(start: int, stop: int, key: Tensor, value: Tensor) -> None:
             self.back[number][0][:, :, start:stop] += key
             self.back[number][1][:, :, start:stop] += value
 
-        return flash.Piece(self.theirs[number][0].detach(), self.theirs[number][1].detach(), give_back)
+        return flash.KeyValuePiece(self.theirs[number][0].detach(), self.theirs[number][1].detach(), give_back)
 
     def check(self, out: Tensor, seen: Tensor) -> None:
         """All of the pieces are seen, and of the queries' own keys those that `seen` says: so are gradients."""
@@ -135,7 +135,9 @@ def compiled(request: pytest.FixtureRequest) -> bool:
 @pytest.mark.parametrize("count", [24, 8, 13])
 def test_the_parts_are_the_whole(lengths: list[int], count: int, grain: int, compiled: bool) -> None:
     given = Given(lengths, count)
-    out = flash.joined_attention(given.query, given.key, given.value, given.pieces, 0.3, grain=grain, compiled=compiled)
+    out = flash.attend_with_context(
+        given.query, given.key, given.value, given.pieces, 0.3, grain=grain, compiled=compiled
+    )
     given.check(out, torch.ones(count, count).tril() == 1)
 
 
@@ -147,14 +149,14 @@ def test_a_short_context_needs_no_call_of_its_own(
     calls: list[bool], lengths: list[int], causal: list[bool], grain: int
 ) -> None:
     given = Given(lengths, 24)
-    flash.joined_attention(given.query, given.key, given.value, given.pieces, 0.3, grain=grain)
+    flash.attend_with_context(given.query, given.key, given.value, given.pieces, 0.3, grain=grain)
     assert calls == causal
 
 
 @pytest.mark.parametrize(("before", "causal"), [(20, [True]), (21, [True, False])])
 def test_nor_does_one_that_is_short_beside_the_queries(calls: list[bool], before: int, causal: list[bool]) -> None:
     given = Given([before], 80)
-    flash.joined_attention(given.query, given.key, given.value, given.pieces, 0.3, grain=1)
+    flash.attend_with_context(given.query, given.key, given.value, given.pieces, 0.3, grain=1)
     assert calls == causal
 
 
@@ -164,7 +166,7 @@ def test_gradients_that_lie_otherwise_are_laid_out(before: int) -> None:
     one, other = Given([before], 13), Given([before], 13)
     grads = []
     for given, grad in ((one, torch.ones(1, HEADS, 13, WIDTH)), (other, torch.ones(()).expand(1, HEADS, 13, WIDTH))):
-        out = flash.joined_attention(given.query, given.key, given.value, given.pieces, 0.3, grain=1)
+        out = flash.attend_with_context(given.query, given.key, given.value, given.pieces, 0.3, grain=1)
         out.backward(grad.double())
         grads.append(given.query.grad)
     assert grads[0] is not None
@@ -184,7 +186,7 @@ def test_few_queries_have_few_that_nobody_asked_for(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(flash, "_forward", forward)
     for count in (1, 8, 40, 64):
         given = Given([1023], count)  # 63 would be left of it
-        flash.joined_attention(given.query, given.key, given.value, given.pieces, 0.3, grain=1)
+        flash.attend_with_context(given.query, given.key, given.value, given.pieces, 0.3, grain=1)
     assert paths == [1, 8 + 1, 40 + 7, 64 + 15]
 
 
@@ -198,7 +200,7 @@ def test_few_variants_are_compiled_for_parts_of_all_kinds() -> None:
     for before in range(30, 60):
         for count in (9, 13, 17, 24):
             given = Given([before], count)
-            flash.joined_attention(given.query, given.key, given.value, given.pieces, 0.3, grain=8, compiled=True)
+            flash.attend_with_context(given.query, given.key, given.value, given.pieces, 0.3, grain=8, compiled=True)
     assert counters["stats"]["unique_graphs"] - earlier == 2
 
 
@@ -215,7 +217,7 @@ def test_contexts_of_many_lengths_have_calls_of_few(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(flash, "_forward", forward)
     for before in range(256, 512, 3):
         given = Given([before], 253)
-        flash.joined_attention(given.query, given.key, given.value, given.pieces, 0.3, grain=8)
+        flash.attend_with_context(given.query, given.key, given.value, given.pieces, 0.3, grain=8)
     assert asked == {(256, length) for length in range(256, 512, 32)}
 
 
@@ -258,7 +260,7 @@ def test_somebody_elses_attention_is_a_part_like_others(
     seen = (places[:, None] >= places) & ((places % 2 == 0) | (places[:, None] == places))
     scores = _scores(given.query, given.key, False, 0.3).masked_fill(~seen, -torch.inf)
     own = (scores.softmax(-1) @ given.value.repeat_interleave(HEADS // SHARED, 1)).transpose(1, 2).contiguous()
-    out = flash.extended_attention(
+    out = flash.extend_with_context(
         given.query,
         own.transpose(1, 2),
         scores.logsumexp(-1),
@@ -274,8 +276,8 @@ def test_gradients_are_laid_out_as_the_output_is() -> None:
     """Kernels take them as they lie. By tokens, as projections want it, nothing is copied."""
     out = torch.zeros(1, 5, HEADS, WIDTH).transpose(1, 2)
     grad = torch.randn(1, 5, HEADS, WIDTH).transpose(1, 2)
-    assert flash._laid_out(grad, out) is grad
+    assert flash._match_layout(grad, out) is grad
     for other in (grad.contiguous(), torch.ones(()).expand_as(out)):
-        laid = flash._laid_out(other, out)
+        laid = flash._match_layout(other, out)
         assert laid.stride() == out.stride()
         assert torch.equal(laid, other)

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from polar.train import fusing
+from polar.train import fusion
 from tests.unit.train import tiny
 
 pytestmark = [  # of PyTorch's own compiler
@@ -20,10 +20,10 @@ def test_rotations_are_compiled_where_attention_finds_them(monkeypatch: pytest.M
 
     own = modeling_llama.apply_rotary_pos_emb
     monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", own)  # is put back behind us
-    fusing.fuse(tiny.model())
+    fusion.fuse_model(tiny.model())
     compiled = modeling_llama.apply_rotary_pos_emb
     assert compiled is not own
-    fusing.fuse(tiny.model())
+    fusion.fuse_model(tiny.model())
     assert modeling_llama.apply_rotary_pos_emb is compiled
 
 
@@ -33,12 +33,12 @@ async def test_a_fused_feed_forward_part_keeps_two_products(monkeypatch: pytest.
 
     monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", modeling_llama.apply_rotary_pos_emb)
     model: Any = tiny.model()
-    await asyncio.to_thread(fusing.fuse, model)
+    await asyncio.to_thread(fusion.fuse_model, model)
     part, sizes, tokens = model.model.layers[0].mlp, model.config, 37
     kept: list[torch.Tensor] = []
 
     def compute() -> None:
-        with fusing.compiling(), tiny.kept_in(kept):
+        with fusion.compiler_settings(), tiny.kept_in(kept):
             part(torch.randn(1, tokens, sizes.hidden_size, requires_grad=True))
 
     await asyncio.to_thread(compute)
@@ -49,7 +49,7 @@ async def test_a_fused_feed_forward_part_keeps_two_products(monkeypatch: pytest.
 def test_rotations_by_tokens_are_rotations() -> None:
     from transformers.models.qwen3.modeling_qwen3 import apply_rotary_pos_emb
 
-    rotate = fusing._by_tokens(apply_rotary_pos_emb)
+    rotate = fusion._compile_rotation(apply_rotary_pos_emb)
     torch.manual_seed(0)
     query, key = (torch.randn(1, 5, heads, 8).transpose(1, 2).requires_grad_() for heads in (4, 2))
     cosines, sines = torch.randn(2, 1, 5, 8)
@@ -68,4 +68,4 @@ def test_a_rotation_of_something_else_is_left_as_it_is() -> None:
         return x * cos.unsqueeze(unsqueeze_dim) + sin.unsqueeze(unsqueeze_dim)
 
     given = torch.randn(1, 4, 5, 8), torch.randn(1, 5, 8), torch.randn(1, 5, 8)
-    assert torch.allclose(fusing._by_tokens(rotate)(*given), rotate(*given), atol=1e-6)
+    assert torch.allclose(fusion._compile_rotation(rotate)(*given), rotate(*given), atol=1e-6)

@@ -15,7 +15,7 @@ plain = st.lists(numbers, min_size=2, max_size=8)
 
 def of(rewards: list[float], **options: object) -> np.ndarray:
     """Without rewards of turns: one advantage a session."""
-    found = grpo.advantages(rewards, [[0.0]] * len(rewards), **options)  # type: ignore[arg-type]
+    found = grpo.compute_advantages(rewards, [[0.0]] * len(rewards), **options)  # type: ignore[arg-type]
     return np.array([row[0] for row in found])
 
 
@@ -56,7 +56,7 @@ def test_equal_rewards_have_no_signal(reward: float, sessions: int) -> None:
 def test_a_turn_is_given_what_came_after_it(group: list[tuple[float, list[float]]]) -> None:
     """Against the definition: the session's reward and its turns' from there on, less the group's mean of that."""
     rewards, turns = [one for one, _ in group], [list(some) for _, some in group]
-    found = grpo.advantages(rewards, turns, scale=False)
+    found = grpo.compute_advantages(rewards, turns, scale=False)
     for place, row in enumerate(found):
         for turn, advantage in enumerate(row):
             returns = [reward + sum(some[turn:]) for reward, some in zip(rewards, turns, strict=True)]
@@ -64,13 +64,13 @@ def test_a_turn_is_given_what_came_after_it(group: list[tuple[float, list[float]
 
 
 def test_a_turn_has_no_part_in_what_was_earned_before_it() -> None:
-    first, second = grpo.advantages([0, 0], [[5, 1], [0, 1]], scale=False)
+    first, second = grpo.compute_advantages([0, 0], [[5, 1], [0, 1]], scale=False)
     assert (first.tolist(), second.tolist()) == ([2.5, 0], [-2.5, 0])
 
 
 @given(st.floats(-3, 0), st.floats(-3, 0), st.floats(1, 4))
 def test_importance_is_bounded_above_alone(old: float, behaviour: float, cap: float) -> None:
-    found = float(grpo.importance(torch.tensor(old), torch.tensor(behaviour), cap))
+    found = float(grpo.compute_importance_weights(torch.tensor(old), torch.tensor(behaviour), cap))
     assert found == pytest.approx(min(cap, np.exp(old - behaviour)), rel=1e-5)
 
 
@@ -100,6 +100,6 @@ def test_on_policy_the_gradient_is_that_of_plain_policy_gradient(logprob: float,
 
 @given(st.floats(-8, 0), st.floats(-8, 0))
 def test_divergence_is_never_negative_and_zero_where_they_agree(logprob: float, reference: float) -> None:
-    found = float(grpo.divergence(torch.tensor(logprob), torch.tensor(reference)))
+    found = float(grpo.estimate_kl(torch.tensor(logprob), torch.tensor(reference)))
     assert found >= -1e-6
-    assert float(grpo.divergence(torch.tensor(logprob), torch.tensor(logprob))) == 0
+    assert float(grpo.estimate_kl(torch.tensor(logprob), torch.tensor(logprob))) == 0

@@ -8,11 +8,11 @@ import torch
 import transformers
 
 from polar.errors import ConfigError
-from polar.train.batch import Trained, trained
-from polar.train.learner import Learned, Learner
-from polar.train.model import export
+from polar.train.batch import TrainingGroup, select_training_sessions
+from polar.train.learner import Learner, LearnerStats
+from polar.train.model import export_model
 from polar.train.settings import GrpoSettings, TrainSettings
-from polar.trajectory.types import Sampled
+from polar.trajectory.types import SessionPaths
 from tests.unit.train import tiny
 from tests.unit.train.documents import group
 from tests.unit.trajectory.samples import path
@@ -36,15 +36,15 @@ def learner(folder: Path, **changes: Any) -> Learner:
     return Learner(folder, TrainSettings.model_validate(tables))
 
 
-def batch(count: int = 2) -> list[Trained]:
+def batch(count: int = 2) -> list[TrainingGroup]:
     made = []
     for index in range(count):
         sessions = []
         for number, reward in enumerate((1.0, 0.0, 0.0)):
             calls = [path(0, [1, 2, index], [3 + number, 7], session_id=f"{index}-{number}", scale=1.0)]
-            sessions.append(Sampled(f"{index}-{number}", calls, reward))
-        one = trained(group(sessions, index=index), GrpoSettings())
-        assert isinstance(one, Trained)
+            sessions.append(SessionPaths(f"{index}-{number}", calls, reward))
+        one = select_training_sessions(group(sessions, index=index), GrpoSettings())
+        assert isinstance(one, TrainingGroup)
         made.append(one)
     return made
 
@@ -61,7 +61,7 @@ def likelier(one: Learner) -> bool:
     return one.score([1, 2, 0], [3, 7])[0] > one.score([1, 2, 0], [4, 7])[0]
 
 
-def many(one: Learner, steps: int = 12) -> Learned:
+def many(one: Learner, steps: int = 12) -> LearnerStats:
     for step in range(steps):
         told = one.step(batch(), step)
     return told
@@ -111,7 +111,7 @@ def test_a_small_step_is_not_far_from_the_initial_model(folder: Path) -> None:
 def test_ratios_are_against_what_was_recorded(folder: Path) -> None:
     one = learner(folder)
     groups = batch(1)
-    recorded = torch.from_numpy(groups[0].columns.behaviour.copy())
+    recorded = torch.from_numpy(groups[0].columns.behavior_logprobs.copy())
     own = torch.tensor(one.step(groups, 1).logprobs)
     told = learner(folder).step(groups, 1)
     ratio = (own - recorded).exp()
@@ -124,7 +124,7 @@ def test_ratios_are_against_what_was_recorded(folder: Path) -> None:
 def test_the_folder_that_is_left_says_the_same(folder: Path, tmp_path: Path, changes: dict[str, Any]) -> None:
     one = learner(folder, **changes)
     many(one, 3)
-    export(one.model, folder, tmp_path / "model")
+    export_model(one.model, folder, tmp_path / "model")
     plain = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32).eval()
     ids = torch.tensor([[1, 2, 0, 3, 7]])
     with torch.no_grad():
@@ -151,7 +151,7 @@ def test_an_exported_model_is_the_one_that_was_trained(tmp_path: Path, tied: boo
     one.step(batch(), 1)
     for name in OLD_WEIGHTS:
         (base / name).touch()
-    export(one.model, base, tmp_path / "model")
+    export_model(one.model, base, tmp_path / "model")
     assert not OLD_WEIGHTS & {path.name for path in (tmp_path / "model").iterdir()}
     assert (tmp_path / "model" / "tokenizer.json").exists()
     loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model")

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from polar.train.logprobs import chosen
+from polar.train.logprobs import compute_chosen_logprobs
 
 ROWS, VOCABULARY = 7, 300
 
@@ -26,7 +26,7 @@ def test_it_is_the_logarithm_of_a_softmax(kind: torch.dtype, close: float, compi
     grad = torch.randn(ROWS)
     expected = _plain(logits, targets, temperature)
     (right,) = torch.autograd.grad(expected, logits, grad.double())
-    found = chosen(logits, targets, temperature, compiled=compiled)
+    found = compute_chosen_logprobs(logits, targets, temperature, compiled=compiled)
     assert found.dtype == torch.float32
     assert torch.allclose(found.double(), expected, rtol=1e-6, atol=1e-5)
     (mine,) = torch.autograd.grad(found, logits, grad)
@@ -41,7 +41,7 @@ def test_what_goes_back_to_a_row_of_several_targets_is_added_up_in_full_precisio
     logits = torch.randn(1, VOCABULARY).bfloat16().requires_grad_()
     targets = torch.randint(VOCABULARY, (count,))
     rows = torch.zeros(count, dtype=torch.int64)
-    chosen(logits, targets, torch.ones(count), rows=rows).sum().backward()
+    compute_chosen_logprobs(logits, targets, torch.ones(count), rows=rows).sum().backward()
     assert logits.grad is not None
     right = torch.nn.functional.one_hot(targets, VOCABULARY).sum(0) - count * logits.detach().double().softmax(1)[0]
     assert float((logits.grad[0].double() - right).norm() / right.norm()) < 5e-3
@@ -56,6 +56,6 @@ def test_nothing_is_kept_of_a_wide_vocabulary_but_the_logits() -> None:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        chosen(logits, torch.zeros(ROWS, dtype=torch.int64), torch.ones(ROWS))
+        compute_chosen_logprobs(logits, torch.zeros(ROWS, dtype=torch.int64), torch.ones(ROWS))
     wide = [tensor for tensor in kept if tensor.numel() >= VOCABULARY]
     assert [tensor.data_ptr() for tensor in wide] == [logits.data_ptr()]

@@ -14,13 +14,13 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from polar.train import cutting, memory, passes
-from polar.train.cutting import Budget, Cutter, cut, keep
-from polar.train.forest import Forest, forest
-from polar.train.learner import Learned, Learner
-from polar.train.memory import OutOfMemory, Retries
-from polar.train.passes import TreeModel
-from polar.train.syncing import weights as sent_weights
+from polar.train import chunks, memory, tree_model
+from polar.train.chunks import Chunker, MemoryBudget, choose_kept_chunks, split_into_chunks
+from polar.train.forest import Forest, pack_forest
+from polar.train.learner import Learner, LearnerStats
+from polar.train.memory import OutOfMemory, OutOfMemoryRetrier
+from polar.train.tree_model import TreeModel
+from polar.train.weight_sync import merged_weights as sent_weights
 from tests.selection import leave_to_slow
 from tests.unit.train import tiny
 from tests.unit.train.test_learner import batch, learner
@@ -61,7 +61,7 @@ class Memory(TorchDispatchMode):
 
 
 def packed(kind: str = "think_stripped") -> Forest:
-    return forest([group_tree(group(kind))[0]])
+    return pack_forest([group_tree(group(kind))[0]])
 
 
 def total(_: Tensor, logprobs: Tensor) -> Tensor:
@@ -95,7 +95,7 @@ def test_as_much_is_needed_as_is_reckoned_with(kept: int) -> None:
     torch.manual_seed(1)
     model = llama()
     over_trees = TreeModel(model, chunk_tokens=24, kept_tokens=kept)
-    need = over_trees.cutter.cut(packed(), training=True).need.bytes
+    need = over_trees.chunker.plan(packed(), training=True).need.bytes
     with Memory() as device:
         over_trees.backward(packed(), total)
     found = device.most - sum(it.numel() * it.element_size() for it in model.parameters())  # less their gradients
@@ -107,21 +107,21 @@ def test_what_waits_leaves_less_to_be_kept() -> None:
     forest = packed("linear")
 
     def kept(**costs: float) -> int:
-        budget = Budget(10**6, room=4000.0, activations=40.0, **costs)
-        chunks = cut(forest, 24, budget)
-        need = keep(chunks, budget)
-        assert need.bytes <= budget.room
+        budget = MemoryBudget(10**6, max_bytes=4000.0, activation_bytes=40.0, **costs)
+        chunks = split_into_chunks(forest, 24, budget)
+        need = choose_kept_chunks(chunks, budget)
+        assert need.bytes <= budget.max_bytes
         return need.kept_tokens
 
-    assert kept() > kept(keys=10.0) > kept(keys=10.0, gradients=20.0)
+    assert kept() > kept(kv_bytes=10.0) > kept(kv_bytes=10.0, kv_gradient_bytes=20.0)
 
 
 def test_chunks_are_shorter_where_there_is_no_room_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cutting, "LEAST", 4)
-    budget = Budget(10**6, room=1600.0, activations=40.0, keys=4.0)
-    chunks = cut(packed("linear"), 64, budget)
-    assert 4 < max(map(len, chunks)) <= 32
-    assert keep(chunks, budget).bytes <= budget.room
+    monkeypatch.setattr(chunks, "MIN_CHUNK_TOKENS", 4)
+    budget = MemoryBudget(10**6, max_bytes=1600.0, activation_bytes=40.0, kv_bytes=4.0)
+    small_chunks = split_into_chunks(packed("linear"), 64, budget)
+    assert 4 < max(map(len, small_chunks)) <= 32
+    assert choose_kept_chunks(small_chunks, budget).bytes <= budget.max_bytes
 
 
 # What ran out of memory
@@ -132,7 +132,7 @@ def folder(tmp_path: Path) -> Path:
     return tiny.folder(tmp_path, vocab_size=16)
 
 
-def changed(one: Learner, step: int = 1) -> tuple[Learned, dict[str, Tensor]]:
+def changed(one: Learner, step: int = 1) -> tuple[LearnerStats, dict[str, Tensor]]:
     told = one.step(batch(), step)
     state = one._optimizer.state_dict()["state"]
     moments = {f"{number} {name}": value for number, values in state.items() for name, value in values.items()}
@@ -151,7 +151,7 @@ def test_nothing_is_lost_wherever_memory_ends(
     """Weights, optimizer and metrics are the same, to the last bit."""
     options = {"optimizer": {"chunk_tokens": 4, "kept_tokens": 12} | changes}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cutting, "LEAST", 1)
+        patch.setattr(chunks, "MIN_CHUNK_TOKENS", 1)
         one = learner(folder, **options)
         counting = Ending(patch, set())
         told, right = changed(one)
@@ -160,7 +160,7 @@ def test_nothing_is_lost_wherever_memory_ends(
     assert moments > 8
     for at in range(1, moments + 1, max(1, moments // tries)):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(cutting, "LEAST", 1)
+            patch.setattr(chunks, "MIN_CHUNK_TOKENS", 1)
             one = learner(folder, **options)
             Ending(patch, {at})
             with caplog.at_level(logging.WARNING, "polar.train.memory"):
@@ -185,7 +185,7 @@ def test_gradients_are_exact_wherever_memory_ends(first: int) -> None:
     TreeModel(model)  # which tries it, once
 
     def gradient() -> tuple[Tensor, int]:
-        over_trees, retries = TreeModel(model, chunk_tokens=24, kept_tokens=48), Retries(torch.device("cpu"))
+        over_trees, retries = TreeModel(model, chunk_tokens=24, kept_tokens=48), OutOfMemoryRetrier(torch.device("cpu"))
         model.zero_grad()
         retries.run(
             "It",
@@ -209,14 +209,14 @@ def test_gradients_are_exact_wherever_memory_ends(first: int) -> None:
 
 def test_a_real_end_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """The device has less than all that is to be kept takes, and more than a step needs at least."""
-    monkeypatch.setattr(cutting, "LEAST", 12)
+    monkeypatch.setattr(chunks, "MIN_CHUNK_TOKENS", 12)
     torch.manual_seed(1)
     model, forest = llama(), packed("linear")
     over_trees = TreeModel(model, chunk_tokens=48, kept_tokens=10**6)
     with Memory() as roomy:
         over_trees.backward(forest, total)
     right = gradients(model)
-    retries = Retries(torch.device("cpu"))
+    retries = OutOfMemoryRetrier(torch.device("cpu"))
     model.zero_grad()
     with Memory(limit=0.6 * roomy.most) as narrow:
         retries.run(
@@ -235,7 +235,7 @@ def test_a_real_end_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_never_fits_is_told_and_changes_nothing(folder: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cutting, "LEAST", 2)
+        patch.setattr(chunks, "MIN_CHUNK_TOKENS", 2)
         one = learner(folder, optimizer={"chunk_tokens": 4, "kept_tokens": 12})
         before = {name: tensor.clone() for name, tensor in one.weights().items()}
         ending = Ending(patch, set(range(1, 1000)))
@@ -255,7 +255,7 @@ def test_what_never_fits_is_told_and_changes_nothing(folder: Path) -> None:
     ],
 )
 def test_the_setting_that_helps_is_named(folder: Path, changes: dict[str, Any], advice: str) -> None:
-    assert learner(folder, model=changes)._advice().startswith(advice)
+    assert learner(folder, model=changes)._memory_advice().startswith(advice)
 
 
 def test_other_errors_are_not_taken_for_it(folder: Path) -> None:
@@ -301,7 +301,7 @@ def test_no_chunk_outlives_its_backward_pass(monkeypatch: pytest.MonkeyPatch) ->
     after: list[int] = []
     backward = TreeModel._backward
 
-    def watched(self: TreeModel, forest: Forest, one: passes._Pass, *others: Any) -> None:
+    def watched(self: TreeModel, forest: Forest, one: tree_model._ChunkPass, *others: Any) -> None:
         backward(self, forest, one, *others)
         after.append(sum(it() is not None for it in alive))
         alive[:] = [weakref.ref(it) for it in one.keys.values()]
@@ -329,32 +329,34 @@ def test_what_failed_is_freed_before_the_next_try() -> None:
         seen.append(sum(it() is not None for it in alive))
         return "less"
 
-    found = Retries(torch.device("cpu")).run("It", compute, discard=lambda: None, keep_less=keep_less, advice=str)
+    found = OutOfMemoryRetrier(torch.device("cpu")).run(
+        "It", compute, discard=lambda: None, keep_less=keep_less, advice=str
+    )
     assert (found, seen) == ("done", [0])
 
 
 def test_free_memory_can_be_joined_unless_somebody_says_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in memory._VARIABLES:
+    for name in memory._ALLOCATOR_VARIABLES:
         monkeypatch.delenv(name, raising=False)
-    memory.join_free_memory()
+    memory.enable_expandable_segments()
     emptied: list[None] = []
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (100, 1000))
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append(None))
-    memory.release_pieces(torch.device("cuda"), 500)
+    memory.release_fragmented_memory(torch.device("cuda"), 500)
     assert not emptied  # the allocator does it by itself
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:False")
-    memory.join_free_memory()  # which leaves that as it is
-    memory.release_pieces(torch.device("cuda"), 50)
+    memory.enable_expandable_segments()  # which leaves that as it is
+    memory.release_fragmented_memory(torch.device("cuda"), 50)
     assert not emptied
-    memory.release_pieces(torch.device("cuda"), 500)
-    memory.release_pieces(torch.device("cpu"), 500)
+    memory.release_fragmented_memory(torch.device("cuda"), 500)
+    memory.release_fragmented_memory(torch.device("cpu"), 500)
     assert len(emptied) == 1
 
 
 def test_adapters_are_merged_elsewhere_where_the_device_is_full(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = learner(folder, model={"lora": {"rank": 2}}).model
-    right = sent_weights.weights_of(model)
-    merged, calls = sent_weights._merged, []
+    right = sent_weights.get_merged_weights(model)
+    merged, calls = sent_weights._merge_adapters, []
 
     def full(*args: Any) -> Tensor:
         calls.append(args)
@@ -362,8 +364,8 @@ def test_adapters_are_merged_elsewhere_where_the_device_is_full(folder: Path, mo
             raise torch.OutOfMemoryError("CUDA out of memory.")
         return merged(*args)
 
-    monkeypatch.setattr(sent_weights, "_merged", full)
-    found = sent_weights.weights_of(model)
+    monkeypatch.setattr(sent_weights, "_merge_adapters", full)
+    found = sent_weights.get_merged_weights(model)
     assert all(torch.equal(found[name], tensor) for name, tensor in right.items())
 
 
@@ -371,7 +373,7 @@ def test_a_checkpoint_of_another_device_has_its_optimizer_here(folder: Path) -> 
     """Steps of a GPU's are one kernel, which takes no memory; a CPU's are not."""
     one, other = learner(folder), learner(folder)
     one.step(batch(), 1)
-    state = copy.deepcopy(one.state())
+    state = copy.deepcopy(one.state_dict())
     for part in state["optimizer"]["param_groups"]:
         part["fused"] = True
     other.restore(one.weights(), state)
@@ -382,15 +384,15 @@ def test_a_checkpoint_of_another_device_has_its_optimizer_here(folder: Path) -> 
 
 
 def test_less_is_kept_of_the_same_chunks_before_they_are_shorter(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cutting, "LEAST", 8)
-    cutter, forest = Cutter(32, Budget(10**6)), packed()
-    cuts = [cutter.cut(forest, training=True)]
+    monkeypatch.setattr(chunks, "MIN_CHUNK_TOKENS", 8)
+    cutter, forest = Chunker(32, MemoryBudget(10**6)), packed()
+    cuts = [cutter.plan(forest, training=True)]
     while cutter.keep_less(forest, training=True) is not None:
-        cuts.append(cutter.cut(forest, training=True))
+        cuts.append(cutter.plan(forest, training=True))
     assert len(cuts) <= 6
     edges = [[(chunk.start, chunk.stop) for chunk in one.chunks] for one in cuts]
     kept = [one.need.kept_tokens for one in cuts]
     assert edges[0] == edges[1]
     assert kept == sorted(kept, reverse=True)
     assert max(map(len, cuts[-1].chunks)) <= 8
-    assert cutter.cut(forest, training=False).need.kept_tokens == 0
+    assert cutter.plan(forest, training=False).need.kept_tokens == 0

@@ -12,12 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from polar.cli.train_progress import Progress, curve
+from polar.cli.train_progress import TrainProgress, render_reward_curve
 from polar.errors import ConfigError
-from polar.train import files, picture
-from polar.train.checkpoint import Checkpoints, Entry, keep_up_to
-from polar.train.metrics import GpuWatch, Metrics, StepMetrics
-from polar.train.rollouts import Order, Settled
+from polar.train import atomic_files, reward_plot
+from polar.train.checkpoint import CheckpointStore, JournalEntry, truncate_after_step
+from polar.train.metrics import GpuMonitor, Metrics, StepMetrics
+from polar.train.rollouts import SettledGroups, TaskOrder
 from polar.train.settings import TrainSettings
 from tests.conditions import wait_until
 
@@ -27,18 +27,18 @@ SETTINGS = TrainSettings(steps=3, tasks={"train": ["x"]})
 @given(st.integers(1, 6), st.integers(0, 5))
 def test_each_epoch_has_every_task(tasks: int, seed: int) -> None:
     names = [f"t{number}" for number in range(tasks)]
-    order = Order(names, seed)
+    order = TaskOrder(names, seed)
     for epoch in range(3):
-        found = [order.group(index) for index in range(epoch * tasks, (epoch + 1) * tasks)]
+        found = [order.get_epoch_and_task(index) for index in range(epoch * tasks, (epoch + 1) * tasks)]
         assert sorted(found) == sorted((epoch, name) for name in names)
-        assert [order.index(*one) for one in found] == list(range(epoch * tasks, (epoch + 1) * tasks))
+        assert [order.get_group_index(*one) for one in found] == list(range(epoch * tasks, (epoch + 1) * tasks))
 
 
 def test_seeds_and_epochs_have_orders_of_their_own() -> None:
     names = [f"t{number}" for number in range(20)]
 
     def epoch(seed: int, number: int) -> list[str]:
-        return [Order(names, seed).group(20 * number + place)[1] for place in range(20)]
+        return [TaskOrder(names, seed).get_epoch_and_task(20 * number + place)[1] for place in range(20)]
 
     assert epoch(0, 0) == epoch(0, 0)
     assert epoch(0, 0) != epoch(1, 0) != epoch(0, 1) != epoch(0, 0)
@@ -46,18 +46,18 @@ def test_seeds_and_epochs_have_orders_of_their_own() -> None:
 
 @given(st.lists(st.sets(st.integers(0, 30), max_size=5)))
 def test_settled_is_a_set(additions: list[set[int]]) -> None:
-    settled, expected = Settled(), set()
+    settled, expected = SettledGroups(), set()
     for some in additions:
         settled.add(some)
         expected |= some
-        again = msgspec.json.decode(msgspec.json.encode(settled), type=Settled)
+        again = msgspec.json.decode(msgspec.json.encode(settled), type=SettledGroups)
         assert {index for index in range(31) if index in again} == expected
         assert len(again) == len(expected)
 
 
 def test_a_folder_is_there_whole_or_not_at_all(tmp_path: Path) -> None:
     def half() -> None:
-        with files.new_folder(tmp_path / "made") as folder:
+        with atomic_files.create_folder_atomically(tmp_path / "made") as folder:
             (folder / "a").write_text("half")
             raise RuntimeError
 
@@ -65,7 +65,7 @@ def test_a_folder_is_there_whole_or_not_at_all(tmp_path: Path) -> None:
         half()
     assert not (tmp_path / "made").exists()
     for text in ("one", "two"):
-        with files.new_folder(tmp_path / "made") as folder:
+        with atomic_files.create_folder_atomically(tmp_path / "made") as folder:
             (folder / "a").write_text(text)
         assert (tmp_path / "made" / "a").read_text() == text
     assert [path.name for path in tmp_path.iterdir()] == ["made"]
@@ -73,20 +73,20 @@ def test_a_folder_is_there_whole_or_not_at_all(tmp_path: Path) -> None:
 
 def test_lines_of_lost_steps_are_removed(tmp_path: Path) -> None:
     path = tmp_path / "journal.jsonl"
-    lines = [msgspec.json.encode(Entry(step, [f"s{step}"])) + b"\n" for step in range(1, 5)]
+    lines = [msgspec.json.encode(JournalEntry(step, [f"s{step}"])) + b"\n" for step in range(1, 5)]
     path.write_bytes(b"".join(lines) + lines[0][:7])  # the last one was being written
-    assert [entry.step for entry in keep_up_to(path, 2, Entry)] == [1, 2]
+    assert [entry.step for entry in truncate_after_step(path, 2, JournalEntry)] == [1, 2]
     assert path.read_bytes() == b"".join(lines[:2])
-    assert keep_up_to(tmp_path / "none.jsonl", 2, Entry) == []
+    assert truncate_after_step(tmp_path / "none.jsonl", 2, JournalEntry) == []
 
 
 def test_a_run_has_one_name(tmp_path: Path) -> None:
-    name = Checkpoints(tmp_path, 1).identity("x", 0, ["a", "b"])
+    name = CheckpointStore(tmp_path, 1).load_or_create_run_id("x", 0, ["a", "b"])
     assert name.startswith("x-")
-    assert Checkpoints(tmp_path, 1).identity("y", 0, ["a", "b"]) == name
+    assert CheckpointStore(tmp_path, 1).load_or_create_run_id("y", 0, ["a", "b"]) == name
     for seed, tasks in ((1, ["a", "b"]), (0, ["a"]), (0, ["b", "a"])):
         with pytest.raises(ConfigError, match="name another output folder"):
-            Checkpoints(tmp_path, 1).identity("x", seed, tasks)
+            CheckpointStore(tmp_path, 1).load_or_create_run_id("x", seed, tasks)
 
 
 def test_metrics_go_on_where_they_were(tmp_path: Path) -> None:
@@ -144,39 +144,39 @@ async def test_how_busy_the_gpus_are(tmp_path: Path, monkeypatch: pytest.MonkeyP
     program.write_text("#!/bin/sh\necho 50\necho '[N/A]'\necho 100\nexec sleep 60\n")
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    async with GpuWatch(wanted=False) as watch:
-        assert watch.busy() is None
-    async with GpuWatch(wanted=True) as watch:
-        await wait_until(lambda: len(watch.seen) == 2)
-        assert watch.busy() == 0.75
-        assert watch.busy() is None
+    async with GpuMonitor(enabled=False) as watch:
+        assert watch.take_utilization() is None
+    async with GpuMonitor(enabled=True) as watch:
+        await wait_until(lambda: len(watch.utilizations) == 2)
+        assert watch.take_utilization() == 0.75
+        assert watch.take_utilization() is None
 
 
 HISTORY = [StepMetrics(step, step, reward=step / 10, held_out=0.5 if step in (0, 9) else None) for step in range(10)]
 
 
 def test_the_curve_rises() -> None:
-    lines = curve(HISTORY).plain.splitlines()
+    lines = render_reward_curve(HISTORY).plain.splitlines()
     heights = [sum(line[6 + place] != " " for line in lines[:8]) for place in range(10)]
     assert heights == sorted(heights)
     assert heights[-1] > heights[1]
     assert lines[-1] == "held out 0.50 → 0.50"
-    assert curve([]).plain == ""
+    assert render_reward_curve([]).plain == ""
 
 
 def test_without_a_terminal_each_step_is_a_line() -> None:
     console = Console(record=True, width=40, file=io.StringIO())
-    shown = Progress(console, silent=False)
-    shown.began(HISTORY[:3], 10)
-    shown.ended(HISTORY[3])
+    shown = TrainProgress(console, silent=False)
+    shown.on_begin(HISTORY[:3], 10)
+    shown.on_step(HISTORY[3])
     assert console.export_text().splitlines() == ["Going on behind step 2.", "step 3/10   reward 0.300"]
 
 
 def test_on_a_terminal_it_is_drawn() -> None:
     console = Console(record=True, width=120, force_terminal=True, file=io.StringIO())
-    shown = Progress(console, silent=False)
-    shown.began(HISTORY, 20)
-    shown.waits(3, 8)
+    shown = TrainProgress(console, silent=False)
+    shown.on_begin(HISTORY, 20)
+    shown.on_wait(3, 8)
     console.print(shown)
     text = console.export_text()
     assert "step 9 of 20   sampling: 3 of 8 groups" in text
@@ -185,5 +185,5 @@ def test_on_a_terminal_it_is_drawn() -> None:
 
 def test_a_picture(tmp_path: Path) -> None:
     for history in (HISTORY, []):
-        picture.draw(history, tmp_path / "reward.png", "x")
+        reward_plot.plot_rewards(history, tmp_path / "reward.png", "x")
         assert (tmp_path / "reward.png").read_bytes().startswith(b"\x89PNG")

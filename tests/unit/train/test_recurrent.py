@@ -14,8 +14,8 @@ import transformers
 from torch import Tensor
 
 from polar.errors import ConfigError
-from polar.train.forest import Tree, forest
-from polar.train.passes import TreeModel
+from polar.train.forest import TokenTree, pack_forest
+from polar.train.tree_model import TreeModel
 from polar.trajectory.tree import ROOT
 from tests.selection import leave_to_slow
 from tests.unit.train.trees import VOCABULARY, before
@@ -64,28 +64,28 @@ def made(make: Callable[[], Any]) -> Any:
     return model
 
 
-def random_tree(seed: int, longest: int = 70) -> Tree:
+def random_tree(seed: int, longest: int = 70) -> TokenTree:
     """With two roots, nodes shorter than the convolution, and one that is, usually, longer than the rule's block."""
     rng = np.random.default_rng(seed)
     parents = [ROOT, ROOT, *(int(rng.integers(0, node)) for node in range(2, 9))]
     return tree_of(parents, [11, 1, longest, 2, *rng.integers(0, longest // 4, 5).tolist()], rng)
 
 
-def nested_tree() -> Tree:
+def nested_tree() -> TokenTree:
     """A fork behind a fork, and long branches: later chunks go on from two memories of the first, two from the same."""
     return tree_of([ROOT, 0, 1, 1, 0, 0], [6, 5, 7, 20, 36, 40], np.random.default_rng(0))
 
 
-def tree_of(parents: list[int], lengths: list[int], rng: np.random.Generator) -> Tree:
+def tree_of(parents: list[int], lengths: list[int], rng: np.random.Generator) -> TokenTree:
     starts = np.cumsum([0, *lengths], dtype=np.int64)
     ids = rng.integers(0, VOCABULARY, starts[-1]).astype(np.int32)
-    tree = Tree(ids, starts, np.array(parents, np.int32), np.empty(0, np.int64), np.empty(0, np.float32))
+    tree = TokenTree(ids, starts, np.array(parents, np.int32), np.empty(0, np.int64), np.empty(0, np.float32))
     tree.tokens = rng.choice([token for token in range(len(ids)) if before(tree, token)], 8)
     tree.temperature = rng.choice([0.7, 1.0], 8).astype(np.float32)
     return tree
 
 
-def one_at_a_time(model: Any, trees: list[Tree], weights: Tensor) -> Tensor:
+def one_at_a_time(model: Any, trees: list[TokenTree], weights: Tensor) -> Tensor:
     """Each entry is a sequence of its own; gradients are left in the model."""
     model.zero_grad()
     found = []
@@ -115,7 +115,7 @@ def test_gradients_are_exact(make: Callable[[], Any]) -> None:
     expected = one_at_a_time(model, trees, weights)
     right = gradients(model)
 
-    packed = forest(trees)
+    packed = pack_forest(trees)
     for chunk_tokens, kept_tokens in [(10_000, 10_000), (64, 10_000), (64, 0), (17, 30)]:
         over_trees = TreeModel(model, chunk_tokens=chunk_tokens, kept_tokens=kept_tokens)
         model.zero_grad()
@@ -134,7 +134,7 @@ def test_tokens_one_by_one() -> None:
     right = gradients(model)
     model.zero_grad()
     TreeModel(model, chunk_tokens=1, kept_tokens=9).backward(
-        forest([tree]), lambda index, logprobs: (weights[index] * logprobs).sum()
+        pack_forest([tree]), lambda index, logprobs: (weights[index] * logprobs).sum()
     )
     assert apart(gradients(model), right) < 1e-5
 
@@ -148,7 +148,7 @@ def test_where_a_part_is_trained_its_gradient_is_the_same(trained: str) -> None:
     one_at_a_time(model, [tree], torch.ones(len(tree.tokens)))
     right = gradients(model)
     model.zero_grad()
-    TreeModel(model, chunk_tokens=17, kept_tokens=40).backward(forest([tree]), lambda _, logprobs: logprobs.sum())
+    TreeModel(model, chunk_tokens=17, kept_tokens=40).backward(pack_forest([tree]), lambda _, logprobs: logprobs.sum())
     assert apart(gradients(model), right) < 1e-4  # a few numbers, of many that cancel out
 
 

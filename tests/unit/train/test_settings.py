@@ -7,9 +7,9 @@ import pytest
 
 from polar.demo import tasks
 from polar.errors import ConfigError
-from polar.train.launching import service_settings, state_file
-from polar.train.running import read_tasks
-from polar.train.settings import TrainSettings, load
+from polar.train.run import read_tasks
+from polar.train.service_process import build_service_settings, get_engine_state_file
+from polar.train.settings import TrainSettings, load_settings
 
 LEAST = 'steps = 3\n[tasks]\ntrain = ["tasks"]\n'
 
@@ -21,10 +21,10 @@ def written(tmp_path: Path, text: str) -> Path:
 
 
 def test_little_must_be_said(tmp_path: Path) -> None:
-    settings = load(written(tmp_path, LEAST), steps=7, seed=None)
+    settings = load_settings(written(tmp_path, LEAST), steps=7, seed=None)
     assert (settings.steps, settings.seed, settings.rollout.builder) == (7, 0, "prefix_tree")
     assert settings.output_folder == tmp_path / "runs" / "train"
-    assert settings.path("tasks") == tmp_path / "tasks"
+    assert settings.resolve_path("tasks") == tmp_path / "tasks"
 
 
 @pytest.mark.parametrize(
@@ -44,14 +44,14 @@ def test_little_must_be_said(tmp_path: Path) -> None:
 )
 def test_what_is_wrong_is_said(tmp_path: Path, text: str, problem: str) -> None:
     with pytest.raises(ConfigError) as error:
-        load(written(tmp_path, text))
+        load_settings(written(tmp_path, text))
     assert problem in str(error.value)
     assert str(error.value).startswith(str(tmp_path / "train.toml"))
 
 
 def test_secrets_are_not_shown(tmp_path: Path) -> None:
     text = LEAST + '[sync]\nkind = "vllm"\napi_key = "secret-key"\n[rollout]\nurl = "http://x"\ntoken = "secret-token"'
-    shown = repr(load(written(tmp_path, text)))
+    shown = repr(load_settings(written(tmp_path, text)))
     assert "secret-key" not in shown
     assert "secret-token" not in shown
 
@@ -61,7 +61,7 @@ def of(tmp_path: Path, **tables: Any) -> TrainSettings:
 
 
 def test_the_service_serves_the_model_that_is_trained(tmp_path: Path) -> None:
-    settings, variables = service_settings(of(tmp_path, polar={"node": {"run_workers": 3}}), tmp_path / "model")
+    settings, variables = build_service_settings(of(tmp_path, polar={"node": {"run_workers": 3}}), tmp_path / "model")
     assert (settings.engine.kind, settings.engine.model) == ("embedded", str(tmp_path / "model"))
     assert (settings.node.run_workers, variables["POLAR_NODE__RUN_WORKERS"]) == (3, "3")
     state = str(tmp_path / "runs" / "train" / "engine.json")
@@ -70,7 +70,7 @@ def test_the_service_serves_the_model_that_is_trained(tmp_path: Path) -> None:
 
 def test_an_engine_that_is_named_is_left_as_it_is(tmp_path: Path) -> None:
     polar = {"engine": {"kind": "vllm", "urls": ["http://127.0.0.1:1"], "options": {"a": {"b": True}}}}
-    settings, _ = service_settings(of(tmp_path, polar=polar), tmp_path / "model")
+    settings, _ = build_service_settings(of(tmp_path, polar=polar), tmp_path / "model")
     assert (settings.engine.kind, settings.engine.urls, settings.engine.model) == ("vllm", ["http://127.0.0.1:1"], None)
     assert settings.engine.options == {"a": {"b": True}}
 
@@ -78,7 +78,9 @@ def test_an_engine_that_is_named_is_left_as_it_is(tmp_path: Path) -> None:
 def test_a_file_of_the_services_own(tmp_path: Path) -> None:
     (tmp_path / "polar.toml").write_text('[engine]\nkind = "scripted"\n[node]\nrun_workers = 5\n')
     polar = {"node": {"run_workers": 2}}
-    settings, _ = service_settings(of(tmp_path, rollout={"config": "polar.toml"}, polar=polar), tmp_path / "model")
+    settings, _ = build_service_settings(
+        of(tmp_path, rollout={"config": "polar.toml"}, polar=polar), tmp_path / "model"
+    )
     assert (settings.engine.kind, settings.node.run_workers) == ("scripted", 2)
 
 
@@ -90,20 +92,20 @@ def test_an_engine_of_the_services_own_file_finds_its_weights_again(
     text = '[engine]\nmodel = "other"\noptions = { threads = 2 }\n'
     (tmp_path / "polar.toml").write_text(text)
     wanted = of(tmp_path, rollout={"config": "polar.toml"})
-    settings, variables = service_settings(wanted, tmp_path / "model")
+    settings, variables = build_service_settings(wanted, tmp_path / "model")
     state = tmp_path / "runs" / "train" / "engine.json"
     assert (settings.engine.kind, settings.engine.model) == ("embedded", "other")
     assert settings.engine.options == json.loads(variables["POLAR_ENGINE__OPTIONS"])
     assert settings.engine.options == {"state": str(state), "threads": 2}
-    assert state_file(wanted, settings.engine) == state
+    assert get_engine_state_file(wanted, settings.engine) == state
     (tmp_path / "polar.toml").write_text('[engine]\noptions = { state = "mine.json" }\n')
-    settings, _ = service_settings(wanted, tmp_path / "model")
+    settings, _ = build_service_settings(wanted, tmp_path / "model")
     assert settings.engine.model == str(tmp_path / "model")
-    assert state_file(wanted, settings.engine) == tmp_path / "mine.json"
+    assert get_engine_state_file(wanted, settings.engine) == tmp_path / "mine.json"
     (tmp_path / "polar.toml").write_text('[engine]\nkind = "embedded"\nurls = ["http://127.0.0.1:1"]\n')
-    settings, _ = service_settings(wanted, tmp_path / "model")
+    settings, _ = build_service_settings(wanted, tmp_path / "model")
     assert (settings.engine.model, settings.engine.options) == (None, {})  # somebody else's
-    assert state_file(wanted, settings.engine) is None
+    assert get_engine_state_file(wanted, settings.engine) is None
 
 
 TASK = 'instruction = "x"\n[evaluator]\nstrategy = "session_completed"\n'
@@ -128,5 +130,5 @@ def test_the_examples_can_be_read(path: Path, tmp_path: Path) -> None:
     copy.parent.mkdir()
     shutil.copyfile(path, copy)
     tasks.main([str(tmp_path / "train" / "lookup"), "--train", "2", "--held-out", "1"])
-    assert load(copy).steps > 0
-    assert read_tasks(load(copy)).train
+    assert load_settings(copy).steps > 0
+    assert read_tasks(load_settings(copy)).train

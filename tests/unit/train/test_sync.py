@@ -13,20 +13,20 @@ import torch
 
 from polar.client.async_client import AsyncClient, ClientError
 from polar.config import EngineSettings
-from polar.engines.scripted import Play, Turn
+from polar.engines.scripted import Play, ScriptedTurn
 from polar.engines.scripted.sampler import expected_logprobs
 from polar.rollout.models import PauseMode
 from polar.service import Service
 from polar.store.base import Exchange
-from polar.train.sync import ProbeFailed, SyncError, WeightSync
-from polar.train.syncing.kinds import VllmSync
-from polar.train.syncing.probe import Probe, Tolerance
+from polar.train.sync import ProbeFailedError, SyncError, WeightSync
+from polar.train.weight_sync.probe import Probe, Tolerance
+from polar.train.weight_sync.transports import VllmTransport
 from tests.conditions import wait_until
 from tests.integration.stack import settings
 from tests.selection import leave_to_slow
 from tests.unit.train.engine_with_weights import EngineWithWeights, engine_with_weights
 
-WORDS = Play([Turn(text=" ".join(f"word{number}" for number in range(100)), token_delay=0.1)])
+WORDS = Play([ScriptedTurn(text=" ".join(f"word{number}" for number in range(100)), token_delay=0.1)])
 """Said so slowly that a call runs through all updates, until the engine is told to hurry."""
 WEIGHTS = {"weight": torch.zeros(4)}
 EXACT = Tolerance(1e-6, 1e-6)
@@ -43,7 +43,7 @@ class Trainer:
         self.version = 0
         probe = Probe(self._score, 1000, EXACT)
         kind = EngineSettings(kind="vllm", timeout=120)
-        self.sync = WeightSync(client, VllmSync(folder), kind, probe, patience=patience)
+        self.sync = WeightSync(client, VllmTransport(folder), kind, probe, patience=patience)
 
     def _score(self, prompt: list[int], sampled: list[int]) -> list[float]:
         found: list[float] = expected_logprobs(self.version, _ids(prompt), _ids(sampled)).tolist()
@@ -125,10 +125,10 @@ async def test_a_call_goes_on_under_new_weights_and_its_tokens_are_labelled(tmp_
     async with trainer(tmp_path) as it, harness(it.service) as (call, _):
         first = await it.step(1)
         second = await it.step(2)
-        assert (first.version, first.replicas, first.told_apart) == (1, 1, False)
-        assert first.before is None
-        assert second.difference.within(EXACT)
-        assert second.told_apart  # the weights of before are known from the first update's probe
+        assert (first.version, first.replicas, first.is_conclusive) == (1, 1, False)
+        assert first.previous_difference is None
+        assert second.difference.is_within(EXACT)
+        assert second.is_conclusive  # the weights of before are known from the first update's probe
         assert list(second.seconds) == ["prepare", "freeze", "load", "policy", "resume", "probe"]
         assert await it.policy() == (False, 2)
         assert check_labels(await it.end(call)) == [0, 1, 2]
@@ -139,10 +139,10 @@ async def test_a_call_goes_on_under_new_weights_and_its_tokens_are_labelled(tmp_
 async def test_a_check_at_the_start_lets_the_first_update_tell_the_weights_apart(tmp_path: Path) -> None:
     async with trainer(tmp_path) as it:
         found = await it.sync.check(0)
-        assert (found.version, found.before) == (0, None)
-        assert (await it.step(1)).told_apart
+        assert (found.version, found.previous_difference) == (0, None)
+        assert (await it.step(1)).is_conclusive
         it.version = 7
-        with pytest.raises(ProbeFailed, match="does not have the trainer's weights") as failed:
+        with pytest.raises(ProbeFailedError, match="does not have the trainer's weights") as failed:
             await it.sync.check(1)
         assert not failed.value.paused  # nobody has changed anything
         assert await it.policy() == (False, 1)
@@ -209,11 +209,11 @@ async def test_an_engine_that_keeps_its_old_weights_is_found_out(tmp_path: Path)
     async with trainer(tmp_path) as it:
         await it.step(1)
         it.engine.failing["/collective_rpc"] = ("lies", 1)
-        with pytest.raises(ProbeFailed, match="log-probabilities differ by") as failed:
+        with pytest.raises(ProbeFailedError, match="log-probabilities differ by") as failed:
             await it.step(2)
         assert (failed.value.version, failed.value.paused) == (2, True)
         assert (await it.policy())[0]
-        assert (await it.step(3)).difference.within(EXACT)
+        assert (await it.step(3)).difference.is_within(EXACT)
         assert await it.policy() == (False, 3)
 
 
@@ -222,7 +222,7 @@ async def test_an_engine_that_cannot_be_stopped_after_a_failed_probe_is_told_of(
         assert isinstance(it.client, _Unheard)
         it.engine.failing["/collective_rpc"] = ("lies", 1)
         it.client.deaf = "second pause"
-        with pytest.raises(ProbeFailed, match="goes on with weights that nobody knows: no server") as failed:
+        with pytest.raises(ProbeFailedError, match="goes on with weights that nobody knows: no server") as failed:
             await it.step(1)
         assert not failed.value.paused
         assert "as before" not in str(failed.value)
@@ -232,12 +232,12 @@ async def test_an_engine_that_was_started_again_meanwhile_is_named(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with trainer(tmp_path) as it:
-        assert [(await it.step(version)).lost for version in (1, 2)] == [[], []]
+        assert [(await it.step(version)).lost_replicas for version in (1, 2)] == [[], []]
         it.engine.label = "default"
-        assert (await it.step(3)).lost == [it.engine.url]
+        assert (await it.step(3)).lost_replicas == [it.engine.url]
         assert f"{it.engine.url} was given version 2 and says that it has none of ours" in caplog.text
         it.engine.failing["/weight_info"] = ("breaks", 1)  # one that is away is waited for, and not suspected
-        assert (await it.step(4)).lost == []
+        assert (await it.step(4)).lost_replicas == []
 
 
 class _Unheard(AsyncClient):

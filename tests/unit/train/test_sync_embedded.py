@@ -14,9 +14,9 @@ from polar.engines.embedded.server import EmbeddedServer
 from polar.service import Service
 from polar.store.base import Exchange
 from polar.train.sync import WeightSync
-from polar.train.syncing.kinds import sync_of
-from polar.train.syncing.probe import Probe, scorer, tolerance_of
-from polar.train.syncing.weights import weights_of
+from polar.train.weight_sync.merged_weights import get_merged_weights
+from polar.train.weight_sync.probe import Probe, choose_tolerance, make_scorer
+from polar.train.weight_sync.transports import create_transport
 from tests.conditions import wait_until
 from tests.integration.stack import settings
 from tests.unit.engines.embedded import tiny
@@ -56,36 +56,36 @@ def check(exchange: Exchange, folder: Path) -> None:
     for span in exchange.versions:
         if span.version:
             perturb(model, span.version)
-        expected = scorer(model)(exchange.prompt_ids.tolist(), exchange.sampled_ids.tolist())
+        expected = make_scorer(model)(exchange.prompt_ids.tolist(), exchange.sampled_ids.tolist())
         found = exchange.logprobs[span.start : span.stop]
         np.testing.assert_allclose(found, expected[span.start : span.stop], atol=1e-4)
 
 
 async def test_weights_arrive_and_the_old_ones_would_not_pass(tmp_path: Path) -> None:
-    folder = await asyncio.to_thread(tiny.make, tmp_path / "model")
+    folder = await asyncio.to_thread(tiny.make_model_folder, tmp_path / "model")
     model = loaded(folder)
-    probe = Probe(scorer(model), model.config.vocab_size, tolerance_of("float32"))
+    probe = Probe(make_scorer(model), model.config.vocab_size, choose_tolerance("float32"))
     async with (
         EmbeddedServer(folder, tiny.OPTIONS.model_copy(update={"memory_gib": 0.02})) as engine,
         Service(settings([engine.url], engine={"kind": "embedded"}), tmp_path / "service") as service,
         AsyncClient(service.control_url) as client,
     ):
-        files = sync_of("embedded", tmp_path / "weights")
+        files = create_transport("embedded", tmp_path / "weights")
         sync = WeightSync(client, files, EngineSettings(kind="embedded"), probe)
-        assert (await sync.check(0)).difference.within(probe.tolerance)
-        with tiny.Passes(engine.core) as passes:
+        assert (await sync.check(0)).difference.is_within(probe.tolerance)
+        with tiny.PassLimiter(engine.core) as passes:
             passes.allow(PASSES)
             async with harness(service) as (call, _):
                 for version in range(1, UPDATES + 1):
                     await until_more(service)
                     perturb(model, version)
-                    updating = asyncio.create_task(sync.update(weights_of(model), version))
+                    updating = asyncio.create_task(sync.update(get_merged_weights(model), version))
                     await wait_until(lambda version=version: engine.core.version == version)
                     passes.allow(PASSES)  # for the probe, and for the call to go on
                     report = await updating
-                    assert report.told_apart
-                    assert report.before is not None
-                    assert report.before.mean > 100 * report.difference.mean
+                    assert report.is_conclusive
+                    assert report.previous_difference is not None
+                    assert report.previous_difference.mean > 100 * report.difference.mean
                 passes.allow(1000)
                 check(await call, folder)
         await sync.close()

@@ -15,14 +15,20 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from polar.engines.embedded.weights import Update, remember, remembered
-from polar.engines.http import EngineHttp
+from polar.engines.embedded.weights import WeightUpdate, load_update, save_update
+from polar.engines.http_client import EngineHttpClient
 from polar.errors import ConfigError
-from polar.train.syncing import staging
-from polar.train.syncing.kinds import EmbeddedSync, sync_of
-from polar.train.syncing.probe import Difference, Probe, Sample, Tolerance, scorer, tolerance_of
-from polar.train.syncing.staging import Staging, clear, clear_others, put_away, staging_folder
-from polar.train.syncing.weights import weights_of
+from polar.train.weight_sync import staging
+from polar.train.weight_sync.merged_weights import get_merged_weights
+from polar.train.weight_sync.probe import Difference, Probe, ProbeSample, Tolerance, choose_tolerance, make_scorer
+from polar.train.weight_sync.staging import (
+    WeightStaging,
+    choose_staging_folder,
+    move_weights_to_disk,
+    remove_other_stagings,
+    remove_staged_weights,
+)
+from polar.train.weight_sync.transports import EmbeddedTransport, create_transport
 
 
 def tiny(*, tied: bool = True, seed: int = 0) -> Any:
@@ -58,29 +64,29 @@ PROMPT, SAMPLED = [1, 2, 3, 4], [5, 6, 7]
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_model_with_the_sent_weights_is_the_same(tmp_path: Path, tied: bool) -> None:
     model = tiny(tied=tied)
-    staged = Staging(tmp_path)
-    staged.write(weights_of(model), 3)
-    sent = load_file(staged.file(3))
+    staged = WeightStaging(tmp_path)
+    staged.write(get_merged_weights(model), 3)
+    sent = load_file(staged.weights_file(3))
     assert "lm_head.weight" in sent  # also where it is the embedding
     other = tiny(tied=tied, seed=9)
     other.load_state_dict(sent)
-    assert scorer(other)(PROMPT, SAMPLED) == scorer(model)(PROMPT, SAMPLED)
+    assert make_scorer(other)(PROMPT, SAMPLED) == make_scorer(model)(PROMPT, SAMPLED)
 
 
 def test_adapters_are_merged_into_what_is_sent_and_not_into_the_model() -> None:
     model = adapted(tiny())
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     merged = tiny(seed=9)
-    merged.load_state_dict(weights_of(model))
-    np.testing.assert_allclose(scorer(merged)(PROMPT, SAMPLED), scorer(model)(PROMPT, SAMPLED), atol=1e-5)
+    merged.load_state_dict(get_merged_weights(model))
+    np.testing.assert_allclose(make_scorer(merged)(PROMPT, SAMPLED), make_scorer(model)(PROMPT, SAMPLED), atol=1e-5)
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
-    assert scorer(model)(PROMPT, SAMPLED) != scorer(tiny())(PROMPT, SAMPLED)
+    assert make_scorer(model)(PROMPT, SAMPLED) != make_scorer(tiny())(PROMPT, SAMPLED)
 
 
 def test_a_model_that_is_being_trained_is_scored_without_dropout() -> None:
     model = adapted(tiny())
     model.train()
-    assert scorer(model)(PROMPT, SAMPLED) == scorer(model)(PROMPT, SAMPLED)
+    assert make_scorer(model)(PROMPT, SAMPLED) == make_scorer(model)(PROMPT, SAMPLED)
     assert model.training
 
 
@@ -89,17 +95,17 @@ def test_layers_that_are_trained_whole_beside_an_adapter_are_refused() -> None:
 
     config = LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=["lm_head"])
     with pytest.raises(ConfigError, match="can't be sent"):
-        weights_of(get_peft_model(tiny(tied=False), config))
+        get_merged_weights(get_peft_model(tiny(tied=False), config))
 
 
 def test_only_the_latest_weights_stay(tmp_path: Path) -> None:
-    staged = Staging(tmp_path / "weights")
+    staged = WeightStaging(tmp_path / "weights")
     for version in (1, 2, 2):
         staged.write({"a": torch.full((3,), float(version))}, version)
     (staged.folder / "3.unfinished").mkdir()
     staged.keep_only(2)
     assert [path.name for path in staged.folder.iterdir()] == ["2"]
-    assert load_file(staged.file(2))["a"].tolist() == [2.0, 2.0, 2.0]
+    assert load_file(staged.weights_file(2))["a"].tolist() == [2.0, 2.0, 2.0]
 
 
 class Usage(NamedTuple):
@@ -110,7 +116,7 @@ class Usage(NamedTuple):
 def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path / "shm"
     folder.mkdir()
-    monkeypatch.setattr(staging, "_MEMORY", folder)
+    monkeypatch.setattr(staging, "_SHARED_MEMORY", folder)
     return folder
 
 
@@ -121,11 +127,11 @@ def tensors(scale: float, dtype: torch.dtype = torch.float32) -> dict[str, torch
 
 
 def test_in_memory_the_file_of_the_version_before_last_is_written_over(memory: Path) -> None:
-    staged = Staging(memory / "weights")
+    staged = WeightStaging(memory / "weights")
     files = []
     for version in range(1, 6):
         staged.write(tensors(version), version)
-        files.append(staged.file(version).stat().st_ino)
+        files.append(staged.weights_file(version).stat().st_ino)
         for written in staged.folder.glob("[0-9]*"):  # engines still read the one before
             found = load_file(written / "model.safetensors")
             expected = tensors(int(written.name))
@@ -140,53 +146,53 @@ def test_in_memory_the_file_of_the_version_before_last_is_written_over(memory: P
     "other", [{"a": torch.ones(2, 3).half()}, {"a": torch.ones(3, 2)}, {"a": torch.ones(2, 4)}, {"b": torch.ones(2, 3)}]
 )
 def test_weights_of_another_kind_have_a_file_of_their_own(memory: Path, other: dict[str, torch.Tensor]) -> None:
-    staged = Staging(memory / "weights")
+    staged = WeightStaging(memory / "weights")
     same = {"a": torch.zeros(2, 3)}
     for version, weights in enumerate((same, same, other, same, same, same), 1):
         staged.write(weights, version)
         staged.keep_only(version)
-        found = load_file(staged.file(version))
+        found = load_file(staged.weights_file(version))
         assert found.keys() == weights.keys()
         assert all(found[name].dtype == weights[name].dtype for name in weights)
         assert all(torch.equal(found[name], weights[name]) for name in weights)
 
 
 def test_a_spare_file_of_another_kind_makes_room(memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    staged = Staging(memory / "weights")
+    staged = WeightStaging(memory / "weights")
     for version in (1, 2):
         staged.write({"a": torch.ones(3)}, version)
         staged.keep_only(version)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage(free=0 if (staged.folder / "spare").exists() else 100))
     staged.write({"a": torch.ones(4)}, 3)
-    assert len(load_file(staged.file(3))["a"]) == 4
+    assert len(load_file(staged.weights_file(3))["a"]) == 4
 
 
 def test_a_version_that_is_written_anew_may_be_of_another_kind(memory: Path) -> None:
     """The next update of one that failed; that of after that finds no spare that fits."""
-    staged = Staging(memory / "weights")
+    staged = WeightStaging(memory / "weights")
     staged.write({"a": torch.ones(3)}, 1)
     staged.write({"a": torch.ones(4)}, 1)
     for version in (2, 3):
         staged.write({"a": torch.full((3,), float(version))}, version)
         staged.keep_only(version)
-        assert load_file(staged.file(version))["a"].tolist() == [version] * 3
+        assert load_file(staged.weights_file(version))["a"].tolist() == [version] * 3
 
 
 def test_versions_that_never_arrived_go(memory: Path) -> None:
-    staged = Staging(memory / "weights")
+    staged = WeightStaging(memory / "weights")
     for version, arrives in ((1, True), (2, False), (3, True), (4, False), (5, False), (6, True)):
         staged.write(tensors(version), version)
         if arrives:
             staged.keep_only(version)
             staged.keep_only(version)
             assert {path.name for path in staged.folder.iterdir()} <= {str(version), "spare"}
-        assert load_file(staged.file(version))["one"] == version
+        assert load_file(staged.weights_file(version))["one"] == version
 
 
 def test_what_another_process_wrote_is_not_written_over(memory: Path) -> None:
     """It may hold anything."""
     for first in (1, 4):
-        staged = Staging(memory / "weights")
+        staged = WeightStaging(memory / "weights")
         for version in range(first, first + 3):
             left = staged.folder / f"{version + (version == first)}.unfinished"  # of one that was killed
             left.mkdir(parents=True)
@@ -195,34 +201,34 @@ def test_what_another_process_wrote_is_not_written_over(memory: Path) -> None:
             assert not left.exists()
             staged.keep_only(version)
             assert (version > first) == (staged.folder / "spare").exists()
-            assert load_file(staged.file(version))["a"].tolist() == [version] * first
-            assert [path.name for path in staged.of(version).iterdir()] == ["model.safetensors"]
+            assert load_file(staged.weights_file(version))["a"].tolist() == [version] * first
+            assert [path.name for path in staged.version_folder(version).iterdir()] == ["model.safetensors"]
 
 
 def test_the_latest_weights_stay_when_a_trainer_ends_and_no_others(memory: Path) -> None:
-    sync = EmbeddedSync(memory / "weights")
+    sync = EmbeddedTransport(memory / "weights")
     for version in (1, 2):
         sync.prepare(tensors(version), version)
-        sync.arrived(version)
+        sync.release_previous(version)
     sync.close()
     sync.close()
     assert [path.name for path in sync.staging.folder.iterdir()] == ["2"]
     sync.prepare(tensors(3), 3)
-    assert load_file(sync.staging.file(3))["one"] == 3
+    assert load_file(sync.staging.weights_file(3))["one"] == 3
 
 
 def test_a_spare_file_that_somebody_removed_is_no_loss(memory: Path) -> None:
-    staged = Staging(memory / "weights")
+    staged = WeightStaging(memory / "weights")
     for version in (1, 2):
         staged.write(tensors(version), version)
         staged.keep_only(version)
     shutil.rmtree(staged.folder)
     staged.write(tensors(3), 3)
-    assert load_file(staged.file(3))["one"] == 3
+    assert load_file(staged.weights_file(3))["one"] == 3
 
 
 def test_an_overwriting_that_fails_leaves_nothing_half_done(memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    staged = Staging(memory / "weights")
+    staged = WeightStaging(memory / "weights")
     for version in (1, 2):
         staged.write(tensors(version), version)
         staged.keep_only(version)
@@ -236,13 +242,13 @@ def test_an_overwriting_that_fails_leaves_nothing_half_done(memory: Path, monkey
             staged.write(tensors(3), 3)
     assert [path.name for path in staged.folder.iterdir()] == ["2"]
     staged.write(tensors(3), 3)
-    assert load_file(staged.file(3))["one"] == 3
+    assert load_file(staged.weights_file(3))["one"] == 3
 
 
 def test_weights_without_room_are_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage(free=100))
     with pytest.raises(ConfigError, match="no room"):
-        Staging(tmp_path).write({"a": torch.zeros(1000)}, 1)
+        WeightStaging(tmp_path).write({"a": torch.zeros(1000)}, 1)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -255,49 +261,49 @@ def test_a_disk_that_fills_up_meanwhile_is_an_error_in_one_sentence(
 
     monkeypatch.setattr(staging, "save_file", full)
     with pytest.raises(ConfigError, match=r"can't be written to .*: .*No space left"):
-        Staging(tmp_path).write({"a": torch.zeros(1000)}, 1)
+        WeightStaging(tmp_path).write({"a": torch.zeros(1000)}, 1)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_run_finds_its_weights_again(tmp_path: Path, memory: Path) -> None:
-    assert staging_folder(tmp_path / "a", 1).parent == memory
-    assert staging_folder(tmp_path / "a", 1) == staging_folder(tmp_path / "b" / ".." / "a", 1)
-    assert staging_folder(tmp_path / "a", 1) != staging_folder(tmp_path / "b", 1)
+    assert choose_staging_folder(tmp_path / "a", 1).parent == memory
+    assert choose_staging_folder(tmp_path / "a", 1) == choose_staging_folder(tmp_path / "b" / ".." / "a", 1)
+    assert choose_staging_folder(tmp_path / "a", 1) != choose_staging_folder(tmp_path / "b", 1)
 
 
 def test_weights_go_to_the_runs_folder_where_memory_has_no_room_for_two(
     tmp_path: Path, memory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = tmp_path / "run"
-    in_memory, on_disk = staging_folder(run, 1), run / "weights"
+    in_memory, on_disk = choose_staging_folder(run, 1), run / "weights"
     monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage(free=10_000))
-    assert staging_folder(run, 5_000) == on_disk
-    assert staging_folder(run, 4_999) == in_memory
-    Staging(in_memory).write({"a": torch.zeros(1000)}, 1)  # its own weights are no reason to move
-    assert staging_folder(run, 7_000) == in_memory
-    clear_others(run, on_disk)
+    assert choose_staging_folder(run, 5_000) == on_disk
+    assert choose_staging_folder(run, 4_999) == in_memory
+    WeightStaging(in_memory).write({"a": torch.zeros(1000)}, 1)  # its own weights are no reason to move
+    assert choose_staging_folder(run, 7_000) == in_memory
+    remove_other_stagings(run, on_disk)
     assert not in_memory.exists()
     memory.rmdir()
-    assert staging_folder(run, 1) == on_disk
+    assert choose_staging_folder(run, 1) == on_disk
 
 
 def test_an_interrupted_run_leaves_nothing_in_memory_and_its_engine_finds_its_weights(
     tmp_path: Path, memory: Path
 ) -> None:
     run, state = tmp_path / "run", tmp_path / "run" / "engine.json"
-    staged = Staging(staging_folder(run, 1))
+    staged = WeightStaging(choose_staging_folder(run, 1))
     for version in (7, 8):
         staged.write({"a": torch.full((3,), float(version))}, version)
     run.mkdir()
-    remember(state, Update(str(staged.file(7)), 7))  # 8 has been prepared, and no more
-    put_away(run, state)
-    put_away(run, state)  # of a process that gave its engine nothing
+    save_update(state, WeightUpdate(str(staged.weights_file(7)), 7))  # 8 has been prepared, and no more
+    move_weights_to_disk(run, state)
+    move_weights_to_disk(run, state)  # of a process that gave its engine nothing
     assert list(memory.iterdir()) == []
-    last = remembered(state)
-    assert last == Update(str(run / "weights" / "7" / "model.safetensors"), 7)
+    last = load_update(state)
+    assert last == WeightUpdate(str(run / "weights" / "7" / "model.safetensors"), 7)
     assert last is not None
     assert load_file(last.path)["a"].tolist() == [7.0, 7.0, 7.0]
-    clear(run)
+    remove_staged_weights(run)
     assert [path.name for path in run.iterdir()] == ["engine.json"]
 
 
@@ -305,14 +311,14 @@ def test_weights_that_cannot_be_moved_stay_where_the_engine_finds_them(
     tmp_path: Path, memory: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     run, state = tmp_path / "run", tmp_path / "engine.json"
-    staged = Staging(staging_folder(run, 1))
+    staged = WeightStaging(choose_staging_folder(run, 1))
     staged.write({"a": torch.ones(3)}, 7)
-    remember(state, Update(str(staged.file(7)), 7))
+    save_update(state, WeightUpdate(str(staged.weights_file(7)), 7))
     run.write_text("no folder")
-    put_away(run, state)
-    assert staged.file(7).exists()
+    move_weights_to_disk(run, state)
+    assert staged.weights_file(7).exists()
     assert f"stay in {staged.folder}" in caplog.text
-    put_away(run, None)  # of an engine that remembers nothing
+    move_weights_to_disk(run, None)  # of an engine that remembers nothing
     assert list(memory.iterdir()) == []
 
 
@@ -327,11 +333,11 @@ async def test_the_embedded_engine_is_told_file_and_version(tmp_path: Path) -> N
     runner = web.ServerRunner(web.Server(handle))
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()
-    engine = EngineHttp("http://{}:{}".format(*runner.addresses[0][:2]), None, 5)
-    sync = EmbeddedSync(tmp_path)
+    engine = EngineHttpClient("http://{}:{}".format(*runner.addresses[0][:2]), None, 5)
+    sync = EmbeddedTransport(tmp_path)
     sync.prepare({"a": torch.ones(2)}, 4)
     await sync.load(engine, 4)
-    assert await sync.held(engine) == 4
+    assert await sync.read_version(engine) == 4
     (order,) = told
     assert order["version"] == 4
     assert load_file(order["path"])["a"].tolist() == [1.0, 1.0]
@@ -341,30 +347,30 @@ async def test_the_embedded_engine_is_told_file_and_version(tmp_path: Path) -> N
 
 def test_other_kinds_of_engines_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="scripted can't be given new weights; those that can: embedded, vllm"):
-        sync_of("scripted", tmp_path)
+        create_transport("scripted", tmp_path)
 
 
 async def test_a_difference_is_over_all_tokens_and_nan_is_infinite() -> None:
     probe = Probe(lambda _, sampled: [-1.0] * len(sampled), 100, Tolerance(0.5, 0.2))
-    samples = [Sample([1], [2, 3], [-1.0, -1.4]), Sample([1], [4, 5], [-1.0, -1.0])]
-    found = await probe.difference(samples)
+    samples = [ProbeSample([1], [2, 3], [-1.0, -1.4]), ProbeSample([1], [4, 5], [-1.0, -1.0])]
+    found = await probe.measure_difference(samples)
     assert (found.tokens, round(found.largest, 6), round(found.mean, 6)) == (4, 0.4, 0.1)
-    assert found.within(probe.tolerance)
-    assert not Difference(4, 0.6, 0.1).within(probe.tolerance)
-    assert not Difference(4, 0.4, 0.3).within(probe.tolerance)
-    spoiled = await probe.difference([Sample([1], [2], [float("nan")])])
-    assert not spoiled.within(probe.tolerance)
+    assert found.is_within(probe.tolerance)
+    assert not Difference(4, 0.6, 0.1).is_within(probe.tolerance)
+    assert not Difference(4, 0.4, 0.3).is_within(probe.tolerance)
+    spoiled = await probe.measure_difference([ProbeSample([1], [2], [float("nan")])])
+    assert not spoiled.is_within(probe.tolerance)
 
 
 async def test_a_few_tokens_may_be_far_apart_in_half_precision_but_not_one_of_every_reply() -> None:
-    probe = Probe(lambda _, sampled: [-1.0] * len(sampled), 100, tolerance_of("bfloat16"))
+    probe = Probe(lambda _, sampled: [-1.0] * len(sampled), 100, choose_tolerance("bfloat16"))
 
     async def passes(*last: float) -> bool:
         """Four replies, and the last log-probability of some."""
         usual = [-1.1] * 8
         replies = [[*usual[:-1], value] for value in last] + [usual] * (4 - len(last))
-        found = await probe.difference([Sample([1], list(range(8)), reply) for reply in replies])
-        return found.within(probe.tolerance)
+        found = await probe.measure_difference([ProbeSample([1], list(range(8)), reply) for reply in replies])
+        return found.is_within(probe.tolerance)
 
     assert await passes(-11.0, -9.0)
     assert not await passes(-11.0, -9.0, -3.0)
@@ -381,14 +387,14 @@ async def test_what_stands_for_no_number_is_none() -> None:
             yield SimpleNamespace(ids=[1, 2], logprobs=[-1.0, -9999.0])
 
     engine: Any = WritesPlaceholders()
-    probe = Probe(lambda _, sampled: [-1.0] * len(sampled), 100, tolerance_of("bfloat16"))
+    probe = Probe(lambda _, sampled: [-1.0] * len(sampled), 100, choose_tolerance("bfloat16"))
     samples = await probe.sample(engine)
     assert [math.isnan(value) for value in samples[0].logprobs] == [False, True]
-    assert not (await probe.difference(samples)).within(probe.tolerance)
+    assert not (await probe.measure_difference(samples)).is_within(probe.tolerance)
 
 
 def test_the_coarser_dtype_decides_what_is_tolerated() -> None:
-    assert tolerance_of("float32").largest == 1e-3
-    assert tolerance_of("float32", "bfloat16") == tolerance_of("bfloat16")
-    assert tolerance_of("bfloat16", "float32") == tolerance_of("bfloat16")
-    assert tolerance_of("float32", "auto") == tolerance_of("bfloat16")
+    assert choose_tolerance("float32").largest == 1e-3
+    assert choose_tolerance("float32", "bfloat16") == choose_tolerance("bfloat16")
+    assert choose_tolerance("bfloat16", "float32") == choose_tolerance("bfloat16")
+    assert choose_tolerance("float32", "auto") == choose_tolerance("bfloat16")

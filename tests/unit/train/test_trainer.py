@@ -14,13 +14,13 @@ import transformers
 
 from polar.errors import ConfigError
 from polar.rollout.models import TaskRequest
-from polar.train.checkpoint import Checkpoints, Entry, Progress
+from polar.train.checkpoint import CheckpointStore, JournalEntry, Progress
 from polar.train.learner import Learner
 from polar.train.metrics import StepMetrics
-from polar.train.running import Tasks, train_at
+from polar.train.run import TrainingTasks, train_with_client
 from polar.train.settings import TrainSettings
-from polar.train.trainer import Nobody, Updated
-from polar.trajectory.types import Sampled
+from polar.train.trainer import NullObserver, WeightUpdateResult
+from polar.trajectory.types import SessionPaths
 from tests.unit.train import tiny
 from tests.unit.train.fake_service import VOCABULARY, FakeEngines, FakeService
 
@@ -52,7 +52,7 @@ class Crash(Exception):
     """Of the trainer's process."""
 
 
-class Crashing(Nobody):
+class Crashing(NullObserver):
     """Counts what happens, and ends the process at one of these moments."""
 
     def __init__(self, at: int | None = None) -> None:
@@ -65,13 +65,13 @@ class Crashing(Nobody):
         if self.moments == self.at:
             raise Crash
 
-    def learns(self, step: int, sessions: int) -> None:
+    def on_learn(self, step: int, sessions: int) -> None:
         self.moment()
 
-    def evaluates(self, step: int) -> None:
+    def on_evaluate(self, step: int) -> None:
         self.moment()
 
-    def ended(self, metrics: StepMetrics) -> None:
+    def on_step(self, metrics: StepMetrics) -> None:
         self.told.append(metrics)
         self.moment()
 
@@ -83,12 +83,12 @@ class CrashingEngines(FakeEngines):
         super().__init__(service, learner)
         self._watcher = watcher
 
-    async def update(self, version: int) -> Updated:
+    async def publish(self, version: int) -> WeightUpdateResult:
         self._watcher.moment()
         if self._watcher.at == self._watcher.moments + 1:
             self.load(version)
         self._watcher.moment()
-        done = await super().update(version)
+        done = await super().publish(version)
         self._watcher.moment()
         return done
 
@@ -97,7 +97,7 @@ async def run(service: FakeService, folder: Path, wanted: TrainSettings, watcher
     watcher = watcher or Crashing()
     learner = Learner(folder, wanted)
     engines = CrashingEngines(service, learner, watcher)
-    await train_at(service, wanted, learner, engines, Tasks(TRAIN, HELD_OUT), watcher, asyncio.Event())  # type: ignore[arg-type]
+    await train_with_client(service, wanted, learner, engines, TrainingTasks(TRAIN, HELD_OUT), watcher, asyncio.Event())  # type: ignore[arg-type]
     return learner
 
 
@@ -105,8 +105,10 @@ def service_of(folder: Path) -> FakeService:
     return FakeService(transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval())
 
 
-def journal(output: Path) -> list[Entry]:
-    return [msgspec.json.decode(line, type=Entry) for line in (output / "journal.jsonl").read_bytes().splitlines()]
+def journal(output: Path) -> list[JournalEntry]:
+    return [
+        msgspec.json.decode(line, type=JournalEntry) for line in (output / "journal.jsonl").read_bytes().splitlines()
+    ]
 
 
 def metrics(output: Path) -> list[StepMetrics]:
@@ -225,7 +227,7 @@ async def test_suspicious_sessions_are_counted(tmp_path: Path, folder: Path, bui
     service = service_of(folder)
     session = service._session
 
-    def first_of_each_group(task: TaskRequest, sample: int) -> Sampled:
+    def first_of_each_group(task: TaskRequest, sample: int) -> SessionPaths:
         return msgspec.structs.replace(session(task, sample), suspicious=sample == 0)
 
     service._session = first_of_each_group  # type: ignore[method-assign]
@@ -233,7 +235,7 @@ async def test_suspicious_sessions_are_counted(tmp_path: Path, folder: Path, bui
     await run(service, folder, wanted)
     told = metrics(tmp_path)[-1]
     assert told.sessions_suspicious == wanted.rollout.groups_per_step
-    assert told.flat()["sessions_suspicious"] == told.sessions_suspicious
+    assert told.flatten()["sessions_suspicious"] == told.sessions_suspicious
 
 
 async def test_an_engine_that_lost_its_weights_gets_them_again(tmp_path: Path, folder: Path) -> None:
@@ -265,7 +267,7 @@ async def test_engines_get_their_weights_again_before_held_out_tasks_are_sampled
     sampled: list[bool] = []
 
     class Disturbing(Crashing):
-        def evaluates(self, step: int) -> None:
+        def on_evaluate(self, step: int) -> None:
             if step == 2:
                 service.model.load_state_dict(service.base.state_dict())
                 service.version = service.label = 0
@@ -274,14 +276,14 @@ async def test_engines_get_their_weights_again_before_held_out_tasks_are_sampled
     async def submit_and_look(tasks: Iterable[TaskRequest]) -> None:
         tasks = list(tasks)
         if any("/held-out/2/" in task.task_id for task in tasks):
-            sampled.append(await engines.same(service.version))
+            sampled.append(await engines.has_trainer_weights(service.version))
         await submit(tasks)
 
     service.submit = submit_and_look  # type: ignore[method-assign]
     wanted, watcher = settings(tmp_path, steps=3), Disturbing()
     learner = Learner(folder, wanted)
     engines = CrashingEngines(service, learner, watcher)
-    await train_at(service, wanted, learner, engines, Tasks(TRAIN, HELD_OUT), watcher, disturbed)  # type: ignore[arg-type]
+    await train_with_client(service, wanted, learner, engines, TrainingTasks(TRAIN, HELD_OUT), watcher, disturbed)  # type: ignore[arg-type]
     assert sampled == [True]
     assert service.version == service.label > 0
 
@@ -290,4 +292,4 @@ async def test_another_model_is_another_run(tmp_path: Path, folder: Path) -> Non
     await run(service_of(folder), folder, settings(tmp_path, steps=1))
     learner = Learner(folder, settings(tmp_path, model={"trainable_layers": 1}))
     with pytest.raises(ConfigError, match="output folder"):
-        Checkpoints(tmp_path, 1).load(learner)
+        CheckpointStore(tmp_path, 1).load(learner)

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 import transformers
 
-from polar.engines.scripted.server import TOKENIZER
+from polar.engines.scripted.server import TOKENIZER_FOLDER
 
 
 def vocabulary() -> int:
-    written = json.loads((TOKENIZER / "tokenizer.json").read_text())
+    written = json.loads((TOKENIZER_FOLDER / "tokenizer.json").read_text())
     added = [token["id"] for token in written.get("added_tokens", [])]
     return max(*written["model"]["vocab"].values(), *added) + 1
 
@@ -38,7 +38,7 @@ def model(seed: int = 0, **changes: Any) -> Any:
 
 def folder(path: Path, **changes: Any) -> Path:
     model(**changes).save_pretrained(path)
-    for file in TOKENIZER.iterdir():
+    for file in TOKENIZER_FOLDER.iterdir():
         shutil.copyfile(file, path / file.name)
     return path
 

@@ -5,24 +5,24 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from hypothesis import strategies as st
 
-from polar.train.forest import Tree
+from polar.train.forest import TokenTree
 from polar.trajectory.builders import prefix_tree
 from polar.trajectory.tree import ROOT
-from polar.trajectory.types import Path, Sampled
+from polar.trajectory.types import SessionPaths, TokenPath
 from tests.unit.trajectory.samples import path, session
 
 VOCABULARY = 90
 
 
 @st.composite
-def trees(draw: st.DrawFn) -> Tree:
+def trees(draw: st.DrawFn) -> TokenTree:
     """Of any shape, also with empty nodes, several roots, and tokens that are asked for more than once."""
     lengths = draw(st.lists(st.integers(0, 12), min_size=1, max_size=10))
     parents = [ROOT, *(draw(st.integers(ROOT, node - 1)) for node in range(1, len(lengths)))]
     starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
     rng = np.random.default_rng(draw(st.integers(0, 2**32)))
     ids = rng.integers(0, VOCABULARY, starts[-1]).astype(np.int32)
-    made = Tree(ids, starts, np.array(parents, np.int32), np.empty(0, np.int64), np.empty(0, np.float32))
+    made = TokenTree(ids, starts, np.array(parents, np.int32), np.empty(0, np.int64), np.empty(0, np.float32))
     behind = [token for token in range(len(ids)) if len(before(made, token))]
     tokens = draw(st.lists(st.sampled_from(behind), max_size=20)) if behind else []
     made.tokens = np.array(tokens, np.int64)
@@ -30,7 +30,7 @@ def trees(draw: st.DrawFn) -> Tree:
     return made
 
 
-def before(tree: Tree, token: int) -> list[int]:
+def before(tree: TokenTree, token: int) -> list[int]:
     """The tokens (indices into `ids`) before one on its path."""
     node = int(np.searchsorted(tree.starts, token, "right")) - 1
     found = list(range(tree.starts[node], token))
@@ -47,7 +47,7 @@ class Script:
 
     def __init__(self, name: str, seed: int) -> None:
         self.name = name
-        self.paths: list[Path] = []
+        self.paths: list[TokenPath] = []
         self._rng = np.random.default_rng(seed)
 
     def text(self, name: str, length: int = 9) -> list[int]:
@@ -102,14 +102,14 @@ KINDS: dict[str, Callable[[Script], None]] = {
 }
 
 
-def group(kind: str, count: int = 3) -> list[Sampled]:
+def group(kind: str, count: int = 3) -> list[SessionPaths]:
     scripts = [Script(f"s{number}", number) for number in range(count)]
     for script in scripts:
         KINDS[kind](script)
     return [session(*script.paths) for script in scripts]
 
 
-def group_tree(sessions: Sequence[Sampled]) -> tuple[Tree, list[tuple[str, int]]]:
+def group_tree(sessions: Sequence[SessionPaths]) -> tuple[TokenTree, list[tuple[str, int]]]:
     """The group's tree, and what its entries are: whose sampled token, and which."""
     built = prefix_tree(sessions)
     tokens, entries = [], []
@@ -117,5 +117,7 @@ def group_tree(sessions: Sequence[Sampled]) -> tuple[Tree, list[tuple[str, int]]
         for number in range(term.stop - term.start):
             tokens.append(built.starts[term.node] + term.start + number)
             entries.append((term.exchange_id, term.offset + number))
-    tree = Tree(built.ids, built.starts, built.parents, np.array(tokens, np.int64), np.ones(len(tokens), np.float32))
+    tree = TokenTree(
+        built.ids, built.starts, built.parents, np.array(tokens, np.int64), np.ones(len(tokens), np.float32)
+    )
     return tree, entries

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import numpy as np
 from hypothesis import strategies as st
 
-from polar.trajectory.types import ExchangeRole, Excluded, Ids, Image, Path, Sampled
+from polar.trajectory.types import ExchangeRole, ExcludedSpan, Ids, Image, SessionPaths, TokenPath
 
 PLACEHOLDER = 9
 ROLES: list[ExchangeRole] = ["main", "subagent", "compaction", "auxiliary"]
@@ -29,13 +29,13 @@ def path(
     reward: float | None = None,
     images: Sequence[Image] = (),
     scale: float | None = None,
-) -> Path:
+) -> TokenPath:
     """Every sampled token has a log-probability of its own, so that it is known wherever it turns up."""
     name = exchange_id or f"{session_id}-x{seq}"
     trains = len(sampled) if trainable is None else trainable
-    rest = [Excluded(name, trains, len(sampled), "undelivered")] if trains < len(sampled) else []
+    rest = [ExcludedSpan(name, trains, len(sampled), "undelivered")] if trains < len(sampled) else []
     own = (-(np.arange(len(sampled)) + 1) / 64 - seq).astype(np.float32)
-    return Path(
+    return TokenPath(
         session_id=session_id,
         exchange_id=name,
         seq=seq,
@@ -43,7 +43,7 @@ def path(
         sampled=np.array(sampled, np.int32),
         logprobs=own if logprobs else None,
         versions=np.arange(len(sampled), dtype=np.int32) // 2 + seq,
-        trainable=trains,
+        num_trainable=trains,
         excluded=rest,
         role=role,
         agent_id=agent_id,
@@ -56,14 +56,14 @@ def path(
     )
 
 
-def session(*paths: Path, reward: float | None = 1.0, reason: str | None = None) -> Sampled:
-    return Sampled(paths[0].session_id if paths else "s", list(paths), reward, reason)
+def session(*paths: TokenPath, reward: float | None = 1.0, reason: str | None = None) -> SessionPaths:
+    return SessionPaths(paths[0].session_id if paths else "s", list(paths), reward, reason)
 
 
-def symbols(path: Path) -> tuple[Symbol, ...]:
+def symbols(path: TokenPath) -> tuple[Symbol, ...]:
     """A path as the model sees it, up to its last trainable token."""
     digests = {image.position: image.digest for image in path.images}
-    whole = [*path.prompt.tolist(), *path.sampled[: path.trainable].tolist()]
+    whole = [*path.prompt.tolist(), *path.sampled[: path.num_trainable].tolist()]
     return tuple((token, digests.get(place)) for place, token in enumerate(whole))
 
 
@@ -80,7 +80,7 @@ def contexts(draw: st.DrawFn) -> list[Symbol]:
 
 
 @st.composite
-def sampled_sessions(draw: st.DrawFn, session_id: str = "s", roots: Sequence[list[Symbol]] = ()) -> Sampled:
+def sampled_sessions(draw: st.DrawFn, session_id: str = "s", roots: Sequence[list[Symbol]] = ()) -> SessionPaths:
     """A session of up to eight calls. `roots` are beginnings that it may share with others of its group."""
     known: list[tuple[list[Symbol], list[int], int]] = []  # prompt, sampled, trainable
     paths = []
@@ -119,10 +119,10 @@ def sampled_sessions(draw: st.DrawFn, session_id: str = "s", roots: Sequence[lis
                 images=[Image(place, digest) for place, (_, digest) in enumerate(prompt) if digest is not None],
             )
         )
-    return Sampled(session_id, paths, reward=draw(st.sampled_from([0.0, 1.0])))
+    return SessionPaths(session_id, paths, reward=draw(st.sampled_from([0.0, 1.0])))
 
 
 @st.composite
-def groups(draw: st.DrawFn) -> list[Sampled]:
+def groups(draw: st.DrawFn) -> list[SessionPaths]:
     roots = draw(st.lists(contexts(), min_size=1, max_size=2))
     return [draw(sampled_sessions(f"s{number}", roots)) for number in range(draw(st.integers(1, 3)))]

@@ -10,24 +10,33 @@ import pytest
 
 from polar.bench import trajectory_report
 from polar.bench.client import BenchError
-from polar.bench.trajectory import POLAR, SHAPES, Plan, Rate, Report, Stored, _check_peer, run
+from polar.bench.trajectory import (
+    POLAR,
+    SHAPES,
+    StorageCost,
+    TrajectoryPlan,
+    TrajectoryReport,
+    TreeRate,
+    _check_peer,
+    run,
+)
 from polar.trajectory.builders import per_request, prefix_merging
-from polar.trajectory.tree import token_tree
-from polar.trajectory.types import Sampled
+from polar.trajectory.tree import build_token_tree
+from polar.trajectory.types import SessionPaths
 
-SMALL = Plan(("20 turns to 30k",), rounds=1, turns=(2, 4, 6))
+SMALL = TrajectoryPlan(("20 turns to 30k",), rounds=1, turns=(2, 4, 6))
 
 
 def test_sessions_have_the_shape_of_their_name() -> None:
     linear = SHAPES["20 turns to 30k"](np.random.default_rng(0))
     assert len(linear) == 20
     assert len(linear[-1].prompt) == pytest.approx(30_000, rel=0.1)
-    assert len(prefix_merging(Sampled("bench", linear)).traces) == 1
+    assert len(prefix_merging(SessionPaths("bench", linear)).traces) == 1
     dropping = SHAPES["100 turns to 60k, thinking dropped, shuffled"](np.random.default_rng(0))
-    merged, each = prefix_merging(Sampled("bench", dropping)), per_request(Sampled("bench", dropping))
+    merged, each = prefix_merging(SessionPaths("bench", dropping)), per_request(SessionPaths("bench", dropping))
     assert len(merged.traces) == len(each.traces) == 100  # no prompt has what was sampled before it
     assert merged.tokens.unique < each.tokens.computed / 20
-    assert len(token_tree(SHAPES["1000 siblings after 8k"](np.random.default_rng(0))).nodes) > 1_000
+    assert len(build_token_tree(SHAPES["1000 siblings after 8k"](np.random.default_rng(0))).nodes) > 1_000
 
 
 async def test_a_run_without_peers_says_so() -> None:
@@ -50,24 +59,24 @@ async def test_an_interpreter_without_the_peers_is_named(tmp_path: Path) -> None
 
 
 def test_a_peers_figures_count_only_for_the_same_tree() -> None:
-    ours = Rate(POLAR, "a shape", sequences=10, tokens=1_000, unique=500, seconds=1.0)
+    ours = TreeRate(POLAR, "a shape", sequences=10, tokens=1_000, unique=500, seconds=1.0)
     _check_peer("TRL", ours, 510)
     with pytest.raises(BenchError, match="TRL made a tree of 400 tokens"):
         _check_peer("TRL", ours, 400)
 
 
 def test_promises_are_judged_by_the_worst_figure() -> None:
-    report = Report(
+    report = TrajectoryReport(
         rates=[
-            Rate(POLAR, "a", 1, 300_000_000, 1, 1.0),
-            Rate(POLAR, "b", 1, 150_000_000, 1, 1.0),
-            Rate("TRL", "a", 1, 2_000_000, 1, 1.0),
-            Rate("TRL", "b", 1, 2_000_000, 1, 1.0),
+            TreeRate(POLAR, "a", 1, 300_000_000, 1, 1.0),
+            TreeRate(POLAR, "b", 1, 150_000_000, 1, 1.0),
+            TreeRate("TRL", "a", 1, 2_000_000, 1, 1.0),
+            TreeRate("TRL", "b", 1, 2_000_000, 1, 1.0),
         ],
         versions={"TRL": "1.0"},
-        stored=[Stored(turns, turns, turns, turns**2, turns**2) for turns in (10, 20, 100, 200)],
+        stored=[StorageCost(turns, turns, turns, turns**2, turns**2) for turns in (10, 20, 100, 200)],
     )
-    assert [(promise.measured, promise.reached) for promise in trajectory_report.promises(report)] == [
+    assert [(promise.measured, promise.reached) for promise in trajectory_report.list_promises(report)] == [
         ("150 million (b)", False),
         ("75 times (b)", False),
         ("10.00 times", False),

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from polar.trajectory import wire
 from polar.trajectory.builders import per_request, prefix_merging, prefix_tree
-from polar.trajectory.types import NO_VERSION, Path, Sampled, Trace, Trajectory, TreeTrajectory
+from polar.trajectory.types import NO_VERSION, SessionPaths, TokenPath, Trace, Trajectory, TreeTrajectory
 
 from .samples import groups, path, sampled_sessions, session, symbols
 
@@ -24,11 +24,11 @@ Trained = tuple[str, tuple[int, ...], int, float | None, int, Fraction]
 """Session, context, token, log-probability, version, weight."""
 
 
-def expected(session: Sampled) -> Iterator[Trained]:
-    total = sum(it.trainable for it in session.paths)
+def expected(session: SessionPaths) -> Iterator[Trained]:
+    total = sum(it.num_trainable for it in session.paths)
     for it in session.paths:
         whole = (*it.prompt.tolist(), *it.sampled.tolist())
-        for index in range(it.trainable):
+        for index in range(it.num_trainable):
             at = len(it.prompt) + index
             logprob = None if it.logprobs is None else float(it.logprobs[index])
             assert it.versions is not None
@@ -63,14 +63,14 @@ def of_tree(made: TreeTrajectory) -> Iterator[Trained]:
             yield term.session_id, context, ids(term.node)[index], logprob, version, each
 
 
-def extends(later: Path, earlier: Path) -> bool:
+def extends(later: TokenPath, earlier: TokenPath) -> bool:
     """Whether a trace that ends with `earlier` can go on with `later`, read off the paths."""
     seen = symbols(earlier)
-    prompt = symbols(msgspec.structs.replace(later, trainable=0))
+    prompt = symbols(msgspec.structs.replace(later, num_trainable=0))
     return prompt[: len(seen)] == seen and (later.logprobs is None) == (earlier.logprobs is None)
 
 
-def fewest(paths: list[Path]) -> tuple[int, int]:
+def fewest(paths: list[TokenPath]) -> tuple[int, int]:
     """The least number of runs and of tokens in them, by matching each path with one that follows it. What is computed
     are the paths that none follows; so the longest are matched first, and never go without a follower again."""
     precedes: dict[int, int] = {}
@@ -93,7 +93,7 @@ def fewest(paths: list[Path]) -> tuple[int, int]:
 
 
 @given(groups())
-def test_all_builders_train_exactly_what_was_sampled(sessions: list[Sampled]) -> None:
+def test_all_builders_train_exactly_what_was_sampled(sessions: list[SessionPaths]) -> None:
     wanted = Counter(one for it in sessions for one in expected(it))
     for build in TRACE_BUILDERS:
         assert Counter(one for it in sessions for one in of_traces(build(it))) == wanted
@@ -101,7 +101,7 @@ def test_all_builders_train_exactly_what_was_sampled(sessions: list[Sampled]) ->
 
 
 @given(groups())
-def test_each_sampled_token_is_trained_once_or_excluded(sessions: list[Sampled]) -> None:
+def test_each_sampled_token_is_trained_once_or_excluded(sessions: list[SessionPaths]) -> None:
     sampled = Counter(
         (it.exchange_id, index) for one in sessions for it in one.paths for index in range(len(it.sampled))
     )
@@ -129,31 +129,33 @@ def test_each_sampled_token_is_trained_once_or_excluded(sessions: list[Sampled])
 
 
 @given(groups())
-def test_weights_and_counts(sessions: list[Sampled]) -> None:
+def test_weights_and_counts(sessions: list[SessionPaths]) -> None:
     tree = prefix_tree(sessions)
-    needed = {symbols(it)[:length] for one in sessions for it in one.paths if it.trainable for length in _lengths(it)}
-    trainable = sum(it.trainable for one in sessions for it in one.paths)
+    needed = {
+        symbols(it)[:length] for one in sessions for it in one.paths if it.num_trainable for length in _lengths(it)
+    }
+    trainable = sum(it.num_trainable for one in sessions for it in one.paths)
     assert (tree.tokens.computed, tree.tokens.unique, tree.tokens.trainable) == (len(needed), len(needed), trainable)
     assert len(tree.ids) == len(needed)
     for one in sessions:
-        total = sum(it.trainable for it in one.paths)
+        total = sum(it.num_trainable for it in one.paths)
         terms = [term.weight for term in tree.terms if term.session_id == one.session_id]
         assert sum(terms) == pytest.approx(1.0 if total else 0.0)
         for build in TRACE_BUILDERS:
             made = build(one)
             assert sum(trace.weight for trace in made.traces) == pytest.approx(1.0 if total else 0.0)
-            unique = {symbols(it)[:length] for it in one.paths if it.trainable for length in _lengths(it)}
+            unique = {symbols(it)[:length] for it in one.paths if it.num_trainable for length in _lengths(it)}
             computed = sum(len(trace.prompt_ids) + len(trace.response_ids) for trace in made.traces)
             assert made.tokens.computed == computed >= made.tokens.unique == len(unique)
             assert made.tokens.trainable == total
 
 
-def _lengths(path: Path) -> range:
+def _lengths(path: TokenPath) -> range:
     return range(1, len(symbols(path)) + 1)
 
 
 @given(sampled_sessions())
-def test_merged_traces_are_runs_of_exact_prefixes_and_as_few_as_can_be(session: Sampled) -> None:
+def test_merged_traces_are_runs_of_exact_prefixes_and_as_few_as_can_be(session: SessionPaths) -> None:
     paths = {it.exchange_id: it for it in session.paths}
     made = prefix_merging(session)
     for trace in made.traces:
@@ -164,18 +166,20 @@ def test_merged_traces_are_runs_of_exact_prefixes_and_as_few_as_can_be(session: 
         context = trace.loss_mask == 0
         assert (trace.policy_versions[context] == NO_VERSION).all()
         assert trace.logprobs is None or (trace.logprobs[context] == 0).all()
-    assert (len(made.traces), made.tokens.computed) == fewest([it for it in session.paths if it.trainable])
+    assert (len(made.traces), made.tokens.computed) == fewest([it for it in session.paths if it.num_trainable])
 
 
 @given(groups(), st.randoms())
-def test_the_order_in_which_paths_are_given_does_not_matter(sessions: list[Sampled], order: random.Random) -> None:
+def test_the_order_in_which_paths_are_given_does_not_matter(sessions: list[SessionPaths], order: random.Random) -> None:
     shuffled = [msgspec.structs.replace(it, paths=order.sample(it.paths, len(it.paths))) for it in sessions]
     for build in TRACE_BUILDERS:
-        assert [wire.trajectory(build(it)) for it in shuffled] == [wire.trajectory(build(it)) for it in sessions]
-    tree = wire.tree(prefix_tree(sessions))
-    assert wire.tree(prefix_tree(shuffled)) == tree
+        assert [wire.trajectory_to_dict(build(it)) for it in shuffled] == [
+            wire.trajectory_to_dict(build(it)) for it in sessions
+        ]
+    tree = wire.tree_to_dict(prefix_tree(sessions))
+    assert wire.tree_to_dict(prefix_tree(shuffled)) == tree
     order.shuffle(shuffled)
-    other = wire.tree(prefix_tree(shuffled))
+    other = wire.tree_to_dict(prefix_tree(shuffled))
     assert other["nodes"] == tree["nodes"]
     assert sorted(map(repr, other["terms"])) == sorted(map(repr, tree["terms"]))
 
@@ -295,7 +299,7 @@ def test_a_groups_tree_has_the_shared_prompt_once() -> None:
 
 
 @pytest.mark.parametrize("build", TRACE_BUILDERS)
-def test_a_session_that_trains_nothing(build: Callable[[Sampled], Trajectory]) -> None:
+def test_a_session_that_trains_nothing(build: Callable[[SessionPaths], Trajectory]) -> None:
     for empty in (session(), session(path(0, [1], [2], trainable=0))):
         made = build(empty)
         assert (made.traces, made.tokens.computed, made.tokens.trainable) == ([], 0, 0)
@@ -310,7 +314,7 @@ def test_a_long_session_is_merged_without_recursion() -> None:
     assert len(trace.exchange_ids) == 2_000
 
 
-def _with_experts(one: Path, call: int, layers: int = 2) -> Path:
+def _with_experts(one: TokenPath, call: int, layers: int = 2) -> TokenPath:
     """Each number says which call told it, and of which token."""
     tokens = len(one.prompt) + len(one.sampled) - 1
     one.experts = np.repeat(100 * call + np.arange(tokens), layers * 2).reshape(tokens, layers, 2)

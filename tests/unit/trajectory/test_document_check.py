@@ -7,13 +7,13 @@ import msgspec
 import pytest
 from hypothesis import given
 
-from polar.bridges.rollouts import Rollouts
+from polar.bridges.rollouts import RolloutClient
 from polar.rollout.models import SessionResult, TaskRequest
 from polar.train import groups
 from polar.trajectory.builders import per_request, prefix_merging, prefix_tree
 from polar.trajectory.checker import SessionChecker
 from polar.trajectory.document_check import check_received, check_received_tree
-from polar.trajectory.types import Sampled
+from polar.trajectory.types import SessionPaths
 from tests.unit.bridges.telling import result as told
 from tests.unit.export.samples import Talk, said
 from tests.unit.train import documents
@@ -22,20 +22,20 @@ from tests.unit.trajectory.samples import path, sampled_sessions, session
 
 
 @given(sampled_sessions())
-def test_what_the_builders_make_of_a_session_passes(it: Sampled) -> None:
+def test_what_the_builders_make_of_a_session_passes(it: SessionPaths) -> None:
     for build in (per_request, prefix_merging):
         assert check_received(build(it)) == []
 
 
 @given(sampled_groups())
-def test_so_does_the_tree_of_a_group(sessions: list[Sampled]) -> None:
+def test_so_does_the_tree_of_a_group(sessions: list[SessionPaths]) -> None:
     assert check_received_tree(prefix_tree(sessions)) == []
 
 
 Document = dict[str, Any]
 
 
-def one(name: str, reward: float) -> Sampled:
+def one(name: str, reward: float) -> SessionPaths:
     """Three turns, the last of which goes on from nothing; one token was never delivered."""
     return session(
         path(0, [1, 2], [3, 4], session_id=name, scale=1.0),
@@ -128,19 +128,19 @@ def test_the_trainer_leaves_out_a_session_with_a_mistake(mistake: Callable[[list
     data = msgspec.json.decode(documents.feed([one("a", 0.0), one("bb", 1.0)], "prefix_merging"))
     mistake(data["results"][0]["trajectory"]["traces"])
     spoiled = msgspec.json.encode(data)
-    group = groups.of_traces(spoiled, 0)
+    group = groups.group_from_traces(spoiled, 0)
     held, sound = group.members
-    assert (held.reward, held.reason, held.tokens) == (None, "verify_failed", 0)
-    assert (sound.reward, sound.reason, sound.tokens) == (1.0, None, 6)
-    assert group.verified == 2
-    assert group.graded == [1]
+    assert (held.reward, held.reason, held.trained_tokens) == (None, "verify_failed", 0)
+    assert (sound.reward, sound.reason, sound.trained_tokens) == (1.0, None, 6)
+    assert group.verified_sessions == 2
+    assert group.trainable_indices == [1]
 
 
 def test_a_share_of_nothing_leaves_nothing_out() -> None:
     data = msgspec.json.decode(documents.feed([one("a", 0.0), one("bb", 1.0)], "prefix_merging"))
     change_weight(data["results"][0]["trajectory"]["traces"])
-    group = groups.of_traces(msgspec.json.encode(data), 0, SessionChecker(share=0))
-    assert ([member.reason for member in group.members], group.verified) == ([None, None], 0)
+    group = groups.group_from_traces(msgspec.json.encode(data), 0, SessionChecker(share=0))
+    assert ([member.reason for member in group.members], group.verified_sessions) == ([None, None], 0)
 
 
 def test_a_wrong_token_is_named_with_its_own_value() -> None:
@@ -204,34 +204,34 @@ def wrong_id(tree: Document) -> None:
 TREE_MISTAKES = [wrong_depth, wrong_parent, wrong_count, wrong_id]
 
 
-def group_of(mistake: Callable[[Document], None]) -> groups.Group:
+def group_of(mistake: Callable[[Document], None]) -> groups.RolloutGroup:
     sessions = [one("a", 0.0), one("bb", 1.0)]
     tree = documents.tree(sessions)
     mistake(tree)
-    return groups.of_tree(documents.feed(sessions, "prefix_tree"), tree, 0)
+    return groups.group_from_tree(documents.feed(sessions, "prefix_tree"), tree, 0)
 
 
 @pytest.mark.parametrize("mistake", TERM_MISTAKES, ids=lambda mistake: mistake.__name__)
 def test_of_a_tree_only_the_session_is_left_out_whose_terms_are_wrong(mistake: Callable[[Document], None]) -> None:
     group = group_of(mistake)
     held, sound = group.members
-    assert (held.reward, held.reason, held.tokens) == (None, "verify_failed", 0)
+    assert (held.reward, held.reason, held.trained_tokens) == (None, "verify_failed", 0)
     if mistake is not term_too_long:  # which is counted, too
-        assert (sound.reward, sound.reason, sound.tokens) == (1.0, None, 6)
+        assert (sound.reward, sound.reason, sound.trained_tokens) == (1.0, None, 6)
 
 
 @pytest.mark.parametrize("mistake", TREE_MISTAKES, ids=lambda mistake: mistake.__name__)
 def test_a_tree_that_is_wrong_as_a_whole_is_left_out_whole(mistake: Callable[[Document], None]) -> None:
     group = group_of(mistake)
     assert [(member.reward, member.reason) for member in group.members] == [(None, "verify_failed")] * 2
-    assert group.parts == []
+    assert group.trees == []
 
 
 def test_what_the_service_held_back_when_it_made_the_tree_is_not_trained_on() -> None:
     sessions = [one("a", 0.0), one("bb", 1.0)]
     tree = documents.tree([sessions[1]])
     tree["sessions"].append({"session_id": "a", "reward": None, "reason": "verify_failed", "turn_rewards": {}})
-    group = groups.of_tree(documents.feed(sessions, "prefix_tree"), tree, 0)
+    group = groups.group_from_tree(documents.feed(sessions, "prefix_tree"), tree, 0)
     assert [(member.reward, member.reason) for member in group.members] == [(None, "verify_failed"), (1.0, None)]
 
 
@@ -261,9 +261,9 @@ def test_bridges_leave_out_a_session_with_a_mistake(mistake: Callable[[Document]
         talk.call([{"role": "user", "content": "List the files."}], said("None."))
         results.append(told(talk.item(task_id="t")).model_dump())
     mistake(results[0])
-    rollouts = Rollouts.__new__(Rollouts)
+    rollouts = RolloutClient.__new__(RolloutClient)
     rollouts._checker = SessionChecker()
     asked = TaskRequest.model_validate({"task_id": "t", "instruction": "do it", "num_samples": 2})
-    group = rollouts._group("t", asked, [SessionResult.model_validate(result) for result in results])
+    group = rollouts._build_group("t", asked, [SessionResult.model_validate(result) for result in results])
     assert [item.session.session_id for item in group.items] == ["b"]
     assert group.left_out == {reason: 1}

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from polar import ids
 from polar.errors import ConfigError
-from polar.trajectory.conversations import find
-from polar.trajectory.roles import Call, Knowledge, Labelled, Mark, Overrides, assign
+from polar.trajectory.conversations import link_turns
+from polar.trajectory.roles import CallLabel, CallPatterns, ModelCall, RoleOverrides, RolePattern, assign_roles
 from polar.trajectory.types import TRAINABLE_ROLES
 from polar.types import Message, Part, Reply, Request, ResponseFormat, Text, Tool, ToolCall, ToolResult
 
@@ -32,7 +32,7 @@ class Session:
     """Writes a session down, call by call."""
 
     def __init__(self) -> None:
-        self.calls: list[Call] = []
+        self.calls: list[ModelCall] = []
 
     def ask(
         self,
@@ -51,17 +51,17 @@ class Session:
         name = f"x{seq:024x}"
         parts: list[Part] = [Text(says)] if says else []
         if acts:
-            parts.append(ToolCall(ids.call_id(name, 0), "bash", f'{{"command": "step {seq}"}}'))
+            parts.append(ToolCall(ids.make_call_id(name, 0), "bash", f'{{"command": "step {seq}"}}'))
         request = Request("model", list(messages), TOOLS if tools is None else tools)
         if json:
             request.response_format = ResponseFormat("json_object")
         self.calls.append(
-            Call(
+            ModelCall(
                 exchange_id=name,
                 seq=seq,
                 status="complete" if whole else "partial",
-                sampled=10,
-                delivered=10 if whole else 4,
+                num_sampled=10,
+                num_delivered=10 if whole else 4,
                 parent=None,
                 hints=hints or {},
                 request=request,
@@ -76,14 +76,14 @@ class Session:
     def interrupt(self) -> None:
         """A call whose gateway was killed."""
         seq = len(self.calls)
-        self.calls.append(Call(f"x{seq:024x}", seq, "interrupted", 0, 0, None, {}, Request("", []), None))
+        self.calls.append(ModelCall(f"x{seq:024x}", seq, "interrupted", 0, 0, None, {}, Request("", []), None))
 
     def roles(self, **options: Any) -> list[str]:
-        labels = assign(self.calls, **options)
+        labels = assign_roles(self.calls, **options)
         return [labels[call.exchange_id].role for call in self.calls]
 
     def agents(self, **options: Any) -> list[str]:
-        labels = assign(self.calls, **options)
+        labels = assign_roles(self.calls, **options)
         return [labels[call.exchange_id].agent_id for call in self.calls]
 
 
@@ -347,41 +347,46 @@ def test_a_subagent_without_tools(session: Session) -> None:
 
 
 def test_what_the_harness_says_of_its_agents(session: Session) -> None:
-    known = Knowledge(agents=("thread",), subagents=("parent",))
+    known = CallPatterns(agent_headers=("thread",), subagent_headers=("parent",))
     history = begun(session, hints={"thread": "t1"})
     fork = [*history, user("You are a copy: look for the file.")]
     session.ask(fork, "Found it.", hints={"thread": "t2", "parent": "t1"})
     session.ask(history, "Done.", hints={"thread": "t1"})
     session.ask([system(), user("Another task.")], "Yes.", hints={"thread": "t3"})
-    assert session.roles(known=known) == ["main", "main", "subagent", "main", "main"]
-    assert session.agents(known=known) == ["t1", "t1", "t2", "t1", "t3"]
+    assert session.roles(knowledge=known) == ["main", "main", "subagent", "main", "main"]
+    assert session.agents(knowledge=known) == ["t1", "t1", "t2", "t1", "t3"]
 
 
 def test_the_main_agent_is_not_the_first_that_is_known_better(session: Session) -> None:
-    known = Knowledge(
-        subagents=("parent",),
-        marks=(Mark("auxiliary", last="Warm up"), Mark("compaction", header="kind", value="compact")),
+    known = CallPatterns(
+        subagent_headers=("parent",),
+        role_patterns=(
+            RolePattern("auxiliary", last_user_message="Warm up"),
+            RolePattern("compaction", header="kind", header_text="compact"),
+        ),
     )
     session.ask([system("You warm up."), user("Warm up.")], "Warm.")
     session.ask([system("You help."), user("Go.")], "Going.", hints={"parent": "p"})
     history = begun(session)
     session.ask(history, "Short.", hints={"kind": "compact"})
-    assert session.roles(known=known) == ["auxiliary", "subagent", "main", "main", "compaction"]
-    assert session.agents(known=known) == ["main", "agent-1", "main", "main", "main"]
+    assert session.roles(knowledge=known) == ["auxiliary", "subagent", "main", "main", "compaction"]
+    assert session.agents(knowledge=known) == ["main", "agent-1", "main", "main", "main"]
 
 
 def test_a_helper_that_calls_itself_a_subagent(session: Session) -> None:
-    known = Knowledge(subagents=("sub",), marks=(Mark("compaction", header="sub", value="compact"),))
+    known = CallPatterns(
+        subagent_headers=("sub",), role_patterns=(RolePattern("compaction", header="sub", header_text="compact"),)
+    )
     history = begun(session)
     session.ask([*history, user("Sum this up.")], SUMMARY, tools=[], hints={"sub": "compact"})
     session.ask(history, "Done.")
-    assert session.roles(known=known) == ["main", "main", "compaction", "main"]
+    assert session.roles(knowledge=known) == ["main", "main", "compaction", "main"]
 
 
 def test_a_file_that_quotes_a_mark_is_none(session: Session) -> None:
-    known = Knowledge(marks=(Mark("auxiliary", last="The result of step"),))
+    known = CallPatterns(role_patterns=(RolePattern("auxiliary", last_user_message="The result of step"),))
     session.ask(begun(session), "Done.")
-    assert session.roles(known=known) == ["main"] * 3
+    assert session.roles(knowledge=known) == ["main"] * 3
 
 
 def test_a_history_that_is_rewritten_every_turn(session: Session) -> None:
@@ -409,9 +414,9 @@ def test_of_two_samples_the_one_delivered_whole_goes_on(session: Session) -> Non
     history = session.ask(start, "First file.", acts=True, echo=False)
     session.ask(start, "First", whole=False)
     session.ask(history, "Done.")
-    whole, cut, last = find(session.calls, lambda call: None)
-    assert last.before is whole
-    assert cut.talk is whole.talk
+    whole, cut, last = link_turns(session.calls, lambda call: None)
+    assert last.previous is whole
+    assert cut.conversation is whole.conversation
 
 
 def test_a_prompt_without_messages(session: Session) -> None:
@@ -430,7 +435,7 @@ def test_the_tasks_owner_has_the_last_word(session: Session) -> None:
     session.ask([system("You help."), user("Look for the file.")], "Looking.", acts=True)
     session.ask(history, "Done.")
     first = session.calls[0].exchange_id
-    overrides = Overrides.of(
+    overrides = RoleOverrides.from_metadata(
         {"roles": {"agent-1": "auxiliary", first: "compaction"}, "trainable_roles": ["main"], "n": 1}
     )
     assert session.roles(overrides=overrides) == ["compaction", "main", "auxiliary", "main"]
@@ -441,11 +446,11 @@ def test_an_agents_dead_attempts_stay_dead(session: Session) -> None:
     start = [system(), user("Please write the two files.")]
     session.ask(start, "Fir", whole=False)
     session.ask(start, "First.")
-    assert session.roles(overrides=Overrides({"main": "subagent"})) == ["retry", "subagent"]
+    assert session.roles(overrides=RoleOverrides({"main": "subagent"})) == ["retry", "subagent"]
 
 
 def test_without_overrides() -> None:
-    assert Overrides.of({"harness": "pi"}) == Overrides({}, TRAINABLE_ROLES)
+    assert RoleOverrides.from_metadata({"harness": "pi"}) == RoleOverrides({}, TRAINABLE_ROLES)
 
 
 @pytest.mark.parametrize(
@@ -459,7 +464,7 @@ def test_without_overrides() -> None:
 )
 def test_overrides_that_cannot_be_used(metadata: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match="roles are main, subagent") as caught:
-        Overrides.of(metadata)
+        RoleOverrides.from_metadata(metadata)
     assert said in str(caught.value)
 
 
@@ -488,41 +493,41 @@ def sessions(draw: st.DrawFn) -> Session:
     return session
 
 
-KNOWN = Knowledge(agents=("thread",), subagents=("parent",))
+KNOWN = CallPatterns(agent_headers=("thread",), subagent_headers=("parent",))
 
 
 @given(sessions(), st.randoms(use_true_random=False))
 def test_one_label_each_in_any_order(session: Session, random: Any) -> None:
-    labels = assign(session.calls, known=KNOWN)
+    labels = assign_roles(session.calls, knowledge=KNOWN)
     assert set(labels) == {call.exchange_id for call in session.calls}
     shuffled = list(session.calls)
     random.shuffle(shuffled)
-    assert assign(shuffled, known=KNOWN) == labels
+    assert assign_roles(shuffled, knowledge=KNOWN) == labels
 
 
 @given(sessions())
 def test_what_is_unrelated_changes_nothing(session: Session) -> None:
     """A stranger that comes last, with words of its own, and (where nobody has tools) without tools."""
-    before: dict[str, Labelled] = assign(session.calls, known=KNOWN)
+    before: dict[str, CallLabel] = assign_roles(session.calls, knowledge=KNOWN)
     tools = TOOLS if any(call.request.tools and "parent" not in call.hints for call in session.calls) else []
     history = session.ask([system("A stranger's prompt."), user("A strange task.")], "Strange.", acts=True, tools=tools)
     session.ask(history, "Stranger still.", tools=tools)
-    after = assign(session.calls, known=KNOWN)
+    after = assign_roles(session.calls, knowledge=KNOWN)
     assert {name: after[name] for name in before} == before
 
 
 @given(sessions())
 def test_the_dead_have_an_heir(session: Session) -> None:
-    labels = assign(session.calls, known=KNOWN)
+    labels = assign_roles(session.calls, knowledge=KNOWN)
     for call in session.calls:
         if labels[call.exchange_id].role == "retry":
-            assert not call.whole
-            assert any(later.seq > call.seq and later.digest == call.digest for later in session.calls)
+            assert not call.is_fully_delivered
+            assert any(later.seq > call.seq and later.request_digest == call.request_digest for later in session.calls)
 
 
 @given(sessions())
 def test_agents_are_counted_as_they_appear(session: Session) -> None:
-    labels = assign(session.calls, known=KNOWN)
+    labels = assign_roles(session.calls, knowledge=KNOWN)
     agents = dict.fromkeys(labels[call.exchange_id].agent_id for call in session.calls)
     numbers = [int(name.removeprefix("agent-")) for name in agents if name.startswith("agent-")]
     assert all(later == earlier + 1 for earlier, later in pairwise([0, *numbers]))

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from polar import harnesses, ids, plugins
-from polar.dialects.base import Wire
+from polar.dialects.base import RawRequest
 from polar.store.base import Exchange
-from polar.trajectory.roles import Call, Labelled, assign, call_of
+from polar.trajectory.roles import CallLabel, ModelCall, assign_roles, read_call
 from polar.types import Part, Reasoning, Reply, Text, ToolCall
 from tests import captures
 
@@ -64,7 +64,7 @@ SUMMARY = "<xedibake>x</xedibake><gumomol>Remosih-Pazomog-Rexe: turn 1 siha.</gu
 """Requests have pseudo-words for prose, replies don't: this is what came back of codex's summary."""
 
 
-def calls_of(name: str) -> list[Call]:
+def calls_of(name: str) -> list[ModelCall]:
     records = {
         record["n"]: record for record in captures.load(name)
     }  # of a failed one the second record says what was sent
@@ -80,7 +80,7 @@ def calls_of(name: str) -> list[Call]:
             if (name, number) == ("codex_compact", 2):
                 reply.parts = [Text(SUMMARY)]
             renamed |= rename(reply)
-        calls.append(call_of(exchange(record, sent, exchange_id, seq, reply)))
+        calls.append(read_call(exchange(record, sent, exchange_id, seq, reply)))
     return calls
 
 
@@ -89,7 +89,7 @@ def exchange(record: dict[str, Any], sent: str, exchange_id: str, seq: int, repl
     names = {"chat": "openai_chat", "responses": "openai_responses", "messages": "anthropic", "models": "google"}
     dialect = plugins.load("dialects", names[path.split("/")[2]])()
     params = next(found.groupdict() for route in dialect.routes if (found := route.path.fullmatch(path)))
-    wire: Wire = dialect.split(sent.encode())
+    wire: RawRequest = dialect.split(sent.encode())
     cut = "injected" in record
     return Exchange(
         exchange_id=exchange_id,
@@ -98,7 +98,7 @@ def exchange(record: dict[str, Any], sent: str, exchange_id: str, seq: int, repl
         dialect=dialect.name,
         params=params,
         hints={name.lower(): value for name, value in record["headers"]},
-        wire=wire,
+        raw_request=wire,
         status="failed" if reply is None else "partial" if cut else "complete",
         started_at=record["t"],
         ended_at=record["t"],
@@ -113,10 +113,10 @@ def rename(reply: Reply) -> dict[str, str]:
     renamed = {}
     for index, part in enumerate(reply.parts):
         if isinstance(part, ToolCall):
-            ours = ids.call_id(reply.exchange_id, index)
+            ours = ids.make_call_id(reply.exchange_id, index)
             renamed[part.id], part.id = ours, ours
         elif isinstance(part, Reasoning) and part.seal:
-            ours = ids.seal(reply.exchange_id, index)
+            ours = ids.make_seal(reply.exchange_id, index)
             renamed[part.seal], part.seal = ours, ours
     return renamed
 
@@ -193,7 +193,7 @@ def google(stream: list[dict[str, Any]]) -> Iterator[Part]:
             yield Text(part["text"])
 
 
-def roles(calls: list[Call], labels: dict[str, Labelled]) -> list[str]:
+def roles(calls: list[ModelCall], labels: dict[str, CallLabel]) -> list[str]:
     return [labels[call.exchange_id].role for call in calls]
 
 
@@ -204,7 +204,7 @@ def test_every_capture_has_its_roles() -> None:
 @pytest.mark.parametrize("name", captures.names())
 def test_known_harness(name: str) -> None:
     calls = calls_of(name)
-    labels = assign(calls, known=harnesses.knowledge(None))
+    labels = assign_roles(calls, knowledge=harnesses.find_call_patterns(None))
     assert roles(calls, labels) == ROLES[name]
     agents = list(dict.fromkeys(labels[call.exchange_id].agent_id for call in calls))
     assert agents == AGENTS.get(name, agents[:1])
@@ -213,7 +213,7 @@ def test_known_harness(name: str) -> None:
 @pytest.mark.parametrize("name", captures.names())
 def test_structure_suffices(name: str) -> None:
     calls = calls_of(name)
-    labels = assign(calls)
+    labels = assign_roles(calls)
     assert roles(calls, labels) == ROLES[name]
     agents = list(dict.fromkeys(label.agent_id for label in labels.values()))
     assert agents == (["main", "agent-1"] if name in AGENTS else ["main"])
@@ -230,4 +230,4 @@ def test_ids_that_do_not_come_back(name: str) -> None:
                     part.id = "call"
                 elif isinstance(part, Reasoning):
                     part.seal = None
-    assert assign(strangers) == assign(calls_of(name))
+    assert assign_roles(strangers) == assign_roles(calls_of(name))

@@ -11,24 +11,24 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from polar.dialects.base import Wire
+from polar.dialects.base import RawRequest
 from polar.engines.base import VersionSpan
 from polar.store.base import Exchange, Session
 from polar.trajectory.builders import per_request, prefix_merging, prefix_tree
 from polar.trajectory.types import (
     TRAINABLE_ROLES,
     ExchangeRole,
-    Excluded,
+    ExcludedSpan,
     Image,
-    Path,
-    Sampled,
+    SessionPaths,
     Term,
     TokenCounts,
+    TokenPath,
     Trajectory,
     TreeSession,
     TreeTrajectory,
 )
-from polar.trajectory.verify import Problem, Recorded, check_records, check_trajectory, check_tree
+from polar.trajectory.verify import Problem, RecordedSession, check_records, check_trajectory, check_tree
 
 ROLES: dict[str, ExchangeRole] = {"a": "auxiliary", "r": "retry", "s": "subagent"}
 """By the last letter of an exchange's id; all others are main."""
@@ -43,7 +43,7 @@ def row(session_id: str, seq: int, prompt: Sequence[int], sampled: Sequence[int]
         dialect="openai_chat",
         params={},
         hints={},
-        wire=Wire({}, "messages", []),
+        raw_request=RawRequest({}, "messages", []),
         status="complete",
         started_at=float(seq),
         ended_at=float(seq) + 0.5,
@@ -58,7 +58,7 @@ def row(session_id: str, seq: int, prompt: Sequence[int], sampled: Sequence[int]
     return msgspec.structs.replace(known, **changes)
 
 
-def paths_of(exchanges: Sequence[Exchange]) -> list[Path]:
+def paths_of(exchanges: Sequence[Exchange]) -> list[TokenPath]:
     """What the rows hold, as the builders take it."""
     paths = []
     for it in exchanges:
@@ -71,7 +71,7 @@ def paths_of(exchanges: Sequence[Exchange]) -> list[Path]:
             trainable, reason = 0, it.untrainable or f"role_{role}"
         versions = [span.version for span in it.versions for _ in range(span.start, span.stop)]
         paths.append(
-            Path(
+            TokenPath(
                 session_id=it.session_id,
                 exchange_id=it.exchange_id,
                 seq=it.seq,
@@ -79,8 +79,8 @@ def paths_of(exchanges: Sequence[Exchange]) -> list[Path]:
                 sampled=it.sampled_ids,
                 logprobs=it.logprobs,
                 versions=np.array(versions, np.int32) if it.versions else None,
-                trainable=trainable,
-                excluded=[Excluded(it.exchange_id, trainable, count, reason)] if trainable < count else [],
+                num_trainable=trainable,
+                excluded=[ExcludedSpan(it.exchange_id, trainable, count, reason)] if trainable < count else [],
                 role=role,
             )
         )
@@ -90,11 +90,11 @@ def paths_of(exchanges: Sequence[Exchange]) -> list[Path]:
 class Sound:
     """A session's rows, and all that the builders make of them."""
 
-    def __init__(self, session_id: str, exchanges: list[Exchange], paths: list[Path] | None = None) -> None:
+    def __init__(self, session_id: str, exchanges: list[Exchange], paths: list[TokenPath] | None = None) -> None:
         self.exchanges = exchanges
         self.session = Session(session_id, b"", 0.0, reward=0.5)
-        self.sampled = Sampled(session_id, paths_of(exchanges) if paths is None else paths, reward=0.5)
-        self.recorded = Recorded(self.session, exchanges, self.sampled.paths)
+        self.sampled = SessionPaths(session_id, paths_of(exchanges) if paths is None else paths, reward=0.5)
+        self.recorded = RecordedSession(self.session, exchanges, self.sampled.paths)
 
     def check(self, trajectory: Trajectory) -> list[Problem]:
         return check_trajectory(self.recorded, trajectory)
@@ -205,7 +205,7 @@ def test_false_exclusions_are_caught(data: st.DataObject, it: Sound, builder: An
             built.excluded.append(msgspec.structs.replace(excluded, **change))
     else:
         exchange = data.draw(st.sampled_from(it.exchanges))
-        built.excluded.append(Excluded(exchange.exchange_id, 0, 1, "undelivered"))
+        built.excluded.append(ExcludedSpan(exchange.exchange_id, 0, 1, "undelivered"))
     found = it.check(built) if isinstance(built, Trajectory) else check_tree([it.recorded], built)
     assert {problem.kind for problem in found} & {"lost", "twice", "reason", "structure"}
 
@@ -267,8 +267,8 @@ def _spoil(data: st.DataObject, tree: TreeTrajectory) -> None:
 )
 def test_rows_that_are_not_in_order(changes: dict[str, Any], kind: str) -> None:
     exchange = row("s", 1, [1, 2], [3, 4, 5])
-    assert check_records([exchange], vocabulary=50) == []
-    (problem, *_) = check_records([msgspec.structs.replace(exchange, **changes)], vocabulary=50)
+    assert check_records([exchange], vocabulary_size=50) == []
+    (problem, *_) = check_records([msgspec.structs.replace(exchange, **changes)], vocabulary_size=50)
     assert problem.kind == kind
 
 
@@ -284,7 +284,7 @@ def test_what_must_not_train_is_caught_when_it_does() -> None:
     marked = row("s", 1, [4], [5], untrainable="structured_output")
     aside = row("s", 2, [6], [7], exchange_id="s-2a")
     everything = [
-        msgspec.structs.replace(path, trainable=len(path.sampled), excluded=[])
+        msgspec.structs.replace(path, num_trainable=len(path.sampled), excluded=[])
         for path in paths_of([partial, marked, aside])
     ]
     it = Sound("s", [partial, marked, aside], everything)
@@ -306,7 +306,7 @@ def test_equal_placeholders_of_different_images_are_different_contexts() -> None
     it = Sound("s", [first, second], seeing)
     assert it.check(prefix_merging(it.sampled)) == []
     assert check_tree([it.recorded], prefix_tree([it.sampled])) == []
-    unseen = Sampled("s", blind, reward=0.5)  # merged as if the two were the same
+    unseen = SessionPaths("s", blind, reward=0.5)  # merged as if the two were the same
     assert [problem.kind for problem in it.check(prefix_merging(unseen))] == ["context"]
     assert [problem.kind for problem in check_tree([it.recorded], prefix_tree([unseen]))] == ["context"]
 

@@ -8,14 +8,14 @@ from hypothesis import given
 from polar.store import checksum as checksums
 from polar.store.arrays import ids_to_bytes
 from polar.trajectory.verify import check_records
-from polar.trajectory.verify_contexts import Contexts
+from polar.trajectory.verify_contexts import ContextIndex
 from tests.unit.trajectory.test_verify import Sound, row, sessions
 
 
 @given(sessions())
 def test_digests_that_are_continued_are_those_of_whole_prompts(it: Sound) -> None:
     for hint in (None, it.exchanges[0].exchange_id):
-        contexts = Contexts()
+        contexts = ContextIndex()
         for exchange in it.exchanges:
             exchange.parent = hint if exchange.exchange_id != hint else None
             assert exchange.prompt_ids is not None
@@ -24,10 +24,10 @@ def test_digests_that_are_continued_are_those_of_whole_prompts(it: Sound) -> Non
 
 @given(sessions())
 def test_tokens_that_are_said_to_be_repeated_are(it: Sound) -> None:
-    contexts = Contexts(it.exchanges)
+    contexts = ContextIndex(it.exchanges)
     for later in it.exchanges:
         for earlier in it.exchanges:
-            known = contexts[later.exchange_id].repeats(contexts[earlier.exchange_id])
+            known = contexts[later.exchange_id].shared_prefix_length(contexts[earlier.exchange_id])
             one, other = (np.concatenate((e.prompt_ids, e.sampled_ids))[:known] for e in (later, earlier))  # type: ignore[arg-type]
             assert len(one) == known
             assert one.tolist() == other.tolist()

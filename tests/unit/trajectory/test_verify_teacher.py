@@ -12,9 +12,9 @@ from polar.engines.base import VersionSpan
 from polar.errors import ConfigError
 from polar.store.base import Exchange
 from polar.trajectory.builders import prefix_merging, prefix_tree
-from polar.trajectory.teacher import Comparison, Conditions, Teacher, conditions
-from polar.trajectory.types import Sampled
-from polar.types import Sampling
+from polar.trajectory.teacher import LogprobComparison, LogprobConditions, Teacher, logprob_conditions
+from polar.trajectory.types import SessionPaths
+from polar.types import SamplingParams
 from tests.unit.trajectory.test_verify import paths_of, row
 
 VOCABULARY = 64
@@ -23,19 +23,19 @@ VOCABULARY = 64
 @pytest.mark.parametrize(
     ("kind", "sampling", "expected"),
     [
-        ("raw", Sampling(temperature=0.5, top_p=0.9), Conditions(1.0)),
-        ("processed", Sampling(temperature=0.5), Conditions(0.5)),
-        ("processed", Sampling(temperature=0.0), Conditions(1.0)),
-        ("processed", Sampling(top_p=1.0, top_k=-1, repetition_penalty=1.0), Conditions(1.0)),
-        ("processed", Sampling(temperature=0.5, top_p=0.9), Conditions(skip="top_p")),
-        ("processed", Sampling(logit_bias={"5": 1.0}), Conditions(skip="logit_bias")),
-        ("none", Sampling(), Conditions(skip="no_logprobs")),
+        ("raw", SamplingParams(temperature=0.5, top_p=0.9), LogprobConditions(1.0)),
+        ("processed", SamplingParams(temperature=0.5), LogprobConditions(0.5)),
+        ("processed", SamplingParams(temperature=0.0), LogprobConditions(1.0)),
+        ("processed", SamplingParams(top_p=1.0, top_k=-1, repetition_penalty=1.0), LogprobConditions(1.0)),
+        ("processed", SamplingParams(temperature=0.5, top_p=0.9), LogprobConditions(skip_reason="top_p")),
+        ("processed", SamplingParams(logit_bias={"5": 1.0}), LogprobConditions(skip_reason="logit_bias")),
+        ("none", SamplingParams(), LogprobConditions(skip_reason="no_logprobs")),
     ],
 )
-def test_how_logits_became_log_probabilities(kind: str, sampling: Sampling, expected: Conditions) -> None:
+def test_how_logits_became_log_probabilities(kind: str, sampling: SamplingParams, expected: LogprobConditions) -> None:
     exchange = row("s", 0, [1], [2], logprob_kind=kind, sampling=sampling)
-    assert conditions(exchange) == expected
-    assert conditions(exchange, images=True).skip == "images"
+    assert logprob_conditions(exchange) == expected
+    assert logprob_conditions(exchange, images=True).skip_reason == "images"
 
 
 def test_what_is_missing_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,18 +100,18 @@ def calls(folder: Path) -> list[Exchange]:
             prompt = [*before.prompt_ids.tolist(), *before.sampled_ids.tolist(), *chance.integers(0, VOCABULARY, 9)]  # type: ignore[union-attr]
         temperature = 0.5 if seq == 1 else 1.0
         call = row("s", seq, prompt, chance.integers(0, VOCABULARY, 12), logprob_kind="processed")
-        call.sampling = Sampling(temperature=temperature)
+        call.sampling = SamplingParams(temperature=temperature)
         call.versions = [VersionSpan(seq, 0, 12)]
         call.logprobs = forced(folder, call, temperature)
         calls.append(call)
     return calls
 
 
-def compared(folder: Path, calls: list[Exchange], **options: Any) -> tuple[Comparison, Teacher]:
-    teacher, result = Teacher.load(folder), Comparison()
-    teacher.computed = 0
-    known = {call.exchange_id: conditions(call) for call in calls}
-    teacher.compare(prefix_merging(Sampled("s", paths_of(calls))).traces, known, result, **options)
+def compared(folder: Path, calls: list[Exchange], **options: Any) -> tuple[LogprobComparison, Teacher]:
+    teacher, result = Teacher.load(folder), LogprobComparison()
+    teacher.num_computed_tokens = 0
+    known = {call.exchange_id: logprob_conditions(call) for call in calls}
+    teacher.compare(prefix_merging(SessionPaths("s", paths_of(calls))).traces, known, result, **options)
     return result, teacher
 
 
@@ -123,8 +123,8 @@ def test_all_of_a_session_is_recomputed_exactly_and_shared_prefixes_once(folder:
     if folder.name.startswith("plain"):
         # All unique tokens once but for each branch's last, after which nothing is asked for; where a branch begins
         # with a token that trains, the one before it is looked at again.
-        unique = prefix_tree([Sampled("s", paths_of(calls))]).tokens.unique
-        assert unique - 4 <= teacher.computed <= unique + 4
+        unique = prefix_tree([SessionPaths("s", paths_of(calls))]).tokens.unique
+        assert unique - 4 <= teacher.num_computed_tokens <= unique + 4
 
 
 def test_a_number_that_is_not_the_models_is_found(folder: Path, calls: list[Exchange]) -> None:
@@ -148,7 +148,7 @@ def test_a_number_that_is_not_the_models_is_found(folder: Path, calls: list[Exch
 
 
 def test_one_version_alone_and_what_cannot_be_compared(folder: Path, calls: list[Exchange]) -> None:
-    result, _ = compared(folder, calls, version=2)
+    result, _ = compared(folder, calls, policy_version=2)
     assert (result.tokens, dict(result.skipped)) == (12, {"other_version": 60})
     strange = row("s", 9, [1, VOCABULARY], [2, 3])
     result, _ = compared(folder, [strange])

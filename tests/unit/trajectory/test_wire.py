@@ -11,7 +11,7 @@ SESSION = session(path(0, [1, 2], [3, 4], trainable=1), path(1, [1, 2, 3, 5], [6
 
 
 def test_a_trace_has_the_fields_that_trainers_read() -> None:
-    (trace,) = msgspec.json.decode(msgspec.json.encode(wire.trajectory(prefix_merging(SESSION))))["traces"]
+    (trace,) = msgspec.json.decode(msgspec.json.encode(wire.trajectory_to_dict(prefix_merging(SESSION))))["traces"]
     assert trace == {
         "prompt_ids": [1, 2],
         "response_ids": [3, 5, 6],
@@ -43,7 +43,7 @@ def test_a_trace_has_the_fields_that_trainers_read() -> None:
 
 
 def test_a_trajectory_says_what_is_not_in_it() -> None:
-    made = wire.trajectory(per_request(SESSION), error="cut", status="ERROR")
+    made = wire.trajectory_to_dict(per_request(SESSION), error="cut", status="ERROR")
     assert (made["status"], made["error"], len(made["traces"])) == ("ERROR", "cut", 2)
     assert made["metadata"] == {
         "session_id": "s",
@@ -56,17 +56,17 @@ def test_a_trajectory_says_what_is_not_in_it() -> None:
 
 
 def test_messages_are_those_of_each_trace() -> None:
-    said = [wire.Messages(prompt=["hello"], tools=[]), wire.Messages(response=["bye"])]
-    one, other = wire.trajectory(per_request(SESSION), said)["traces"]
+    said = [wire.TraceMessages(prompt=["hello"], tools=[]), wire.TraceMessages(response=["bye"])]
+    one, other = wire.trajectory_to_dict(per_request(SESSION), said)["traces"]
     assert (one["prompt_messages"], one["response_messages"], one["tools"]) == (["hello"], [], [])
     assert (other["prompt_messages"], other["response_messages"], other["tools"]) == ([], ["bye"], None)
     with pytest.raises(ValueError, match="shorter"):
-        wire.trajectory(per_request(SESSION), said[:1])
+        wire.trajectory_to_dict(per_request(SESSION), said[:1])
 
 
 def test_a_tree() -> None:
     fork = session(path(0, [1, 2], [3]), path(1, [1, 2], [4], logprobs=False, scale=0.7))
-    made = msgspec.json.decode(msgspec.json.encode(wire.tree(prefix_tree([fork]))))
+    made = msgspec.json.decode(msgspec.json.encode(wire.tree_to_dict(prefix_tree([fork]))))
     assert made["nodes"] == [
         {"node": 0, "parent": None, "depth": 0, "ids": [1, 2]},
         {"node": 1, "parent": 0, "depth": 2, "ids": [3]},
@@ -92,5 +92,5 @@ def test_a_tree() -> None:
 def test_log_probabilities_keep_their_bits() -> None:
     one = path(0, [1], [2, 3, 4])
     one.logprobs = np.array([-0.1, -1e-7, -12.345678], np.float32)
-    (trace,) = msgspec.json.decode(msgspec.json.encode(wire.trajectory(per_request(session(one)))))["traces"]
+    (trace,) = msgspec.json.decode(msgspec.json.encode(wire.trajectory_to_dict(per_request(session(one)))))["traces"]
     assert np.array_equal(np.array(trace["response_logprobs"], np.float32), one.logprobs)

@@ -13,14 +13,14 @@ from pathlib import Path
 import msgspec
 from msgspec import Struct
 
-from polar.bench.watch import Watch
-from polar.cli.common import run
+from polar.bench.loop_watch import LoopWatch
+from polar.cli.common import run_async
 from polar.config import EngineSettings, GatewaySettings, ServerSettings, Settings
-from polar.data_plane import settle_process
+from polar.data_plane import tune_process
 from polar.service import Service
 
 
-class Addresses(Struct):
+class GatewayAddresses(Struct):
     gateway: str
     control: str
 
@@ -31,15 +31,15 @@ async def serve(engine_url: str, data: Path, tokenizer: str | None = None) -> No
         gateway=GatewaySettings(port=0),
         server=ServerSettings(port=0),
     )
-    settle_process()
+    tune_process()
     async with Service(settings, data) as service:
-        _say(Addresses(service.gateway_url, service.control_url))
+        _say(GatewayAddresses(service.gateway_url, service.control_url))
         reader = asyncio.StreamReader()
         await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
-        watch: Watch | None = None
+        watch: LoopWatch | None = None
         while await reader.readline():
             if watch is None:
-                watch = Watch()
+                watch = LoopWatch()
             else:
                 _say(watch.report())
                 watch = None
@@ -51,4 +51,4 @@ def _say(value: Struct) -> None:
 
 
 if __name__ == "__main__":
-    run(serve(sys.argv[1], Path(sys.argv[2]), *sys.argv[3:]))
+    run_async(serve(sys.argv[1], Path(sys.argv[2]), *sys.argv[3:]))

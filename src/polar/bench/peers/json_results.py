@@ -16,11 +16,11 @@ import uvicorn
 from fastapi import FastAPI
 from fastapi.responses import JSONResponse
 
-from polar.bench.service_server import Address, input_ends, say
-from polar.cli.common import run
+from polar.bench.service_server import Address, print_message, wait_for_input_end
+from polar.cli.common import run_async
 
 
-def app(documents: Path, database: Path) -> FastAPI:
+def create_app(documents: Path, database: Path) -> FastAPI:
     connection = sqlite3.connect(database, check_same_thread=False)
     connection.execute("CREATE TABLE results (cursor INTEGER PRIMARY KEY, document TEXT)")
     with documents.open(encoding="utf-8") as lines, connection:
@@ -39,13 +39,13 @@ def app(documents: Path, database: Path) -> FastAPI:
 
 async def serve(documents: Path, database: Path) -> None:
     listener = socket.create_server(("127.0.0.1", 0))
-    server = uvicorn.Server(uvicorn.Config(app(documents, database), log_level="warning", access_log=False))
+    server = uvicorn.Server(uvicorn.Config(create_app(documents, database), log_level="warning", access_log=False))
     serving = asyncio.create_task(server.serve(sockets=[listener]))
-    say(Address(f"http://127.0.0.1:{listener.getsockname()[1]}"))
-    await input_ends()
+    print_message(Address(f"http://127.0.0.1:{listener.getsockname()[1]}"))
+    await wait_for_input_end()
     server.should_exit = True
     await serving
 
 
 if __name__ == "__main__":
-    run(serve(Path(sys.argv[1]), Path(sys.argv[2])))
+    run_async(serve(Path(sys.argv[1]), Path(sys.argv[2])))

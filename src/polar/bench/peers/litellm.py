@@ -18,7 +18,7 @@ ENVIRONMENT = {
 }
 
 
-def executable(environment: Path) -> Path | None:
+def find_executable(environment: Path) -> Path | None:
     found = environment / "bin" / "litellm"
     return found if found.exists() else None
 
@@ -36,7 +36,7 @@ def _run(argv: list[str]) -> None:
         raise ConfigError(f"Can't install LiteLLM ({reason}): name an environment that has it with --litellm DIR.")
 
 
-def argv(command: Path, provider: str, engine_url: str, port: int, key: str, config: Path) -> list[str]:
+def build_argv(command: Path, provider: str, engine_url: str, port: int, key: str, config: Path) -> list[str]:
     parameters = {"model": f"{provider}/bench", "api_base": f"{engine_url}/v1", "api_key": "none"}
     settings = {
         "model_list": [{"model_name": "bench", "litellm_params": parameters}],

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from polar.bench.fidelity_counts import Built, Trained
+from polar.bench.fidelity_counts import BuiltSession, TrainingSequence
 from polar.store.base import Exchange
 from polar.trajectory.types import Ids, Span
 
@@ -28,13 +28,13 @@ NAME = "prompt_merging"
 _ENDS_ITSELF = ("stop", "tool_calls")
 
 
-def build(exchanges: Sequence[Exchange]) -> Built:
+def build(exchanges: Sequence[Exchange]) -> BuiltSession:
     """Of the calls for which an engine reported ids, in the order in which they arrived."""
     calls = [
         it for it in sorted(exchanges, key=lambda it: it.seq) if it.sampled_ids is not None and len(it.sampled_ids)
     ]
     trained = [_merged(chain) for chain in _chains(calls)]
-    return Built(NAME, len(trained), sum(len(it.ids) for it in trained), trained, excluded=[])
+    return BuiltSession(NAME, len(trained), sum(len(it.ids) for it in trained), trained, excluded=[])
 
 
 def _chains(calls: Sequence[Exchange]) -> list[list[Exchange]]:
@@ -49,7 +49,7 @@ def _chains(calls: Sequence[Exchange]) -> list[list[Exchange]]:
     return chains
 
 
-def _merged(chain: Sequence[Exchange]) -> Trained:
+def _merged(chain: Sequence[Exchange]) -> TrainingSequence:
     end = next((int(_sampled(it)[-1]) for it in chain if it.finish_reason in _ENDS_ITSELF), None)
     first = chain[0]
     pieces = [_prompt(first)]
@@ -72,7 +72,7 @@ def _merged(chain: Sequence[Exchange]) -> Trained:
         spans.append(Span(call.exchange_id, length, length + len(sampled), 0))
         length += len(sampled)
         before = call
-    return Trained(np.concatenate(pieces), np.concatenate(logprobs), spans)
+    return TrainingSequence(np.concatenate(pieces), np.concatenate(logprobs), spans)
 
 
 def _between(before: Exchange, call: Exchange, end: int | None) -> Ids | None:

@@ -21,7 +21,7 @@ TASKS = 64
 BATCH = 200
 
 
-def huey(jobs: int, place: str) -> tuple[float, float]:
+def measure_huey(jobs: int, place: str) -> tuple[float, float]:
     """Results are kept, and read one by one, which takes them out."""
     queue: Any = import_module("huey").SqliteHuey(filename=place)
 
@@ -45,7 +45,7 @@ def huey(jobs: int, place: str) -> tuple[float, float]:
     return took
 
 
-async def procrastinate(jobs: int, place: str) -> tuple[float, float]:
+async def measure_procrastinate(jobs: int, place: str) -> tuple[float, float]:
     """It keeps no results: known is that each job has ended well."""
     made: Any = import_module("procrastinate")
     app = made.App(connector=made.PsycopgConnector(conninfo=place))
@@ -74,6 +74,6 @@ async def procrastinate(jobs: int, place: str) -> tuple[float, float]:
 
 if __name__ == "__main__":
     which, number_of, where = sys.argv[1], int(sys.argv[2]), sys.argv[3]
-    found = huey(number_of, where) if which == "huey" else asyncio.run(procrastinate(number_of, where))
+    found = measure_huey(number_of, where) if which == "huey" else asyncio.run(measure_procrastinate(number_of, where))
     told = {"version": importlib.metadata.version(which), "seconds": found[0], "cpu": found[1]}
     sys.stdout.write(json.dumps(told) + "\n")

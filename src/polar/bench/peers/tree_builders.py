@@ -26,7 +26,7 @@ Build = Callable[[], int]
 """Makes the tree, and says how many tokens it has."""
 
 
-def trl(sequences: list[Any]) -> Build:
+def prepare_trl(sequences: list[Any]) -> Build:
     """Rows of its asynchronous GRPO trainer, without a limit on their length."""
     torch = import_module("torch")
     packing = import_module("trl.experimental.async_grpo.packing")
@@ -44,7 +44,7 @@ def trl(sequences: list[Any]) -> Build:
     return build
 
 
-def areal(sequences: list[Any]) -> Build:
+def prepare_areal(sequences: list[Any]) -> Build:
     """The tries of its tree attention, in one tree, from a padded batch."""
     torch = import_module("torch")
     tree = import_module("areal.models.tree_attn.tree")
@@ -63,7 +63,7 @@ def areal(sequences: list[Any]) -> Build:
     return build
 
 
-def timed(build: Build) -> tuple[float, int]:
+def measure_build(build: Build) -> tuple[float, int]:
     best, spent, unique = float("inf"), 0.0, 0
     for _ in range(ROUNDS):
         began = time.process_time()
@@ -77,7 +77,7 @@ def timed(build: Build) -> tuple[float, int]:
 
 def main() -> None:
     name, folder = sys.argv[1], Path(sys.argv[2])
-    prepare = {"trl": trl, "areal": areal}[name]
+    prepare = {"trl": prepare_trl, "areal": prepare_areal}[name]
     answers = sys.stdout
     with contextlib.redirect_stdout(sys.stderr):  # libraries greet
         import_module("torch").set_num_threads(1)
@@ -86,7 +86,7 @@ def main() -> None:
             shape = lengths.name.removesuffix(".lengths.npy")
             ids = np.load(folder / f"{shape}.ids.npy")
             sequences = np.split(ids, np.cumsum(np.load(lengths))[:-1])
-            seconds, unique = timed(prepare(sequences))
+            seconds, unique = measure_build(prepare(sequences))
             told = {"version": version, "shape": shape, "seconds": seconds, "unique": unique}
             answers.write(json.dumps(told) + "\n")
             answers.flush()

@@ -12,162 +12,164 @@ from typing import Any
 import torch
 
 from polar.engines.embedded import weights
-from polar.engines.embedded.batching import Batching
-from polar.engines.embedded.choosing import Row
-from polar.engines.embedded.generation import Asked, Generation, Token
-from polar.engines.embedded.options import Options
-from polar.engines.embedded.slots import Slots
+from polar.engines.embedded.batcher import Batcher
+from polar.engines.embedded.generation import Generation, GenerationRequest, SampledToken
+from polar.engines.embedded.kv_cache import KVCache
+from polar.engines.embedded.options import EmbeddedOptions
+from polar.engines.embedded.sampler import SamplingState
 from polar.errors import ConfigError
 from polar.rendering.tokenizer import Tokenizer
 
-_CONTEXT = 2048  # tokens, where neither the model nor the options say otherwise
+_DEFAULT_CONTEXT_TOKENS = 2048  # tokens, where neither the model nor the options say otherwise
 
 log = logging.getLogger(__name__)
 
 
-class Core:
+class EngineCore:
     """Used on the event loop that it was started on."""
 
-    def __init__(self, model: Any, tokenizer: Tokenizer, options: Options) -> None:
+    def __init__(self, model: Any, tokenizer: Tokenizer, options: EmbeddedOptions) -> None:
         self.tokenizer = tokenizer
         self.paused = False
-        self.broken = asyncio.Event()  # the model can't be used any more: only a new process can help
+        self.model_failed = asyncio.Event()  # the model can't be used any more: only a new process can help
         self._model = model
         self._options = options
-        self._ends = _ends(model, tokenizer)
-        longest = getattr(model.config.get_text_config(), "max_position_embeddings", _CONTEXT)
-        self.context_length: int = min(options.context_length or _CONTEXT, longest)
-        count = min(weights.cache_tokens(model, options) // self.context_length, options.max_requests)
+        self._end_ids = _find_end_ids(model, tokenizer)
+        longest = getattr(model.config.get_text_config(), "max_position_embeddings", _DEFAULT_CONTEXT_TOKENS)
+        self.context_length: int = min(options.context_length or _DEFAULT_CONTEXT_TOKENS, longest)
+        count = min(weights.count_cache_tokens(model, options) // self.context_length, options.max_requests)
         if not count:
             raise ConfigError(
                 f"There is no room for the keys and values of {self.context_length} tokens: set a larger memory_gib, "
                 "or a smaller context_length."
             )
         self._running: dict[str, Generation] = {}  # by the name that the model's requests have
-        self._rows: dict[Generation, Row] = {}
-        self._changing = asyncio.Lock()
+        self._sampling_states: dict[Generation, SamplingState] = {}
+        self._change_lock = asyncio.Lock()
         self._loop = asyncio.get_running_loop()
-        self._batching = Batching(model, Slots(count, self.context_length), options, self._deliver, self._fail)
+        self._batcher = Batcher(
+            model, KVCache(count, self.context_length), options, self._hand_over_tokens, self._report_failure
+        )
 
     @property
     def version(self) -> int:
-        return self._batching.version
+        return self._batcher.version
 
     @property
-    def computed(self) -> int:
+    def computed_tokens(self) -> int:
         """How many tokens went through the model so far."""
-        return self._batching.computed
+        return self._batcher.computed_tokens
 
     @property
-    def running(self) -> int:
+    def running_count(self) -> int:
         return len(self._running)
 
     async def stop(self) -> None:
         for generation in self._running.values():
             generation.abort()
         self._running.clear()
-        await asyncio.to_thread(self._batching.stop)
+        await asyncio.to_thread(self._batcher.stop)
 
     # Generations
 
-    def begin(self, asked: Asked) -> Generation:
-        generation = Generation(asked, self._ends, self.tokenizer)
+    def start_generation(self, request: GenerationRequest) -> Generation:
+        generation = Generation(request, self._end_ids, self.tokenizer)
         random = None
-        if asked.choosing.seed is not None:
-            random = torch.Generator().manual_seed(asked.choosing.seed)
-        self._submit(generation, Row(asked.choosing, random))
+        if request.sampling.seed is not None:
+            random = torch.Generator().manual_seed(request.sampling.seed)
+        self._submit(generation, SamplingState(request.sampling, random))
         return generation
 
-    def end(self, generation: Generation) -> None:
+    def end_generation(self, generation: Generation) -> None:
         """Nobody waits for more of it."""
         for name, other in list(self._running.items()):
             if other is generation:
-                del self._running[name], self._rows[generation]
-                self._batching.drop(name)
+                del self._running[name], self._sampling_states[generation]
+                self._batcher.drop(name)
         generation.abort()
 
-    def _submit(self, generation: Generation, row: Row) -> None:
-        ends = self._ends.union(generation.asked.stop_ids)
-        name = self._batching.add(generation.context, generation.left, ends, row)
-        self._running[name], self._rows[generation] = generation, row
+    def _submit(self, generation: Generation, sampling_state: SamplingState) -> None:
+        ends = self._end_ids.union(generation.request.stop_token_ids)
+        name = self._batcher.add(generation.context, generation.remaining_tokens, ends, sampling_state)
+        self._running[name], self._sampling_states[generation] = generation, sampling_state
 
-    def _deliver(self, tokens: list[tuple[str, Token]]) -> None:
-        self._loop.call_soon_threadsafe(self._take, tokens)
+    def _hand_over_tokens(self, tokens: list[tuple[str, SampledToken]]) -> None:
+        self._loop.call_soon_threadsafe(self._dispatch_tokens, tokens)
 
-    def _take(self, tokens: list[tuple[str, Token]]) -> None:
+    def _dispatch_tokens(self, tokens: list[tuple[str, SampledToken]]) -> None:
         for name, token in tokens:
             generation = self._running.get(name)
             if generation is not None:
-                generation.take(token)
+                generation.add_token(token)
                 if generation.done:
-                    self.end(generation)
+                    self.end_generation(generation)
 
-    def _fail(self, why: str) -> None:
-        self._loop.call_soon_threadsafe(self._failed, why)
+    def _report_failure(self, why: str) -> None:
+        self._loop.call_soon_threadsafe(self._fail_all, why)
 
-    def _failed(self, why: str) -> None:
+    def _fail_all(self, why: str) -> None:
         for generation in self._running.values():
             generation.fail(f"The model broke: {why}")
         self._running.clear()
-        self._rows.clear()
-        self.broken.set()
+        self._sampling_states.clear()
+        self.model_failed.set()
 
     # Policy
 
     async def pause(self) -> None:
         """When this returns, no token is sampled any more."""
-        async with self._changing:
+        async with self._change_lock:
             self.paused = True
-            await asyncio.to_thread(self._batching.pause)
+            await asyncio.to_thread(self._batcher.pause)
 
     async def resume(self) -> None:
-        async with self._changing:
+        async with self._change_lock:
             self.paused = False
-            await asyncio.to_thread(self._batching.resume)
+            await asyncio.to_thread(self._batcher.resume)
 
     def abort_all(self) -> None:
         for generation in list(self._running.values()):
-            self.end(generation)
+            self.end_generation(generation)
 
-    async def update(self, update: weights.Update) -> None:
+    async def update_weights(self, update: weights.WeightUpdate) -> None:
         """Tokens that are sampled after this come from the new weights, and so does all that they look back on.
         Raises ConfigError where they don't fit: then all is as before."""
-        async with self._changing:
-            await asyncio.to_thread(self._replace, update)
+        async with self._change_lock:
+            await asyncio.to_thread(self._replace_weights, update)
             # Tokens of the old weights were handed over before they were replaced: they have come.
             cut, self._running = self._running, {}
             for name, generation in cut.items():
-                self._batching.drop(name)
-                self._submit(generation, self._rows.pop(generation))
+                self._batcher.drop(name)
+                self._submit(generation, self._sampling_states.pop(generation))
             if self._options.state is not None:
-                await asyncio.to_thread(weights.remember, Path(self._options.state), update)
+                await asyncio.to_thread(weights.save_update, Path(self._options.state), update)
 
-    def _replace(self, update: weights.Update) -> None:
+    def _replace_weights(self, update: weights.WeightUpdate) -> None:
         new = weights.NewWeights(self._model, Path(update.path))
-        with self._batching.standing_still():
-            self._batching.forget()
+        with self._batcher.hold_still():
+            self._batcher.clear()
             try:
-                new.copy()
+                new.copy_into_model()
             except BaseException:
-                self._loop.call_soon_threadsafe(self.broken.set)
+                self._loop.call_soon_threadsafe(self.model_failed.set)
                 raise
-            self._batching.version = update.version
+            self._batcher.version = update.version
 
-    async def restore(self) -> None:
+    async def restore_weights(self) -> None:
         """The weights of the last update that this engine, or the one before it, was given; if they are still there."""
-        last = weights.remembered(Path(self._options.state)) if self._options.state is not None else None
+        last = weights.load_update(Path(self._options.state)) if self._options.state is not None else None
         if last is None:
             return
         try:
-            await self.update(last)
+            await self.update_weights(last)
         except ConfigError as error:
             log.warning("Begins with version 0, and not with version %d: %s", last.version, error)
 
 
-def _ends(model: Any, tokenizer: Tokenizer) -> frozenset[int]:
+def _find_end_ids(model: Any, tokenizer: Tokenizer) -> frozenset[int]:
     """The tokens with which the model ends its turn, by its generation config, and by its tokenizer."""
-    told = getattr(model.generation_config, "eos_token_id", None)
-    ends = set(told if isinstance(told, list) else [] if told is None else [told])
+    configured = getattr(model.generation_config, "eos_token_id", None)
+    ends = set(configured if isinstance(configured, list) else [] if configured is None else [configured])
     if tokenizer.eos_id is not None:
         ends.add(tokenizer.eos_id)
     return frozenset(ends)

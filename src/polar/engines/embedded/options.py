@@ -4,10 +4,10 @@ from typing import Literal
 
 from pydantic import Field
 
-from polar.config import Port, Section
+from polar.config import Port, SettingsSection
 
 
-class Options(Section):
+class EmbeddedOptions(SettingsSection):
     device: str = Field("auto", description="cpu, cuda, cuda:1, ... [auto: a GPU where there is one]")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto", description="of weights and cache [auto: float32 on a CPU, bfloat16 on a GPU]"

@@ -15,18 +15,18 @@ import msgspec
 from aiohttp import web
 
 from polar.dialects import sse
-from polar.engines.embedded import asking
-from polar.engines.embedded.asking import Reader, Refusal, read
-from polar.engines.embedded.core import Core
-from polar.engines.embedded.generation import Asked, Generation
-from polar.engines.embedded.options import Options
-from polar.engines.embedded.replies import DONE, ChatWriter, CompletionWriter, GenerateWriter, Writer
-from polar.engines.embedded.weights import Update, load_model
+from polar.engines.embedded import request_reader
+from polar.engines.embedded.core import EngineCore
+from polar.engines.embedded.generation import Generation, GenerationRequest
+from polar.engines.embedded.options import EmbeddedOptions
+from polar.engines.embedded.replies import DONE, ChatWriter, CompletionWriter, GenerateWriter, ReplyWriter
+from polar.engines.embedded.request_reader import RequestError, RequestReader, decode_body
+from polar.engines.embedded.weights import WeightUpdate, load_model
 from polar.engines.scripted import wire
 from polar.errors import ConfigError, EngineError
 from polar.rendering.tokenizer import Tokenizer
 
-_BODY_LIMIT = 256 * 1024 * 1024
+_MAX_BODY_BYTES = 256 * 1024 * 1024
 _JSON = "application/json"
 
 _encode = msgspec.json.Encoder().encode
@@ -40,26 +40,26 @@ class _Streamable(Protocol):
 class EmbeddedServer:
     """Serves the model of a folder. Use it as an async context manager, or call `start` and `stop`."""
 
-    def __init__(self, folder: Path, options: Options | None = None, *, name: str | None = None) -> None:
+    def __init__(self, folder: Path, options: EmbeddedOptions | None = None, *, name: str | None = None) -> None:
         """`name`: of the model, as clients call it [default: the folder's]."""
         self.folder = folder.resolve()
         self.model = name or self.folder.name
-        self.options = options or Options()
+        self.options = options or EmbeddedOptions()
         self.url = ""
-        self.core: Core
-        self._reader: Reader
+        self.core: EngineCore
+        self._reader: RequestReader
         self._created = int(time())
         self._runner: web.AppRunner | None = None
 
     async def start(self) -> str:
         """Raises ConfigError where it can't listen, or can't serve the model."""
-        listener = _bound(self.options.host, self.options.port)  # first: large models take their time to load
+        listener = _bind_listener(self.options.host, self.options.port)  # first: large models take their time to load
         try:
             await self._load()
             # A client that goes away cancels its handler: that is what aborts a generation.
             self._runner = web.AppRunner(self._app(), handler_cancellation=True, access_log=None, shutdown_timeout=0.1)
             await self._runner.setup()
-            with _listening(self.options.host, self.options.port):
+            with _translate_listen_errors(self.options.host, self.options.port):
                 await web.SockSite(self._runner, listener, backlog=4096).start()
         except BaseException:
             listener.close()
@@ -72,10 +72,10 @@ class EmbeddedServer:
     async def _load(self) -> None:
         tokenizer = Tokenizer.load(self.folder)
         model = await asyncio.to_thread(load_model, self.folder, self.options)
-        self.core = Core(model, tokenizer, self.options)
-        await self.core.restore()
+        self.core = EngineCore(model, tokenizer, self.options)
+        await self.core.restore_weights()
         vocabulary = model.get_input_embeddings().num_embeddings
-        self._reader = Reader(tokenizer, self.model, vocabulary, self.core.context_length)
+        self._reader = RequestReader(tokenizer, self.model, vocabulary, self.core.context_length)
 
     async def stop(self) -> None:
         if self._runner is not None:
@@ -92,7 +92,7 @@ class EmbeddedServer:
         await self.stop()
 
     def _app(self) -> web.Application:
-        app = web.Application(client_max_size=_BODY_LIMIT, middlewares=[_answer_refusals])
+        app = web.Application(client_max_size=_MAX_BODY_BYTES, middlewares=[_answer_refusals])
         app.add_routes(
             [
                 web.post("/inference/v1/generate", self._generate),
@@ -114,26 +114,26 @@ class EmbeddedServer:
     # Generating routes: each reads its own request and chooses how the reply is written; `_respond` does the rest.
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
-        asked = read(await request.read(), asking.GenerateRequest)
+        asked = decode_body(await request.read(), request_reader.GenerateRequest)
         return await self._respond(
-            request, asked, partial(self._reader.generate, asked), lambda it: GenerateWriter(it, self.model, asked)
+            request, asked, partial(self._reader.read_generate, asked), lambda it: GenerateWriter(it, self.model, asked)
         )
 
     async def _completions(self, request: web.Request) -> web.StreamResponse:
-        asked = read(await request.read(), asking.CompletionRequest)
+        asked = decode_body(await request.read(), request_reader.CompletionRequest)
         return await self._respond(
             request,
             asked,
-            partial(self._reader.completion, asked),
+            partial(self._reader.read_completion, asked),
             lambda it: CompletionWriter(it, self.model, asked, self.core.tokenizer),
         )
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
-        asked = read(await request.read(), asking.ChatRequest)
+        asked = decode_body(await request.read(), request_reader.ChatRequest)
         return await self._respond(
             request,
             asked,
-            partial(self._reader.chat, asked),
+            partial(self._reader.read_chat, asked),
             lambda it: ChatWriter(it, self.model, asked, self.core.tokenizer),
         )
 
@@ -141,10 +141,10 @@ class EmbeddedServer:
         self,
         request: web.Request,
         asked: _Streamable,
-        understand: Callable[[], Asked],
-        make_writer: Callable[[Generation], Writer],
+        read_request: Callable[[], GenerationRequest],
+        make_writer: Callable[[Generation], ReplyWriter],
     ) -> web.StreamResponse:
-        generation = self.core.begin(await asyncio.to_thread(understand))
+        generation = self.core.start_generation(await asyncio.to_thread(read_request))
         try:
             writer = make_writer(generation)
             if asked.stream:
@@ -153,36 +153,36 @@ class EmbeddedServer:
             async with aclosing(generation.steps()) as steps:
                 async for _ in steps:
                     pass
-            return _json(writer.whole())
+            return _json(writer.write_reply())
         finally:
-            self.core.end(generation)
+            self.core.end_generation(generation)
 
     async def _stream(
-        self, request: web.Request, generation: Generation, writer: Writer, usage: bool
+        self, request: web.Request, generation: Generation, writer: ReplyWriter, usage: bool
     ) -> web.StreamResponse:
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
         first = True
         try:
             async with aclosing(generation.steps()) as steps:
                 async for tokens in steps:
-                    said = writer.step(tokens, first=first, last=generation.done)
+                    data = writer.write_step(tokens, first=first, last=generation.done)
                     if first:  # what fails before the first token still gets a status of its own
                         await response.prepare(request)
-                        said = writer.begin() + said
+                        data = writer.write_start() + data
                         first = False
-                    await response.write(said)
-            await response.write((writer.usage() if usage else b"") + DONE)
+                    await response.write(data)
+            await response.write((writer.write_usage() if usage else b"") + DONE)
         except EngineError as error:
             if first:
                 raise
-            await response.write(sse.event(_broke(error).body) + DONE)
+            await response.write(sse.encode_event(_to_request_error(error).body) + DONE)
         await response.write_eof()
         return response
 
     # Routes that generate nothing
 
     async def _tokenize(self, request: web.Request) -> web.Response:
-        asked = read(await request.read(), wire.TokenizeRequest)
+        asked = decode_body(await request.read(), wire.TokenizeRequest)
         ids = await asyncio.to_thread(self._reader.tokenize, asked)
         return _json(_encode(wire.TokenizeReply(len(ids), self.core.context_length, ids)))
 
@@ -191,13 +191,13 @@ class EmbeddedServer:
         return _json(_encode(wire.ModelList([card])))
 
     async def _health(self, _: web.Request) -> web.Response:
-        return web.Response(status=500 if self.core.broken.is_set() else 200)
+        return web.Response(status=500 if self.core.model_failed.is_set() else 200)
 
     async def _metrics(self, _: web.Request) -> web.Response:
         """By vLLM's name, where it has one."""
         counts = {
-            "vllm:num_requests_running": ("gauge", self.core.running),
-            "polar:computed_tokens_total": ("counter", self.core.computed),
+            "vllm:num_requests_running": ("gauge", self.core.running_count),
+            "polar:computed_tokens_total": ("counter", self.core.computed_tokens),
         }
         return web.Response(text="".join(f"# TYPE {name} {kind}\n{name} {n}\n" for name, (kind, n) in counts.items()))
 
@@ -206,7 +206,7 @@ class EmbeddedServer:
     async def _pause(self, request: web.Request) -> web.Response:
         mode = request.query.get("mode", "keep")
         if mode not in ("keep", "abort"):
-            raise Refusal(f"There is no pause mode {mode!r}; known: keep, abort.", "mode")
+            raise RequestError(f"There is no pause mode {mode!r}; known: keep, abort.", "mode")
         await self.core.pause()
         if mode == "abort":
             self.core.abort_all()
@@ -220,25 +220,25 @@ class EmbeddedServer:
         return _json(_encode({"is_paused": self.core.paused}))
 
     async def _update_weights(self, request: web.Request) -> web.Response:
-        update = read(await request.read(), Update)
+        update = decode_body(await request.read(), WeightUpdate)
         try:
             # To its end, also where the client goes away: half an update would be no weights at all.
-            await asyncio.shield(self.core.update(update))
+            await asyncio.shield(self.core.update_weights(update))
         except ConfigError as error:
-            raise Refusal(str(error), "path") from error
+            raise RequestError(str(error), "path") from error
         return await self._weight_version(request)
 
     async def _weight_version(self, _: web.Request) -> web.Response:
         return _json(_encode({"version": self.core.version}))
 
 
-def _bound(host: str, port: int) -> socket.socket:
+def _bind_listener(host: str, port: int) -> socket.socket:
     """Nobody is answered before it listens."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)  # the protocol: else Nagle may wait
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        with _listening(host, port):
+        with _translate_listen_errors(host, port):
             listener.bind((host, port))
     except ConfigError:
         listener.close()
@@ -247,7 +247,7 @@ def _bound(host: str, port: int) -> socket.socket:
 
 
 @contextmanager
-def _listening(host: str, port: int) -> Iterator[None]:
+def _translate_listen_errors(host: str, port: int) -> Iterator[None]:
     try:
         yield
     except OSError as error:
@@ -260,20 +260,20 @@ async def _answer_refusals(
 ) -> web.StreamResponse:
     try:
         return await handler(request)
-    except Refusal as refusal:
-        return _refused(refusal)
+    except RequestError as refusal:
+        return _error_response(refusal)
     except EngineError as error:
-        return _refused(_broke(error))
+        return _error_response(_to_request_error(error))
     except ConnectionError:
         return web.Response()  # the client went away while we wrote: nothing to say, and nobody to say it to
 
 
-def _refused(refusal: Refusal) -> web.Response:
+def _error_response(refusal: RequestError) -> web.Response:
     return web.Response(body=refusal.body, status=refusal.status, content_type=_JSON)
 
 
-def _broke(error: EngineError) -> Refusal:
-    return Refusal(str(error), status=HTTPStatus.INTERNAL_SERVER_ERROR)
+def _to_request_error(error: EngineError) -> RequestError:
+    return RequestError(str(error), status=HTTPStatus.INTERNAL_SERVER_ERROR)
 
 
 def _json(body: bytes) -> web.Response:

@@ -11,14 +11,14 @@ from msgspec import Struct
 from safetensors import SafetensorError, safe_open
 
 from polar.engines.embedded import attention
-from polar.engines.embedded.options import Options
+from polar.engines.embedded.options import EmbeddedOptions
 from polar.errors import ConfigError
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _GIB = 2**30
 
 
-def load_model(folder: Path, options: Options) -> Any:
+def load_model(folder: Path, options: EmbeddedOptions) -> Any:
     if not (folder / "config.json").is_file():
         raise ConfigError(f"There is no model in {folder}: it would have a config.json.")
     transformers: Any = import_module("transformers")  # its types are of little help
@@ -27,10 +27,13 @@ def load_model(folder: Path, options: Options) -> Any:
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
-    attention.register()
+    attention.register_attention()
     try:
         model = transformers.AutoModelForCausalLM.from_pretrained(
-            folder, dtype=_DTYPES.get(options.dtype, dtype), local_files_only=True, attn_implementation=attention.NAME
+            folder,
+            dtype=_DTYPES.get(options.dtype, dtype),
+            local_files_only=True,
+            attn_implementation=attention.ATTENTION_NAME,
         )
         model = model.to(device).eval().requires_grad_(False)
     except (OSError, ValueError, RuntimeError, KeyError) as error:
@@ -44,17 +47,17 @@ def load_model(folder: Path, options: Options) -> Any:
     return model
 
 
-def cache_tokens(model: Any, options: Options) -> int:
+def count_cache_tokens(model: Any, options: EmbeddedOptions) -> int:
     """For how many tokens there is room in the cache of keys and values."""
     config = model.config.get_text_config()
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    a_token: int = 2 * config.num_hidden_layers * heads * width * model.dtype.itemsize
+    bytes_per_token: int = 2 * config.num_hidden_layers * heads * width * model.dtype.itemsize
     memory = options.memory_gib or (2.0 if model.device.type == "cpu" else 8.0)
-    return int(memory * _GIB) // a_token
+    return int(memory * _GIB) // bytes_per_token
 
 
-class Update(Struct, frozen=True):
+class WeightUpdate(Struct, frozen=True):
     """Weights in a file of safetensors, by the model's own names, and the version that they are."""
 
     path: str
@@ -74,16 +77,16 @@ class NewWeights:
         except (OSError, SafetensorError) as error:
             raise ConfigError(f"The weights in {path} can't be read: {error}.") from error
         if unknown := shapes.keys() - self._own.keys():
-            raise ConfigError(f"{path} holds weights that the model doesn't have: {_some(unknown)}.")
+            raise ConfigError(f"{path} holds weights that the model doesn't have: {_format_names(unknown)}.")
         # Tied weights have several names: one is enough.
         given = {self._own[name].data_ptr() for name in shapes}
         if missing := [name for name, own in self._own.items() if own.data_ptr() not in given]:
-            raise ConfigError(f"{path} lacks weights: {_some(missing)}; an update has all of them.")
+            raise ConfigError(f"{path} lacks weights: {_format_names(missing)}; an update has all of them.")
         if wrong := [name for name, shape in shapes.items() if shape != tuple(self._own[name].shape)]:
-            raise ConfigError(f"{path} has weights of other shapes than the model: {_some(wrong)}.")
+            raise ConfigError(f"{path} has weights of other shapes than the model: {_format_names(wrong)}.")
 
     @torch.inference_mode()
-    def copy(self) -> None:
+    def copy_into_model(self) -> None:
         """Into the model. Where this fails, the model is neither the old one nor the new one."""
         with safe_open(self._path, "pt") as file:
             for name in file.keys():  # noqa: SIM118
@@ -92,7 +95,7 @@ class NewWeights:
             torch.cuda.synchronize()
 
 
-def _some(names: Any) -> str:
+def _format_names(names: Any) -> str:
     first = sorted(names)[:3]
     return ", ".join(first) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
@@ -100,15 +103,15 @@ def _some(names: Any) -> str:
 # What a restart begins with
 
 
-def remember(state: Path, update: Update) -> None:
+def save_update(state: Path, update: WeightUpdate) -> None:
     """Whole or not at all."""
     new = state.with_name(state.name + ".new")
     new.write_bytes(msgspec.json.encode(update))
     os.replace(new, state)
 
 
-def remembered(state: Path) -> Update | None:
+def load_update(state: Path) -> WeightUpdate | None:
     try:
-        return msgspec.json.decode(state.read_bytes(), type=Update)
+        return msgspec.json.decode(state.read_bytes(), type=WeightUpdate)
     except (OSError, msgspec.DecodeError):
         return None

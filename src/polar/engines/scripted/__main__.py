@@ -7,8 +7,8 @@ from pathlib import Path
 
 import click
 
-from polar.engines.scripted.play import Play, Plays
-from polar.engines.scripted.server import TOKENIZER, ScriptedServer
+from polar.engines.scripted.play import Play, PlaySet
+from polar.engines.scripted.server import TOKENIZER_FOLDER, ScriptedServer
 from polar.errors import PolarError
 
 
@@ -20,7 +20,7 @@ from polar.errors import PolarError
 @click.option("--host", default="127.0.0.1")
 @click.option("--port", default=0, help="0 takes a free one.")
 @click.option("--model", default="scripted", help="The model's name.")
-@click.option("--tokenizer", type=click.Path(path_type=Path), default=TOKENIZER, show_default=False)
+@click.option("--tokenizer", type=click.Path(path_type=Path), default=TOKENIZER_FOLDER, show_default=False)
 @click.option("--max-model-len", default=131072)
 @click.option("--rate", default=0.0, help="Tokens a second for each stream; 0 for as fast as it goes.")
 @click.option("--tokens-per-chunk", default=1)
@@ -32,7 +32,7 @@ def main(path: Path | None, random_seed: int | None, turns: int, words: int, **o
     """An engine that plays a script and speaks vLLM's HTTP API."""
     try:
         if path is not None:
-            play: Play | Plays | None = Plays.load(path)
+            play: Play | PlaySet | None = PlaySet.load(path)
         else:
             play = None if random_seed is None else Play.random(random_seed, turns, words)
         server = ScriptedServer(play, **options)  # type: ignore[arg-type]  # click has checked them

@@ -6,27 +6,27 @@ import msgspec
 from msgspec import Struct
 
 from polar.config import EngineSettings
-from polar.engines.scripted.play import Plays
-from polar.engines.scripted.server import TOKENIZER, ScriptedServer
+from polar.engines.scripted.play import PlaySet
+from polar.engines.scripted.server import TOKENIZER_FOLDER, ScriptedServer
 from polar.engines.vllm import VllmEngine
 from polar.errors import ConfigError, EngineError
 
 
-class _Log(Struct):
+class _ServerLog(Struct):
     running: int = 0
 
 
 class ScriptedEngine(VllmEngine):
-    async def running(self) -> int | None:
+    async def count_running_calls(self) -> int | None:
         try:
-            told = await self._http.request("GET", "/scripted/log", timeout=5)
+            body = await self._http.request("GET", "/scripted/log", timeout=5)
         except EngineError:
             return None
-        return msgspec.json.decode(told, type=_Log).running
+        return msgspec.json.decode(body, type=_ServerLog).running
 
-    def tokenizer_folder(self) -> str:
+    def find_tokenizer_folder(self) -> str:
         """The server's own, where it was launched from these settings; the one that comes with it, where it wasn't."""
-        return str(self._settings.tokenizer or self._settings.options.get("tokenizer") or TOKENIZER)
+        return str(self._settings.tokenizer or self._settings.options.get("tokenizer") or TOKENIZER_FOLDER)
 
     @staticmethod
     async def launch(settings: EngineSettings) -> ScriptedServer:
@@ -38,6 +38,6 @@ class ScriptedEngine(VllmEngine):
         if settings.tokenizer is not None:
             options.setdefault("tokenizer", settings.tokenizer)
         play = options.pop("play", None)
-        server = ScriptedServer(None if play is None else Plays.load(play), **options)
+        server = ScriptedServer(None if play is None else PlaySet.load(play), **options)
         await server.start()
         return server

@@ -12,11 +12,11 @@ from contextlib import asynccontextmanager
 from msgspec import Struct, field
 
 from polar.engines.base import VersionSpan
-from polar.engines.scripted.play import Fault, Scene, Turn, raw_output
+from polar.engines.scripted.play import Fault, ScriptedTurn, TurnContext, render_output
 from polar.engines.scripted.sampler import Sampler, advance, change_version, context_states, logprob
-from polar.rendering.tokenizer import Ids, Tokenizer, pieces
+from polar.rendering.tokenizer import TokenIds, Tokenizer, decode_pieces
 
-BLOCK = 16
+BLOCK_TOKENS = 16
 
 
 class Bounds(Struct):
@@ -31,9 +31,9 @@ class Bounds(Struct):
 class Script(Struct):
     """All that is settled before the first token."""
 
-    prompt: Ids
-    turn: Turn
-    scene: Scene
+    prompt: TokenIds
+    turn: ScriptedTurn
+    context: TurnContext
     state: int  # of the prompt, under version 0
     blocks: list[int]  # the states at each full block of the prompt
     ids: list[int]
@@ -43,20 +43,26 @@ class Script(Struct):
 
 
 def write_script(
-    tokenizer: Tokenizer, sampler: Sampler, prompt: Ids, scene: Scene, turn: Turn, bounds: Bounds, seed: int
+    tokenizer: Tokenizer,
+    sampler: Sampler,
+    prompt: TokenIds,
+    context: TurnContext,
+    turn: ScriptedTurn,
+    bounds: Bounds,
+    seed: int,
 ) -> Script:
     states = context_states(0, prompt)
     state = int(states[-1])
-    end = tokenizer.special.get("eos_token", "") if turn.finish_reason == "stop" else ""
-    ids = sampler.sample(raw_output(turn, scene) + end, state, seed)
+    end = tokenizer.special_tokens.get("eos_token", "") if turn.finish_reason == "stop" else ""
+    ids = sampler.sample(render_output(turn, context) + end, state, seed)
     script = Script(
         prompt,
         turn,
-        scene,
+        context,
         state=state,
-        blocks=states[BLOCK::BLOCK].tolist(),
+        blocks=states[BLOCK_TOKENS::BLOCK_TOKENS].tolist(),
         ids=ids,
-        texts=pieces(tokenizer, ids),
+        texts=decode_pieces(tokenizer, ids),
         finish_reason=turn.finish_reason,
     )
     _end_at_token(script, tokenizer.eos_id, bounds)
@@ -94,14 +100,14 @@ def _end_at_text(script: Script, bounds: Bounds) -> None:
     script.finish_reason, script.stop_reason = "stop", stop
 
 
-class Policy:
+class ScriptedPolicy:
     """The weights that all generations share: their version, and whether anything may be sampled at all."""
 
     def __init__(self, version: int) -> None:
         self.version = version
         self.aborts = 0  # how often all running generations were told to end
-        self._admits = asyncio.Event()
-        self._samples = asyncio.Event()
+        self._admission_open = asyncio.Event()
+        self._sampling_open = asyncio.Event()
         self._idle = asyncio.Event()
         self._running = 0
         self._idle.set()
@@ -109,25 +115,25 @@ class Policy:
 
     @property
     def paused(self) -> bool:
-        return not self._admits.is_set()
+        return not self._admission_open.is_set()
 
     async def pause(self, mode: str) -> None:
         """New generations wait. Running ones stand still (`keep`), end now (`abort`), or are waited for (`wait`)."""
-        self._admits.clear()
+        self._admission_open.clear()
         if mode == "keep":
-            self._samples.clear()
+            self._sampling_open.clear()
         elif mode == "abort":
             self.aborts += 1
         else:
             await self._idle.wait()
 
     def resume(self) -> None:
-        self._admits.set()
-        self._samples.set()
+        self._admission_open.set()
+        self._sampling_open.set()
 
     @asynccontextmanager
     async def admission(self) -> AsyncGenerator[None]:
-        await self._admits.wait()
+        await self._admission_open.wait()
         self._running += 1
         self._idle.clear()
         try:
@@ -137,11 +143,11 @@ class Policy:
             if not self._running:
                 self._idle.set()
 
-    async def stand_still(self) -> bool:
+    async def wait_while_paused(self) -> bool:
         """Waits while generation is paused; says whether it was."""
-        if self._samples.is_set():
+        if self._sampling_open.is_set():
             return False
-        await self._samples.wait()
+        await self._sampling_open.wait()
         return True
 
 
@@ -160,12 +166,12 @@ class Step(Struct):
     stop: int
     states: list[int]  # the context's state before each
     logprobs: list[float]
-    last: bool
+    is_last: bool
 
 
 class Generation(Struct):
     script: Script
-    policy: Policy
+    policy: ScriptedPolicy
     interval: float  # seconds between tokens
     fault: Fault | None = None
     spans: list[VersionSpan] = field(default_factory=list)
@@ -195,12 +201,12 @@ class Generation(Struct):
             self._state = self.script.state
             while True:
                 if fault_at is not None and self.sampled >= fault_at:
-                    await self._go_wrong()
-                if await self.policy.stand_still():
+                    await self._raise_fault()
+                if await self.policy.wait_while_paused():
                     due = loop.time()
                 if self.policy.aborts != aborts:
                     self.aborted = True
-                    yield Step(self.sampled, self.sampled, [], [], last=True)
+                    yield Step(self.sampled, self.sampled, [], [], is_last=True)
                     return
                 stop = min(self.sampled + size, total if fault_at is None else fault_at)
                 yield self._sample(stop)
@@ -211,7 +217,7 @@ class Generation(Struct):
                 due += self.interval * size
                 await asyncio.sleep(max(due - loop.time(), 0))
 
-    async def _go_wrong(self) -> None:
+    async def _raise_fault(self) -> None:
         assert self.fault is not None
         if self.fault == "hang":
             await asyncio.Event().wait()
@@ -233,7 +239,7 @@ class Generation(Struct):
             self.spans[-1] = VersionSpan(version, self.spans[-1].start, stop)
         elif stop > start:
             self.spans.append(VersionSpan(version, start, stop))
-        return Step(start, stop, states, logprobs, last=stop == len(self.script.ids))
+        return Step(start, stop, states, logprobs, is_last=stop == len(self.script.ids))
 
 
 class PrefixCache:
@@ -243,11 +249,11 @@ class PrefixCache:
         self._blocks: OrderedDict[int, None] = OrderedDict()
         self._capacity = capacity
 
-    def cached_tokens(self, script: Script) -> int:
+    def count_cached_tokens(self, script: Script) -> int:
         """Of the prompt's last token something must always be computed, so a whole prompt is never cached."""
-        blocks = script.blocks[: (len(script.prompt) - 1) // BLOCK]
+        blocks = script.blocks[: (len(script.prompt) - 1) // BLOCK_TOKENS]
         known = next((place for place, block in enumerate(blocks) if block not in self._blocks), len(blocks))
-        return known * BLOCK
+        return known * BLOCK_TOKENS
 
     def add(self, script: Script, sampled: int) -> None:
         """The prompt and the first `sampled` tokens of the output."""
@@ -255,7 +261,7 @@ class PrefixCache:
         state = script.state
         for length, id in enumerate(script.ids[:sampled], len(script.prompt) + 1):
             state = advance(state, id)
-            if length % BLOCK == 0:
+            if length % BLOCK_TOKENS == 0:
                 blocks.append(state)
         for block in blocks:
             self._blocks[block] = None

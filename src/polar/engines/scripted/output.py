@@ -8,17 +8,17 @@ between and after calls is dropped, as it is there.
 import re
 from collections.abc import Callable
 
-from polar.types import CallDelta, CallStart, Event, ReasoningDelta, TextDelta
+from polar.types import ReasoningDelta, ReplyEvent, TextDelta, ToolCallDelta, ToolCallStart
 
-_HEAD = re.compile(r'\s*\{\s*"name"\s*:\s*"([^"]+)"\s*,\s*"arguments"\s*:\s*')
-_TAIL = re.compile(
+_CALL_HEAD = re.compile(r'\s*\{\s*"name"\s*:\s*"([^"]+)"\s*,\s*"arguments"\s*:\s*')
+_CALL_TAIL = re.compile(
     r"\s*(?:\}\s*)?\Z"
 )  # the brace that closes the call, not the arguments; at the end of what came so far
 _THINK, _THINK_END = "<think>", "</think>"
 _CALL, _CALL_END = "<tool_call>", "</tool_call>"
 
 
-def _held(text: str, tags: tuple[str, ...]) -> int:
+def _held_length(text: str, tags: tuple[str, ...]) -> int:
     """How many characters at the text's end may be the beginning of one of the tags."""
     at = text.rfind("<")  # the only one in a tag, and its first character
     return len(text) - at if at >= 0 and any(tag.startswith(text[at:]) for tag in tags) else 0
@@ -28,97 +28,103 @@ class OutputParser:
     """Events of one reply. `reasoning` says that the prompt ended in an open `<think>`, `tools` that calls are looked
     for: without tools in the request their markup is text like any other."""
 
-    def __init__(self, reasoning: bool = False, tools: bool = True) -> None:
+    def __init__(self, starts_in_reasoning: bool = False, tools: bool = True) -> None:
         self._tags = (_THINK, _CALL) if tools else (_THINK,)
-        self._part: Callable[[list[Event]], bool] = self._reasoning if reasoning else self._text
-        self._rest = ""
-        self._fresh = False  # a call's arguments have not begun
+        self._part: Callable[[list[ReplyEvent]], bool] = self._reasoning if starts_in_reasoning else self._text
+        self._pending_text = ""
+        self._arguments_pending = False  # a call's arguments have not begun
         self.calls = 0
 
     @property
-    def reasons(self) -> bool:
+    def is_reasoning(self) -> bool:
         return self._part == self._reasoning
 
-    def feed(self, text: str) -> list[Event]:
-        self._rest += text
-        events: list[Event] = []
+    def feed(self, text: str) -> list[ReplyEvent]:
+        self._pending_text += text
+        events: list[ReplyEvent] = []
         while self._part(events):
             pass
         return events
 
-    def finish(self) -> list[Event]:
+    def finish(self) -> list[ReplyEvent]:
         """What was held back, given that nothing more comes."""
-        rest, self._rest = self._rest, ""
+        rest, self._pending_text = self._pending_text, ""
         if self._part == self._call_head:
             return [TextDelta(_CALL + rest)]
         if not rest or (self._part == self._text and self.calls):
             return []
         if self._part == self._reasoning:
             return [ReasoningDelta(rest)]
-        return [CallDelta(rest) if self._part == self._arguments else TextDelta(rest)]
+        return [ToolCallDelta(rest) if self._part == self._arguments else TextDelta(rest)]
 
     # Each part reads from `_rest` what it can, and says whether the next part may go on from there.
 
-    def _text(self, events: list[Event]) -> bool:
-        at = min((found for found in map(self._rest.find, self._tags) if found >= 0), default=-1)
+    def _text(self, events: list[ReplyEvent]) -> bool:
+        at = min((found for found in map(self._pending_text.find, self._tags) if found >= 0), default=-1)
         if at < 0:
-            self._give(events, TextDelta, len(self._rest) - _held(self._rest, self._tags))
+            self._emit(events, TextDelta, len(self._pending_text) - _held_length(self._pending_text, self._tags))
             return False
-        self._give(events, TextDelta, at)
-        if self._rest.startswith(_THINK):
-            self._rest = self._rest[len(_THINK) :]
+        self._emit(events, TextDelta, at)
+        if self._pending_text.startswith(_THINK):
+            self._pending_text = self._pending_text[len(_THINK) :]
             self._part = self._reasoning
         else:
-            self._rest = self._rest[len(_CALL) :]
+            self._pending_text = self._pending_text[len(_CALL) :]
             self._part = self._call_head
         return True
 
-    def _reasoning(self, events: list[Event]) -> bool:
-        at = self._rest.find(_THINK_END)
+    def _reasoning(self, events: list[ReplyEvent]) -> bool:
+        at = self._pending_text.find(_THINK_END)
         if at < 0:
-            self._give(events, ReasoningDelta, len(self._rest) - _held(self._rest, (_THINK_END,)))
+            self._emit(
+                events, ReasoningDelta, len(self._pending_text) - _held_length(self._pending_text, (_THINK_END,))
+            )
             return False
-        self._give(events, ReasoningDelta, at)
-        self._rest = self._rest[len(_THINK_END) :]
+        self._emit(events, ReasoningDelta, at)
+        self._pending_text = self._pending_text[len(_THINK_END) :]
         self._part = self._text
         return True
 
-    def _call_head(self, events: list[Event]) -> bool:
-        head = _HEAD.match(self._rest)
+    def _call_head(self, events: list[ReplyEvent]) -> bool:
+        head = _CALL_HEAD.match(self._pending_text)
         if head is not None:
-            events.append(CallStart("", head.group(1)))
+            events.append(ToolCallStart("", head.group(1)))
             self.calls += 1
-            self._fresh = True
-            self._rest = self._rest[head.end() :]
+            self._arguments_pending = True
+            self._pending_text = self._pending_text[head.end() :]
             self._part = self._arguments
             return True
-        at = self._rest.find(_CALL_END)
+        at = self._pending_text.find(_CALL_END)
         if at < 0:
             return False
         at += len(_CALL_END)
-        events.append(TextDelta(_CALL + self._rest[:at]))  # no call at all: handed on as text
-        self._rest = self._rest[at:]
+        events.append(TextDelta(_CALL + self._pending_text[:at]))  # no call at all: handed on as text
+        self._pending_text = self._pending_text[at:]
         self._part = self._text
         return True
 
-    def _arguments(self, events: list[Event]) -> bool:
-        if self._fresh:
-            self._rest = self._rest.lstrip()  # between the colon and the value
-            self._fresh = not self._rest
-        at = self._rest.find(_CALL_END)
-        written = self._rest[:at] if at >= 0 else self._rest[: len(self._rest) - _held(self._rest, (_CALL_END,))]
-        tail = _TAIL.search(written)
-        self._give(events, CallDelta, tail.start() if tail else len(written))
+    def _arguments(self, events: list[ReplyEvent]) -> bool:
+        if self._arguments_pending:
+            self._pending_text = self._pending_text.lstrip()  # between the colon and the value
+            self._arguments_pending = not self._pending_text
+        at = self._pending_text.find(_CALL_END)
+        written = (
+            self._pending_text[:at]
+            if at >= 0
+            else self._pending_text[: len(self._pending_text) - _held_length(self._pending_text, (_CALL_END,))]
+        )
+        tail = _CALL_TAIL.search(written)
+        self._emit(events, ToolCallDelta, tail.start() if tail else len(written))
         if at < 0:
             return False
-        self._rest = self._rest[self._rest.index(_CALL_END) + len(_CALL_END) :]
+        self._pending_text = self._pending_text[self._pending_text.index(_CALL_END) + len(_CALL_END) :]
         self._part = self._text
         return True
 
-    def _give(
-        self, events: list[Event], kind: type[TextDelta] | type[ReasoningDelta] | type[CallDelta], end: int
+    def _emit(
+        self, events: list[ReplyEvent], kind: type[TextDelta] | type[ReasoningDelta] | type[ToolCallDelta], end: int
     ) -> None:
         if end > 0:
             if kind is not TextDelta or not self.calls:
-                events.append(kind(self._rest[:end]))
-            self._rest = self._rest[end:]
+                events.append(kind(self._pending_text[:end]))
+            self._pending_text = self._pending_text[end:]

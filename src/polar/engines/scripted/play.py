@@ -15,26 +15,32 @@ from typing import Literal
 import msgspec
 from msgspec import Struct, field
 
-from polar.engines.scripted.adapt import Call, OfferedTool, any_call, shell_call, write_call
+from polar.engines.scripted.tool_adapter import (
+    OfferedTool,
+    ScriptedCall,
+    make_any_call,
+    make_shell_call,
+    make_write_call,
+)
 from polar.errors import ConfigError
 
 Fault = Literal["midstream", "close", "garbage", "hang"]
-MAIN = "main"
+MAIN_PLAY = "main"
 
 
-class File(Struct, forbid_unknown_fields=True):
+class ScriptedFile(Struct, forbid_unknown_fields=True):
     path: str
     content: str
 
 
-class Turn(Struct, forbid_unknown_fields=True):
+class ScriptedTurn(Struct, forbid_unknown_fields=True):
     """One reply. What it says:"""
 
     reasoning: str = ""
     text: str = ""
-    calls: list[Call] = field(default_factory=list)
+    calls: list[ScriptedCall] = field(default_factory=list)
     shell: str | None = None  # a command, for whatever tool of the request runs one
-    write: File | None = None  # likewise a file to write
+    write: ScriptedFile | None = None  # likewise a file to write
     raw: str | None = None  # the model's whole output up to its end token, instead of all of the above
     finish_reason: Literal["stop", "length", "abort"] = "stop"  # the last two: the end token is never sampled
 
@@ -52,22 +58,22 @@ class Turn(Struct, forbid_unknown_fields=True):
     logprobs: Literal["nan", "sentinel", "short", "missing"] | None = None
 
     @property
-    def acts(self) -> bool:
+    def uses_tools(self) -> bool:
         return bool(self.calls) or self.shell is not None or self.write is not None
 
 
-class Scene(Struct):
+class TurnContext(Struct):
     """What a request asks for, as far as a play needs to know."""
 
-    turn: int = 0
+    turn_index: int = 0
     play: str | None = None
     tools: list[OfferedTool] = field(default_factory=list)
-    forced: str | None = None  # the tool that must be called; "" for any
+    forced_tool: str | None = None  # the tool that must be called; "" for any
     thinking: Literal["possible", "begun", "over"] = "possible"  # what the prompt ends in
 
 
 class Play(Struct, forbid_unknown_fields=True):
-    turns: list[Turn] = field(default_factory=list)
+    turns: list[ScriptedTurn] = field(default_factory=list)
     aside: str = "A short note on the task."
     """The answer to a request without tools, such as for a title or a summary, in a play whose turns use tools. Empty:
     the turns are played there, too."""
@@ -78,13 +84,17 @@ class Play(Struct, forbid_unknown_fields=True):
     def default(cls) -> "Play":
         return cls(
             [
-                Turn(
+                ScriptedTurn(
                     reasoning="I will create the file first.",
                     text="Creating the file.",
                     shell="echo 'hello from polar' > polar.txt",
                 ),
-                Turn(reasoning="Now I read it back to be sure.", text="Reading it back.", shell="cat polar.txt"),
-                Turn(reasoning="The file has the right content.", text="Done: polar.txt says hello from polar."),
+                ScriptedTurn(
+                    reasoning="Now I read it back to be sure.", text="Reading it back.", shell="cat polar.txt"
+                ),
+                ScriptedTurn(
+                    reasoning="The file has the right content.", text="Done: polar.txt says hello from polar."
+                ),
             ]
         )
 
@@ -94,27 +104,27 @@ class Play(Struct, forbid_unknown_fields=True):
         played = []
         for index in range(turns):
             random = Random(f"{seed}:{index}")
-            turn = Turn(reasoning=_prose(random, words // 2), text=_prose(random, words))
+            turn = ScriptedTurn(reasoning=_prose(random, words // 2), text=_prose(random, words))
             if index < turns - 1:
                 turn.shell = f"echo {' '.join(random.choices(_PLAIN_WORDS, k=4))} | tee note-{index}.txt"
             played.append(turn)
         return cls(played)
 
-    def next(self, scene: Scene) -> Turn:
-        uses_tools = any(turn.acts for turn in self.turns)
-        if not scene.tools and uses_tools and self.aside:
-            return Turn(text=self.aside)
-        if scene.turn < len(self.turns):
-            return self.turns[scene.turn]
-        return Turn(text=(self.turns[-1].text if self.turns else "") or "Done.")
+    def next_turn(self, context: TurnContext) -> ScriptedTurn:
+        uses_tools = any(turn.uses_tools for turn in self.turns)
+        if not context.tools and uses_tools and self.aside:
+            return ScriptedTurn(text=self.aside)
+        if context.turn_index < len(self.turns):
+            return self.turns[context.turn_index]
+        return ScriptedTurn(text=(self.turns[-1].text if self.turns else "") or "Done.")
 
 
-class Plays:
+class PlaySet:
     """A main play, and others that a user message selects: by saying `PLAY:name`, or by what their `match` is found
     in, so that one engine plays many tasks whose texts know nothing of it."""
 
     def __init__(self, main: Play | None = None, named: Mapping[str, Play] | None = None) -> None:
-        self._plays = {**(named or {}), MAIN: main or Play.default()}
+        self._plays = {**(named or {}), MAIN_PLAY: main or Play.default()}
         self._matches: list[tuple[re.Pattern[str], str]] = []
         for name, play in self._plays.items():
             if play.match:
@@ -124,13 +134,13 @@ class Plays:
                     raise ConfigError(f"{name}: `match` is no pattern: {error}.") from error
 
     @classmethod
-    def load(cls, path: str | Path) -> "Plays":
+    def load(cls, path: str | Path) -> "PlaySet":
         """A TOML or JSON file: the main play's fields at the top, named ones under `plays`."""
         path = Path(path)
         try:
             text = path.read_text(encoding="utf-8")
             data = tomllib.loads(text) if path.suffix == ".toml" else json.loads(text)
-            written = msgspec.convert(data, _File)
+            written = msgspec.convert(data, _PlayFile)
             return cls(Play(written.turns, written.aside, written.match), written.plays)
         except (OSError, ValueError, ConfigError) as error:  # both parsers' and msgspec's errors are ValueErrors
             raise ConfigError(f"The play {path} can't be read: {error}") from error
@@ -138,47 +148,47 @@ class Plays:
     def __contains__(self, name: str) -> bool:
         return name in self._plays
 
-    def matching(self, text: str) -> str | None:
+    def find_matching(self, text: str) -> str | None:
         """The first play whose `match` is found in a user's text."""
         return next((name for pattern, name in self._matches if pattern.search(text)), None)
 
-    def next(self, scene: Scene) -> Turn:
-        return self._plays[scene.play or MAIN].next(scene)
+    def next_turn(self, context: TurnContext) -> ScriptedTurn:
+        return self._plays[context.play or MAIN_PLAY].next_turn(context)
 
 
-class _File(Play):
+class _PlayFile(Play):
     plays: dict[str, Play] = field(default_factory=dict)
 
 
-def raw_output(turn: Turn, scene: Scene) -> str:
+def render_output(turn: ScriptedTurn, context: TurnContext) -> str:
     """The text that the model writes, markup included, without the end token."""
     if turn.raw is not None:
         return turn.raw
-    calls = _calls(turn, scene)
+    calls = _calls(turn, context)
     text = turn.text
     if not calls and turn.shell is not None:
         text += f"\n```bash\n{turn.shell}\n```"  # nothing runs commands here: say it
     out = ""
-    if turn.reasoning and scene.thinking != "over":
-        out = ("" if scene.thinking == "begun" else "<think>") + turn.reasoning + "</think>"
-    elif scene.thinking == "begun":
+    if turn.reasoning and context.thinking != "over":
+        out = ("" if context.thinking == "begun" else "<think>") + turn.reasoning + "</think>"
+    elif context.thinking == "begun":
         out = "</think>"
     return out + text + "".join(_call_text(call) for call in calls)
 
 
-def _calls(turn: Turn, scene: Scene) -> Sequence[Call]:
+def _calls(turn: ScriptedTurn, context: TurnContext) -> Sequence[ScriptedCall]:
     calls = list(turn.calls)
-    if turn.shell is not None and (call := shell_call(scene.tools, turn.shell)):
+    if turn.shell is not None and (call := make_shell_call(context.tools, turn.shell)):
         calls.append(call)
-    if turn.write is not None and (call := write_call(scene.tools, turn.write.path, turn.write.content)):
+    if turn.write is not None and (call := make_write_call(context.tools, turn.write.path, turn.write.content)):
         calls.append(call)
-    if scene.forced is None or (calls and scene.forced in ("", calls[0].name)):
+    if context.forced_tool is None or (calls and context.forced_tool in ("", calls[0].name)):
         return calls
-    forced = [tool for tool in scene.tools if scene.forced in ("", tool.name)]
-    return [any_call(forced[0])] if forced else calls
+    forced = [tool for tool in context.tools if context.forced_tool in ("", tool.name)]
+    return [make_any_call(forced[0])] if forced else calls
 
 
-def _call_text(call: Call) -> str:
+def _call_text(call: ScriptedCall) -> str:
     body = {"name": call.name, "arguments": call.arguments}
     return f"<tool_call>{json.dumps(body, ensure_ascii=False)}</tool_call>"
 

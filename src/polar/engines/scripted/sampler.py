@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from polar.experts import Experts
-from polar.rendering.tokenizer import Ids, Tokenizer
+from polar.rendering.tokenizer import TokenIds, Tokenizer
 
 Words = NDArray[np.uint64]
 
@@ -24,15 +24,15 @@ Words = NDArray[np.uint64]
 #     state(n) = seed(version) * R**n + sum of (id[i] + 1) * R**(n - 1 - i)
 #
 # R is odd, so it has an inverse, and the states at all positions are one cumulative sum.
-_R = 0x9E3779B97F4A7C15
-_INVERSE = pow(_R, -1, 1 << 64)
-_MASK = (1 << 64) - 1
+_MULTIPLIER = 0x9E3779B97F4A7C15
+_MULTIPLIER_INVERSE = pow(_MULTIPLIER, -1, 1 << 64)
+_WORD_MASK = (1 << 64) - 1
 
 
 def _mix(value: int) -> int:
     """Spreads every bit of a 64-bit word over all of it (the finaliser of splitmix64)."""
-    value = (value ^ (value >> 30)) * 0xBF58476D1CE4E5B9 & _MASK
-    value = (value ^ (value >> 27)) * 0x94D049BB133111EB & _MASK
+    value = (value ^ (value >> 30)) * 0xBF58476D1CE4E5B9 & _WORD_MASK
+    value = (value ^ (value >> 27)) * 0x94D049BB133111EB & _WORD_MASK
     return value ^ (value >> 31)
 
 
@@ -44,7 +44,7 @@ def _mix_all(values: Words) -> Words:
 
 
 def _seed(version: int) -> int:
-    return _mix((version + 1) * _R & _MASK)
+    return _mix((version + 1) * _MULTIPLIER & _WORD_MASK)
 
 
 @lru_cache(maxsize=8)
@@ -59,18 +59,18 @@ def _powers_to(base: int, count: int) -> Words:
     return _powers(base, 1 << max(count - 1, 4095).bit_length())[:count]
 
 
-def context_states(version: int, ids: Ids) -> Words:
+def context_states(version: int, ids: TokenIds) -> Words:
     """The states before each id, and after the last one."""
-    terms = (ids.astype(np.uint64) + np.uint64(1)) * _powers_to(_INVERSE, len(ids) + 1)[1:]
+    terms = (ids.astype(np.uint64) + np.uint64(1)) * _powers_to(_MULTIPLIER_INVERSE, len(ids) + 1)[1:]
     sums = np.empty(len(ids) + 1, dtype=np.uint64)
     sums[0] = _seed(version)
     np.cumsum(terms, dtype=np.uint64, out=sums[1:])
     sums[1:] += sums[0]
-    states: Words = sums * _powers_to(_R, len(ids) + 1)
+    states: Words = sums * _powers_to(_MULTIPLIER, len(ids) + 1)
     return states
 
 
-def routed(ids: Ids, experts: int) -> Experts:
+def route_experts(ids: TokenIds, experts: int) -> Experts:
     """Which experts each token but the last is routed to: two in each of two layers, by all that stands before it, too.
     The same whatever the version."""
     states = context_states(0, ids)[1:-1]
@@ -78,39 +78,39 @@ def routed(ids: Ids, experts: int) -> Experts:
     return found.astype(np.uint16)
 
 
-def context_state(version: int, ids: Ids) -> int:
+def context_state(version: int, ids: TokenIds) -> int:
     """The state of a whole context under a policy version."""
     return int(context_states(version, ids)[-1])
 
 
 def advance(state: int, id: int) -> int:
-    return (state * _R + id + 1) & _MASK
+    return (state * _MULTIPLIER + id + 1) & _WORD_MASK
 
 
 def change_version(state: int, length: int, old: int, new: int) -> int:
     """The state of the same context of `length` ids under another version."""
-    return (state + (_seed(new) - _seed(old)) * pow(_R, length, 1 << 64)) & _MASK
+    return (state + (_seed(new) - _seed(old)) * pow(_MULTIPLIER, length, 1 << 64)) & _WORD_MASK
 
 
 def logprob(state: int, token: int) -> float:
     """The log-probability of `token` after the context of `state`: a float32 in about [-6, -0.01], mostly near zero."""
-    share = (_mix(state ^ (token + 1) * _INVERSE & _MASK) >> 40) / (1 << 24)
+    share = (_mix(state ^ (token + 1) * _MULTIPLIER_INVERSE & _WORD_MASK) >> 40) / (1 << 24)
     return float(np.float32(-0.01 - 6.0 * share * share))
 
 
-def expected_logprobs(version: int, prompt_ids: Ids, sampled_ids: Ids) -> NDArray[np.float32]:
+def expected_logprobs(version: int, prompt_ids: TokenIds, sampled_ids: TokenIds) -> NDArray[np.float32]:
     """What the engine reports for `sampled_ids` after `prompt_ids`, all sampled under one version.
 
     Of a reply that spans versions, check each span with the tokens before it as its prompt.
     """
     context = np.concatenate([np.asarray(prompt_ids, np.int32), np.asarray(sampled_ids, np.int32)])
     states = context_states(version, context)[len(prompt_ids) : -1]
-    tokens = (context[len(prompt_ids) :].astype(np.uint64) + np.uint64(1)) * np.uint64(_INVERSE)
+    tokens = (context[len(prompt_ids) :].astype(np.uint64) + np.uint64(1)) * np.uint64(_MULTIPLIER_INVERSE)
     shares = (_mix_all(states ^ tokens) >> np.uint64(40)).astype(np.float64) / (1 << 24)
     return (-0.01 - 6.0 * shares * shares).astype(np.float32)
 
 
-def alternatives(state: int, token: int, count: int, vocabulary: int) -> list[tuple[int, float]]:
+def rank_alternatives(state: int, token: int, count: int, vocabulary: int) -> list[tuple[int, float]]:
     """The sampled token, then other candidates at that place, most probable first: `count` in all."""
     others = {_mix(state + place) % vocabulary for place in range(count)} - {token}
     ranked = sorted(((other, logprob(state, other)) for other in others), key=lambda candidate: -candidate[1])
@@ -132,7 +132,7 @@ class Sampler:
         ids, words = self._tokenizer.encode_words(text)
         if self._drift <= 0:
             return ids
-        random = Random(_mix(context ^ self._seed * _R ^ seed * _INVERSE & _MASK))
+        random = Random(_mix(context ^ self._seed * _MULTIPLIER ^ seed * _MULTIPLIER_INVERSE & _WORD_MASK))
         out: list[int] = []
         word: int | None = None
         drifts = False
@@ -149,8 +149,11 @@ class Sampler:
 
     def _find_splits(self, id: int) -> tuple[tuple[int, int], ...]:
         """The pairs of tokens that together spell this one."""
-        token = self._tokenizer.token(id)
-        if token is None or token in self._tokenizer.added:
+        token = self._tokenizer.id_to_token(id)
+        if token is None or token in self._tokenizer.added_tokens:
             return ()
-        pairs = ((self._tokenizer.id(token[:cut]), self._tokenizer.id(token[cut:])) for cut in range(1, len(token)))
+        pairs = (
+            (self._tokenizer.token_to_id(token[:cut]), self._tokenizer.token_to_id(token[cut:]))
+            for cut in range(1, len(token))
+        )
         return tuple((left, right) for left, right in pairs if left is not None and right is not None)

@@ -23,20 +23,20 @@ from aiohttp import web
 
 from polar.dialects import sse
 from polar.engines.scripted import wire
-from polar.engines.scripted.generation import FaultError, Generation, Policy, PrefixCache, Script
-from polar.engines.scripted.play import Fault, Play, Plays
-from polar.engines.scripted.reading import Reader, Refusal, read
-from polar.engines.scripted.replies import DONE, ChatWriter, CompletionWriter, GenerateWriter, Writer
+from polar.engines.scripted.generation import FaultError, Generation, PrefixCache, Script, ScriptedPolicy
+from polar.engines.scripted.play import Fault, Play, PlaySet
+from polar.engines.scripted.replies import DONE, ChatWriter, CompletionWriter, GenerateWriter, ReplyWriter
+from polar.engines.scripted.request_reader import RequestError, RequestReader, decode_body
 from polar.engines.scripted.sampler import Sampler
 from polar.rendering.tokenizer import load_tokenizer
 
-TOKENIZER = Path(__file__).parent / "tokenizer"
+TOKENIZER_FOLDER = Path(__file__).parent / "tokenizer"
 """The folder of the tokenizer that comes with the package."""
 
-_WHOLE_STEP = 64  # tokens at a time where nobody looks in between
-_BODY_LIMIT = 256 * 1024 * 1024
+_UNSTREAMED_STEP_TOKENS = 64  # tokens at a time where nobody looks in between
+_MAX_BODY_BYTES = 256 * 1024 * 1024
 _JSON = "application/json"
-_TAGS = ("weights", "kv_cache")  # what sleeps, and can be woken by itself
+_SLEEP_TAGS = ("weights", "kv_cache")  # what sleeps, and can be woken by itself
 _GARBAGE = b'data: {"id": "chatcmpl-garb\xff\x00age", "choices": [{\n\n'
 
 T = TypeVar("T")
@@ -53,10 +53,10 @@ class ScriptedServer:
 
     def __init__(
         self,
-        play: Play | Plays | None = None,
+        play: Play | PlaySet | None = None,
         *,
         model: str = "scripted",
-        tokenizer: str | Path = TOKENIZER,
+        tokenizer: str | Path = TOKENIZER_FOLDER,
         max_model_len: int = 131072,
         rate: float = 0.0,
         tokens_per_chunk: int = 1,
@@ -74,12 +74,12 @@ class ScriptedServer:
         self.tokenizer = load_tokenizer(Path(tokenizer))
         self.url = ""
         self.version = version  # that it began with
-        plays = play if isinstance(play, Plays) else Plays(play)
+        plays = play if isinstance(play, PlaySet) else PlaySet(play)
         self._interval = 1 / rate if rate else 0.0
         self._tokens_per_chunk = tokens_per_chunk
         self._experts = experts
-        self._reader = Reader(self.tokenizer, plays, Sampler(self.tokenizer, drift, seed), model, max_model_len)
-        self._policy = Policy(version)
+        self._reader = RequestReader(self.tokenizer, plays, Sampler(self.tokenizer, drift, seed), model, max_model_len)
+        self._policy = ScriptedPolicy(version)
         self._asleep: set[str] = set()
         self._cache = PrefixCache()
         self._counts: Counter[str] = Counter()
@@ -117,7 +117,7 @@ class ScriptedServer:
         await self.stop()
 
     def _app(self) -> web.Application:
-        app = web.Application(client_max_size=_BODY_LIMIT, middlewares=[_answer_refusals])
+        app = web.Application(client_max_size=_MAX_BODY_BYTES, middlewares=[_answer_refusals])
         app.add_routes(
             [
                 web.post("/v1/chat/completions", self._chat),
@@ -146,34 +146,34 @@ class ScriptedServer:
     # Generating routes: each reads its own request and chooses how the reply is written; `_respond` does the rest.
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
-        asked = read(await request.read(), wire.ChatRequest)
+        asked = decode_body(await request.read(), wire.ChatRequest)
 
-        def writer(generation: Generation) -> Writer:
+        def writer(generation: Generation) -> ReplyWriter:
             return ChatWriter(generation, self.tokenizer, self.model, asked)
 
-        return await self._respond(request, partial(self._reader.chat, asked), writer, asked)
+        return await self._respond(request, partial(self._reader.read_chat, asked), writer, asked)
 
     async def _completions(self, request: web.Request) -> web.StreamResponse:
-        asked = read(await request.read(), wire.CompletionRequest)
+        asked = decode_body(await request.read(), wire.CompletionRequest)
 
-        def writer(generation: Generation) -> Writer:
+        def writer(generation: Generation) -> ReplyWriter:
             return CompletionWriter(generation, self.tokenizer, self.model, asked)
 
-        return await self._respond(request, partial(self._reader.completion, asked), writer, asked)
+        return await self._respond(request, partial(self._reader.read_completion, asked), writer, asked)
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
-        asked = read(await request.read(), wire.GenerateRequest)
+        asked = decode_body(await request.read(), wire.GenerateRequest)
 
-        def writer(generation: Generation) -> Writer:
+        def writer(generation: Generation) -> ReplyWriter:
             return GenerateWriter(generation, self.tokenizer, self.model, asked, experts=self._experts)
 
-        return await self._respond(request, partial(self._reader.generate, asked), writer, asked)
+        return await self._respond(request, partial(self._reader.read_generate, asked), writer, asked)
 
     async def _respond(
         self,
         request: web.Request,
         prepare: Callable[[], Script],
-        make_writer: Callable[[Generation], Writer],
+        make_writer: Callable[[Generation], ReplyWriter],
         asked: _Streamable,
     ) -> web.StreamResponse:
         self._counts["requests"] += 1
@@ -183,13 +183,13 @@ class ScriptedServer:
             web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"}) if asked.stream else None
         )
         try:
-            script = await self._in_thread(prepare)
-            generation = self._generation(script)
+            script = await self._run_in_thread(prepare)
+            generation = self._make_generation(script)
             writer = make_writer(generation)
-            cached = self._cache.cached_tokens(script)
+            cached = self._cache.count_cached_tokens(script)
             self._cache.add(script, 0)
             if response is None:
-                answer: web.StreamResponse = await self._whole(generation, writer, cached)
+                answer: web.StreamResponse = await self._reply_at_once(generation, writer, cached)
             else:
                 usage = asked.stream_options is not None and bool(asked.stream_options.include_usage)
                 answer = await self._stream(request, response, generation, writer, cached if usage else None)
@@ -197,7 +197,7 @@ class ScriptedServer:
             outcome = "aborted" if generation.aborted else "completed"
             return answer
         except FaultError as error:
-            return await self._break(request, response, error.fault)
+            return await self._inject_fault(request, response, error.fault)
         except (asyncio.CancelledError, ConnectionResetError):
             outcome = "aborted"
             raise
@@ -205,32 +205,32 @@ class ScriptedServer:
             self._counts["running"] -= 1
             self._counts[outcome] += 1
 
-    async def _whole(self, generation: Generation, writer: Writer, cached: int) -> web.Response:
-        async with aclosing(generation.steps(1 if generation.interval else _WHOLE_STEP)) as steps:
+    async def _reply_at_once(self, generation: Generation, writer: ReplyWriter, cached: int) -> web.Response:
+        async with aclosing(generation.steps(1 if generation.interval else _UNSTREAMED_STEP_TOKENS)) as steps:
             async for step in steps:
-                writer.step(step)
-        return _json(writer.whole(cached))
+                writer.write_step(step)
+        return _json(writer.write_reply(cached))
 
     async def _stream(
         self,
         request: web.Request,
         response: web.StreamResponse,
         generation: Generation,
-        writer: Writer,
+        writer: ReplyWriter,
         cached: int | None,
     ) -> web.StreamResponse:
         """`cached` where usage is to be reported."""
         async with aclosing(generation.steps(self._tokens_per_chunk)) as steps:
             first = await anext(steps)  # what fails before the first token still gets a status of its own
             await response.prepare(request)
-            await response.write(writer.begin() + writer.step(first))
+            await response.write(writer.write_start() + writer.write_step(first))
             async for step in steps:
-                await response.write(writer.step(step))
-        await response.write((b"" if cached is None else writer.usage(cached)) + DONE)
+                await response.write(writer.write_step(step))
+        await response.write((b"" if cached is None else writer.write_usage(cached)) + DONE)
         await response.write_eof()
         return response
 
-    async def _break(
+    async def _inject_fault(
         self, request: web.Request, response: web.StreamResponse | None, fault: Fault
     ) -> web.StreamResponse:
         """Goes wrong as the play wants it, in the stream if one has begun."""
@@ -238,26 +238,26 @@ class ScriptedServer:
         if fault == "close" and request.transport is not None:
             request.transport.close()
         elif fault == "midstream":
-            refusal = Refusal("The play breaks off here.", status=HTTPStatus.INTERNAL_SERVER_ERROR)
+            refusal = RequestError("The play breaks off here.", status=HTTPStatus.INTERNAL_SERVER_ERROR)
             if begun is None:
                 raise refusal
-            await begun.write(sse.event(refusal.body) + DONE)
+            await begun.write(sse.encode_event(refusal.body) + DONE)
         elif fault == "garbage" and begun is not None:
             await begun.write(_GARBAGE)
         return begun or web.Response(body=_GARBAGE, content_type=_JSON)
 
-    async def _in_thread(self, work: Callable[[], T]) -> T:
+    async def _run_in_thread(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)
 
-    def _generation(self, script: Script) -> Generation:
-        fault, turn = self._fault(script), script.turn
+    def _make_generation(self, script: Script) -> Generation:
+        fault, turn = self._next_fault(script), script.turn
         if isinstance(fault, int):
-            raise Refusal("The play refuses this turn.", status=HTTPStatus(fault))
+            raise RequestError("The play refuses this turn.", status=HTTPStatus(fault))
         interval = self._interval if turn.token_delay is None else turn.token_delay
         return Generation(script, self._policy, interval, fault)
 
-    def _fault(self, script: Script) -> int | Fault | None:
-        turn, key = script.turn, (script.scene.play, script.scene.turn)
+    def _next_fault(self, script: Script) -> int | Fault | None:
+        turn, key = script.turn, (script.context.play, script.context.turn_index)
         if turn.fail is None or (turn.fail_times is not None and self._faults[key] >= turn.fail_times):
             return None
         self._faults[key] += 1
@@ -266,15 +266,15 @@ class ScriptedServer:
     # Routes that generate nothing
 
     async def _tokenize(self, request: web.Request) -> web.Response:
-        asked = read(await request.read(), wire.TokenizeRequest)
-        ids: list[int] = (await self._in_thread(partial(self._reader.tokenize, asked))).tolist()
+        asked = decode_body(await request.read(), wire.TokenizeRequest)
+        ids: list[int] = (await self._run_in_thread(partial(self._reader.tokenize, asked))).tolist()
         reply = wire.TokenizeReply(len(ids), self.max_model_len, ids)
         if asked.return_token_strs:
-            reply.token_strs = [self.tokenizer.token(id) or "" for id in ids]
+            reply.token_strs = [self.tokenizer.id_to_token(id) or "" for id in ids]
         return _json(_encode(reply))
 
     async def _detokenize(self, request: web.Request) -> web.Response:
-        asked = read(await request.read(), wire.DetokenizeRequest)
+        asked = decode_body(await request.read(), wire.DetokenizeRequest)
         return _json(_encode(wire.DetokenizeReply(self.tokenizer.decode(asked.tokens))))
 
     async def _models(self, _: web.Request) -> web.Response:
@@ -293,7 +293,7 @@ class ScriptedServer:
     async def _pause(self, request: web.Request) -> web.Response:
         mode = request.query.get("mode", "keep")
         if mode not in ("keep", "wait", "abort"):
-            raise Refusal(f"There is no pause mode {mode!r}; known: keep, wait, abort.", "mode")
+            raise RequestError(f"There is no pause mode {mode!r}; known: keep, wait, abort.", "mode")
         await self._policy.pause(mode)
         return _json(b'{"status":"paused"}')
 
@@ -308,13 +308,15 @@ class ScriptedServer:
         """Breaks off what runs and forgets the cache, as vLLM does; new generations wait until all is awake."""
         await self._policy.pause("abort")
         self._cache.clear()
-        self._asleep = set(_TAGS)
+        self._asleep = set(_SLEEP_TAGS)
         return web.Response()
 
     async def _wake_up(self, request: web.Request) -> web.Response:
-        tags = request.query.getall("tags", list(_TAGS))
-        if unknown := set(tags) - set(_TAGS):
-            raise Refusal(f"There is no {', '.join(sorted(unknown))} to wake; known: {', '.join(_TAGS)}.", "tags")
+        tags = request.query.getall("tags", list(_SLEEP_TAGS))
+        if unknown := set(tags) - set(_SLEEP_TAGS):
+            raise RequestError(
+                f"There is no {', '.join(sorted(unknown))} to wake; known: {', '.join(_SLEEP_TAGS)}.", "tags"
+            )
         self._asleep -= set(tags)
         if not self._asleep:
             self._policy.resume()
@@ -324,12 +326,12 @@ class ScriptedServer:
         return _json(_encode({"is_sleeping": bool(self._asleep)}))
 
     async def _update_weight_version(self, request: web.Request) -> web.Response:
-        asked = read(await request.read(), wire.VersionRequest)
+        asked = decode_body(await request.read(), wire.VersionRequest)
         new = asked.new_version if asked.new_version is not None else asked.version
         try:
             self._policy.version = int(new if new is not None else "")
         except ValueError as error:
-            raise Refusal(f"new_version must be a whole number, got {new!r}.", "new_version") from error
+            raise RequestError(f"new_version must be a whole number, got {new!r}.", "new_version") from error
         return _json(_encode({"success": True, "new_version": str(self._policy.version)}))
 
     async def _weight_info(self, _: web.Request) -> web.Response:
@@ -351,7 +353,7 @@ async def _answer_refusals(
 ) -> web.StreamResponse:
     try:
         return await handler(request)
-    except Refusal as refusal:
+    except RequestError as refusal:
         return web.Response(body=refusal.body, status=refusal.status, content_type=_JSON)
     except ConnectionError:
         return web.Response()  # the client went away while we wrote: nothing to say, and nobody to say it to

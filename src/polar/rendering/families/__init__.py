@@ -1,6 +1,6 @@
 """Sampled ids to reasoning, text and tool calls, by model family."""
 
-from polar.rendering.families.base import Family, Parser, Signs
+from polar.rendering.families.base import Family, FamilySigns, ReplyParser
 from polar.rendering.families.deepseek import DeepSeek
 from polar.rendering.families.generic import Generic
 from polar.rendering.families.glm import Glm
@@ -8,12 +8,12 @@ from polar.rendering.families.harmony import Harmony
 from polar.rendering.families.hermes import Hermes
 from polar.rendering.families.kimi import Kimi
 from polar.rendering.families.llama import Llama
-from polar.rendering.families.markup import Markup
+from polar.rendering.families.markup import MarkupFamily
 from polar.rendering.families.mistral import Mistral
 from polar.rendering.families.qwen_coder import QwenCoder
 from polar.rendering.tokenizer import Tokenizer
 
-FAMILIES: tuple[type[Markup] | type[Harmony], ...] = (
+FAMILIES: tuple[type[MarkupFamily] | type[Harmony], ...] = (
     Harmony,
     Kimi,
     DeepSeek,
@@ -27,13 +27,13 @@ FAMILIES: tuple[type[Markup] | type[Harmony], ...] = (
 """In order of detection: the more particular first, the generic one last."""
 
 
-def family_for(tokenizer: Tokenizer) -> Family:
+def detect_family(tokenizer: Tokenizer) -> Family:
     """The first family whose signs the tokenizer and its chat template show."""
-    signs = Signs(tokenizer)
-    return next(family for family in FAMILIES if family.fits(signs))(tokenizer)
+    signs = FamilySigns(tokenizer)
+    return next(family for family in FAMILIES if family.matches(signs))(tokenizer)
 
 
-SpelledOut = Hermes
+FallbackFamily = Hermes
 """The markup in which tools are told to a model whose template knows none (messages.py)."""
 
-__all__ = ["FAMILIES", "Family", "Parser", "SpelledOut", "family_for"]
+__all__ = ["FAMILIES", "FallbackFamily", "Family", "ReplyParser", "detect_family"]

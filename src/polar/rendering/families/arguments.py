@@ -44,14 +44,14 @@ def _types(schema: Any) -> set[str]:
     """The types that a schema names; none where it leaves them open."""
     if not isinstance(schema, dict):
         return set()
-    types = {type for type in _listed(schema.get("type")) if isinstance(type, str)}
+    types = {type for type in _as_list(schema.get("type")) if isinstance(type, str)}
     for choice in ("anyOf", "oneOf", "allOf"):
-        for option in _listed(schema.get(choice)):
+        for option in _as_list(schema.get(choice)):
             types |= _types(option)
-    return types or {_JSON_TYPES[type(value)] for value in _listed(schema.get("enum"))}
+    return types or {_JSON_TYPES[type(value)] for value in _as_list(schema.get("enum"))}
 
 
-def _listed(value: Any) -> list[Any]:
+def _as_list(value: Any) -> list[Any]:
     """Schemas are the harness's: anything may stand anywhere."""
     return value if isinstance(value, list) else [] if value is None else [value]
 
@@ -68,12 +68,12 @@ def _value(text: str, types: set[str]) -> str:
     except (msgspec.DecodeError, RecursionError):
         return _string(text)
     # A schema that allows strings among others means the bare text, unless this is one of the others.
-    if "string" in types and not _allowed(_JSON_TYPES[type(value)], types - {"string"}):
+    if "string" in types and not _is_allowed(_JSON_TYPES[type(value)], types - {"string"}):
         return _string(text)
     return written
 
 
-def _allowed(type: str, types: set[str]) -> bool:
+def _is_allowed(type: str, types: set[str]) -> bool:
     return type in types or (type == "integer" and "number" in types)
 
 

@@ -9,21 +9,21 @@ from collections.abc import Sequence
 from typing import ClassVar, NamedTuple, Protocol
 
 from polar.rendering.tokenizer import Tokenizer
-from polar.types import Event, Tool
+from polar.types import ReplyEvent, Tool
 
 
-class Parser(Protocol):
+class ReplyParser(Protocol):
     """Reads one reply. The events, neighbours of a kind joined, don't depend on how the ids were cut into calls of
     `feed`."""
 
     malformed: bool
     """Something looked like a call and did not parse: it went on as text."""
 
-    def feed(self, ids: Sequence[int]) -> list[Event]:
+    def feed(self, ids: Sequence[int]) -> list[ReplyEvent]:
         """What is certain by now. Text and reasoning come as they are sampled; a call comes when it is whole."""
         ...
 
-    def finish(self) -> list[Event]:
+    def finish(self) -> list[ReplyEvent]:
         """The rest, given that nothing more comes."""
         ...
 
@@ -31,28 +31,28 @@ class Parser(Protocol):
 class Family(Protocol):
     name: ClassVar[str]
 
-    def parser(self, *, prompt_end: str, tools: Sequence[Tool] | None) -> Parser:
+    def make_parser(self, *, prompt_end: str, tools: Sequence[Tool] | None) -> ReplyParser:
         """`prompt_end` is the text of the last part of the prompt, the generation prompt included: the parser starts
         in the state that it leaves. `tools` are the request's functions; without any, calls are not looked for."""
         ...
 
-    def call_id(self, name: str, number: int) -> str:  # noqa: ARG002
+    def make_call_id(self, name: str, number: int) -> str:  # noqa: ARG002
         """The id of a conversation's call of this number, counted from 0, as the model is shown it."""
         return f"call_{number}"
 
 
-class Call(NamedTuple):
+class ParsedCall(NamedTuple):
     name: str
     arguments: str  # JSON text
     id: str | None = None  # as the model wrote it, in markup that has one
 
 
-class Signs:
+class FamilySigns:
     """What a family is recognised by: the template's source, and the markers that are tokens."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        self.tokens = tokenizer.added
+        self.tokens = tokenizer.added_tokens
         self.template = tokenizer.template_source
 
-    def show(self, marker: str) -> bool:
+    def has_marker(self, marker: str) -> bool:
         return marker in self.tokens or marker in self.template

@@ -1,12 +1,12 @@
 """Any other model: text, with a think block where the template or the tokens have one."""
 
-from polar.rendering.families.base import Signs
-from polar.rendering.families.markup import Markup
+from polar.rendering.families.base import FamilySigns
+from polar.rendering.families.markup import MarkupFamily
 
 
-class Generic(Markup):
+class Generic(MarkupFamily):
     name = "generic"
 
     @classmethod
-    def fits(cls, signs: Signs) -> bool:  # noqa: ARG003
+    def matches(cls, signs: FamilySigns) -> bool:  # noqa: ARG003
         return True

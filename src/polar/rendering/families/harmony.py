@@ -11,12 +11,20 @@ and an engine may keep the token that stopped it to itself: so the end of the tu
 import re
 from collections.abc import Sequence
 
-from polar.rendering.families.base import Call, Family, Signs
+from polar.rendering.families.base import Family, FamilySigns, ParsedCall
+from polar.rendering.families.event_builder import EventBuilder
 from polar.rendering.families.json_text import is_json
-from polar.rendering.families.parts import Parts
-from polar.rendering.families.scanner import END, Mark, Piece, Scanner, Vocabulary, cut, spelled
+from polar.rendering.families.scanner import (
+    END_MARKER,
+    FoundMarker,
+    Piece,
+    Scanner,
+    Vocabulary,
+    join_pieces,
+    split_at_marker,
+)
 from polar.rendering.tokenizer import Tokenizer
-from polar.types import Event, ReasoningDelta, TextDelta, Tool
+from polar.types import ReasoningDelta, ReplyEvent, TextDelta, Tool
 
 _START, _CHANNEL, _CONSTRAIN, _MESSAGE, _END = "<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>"
 _MARKERS = (_START, _CHANNEL, _CONSTRAIN, _MESSAGE, _END)
@@ -29,13 +37,13 @@ class Harmony(Family):
     name = "harmony"
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        self.vocabulary = Vocabulary(tokenizer, _MARKERS, ends=("<|return|>", "<|call|>"))
+        self.vocabulary = Vocabulary(tokenizer, _MARKERS, end_tokens=("<|return|>", "<|call|>"))
 
     @classmethod
-    def fits(cls, signs: Signs) -> bool:
+    def matches(cls, signs: FamilySigns) -> bool:
         return all(marker in signs.tokens for marker in (_CHANNEL, _MESSAGE, "<|call|>"))
 
-    def parser(self, *, prompt_end: str, tools: Sequence[Tool] | None) -> "HarmonyParser":
+    def make_parser(self, *, prompt_end: str, tools: Sequence[Tool] | None) -> "HarmonyParser":
         return HarmonyParser(self, prompt_end, tools or ())
 
 
@@ -46,39 +54,39 @@ class HarmonyParser:
         self.malformed = False
         self._tools = tools
         self._scanner = Scanner(family.vocabulary)
-        self._parts = Parts(TextDelta, after_border=False)
+        self._parts = EventBuilder(TextDelta, after_border=False)
         self._header: list[Piece] | None = []
         self._held: list[Piece] = []  # all of a header and a call that the model wrote itself
         self._body: list[Piece] | None = None
         self._function = ""
         _, _, header = prompt_end.rpartition(_START)
         for text in filter(None, _MARKER.split(header)):
-            self._take(Mark(text) if text in _MARKERS else text)
+            self._read_piece(FoundMarker(text) if text in _MARKERS else text)
         self._held.clear()
 
-    def feed(self, ids: Sequence[int]) -> list[Event]:
+    def feed(self, ids: Sequence[int]) -> list[ReplyEvent]:
         for piece in self._scanner.feed(ids):
-            self._take(piece)
-        return self._parts.take()
+            self._read_piece(piece)
+        return self._parts.take_events()
 
-    def finish(self) -> list[Event]:
+    def finish(self) -> list[ReplyEvent]:
         for piece in self._scanner.flush():
-            self._take(piece)
-        self._take(END)
+            self._read_piece(piece)
+        self._read_piece(END_MARKER)
         return self._parts.finish()
 
-    def _take(self, piece: Piece) -> None:
-        mark = piece.text if isinstance(piece, Mark) else None
-        if piece is END:
-            self._close(whole=True)
+    def _read_piece(self, piece: Piece) -> None:
+        mark = piece.text if isinstance(piece, FoundMarker) else None
+        if piece is END_MARKER:
+            self._close_message(whole=True)
         elif mark == _START:
-            self._close(whole=False)
+            self._close_message(whole=False)
             self._parts.begin(TextDelta)
             self._header, self._held = [], [piece]
         elif mark == _END and self._header is None:
             if self._body is not None:
                 self._held.append(piece)
-            self._close(whole=False)
+            self._close_message(whole=False)
             self._parts.begin(TextDelta)
         elif self._body is not None:
             self._body.append(piece)
@@ -86,18 +94,18 @@ class HarmonyParser:
         elif self._header is not None:
             self._held.append(piece)
             if mark == _MESSAGE:
-                self._open(self._header)
+                self._open_message(self._header)
             else:
                 self._header.append(piece)
         else:
-            self._parts.add(spelled([piece]))
+            self._parts.add(join_pieces([piece]))
 
-    def _open(self, header: list[Piece]) -> None:
+    def _open_message(self, header: list[Piece]) -> None:
         """The header is whole: a message begins."""
         self._header = None
-        role, *rest = cut(header, _CHANNEL)
-        channel = spelled(cut(rest[0], _CONSTRAIN)[0]) if rest else ""
-        recipient = _RECIPIENT.search(f"{spelled(role)} {channel}")
+        role, *rest = split_at_marker(header, _CHANNEL)
+        channel = join_pieces(split_at_marker(rest[0], _CONSTRAIN)[0]) if rest else ""
+        recipient = _RECIPIENT.search(f"{join_pieces(role)} {channel}")
         if recipient and self._tools:
             function = _FUNCTION.fullmatch(recipient.group(1))
             self._function = function.group(1) if function else ""
@@ -106,17 +114,17 @@ class HarmonyParser:
             self._held.clear()
             self._parts.begin(ReasoningDelta if channel.split()[:1] == ["analysis"] else TextDelta)
 
-    def _close(self, whole: bool) -> None:
+    def _close_message(self, whole: bool) -> None:
         """What is held is a call now, if it is one and its message was `whole`; text otherwise."""
         body, header = self._body, self._header
         self._body = self._header = None
-        held, self._held = spelled(self._held), []
+        held, self._held = join_pieces(self._held), []
         if body is not None:
-            arguments = spelled(body).strip()
+            arguments = join_pieces(body).strip()
             if whole and self._function and is_json(arguments):
-                self._parts.call(Call(self._function, arguments))
+                self._parts.add_call(ParsedCall(self._function, arguments))
                 return
             self.malformed = True
-        elif header is not None and self._tools and _RECIPIENT.search(spelled(header)):
+        elif header is not None and self._tools and _RECIPIENT.search(join_pieces(header)):
             self.malformed = True
         self._parts.add(held)

@@ -2,21 +2,21 @@
 
 from collections.abc import Sequence
 
-from polar.rendering.families.base import Call, Signs
+from polar.rendering.families.base import FamilySigns, ParsedCall
 from polar.rendering.families.json_text import read_call
-from polar.rendering.families.markup import Markup
-from polar.rendering.families.scanner import Piece, spelled
+from polar.rendering.families.markup import MarkupFamily
+from polar.rendering.families.scanner import Piece, join_pieces
 from polar.types import Tool
 
 
-class Hermes(Markup):
+class Hermes(MarkupFamily):
     name = "hermes"
-    call = ("<tool_call>", "</tool_call>")
+    call_markers = ("<tool_call>", "</tool_call>")
 
     @classmethod
-    def fits(cls, signs: Signs) -> bool:
+    def matches(cls, signs: FamilySigns) -> bool:
         return "<tool_call>" in signs.template
 
-    def read(self, body: Sequence[Piece], tools: Sequence[Tool]) -> list[Call] | None:  # noqa: ARG002
-        call = read_call(spelled(body))
+    def parse_calls(self, body: Sequence[Piece], tools: Sequence[Tool]) -> list[ParsedCall] | None:  # noqa: ARG002
+        call = read_call(join_pieces(body))
         return None if call is None else [call]

@@ -8,7 +8,7 @@ import re
 import msgspec
 from msgspec import Raw, Struct
 
-from polar.rendering.families.base import Call
+from polar.rendering.families.base import ParsedCall
 
 _WHOLE_STRINGS = re.compile(r'(?:[^"]++|"(?:[^"\\\x00-\x1f]|\\.)*+")*+')
 _IN_STRING = re.compile(r'(?:[^"\\\x00-\x1f]++|\\.)*+')
@@ -29,13 +29,13 @@ def is_json(text: str) -> bool:
     return True
 
 
-def read_call(text: str, key: str = "arguments") -> Call | None:
+def read_call(text: str, key: str = "arguments") -> ParsedCall | None:
     """`{"name": ..., key: ...}`; other keys beside them are let pass."""
     calls = read_calls(f"[{text}]", key)
     return calls[0] if calls is not None and len(calls) == 1 else None
 
 
-def read_calls(text: str, key: str = "arguments") -> list[Call] | None:
+def read_calls(text: str, key: str = "arguments") -> list[ParsedCall] | None:
     """A list of calls."""
     try:
         written = msgspec.json.decode(text, type=list[_WrittenCall])
@@ -46,18 +46,18 @@ def read_calls(text: str, key: str = "arguments") -> list[Call] | None:
         arguments = bytes(call.arguments if key == "arguments" else call.parameters)
         if not call.name or not arguments:
             return None
-        calls.append(Call(call.name, arguments.decode().strip()))
+        calls.append(ParsedCall(call.name, arguments.decode().strip()))
     return calls or None
 
 
-class OpenString:
+class OpenStringTracker:
     """Whether growing JSON text ends within a string, so that markup which follows is part of it. A line break within
     a string is no JSON: there is no such string then."""
 
     def __init__(self) -> None:
         self._inside = False
 
-    def after(self, text: str) -> bool:
+    def feed(self, text: str) -> bool:
         """`text` is what has come since this was last asked."""
         at = 0
         if self._inside:

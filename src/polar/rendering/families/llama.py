@@ -8,29 +8,29 @@ import json
 import re
 from collections.abc import Sequence
 
-from polar.rendering.families.base import Call, Signs
+from polar.rendering.families.base import FamilySigns, ParsedCall
 from polar.rendering.families.json_text import read_call
-from polar.rendering.families.markup import Markup, MarkupParser
-from polar.rendering.families.scanner import Mark, Piece, spelled
+from polar.rendering.families.markup import MarkupFamily, MarkupParser
+from polar.rendering.families.scanner import FoundMarker, Piece, join_pieces
 from polar.types import Tool
 
 _DECODER = json.JSONDecoder()
 _SEPARATOR = re.compile(r"\s*(?:;\s*|\Z)")
 _BEGINNINGS = ('{"name":"', '{"type":"function","name":"')  # white space left out
-_LONGEST_BEGINNING = 100
+_MAX_BEGINNING_CHARACTERS = 100
 
 
-class Llama(Markup):
+class Llama(MarkupFamily):
     name = "llama"
-    call = ("<|python_tag|>", "")
+    call_markers = ("<|python_tag|>", "")
 
     @classmethod
-    def fits(cls, signs: Signs) -> bool:
+    def matches(cls, signs: FamilySigns) -> bool:
         return "<|python_tag|>" in signs.tokens and "parameters" in signs.template
 
-    def read(self, body: Sequence[Piece], tools: Sequence[Tool]) -> list[Call] | None:  # noqa: ARG002
-        text = spelled(body).strip()
-        calls: list[Call] = []
+    def parse_calls(self, body: Sequence[Piece], tools: Sequence[Tool]) -> list[ParsedCall] | None:  # noqa: ARG002
+        text = join_pieces(body).strip()
+        calls: list[ParsedCall] = []
         at = 0
         while at < len(text):
             try:
@@ -45,7 +45,7 @@ class Llama(Markup):
             at = separator.end()
         return calls or None
 
-    def parser(self, *, prompt_end: str, tools: Sequence[Tool] | None) -> "LlamaParser":
+    def make_parser(self, *, prompt_end: str, tools: Sequence[Tool] | None) -> "LlamaParser":
         return LlamaParser(self, prompt_end, tools or ())
 
 
@@ -57,9 +57,9 @@ class LlamaParser(MarkupParser):
         self._undecided = bool(tools)
         self._beginning = ""
 
-    def _text(self, text: str) -> None:
-        if not self._undecided or self._reasons or (not self._beginning and text.isspace()):
-            super()._text(text)
+    def _add_text(self, text: str) -> None:
+        if not self._undecided or self._in_reasoning or (not self._beginning and text.isspace()):
+            super()._add_text(text)
             return
         self._beginning += text
         written = "".join(self._beginning.split())
@@ -67,21 +67,21 @@ class LlamaParser(MarkupParser):
             self._open_call([])
             self._body = [self._beginning]
             self._beginning, self._undecided = "", False
-        elif len(self._beginning) > _LONGEST_BEGINNING or not any(
+        elif len(self._beginning) > _MAX_BEGINNING_CHARACTERS or not any(
             beginning.startswith(written) for beginning in _BEGINNINGS
         ):
             self._decide_for_text()
 
-    def _mark(self, mark: Mark) -> None:
-        if not self._reasons:
+    def _read_marker(self, mark: FoundMarker) -> None:
+        if not self._in_reasoning:
             self._decide_for_text()
-        super()._mark(mark)
+        super()._read_marker(mark)
 
-    def _end(self) -> None:
+    def _end_turn(self) -> None:
         self._decide_for_text()
-        super()._end()
+        super()._end_turn()
 
     def _decide_for_text(self) -> None:
         text, self._beginning, self._undecided = self._beginning, "", False
         if text:
-            super()._text(text)
+            super()._add_text(text)

@@ -16,26 +16,26 @@ import re
 from collections.abc import Sequence
 
 from polar.rendering.families.arguments import find_tool, to_json
-from polar.rendering.families.base import Call, Signs
-from polar.rendering.families.markup import Markup
-from polar.rendering.families.scanner import Piece, spelled
+from polar.rendering.families.base import FamilySigns, ParsedCall
+from polar.rendering.families.markup import MarkupFamily
+from polar.rendering.families.scanner import Piece, join_pieces
 from polar.types import Tool
 
 _FUNCTION = re.compile(r"\s*<function=([^>\s]+)>(.*)</function>\s*", re.DOTALL)
 _PARAMETER = re.compile(r"\s*<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>(?=\s*(?:<parameter=|\Z))", re.DOTALL)
 
 
-class QwenCoder(Markup):
+class QwenCoder(MarkupFamily):
     name = "qwen_coder"
-    call = ("<tool_call>", "</tool_call>")
-    json = False
+    call_markers = ("<tool_call>", "</tool_call>")
+    calls_are_json = False
 
     @classmethod
-    def fits(cls, signs: Signs) -> bool:
+    def matches(cls, signs: FamilySigns) -> bool:
         return "<tool_call>" in signs.template and "<function=" in signs.template
 
-    def read(self, body: Sequence[Piece], tools: Sequence[Tool]) -> list[Call] | None:
-        function = _FUNCTION.fullmatch(spelled(body))
+    def parse_calls(self, body: Sequence[Piece], tools: Sequence[Tool]) -> list[ParsedCall] | None:
+        function = _FUNCTION.fullmatch(join_pieces(body))
         if function is None:
             return None
         name, inside = function.groups()
@@ -45,4 +45,4 @@ class QwenCoder(Markup):
             at = found.end()
         if inside[at:].strip():
             return None
-        return [Call(name, to_json(written, find_tool(tools, name)))]
+        return [ParsedCall(name, to_json(written, find_tool(tools, name)))]

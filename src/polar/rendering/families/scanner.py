@@ -34,32 +34,32 @@ _BYTE_FALLBACK = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 @dataclass(frozen=True, slots=True)
-class Mark:
+class FoundMarker:
     """A marker that was found: `token` says that it came as a token of its own."""
 
     text: str
-    token: bool = True
+    is_token: bool = True
 
 
-Piece = str | Mark
+Piece = str | FoundMarker
 
 
-def spelled(pieces: Sequence[Piece]) -> str:
+def join_pieces(pieces: Sequence[Piece]) -> str:
     return "".join(piece if isinstance(piece, str) else piece.text for piece in pieces)
 
 
-def cut(pieces: Sequence[Piece], marker: str) -> list[list[Piece]]:
+def split_at_marker(pieces: Sequence[Piece], marker: str) -> list[list[Piece]]:
     """What stands between the places where the marker was found."""
     parts: list[list[Piece]] = [[]]
     for piece in pieces:
-        if isinstance(piece, Mark) and piece.text == marker:
+        if isinstance(piece, FoundMarker) and piece.text == marker:
             parts.append([])
         else:
             parts[-1].append(piece)
     return parts
 
 
-END = Mark("")
+END_MARKER = FoundMarker("")
 """An end token: it has no text."""
 
 
@@ -71,32 +71,34 @@ def _byte_characters() -> dict[str, int]:
     return {chr(byte): byte for byte in shown} | {chr(256 + at): byte for at, byte in enumerate(hidden)}
 
 
-_BYTES = _byte_characters()
+_BYTE_BY_CHARACTER = _byte_characters()
 
 
 class Vocabulary:
     """What each id of a tokenizer is to a family: a marker, or the bytes of its text. Shared by all its scanners."""
 
-    def __init__(self, tokenizer: Tokenizer, markers: Sequence[str], ends: Sequence[str] = ()) -> None:
+    def __init__(self, tokenizer: Tokenizer, markers: Sequence[str], end_tokens: Sequence[str] = ()) -> None:
         self._tokenizer = tokenizer
-        self.known: dict[int, bytes | Mark] = {}
+        self.pieces_by_id: dict[int, bytes | FoundMarker] = {}
         for text in markers:
-            if (id := tokenizer.added.get(text)) is not None:
-                self.known[id] = Mark(text)
-        for text in (*END_TOKENS, *ends, tokenizer.special.get("eos_token", "")):
-            if (id := tokenizer.added.get(text)) is not None:
-                self.known.setdefault(id, END)
+            if (id := tokenizer.added_tokens.get(text)) is not None:
+                self.pieces_by_id[id] = FoundMarker(text)
+        for text in (*END_TOKENS, *end_tokens, tokenizer.special_tokens.get("eos_token", "")):
+            if (id := tokenizer.added_tokens.get(text)) is not None:
+                self.pieces_by_id.setdefault(id, END_MARKER)
         # A token's text is what it adds behind another one: some decoders treat the first token of all differently.
         self._before = tokenizer.encode("a")[-1:]
         self._before_length = len(tokenizer.decode(self._before))
-        self.text_markers = sorted({text for text in markers if text not in tokenizer.added}, key=len, reverse=True)
+        self.text_markers = sorted(
+            {text for text in markers if text not in tokenizer.added_tokens}, key=len, reverse=True
+        )
         never = r"(?!)"
-        self.whole_marker = re.compile("|".join(map(re.escape, self.text_markers)) or never)
-        self.first_character = re.compile("|".join({re.escape(text[0]) for text in self.text_markers}) or never)
+        self.marker_pattern = re.compile("|".join(map(re.escape, self.text_markers)) or never)
+        self.first_character_pattern = re.compile("|".join({re.escape(text[0]) for text in self.text_markers}) or never)
 
-    def look_up(self, id: int) -> bytes | Mark:
+    def look_up(self, id: int) -> bytes | FoundMarker:
         """Like `known[id]`, for an id that wasn't met yet."""
-        piece = self.known[id] = self._bytes(id)
+        piece = self.pieces_by_id[id] = self._bytes(id)
         return piece
 
     def _bytes(self, id: int) -> bytes:
@@ -105,11 +107,11 @@ class Vocabulary:
         text = self._tokenizer.decode([*self._before, id])[self._before_length :]
         if _REPLACEMENT not in text:
             return text.encode()
-        entry = self._tokenizer.token(id) or ""
+        entry = self._tokenizer.id_to_token(id) or ""
         if byte := _BYTE_FALLBACK.fullmatch(entry):
             return bytes([int(byte.group(1), 16)])
-        if all(character in _BYTES for character in entry):
-            return bytes(_BYTES[character] for character in entry)
+        if all(character in _BYTE_BY_CHARACTER for character in entry):
+            return bytes(_BYTE_BY_CHARACTER[character] for character in entry)
         return text.encode()
 
 
@@ -118,8 +120,8 @@ class Scanner:
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._vocabulary = vocabulary
-        self._known = vocabulary.known
-        self._may_begin_marker = vocabulary.first_character.search
+        self._known = vocabulary.pieces_by_id
+        self._may_begin_marker = vocabulary.first_character_pattern.search
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._held = ""  # text that may be the beginning of a marker
 
@@ -135,7 +137,7 @@ class Scanner:
                 pieces.append(piece)
             elif text := decode(piece):
                 if self._held or self._may_begin_marker(text):
-                    self._search(self._held + text, pieces)
+                    self._split_markers(self._held + text, pieces)
                 else:
                     pieces.append(text)
         return pieces
@@ -146,22 +148,24 @@ class Scanner:
         self._held = ""
         return [text] if text else []
 
-    def _search(self, text: str, pieces: list[Piece]) -> None:
+    def _split_markers(self, text: str, pieces: list[Piece]) -> None:
         start = 0
-        for found in self._vocabulary.whole_marker.finditer(text):
+        for found in self._vocabulary.marker_pattern.finditer(text):
             if found.start() > start:
                 pieces.append(text[start : found.start()])
-            pieces.append(Mark(found.group(), token=False))
+            pieces.append(FoundMarker(found.group(), is_token=False))
             start = found.end()
-        end = self._certain(text, start)
+        end = self._find_certain_end(text, start)
         if end > start:
             pieces.append(text[start:end])
         self._held = text[end:]
 
-    def _certain(self, text: str, start: int) -> int:
+    def _find_certain_end(self, text: str, start: int) -> int:
         """Where the longest end of the text begins that may become a marker."""
         markers = self._vocabulary.text_markers
-        for found in self._vocabulary.first_character.finditer(text, max(start, len(text) - len(markers[0]) + 1)):
+        for found in self._vocabulary.first_character_pattern.finditer(
+            text, max(start, len(text) - len(markers[0]) + 1)
+        ):
             if any(marker.startswith(text[found.start() :]) for marker in markers):
                 return found.start()
         return len(text)

@@ -21,37 +21,37 @@ class Access:
         self._node_token = node_token or None
 
     @property
-    def open(self) -> bool:
+    def is_open(self) -> bool:
         return self._token is None
 
     @property
-    def admin(self) -> type[StrictRoute]:
-        return _guarded(self._admin)
+    def admin_route_class(self) -> type[StrictRoute]:
+        return _guarded_route_class(self._check_admin)
 
     @property
-    def node(self) -> type[StrictRoute]:
-        return _guarded(self._node)
+    def node_route_class(self) -> type[StrictRoute]:
+        return _guarded_route_class(self._check_node)
 
-    def _admin(self, request: Request) -> None:
+    def _check_admin(self, request: Request) -> None:
         if self._token is None:
             _check_local(request)
-        elif not _carries(request, self._token):
-            raise HTTPException(401, f"This needs the admin token: {_HOW}", _ASK)
+        elif not _has_token(request, self._token):
+            raise HTTPException(401, f"This needs the admin token: {_AUTH_HINT}", _AUTH_CHALLENGE)
 
-    def _node(self, request: Request) -> None:
+    def _check_node(self, request: Request) -> None:
         if self._token is None:
             _check_local(request)
-        elif not _carries(request, self._token, self._node_token):
-            raise HTTPException(401, f"This needs the node token: {_HOW}", _ASK)
+        elif not _has_token(request, self._token, self._node_token):
+            raise HTTPException(401, f"This needs the node token: {_AUTH_HINT}", _AUTH_CHALLENGE)
 
 
-_ASK = {"WWW-Authenticate": "Bearer"}
-_HOW = "Authorization: Bearer ..."
-_CONTROL_TOKEN = "x-polar-control-token"
+_AUTH_CHALLENGE = {"WWW-Authenticate": "Bearer"}
+_AUTH_HINT = "Authorization: Bearer ..."
+_CONTROL_TOKEN_HEADER = "x-polar-control-token"
 """The header in which clients of NVIDIA's Polar send a token."""
 
 
-def _guarded(check: Callable[[Request], None]) -> type[StrictRoute]:
+def _guarded_route_class(check: Callable[[Request], None]) -> type[StrictRoute]:
     """Routes that look who calls before they read what is sent: a stranger's megabytes are not waited for, nor kept."""
 
     class Guarded(StrictRoute):
@@ -70,21 +70,21 @@ def _guarded(check: Callable[[Request], None]) -> type[StrictRoute]:
 def _check_local(request: Request) -> None:
     origin = request.headers.get("Origin")
     for address in (f"//{request.headers.get('Host', '')}", *(() if origin is None else (origin,))):
-        if not _names_this_machine(address):
+        if not _is_local_address(address):
             raise HTTPException(403, "Without a token, call this as 127.0.0.1 or localhost; or set [server] token.")
 
 
-def _names_this_machine(address: str) -> bool:
+def _is_local_address(address: str) -> bool:
     try:
         return is_loopback(urlsplit(address).hostname or "")
     except ValueError:
         return False
 
 
-def _carries(request: Request, token: str, other: str | None = None) -> bool:
+def _has_token(request: Request, token: str, other: str | None = None) -> bool:
     scheme, _, given = request.headers.get("Authorization", "").partition(" ")
     sent = [given.strip()] if scheme.lower() == "bearer" else []
-    sent += request.headers.getlist(_CONTROL_TOKEN)
+    sent += request.headers.getlist(_CONTROL_TOKEN_HEADER)
     accepted = [wanted for wanted in (token, other) if wanted is not None]
     # Each is compared, whatever the others gave: how long it takes tells nothing.
     found = [hmac.compare_digest(one.encode(), wanted.encode()) for one in sent for wanted in accepted]

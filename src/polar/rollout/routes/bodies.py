@@ -13,30 +13,30 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 T = TypeVar("T")
 
-MAX_BODY = 64 * 1024 * 1024
-MAX_COPY = 1024 * 1024 * 1024
+MAX_BODY_BYTES = 64 * 1024 * 1024
+MAX_SESSION_COPY_BYTES = 1024 * 1024 * 1024
 """Bytes of a session that a node sends a copy of."""
-_COPY = re.compile(r"/nodes/[^/]+/sessions$")
+_SESSION_COPY_PATH = re.compile(r"/nodes/[^/]+/sessions$")
 
-WHOLE = 2**63
+INT64_LIMIT = 2**63
 """Whole numbers that a database holds are smaller."""
 
 
-def _printable(name: str) -> str:
+def _check_printable(name: str) -> str:
     if not name.isprintable():
         raise ValueError("it has characters that can't be printed")
     return name
 
 
-def _without_nul(text: str) -> str:
+def _check_no_nul(text: str) -> str:
     if "\0" in text:
         raise ValueError("it has a NUL character, which not every store can keep")
     return text
 
 
-Text = Annotated[str, AfterValidator(_without_nul)]
-Name = Annotated[str, AfterValidator(_printable), Field(min_length=1, max_length=200)]
-Run = Annotated[Name, Field(description="the experiment that it belongs to")]
+StoredText = Annotated[str, AfterValidator(_check_no_nul)]
+Name = Annotated[str, AfterValidator(_check_printable), Field(min_length=1, max_length=200)]
+RunName = Annotated[Name, Field(description="the experiment that it belongs to")]
 
 
 class Body(BaseModel):
@@ -45,19 +45,19 @@ class Body(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
 
-class Problem(BaseModel):
+class ErrorResponse(BaseModel):
     """What is wrong, in one sentence; or where in the request, for each thing that is."""
 
-    detail: str | list["Found"]
+    detail: str | list["FieldError"]
 
 
-class Found(BaseModel):
+class FieldError(BaseModel):
     type: str
     loc: list[str | int]
     msg: str
 
 
-class Limited:
+class BodyLimitMiddleware:
     """Refuses a body as soon as it is known to be too large, before any of it is kept."""
 
     def __init__(self, app: ASGIApp) -> None:
@@ -67,10 +67,10 @@ class Limited:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        limit = MAX_COPY if _COPY.match(scope["path"]) else MAX_BODY
+        limit = MAX_SESSION_COPY_BYTES if _SESSION_COPY_PATH.match(scope["path"]) else MAX_BODY_BYTES
         size = 0
 
-        async def bounded() -> Message:
+        async def receive_bounded() -> Message:
             nonlocal size
             message = await receive()
             size += len(message.get("body", b""))
@@ -78,18 +78,18 @@ class Limited:
                 raise _too_large(limit)
             return message
 
-        if _announced(scope) > limit:
+        if _declared_length(scope) > limit:
             response = Response(msgspec.json.encode({"detail": _too_large(limit).detail}), 413, _CLOSE, _JSON)
             await response(scope, receive, send)
             return
-        await self._app(scope, bounded, send)
+        await self._app(scope, receive_bounded, send)
 
 
 _JSON = "application/json"
 _CLOSE = {"Connection": "close"}  # the body that was announced is not read
 
 
-def _announced(scope: MutableMapping[str, Any]) -> int:
+def _declared_length(scope: MutableMapping[str, Any]) -> int:
     for name, value in scope["headers"]:
         if name == b"content-length" and value.isdigit():
             return int(value[:20])
@@ -102,7 +102,7 @@ def _too_large(limit: int) -> HTTPException:
 
 class StrictRequest(Request):
     async def json(self) -> Any:
-        return decoded(await self.body(), object)
+        return decode_body(await self.body(), object)
 
 
 class StrictRoute(APIRoute):
@@ -115,7 +115,7 @@ class StrictRoute(APIRoute):
         return strict
 
 
-def decoded(body: bytes, kind: type[T]) -> T:
+def decode_body(body: bytes, kind: type[T]) -> T:
     """Raises HTTPException where it is no JSON, or not of that kind."""
     try:
         return msgspec.json.decode(body, type=kind)
@@ -127,35 +127,35 @@ def decoded(body: bytes, kind: type[T]) -> T:
         raise HTTPException(400, f"The body is no JSON: {error}.") from error
 
 
-def deeper_than(levels: int, value: Any) -> bool:
+def is_deeper_than(levels: int, value: Any) -> bool:
     inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    return levels < 0 or any(deeper_than(levels - 1, one) for one in inner)
+    return levels < 0 or any(is_deeper_than(levels - 1, one) for one in inner)
 
 
-def checked(value: T) -> T:
+def check_storable(value: T) -> T:
     """What nodes send, as it is kept. Raises HTTPException for numbers and names that no database can hold, or that
     nobody can be shown."""
     plain = msgspec.to_builtins(value)
-    if deeper_than(_DEEPEST, plain):
-        raise unusable("it is nested too deeply")
+    if is_deeper_than(_MAX_DEPTH, plain):
+        raise unusable_body("it is nested too deeply")
     _check(plain, "")
     return value
 
 
-def unusable(why: str) -> HTTPException:
+def unusable_body(why: str) -> HTTPException:
     return HTTPException(422, f"The body can't be used: {why}.")
 
 
-_NAMES = frozenset(("node_id", "name", "store", "session_id", "backends", "replaces", "stopped", "reason"))
-_LONGEST = 1000
+_NAME_FIELDS = frozenset(("node_id", "name", "store", "session_id", "backends", "replaces", "stopped", "reason"))
+_MAX_NAME_CHARS = 1000
 """Characters of a name: it comes to stand in lists, logs and metrics."""
-_FREE = frozenset(("outcome", "detail"))
+_UNCHECKED_FIELDS = frozenset(("outcome", "detail"))
 """Kept as they are, whatever is in them."""
-_DEEPEST = 100
+_MAX_DEPTH = 100
 
 
 def _check(value: Any, field: str) -> None:
-    if field in _FREE:
+    if field in _UNCHECKED_FIELDS:
         return
     if isinstance(value, dict):
         for name, inner in value.items():
@@ -164,14 +164,14 @@ def _check(value: Any, field: str) -> None:
     elif isinstance(value, list):
         for inner in value:
             _check(inner, field)
-    elif isinstance(value, int) and not -WHOLE <= value < WHOLE:
-        raise unusable(f"{field} is a number of more than 63 bits")
-    elif isinstance(value, str) and field in _NAMES:
+    elif isinstance(value, int) and not -INT64_LIMIT <= value < INT64_LIMIT:
+        raise unusable_body(f"{field} is a number of more than 63 bits")
+    elif isinstance(value, str) and field in _NAME_FIELDS:
         _check_name(value, field)
 
 
 def _check_name(name: str, field: str) -> None:
     if not name.isprintable():
-        raise unusable(f"{field} has characters that can't be printed")
-    if len(name) > _LONGEST:
-        raise unusable(f"{field} is longer than {_LONGEST} characters")
+        raise unusable_body(f"{field} has characters that can't be printed")
+    if len(name) > _MAX_NAME_CHARS:
+        raise unusable_body(f"{field} is longer than {_MAX_NAME_CHARS} characters")

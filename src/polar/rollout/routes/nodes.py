@@ -8,21 +8,30 @@ from fastapi.responses import Response
 from msgspec import Struct
 from pydantic import BaseModel, Field
 
-from polar.rollout.leasing import Leasing as Leases
-from polar.rollout.protocol import Answer, Beat, Ended, Held, Joined, Joining, Lease, Orders
-from polar.rollout.routes.bodies import checked, decoded, unusable
-from polar.rollout.routes.documents import Structs, problems
-from polar.rollout.routes.parts import Parts
+from polar.rollout.lease_manager import LeaseManager as Leases
+from polar.rollout.protocol import (
+    FinishStatus,
+    Heartbeat,
+    HeartbeatResponse,
+    JoinRequest,
+    JoinResponse,
+    Lease,
+    LeaseId,
+    SessionOutcome,
+)
+from polar.rollout.routes.bodies import check_storable, decode_body, unusable_body
+from polar.rollout.routes.openapi import StructSchemas, error_responses
+from polar.rollout.routes.service_parts import ServiceParts
 
 T = TypeVar("T")
 
 
-class Leasing(Struct):
-    holding: list[Held]
+class LeaseRequest(Struct):
+    holding: list[LeaseId]
     room: int
 
 
-class ShownNode(BaseModel):
+class NodeInfo(BaseModel):
     node_id: str = Field(description="another one with each start")
     name: str
     backends: list[str] = Field(description="runtimes that it can make")
@@ -38,84 +47,84 @@ class NodeDraining(BaseModel):
     draining: bool
 
 
-class NodeHeard(BaseModel):
+class NodeAck(BaseModel):
     node_id: str
 
 
-def shown_nodes(parts: Parts) -> list[ShownNode]:
-    return [ShownNode(**msgspec.structs.asdict(node)) for node in parts.rollout.nodes()]
+def list_nodes(parts: ServiceParts) -> list[NodeInfo]:
+    return [NodeInfo(**msgspec.structs.asdict(node)) for node in parts.rollout.nodes()]
 
 
-def routes(router: APIRouter, parts: Parts) -> None:
-    @router.get("/nodes", tags=["nodes"], responses=problems())
-    async def nodes() -> list[ShownNode]:
+def add_routes(router: APIRouter, parts: ServiceParts) -> None:
+    @router.get("/nodes", tags=["nodes"], responses=error_responses())
+    async def nodes() -> list[NodeInfo]:
         """The nodes that are alive."""
-        return shown_nodes(parts)
+        return list_nodes(parts)
 
-    @router.get("/nodes/{node_id}", tags=["nodes"], responses=problems(404))
-    async def one_node(node_id: str) -> ShownNode:
-        for node in shown_nodes(parts):
+    @router.get("/nodes/{node_id}", tags=["nodes"], responses=error_responses(404))
+    async def one_node(node_id: str) -> NodeInfo:
+        for node in list_nodes(parts):
             if node.node_id == node_id:
                 return node
         raise HTTPException(404, f"There is no node {node_id}.")
 
-    @router.post("/nodes/{node_id}/drain", tags=["nodes"], responses=problems(404))
+    @router.post("/nodes/{node_id}/drain", tags=["nodes"], responses=error_responses(404))
     async def drain(node_id: str) -> NodeDraining:
         """It gets no more sessions, and leaves when those that it has are done."""
-        if not await parts.rollout.leasing.drain(node_id):
+        if not await parts.rollout.lease_manager.drain(node_id):
             raise HTTPException(404, f"There is no node {node_id}.")
         return NodeDraining(node_id=node_id, draining=True)
 
 
-def node_routes(router: APIRouter, parts: Parts, structs: Structs) -> None:
-    server = parts.rollout.leasing
-    refused = problems(400, 410, 413)
+def add_node_routes(router: APIRouter, parts: ServiceParts, structs: StructSchemas) -> None:
+    server = parts.rollout.lease_manager
+    refused = error_responses(400, 410, 413)
 
     @router.post(
         "/nodes/join",
         tags=["node protocol"],
-        openapi_extra=structs.takes(Joining),
-        responses=refused | structs.gives(Joined, "It may lease work"),
+        openapi_extra=structs.request_body(JoinRequest),
+        responses=refused | structs.response(JoinResponse, "It may lease work"),
     )
     async def join(request: Request) -> Response:
-        return _json(await server.join(await _read(request, Joining)))
+        return _json_response(await server.join(await _read_body(request, JoinRequest)))
 
     @router.post(
         "/nodes/{node_id}/lease",
         tags=["node protocol"],
-        openapi_extra=structs.takes(Leasing),
-        responses=refused | structs.gives(list[Lease], "Work"),
+        openapi_extra=structs.request_body(LeaseRequest),
+        responses=refused | structs.response(list[Lease], "Work"),
     )
     async def lease(node_id: str, request: Request) -> Response:
-        asked = await _read(request, Leasing)
-        return _json(await server.lease(node_id, asked.holding, asked.room))
+        asked = await _read_body(request, LeaseRequest)
+        return _json_response(await server.lease(node_id, asked.holding, asked.room))
 
     @router.post(
         "/nodes/{node_id}/beat",
         tags=["node protocol"],
-        openapi_extra=structs.takes(Beat),
-        responses=refused | structs.gives(Orders, "What it is to do"),
+        openapi_extra=structs.request_body(Heartbeat),
+        responses=refused | structs.response(HeartbeatResponse, "What it is to do"),
     )
     async def beat(node_id: str, request: Request) -> Response:
-        return _json(await server.beat(node_id, await _read(request, Beat)))
+        return _json_response(await server.heartbeat(node_id, await _read_body(request, Heartbeat)))
 
     @router.post(
         "/nodes/{node_id}/finish",
         tags=["node protocol"],
-        openapi_extra=structs.takes(list[Ended]),
-        responses=refused | structs.gives(list[Answer], "What was made of each"),
+        openapi_extra=structs.request_body(list[SessionOutcome]),
+        responses=refused | structs.response(list[FinishStatus], "What was made of each"),
     )
     async def finish(node_id: str, request: Request) -> Response:
-        ended = await _read(request, list[Ended])
-        _sound(ended)
-        own = [one for one in ended if not _is_anothers(server, node_id, one.held)]
-        answers = dict(zip((one.held for one in own), await server.finish(node_id, own), strict=True))
-        return _json([answers.get(one.held, "lost") for one in ended])
+        ended = await _read_body(request, list[SessionOutcome])
+        _check_outcomes(ended)
+        own = [one for one in ended if not _is_held_elsewhere(server, node_id, one.lease_id)]
+        answers = dict(zip((one.lease_id for one in own), await server.finish(node_id, own), strict=True))
+        return _json_response([answers.get(one.lease_id, "lost") for one in ended])
 
     @router.post("/nodes/{node_id}/leave", tags=["node protocol"], responses=refused)
-    async def leave(node_id: str) -> NodeHeard:
+    async def leave(node_id: str) -> NodeAck:
         await server.leave(node_id)
-        return NodeHeard(node_id=node_id)
+        return NodeAck(node_id=node_id)
 
     @router.put(
         "/nodes/{node_id}/sessions",
@@ -123,32 +132,32 @@ def node_routes(router: APIRouter, parts: Parts, structs: Structs) -> None:
         openapi_extra={"requestBody": {"required": True, "content": {"application/octet-stream": {}}}},
         responses=refused,
     )
-    async def send_session(node_id: str, request: Request) -> NodeHeard:
+    async def send_session(node_id: str, request: Request) -> NodeAck:
         """A copy of a session, from a node with a store of its own."""
         await server.send_session(node_id, await request.body())
-        return NodeHeard(node_id=node_id)
+        return NodeAck(node_id=node_id)
 
 
-def _sound(ended: list[Ended]) -> None:
+def _check_outcomes(ended: list[SessionOutcome]) -> None:
     """Raises HTTPException for what no session can come to; what is the server's to say is not heard."""
-    if len({one.held for one in ended}) < len(ended):
-        raise unusable("it has the same work twice")
+    if len({one.lease_id for one in ended}) < len(ended):
+        raise unusable_body("it has the same work twice")
     for one in ended:
         if one.reward is not None and one.reason is not None:
-            raise unusable("an outcome is a reward or a reason, never both")
+            raise unusable_body("an outcome is a reward or a reason, never both")
         if min(one.turns, one.tokens, one.oldest_version or 0, one.newest_version or 0) < 0:
-            raise unusable("turns, tokens and versions are not below 0")
+            raise unusable_body("turns, tokens and versions are not below 0")
         one.lag, one.stale, one.builder, one.mask_traces = None, False, None, False
 
 
-def _is_anothers(server: Leases, node_id: str, held: Held) -> bool:
+def _is_held_elsewhere(server: Leases, node_id: str, held: LeaseId) -> bool:
     """Numbers of work, and its fences, are easy to guess; ids of nodes are not."""
     return any(held in member.leases for member in server.members.values() if member.node_id != node_id)
 
 
-async def _read(request: Request, kind: type[T]) -> T:
-    return checked(decoded(await request.body(), kind))
+async def _read_body(request: Request, kind: type[T]) -> T:
+    return check_storable(decode_body(await request.body(), kind))
 
 
-def _json(value: Any) -> Response:
+def _json_response(value: Any) -> Response:
     return Response(msgspec.json.encode(value), media_type="application/json")

@@ -8,18 +8,18 @@ from fastapi import APIRouter, HTTPException, Query
 from pydantic import AfterValidator, BaseModel, Field
 
 from polar.config import DEFAULT_RUN
-from polar.engines.wanted import PauseMode, PoolState
+from polar.engines.desired_state import DesiredPool, PauseState
 from polar.rollout.members import NodeView
-from polar.rollout.routes.bodies import Body, Run
-from polar.rollout.routes.documents import problems
-from polar.rollout.routes.parts import Parts
+from polar.rollout.routes.bodies import Body, RunName
+from polar.rollout.routes.openapi import error_responses
+from polar.rollout.routes.service_parts import ServiceParts
 
-_IN_FORCE = 60.0  # seconds that nodes have to apply something
+_APPLY_SECONDS = 60.0  # seconds that nodes have to apply something
 
 Version = Annotated[int, Field(ge=0, lt=2**31)]
 
 
-def _address(url: str) -> str:
+def _check_address(url: str) -> str:
     """As it is told to nodes, shown, and logged: so no secret stands in it."""
     try:
         parts = urlsplit(url)
@@ -33,20 +33,20 @@ def _address(url: str) -> str:
     return url
 
 
-Address = Annotated[str, AfterValidator(_address), Field(pattern=r"^https?://[!-~]+$", max_length=2000)]
-OfRun = Annotated[Run | None, Query(description="the experiment whose engines are meant [default: default]")]
+Address = Annotated[str, AfterValidator(_check_address), Field(pattern=r"^https?://[!-~]+$", max_length=2000)]
+RunQuery = Annotated[RunName | None, Query(description="the experiment whose engines are meant [default: default]")]
 
 
-class OfOneRun(Body):
-    run: Run | None = Field(None, description="as in the query")
+class RunBody(Body):
+    run: RunName | None = Field(None, description="as in the query")
 
 
-class NewPolicy(OfOneRun):
+class PolicyUpdate(RunBody):
     version: Version
     replica: str | None = Field(None, description="the URL of one replica; default: all of the run's")
 
 
-class Pause(OfOneRun):
+class PauseRequest(RunBody):
     mode: Literal["freeze", "hold", "drain", "sleep"] = Field(
         "freeze",
         description="freeze: running calls stand still, where the engine can; hold: they run on; drain: wait for them; "
@@ -55,12 +55,12 @@ class Pause(OfOneRun):
     timeout: float = Field(600, gt=0, le=3600, description="seconds to wait for it")
 
 
-class NewEngine(OfOneRun):
+class EngineRequest(RunBody):
     url: Address
     version: Version | None = Field(None, description="of the policy that it holds [default: as known, else 0]")
 
 
-class ShownReplica(BaseModel):
+class ReplicaInfo(BaseModel):
     """What runs there, and how it is, as far as this process knows."""
 
     url: str
@@ -70,28 +70,28 @@ class ShownReplica(BaseModel):
     asleep: bool
 
 
-class ShownPolicy(BaseModel):
+class PolicyInfo(BaseModel):
     """The engines of a run, and the policy that they hold."""
 
     run: str
     paused: bool
-    mode: PauseMode | None = Field(description="of the pause; settle: it is about to end")
+    mode: PauseState | None = Field(description="of the pause; settle: it is about to end")
     frozen: bool = Field(description="running calls stand still")
     held: int = Field(description="calls that wait for generation to go on; at other nodes, of all runs")
     running: int = Field(description="calls at the engines; of other nodes, those of all runs")
-    replicas: list[ShownReplica]
+    replicas: list[ReplicaInfo]
 
 
-def shown(parts: Parts, run: str) -> ShownPolicy:
+def describe_policy(parts: ServiceParts, run: str) -> PolicyInfo:
     """What runs at each replica is known of this process alone; `running` counts every node."""
-    state = _state(parts, run)
-    pool = parts.pools.of(run)
+    state = _pool_state(parts, run)
+    pool = parts.pools.get_pool(run)
     here = {replica.url: replica for replica in pool.replicas}
     replicas = []
     for wanted in state.replicas:
         replica = here.get(wanted.url)
         replicas.append(
-            ShownReplica(
+            ReplicaInfo(
                 url=wanted.url,
                 version=wanted.version,
                 running=0 if replica is None else len(replica.running),
@@ -99,90 +99,90 @@ def shown(parts: Parts, run: str) -> ShownPolicy:
                 asleep=replica is not None and replica.asleep,
             )
         )
-    return ShownPolicy(
+    return PolicyInfo(
         run=run,
         paused=state.paused is not None,
         mode=state.paused,
         frozen=pool.gate.frozen,
-        held=pool.gate.held + sum(int(node.load.get("held", 0)) for node in _others(parts)),
-        running=_running(parts, run),
+        held=pool.gate.held + sum(int(node.load.get("held", 0)) for node in _other_nodes(parts)),
+        running=_count_running_calls(parts, run),
         replicas=replicas,
     )
 
 
-def routes(router: APIRouter, parts: Parts) -> None:
-    steering = parts.rollout.steering
+def add_routes(router: APIRouter, parts: ServiceParts) -> None:
+    steering = parts.rollout.engine_controller
 
-    @router.get("/policy", tags=["policy"], responses=problems())
-    async def policy(run: OfRun = None) -> ShownPolicy:
-        return shown(parts, run or DEFAULT_RUN)
+    @router.get("/policy", tags=["policy"], responses=error_responses())
+    async def policy(run: RunQuery = None) -> PolicyInfo:
+        return describe_policy(parts, run or DEFAULT_RUN)
 
-    @router.post("/policy", tags=["policy"], responses=problems(400, 404, 413, 504))
-    async def new_policy(body: NewPolicy, run: OfRun = None) -> ShownPolicy:
+    @router.post("/policy", tags=["policy"], responses=error_responses(400, 404, 413, 504))
+    async def new_policy(body: PolicyUpdate, run: RunQuery = None) -> PolicyInfo:
         """The weights have changed: of one replica, or of all."""
         run = body.run or run or DEFAULT_RUN
-        if not await steering.set_version(run, body.version, body.replica, _IN_FORCE):
-            raise _no_replica(parts, run, body.replica)
-        return shown(parts, run)
+        if not await steering.set_version(run, body.version, body.replica, _APPLY_SECONDS):
+            raise _unknown_replica_error(parts, run, body.replica)
+        return describe_policy(parts, run)
 
-    @router.post("/policy/pause", tags=["policy"], responses=problems(400, 409, 413, 502, 504))
-    async def pause(body: Pause | None = None, run: OfRun = None) -> ShownPolicy:
+    @router.post("/policy/pause", tags=["policy"], responses=error_responses(400, 409, 413, 502, 504))
+    async def pause(body: PauseRequest | None = None, run: RunQuery = None) -> PolicyInfo:
         """Holds generation. New calls wait until it is resumed."""
-        wanted = body or Pause()
-        run = _own(parts, wanted.run or run)
+        wanted = body or PauseRequest()
+        run = _require_own_engines(parts, wanted.run or run)
         await steering.pause(run, wanted.mode, wanted.timeout)
-        return shown(parts, run)
+        return describe_policy(parts, run)
 
-    @router.post("/policy/resume", tags=["policy"], responses=problems(400, 409, 413, 502, 504))
-    async def resume(body: OfOneRun | None = None, run: OfRun = None) -> ShownPolicy:
-        run = _own(parts, (body or OfOneRun()).run or run)
-        await steering.resume(run, _IN_FORCE)
-        return shown(parts, run)
+    @router.post("/policy/resume", tags=["policy"], responses=error_responses(400, 409, 413, 502, 504))
+    async def resume(body: RunBody | None = None, run: RunQuery = None) -> PolicyInfo:
+        run = _require_own_engines(parts, (body or RunBody()).run or run)
+        await steering.resume(run, _APPLY_SECONDS)
+        return describe_policy(parts, run)
 
-    @router.get("/engines", tags=["engines"], responses=problems())
-    async def engines(run: OfRun = None) -> ShownPolicy:
+    @router.get("/engines", tags=["engines"], responses=error_responses())
+    async def engines(run: RunQuery = None) -> PolicyInfo:
         """A run's engines; a run without any of its own uses those of `default`."""
-        return shown(parts, run or DEFAULT_RUN)
+        return describe_policy(parts, run or DEFAULT_RUN)
 
-    @router.post("/engines", tags=["engines"], responses=problems(400, 413, 504))
-    async def add_engine(body: NewEngine, run: OfRun = None) -> ShownPolicy:
+    @router.post("/engines", tags=["engines"], responses=error_responses(400, 413, 504))
+    async def add_engine(body: EngineRequest, run: RunQuery = None) -> PolicyInfo:
         """One more replica. With its first one, a run has engines of its own."""
         run = body.run or run or DEFAULT_RUN
-        await steering.add_replica(run, body.url, body.version, _IN_FORCE)
-        return shown(parts, run)
+        await steering.add_replica(run, body.url, body.version, _APPLY_SECONDS)
+        return describe_policy(parts, run)
 
-    @router.delete("/engines", tags=["engines"], responses=problems(404, 504))
-    async def remove_engine(url: Annotated[str, Query(max_length=2000)], run: OfRun = None) -> ShownPolicy:
+    @router.delete("/engines", tags=["engines"], responses=error_responses(404, 504))
+    async def remove_engine(url: Annotated[str, Query(max_length=2000)], run: RunQuery = None) -> PolicyInfo:
         """It gets no more calls; those that run there end there."""
         run = run or DEFAULT_RUN
-        if not await steering.remove_replica(run, url, _IN_FORCE):
-            raise _no_replica(parts, run, url)
-        return shown(parts, run)
+        if not await steering.remove_replica(run, url, _APPLY_SECONDS):
+            raise _unknown_replica_error(parts, run, url)
+        return describe_policy(parts, run)
 
 
-def _state(parts: Parts, run: str) -> PoolState:
-    pools = parts.rollout.steering.engines.pools
+def _pool_state(parts: ServiceParts, run: str) -> DesiredPool:
+    pools = parts.rollout.engine_controller.engines.pools
     return pools.get(run) or pools[DEFAULT_RUN]
 
 
-def _own(parts: Parts, run: str | None) -> str:
+def _require_own_engines(parts: ServiceParts, run: str | None) -> str:
     """Who shares engines can't hold them for the others."""
-    if run is not None and run not in parts.rollout.steering.engines.pools:
+    if run is not None and run not in parts.rollout.engine_controller.engines.pools:
         message = f"Run {run} has no engines of its own: POST /engines gives it some, or pause those of {DEFAULT_RUN}."
         raise HTTPException(409, message)
     return run or DEFAULT_RUN
 
 
-def _others(parts: Parts) -> list[NodeView]:
+def _other_nodes(parts: ServiceParts) -> list[NodeView]:
     return [node for node in parts.rollout.nodes() if node.node_id != parts.node_id]
 
 
-def _running(parts: Parts, run: str) -> int:
+def _count_running_calls(parts: ServiceParts, run: str) -> int:
     """Calls at the engines; of other nodes, those of all runs."""
-    here = sum(len(replica.running) for replica in parts.pools.of(run).replicas)
-    return here + sum(int(node.load.get("calls", 0)) for node in _others(parts))
+    here = sum(len(replica.running) for replica in parts.pools.get_pool(run).replicas)
+    return here + sum(int(node.load.get("calls", 0)) for node in _other_nodes(parts))
 
 
-def _no_replica(parts: Parts, run: str, url: str | None) -> HTTPException:
-    known = ", ".join(replica.url for replica in _state(parts, run).replicas) or "none"
+def _unknown_replica_error(parts: ServiceParts, run: str, url: str | None) -> HTTPException:
+    known = ", ".join(replica.url for replica in _pool_state(parts, run).replicas) or "none"
     return HTTPException(404, f"There is no replica {url} in the run {run}; known: {known}.")

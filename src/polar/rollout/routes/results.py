@@ -7,11 +7,11 @@ from fastapi.responses import Response
 from pydantic import BaseModel
 
 from polar.plugins import names
-from polar.rollout.models import GroupResult, NumberedResult, SuspiciousFilter, Unit
-from polar.rollout.routes.bodies import WHOLE, Name, Run
-from polar.rollout.routes.documents import problems
-from polar.rollout.routes.parts import Parts
-from polar.rollout.routes.tasks import answered
+from polar.rollout.models import GroupResult, NumberedResult, ResultUnit, SuspiciousFilter
+from polar.rollout.routes.bodies import INT64_LIMIT, Name, RunName
+from polar.rollout.routes.openapi import error_responses
+from polar.rollout.routes.service_parts import ServiceParts
+from polar.rollout.routes.tasks import stream_response
 
 
 class Page(BaseModel):
@@ -19,18 +19,19 @@ class Page(BaseModel):
     cursor: int
 
 
-def routes(router: APIRouter, parts: Parts) -> None:
+def add_routes(router: APIRouter, parts: ServiceParts) -> None:
     @router.get(
         "/rollout/results",
         tags=["results"],
-        responses=problems() | {200: {"model": Page, "description": "A page of them, and where the next one begins"}},
+        responses=error_responses()
+        | {200: {"model": Page, "description": "A page of them, and where the next one begins"}},
     )
     async def results(
-        run: Annotated[Run, Query()] = "default",
-        after: Annotated[int | None, Query(ge=0, lt=WHOLE, description="the cursor of the page before")] = None,
+        run: Annotated[RunName, Query()] = "default",
+        after: Annotated[int | None, Query(ge=0, lt=INT64_LIMIT, description="the cursor of the page before")] = None,
         wait: Annotated[float, Query(ge=0, le=60, description="seconds to wait where there is nothing yet")] = 0,
         limit: Annotated[int, Query(ge=1, le=1000, description="at most so many; large ones may be fewer")] = 100,
-        unit: Annotated[Unit, Query(description="sessions, or tasks with all of their sessions")] = "session",
+        unit: Annotated[ResultUnit, Query(description="sessions, or tasks with all of their sessions")] = "session",
         builder: Annotated[str | None, Query(description="of the traces [default: the task's own]")] = None,
         suspicious: Annotated[
             SuspiciousFilter, Query(description="sessions with proven tampering: among the others, alone, or left out")
@@ -47,8 +48,8 @@ def routes(router: APIRouter, parts: Parts) -> None:
         if builder is not None and builder not in names("builders"):
             raise HTTPException(422, f"There is no builder {builder}; known: {', '.join(names('builders'))}.")
         if consumer is not None:
-            after = await parts.rollout.consumed(run, consumer, after, unit)
-        pages = parts.pages.page(
+            after = await parts.rollout.update_consumer(run, consumer, after, unit)
+        pages = parts.pages.stream_page(
             run, after or 0, wait=wait, limit=limit, unit=unit, builder=builder, suspicious=suspicious
         )
-        return await answered(pages)
+        return await stream_response(pages)

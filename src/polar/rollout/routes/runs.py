@@ -7,24 +7,24 @@ from fastapi import APIRouter, Path
 from pydantic import BaseModel, Field
 
 from polar.config import Compat
-from polar.rollout.routes.bodies import Body, Run
-from polar.rollout.routes.documents import problems
-from polar.rollout.routes.parts import Parts
+from polar.rollout.routes.bodies import Body, RunName
+from polar.rollout.routes.openapi import error_responses
+from polar.rollout.routes.service_parts import ServiceParts
 from polar.rollout.runs import Quotas
 
-_Number = Annotated[int | None, Field(ge=0, lt=2**31)]
+_Limit = Annotated[int | None, Field(ge=0, lt=2**31)]
 
 
 class RunQuotas(Body):
     """Null is without limit. The four limits are set together: what is left out has none. `compat` stays as it is
     where it is left out."""
 
-    max_running: _Number = Field(None, description="sessions at the same time")
-    max_queued: _Number = Field(None, description="sessions that wait; more are refused with 429")
+    max_running: _Limit = Field(None, description="sessions at the same time")
+    max_queued: _Limit = Field(None, description="sessions that wait; more are refused with 429")
     batch: Annotated[int | None, Field(gt=0, lt=2**31)] = Field(
         None, description="sessions that the trainer takes at once"
     )
-    max_lag: _Number = Field(None, description="batches that sessions may be ahead of the trainer [default: 0]")
+    max_lag: _Limit = Field(None, description="batches that sessions may be ahead of the trainer [default: 0]")
     compat: Compat | None = Field(None, description="whose meaning its tasks have [default: the server's]")
 
 
@@ -32,16 +32,16 @@ class Runs(BaseModel):
     runs: dict[str, RunQuotas]
 
 
-def routes(router: APIRouter, parts: Parts) -> None:
+def add_routes(router: APIRouter, parts: ServiceParts) -> None:
     rollout = parts.rollout
 
-    @router.get("/runs", tags=["runs"], responses=problems())
+    @router.get("/runs", tags=["runs"], responses=error_responses())
     async def all_runs() -> Runs:
         """Every run that has quotas, or engines of its own."""
         return Runs(runs={run: _describe_run(run, quotas) for run, quotas in rollout.quotas().items()})
 
-    @router.put("/runs/{run}", tags=["runs"], responses=problems(400, 413))
-    async def set_quotas(run: Annotated[Run, Path()], body: RunQuotas) -> RunQuotas:
+    @router.put("/runs/{run}", tags=["runs"], responses=error_responses(400, 413))
+    async def set_quotas(run: Annotated[RunName, Path()], body: RunQuotas) -> RunQuotas:
         quotas = Quotas(body.max_running, body.max_queued, body.batch, body.max_lag or 0)
         await rollout.set_quotas(run, quotas)
         if "compat" in body.model_fields_set:

@@ -9,14 +9,14 @@ from fastapi.responses import Response, StreamingResponse
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from pydantic import BaseModel, Field
 
-from polar.rollout.events import Event, Listener
-from polar.rollout.routes.bodies import Run
-from polar.rollout.routes.documents import problems, streamed
-from polar.rollout.routes.nodes import ShownNode, shown_nodes
-from polar.rollout.routes.parts import Parts
-from polar.rollout.routes.policy import ShownPolicy, shown
+from polar.rollout.events import EventListener, ServiceEvent
+from polar.rollout.routes.bodies import RunName
+from polar.rollout.routes.nodes import NodeInfo, list_nodes
+from polar.rollout.routes.openapi import error_responses, streamed_response
+from polar.rollout.routes.policy import PolicyInfo, describe_policy
+from polar.rollout.routes.service_parts import ServiceParts
 
-_HEARTBEAT = 15.0
+_HEARTBEAT_SECONDS = 15.0
 """Seconds of silence before a listener hears that the connection stands."""
 
 
@@ -52,11 +52,11 @@ class RunCounts(BaseModel):
 class Status(BaseModel):
     status: Literal["ok"] = "ok"
     runs: dict[str, RunCounts]
-    nodes: list[ShownNode]
-    policy: dict[str, ShownPolicy] = Field(description="of each run with engines of its own, and of default")
+    nodes: list[NodeInfo]
+    policy: dict[str, PolicyInfo] = Field(description="of each run with engines of its own, and of default")
 
 
-def _health(parts: Parts) -> Health:
+def _health(parts: ServiceParts) -> Health:
     pool = parts.pools.default
     engines = [EngineHealth(down=replica.down, running=len(replica.running)) for replica in pool.replicas]
     can_write = parts.store.write_failure is None
@@ -69,7 +69,7 @@ def _health(parts: Parts) -> Health:
     )
 
 
-def current_health(parts: Parts) -> tuple[int, bytes]:
+def current_health(parts: ServiceParts) -> tuple[int, bytes]:
     """The HTTP status and body of /health. Reads memory only, so that any thread may call it."""
     health = _health(parts)
     return _http_status(health), health.model_dump_json().encode()
@@ -79,7 +79,7 @@ def _http_status(health: Health) -> int:
     return 200 if health.status == "ok" else 503
 
 
-def open_routes(router: APIRouter, parts: Parts) -> None:
+def add_open_routes(router: APIRouter, parts: ServiceParts) -> None:
     @router.get("/health", tags=["service"], responses={503: {"model": Health, "description": "It can't write."}})
     async def health(response: Response) -> Health:
         """Whether the service is up and can write. Needs no token."""
@@ -88,23 +88,23 @@ def open_routes(router: APIRouter, parts: Parts) -> None:
         return health
 
 
-def routes(router: APIRouter, parts: Parts) -> None:
+def add_routes(router: APIRouter, parts: ServiceParts) -> None:
     rollout = parts.rollout
 
-    @router.get("/rollout/status", tags=["service"], responses=problems())
+    @router.get("/rollout/status", tags=["service"], responses=error_responses())
     async def status() -> Status:
         """Each run's sessions by state, the nodes that are alive, and each run's engines."""
         return Status(
             runs={run: RunCounts(**counts) for run, counts in rollout.status().items()},
-            nodes=shown_nodes(parts),
-            policy={run: shown(parts, run) for run in rollout.steering.engines.pools},
+            nodes=list_nodes(parts),
+            policy={run: describe_policy(parts, run) for run in rollout.engine_controller.engines.pools},
         )
 
     @router.get(
         "/metrics",
         tags=["service"],
         response_class=Response,
-        responses=problems() | streamed("Prometheus", {"type": "string"}, "text/plain"),
+        responses=error_responses() | streamed_response("Prometheus", {"type": "string"}, "text/plain"),
     )
     async def metrics() -> Response:
         return Response(generate_latest(parts.metrics.registry), media_type=CONTENT_TYPE_LATEST)
@@ -113,34 +113,34 @@ def routes(router: APIRouter, parts: Parts) -> None:
         "/events",
         tags=["service"],
         response_class=StreamingResponse,
-        responses=problems() | streamed("Server-sent events", {"type": "string"}, "text/event-stream"),
+        responses=error_responses() | streamed_response("Server-sent events", {"type": "string"}, "text/event-stream"),
     )
     async def events(
-        run: Annotated[Run | None, Query(description="only of this run, and of what concerns all of them")] = None,
+        run: Annotated[RunName | None, Query(description="only of this run, and of what concerns all of them")] = None,
         last_event_id: Annotated[str | None, Header(description="go on behind this one", max_length=100)] = None,
     ) -> StreamingResponse:
         """What happens, as it happens. `lagged` says that some are missing: results are never, in their own feed."""
         listener = rollout.events.subscribe(run, last_event_id)
         headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
-        return StreamingResponse(_stream(listener), media_type="text/event-stream", headers=headers)
+        return StreamingResponse(_stream_events(listener), media_type="text/event-stream", headers=headers)
 
 
-async def _stream(listener: Listener) -> AsyncIterator[bytes]:
+async def _stream_events(listener: EventListener) -> AsyncIterator[bytes]:
     yield b": listening\n\n"
     try:
         while True:
             try:
-                async with asyncio.timeout(_HEARTBEAT):
+                async with asyncio.timeout(_HEARTBEAT_SECONDS):
                     event = await listener.next()
             except TimeoutError:
                 yield b": still here\n\n"
                 continue
             if event is None:
                 return
-            yield _written(event)
+            yield _encode_event(event)
     finally:
         listener.close()
 
 
-def _written(event: Event) -> bytes:
+def _encode_event(event: ServiceEvent) -> bytes:
     return b"id: %b\nevent: %b\ndata: %b\n\n" % (event.id.encode(), event.kind.encode(), event.data)

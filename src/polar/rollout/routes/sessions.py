@@ -11,26 +11,26 @@ from pydantic import BaseModel, Field, field_validator, model_validator
 from polar.gateway import view
 from polar.plugins import names
 from polar.rollout.models import EvidenceResult
-from polar.rollout.routes.bodies import Body, Run, Text, deeper_than
-from polar.rollout.routes.documents import problems, streamed
-from polar.rollout.routes.parts import Parts
-from polar.rollout.routes.tasks import answered
+from polar.rollout.routes.bodies import Body, RunName, StoredText, is_deeper_than
+from polar.rollout.routes.openapi import error_responses, streamed_response
+from polar.rollout.routes.service_parts import ServiceParts
+from polar.rollout.routes.tasks import stream_response
 from polar.store.base import Session, Store, Verdict
-from polar.trajectory.session import encode_built, roles_of
+from polar.trajectory.session import encode_trajectory, load_roles
 
-_DEEPEST = 100
-ARROW = "application/vnd.apache.arrow.stream"
+_MAX_METADATA_DEPTH = 100
+ARROW_MEDIA_TYPE = "application/vnd.apache.arrow.stream"
 
 
 class NewSession(Body):
     metadata: dict[str, Any] = Field({}, description="kept with the session")
-    run: Run = "default"
+    run: RunName = "default"
 
     @field_validator("metadata")
     @classmethod
-    def can_be_kept(cls, value: Any) -> Any:
+    def check_metadata(cls, value: Any) -> Any:
         """What is written must be read again."""
-        if deeper_than(_DEEPEST, value):
+        if is_deeper_than(_MAX_METADATA_DEPTH, value):
             raise ValueError("it is nested too deeply")
         return value
 
@@ -41,7 +41,7 @@ class SessionCreated(BaseModel):
     base_urls: dict[str, str] = Field(description="where each provider's clients are pointed")
 
 
-class ShownSession(BaseModel):
+class SessionInfo(BaseModel):
     session_id: str
     run: str
     status: Literal["open", "ended"]
@@ -57,11 +57,11 @@ class ShownSession(BaseModel):
 
 class SessionEnd(Body):
     reward: float | None = None
-    reason: Text | None = Field(None, description="why there is no reward")
-    turn_rewards: dict[Text, float] = Field({}, description="rewards of single turns, by exchange id")
+    reason: StoredText | None = Field(None, description="why there is no reward")
+    turn_rewards: dict[StoredText, float] = Field({}, description="rewards of single turns, by exchange id")
 
     @model_validator(mode="after")
-    def one_verdict(self) -> "SessionEnd":
+    def check_verdict(self) -> "SessionEnd":
         if self.reward is not None and self.reason is not None:
             raise ValueError("an outcome is a reward or a reason, never both")
         if not all(math.isfinite(reward) for reward in (self.reward or 0.0, *self.turn_rewards.values())):
@@ -74,91 +74,94 @@ def base_urls(gateway_url: str) -> dict[str, str]:
     return {"openai": f"{gateway_url}/v1", "anthropic": gateway_url, "google": gateway_url}
 
 
-def routes(router: APIRouter, parts: Parts) -> None:
+def add_routes(router: APIRouter, parts: ServiceParts) -> None:
     store, sessions = parts.store, parts.sessions
 
-    @router.post("/sessions", tags=["sessions"], responses=problems(400, 413))
+    @router.post("/sessions", tags=["sessions"], responses=error_responses(400, 413))
     async def new_session(body: NewSession) -> SessionCreated:
         """A session for a harness that is run by hand. Its key is told here, and nowhere else."""
         session, key = await sessions.create(body.metadata, body.run)
         return SessionCreated(session_id=session.session_id, api_key=key, base_urls=base_urls(parts.gateway_url))
 
-    @router.get("/sessions", tags=["sessions"], response_model=list[ShownSession], responses=problems(404))
+    @router.get("/sessions", tags=["sessions"], response_model=list[SessionInfo], responses=error_responses(404))
     async def list_sessions(
         limit: Annotated[int, Query(ge=1, le=1000)] = 100,
         before: Annotated[str | None, Query(description="the last one of the page before")] = None,
     ) -> Response:
         """The newest first."""
         if before is not None:
-            await existing(before)
-        return _json([view.session(session) for session in await store.sessions(limit=limit, before=before)])
+            await find_session(before)
+        return _json_response(
+            [view.session_to_dict(session) for session in await store.sessions(limit=limit, before=before)]
+        )
 
-    @router.get("/sessions/{session_id}", tags=["sessions"], response_model=ShownSession, responses=problems(404))
+    @router.get("/sessions/{session_id}", tags=["sessions"], response_model=SessionInfo, responses=error_responses(404))
     async def one_session(session_id: str) -> Response:
-        return _json(view.session(await existing(session_id)))
+        return _json_response(view.session_to_dict(await find_session(session_id)))
 
     @router.post(
         "/sessions/{session_id}/end",
         tags=["sessions"],
-        response_model=ShownSession,
-        responses=problems(400, 404, 409, 413),
+        response_model=SessionInfo,
+        responses=error_responses(400, 404, 409, 413),
     )
     async def end_session(session_id: str, body: SessionEnd | None = None) -> Response:
         """Its key stops working, and what still runs is given up. A reward may be added later, but not changed."""
-        await existing(session_id)
+        await find_session(session_id)
         told = body or SessionEnd()
         session = await sessions.end(session_id, Verdict(told.reward, told.reason, told.turn_rewards))
         if session is None:
             raise HTTPException(404, f"There is no session {session_id}.")
         if told.reward is not None and session.reward != told.reward:
             raise HTTPException(409, f"Session {session_id} has the reward {session.reward:g} already.")
-        return _json(view.session(session))
+        return _json_response(view.session_to_dict(session))
 
     @router.get(
         "/sessions/{session_id}/exchanges",
         tags=["sessions"],
-        responses=problems(404, 406) | streamed("Every captured call", {"type": "array", "items": {"type": "object"}}),
+        responses=error_responses(404, 406)
+        | streamed_response("Every captured call", {"type": "array", "items": {"type": "object"}}),
     )
     async def exchanges(session_id: str, request: Request) -> Response:
         """Every captured call; with `Accept: application/vnd.apache.arrow.stream`, token arrays in binary."""
-        await existing(session_id)
-        if ARROW in request.headers.get("accept", ""):
-            return await _arrow(store, session_id)
-        return await answered(_json_list(store, session_id))
+        await find_session(session_id)
+        if ARROW_MEDIA_TYPE in request.headers.get("accept", ""):
+            return await _arrow_response(store, session_id)
+        return await stream_response(_stream_exchanges(store, session_id))
 
-    @router.get("/sessions/{session_id}/trajectory", tags=["sessions"], responses=problems(404))
+    @router.get("/sessions/{session_id}/trajectory", tags=["sessions"], responses=error_responses(404))
     async def trajectory(session_id: str, builder: str = "prefix_merging") -> Response:
         """What a builder makes of the session so far; `prefix_tree` gives the whole token tree."""
-        await existing(session_id)
+        await find_session(session_id)
         if builder not in names("builders"):
             raise HTTPException(422, f"There is no builder {builder}; known: {', '.join(names('builders'))}.")
-        document = await encode_built(store, session_id, builder, parts.pages.checker)
+        document = await encode_trajectory(store, session_id, builder, parts.pages.checker)
         return Response(document, media_type="application/json")
 
-    async def existing(session_id: str) -> Session:
+    async def find_session(session_id: str) -> Session:
         session = await store.session(session_id)
         if session is None:
             raise HTTPException(404, f"There is no session {session_id}.")
         return session
 
 
-def _json(value: Any) -> Response:
+def _json_response(value: Any) -> Response:
     """However deep its metadata go, which may come from elsewhere: what can be kept can be told."""
-    return Response(view.encode(value), media_type="application/json")
+    return Response(view.encode_json(value), media_type="application/json")
 
 
-async def _json_list(store: Store, session_id: str) -> AsyncIterator[bytes]:
+async def _stream_exchanges(store: Store, session_id: str) -> AsyncIterator[bytes]:
     separator = b"["
-    labels = await roles_of(store, session_id)
+    labels = await load_roles(store, session_id)
     async for exchange in store.exchanges(session_id):
-        yield separator + view.encode(view.exchange(exchange, labels[exchange.exchange_id]))
+        yield separator + view.encode_json(view.exchange_to_dict(exchange, labels[exchange.exchange_id]))
         separator = b","
     yield b"[]" if separator == b"[" else b"]"
 
 
-async def _arrow(store: Store, session_id: str) -> Response:
+async def _arrow_response(store: Store, session_id: str) -> Response:
     try:
-        from polar.gateway.arrow import to_stream
+        from polar.gateway.arrow import stream_exchanges
     except ImportError as error:
         raise HTTPException(406, "Arrow needs pyarrow: pip install 'polar[arrow]'.") from error
-    return StreamingResponse(to_stream(store, session_id), media_type=ARROW)
+    return StreamingResponse(stream_exchanges(store, session_id), media_type=ARROW_MEDIA_TYPE)

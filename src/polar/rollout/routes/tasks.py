@@ -12,23 +12,23 @@ from msgspec import Struct
 from pydantic import BaseModel, Field, ValidationError, ValidatorFunctionWrapHandler, WrapValidator
 from pydantic_core import PydanticSerializationError
 
-from polar.problems import listed
 from polar.rollout.models import SessionStatus, SessionTiming, TaskRequest, TaskState, TaskStatus
-from polar.rollout.protocol import Ended
+from polar.rollout.protocol import SessionOutcome
 from polar.rollout.records import TaskRow, WorkRow
-from polar.rollout.results import stage_timing, status_of, status_of_task
-from polar.rollout.rollout import Refused, Submitted
-from polar.rollout.routes.bodies import Body, Run
-from polar.rollout.routes.documents import problems
-from polar.rollout.routes.parts import Parts
+from polar.rollout.results import session_status, stage_timing, task_status
+from polar.rollout.routes.bodies import Body, RunName
+from polar.rollout.routes.openapi import error_responses
+from polar.rollout.routes.service_parts import ServiceParts
+from polar.rollout.service import RefusedTask, SubmittedTask
+from polar.validation_errors import format_validation_errors
 
 TaskId = Annotated[str, Path(description="as it was submitted; slashes may stand in it as they are")]
-OfRun = Annotated[Run, Query()]
-Results = Annotated[bool, Query(description="false: without its results")]
+RunQuery = Annotated[RunName, Query()]
+IncludeResults = Annotated[bool, Query(description="false: without its results")]
 
-_TREE = "/trajectory"
-_AT_ONCE = 10_000
-_LISTED = 10_000
+_TRAJECTORY_SUFFIX = "/trajectory"
+_MAX_BATCH_TASKS = 10_000
+_MAX_LISTED_TASKS = 10_000
 
 
 class TaskSubmitted(BaseModel):
@@ -81,7 +81,7 @@ class ListedSessions(BaseModel):
     sessions: list[ListedSession]
 
 
-class _Unusable:
+class _InvalidTask:
     """One of many that is no task, and why."""
 
     def __init__(self, task_id: str | None, error: str) -> None:
@@ -89,28 +89,28 @@ class _Unusable:
         self.error = error
 
 
-def _or_why(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
+def _validate_or_explain(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
     try:
         return handler(value)
     except ValidationError as error:
         named = value.get("task_id") if isinstance(value, dict) else None
-        return _Unusable(named if isinstance(named, str) else None, listed(error))
+        return _InvalidTask(named if isinstance(named, str) else None, format_validation_errors(error))
 
 
 class ManyTasks(Body):
-    tasks: list[Annotated[TaskRequest, WrapValidator(_or_why)]] = Field(max_length=_AT_ONCE)
+    tasks: list[Annotated[TaskRequest, WrapValidator(_validate_or_explain)]] = Field(max_length=_MAX_BATCH_TASKS)
 
 
-def routes(router: APIRouter, parts: Parts) -> None:
-    rollout, pages, allowed = parts.rollout, parts.pages, parts.callbacks.allowed
+def add_routes(router: APIRouter, parts: ServiceParts) -> None:
+    rollout, pages, allowed = parts.rollout, parts.pages, parts.callbacks.allowed_hosts
 
-    @router.post("/rollout/task/submit", tags=["tasks"], responses=problems(400, 409, 413, 429))
-    async def submit(task: TaskRequest, run: OfRun = "default") -> TaskSubmitted:
+    @router.post("/rollout/task/submit", tags=["tasks"], responses=error_responses(400, 409, 413, 429))
+    async def submit(task: TaskRequest, run: RunQuery = "default") -> TaskSubmitted:
         """Takes a task in, durably. The same task again is answered as it is by now; another one of that name is not
         taken."""
-        task = _of_run(task, run)
+        task = _assign_run(task, run)
         answer = _refused(task) or (await rollout.submit([task]))[0]
-        if isinstance(answer, Refused):
+        if isinstance(answer, RefusedTask):
             after = {} if answer.retry_after is None else {"Retry-After": str(math.ceil(answer.retry_after))}
             raise HTTPException(answer.code, answer.error, after)
         return TaskSubmitted(task_id=answer.task_id, status=answer.status)
@@ -119,67 +119,67 @@ def routes(router: APIRouter, parts: Parts) -> None:
         "/rollout/tasks",
         tags=["tasks"],
         response_model_exclude_none=True,
-        responses=problems(400, 413),
+        responses=error_responses(400, 413),
     )
-    async def submit_many(body: ManyTasks, run: OfRun = "default") -> TaskAnswers:
+    async def submit_many(body: ManyTasks, run: RunQuery = "default") -> TaskAnswers:
         """Takes each task in by itself; the answers are in the tasks' order."""
         answers: list[TaskAnswer | None] = []
         wanted: list[TaskRequest] = []
 
         def look() -> None:
             for task in body.tasks:
-                if isinstance(task, _Unusable):
+                if isinstance(task, _InvalidTask):
                     answers.append(TaskAnswer(task_id=task.task_id, error=task.error, code=422))
                     continue
-                task = _of_run(task, run)
+                task = _assign_run(task, run)
                 refused = _refused(task)
-                answers.append(None if refused is None else _answer(refused))
+                answers.append(None if refused is None else _to_answer(refused))
                 if refused is None:
                     wanted.append(task)
 
         await asyncio.to_thread(look)  # thousands take a while
         told = iter(await rollout.submit(wanted)) if wanted else iter(())
-        return TaskAnswers(tasks=[answer or _answer(next(told)) for answer in answers])
+        return TaskAnswers(tasks=[answer or _to_answer(next(told)) for answer in answers])
 
-    def _refused(task: TaskRequest) -> Refused | None:
-        problem = None if task.callback_url is None else allowed.problem(task.callback_url)
-        problem = problem or unkeepable(task)
-        return None if problem is None else Refused(task.task_id, 422, problem)
+    def _refused(task: TaskRequest) -> RefusedTask | None:
+        problem = None if task.callback_url is None else allowed.find_problem(task.callback_url)
+        problem = problem or find_storage_problem(task)
+        return None if problem is None else RefusedTask(task.task_id, 422, problem)
 
-    @router.get("/rollout/task/{task_id:path}" + _TREE, tags=["tasks"], responses=problems(404))
-    async def trajectory(task_id: TaskId, run: OfRun = "default") -> Response:
+    @router.get("/rollout/task/{task_id:path}" + _TRAJECTORY_SUFFIX, tags=["tasks"], responses=error_responses(404))
+    async def trajectory(task_id: TaskId, run: RunQuery = "default") -> Response:
         """The token tree over all sessions of the task that have ended by now."""
-        return Response(await pages.tree(await _existing(run, task_id)), media_type="application/json")
+        return Response(await pages.render_tree(await _find_task(run, task_id)), media_type="application/json")
 
     @router.get(
         "/rollout/task/{task_id:path}",
         tags=["tasks"],
-        responses=problems(404) | {200: {"model": TaskStatus, "description": "The task as it is"}},
+        responses=error_responses(404) | {200: {"model": TaskStatus, "description": "The task as it is"}},
     )
     async def one_task(
         task_id: TaskId,
-        run: OfRun = "default",
-        results: Results = True,
+        run: RunQuery = "default",
+        results: IncludeResults = True,
     ) -> Response:
         """How far a task is, with the results of its sessions that have ended."""
-        status = pages.status(await _existing(run, task_id), results=results)
-        return await answered(status)
+        status = pages.stream_status(await _find_task(run, task_id), results=results)
+        return await stream_response(status)
 
     @router.delete(
         "/rollout/task/{task_id:path}",
         tags=["tasks"],
-        responses=problems(404) | {200: {"model": TaskStatus, "description": "The task as it is"}},
+        responses=error_responses(404) | {200: {"model": TaskStatus, "description": "The task as it is"}},
     )
-    async def cancel(task_id: TaskId, run: OfRun = "default", results: Results = True) -> Response:
+    async def cancel(task_id: TaskId, run: RunQuery = "default", results: IncludeResults = True) -> Response:
         """What has not begun never will; what runs is ended, and has the reason `cancelled`."""
-        await _existing(run, task_id)
+        await _find_task(run, task_id)
         cancelled = await rollout.cancel(run, task_id)
-        task = await _existing(run, task_id)
-        return await answered(pages.status(task, results=results, cancelled_sessions=cancelled or 0))
+        task = await _find_task(run, task_id)
+        return await stream_response(pages.stream_status(task, results=results, cancelled_sessions=cancelled or 0))
 
-    @router.get("/tasks", tags=["tasks"], responses=problems())
+    @router.get("/tasks", tags=["tasks"], responses=error_responses())
     async def tasks(
-        run: OfRun = "default",
+        run: RunQuery = "default",
         status: TaskState | None = None,
         harness: str | None = None,
         since: Annotated[float | None, Query(description="of the last change: seconds since 1970")] = None,
@@ -187,7 +187,7 @@ def routes(router: APIRouter, parts: Parts) -> None:
     ) -> ListedTasks:
         """The newest tasks, without their results; of those that fit, among the 10,000 newest."""
         filtered = any(value is not None for value in (status, harness, since))
-        rows = await rollout.recent_tasks(run, _LISTED if filtered else limit)
+        rows = await rollout.recent_tasks(run, _MAX_LISTED_TASKS if filtered else limit)
         listed_tasks = [
             one
             for one in map(_listed_task, rows)
@@ -195,14 +195,14 @@ def routes(router: APIRouter, parts: Parts) -> None:
         ]
         return ListedTasks(tasks=listed_tasks[:limit])
 
-    @router.get("/tasks/{task_id:path}/sessions", tags=["tasks"], responses=problems(404))
-    async def sessions_of_task(task_id: TaskId, run: OfRun = "default") -> ListedSessions:
+    @router.get("/tasks/{task_id:path}/sessions", tags=["tasks"], responses=error_responses(404))
+    async def sessions_of_task(task_id: TaskId, run: RunQuery = "default") -> ListedSessions:
         """Where each session of a task is, without its trajectory."""
-        await _existing(run, task_id)
-        rows = await rollout.work_of(run, task_id)
+        await _find_task(run, task_id)
+        rows = await rollout.task_work(run, task_id)
         return ListedSessions(task_id=task_id, sessions=[_listed_session(row) for row in rows])
 
-    async def _existing(run: str, task_id: str) -> TaskRow:
+    async def _find_task(run: str, task_id: str) -> TaskRow:
         task = await rollout.task(run, task_id) if task_id.isprintable() else None
         if task is None:
             raise HTTPException(404, f"There is no task {task_id} in the run {run}.")
@@ -220,15 +220,15 @@ class _Request(Struct):
     agent: _Agent = msgspec.field(default_factory=_Agent)
 
 
-_request = msgspec.json.Decoder(_Request).decode
-_ended = msgspec.json.Decoder(Ended).decode
+_decode_request = msgspec.json.Decoder(_Request).decode
+_decode_outcome = msgspec.json.Decoder(SessionOutcome).decode
 
 
 def _listed_task(row: TaskRow) -> ListedTask:
-    agent = _request(row.request).agent
+    agent = _decode_request(row.request).agent
     return ListedTask(
         task_id=row.task_id,
-        status=status_of_task(row),
+        status=task_status(row),
         harness=agent.harness,
         model=agent.model_name,
         num_samples=row.samples,
@@ -243,11 +243,11 @@ def _listed_session(row: WorkRow) -> ListedSession:
     if row.summary is None:
         status: Literal["REGISTERED", "RUNNING"] = "RUNNING" if row.state == "leased" else "REGISTERED"
         return ListedSession(session_id=row.session_id, task_id=row.task_id, status=status, node_id=row.node)
-    ended = _ended(row.summary)
+    ended = _decode_outcome(row.summary)
     return ListedSession(
         session_id=row.session_id,
         task_id=row.task_id,
-        status=status_of(ended.reason),
+        status=session_status(ended.reason),
         node_id=ended.node_id,
         reward=ended.reward,
         timing=SessionTiming(**stage_timing(ended.seconds)),
@@ -255,7 +255,7 @@ def _listed_session(row: WorkRow) -> ListedSession:
     )
 
 
-async def answered(pieces: AsyncIterator[bytes]) -> Response:
+async def stream_response(pieces: AsyncIterator[bytes]) -> Response:
     """As it is written; but what fails at its beginning is still told as a failure."""
     first = await anext(pieces)
 
@@ -267,12 +267,12 @@ async def answered(pieces: AsyncIterator[bytes]) -> Response:
     return StreamingResponse(all_of_it(), media_type="application/json")
 
 
-def unkeepable(task: TaskRequest) -> str | None:
+def find_storage_problem(task: TaskRequest) -> str | None:
     """Why a task can't be written down, and be read again as what it is."""
     if not (task.task_id.isprintable() and task.run.isprintable()):
         return "task_id and run take characters that can be printed"
-    if task.task_id.endswith(_TREE):
-        return f"task_id must not end with {_TREE}: it could not be asked for"
+    if task.task_id.endswith(_TRAJECTORY_SUFFIX):
+        return f"task_id must not end with {_TRAJECTORY_SUFFIX}: it could not be asked for"
     if not {".", ".."}.isdisjoint(task.task_id.split("/")):
         return "task_id must not have . or .. as a part: clients shorten such paths"
     try:
@@ -280,17 +280,17 @@ def unkeepable(task: TaskRequest) -> str | None:
     except PydanticSerializationError:
         return "something in it is nested too deeply, or is no text"
     except ValidationError as error:
-        return listed(error)
+        return format_validation_errors(error)
     return None
 
 
-def _of_run(task: TaskRequest, run: str) -> TaskRequest:
+def _assign_run(task: TaskRequest, run: str) -> TaskRequest:
     """The run that it names, else that of the call."""
     named = "run" in task.model_fields_set or run == task.run
     return task if named else task.model_copy(update={"run": run})
 
 
-def _answer(told: Submitted | Refused) -> TaskAnswer:
-    if isinstance(told, Refused):
+def _to_answer(told: SubmittedTask | RefusedTask) -> TaskAnswer:
+    if isinstance(told, RefusedTask):
         return TaskAnswer(task_id=told.task_id, error=told.error, code=told.code, retry_after=told.retry_after)
     return TaskAnswer(task_id=told.task_id, status=told.status)

@@ -8,4 +8,4 @@ from tests.unit.engines.embedded import tiny
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny model's folder."""
-    return tiny.make(tmp_path_factory.mktemp("model") / "tiny")
+    return tiny.make_model_folder(tmp_path_factory.mktemp("model") / "tiny")

@@ -10,28 +10,28 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from polar.engines.embedded import attention
-from polar.engines.embedded.attention import Alone, Part, Together
-from polar.engines.embedded.slots import Slots
+from polar.engines.embedded.attention import GroupedParts, SinglePart, SlotPart
+from polar.engines.embedded.kv_cache import KVCache
 
 CPU = torch.device("cpu")
 HEADS, SHARED, WIDTH, LENGTH, COUNT = 2, 3, 8, 48, 9
 
 
 @st.composite
-def passes(draw: st.DrawFn) -> list[Part]:
+def passes(draw: st.DrawFn) -> list[SlotPart]:
     """Each in a slot of its own, singles first, then by lengths."""
     slots = draw(st.permutations(range(COUNT)))
     bounds = draw(st.lists(st.tuples(st.integers(0, 30), st.integers(1, 18)), min_size=1, max_size=COUNT))
-    parts = [Part(slot, start, start + count) for slot, (start, count) in zip(slots, bounds, strict=False)]
+    parts = [SlotPart(slot, start, start + count) for slot, (start, count) in zip(slots, bounds, strict=False)]
     return sorted(parts, key=lambda part: part.count)
 
 
-def attend(parts: Sequence[Part], *, alone: bool, window: int | None) -> tuple[torch.Tensor, torch.Tensor]:
+def attend(parts: Sequence[SlotPart], *, alone: bool, window: int | None) -> tuple[torch.Tensor, torch.Tensor]:
     """And the keys that are there then."""
     torch.manual_seed(0)
-    slots = Slots(COUNT, LENGTH)
+    slots = KVCache(COUNT, LENGTH)
     shown = torch.zeros(1, HEADS, 1, WIDTH)
-    for cached in slots.layer(0, shown, shown):
+    for cached in slots.get_layer(0, shown, shown):
         cached.copy_(torch.randn(cached.shape))
     tokens = sum(part.count for part in parts)
     query = torch.randn(1, HEADS * SHARED, tokens, WIDTH)
@@ -41,14 +41,14 @@ def attend(parts: Sequence[Part], *, alone: bool, window: int | None) -> tuple[t
         *(query, key, value, None),
         scaling=0.3,
         sliding_window=window,
-        plan=attention.plan(slots, parts, CPU, alone),
+        plan=attention.build_plan(slots, parts, CPU, alone),
     )
-    return out, slots.layer(0, shown, shown)[0]
+    return out, slots.get_layer(0, shown, shown)[0]
 
 
 @settings(deadline=None)  # its first call starts PyTorch's threads
 @given(parts=passes(), window=st.sampled_from([None, 5]))
-def test_together_they_see_what_each_sees_alone(parts: list[Part], window: int | None) -> None:
+def test_together_they_see_what_each_sees_alone(parts: list[SlotPart], window: int | None) -> None:
     together, keys = attend(parts, alone=False, window=window)
     alone, keys_alone = attend(parts, alone=True, window=window)
     torch.testing.assert_close(together, alone)
@@ -57,7 +57,7 @@ def test_together_they_see_what_each_sees_alone(parts: list[Part], window: int |
     torch.testing.assert_close(together[0], one_by_one)
 
 
-def attend_one(parts: Sequence[Part], number: int, window: int | None) -> torch.Tensor:
+def attend_one(parts: Sequence[SlotPart], number: int, window: int | None) -> torch.Tensor:
     """Written down plainly."""
     _, keys = attend(parts, alone=True, window=window)
     torch.manual_seed(0)
@@ -89,38 +89,40 @@ def attend_one(parts: Sequence[Part], number: int, window: int | None) -> torch.
     ],
 )
 def test_pieces_of_like_lengths_go_together(counts: list[int], groups: list[int]) -> None:
-    parts = [Part(slot, 0, count) for slot, count in enumerate(counts)]
-    plan = attention.plan(Slots(COUNT, 64), parts, CPU, alone=False)
+    parts = [SlotPart(slot, 0, count) for slot, count in enumerate(counts)]
+    plan = attention.build_plan(KVCache(COUNT, 64), parts, CPU, separate=False)
     edges = [0]
     for count in groups:
         edges.append(edges[-1] + count)
     expected = [slice(sum(counts[:low]), sum(counts[:high])) for low, high in pairwise(edges)]
     assert [group.tokens for group in plan.groups] == expected
-    assert all(isinstance(group, Together) for group in plan.groups)
-    each = attention.plan(Slots(COUNT, 64), parts, CPU, alone=True).groups
+    assert all(isinstance(group, GroupedParts) for group in plan.groups)
+    each = attention.build_plan(KVCache(COUNT, 64), parts, CPU, separate=True).groups
     singles = counts.count(1)
-    assert [isinstance(group, Alone) for group in each] == [False] * bool(singles) + [True] * (len(counts) - singles)
+    assert [isinstance(group, SinglePart) for group in each] == [False] * bool(singles) + [True] * (
+        len(counts) - singles
+    )
 
 
 def test_a_mask_does_not_grow_without_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of more sequences, of a long piece, and of a piece behind much."""
-    monkeypatch.setattr(attention, "_SCORES", 4 * 20 * 20)
+    monkeypatch.setattr(attention, "_MAX_GROUP_SCORES", 4 * 20 * 20)
 
-    def masks(parts: Sequence[Part]) -> list[int]:
-        groups = attention.plan(Slots(COUNT, 128), parts, CPU, alone=False).groups
+    def masks(parts: Sequence[SlotPart]) -> list[int]:
+        groups = attention.build_plan(KVCache(COUNT, 128), parts, CPU, separate=False).groups
         assert [group.tokens.start for group in groups[1:]] == [group.tokens.stop for group in groups[:-1]]
-        return [group.at.numel() * group.longest for group in groups if isinstance(group, Together)]
+        return [group.positions.numel() * group.key_count for group in groups if isinstance(group, GroupedParts)]
 
-    for parts in ([Part(slot, 0, 20) for slot in range(8)], [Part(0, 0, 100)], [Part(0, 80, 100)]):
+    for parts in ([SlotPart(slot, 0, 20) for slot in range(8)], [SlotPart(0, 0, 100)], [SlotPart(0, 80, 100)]):
         assert 1 < len(masks(parts)) < 8
-        assert max(masks(parts)) <= attention._SCORES
+        assert max(masks(parts)) <= attention._MAX_GROUP_SCORES
 
 
 @given(parts=passes(), scores=st.integers(1, 400))
 @settings(deadline=None)
-def test_some_at_a_time_see_what_all_see(parts: list[Part], scores: int) -> None:
+def test_some_at_a_time_see_what_all_see(parts: list[SlotPart], scores: int) -> None:
     whole, _ = attend(parts, alone=True, window=None)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(attention, "_SCORES", scores)
+        patch.setattr(attention, "_MAX_GROUP_SCORES", scores)
         some, _ = attend(parts, alone=False, window=None)
     torch.testing.assert_close(some, whole)

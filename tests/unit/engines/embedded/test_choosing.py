@@ -6,16 +6,16 @@ from math import exp
 import pytest
 import torch
 
-from polar.engines.embedded.choosing import Row, choose
-from polar.engines.embedded.generation import Choosing, Token
+from polar.engines.embedded.generation import SampledToken, SamplingOptions
+from polar.engines.embedded.sampler import SamplingState, sample_tokens
 
 LOGITS = torch.tensor([0.0, 1.0, 2.0, 3.0, -torch.inf, 2.5])
 DRAWS = 20_000
 
 
-def drawn(**choosing: float) -> list[Token]:
+def drawn(**choosing: float) -> list[SampledToken]:
     torch.manual_seed(0)
-    return choose(LOGITS.expand(DRAWS, -1), [Row(Choosing(**choosing))] * DRAWS, 7)  # type: ignore[arg-type]
+    return sample_tokens(LOGITS.expand(DRAWS, -1), [SamplingState(SamplingOptions(**choosing))] * DRAWS, 7)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -41,15 +41,18 @@ def test_frequencies_are_the_reported_probabilities(choosing: dict[str, float], 
 
 
 def test_greedy_and_drawn_rows_stand_beside_each_other() -> None:
-    rows = [Row(Choosing(temperature=temperature)) for temperature in (0.0, 5.0)] * 200
-    tokens = choose(LOGITS.expand(len(rows), -1), rows, 0)
+    rows = [SamplingState(SamplingOptions(temperature=temperature)) for temperature in (0.0, 5.0)] * 200
+    tokens = sample_tokens(LOGITS.expand(len(rows), -1), rows, 0)
     assert {token.id for token in tokens[::2]} == {3}
     assert len({token.id for token in tokens[1::2]}) > 2
 
 
 def test_a_seed_decides_whatever_stands_beside_it() -> None:
     def ids(beside: int) -> list[int]:
-        rows = [Row(Choosing(seed=5), torch.Generator().manual_seed(5)), *[Row(Choosing())] * beside]
-        return [choose(LOGITS.expand(len(rows), -1), rows, 0)[0].id for _ in range(20)]
+        rows = [
+            SamplingState(SamplingOptions(seed=5), torch.Generator().manual_seed(5)),
+            *[SamplingState(SamplingOptions())] * beside,
+        ]
+        return [sample_tokens(LOGITS.expand(len(rows), -1), rows, 0)[0].id for _ in range(20)]
 
     assert ids(0) == ids(3)

@@ -12,7 +12,7 @@ import pytest
 from polar.config import EngineSettings
 from polar.engines.embedded.engine import EmbeddedEngine
 from polar.engines.embedded.server import EmbeddedServer
-from polar.engines.probe import probe
+from polar.engines.probe import probe_engine
 from polar.errors import ConfigError
 from tests.conditions import wait_until
 from tests.unit.engines.embedded import tiny
@@ -142,13 +142,13 @@ async def test_a_client_that_goes_away_frees_its_place(http: Http) -> None:
     await http.post("/pause?mode=keep")  # so that it can't end by itself
     body = {"token_ids": [5], "stream": True, "sampling_params": {"max_tokens": 400}}
     call = asyncio.create_task(http.session.post(http.server.url + GENERATE, json=body))
-    await wait_until(lambda: http.server.core.running == 1)
+    await wait_until(lambda: http.server.core.running_count == 1)
     call.cancel()
-    await wait_until(lambda: http.server.core.running == 0)
+    await wait_until(lambda: http.server.core.running_count == 0)
 
 
 async def test_new_weights_over_http(http: Http, folder: Path, tmp_path: Path) -> None:
-    path = tiny.perturbed(folder, tmp_path / "weights", 1)
+    path = tiny.save_perturbed_weights(folder, tmp_path / "weights", 1)
     assert await http.get("/weight_version") == {"version": 0}
     assert await http.post("/update_weights", {"path": str(path), "version": 5}) == (200, {"version": 5})
     status, reply = await http.post("/update_weights", {"path": str(tmp_path / "none"), "version": 6})
@@ -167,7 +167,7 @@ async def test_pausing_over_http(http: Http) -> None:
     await http.post("/pause?mode=keep")
     assert await http.get("/is_paused") == {"is_paused": True}
     call = asyncio.create_task(http.post(GENERATE, {"token_ids": [5], "sampling_params": {"max_tokens": 2}}))
-    await wait_until(lambda: http.server.core.running == 1)
+    await wait_until(lambda: http.server.core.running_count == 1)
     assert not call.done()
     await http.post("/resume")
     assert (await call)[0] == 200
@@ -175,7 +175,7 @@ async def test_pausing_over_http(http: Http) -> None:
 
 async def test_passes_the_conformance_test(http: Http) -> None:
     engine = EmbeddedEngine(http.server.url, EngineSettings(kind="embedded"))
-    findings = await probe(engine)
+    findings = await probe_engine(engine)
     await engine.close()
     assert {finding.check: finding.seen for finding in findings if not finding.ok} == {}
     assert {finding.check: finding.seen for finding in findings}["kind of log-probabilities"] == "processed"

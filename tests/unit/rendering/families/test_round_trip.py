@@ -7,7 +7,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from polar.types import CallDelta, CallStart, ReasoningDelta, TextDelta
+from polar.types import ReasoningDelta, TextDelta, ToolCallDelta, ToolCallStart
 from tests.selection import leave_to_slow
 from tests.unit.rendering.families.models import FAMILY, model, parse
 
@@ -79,7 +79,7 @@ def test_a_turn_is_read_back(name: str, reasoning: str, content: str, written: l
         prompt = prompt.removesuffix("\n")
     assert whole.startswith(prompt)
     sampled = whole[len(prompt) :]
-    assume(all(not any(marker in text for marker in tokenizer.added) for text in (reasoning, content)))
+    assume(all(not any(marker in text for marker in tokenizer.added_tokens) for text in (reasoning, content)))
 
     events, malformed = parse(tokenizer, sampled, prompt[-100:])
     assert not malformed
@@ -110,9 +110,9 @@ def read(events: list[Any]) -> list[Any]:
             out.append(("reasoning", event.text.strip()))
         elif isinstance(event, TextDelta):
             out.append(("text", event.text.strip()))
-        elif isinstance(event, CallStart):
+        elif isinstance(event, ToolCallStart):
             out.append(("call", event.name))
         else:
-            assert isinstance(event, CallDelta)
+            assert isinstance(event, ToolCallDelta)
             out[-1] = (*out[-1], json.loads(event.arguments))
     return out

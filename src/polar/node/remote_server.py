@@ -1,0 +1,111 @@
+"""The rollout server, as a node sees it over HTTP (protocol.Server)."""
+
+from types import TracebackType
+from typing import Any, TypeVar
+from urllib.parse import quote
+
+import aiohttp
+import msgspec
+
+from polar.errors import ConfigError
+from polar.rollout.protocol import (
+    FinishStatus,
+    Heartbeat,
+    HeartbeatResponse,
+    JoinRequest,
+    JoinResponse,
+    Lease,
+    LeaseId,
+    ServerUnreachable,
+    SessionOutcome,
+    UnknownNode,
+)
+
+T = TypeVar("T")
+
+_CONNECT_SECONDS = 5.0  # seconds
+_COPY_SECONDS = 3600.0  # a copy of a session may be large, and the way to the server long
+_RESPONSE_SECONDS = 60.0  # a server that is alive answers every call within some beats
+_REFUSED_STATUSES = frozenset({400, 401, 403, 404, 413, 422})
+
+
+class RemoteServer:
+    """Use as an async context manager."""
+
+    def __init__(self, url: str, token: str | None) -> None:
+        if not url.startswith(("http://", "https://")):
+            raise ConfigError(f"{url!r} is no address of a rollout server: it begins with http:// or https://.")
+        self._url = url.rstrip("/")
+        self._headers = {"Authorization": f"Bearer {token}"} if token else {}
+        self._http: aiohttp.ClientSession
+        self._beat_seconds = _RESPONSE_SECONDS  # seconds that the answer to a beat may take
+
+    async def __aenter__(self) -> "RemoteServer":
+        self._http = aiohttp.ClientSession(
+            headers=self._headers,
+            cookie_jar=aiohttp.DummyCookieJar(),
+        )
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._http.close()
+
+    async def join(self, request: JoinRequest) -> JoinResponse:
+        joined = await self._post("/nodes/join", request, JoinResponse)
+        # A connection whose other end is gone without a word must not cost us our leases.
+        self._beat_seconds = min(joined.beat + joined.term / 2, _RESPONSE_SECONDS)
+        return joined
+
+    async def lease(self, node_id: str, holding: list[LeaseId], room: int) -> list[Lease]:
+        return await self._post(_path(node_id, "lease"), {"holding": holding, "room": room}, list[Lease])
+
+    async def heartbeat(self, node_id: str, heartbeat: Heartbeat) -> HeartbeatResponse:
+        return await self._post(_path(node_id, "beat"), heartbeat, HeartbeatResponse, self._beat_seconds)
+
+    async def finish(self, node_id: str, ended: list[SessionOutcome]) -> list[FinishStatus]:
+        return await self._post(_path(node_id, "finish"), ended, list[FinishStatus])
+
+    async def send_session(self, node_id: str, data: bytes) -> None:
+        await self._call("PUT", _path(node_id, "sessions"), data, _COPY_SECONDS)
+
+    async def leave(self, node_id: str) -> None:
+        await self._call("POST", _path(node_id, "leave"), b"")
+
+    async def _post(self, path: str, body: Any, kind: type[T], seconds: float = _RESPONSE_SECONDS) -> T:
+        answer = await self._call("POST", path, msgspec.json.encode(body), seconds)
+        try:
+            return msgspec.json.decode(answer, type=kind)
+        except msgspec.DecodeError as error:
+            raise ServerUnreachable(f"{self._url}{path} gave no answer of a rollout server: {error}.") from error
+
+    async def _call(self, method: str, path: str, body: bytes, seconds: float = _RESPONSE_SECONDS) -> bytes:
+        headers = {"Content-Type": "application/json" if method == "POST" else "application/octet-stream"}
+        try:
+            timeout = aiohttp.ClientTimeout(total=seconds, sock_connect=_CONNECT_SECONDS)
+            async with self._http.request(
+                method, self._url + path, data=body, headers=headers, timeout=timeout, allow_redirects=False
+            ) as response:
+                answer = await response.read()
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            raise ServerUnreachable(f"No rollout server answers at {self._url} ({error!r}).") from error
+        if response.status == 410:
+            raise UnknownNode(_detail(answer))
+        if response.status in _REFUSED_STATUSES:
+            raise ConfigError(f"{self._url} refuses this node ({response.status}): {_detail(answer)}")
+        if response.status != 200:
+            raise ServerUnreachable(f"{self._url}{path} answered {response.status}: {_detail(answer)}")
+        return answer
+
+
+def _path(node_id: str, what: str) -> str:
+    return f"/nodes/{quote(node_id, safe='')}/{what}"
+
+
+def _detail(answer: bytes) -> str:
+    try:
+        found = msgspec.json.decode(answer)
+        return str(found["detail"])
+    except (msgspec.DecodeError, KeyError, TypeError):
+        return answer[:200].decode(errors="replace")

@@ -1,0 +1,155 @@
+"""A model's folder as the gateway uses it: from a request to a prompt's ids, and from sampled ids to what was said.
+
+Request -> Conversation -> Plan (recorded ids + text) -> ids        sampled ids -> Parser -> Events
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from polar.errors import ConfigError
+from polar.rendering.continuation import (
+    ContinuationMode,
+    MatchDelivered,
+    PromptPlan,
+    PromptPlanner,
+    RecordedTurn,
+    TurnHistory,
+    find_named_exchange,
+)
+from polar.rendering.encoder import PromptEncoder
+from polar.rendering.families import FallbackFamily, ReplyParser, detect_family
+from polar.rendering.messages import Conversation, build_conversation
+from polar.rendering.seams import SeamProver
+from polar.rendering.skeleton import Renderer
+from polar.rendering.tokenizer import TokenIds, Tokenizer, load_tokenizer
+from polar.rendering.traits import find_traits
+from polar.rendering.turn_digest import TurnDigest, digest_turn
+from polar.reply_parts import PartsBuilder
+from polar.types import (
+    Media,
+    Message,
+    Part,
+    Request,
+    ToolResult,
+)
+
+
+class ModelCodec:
+    def __init__(
+        self, tokenizer: Tokenizer, mode: ContinuationMode = "auto", template_kwargs: dict[str, Any] | None = None
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.encoder = PromptEncoder(tokenizer)
+        family = detect_family(tokenizer)
+        call_id = family.make_call_id
+        self.traits = find_traits(tokenizer.template, call_id)
+        # A template without tools has them spelled out (messages.py) in the most common markup.
+        self.family = family if self.traits.supports_tools else FallbackFamily(tokenizer)
+        self._renderer = Renderer(tokenizer.template, self.traits)
+        seams = SeamProver(self._renderer, self.encoder, call_id)
+        self._planner = PromptPlanner(self._renderer, seams, self.encoder, mode)
+        self._make_call_id = call_id
+        self._kwargs = template_kwargs or {}
+
+    @classmethod
+    def load(
+        cls, folder: str | Path, mode: ContinuationMode = "auto", template_kwargs: dict[str, Any] | None = None
+    ) -> "ModelCodec":
+        return cls(load_tokenizer(resolve_model_folder(folder)), mode, template_kwargs)
+
+    def plan(self, request: Request, history: TurnHistory, match_delivered: MatchDelivered) -> PromptPlan:
+        """How the prompt of a request (of plain function tools) comes about. Raises TemplateError."""
+        return self._planner.plan(
+            self._build_conversation(request, request.messages, history), history, match_delivered
+        )
+
+    def encode_turn(self, request: Request, parts: Sequence[Part], history: TurnHistory) -> TokenIds | None:
+        """What this model would have sampled to say these parts in answer to a request, its end token included: what
+        the template writes behind the prompt for it. None where it does not write a turn as its prompt begins one.
+        Raises TemplateError."""
+        answered = [*request.messages, Message("assistant", list(parts))]
+        prompt = self._renderer.render(self._build_conversation(request, request.messages, history))
+        whole = self._renderer.render(self._build_conversation(request, answered, history), generation_prompt=False)
+        if not whole.startswith(prompt):
+            return None
+        ends = [found.end() for found in self.encoder.find_controls(whole, len(prompt))]
+        end = ends[-1] if ends and not whole[ends[-1] :].strip() else len(whole)
+        return self.encoder.encode(whole[len(prompt) : end], first=False)
+
+    def _build_conversation(self, request: Request, messages: Sequence[Message], history: TurnHistory) -> Conversation:
+        kwargs: dict[str, Any] = {}
+        if request.thinking.enabled is not None:
+            kwargs["enable_thinking"] = request.thinking.enabled
+        if request.thinking.effort:
+            kwargs["reasoning_effort"] = self.encoder.guard(request.thinking.effort)
+        return build_conversation(
+            messages,
+            request.tools,
+            kwargs | self._kwargs,
+            traits=self.traits,
+            guard=self.encoder.guard,
+            make_call_id=self._make_call_id,
+            find_written_id=history.find_written_id,
+            belong_together=_name_same_exchange,
+        )
+
+    def make_parser(self, request: Request, prompt_end: str) -> ReplyParser:
+        """Tools that the harness forbids for one call are still shown, so that the context stays the same; what looks
+        like a call is text then."""
+        tools = request.tools if request.tool_choice.mode != "none" else None
+        return self.family.make_parser(prompt_end=prompt_end, tools=tools)
+
+    def count_matching_tokens(
+        self, turn: RecordedTurn, shown: TurnDigest, sampled: Sequence[int], request: Request
+    ) -> int | None:
+        """How many of a partly delivered turn's first tokens say this: as many as possible, None where none do."""
+        parser = self.make_parser(request, turn.mark.opening)
+        parts = PartsBuilder()
+        says = TurnDigest()
+        kept = None
+        for count, id in enumerate(sampled[: turn.delivered_tokens], 1):
+            if events := parser.feed([id]):
+                for event in events:
+                    parts.add(event)
+                says = digest_turn(parts.build())
+            if says == shown:
+                kept = count
+        return kept
+
+
+def is_renderable(request: Request) -> bool:
+    """Whether a gateway can render this, or only the engine: pictures, raw prompts, forced calls and formats."""
+    return (
+        request.prompt is None
+        and not request.tool_choice.forces_call
+        and request.response_format.kind == "text"
+        and not any(_has_media(part) for message in request.messages for part in message.parts)
+    )
+
+
+def _has_media(part: Part) -> bool:
+    return isinstance(part, Media) or (
+        isinstance(part, ToolResult) and any(isinstance(piece, Media) for piece in part.parts)
+    )
+
+
+def _name_same_exchange(first: Message, second: Message) -> bool:
+    """Two assistant messages in a row are one turn where both name the same exchange."""
+    one = find_named_exchange(first.parts)
+    return one is not None and one == find_named_exchange(second.parts)
+
+
+def resolve_model_folder(folder: str | Path) -> Path:
+    """A folder; or a model's name, where a copy of it is on this machine already. Nothing is downloaded."""
+    path = Path(folder)
+    if path.is_dir():
+        return path
+    try:
+        from huggingface_hub import snapshot_download
+
+        return Path(snapshot_download(str(folder), local_files_only=True))
+    except Exception as error:  # the library has many, and all mean that it isn't there
+        raise ConfigError(
+            f"[engine] tokenizer: there is no folder {str(folder)!r}, nor a model of that name in the local cache."
+        ) from error

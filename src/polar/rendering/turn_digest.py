@@ -1,0 +1,97 @@
+"""What a model's turn says, apart from how it is spelled: so that a turn that a harness echoes can be known again.
+
+Harnesses re-serialise arguments, reorder keys, trim text and split or join parts. None of that changes what was said.
+Equal `Saying`s say the same: equal thinking, equal text up to white space at the edges of its parts, equal calls of the
+same names in the same order, with arguments that are equal as JSON (1.0 is 1).
+"""
+
+import json
+from collections.abc import Iterable, Sequence
+from hashlib import blake2b
+from typing import Any
+
+from msgspec import Struct
+
+from polar.rendering.memo import Memo
+from polar.types import Part, Reasoning, Text, ToolCall
+
+EMPTY_DIGEST = b""
+_DIGEST_BYTES = 8
+
+_CALL_CACHE_BYTES = 32 * 1024 * 1024
+"""For calls with their digests. Arguments may be whole files."""
+
+
+class TurnDigest(Struct, frozen=True, gc=False):
+    """Digests of a turn's thinking, text and calls; empty where it has none."""
+
+    thinking: bytes = EMPTY_DIGEST
+    text: bytes = EMPTY_DIGEST
+    calls: bytes = EMPTY_DIGEST
+
+    @property
+    def combined(self) -> bytes:
+        return _digest((self.thinking, self.text, self.calls))
+
+
+def digest_turn(parts: Iterable[Part]) -> TurnDigest:
+    thinking, text, calls = [], [], []
+    for part in parts:
+        match part:
+            case Reasoning():
+                thinking.append(part.text)
+            case Text():
+                text.append(part.text)
+            case ToolCall():
+                calls.append(_call_memo((part.namespace, part.name, part.kind, part.arguments)))
+    return TurnDigest(_digest_text(thinking), _digest_text(text), _digest(calls) if calls else EMPTY_DIGEST)
+
+
+def chain_digest(before: bytes, turn: bytes) -> bytes:
+    """A digest of a sequence of turns, one more at a time."""
+    return _digest((before, turn))
+
+
+def parse_arguments(arguments: str) -> Any:
+    """Arguments as JSON; the text itself where they are none."""
+    try:
+        return json.loads(arguments)
+    except (ValueError, RecursionError):
+        return arguments
+
+
+def _digest_text(pieces: Sequence[str]) -> bytes:
+    joined = "".join(pieces).strip()
+    return _digest((joined.encode("utf-8", "surrogatepass"),)) if joined else EMPTY_DIGEST
+
+
+def _digest_call(call: tuple[str | None, str, str, str]) -> bytes:
+    namespace, name, kind, arguments = call
+    value = parse_arguments(arguments) if kind == "function" and arguments else arguments or {}
+    try:
+        canonical = json.dumps(_normalize_numbers(value), sort_keys=True, ensure_ascii=False, separators=(",", ":"))
+    except RecursionError:  # too deep to be compared by value
+        canonical = arguments
+    return _digest(text.encode("utf-8", "surrogatepass") for text in (namespace or "", name, canonical))
+
+
+_call_memo = Memo(_digest_call, _CALL_CACHE_BYTES)
+
+
+def _normalize_numbers(value: Any) -> Any:
+    """The same value with one spelling of each number."""
+    if isinstance(value, float) and value.is_integer() and abs(value) < 2**53:
+        return int(value)
+    if isinstance(value, dict):
+        return {key: _normalize_numbers(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_normalize_numbers(inner) for inner in value]
+    return value
+
+
+def _digest(pieces: Iterable[bytes]) -> bytes:
+    digest = blake2b(digest_size=_DIGEST_BYTES)
+    for piece in pieces:
+        digest.update(len(piece).to_bytes(8, "little"))
+        digest.update(piece)
+    return digest.digest()

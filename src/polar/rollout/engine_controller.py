@@ -1,0 +1,116 @@
+"""Engines and the policy: changed here once, and in force at every node when the caller is answered."""
+
+import asyncio
+from collections import defaultdict
+
+from polar.engines.base import normalize_engine_url
+from polar.engines.desired_state import DesiredEngines, PauseState
+from polar.errors import ConfigError, EngineError, PolarError
+from polar.rollout.events import EventBus
+from polar.rollout.lease_manager import LeaseManager
+from polar.rollout.queue import Queue
+from polar.rollout.run_registry import RunRegistry
+from polar.store.base import Store
+
+
+class NotAppliedYet(PolarError):
+    """Some nodes have not done in time what was asked of all; they still will."""
+
+
+class EngineController:
+    def __init__(
+        self, policy: RunRegistry, leasing: LeaseManager, queue: Queue, store: Store, events: EventBus
+    ) -> None:
+        self._policy = policy
+        self._leasing = leasing
+        self._queue = queue
+        self._store = store
+        self._events = events
+        self._pause_requests: defaultdict[str, int] = defaultdict(int)  # of those who pause and resume, by run
+
+    @property
+    def engines(self) -> DesiredEngines:
+        return self._policy.engines
+
+    def replica_urls(self, run: str) -> list[str]:
+        return self._policy.replica_urls(run)
+
+    async def add_replica(self, run: str, url: str, version: int | None, seconds: float) -> None:
+        url = normalize_engine_url(url)
+        for other, pool in self._policy.engines.pools.items():
+            if other != run and any(replica.url == url for replica in pool.replicas):
+                raise ConfigError(f"{url} is an engine of the run {other}: what pauses one would pause the other.")
+        if version is not None:
+            await self._store.set_policy_versions({url: version})
+            self._policy.versions[url] = version
+        self._policy.add_replica(run, url)
+        await self._apply_everywhere(run, "engines.changed", seconds)
+
+    async def remove_replica(self, run: str, url: str, seconds: float) -> bool:
+        """False where it is none of the run's own."""
+        if not self._policy.remove_replica(run, normalize_engine_url(url)):
+            return False
+        await self._apply_everywhere(run, "engines.changed", seconds)
+        return True
+
+    async def set_version(self, run: str, version: int, url: str | None, seconds: float) -> bool:
+        """The weights have changed. False where there is no such replica."""
+        chosen = [
+            known for known in self._policy.replica_urls(run) if url is None or known == normalize_engine_url(url)
+        ]
+        if not chosen:
+            return False
+        versions = dict.fromkeys(chosen, version)
+        await self._store.set_policy_versions(versions)
+        self._policy.versions.update(versions)
+        self._leasing.cancel_stale(run)
+        await self._apply_everywhere(run, "policy.changed", seconds)
+        return True
+
+    async def pause(self, run: str, mode: PauseState, seconds: float) -> None:
+        if mode == "sleep":  # an engine breaks off the calls that any node still has there
+            await self._apply_pause_modes(run, ["drain", "sleep"], seconds)
+        else:
+            await self._apply_pause_modes(run, [mode], seconds)
+
+    async def resume(self, run: str, seconds: float) -> None:
+        paused = self._policy.settings(run).paused
+        if paused in ("freeze", "settle"):  # every node's calls hear of new weights before the first engine goes on
+            await self._apply_pause_modes(run, ["settle", None], seconds)
+        elif paused in ("sleep", "drain"):  # no node calls an engine before it is awake
+            await self._apply_pause_modes(run, ["hold", None], seconds)
+        else:
+            await self._apply_pause_modes(run, [None], seconds)
+
+    async def _apply_pause_modes(self, run: str, modes: list[PauseState | None], seconds: float) -> None:
+        """Each in force before the next one begins. Whoever pauses or resumes meanwhile has the last word."""
+        turn = self._pause_requests[run] = self._pause_requests[run] + 1
+        deadline = asyncio.get_running_loop().time() + seconds
+        for mode in modes:
+            if self._pause_requests[run] != turn:
+                raise NotAppliedYet("Somebody else has paused or resumed generation meanwhile.")
+            self._policy.pause(run, mode)
+            left = max(0.0, deadline - asyncio.get_running_loop().time())
+            try:
+                await self._apply_everywhere(run, "policy.changed", left)
+            except NotAppliedYet as error:
+                if mode == modes[-1]:
+                    raise
+                raise NotAppliedYet(f"{error} Until then generation stays paused: say it again.") from error
+
+    async def _apply_everywhere(self, run: str, kind: str, seconds: float) -> None:
+        """Kept, told, and applied at every node that is alive. Raises NotInForce, and EngineError where an engine does
+        not do what it is told; it is tried again all the same."""
+        generation = self._policy.advance_generation()
+        await self._queue.save_run(run, self._policy.settings(run).encode())
+        self._events.publish(
+            kind, run=run, version=self._policy.newest_version(run), paused=self._policy.pool_state(run).paused
+        )
+        self._leasing.wake_all()
+        late = await self._leasing.wait_until_applied(generation, seconds)
+        if late:
+            names = ", ".join(member.name for member in late)
+            raise NotAppliedYet(f"Not in force yet at {names}: it will be, as soon as they answer.")
+        problems = [problem for one in self._leasing.members.values() for problem in one.problems.get(run, [])]
+        if problems:
+            raise EngineError(problems[0])

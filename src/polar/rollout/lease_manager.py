@@ -1,0 +1,396 @@
+"""The server, as nodes see it (protocol.Server): who is alive, who has what, and what each may have next."""
+
+import asyncio
+import logging
+from collections import defaultdict
+from collections.abc import Awaitable, Callable
+from functools import partial
+
+from polar.config import ServerSettings
+from polar.engines.desired_state import DesiredEngines, DesiredPool
+from polar.errors import StoreError
+from polar.rollout.events import EventBus
+from polar.rollout.ledger import Ledger
+from polar.rollout.members import NodeMember
+from polar.rollout.protocol import (
+    NOT_RUNNABLE,
+    FinishStatus,
+    Heartbeat,
+    HeartbeatResponse,
+    JoinRequest,
+    JoinResponse,
+    Lease,
+    LeaseId,
+    SessionOutcome,
+    UnknownNode,
+)
+from polar.rollout.queue import Queue
+from polar.rollout.records import Lane, LeaseAllowance, TrackedLease, WorkChange
+from polar.rollout.results import result_form
+from polar.rollout.run_registry import RunRegistry
+from polar.rollout.runs import parse_staleness_limits
+from polar.store.base import Store
+
+log = logging.getLogger(__name__)
+
+_UNLIMITED = 1 << 31
+_MAX_RETRY_SECONDS = 30.0  # seconds
+_MAX_REMEMBERED_NODES = 1000  # nodes that seem to have died
+
+
+class LeaseManager:
+    def __init__(
+        self,
+        queue: Queue,
+        ledger: Ledger,
+        policy: RunRegistry,
+        events: EventBus,
+        settings: ServerSettings,
+        *,
+        store: Store,
+        store_id: str,
+        schedule: Callable[[float, Callable[[], Awaitable[None]]], None],
+        recount: Callable[[], Awaitable[None]],
+    ) -> None:
+        """`later` has something done after so many seconds; `recount` is for when the queue is in doubt."""
+        self._queue = queue
+        self._ledger = ledger
+        self._policy = policy
+        self._events = events
+        self._settings = settings
+        self._store = store
+        self._store_id = store_id
+        self._schedule = schedule
+        self._recount = recount
+        self._unrunnable: dict[tuple[str, str], tuple[Lane, set[str]]] = {}  # tasks, and the nodes that can't run them
+        self._awaiting_retry: set[int] = set()  # work that waits for another try, and will get it
+        self._lease_lock = asyncio.Lock()  # quotas are looked at and used up by one at a time
+        self._members_changed = asyncio.Condition()  # a node has applied something, or is no more
+        self._tracks_lifetimes = False  # there may be work under which nodes have died
+        self._suspects_by_node: dict[
+            str, list[int]
+        ] = {}  # nodes that seem to have died, and the work that was marked for it
+        self.members: dict[str, NodeMember] = {}
+        self.sleep_node_id: str | None = None  # the node that sends engines to sleep, and wakes them
+
+    async def restore(self) -> None:
+        """What the database says, as far as it is not known: who has what (nodes that were not heard of yet have a full
+        term to be), and what waits for another try."""
+        for tracked in await self._queue.leases():
+            member = self.members.setdefault(tracked.node, NodeMember(tracked.node))
+            if not member.lost:
+                member.add_lease(tracked)
+        self._tracks_lifetimes = True
+        for work_id in await self._queue.waiting_work():
+            self._schedule_retry(work_id, self._settings.beat_seconds)
+
+    async def join(self, request: JoinRequest) -> JoinResponse:
+        for dead in request.replaces:
+            if dead in self.members:
+                self.members[dead].ending |= dead in request.stopped
+                await self.remove_member(self.members[dead], died=True)
+        member = self.members.get(request.node_id)
+        if member is not None and member.lost:
+            await self.remove_member(member, died=True)  # to its end: it is not to be taken from the one that joins now
+        if (marked := self._suspects_by_node.pop(request.node_id, None)) is not None:  # it was only silent
+            await self._queue.retract_kills(marked)
+        if self.members.get(request.node_id) is None:
+            member = NodeMember(request.node_id)
+            for tracked in await self._queue.node_leases(request.node_id):  # what the database says it has, it has
+                member.add_lease(tracked)
+            self.members.setdefault(request.node_id, member)  # unless it was quicker, in another call
+        member = self.members[request.node_id]
+        if member.registration is None:
+            self._events.publish("node.joined", node_id=request.node_id, name=request.name)
+        member.registration = request
+        member.mark_alive()
+        return JoinResponse(
+            term=self._settings.lease_seconds,
+            beat=self._settings.beat_seconds,
+            shares_store=request.store == self._store_id,
+            engines=self._engines_for(request.node_id),
+        )
+
+    def _require_member(self, node_id: str) -> NodeMember:
+        member = self.members.get(node_id)
+        if member is None or member.registration is None or member.lost:
+            raise UnknownNode(f"There is no node {node_id} (any more): join again.")
+        member.mark_alive()
+        return member
+
+    # Work
+
+    async def lease(self, node_id: str, holding: list[LeaseId], room: int) -> list[Lease]:
+        member = self._require_member(node_id)
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + self._settings.beat_seconds
+        while True:
+            async with self._lease_lock:
+                if self._queue.is_uncertain:
+                    await self._recount()
+                if member.lost:  # while this waited: it must not get again what was just taken from it
+                    raise UnknownNode(f"Node {node_id} is counted among the lost: join again.")
+                given = await self._lease_work(member, holding, room)
+            if len(given) >= room:
+                self._ledger.notify_work()  # there may be more, for others
+            left = deadline - loop.time()
+            if given or left <= 0:
+                return given
+            await self._ledger.wait_for_work(member.backends, left)
+
+    async def _lease_work(self, member: NodeMember, holding: list[LeaseId], room: int) -> list[Lease]:
+        allowances = [] if member.draining or room <= 0 else self._allowances(member)
+        if not allowances and member.leases.keys() <= set(holding):
+            return []
+        unfit = self._unrunnable_tasks(member)
+        pairs = await self._queue.lease(member.node_id, holding, allowances, room, member.slots, unfit)
+        for lease, tracked in pairs:
+            if tracked.lease_id not in member.leases:  # else it comes again
+                member.add_lease(tracked)
+                self._ledger.record_leased(tracked.lane, lease.task_id, lease.sample, member.node_id)
+        return [lease for lease, _ in pairs]
+
+    def _allowances(self, member: NodeMember) -> list[LeaseAllowance]:
+        busy: defaultdict[str, int] = defaultdict(int)
+        for lane, counts in self._ledger.lanes.items():
+            busy[lane.run] += counts.leased
+        found = []
+        for lane, counts in self._ledger.lanes.items():
+            if counts.queued > 0 and lane.name in member.backends:
+                most = self._session_budget(lane.run, busy[lane.run])
+                if most > 0:
+                    version, isolates = self._policy.newest_version(lane.run), self._is_isolation_node(member, lane)
+                    found.append(LeaseAllowance(lane, most, busy[lane.run], version, isolates))
+        return found
+
+    def _is_isolation_node(self, member: NodeMember, lane: Lane) -> bool:
+        """One node is kept free for work that is to run alone, so that it gets its turn while all are busy."""
+        able = (one.node_id for one in self.members.values() if lane.name in one.backends and not one.draining)
+        return member.node_id == min(able, default=None)
+
+    def _unrunnable_tasks(self, member: NodeMember) -> frozenset[tuple[str, str]]:
+        """Tasks that a node can't run, and that others may be able to."""
+        able = [one for one in self.members.values() if one.registration is not None and not one.draining]
+        return frozenset(
+            task
+            for task, (lane, refused) in self._unrunnable.items()
+            if member.node_id in refused
+            and any(one.node_id not in refused and lane.name in one.backends for one in able)
+        )
+
+    def _session_budget(self, run: str, busy: int) -> int:
+        """How many sessions of a run may begin now."""
+        quotas = self._policy.quotas(run)
+        limits = [_UNLIMITED]
+        if quotas.max_running is not None:
+            limits.append(quotas.max_running - busy)
+        if quotas.max_ahead is not None:
+            limits.append(quotas.max_ahead - busy - self._ledger.untaken[run])
+        return min(limits)
+
+    async def finish(self, node_id: str, ended: list[SessionOutcome]) -> list[FinishStatus]:
+        """Whoever says it: the fence decides."""
+        member = self.members.get(node_id)
+        if member is not None:
+            member.mark_alive()
+        for one in ended:
+            one.node_id = node_id
+            tracked = None if member is None else member.leases.get(one.lease_id)
+            if tracked is not None:
+                form = result_form(tracked.request)
+                one.builder, one.mask_traces = form.builder, form.mask_traces
+                self._record_staleness(one, tracked)
+                if one.stale and one.reason == "stale" and one.session_id is not None:
+                    # Before its end is written: where the store fails, the node tells it again, and so is this.
+                    await self._store.revoke_session_reward(one.session_id, "stale")
+        outcomes = await self._queue.finish(ended, self._settings.attempts)
+        for one, outcome in zip(ended, outcomes, strict=True):
+            if member is not None:
+                member.drop_lease(one.lease_id)
+            if outcome.change is not None:
+                self._record_change(outcome.change)
+        self._ledger.notify_work()
+        return [outcome.status for outcome in outcomes]
+
+    def _record_change(self, change: WorkChange) -> None:
+        self._ledger.record_change(change)
+        if change.triggers_early_stop:
+            self.cancel(change.lane.run, change.task_id, "early_stop")
+        if change.ended_task is not None:
+            self._unrunnable.pop((change.lane.run, change.task_id), None)
+        elif change.outcome.reason == NOT_RUNNABLE and change.outcome.node_id is not None:
+            _, refused = self._unrunnable.setdefault((change.lane.run, change.task_id), (change.lane, set()))
+            refused.add(change.outcome.node_id)
+        if change.new_state == "waiting":
+            log.info("Task %s, sample %d is tried again: %s.", change.task_id, change.sample, change.outcome.reason)
+            # After a while, longer each time: what failed may need it.
+            self._schedule_retry(change.outcome.work_id, min(2.0 ** min(change.outcome.fence, 9), _MAX_RETRY_SECONDS))
+
+    def _schedule_retry(self, work_id: int, seconds: float) -> None:
+        if work_id not in self._awaiting_retry:
+            self._awaiting_retry.add(work_id)
+            self._schedule(seconds, partial(self._requeue, work_id))
+
+    async def _requeue(self, work_id: int) -> None:
+        self._awaiting_retry.discard(work_id)
+        try:
+            lanes = await self._queue.requeue([work_id])
+        except StoreError as error:
+            log.warning("Work %d waits for the store: %s", work_id, error)
+            self._schedule_retry(work_id, self._settings.beat_seconds)
+            return
+        for lane in lanes:
+            counts = self._ledger.counts(lane)
+            counts.waiting -= 1
+            counts.queued += 1
+        self._ledger.notify_work()
+
+    def _record_staleness(self, outcome: SessionOutcome, tracked: TrackedLease) -> None:
+        limits = parse_staleness_limits(tracked.request)
+        newest = self._policy.newest_version(tracked.lane.run)
+        oldest = tracked.version if outcome.oldest_version is None else outcome.oldest_version
+        outcome.lag = None if oldest is None else newest - oldest
+        outcome.stale = limits.is_stale(oldest, newest)
+        if outcome.stale and limits.on_stale == "cancel" and outcome.reason in (None, "cancelled"):
+            outcome.reward, outcome.reason = None, "stale"
+
+    async def send_session(self, node_id: str, data: bytes) -> None:
+        self._require_member(node_id)
+        await self._store.import_session(data)
+
+    # Orders
+
+    async def heartbeat(self, node_id: str, heartbeat: Heartbeat) -> HeartbeatResponse:
+        member = self._require_member(node_id)
+        if heartbeat.ending:
+            member.draining = member.ending = True
+        reported = heartbeat.seen, heartbeat.applied, heartbeat.problems
+        if reported != (member.seen_generation, member.applied_generation, member.problems):
+            member.seen_generation, member.applied_generation, member.problems = reported
+            await self._notify()
+        orders = await member.next_orders(heartbeat, self._policy.engines.generation, self._settings.beat_seconds)
+        if member.lost:
+            raise UnknownNode(f"Node {node_id} was silent for too long: join again.")
+        engines = self._policy.engines
+        orders.engines = self._engines_for(node_id) if engines.generation != heartbeat.seen else None
+        return orders
+
+    def cancel(self, run: str, task_id: str, reason: str) -> int:
+        """Of a task, what runs: its nodes are told to end it. How many there are."""
+        return self._cancel(lambda one: (one.lane.run, one.task_id) == (run, task_id), reason)
+
+    def cancel_stale(self, run: str) -> None:
+        newest = self._policy.newest_version(run)
+
+        def is_stale(tracked: TrackedLease) -> bool:
+            if self._policy.replica_urls(tracked.lane.run) != self._policy.replica_urls(run):
+                return False
+            limits = parse_staleness_limits(tracked.request)
+            return limits.on_stale == "cancel" and limits.is_stale(tracked.version, newest)
+
+        self._cancel(is_stale, "stale")
+
+    def _cancel(self, wanted: Callable[[TrackedLease], bool], reason: str) -> int:
+        count = 0
+        for member in self.members.values():
+            for tracked in member.leases.values():
+                if wanted(tracked):
+                    member.cancel(tracked.lease_id, reason)
+                    count += 1
+        return count
+
+    def wake_all(self) -> None:
+        for member in self.members.values():
+            member.wake()
+
+    def _engines_for(self, node_id: str) -> DesiredEngines:
+        """All nodes share the engines: one of them is enough to send them to sleep, and not every engine stands being
+        told twice."""
+        engines = self._policy.engines
+        if node_id == self.sleep_node_id:
+            return engines
+        pools = {
+            run: DesiredPool(pool.replicas, "hold" if pool.paused == "sleep" else pool.paused, pool.since)
+            for run, pool in engines.pools.items()
+        }
+        return DesiredEngines(engines.generation, pools, engines.server)
+
+    async def wait_until_applied(self, generation: int, seconds: float) -> list[NodeMember]:
+        """Waits until every node that is alive has done what it could: those that have not."""
+        try:
+            async with asyncio.timeout(seconds), self._members_changed:
+                await self._members_changed.wait_for(lambda: not self._lagging_members(generation))
+        except TimeoutError:
+            pass
+        return self._lagging_members(generation)
+
+    def _lagging_members(self, generation: int) -> list[NodeMember]:
+        """Also those of which only the database knows yet: their sessions may well be running."""
+        return [
+            one
+            for one in self.members.values()
+            if one.applied_generation < generation and (one.registration or one.leases)
+        ]
+
+    async def _notify(self) -> None:
+        async with self._members_changed:
+            self._members_changed.notify_all()
+
+    # Ends
+
+    async def drain(self, node_id: str) -> bool:
+        """It gets no more work, and leaves when all is done. False where there is no such node."""
+        member = self.members.get(node_id)
+        if member is None:
+            return False
+        member.draining = True
+        member.wake()
+        return True
+
+    async def leave(self, node_id: str) -> None:
+        member = self.members.get(node_id)
+        if member is not None:
+            await self.remove_member(member, died=False)
+
+    async def remove_member(self, member: NodeMember, *, died: bool) -> None:
+        """A node is no more. Where the database fails, it is to be tried again."""
+        member.lost = True  # from here on it has to join again
+        counts_as_kill = died and not member.ending
+        if counts_as_kill and self._tracks_lifetimes:
+            # Of one that was here before this server, nobody knows how long: rather too long, to the work's favour.
+            await self.record_lifetimes({} if member.registration else {member.node_id: self._settings.lease_seconds})
+        changes = await self._queue.release_leases(member.node_id, died=counts_as_kill)
+        if counts_as_kill and changes:
+            self._tracks_lifetimes = True
+            self._suspects_by_node[member.node_id] = [
+                one.outcome.work_id for one in changes if one.new_state == "queued"
+            ]
+            while len(self._suspects_by_node) > _MAX_REMEMBERED_NODES:
+                del self._suspects_by_node[next(iter(self._suspects_by_node))]
+        if self.members.get(member.node_id) is member:
+            del self.members[member.node_id]
+        for change in changes:
+            self._record_change(change)
+        self._events.publish("node.lost" if died else "node.left", node_id=member.node_id, sessions=len(changes))
+        if died:
+            self._ledger.metrics.count_expired(len(changes))
+            log.warning("Node %s is lost; %d sessions go to others.", member.node_id, len(changes))
+        self._ledger.notify_work()
+        await self._notify()
+
+    async def expire_silent_members(self, now: float) -> None:
+        """Those that were not heard of for a term. (`now`: before anything was waited for, lest this stood still.)"""
+        for member in list(self.members.values()):
+            if member.lost or now - member.last_seen > self._settings.lease_seconds:
+                await self.remove_member(member, died=True)
+
+    async def record_lifetimes(self, departed: dict[str, float] | None = None) -> None:
+        """Where nodes have died under some work: how long others live meanwhile (blame.py)."""
+        lived = {member.node_id: member.take_lifetime() for member in self.members.values() if member.registration}
+        if self._tracks_lifetimes:
+            self._tracks_lifetimes = await self._queue.record_lifetimes(lived | (departed or {}))
+
+    def renew_terms(self) -> None:
+        """We stood still ourselves, and have heard of nobody meanwhile."""
+        for member in self.members.values():
+            member.mark_alive()

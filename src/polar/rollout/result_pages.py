@@ -1,0 +1,308 @@
+"""What trainers read of tasks and sessions that have ended, as JSON in pieces.
+
+    rows of the queue + exchanges of the store -> a few results at a time, off the event loop -> bytes
+
+Nothing of it is kept: a result is a view, made anew for whoever asks, with the builder that the task names or with
+another one. Nor is a page ever in memory as a whole.
+"""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from typing import NamedTuple, Protocol
+
+import msgspec
+
+from polar.rollout.models import ResultUnit, SuspiciousFilter
+from polar.rollout.protocol import SessionOutcome
+from polar.rollout.records import TaskRow, WorkRow
+from polar.rollout.results import (
+    ResultForm,
+    render_ended_result,
+    render_failed_result,
+    result_form,
+    task_status,
+    with_outcome,
+)
+from polar.store.base import SessionRecord, Store, is_suspicious
+from polar.trajectory import wire
+from polar.trajectory.checker import HeldBackError, SessionChecker
+from polar.trajectory.session import GroupTree
+
+log = logging.getLogger(__name__)
+
+MAX_PAGE_BYTES = 32 * 1024 * 1024
+"""Bytes after which a page ends; it has at least one result."""
+
+
+_MAX_LISTED_SESSIONS = 1000
+"""Sessions of a task that are shown one by one."""
+
+
+class ResultSource(Protocol):
+    """What is asked of the rollout server."""
+
+    @property
+    def closing(self) -> bool:
+        """Nobody is to wait any more."""
+        ...
+
+    async def task(self, run: str, task_id: str) -> TaskRow | None: ...
+
+    async def task_work(self, run: str, task_id: str) -> list[WorkRow]: ...
+
+    async def sessions_after(self, run: str, after: int, limit: int) -> list[WorkRow]: ...
+
+    async def groups_after(self, run: str, after: int, limit: int) -> list[TaskRow]: ...
+
+    async def wait_for_results(self, run: str, after: int, seconds: float, unit: ResultUnit) -> None: ...
+
+
+class _Piece(NamedTuple):
+    """Of a page."""
+
+    data: bytes
+    cursor: int | None  # of the result that ends with it
+    is_held_back: bool = False  # it is a session with a reward that is held back
+
+
+_Pieces = list[_Piece]
+
+
+class _HeldBackCount:
+    """Counts sessions that ended with a reward, and are held back: they are not usable."""
+
+    def __init__(self) -> None:
+        self.sessions = 0
+
+
+class _ResultInputs(msgspec.Struct):
+    """All that a result is made of."""
+
+    row: WorkRow
+    ended: SessionOutcome
+    form: ResultForm
+    recorded: SessionRecord
+
+
+_decode_outcome = msgspec.json.Decoder(SessionOutcome).decode
+_encode = msgspec.json.Encoder().encode
+
+
+class ResultPages:
+    def __init__(self, rows: ResultSource, store: Store, checker: SessionChecker | None = None) -> None:
+        """Without a `checker`, every session is checked, and nobody counts it."""
+        self.checker = checker or SessionChecker()
+        self._rows = rows
+        self._store = store
+        self._forms: dict[tuple[str, str], ResultForm] = {}
+
+    async def stream_page(
+        self,
+        run: str,
+        after: int,
+        *,
+        wait: float,
+        limit: int,
+        unit: ResultUnit,
+        builder: str | None,
+        suspicious: SuspiciousFilter = "keep",
+    ) -> AsyncIterator[bytes]:
+        """`{"results": [...], "cursor": ...}`: what has ended after that cursor, in that order. Where there is nothing,
+        it waits so long for something. Of sessions, only those that pass the filter are given; groups come with those
+        of their sessions that do."""
+        rows, last = await self._wait_for_ended(run, after, wait, limit, unit, suspicious)
+        opening = b'{"results":['
+        cursor, size, cut = after, 0, False
+        async with contextlib.aclosing(self._render_rows(rows, builder, suspicious)) as several:
+            async for pieces in several:
+                chunks = []
+                for piece, end_cursor, _ in pieces:
+                    chunks += [opening, piece]
+                    size += len(piece)
+                    opening = b"" if end_cursor is None else b","
+                    cursor = cursor if end_cursor is None else end_cursor
+                    if size >= MAX_PAGE_BYTES and end_cursor is not None:
+                        break
+                yield b"".join(chunks)
+                if size >= MAX_PAGE_BYTES and opening:
+                    cut = True
+                    break
+        yield (b"" if size else opening) + b'],"cursor":%d}' % (cursor if cut else last)
+
+    async def stream_status(
+        self, task: TaskRow, *, results: bool, cancelled_sessions: int | None = None
+    ) -> AsyncIterator[bytes]:
+        """A task (models.TaskStatus), with the results that there are by now where they are wanted."""
+        document: dict[str, object] = {
+            "task_id": task.task_id,
+            "run": task.run,
+            "status": task_status(task),
+            "total_sessions": task.samples,
+            "completed_sessions": task.ended,
+            "cancelled": task.cancelled,
+            "created_at": task.created_at,
+            "ended_at": task.ended_at,
+            "cursor": task.cursor,
+            "result_paths": [],
+            **({} if cancelled_sessions is None else {"cancelled_sessions": cancelled_sessions}),
+        }
+        rows = await self._rows.task_work(task.run, task.task_id)
+        document["sessions"] = [
+            {"sample": row.sample, "state": row.state, "attempt": row.attempt, "node": row.node, "id": row.session_id}
+            for row in rows[:_MAX_LISTED_SESSIONS]
+        ]
+        yield _encode(document)[:-1] + b',"results":['
+        held = _HeldBackCount()
+        if results:
+            async for piece in self._render_ended(rows, None, held):
+                yield piece
+        yield b'],"usable_sessions":%d}' % (task.usable - held.sessions)
+
+    async def render_tree(self, task: TaskRow) -> bytes:
+        """The token tree over all sessions of a task that there are by now."""
+        rows = [row for row in await self._rows.task_work(task.run, task.task_id) if row.summary is not None]
+        left, tree = iter(rows), GroupTree(self.checker)
+        async for some in self._store.read_sessions([row.session_id for row in rows]):
+            for one, row in zip(some, left, strict=False):
+                if one.session is not None and row.summary is not None and _find_problem(row, one) is None:
+                    ended_session = with_outcome(one.session, _decode_outcome(row.summary))
+                    await asyncio.to_thread(tree.add, ended_session, one.exchanges)
+        return await asyncio.to_thread(lambda: _encode(wire.tree_to_dict(tree.build())))
+
+    async def _wait_for_ended(
+        self, run: str, after: int, wait: float, limit: int, unit: ResultUnit, suspicious: SuspiciousFilter
+    ) -> tuple[Sequence[WorkRow | TaskRow], int]:
+        """Those that pass, and the cursor of the last one that was looked at."""
+        now = asyncio.get_running_loop().time
+        deadline = now() + wait
+        while True:
+            rows = await (
+                self._rows.sessions_after(run, after, limit)
+                if unit == "session"
+                else self._rows.groups_after(run, after, limit)
+            )
+            if rows:
+                after = rows[-1].cursor or after
+                if passing := [row for row in rows if _passes(row, suspicious)]:
+                    return passing, after
+                continue
+            left = deadline - now()
+            if left <= 0 or self._rows.closing:
+                return rows, after
+            await self._rows.wait_for_results(run, after, left, unit)
+
+    async def _render_rows(
+        self, rows: Sequence[WorkRow | TaskRow], builder: str | None, suspicious: SuspiciousFilter
+    ) -> AsyncGenerator[_Pieces, None]:
+        async for results in self._render_sessions([row for row in rows if isinstance(row, WorkRow)], builder):
+            yield results
+        for task in rows:
+            if isinstance(task, TaskRow):
+                held = _HeldBackCount()
+                async for piece in self._render_group(task, builder, suspicious, held):
+                    yield [_Piece(piece, None)]
+                yield [_Piece(b'],"usable":%d}' % (task.usable - held.sessions), task.cursor)]
+
+    async def _render_group(
+        self, task: TaskRow, builder: str | None, suspicious: SuspiciousFilter, held: "_HeldBackCount"
+    ) -> AsyncIterator[bytes]:
+        """But for its end."""
+        rows = await self._rows.task_work(task.run, task.task_id)
+        document = {
+            "task_id": task.task_id,
+            "run": task.run,
+            "status": task_status(task),
+            "asked": task.samples,
+            "cancelled": sum(_was_cancelled(row, task) for row in rows),
+            "cursor": task.cursor,
+        }
+        yield _encode(document)[:-1] + b',"results":['
+        async for piece in self._render_ended([row for row in rows if _passes(row, suspicious)], builder, held):
+            yield piece
+
+    async def _render_ended(
+        self, rows: list[WorkRow], builder: str | None, held: "_HeldBackCount"
+    ) -> AsyncIterator[bytes]:
+        """Of those that have ended."""
+        separator = b""
+        async for results in self._render_sessions([row for row in rows if row.summary is not None], builder):
+            held.sessions += sum(result.is_held_back for result in results)
+            yield separator + b",".join(result.data for result in results)
+            separator = b","
+
+    async def _render_sessions(self, rows: list[WorkRow], builder: str | None) -> AsyncIterator[_Pieces]:
+        """models.SessionResult of each, and its place among the others: as many at a time as the store reads in one
+        go, since going from thread to thread takes longer than making a short one."""
+        left = iter(rows)
+        async for some in self._store.read_sessions([row.session_id for row in rows]):
+            views = [await self._gather_inputs(row, one, builder) for one, row in zip(some, left, strict=False)]
+            yield await asyncio.to_thread(_build_all, views, self.checker)
+
+    async def _gather_inputs(self, row: WorkRow, recorded: SessionRecord, builder: str | None) -> _ResultInputs:
+        assert row.summary is not None
+        ended = _decode_outcome(row.summary)
+        known = None if ended.builder is None else ResultForm(ended.builder, ended.mask_traces)
+        form = known or await self._result_form(row)
+        return _ResultInputs(row, ended, form if builder is None else ResultForm(builder, form.mask_traces), recorded)
+
+    async def _result_form(self, row: WorkRow) -> ResultForm:
+        """As the task has it."""
+        key = row.run, row.task_id
+        found = self._forms.pop(key, None)
+        if found is None:
+            task = await self._rows.task(*key)
+            found = ResultForm() if task is None else result_form(task.request)
+        self._forms[key] = found
+        if len(self._forms) > 1000:
+            del self._forms[next(iter(self._forms))]
+        return found
+
+
+def _passes(row: WorkRow | TaskRow, suspicious: SuspiciousFilter) -> bool:
+    if suspicious == "keep" or isinstance(row, TaskRow) or row.summary is None:
+        return True
+    return is_suspicious(_decode_outcome(row.summary).evidence) == (suspicious == "only")
+
+
+def _build_all(views: list[_ResultInputs], checker: SessionChecker) -> _Pieces:
+    return [_build_result(view, checker) for view in views]
+
+
+def _build_result(view: _ResultInputs, checker: SessionChecker) -> _Piece:
+    row, ended, form = view.row, view.ended, view.form
+    session, exchanges = view.recorded.session, view.recorded.exchanges
+    problem = _find_problem(row, view.recorded)
+    is_held = False
+    if problem is not None:
+        log.error("Session %s can't be told of: %s", row.session_id, problem)
+        result = render_failed_result(row.task_id, row.sample, ended, "session_unreadable", problem)
+    else:
+        try:
+            result = render_ended_result(row.task_id, row.sample, ended, form, session, exchanges, checker)
+        except HeldBackError as held:
+            is_held = ended.reason is None
+            result = render_failed_result(row.task_id, row.sample, ended, held.reason, str(held), session)
+        except Exception as error:  # a builder may be anybody's; what one session does to it must not hide the others
+            log.exception("The builder %s failed at session %s", form.builder, row.session_id)
+            why = f"The builder {form.builder} failed: {error!r}"
+            result = render_failed_result(row.task_id, row.sample, ended, "build_failed", why)
+    result["metadata"]["run"] = row.run
+    return _Piece(_encode({"cursor": row.cursor, "sample": row.sample, **result}), row.cursor, is_held)
+
+
+def _find_problem(row: WorkRow, recorded: SessionRecord) -> str | None:
+    """Why the session can't be told of. What a node says of one is believed; but not that another task's is its own."""
+    session = recorded.session
+    if recorded.damage is not None:
+        return recorded.damage
+    if session is None:
+        return None if row.session_id is None else "the store does not have the session"
+    whose = session.run, session.metadata.get("task_id")
+    return None if whose == (row.run, row.task_id) else "the session is another task's"
+
+
+def _was_cancelled(row: WorkRow, task: TaskRow) -> bool:
+    reason = None if row.summary is None else _decode_outcome(row.summary).reason
+    return reason is not None and reason in ("cancelled", task.cancelled)

@@ -1,0 +1,368 @@
+"""The rollout service without its HTTP.
+
+    trainers ─► Rollout ─► Queue (the database: the truth) ◄─ Leasing ◄─ nodes
+                    Ledger: what is counted, and who waits        Steering ─► engines and policy, at every node
+
+What is in memory here can be made anew from the database by the next start.
+"""
+
+import asyncio
+import hashlib
+import logging
+from collections import defaultdict
+from collections.abc import Awaitable, Callable
+from typing import Literal, Protocol
+
+import msgspec
+from msgspec import Struct
+
+from polar.config import DEFAULT_RUN, Compat, ServerSettings
+from polar.errors import ConfigError, StoreError
+from polar.rollout.engine_controller import EngineController
+from polar.rollout.events import EventBus
+from polar.rollout.lease_manager import LeaseManager
+from polar.rollout.ledger import Ledger
+from polar.rollout.members import NodeView, node_view
+from polar.rollout.models import ResultUnit, TaskRequest
+from polar.rollout.queue import Queue
+from polar.rollout.records import ConsumerPosition, Lane, NewTask, TaskRow, WorkRow
+from polar.rollout.results import task_status
+from polar.rollout.retention import Retention
+from polar.rollout.run_registry import RunRegistry
+from polar.rollout.runs import Quotas, RunSettings
+from polar.rollout.semantics import SEMANTICS, TaskSemantics
+from polar.rollout.transactions import QueueDatabase, Superseded
+from polar.store.base import Store
+
+log = logging.getLogger(__name__)
+
+_RECOUNT_SECONDS = 60.0  # seconds
+_CHECKS_PER_TERM = 4  # a term, after silent nodes
+
+
+class SubmittedTask(Struct):
+    task_id: str
+    status: str
+
+
+class RefusedTask(Struct):
+    task_id: str
+    code: Literal[409, 422, 429]
+    error: str
+    retry_after: float | None = None
+
+
+class RolloutStore(Store, QueueDatabase, Protocol):
+    """A store that holds the queue, too."""
+
+
+class RolloutService:
+    """Use as an async context manager."""
+
+    lease_manager: LeaseManager
+    engine_controller: EngineController
+
+    def __init__(
+        self,
+        store: RolloutStore,
+        settings: ServerSettings,
+        *,
+        store_id: str,
+        replicas: list[str],
+        versions: Callable[[], Awaitable[dict[str, int]]],
+        check: Callable[[TaskRequest], Awaitable[None]] | None = None,
+    ) -> None:
+        """`replicas` are those of the configuration, `versions` tells what they hold. `check` raises ConfigError where
+        a task can't be run."""
+        self._store = store
+        self._settings = settings
+        self._store_id = store_id
+        self._replicas = replicas
+        self._versions = versions
+        self._check = check
+        self.events = EventBus()
+        self.ledger = Ledger(self.events)
+        self.superseded = asyncio.Event()  # another server has taken over
+        self.failed = asyncio.Event()  # something that it can't do without has ended
+        self._queue: Queue
+        self._policy: RunRegistry
+        self._consumers: dict[tuple[str, str], ConsumerPosition] = {}
+        self._admission_lock = asyncio.Lock()  # what may be queued is looked at and used up by one at a time
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def __aenter__(self) -> "RolloutService":
+        queue = self._queue = await Queue.open(self._store)
+        runs = {run: RunSettings.decode(text) for run, text in (await queue.runs()).items()}
+        versions = await self._versions()  # only now: until then an older server may have set others
+        self._policy = RunRegistry(self._replicas, versions, runs, queue.epoch << 32, self._store_id)
+        self.lease_manager = LeaseManager(
+            queue,
+            self.ledger,
+            self._policy,
+            self.events,
+            self._settings,
+            store=self._store,
+            store_id=self._store_id,
+            schedule=self._schedule,
+            recount=self._recount,
+        )
+        self.engine_controller = EngineController(self._policy, self.lease_manager, queue, self._store, self.events)
+        await queue.requeue(await queue.waiting_work())
+        self._consumers = await queue.consumers()
+        queue.uncertain_commits += 1
+        await self._recount()
+        self._schedule(0, self._maintain)
+        if self._settings.retention_hours is not None:
+            self._schedule(0, Retention(queue, self._settings.retention_hours).run)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        for task in self._tasks:
+            task.cancel()
+        if self._tasks:
+            await asyncio.wait(self._tasks)
+
+    @property
+    def closing(self) -> bool:
+        return self.ledger.closed
+
+    def close(self) -> None:
+        """Whoever waits for something is answered; the rest is for the end of the context."""
+        self.ledger.close()
+        self.events.close()
+        self.lease_manager.wake_all()
+
+    # Tasks
+
+    async def submit(self, tasks: list[TaskRequest]) -> list[SubmittedTask | RefusedTask]:
+        """Each by itself. Told twice, a task is there once; what it means is decided here."""
+        tasks = [task.with_semantics(self._semantics(task.run)) for task in tasks]
+        answers: dict[int, SubmittedTask | RefusedTask] = {}
+        wanted: dict[int, NewTask] = {}
+        admitted_samples: defaultdict[str, int] = defaultdict(int)
+        refusals = [await self._check_runnable(task) for task in tasks]
+        async with self._admission_lock:
+            for number, task in enumerate(tasks):
+                refused = refusals[number] or await self._check_queue_quota(task, admitted_samples[task.run])
+                if refused is not None:
+                    answers[number] = refused
+                else:
+                    admitted_samples[task.run] += task.num_samples
+                    wanted[number] = _to_new_task(task)
+            admitted = await self._queue.submit(list(wanted.values())) if wanted else []
+            for (number, new), one in zip(wanted.items(), admitted, strict=True):
+                if one.row.digest != new.digest:
+                    error = f"Task {new.task_id} is there already, with other content: give it another task_id."
+                    answers[number] = RefusedTask(new.task_id, 409, error)
+                    continue
+                answers[number] = SubmittedTask(new.task_id, task_status(one.row))
+                if one.replaced is not None:
+                    self.ledger.forget_ended_task(one.replaced)
+                if one.is_new:
+                    self.ledger.record_submitted(Lane(new.run, new.lane), new.task_id, new.samples)
+                elif one.has_new_callback:
+                    self.ledger.announce_redirect(new.run, new.task_id)
+        self.ledger.notify_work()
+        return [answers[number] for number in range(len(tasks))]
+
+    def _semantics(self, run: str) -> TaskSemantics:
+        return SEMANTICS[self._policy.compat(run) or self._settings.compat]
+
+    async def _check_runnable(self, task: TaskRequest) -> RefusedTask | None:
+        if self._check is not None:
+            try:
+                await self._check(task)
+            except ConfigError as error:
+                return RefusedTask(task.task_id, 422, str(error))
+        return None
+
+    async def _check_queue_quota(self, task: TaskRequest, admitted_samples: int) -> RefusedTask | None:
+        if self._queue.is_uncertain:
+            await self._recount()
+        most = self._policy.quotas(task.run).max_queued
+        queued = self.ledger.run_counts(task.run).queued + admitted_samples if most is not None else 0
+        if most is not None and task.num_samples > most:
+            error = f"It has {task.num_samples} samples, more than the run may have queued ({most}): raise its quota."
+            return RefusedTask(task.task_id, 422, error)
+        if most is not None and queued + task.num_samples > most:
+            known = await self._queue.task(task.run, task.task_id)
+            if known is not None and (known.state == "running" or task.semantics.resubmit_ended == "keep"):
+                return None  # it is in already
+            error = f"Run {task.run} has {queued} sessions queued, and may have {most}: try again later."
+            return RefusedTask(task.task_id, 429, error, retry_after=self._settings.beat_seconds)
+        return None
+
+    async def recent_tasks(self, run: str, limit: int) -> list[TaskRow]:
+        """The newest first."""
+        return await self._queue.recent_tasks(run, limit)
+
+    async def task(self, run: str, task_id: str) -> TaskRow | None:
+        return await self._queue.task(run, task_id)
+
+    async def task_work(self, run: str, task_id: str) -> list[WorkRow]:
+        """One for each sample."""
+        return await self._queue.task_work(run, task_id)
+
+    async def cancel(self, run: str, task_id: str, reason: str = "cancelled") -> int | None:
+        """How many sessions it ends, now or soon; None where there is no such task."""
+        changes = await self._queue.cancel(run, task_id, reason)
+        if changes is None:
+            return None
+        for change in changes:
+            self.ledger.record_change(change)
+        return len(changes) + self.lease_manager.cancel(run, task_id, reason)
+
+    # Results
+
+    async def sessions_after(self, run: str, after: int, limit: int) -> list[WorkRow]:
+        return await self._queue.work_after(run, after, limit)
+
+    async def groups_after(self, run: str, after: int, limit: int) -> list[TaskRow]:
+        return await self._queue.tasks_after(run, after, limit)
+
+    async def wait_for_results(self, run: str, after: int, seconds: float, unit: ResultUnit) -> None:
+        """Until there may be something beyond `after`."""
+        await self.ledger.wait_for_results(run, after, seconds, unit)
+
+    async def update_consumer(self, run: str, consumer: str, cursor: int | None, unit: ResultUnit) -> int:
+        """Remembers up to where a consumer has taken everything; without a cursor, tells it."""
+        known = self._consumers.get((run, consumer), ConsumerPosition(0, unit))
+        if cursor is None or (taken := ConsumerPosition(cursor, unit)) == known:
+            return known.cursor
+        await self._queue.save_consumer(run, consumer, taken)
+        self._consumers[run, consumer] = taken
+        await self._count_untaken(run)
+        self.ledger.notify_work()
+        return cursor
+
+    async def tasks_awaiting_callback(self, limit: int, after: int = 0) -> list[TaskRow]:
+        """Ended tasks whose callback is not acknowledged, by the cursor of their end."""
+        return await self._queue.tasks_awaiting_callback(after, limit)
+
+    async def finish_callback(self, run: str, task_id: str, *, acknowledged: bool = True) -> None:
+        await self._queue.set_callback_state(run, task_id, "acknowledged" if acknowledged else "given_up")
+
+    # Runs and nodes
+
+    async def set_quotas(self, run: str, quotas: Quotas) -> None:
+        settings = self._policy.settings(run)
+        settings.quotas = quotas
+        await self._queue.save_run(run, settings.encode())
+        await self._count_untaken(run)
+        self.ledger.notify_work()
+
+    async def set_compat(self, run: str, compat: Compat | None) -> None:
+        """Whose meaning the run's tasks have that are submitted from now on; None: the server's."""
+        settings = self._policy.settings(run)
+        settings.compat = compat
+        await self._queue.save_run(run, settings.encode())
+
+    def compat(self, run: str) -> Compat | None:
+        return self._policy.compat(run)
+
+    def quotas(self) -> dict[str, Quotas]:
+        return {run: settings.quotas for run, settings in self._policy.runs.items()}
+
+    def status(self) -> dict[str, dict[str, int]]:
+        """By run: sessions in each state."""
+        found = {}
+        for run in sorted({DEFAULT_RUN, *self.ledger.totals, *(lane.run for lane in self.ledger.lanes)}):
+            counts, totals = self.ledger.run_counts(run), self.ledger.totals[run]
+            found[run] = {
+                "tasks": totals.tasks,
+                "queued": counts.queued,
+                "leased": counts.leased,
+                "waiting": counts.waiting,
+                "done": totals.ended,
+                "usable": totals.usable,
+            }
+            if self._policy.quotas(run).max_ahead is not None:
+                found[run]["untaken"] = self.ledger.untaken[run]
+        return found
+
+    def nodes(self) -> list[NodeView]:
+        """Those that run sessions."""
+        return [
+            shown
+            for one in self.lease_manager.members.values()
+            if (shown := node_view(one)) is not None and shown.slots
+        ]
+
+    # Looking after it
+
+    async def _recount(self) -> None:
+        """From time to time; and all that is in memory, where the queue is in doubt."""
+        doubts = self._queue.uncertain_commits
+        if self._queue.is_uncertain:
+            self.ledger.totals.update(await self._queue.totals())
+            await self.lease_manager.restore()
+            self.ledger.wake_all_readers()
+            self.events.mark_lagged("the store was in doubt")
+        self.ledger.lanes = await self._queue.counts()
+        for run in list(self._policy.runs):
+            await self._count_untaken(run)
+        self._queue.reconciled_commits = max(doubts, self._queue.reconciled_commits)
+
+    async def _count_untaken(self, run: str) -> None:
+        """Only where a quota asks for it: it takes a look at the database."""
+        if self._policy.quotas(run).max_ahead is not None:
+            consumers = [taken for (of, _), taken in self._consumers.items() if of == run] or [
+                ConsumerPosition(0, "session")
+            ]
+            counts = [await self._queue.usable_after(run, taken.cursor, taken.unit) for taken in consumers]
+            self.ledger.untaken[run] = min(counts)  # what one has taken is trained on, though others still look
+
+    async def _maintain(self) -> None:
+        loop = asyncio.get_running_loop()
+        term = self._settings.lease_seconds
+        looked = counted = loop.time()
+        while True:
+            await asyncio.sleep(term / _CHECKS_PER_TERM)
+            now = loop.time()
+            if now - looked > term / 2:
+                self.lease_manager.renew_terms()
+            looked = now
+            try:
+                await self._queue.check_epoch()
+                await self.lease_manager.expire_silent_members(now)
+                await self.lease_manager.record_lifetimes()
+                if now - counted > _RECOUNT_SECONDS or self._queue.is_uncertain:
+                    counted = now
+                    await self._recount()
+            except Superseded as error:
+                log.error("%s", error)
+                self.superseded.set()
+                return
+            except StoreError as error:
+                log.error("The queue can't be looked after: %s", error)
+
+    def _schedule(self, seconds: float, work: Callable[[], Awaitable[None]]) -> None:
+        async def wait() -> None:
+            await asyncio.sleep(seconds)
+            await work()
+
+        task = asyncio.get_running_loop().create_task(wait())
+        self._tasks.add(task)
+        task.add_done_callback(self._on_task_done)
+
+    def _on_task_done(self, task: "asyncio.Task[None]") -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("Something that the queue needs has failed", exc_info=error)
+            self.failed.set()
+
+
+def _to_new_task(task: TaskRequest) -> NewTask:
+    content = task.model_dump(mode="json", exclude_defaults=True, exclude={"callback_url"})
+    return NewTask(
+        run=task.run,
+        task_id=task.task_id,
+        samples=task.num_samples,
+        enough=task.early_stop_min_usable_sessions,
+        lane=task.runtime.backend,
+        priority=task.dispatch_priority,
+        callback_url=task.callback_url,
+        digest=hashlib.sha256(msgspec.json.encode(content, order="deterministic")).digest()[:16],
+        request=task.model_dump_json(exclude_unset=True),
+        rerun=task.semantics.resubmit_ended == "rerun",
+    )

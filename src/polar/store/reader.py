@@ -1,0 +1,265 @@
+"""Reading: rows to records, whole again, on one connection of any driver.
+
+A session is read a few exchanges at a time, with queries of their own, so that a slow reader holds no transaction
+open and memory stays the same however long the session is. What the next exchange probably shares is kept at hand.
+"""
+
+from collections import OrderedDict, deque
+from collections.abc import Iterable, Iterator
+from typing import TypeVar
+
+import msgspec
+from msgspec import Raw
+
+from polar.dialects.base import RawRequest
+from polar.engines.base import TokenIds
+from polar.errors import StoreError
+from polar.store import session_copy
+from polar.store.arrays import bytes_to_ids
+from polar.store.base import Exchange, Session, SessionRecord
+from polar.store.base_link import (
+    SHARES_ALL,
+    BaseLink,
+    DamagedStoreError,
+    damaged_store_error,
+    load_context,
+    load_token_link,
+    make_context_link,
+    resolve_link,
+    split_bytes,
+)
+from polar.store.lineage import DIGEST_SIZE
+from polar.store.rows import ExchangeRow, FieldEntry, decode_usage, is_valid_id, to_exchange, to_session
+from polar.store.sql import Connection, Queries
+from polar.types import UsageTotals
+
+T = TypeVar("T")
+
+_DIGEST_PARAMETERS = tuple(f"digest_{letter}" for letter in "abcdefghijklmnop")  # the parameters of the query `blobs`
+
+
+class Reader:
+    def __init__(self, connection: Connection, queries: Queries) -> None:
+        self._db = connection
+        self._queries = queries
+
+    def session(self, session_id: str) -> Session | None:
+        if not is_valid_id(session_id):
+            return None
+        row = self._db.execute(self._queries.session, {"session_id": session_id}).fetchone()
+        return None if row is None else to_session(row)
+
+    def accepted_session(self, run: str, task_id: str, work_id: int) -> str | None:
+        work = {"run": run, "task_id": task_id, "work_id": work_id}
+        row = self._db.execute(self._queries.standing_session, work).fetchone()
+        return None if row is None else row[0]
+
+    def session_by_key(self, key_hash: bytes) -> Session | None:
+        row = self._db.execute(self._queries.session_by_key, {"key_hash": key_hash}).fetchone()
+        return None if row is None else to_session(row)
+
+    def sessions(self, limit: int, before: str | None) -> list[Session]:
+        if before is None:
+            rows = self._db.execute(self._queries.newest_sessions, {"limit": limit}).fetchall()
+        else:
+            last = self.session(before)
+            if last is None:
+                raise StoreError(f"There is no session {before} to list from; start again from the newest.")
+            place = {"created_at": last.created_at, "session_id": before, "limit": limit}
+            rows = self._db.execute(self._queries.sessions_before, place).fetchall()
+        return [to_session(row) for row in rows]
+
+    def policy_versions(self) -> dict[str, int]:
+        return dict(self._db.execute(self._queries.policies, {}).fetchall())
+
+    def usage_totals(self, session_id: str) -> UsageTotals:
+        used = UsageTotals()
+        for status, detail in self._db.execute(self._queries.details, {"session_id": session_id}).fetchall():
+            used.add(decode_usage(detail), answered=status == "complete")
+        return used
+
+    def next_seq(self, session_id: str) -> int:
+        found: int = self._db.execute(self._queries.next_seq, {"session_id": session_id}).fetchone()[0]
+        return found
+
+    def context_ids(self, session_id: str, seq: int) -> TokenIds:
+        return load_context(self._db, self._queries, session_id, seq)
+
+    def export_session(self, session_id: str) -> bytes:
+        return session_copy.pack(session_copy.load_copy(self._db, self._queries, session_id))
+
+    def scan_exchanges(self, session_id: str) -> "SessionScan":
+        return SessionScan(self._db, self._queries, session_id)
+
+    def read_sessions(self, session_ids: Iterable[str | None]) -> Iterator[list[SessionRecord]]:
+        """A step reads as much as takes about as long as going from thread to thread: several short sessions, or some
+        of a long one, and then there may be none to show for it."""
+        whole: list[SessionRecord] = []
+        read = 0.0
+        for session_id in session_ids:
+            found = SessionRecord()
+            try:
+                found.session = None if session_id is None else self.session(session_id)
+                exchanges = None if found.session is None else self.scan_exchanges(found.session.session_id)
+                while exchanges is not None and (some := exchanges.read_batch()):
+                    found.exchanges += some
+                    read += sum(_step_share(exchange) for exchange in some)
+                    if read >= 1:
+                        yield whole
+                        whole, read = [], 0.0
+            except (DamagedStoreError, ValueError) as error:  # it alone: the others can be read
+                found = SessionRecord(damage=str(error))
+            whole.append(found)
+            read += 1 / _STEP_SESSIONS
+            if read >= 1:
+                yield whole
+                whole, read = [], 0.0
+        yield whole
+
+
+_STEP_SESSIONS, _STEP_EXCHANGES, _STEP_TOKENS = 32, 16, 100_000
+
+
+def _step_share(exchange: Exchange) -> float:
+    """Of a step, the share that it takes."""
+    ids = exchange.prompt_ids, exchange.sampled_ids
+    tokens = sum(0 if some is None else len(some) for some in ids)
+    return max(1 / _STEP_EXCHANGES, tokens / _STEP_TOKENS)
+
+
+class SessionScan:
+    """One pass over a session's exchanges."""
+
+    MAX_RECENT_EXCHANGES = 8
+    _MAX_PIECE_BYTES = 32 * 1024 * 1024
+    _BATCH_EXCHANGES, _BATCH_TOKENS = 16, 500_000
+    _ROWS_PER_QUERY = 8  # that are read at once
+
+    def __init__(self, connection: Connection, queries: Queries, session_id: str) -> None:
+        self._db = connection
+        self._queries = queries
+        self._session_id = session_id
+        self._after = -1
+        self._rows: deque[ExchangeRow] = deque()  # that were read, and not given yet
+        # Of the latest exchanges, by seq: item digests, items, table of fields, context.
+        self._item_digests: OrderedDict[int, bytearray] = OrderedDict()
+        self._decoded_items: OrderedDict[int, list[Raw]] = OrderedDict()
+        self._fields: OrderedDict[int, bytes] = OrderedDict()
+        self._contexts: OrderedDict[int, bytes | bytearray] = OrderedDict()
+        self._pieces: dict[bytes, Raw] = {}
+        self._pieces_size = 0
+        self._decode_fields = msgspec.msgpack.Decoder(dict[str, FieldEntry]).decode
+
+    def read_batch(self) -> list[Exchange]:
+        """The next few, none at the end: going from thread to thread takes as long as reading a short one."""
+        found: list[Exchange] = []
+        tokens = 0
+        while len(found) < self._BATCH_EXCHANGES and tokens < self._BATCH_TOKENS:
+            exchange = self.read_next()
+            if exchange is None:
+                break
+            found.append(exchange)
+            tokens += 0 if exchange.prompt_ids is None else len(exchange.prompt_ids)
+        return found
+
+    def read_next(self) -> Exchange | None:
+        if not self._rows:
+            self._fetch_rows()
+        if not self._rows:
+            return None
+        row = self._rows.popleft()
+        return to_exchange(row, self._load_raw_request(row), self._load_prompt(row))
+
+    def _fetch_rows(self) -> None:
+        """The next rows, and the pieces that are new with them: a server elsewhere is asked few times."""
+        place = {"session_id": self._session_id, "after": self._after, "limit": self._ROWS_PER_QUERY}
+        found = self._db.execute(self._queries.next_exchanges, place).fetchall()
+        rows = [msgspec.convert(row, ExchangeRow) for row in found]
+        self._rows.extend(rows)
+        if rows:
+            self._after = rows[-1].seq
+        if self._pieces_size > self._MAX_PIECE_BYTES:
+            self._pieces.clear()
+            self._pieces_size = 0
+        new = dict.fromkeys(digest for row in rows for digest in self._digests(row) if digest not in self._pieces)
+        missing = list(new)
+        for first in range(0, len(missing), len(_DIGEST_PARAMETERS)):
+            some = missing[first : first + len(_DIGEST_PARAMETERS)]
+            wanted = dict(
+                zip(_DIGEST_PARAMETERS, some + some[-1:] * (len(_DIGEST_PARAMETERS) - len(some)), strict=True)
+            )
+            for digest, data in self._db.execute(self._queries.blobs, wanted).fetchall():
+                self._pieces[bytes(digest)] = Raw(data)
+                self._pieces_size += len(data)
+
+    def _digests(self, row: ExchangeRow) -> Iterator[bytes]:
+        """Of the pieces that it does not share with its base."""
+        yield from split_bytes(row.items, DIGEST_SIZE)
+        if row.fields is not None:
+            yield from (entry.data for entry in self._decode_fields(row.fields).values() if entry.is_digest)
+
+    def _load_raw_request(self, row: ExchangeRow) -> RawRequest:
+        link = BaseLink(row.base, row.shared_items * DIGEST_SIZE, row.items)
+        digests = resolve_link(link, self._request_link, self._item_digests)
+        table = self._load_field_table(row.base, row.fields)
+        self._keep(self._item_digests, row.seq, digests)
+        self._keep(self._fields, row.seq, table)
+        fields = {
+            name: self._load_piece(entry.data) if entry.is_digest else Raw(entry.data)
+            for name, entry in self._decode_fields(table).items()
+        }
+        shared = self._decoded_items.get(row.base, [])[: row.shared_items] if row.base is not None else []
+        new = digests[len(shared) * DIGEST_SIZE :]
+        items = [*shared, *(self._load_piece(digest) for digest in split_bytes(new, DIGEST_SIZE))]
+        self._keep(self._decoded_items, row.seq, items)
+        return RawRequest(fields, row.list_name, items)
+
+    def _load_prompt(self, row: ExchangeRow) -> TokenIds | None:
+        link = make_context_link(row.base, row.shared_tokens, row.prompt, row.sampled)
+        if link.shared == SHARES_ALL:
+            if row.base is not None and row.base in self._contexts:
+                self._keep(self._contexts, row.seq, self._contexts[row.base])
+            return None
+        context = resolve_link(
+            link, lambda seq: load_token_link(self._db, self._queries, self._session_id, seq), self._contexts
+        )
+        self._keep(self._contexts, row.seq, context)
+        return bytes_to_ids(context[: len(context) - len(row.sampled or b"")])
+
+    def _load_field_table(self, base: int | None, own: bytes | None) -> bytes:
+        met: set[int | None] = set()
+        while own is None:
+            if base is None or base in met:
+                raise damaged_store_error(f"session {self._session_id} has an exchange without fields")
+            met.add(base)
+            own = self._fields.get(base)
+            if own is None:
+                base, _, _, own = self._select_request(base)
+        return own
+
+    def _request_link(self, seq: int) -> BaseLink:
+        base, shared_items, items, _ = self._select_request(seq)
+        return BaseLink(base, shared_items * DIGEST_SIZE, items)
+
+    def _select_request(self, seq: int) -> tuple[int | None, int, bytes, bytes | None]:
+        row: tuple[int | None, int, bytes, bytes | None] | None = self._db.execute(
+            self._queries.request_link, {"session_id": self._session_id, "seq": seq}
+        ).fetchone()
+        if row is None:
+            raise damaged_store_error(f"exchange {seq} of session {self._session_id} is missing")
+        return row
+
+    def _load_piece(self, digest: bytes) -> Raw:
+        piece = self._pieces.get(digest)
+        if piece is None:
+            row = self._db.execute(self._queries.blob, {"digest": digest}).fetchone()
+            if row is None:
+                raise damaged_store_error(f"piece {digest.hex()} of session {self._session_id} is missing")
+            piece = self._pieces[digest] = Raw(row[0])
+            self._pieces_size += len(row[0])
+        return piece
+
+    def _keep(self, recent: OrderedDict[int, T], seq: int, value: T) -> None:
+        recent[seq] = value
+        if len(recent) > self.MAX_RECENT_EXCHANGES:
+            recent.popitem(last=False)

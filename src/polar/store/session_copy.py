@@ -1,0 +1,176 @@
+"""A session as bytes, for another store: its rows as they are stored, by difference, and the pieces that they name.
+
+So a copy is as large as what the session takes in the store, however long its prompts are. A key travels as its hash.
+
+    [version, checksum of the body, body]    MessagePack, and so is the body: [session, exchanges, pieces]
+
+A copy is taken in whole or not at all. What both stores have must be the same; what is new is added. So a copy may come
+twice, and one that is made later brings an earlier one up to date.
+"""
+
+from hashlib import sha256
+
+import msgspec
+from msgspec import Struct
+
+from polar.errors import StoreError
+from polar.store.base_link import damaged_store_error
+from polar.store.copy_check import check_exchanges, check_piece, check_session, list_piece_digests
+from polar.store.lineage import compute_digest
+from polar.store.rows import ExchangeRow, SessionRow, is_valid_id
+from polar.store.sql import Connection, Queries, WritingConnection
+
+FORMAT_VERSION = 2
+"""Of the format, which the columns of the rows are part of."""
+
+_READABLE_VERSIONS = (1, 2)
+"""Version 1 has no evidence."""
+
+
+class CopyRefusedError(StoreError):
+    """A copy can't be taken in, now or later: it is at fault, not the store."""
+
+
+class SessionCopy(Struct):
+    session: SessionRow
+    exchanges: list[ExchangeRow]  # each after its base
+    pieces: dict[bytes, bytes]  # by digest
+
+
+class _Body(Struct, array_like=True):
+    session: SessionRow
+    exchanges: list[ExchangeRow]
+    pieces: list[bytes]
+
+
+class _CopyEnvelope(Struct, array_like=True):
+    version: int
+    checksum: bytes
+    body: bytes
+
+
+_encode = msgspec.msgpack.Encoder().encode
+_envelope_decoder = msgspec.msgpack.Decoder(_CopyEnvelope)
+_body_decoder = msgspec.msgpack.Decoder(_Body)
+
+
+def pack(copy: SessionCopy) -> bytes:
+    body = _encode(_Body(copy.session, copy.exchanges, list(copy.pieces.values())))
+    return _encode(_CopyEnvelope(FORMAT_VERSION, sha256(body).digest(), body))
+
+
+def unpack(data: bytes) -> SessionCopy:
+    """Whole and consistent, or CopyRefused."""
+    try:
+        envelope = _envelope_decoder.decode(data)
+    except msgspec.DecodeError as error:
+        raise _damaged_copy_error(f"it is no copy: {error}") from error
+    if envelope.version not in _READABLE_VERSIONS:
+        raise CopyRefusedError(
+            f"A copy of a session has version {envelope.version}, and this Polar knows version {FORMAT_VERSION}; "
+            f"use one Polar on both sides."
+        )
+    if sha256(envelope.body).digest() != envelope.checksum:
+        raise _damaged_copy_error("its checksum is another")
+    try:
+        body = _body_decoder.decode(envelope.body)
+        copy = SessionCopy(body.session, body.exchanges, {compute_digest(piece): piece for piece in body.pieces})
+        check_session(copy.session)
+        check_exchanges(copy.session.session_id, copy.exchanges, copy.pieces.keys())
+        for piece in body.pieces:
+            check_piece(piece)
+    except ValueError as error:  # msgspec's among them
+        raise _damaged_copy_error(str(error)) from error
+    return copy
+
+
+def load_copy(db: Connection, queries: Queries, session_id: str) -> SessionCopy:
+    found = db.execute(queries.session, {"session_id": session_id}).fetchone() if is_valid_id(session_id) else None
+    if found is None:
+        raise StoreError(f"There is no session {session_id} to copy.")
+    exchanges = _sort_bases_first(_select_exchanges(db, queries, session_id))
+    pieces: dict[bytes, bytes] = {}
+    for digest in sorted({digest for row in exchanges for digest in list_piece_digests(row)}):
+        piece = db.execute(queries.blob, {"digest": digest}).fetchone()
+        if piece is None:
+            raise damaged_store_error(f"piece {digest.hex()} of session {session_id} is missing")
+        pieces[digest] = piece[0]
+    return SessionCopy(msgspec.convert(found, SessionRow), exchanges, pieces)
+
+
+def insert_copy(db: WritingConnection, queries: Queries, copy: SessionCopy) -> bool:
+    """The rows that are not there yet; the pieces are the caller's. False where all of them were."""
+    session_id = copy.session.session_id
+    found = db.execute(queries.session, {"session_id": session_id}).fetchone()
+    if found is None:
+        if db.execute(queries.session_by_key, {"key_hash": copy.session.key_hash}).fetchone() is not None:
+            raise CopyRefusedError(f"Session {session_id} has the key of another session in this store.")
+        db.execute(queries.insert_session, msgspec.structs.asdict(copy.session))
+    else:
+        _add_verdict(db, queries, msgspec.convert(found, SessionRow), copy.session)
+    there = {row.seq: row for row in _select_exchanges(db, queries, session_id)}
+    new = [row for row in copy.exchanges if row.seq not in there]
+    for row in copy.exchanges:
+        if row.seq in there:
+            _amend_exchange(db, queries, there[row.seq], row)
+    for row in new:
+        if db.execute(queries.stored_exchange, {"exchange_id": row.exchange_id}).fetchone() is not None:
+            raise CopyRefusedError(f"Session {session_id} has an exchange of another session in this store.")
+        db.execute(queries.insert_exchange, msgspec.structs.asdict(row))
+    return bool(new)
+
+
+def _add_verdict(db: WritingConnection, queries: Queries, stored: SessionRow, row: SessionRow) -> None:
+    """As if the session ended here: the first end stays."""
+    fixed = ("key_hash", "created_at", "run", "metadata")
+    once = ("reward", "turn_rewards", "evidence")
+    if any(getattr(stored, name) != getattr(row, name) for name in fixed) or any(
+        None not in (values := (getattr(stored, name), getattr(row, name))) and values[0] != values[1] for name in once
+    ):
+        raise _conflicting_copy_error(row.session_id)
+    if row.status == "ended":
+        names = ("session_id", "ended_at", "reward", "reason", "turn_rewards", "evidence")
+        db.execute(queries.end_session, {name: getattr(row, name) for name in names}).fetchall()
+
+
+def _amend_exchange(db: WritingConnection, queries: Queries, stored: ExchangeRow, row: ExchangeRow) -> None:
+    """What was delivered may have been corrected since."""
+    if stored == row:
+        return
+    amended = {"status": row.status, "delivered": row.delivered}
+    if msgspec.structs.replace(stored, **amended) != row:
+        raise _conflicting_copy_error(row.session_id)
+    db.execute(queries.amend_exchange, {"exchange_id": row.exchange_id, **amended}).fetchall()
+
+
+def _select_exchanges(db: Connection, queries: Queries, session_id: str) -> list[ExchangeRow]:
+    """All in one statement, so that each base is among them though others may be written meanwhile."""
+    rows = db.execute(queries.session_exchanges, {"session_id": session_id}).fetchall()
+    return [msgspec.convert(row, ExchangeRow) for row in rows]
+
+
+def _sort_bases_first(rows: list[ExchangeRow]) -> list[ExchangeRow]:
+    """Calls end in any order, so a base may have a higher `seq`."""
+    by_seq = {row.seq: row for row in rows}
+    ordered: dict[int, ExchangeRow] = {}
+    for row in rows:
+        chain: dict[int, ExchangeRow] = {}
+        link: ExchangeRow | None = row
+        while link is not None and link.seq not in ordered:
+            if link.seq in chain:
+                raise damaged_store_error(f"exchange {link.seq} of session {link.session_id} is stored against itself")
+            chain[link.seq] = link
+            link = None if link.base is None else by_seq.get(link.base)
+        ordered.update(reversed(chain.items()))
+    return list(ordered.values())
+
+
+def _damaged_copy_error(what: str) -> StoreError:
+    return CopyRefusedError(f"A copy of a session is damaged ({what}); send it again.")
+
+
+def _conflicting_copy_error(session_id: str) -> StoreError:
+    return CopyRefusedError(
+        f"Session {session_id} is in this store already, with other content; "
+        f"it stays as it is: look whether two stores were given the same session."
+    )
