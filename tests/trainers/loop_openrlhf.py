@@ -38,9 +38,9 @@ from polar.bridges.rollouts import RolloutClient
 AGENT = """
 import without_gpu
 from loop_openrlhf import change
-from polar.bridges.openrlhf import agent_executor
+from polar.bridges.openrlhf import make_agent_executor
 
-AgentExecutor = change(agent_executor(serves=False))
+AgentExecutor = change(make_agent_executor(serves_engine=False))
 """
 
 

@@ -192,12 +192,12 @@ def test_a_split_session_has_the_same_gradient(tmp_path: Path) -> None:
 NAMED = """
 import json, verl, numpy
 from types import SimpleNamespace as Space
-from polar.bridges.verl_trainer import Naming
+from polar.bridges.verl_trainer import NamingAgentLoopManager
 from verl.utils import tensordict_utils as tu
 
 given = []
 rollout = Space(n=4, val_kwargs=Space(n=2))
-naming = Naming(Space(generate_sequences=given.append), Space(actor_rollout_ref=Space(rollout=rollout)), {"a", "b"})
+naming = NamingAgentLoopManager(Space(generate_sequences=given.append), Space(actor_rollout_ref=Space(rollout=rollout)), {"a", "b"})
 for step, more in ((3, {}), (3, {}), (3, {"validate": True}), (4, {})):
     batch = tu.get_tensordict({"task_id": numpy.array(["a", "b", "a"], dtype=object)})
     tu.assign_non_tensor(batch, global_steps=step, **more)

@@ -24,7 +24,7 @@ async def main() -> None:
         for step in range(await model.get_step(), 100):
             await polar.attach(model)
             tasks = [names[(step * TASKS_A_STEP + place) % len(names)] for place in range(TASKS_A_STEP)]
-            groups = await polar.groups(tasks, step)
+            groups = await polar.run_groups(tasks, step)
             await backend.train(model, groups, learning_rate=1e-5)
 
 

@@ -64,8 +64,8 @@ class TrainerEngines:
         await self._client.resume()
 
     async def probe(self, score: Scorer, vocab_size: int, engine: EngineSettings, *dtypes: str) -> Difference:
-        """Samples a little at each engine and compares with `score`. Raises EnginesDiffer. `engine` has their kind and
-        model; `dtypes` are those that the engine and the trainer compute in."""
+        """Samples a little at each engine and compares with `score`. Raises WeightMismatchError. `engine` has their
+        kind and model; `dtypes` are those that the engine and the trainer compute in."""
         replicas = (await self._client.engines())["replicas"]
         if not replicas:
             raise ConfigError("The run has no engines to probe: attach the trainer's engines first.")

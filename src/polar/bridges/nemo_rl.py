@@ -9,9 +9,9 @@ trace of each session. With it, a launch script has these lines before NeMo RL's
 
     polar = NemoRl.of(Bridge("polar.toml"), master_config, step=grpo_state["total_steps"])
     grpo.run_nemo_gym_rollout_sync = polar.rollout  # run_async_nemo_gym_rollout, where that is not a generator yet
-    grpo.refit_policy_generation = polar.refitting(grpo.refit_policy_generation)
-    grpo.validate = polar.validating(grpo.validate)
-    grpo.GRPOAdvantageEstimator = polar.by_session(grpo.GRPOAdvantageEstimator)
+    grpo.refit_policy_generation = polar.wrap_refit(grpo.refit_policy_generation)
+    grpo.validate = polar.wrap_validate(grpo.validate)
+    grpo.GRPOAdvantageEstimator = polar.wrap_advantage_estimator(grpo.GRPOAdvantageEstimator)
 
 A row's `extra_env_info` is that of NeMo Gym, with a `task_id`. All rows of one task are one group.
 
@@ -128,7 +128,7 @@ class NemoRl:
     def rollout(
         self, *, input_batch: Mapping[str, Any], tokenizer: Any, generation_config: Mapping[str, Any], **_: Any
     ) -> RolloutResult:
-        """In place of NeMo RL's rollouts with the Gym. Raises NothingToTrain, ConfigError and ClientError."""
+        """In place of NeMo RL's rollouts with the Gym. Raises NothingToTrainError, ConfigError and ClientError."""
         from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 
         groups = self.run_groups(input_batch["extra_env_info"], generation_config)

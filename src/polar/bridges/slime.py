@@ -74,7 +74,8 @@ class NothingToTrainError(PolarError):
 
 
 def generate_rollout(args: Any, rollout_id: int, data_source: Any, evaluation: bool = False) -> Any:
-    """What `--rollout-function-path` names; also for evaluation. Raises ConfigError, ClientError, NothingToTrain."""
+    """What `--rollout-function-path` names; also for evaluation. Raises ConfigError, ClientError,
+    NothingToTrainError."""
     run = _get_run(args)
     types = import_module(f"{_find_trainer_package()}.rollout.base_types")
     if evaluation:
@@ -356,3 +357,6 @@ _current_run: _TrainingRun | None = None
 """One for a process: a trainer's rollout function is called by name, and keeps nothing between calls."""
 
 atexit.register(close)
+
+
+normalise = normalize_rewards  # its name until 0.2, which launch scripts may still pass

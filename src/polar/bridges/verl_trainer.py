@@ -8,8 +8,8 @@ is the mode of that name, with its settings (`trainer.v1.sync`, ...), and
 - tells Polar of verl's engines: their addresses when they are up, their version (verl's step) after each update, and
   that calls must wait in between. Calls that run are waited for, since verl would cut them off;
 - proves at each step that they have verl's weights: what they said of the tokens that they sampled is what verl's actor
-  says. Where it isn't, the training ends with EnginesDiffer. (With `rollout_correction.bypass_mode` verl's actor isn't
-  asked, and nothing is proved.) Before that, that they are of verl's temperature;
+  says. Where it isn't, the training ends with WeightMismatchError. (With `rollout_correction.bypass_mode` verl's
+  actor isn't asked, and nothing is proved.) Before that, that they are of verl's temperature;
 - keeps the number of optimizer steps where sessions of several traces make more rows than sessions;
 - refuses what would make the gradient depend on how sessions are split (`check`).
 
@@ -81,7 +81,7 @@ def check_config(config: Any) -> None:
 
 def check_same_weights(recorded: Any, recomputed: Any, mask: Any, *dtypes: str) -> None:
     """Of tokens, what the engines said and what the actor does; `dtypes` are those that they compute in. The mean
-    tells: among very many tokens some are far apart, whatever the weights. Raises EnginesDiffer."""
+    tells: among very many tokens some are far apart, whatever the weights. Raises WeightMismatchError."""
     apart = float(abs(recorded - recomputed)[mask == 1].mean())
     allowed = choose_tolerance(*dtypes).mean
     if apart > allowed:

@@ -38,7 +38,7 @@ def settings_options(function: F) -> F:
 
 
 def log_options(function: F) -> F:
-    """For commands that run for long: see `start_log`."""
+    """For commands that run for long: see `start_logging`."""
     form = click.option(
         "--log-format", type=click.Choice(get_args(logs.LogFormat)), help="json: an object a line [default: text]"
     )

@@ -16,7 +16,7 @@ class BackgroundLoop:
     """Its thread holds no program up that wants to end."""
 
     def __init__(self, on_close: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """`at_end` is run in the loop, last of all."""
+        """`on_close` is run in the loop, last of all."""
         self._on_close = on_close
         self._loop = asyncio.new_event_loop()
         self._open = True

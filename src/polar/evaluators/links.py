@@ -84,7 +84,7 @@ async def find_refused_links(
     scratch: Path,
 ) -> list[RefusedLink]:
     """Those of the links at `candidates` that may not be laid into `fresh`. `places` are the grader's: files, and
-    folders that are its own. Raises NotTaken where what the agent left keeps that from being found out."""
+    folders that are its own. Raises UngradableWorkError where what the agent left keeps that from being found out."""
     candidates = list(candidates)
     if not candidates:
         return []

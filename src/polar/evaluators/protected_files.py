@@ -255,8 +255,8 @@ async def diff_workspace(
     config: ProtectionConfig,
     env: dict[str, str] | None = None,
 ) -> WorkspaceDiff:
-    """`env` are the variables of the tests besides those of the runtime. Raises NotTaken where the agent's workspace
-    can't be taken, which is its own doing."""
+    """`env` are the variables of the tests besides those of the runtime. Raises UngradableWorkError where the
+    agent's workspace can't be taken, which is its own doing."""
     folder = Path(tempfile.mkdtemp(dir=work.scratch))
     before, workdir = work.initial_workspace, fresh.spec.workdir
     if before is None:

@@ -119,8 +119,8 @@ def guess_test_files(named: list[str]) -> list[str]:
 
 
 def parse_signed_results(file: Path, secret: str) -> RunResults:
-    """What reporter.py wrote, read line by line: call it off the event loop. Raises BrokenResults where the run did not
-    end by itself, or not everything is its."""
+    """What reporter.py wrote, read line by line: call it off the event loop. Raises BrokenResultsError where the run
+    did not end by itself, or not everything is its."""
     run = _RecordReader()
     with file.open("rb") as lines:
         for text in _read_signed(lines, secret):

@@ -150,8 +150,8 @@ class SignedRun:
             )
 
     async def run(self, log: Path, timeout: float, *, stop: bool = True) -> RunResults:
-        """Stops the runtime. Raises BrokenResults where the run did not come to an end that can be believed, NotTaken
-        where the agent's work leaves no room for it."""
+        """Stops the runtime. Raises BrokenResultsError where the run did not come to an end that can be believed,
+        UngradableWorkError where the agent's work leaves no room for it."""
         await self._upload_scripts()
         secret = secrets.token_hex(32)
         done = await self._start(secret, log, timeout, check=False)
@@ -226,7 +226,7 @@ class SignedRun:
 
 
 def check_completed(done: CommandResult) -> None:
-    """Raises BrokenResults where it was ended, by what it did."""
+    """Raises BrokenResultsError where it was ended, by what it did."""
     if done.timed_out:
         raise BrokenResultsError("The tests took too long.")
     if done.out_of_memory:

@@ -117,7 +117,7 @@ async def transfer_changes(
 ) -> SystemTransfer:
     """The agent's changes that count, in a fresh runtime. `named` are the paths that the task counts besides, `own` the
     places of the grader's, `env` its variables, and `from_workdir` says that its Python imports from the workspace.
-    Raises NotTaken."""
+    Raises UngradableWorkError."""
     fresh = await work.create_fresh_runtime()
     rules = _PathRules(fresh, counted_paths, await _read_search_path(work, fresh, env), grader_paths)
     mounts = [mount.target for runtime in (work.agent_runtime, fresh) for mount in runtime.spec.mounts]

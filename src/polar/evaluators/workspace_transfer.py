@@ -1,6 +1,7 @@
 """An agent's work, carried into a runtime that no agent has been in.
 
-    take (from the agent's runtime, to this machine) -> lay (into the fresh one) -> put_over (the grader's own files)
+    take (from the agent's runtime, to this machine) -> lay (into the fresh one) -> upload_grader_files (the grader's
+    own files)
 
 `carry` does all three.
 
@@ -22,8 +23,9 @@ Not everything that was taken is laid (`_Selection`):
 An uploaded folder takes the place of what had its name; only one that holds the workspace or an artifact, or is one, is
 merged with what is there. In the agent's own runtime (`refresh_runtime = false`) the same is removed.
 
-What can't be taken because of what the agent did is `NotTaken`: a reward of 0. What the platform failed to do is
-SandboxError, what the task's author got wrong GraderError.
+
+What can't be taken because of what the agent did is `UngradableWorkError`: a reward of 0. What the platform failed to do
+is SandboxError, what the task's author got wrong GraderError.
 """
 
 import asyncio
@@ -197,7 +199,7 @@ async def prepare_grading(
     work: GradingContext, config: TransferConfig, env: dict[str, str] | None = None
 ) -> PreparedGrading:
     """The agent's work in a runtime with the grader's files over it. `env` are the grader's variables besides those of
-    the runtime. Raises NotTaken.
+    the runtime. Raises UngradableWorkError.
 
     Where the task asked for the agent's own runtime, its work is there already."""
     if not work.live:
@@ -583,7 +585,8 @@ def _has_same_bytes(one: Path, other: Path) -> bool:
 
 
 async def collect_artifacts(work: GradingContext, config: TransferConfig) -> CollectedArtifacts:
-    """Copies of what `artifacts` names. A path that isn't there is NotTaken; a glob may well match nothing."""
+    """Copies of what `artifacts` names. A path that isn't there is UngradableWorkError; a glob may well match
+    nothing."""
     scratch = _make_scratch_folder(work)
     taken = CollectedArtifacts([], [], scratch)
     for number, artifact in enumerate(config.artifacts):
@@ -702,7 +705,7 @@ async def remove_folder(runtime: Runtime, path: str) -> None:
 
 
 async def delete(runtime: Runtime, paths: list[str]) -> None:
-    """Removes files and folders of the agent's. Raises NotTaken where it made that impossible."""
+    """Removes files and folders of the agent's. Raises UngradableWorkError where it made that impossible."""
     try:
         await runtime.delete(paths)
     except OSError as error:

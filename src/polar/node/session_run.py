@@ -281,7 +281,7 @@ class SessionRun:
                 timing.record("postrun")
 
     async def _run_within_time(self, work: Coroutine[Any, Any, T], what: str) -> T:
-        """Raises TimeUsedUp where the task's time covers this work too, and is over."""
+        """Raises TimeLimitReached where the task's time covers this work too, and is over."""
         if self.plan.task.semantics.clock == "run":
             return await work
         seconds = self.plan.task.timeout_seconds

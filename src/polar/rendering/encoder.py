@@ -68,8 +68,8 @@ _allowance: ContextVar[_Allowance | None] = ContextVar("new_text_allowance", def
 
 @contextmanager
 def new_text_limit(size: int) -> Iterator[None]:
-    """Within, guarding and encoding raises TooMuchNewText once more than `size` bytes of text had to be processed anew.
-    Text that is both guarded and encoded counts twice."""
+    """Within, guarding and encoding raises NewTextLimitExceeded once more than `size` bytes of text had to be
+    processed anew. Text that is both guarded and encoded counts twice."""
     token = _allowance.set(_Allowance(size))
     try:
         yield

@@ -99,8 +99,8 @@ class EngineController:
                 raise NotAppliedYet(f"{error} Until then generation stays paused: say it again.") from error
 
     async def _apply_everywhere(self, run: str, kind: str, seconds: float) -> None:
-        """Kept, told, and applied at every node that is alive. Raises NotInForce, and EngineError where an engine does
-        not do what it is told; it is tried again all the same."""
+        """Kept, told, and applied at every node that is alive. Raises NotAppliedYet, and EngineError where an engine
+        does not do what it is told; it is tried again all the same."""
         generation = self._policy.advance_generation()
         await self._queue.save_run(run, self._policy.settings(run).encode())
         self._events.publish(

@@ -64,7 +64,7 @@ def render_ended_result(
     checker: SessionChecker,
 ) -> dict[str, Any]:
     """What the rollout server keeps of a session's end, together with what the store has of it: nothing, where it
-    ended before it began. Raises HeldBack where the session fails the check."""
+    ended before it began. Raises HeldBackError where the session fails the check."""
     known = _ended_session(task_id, sample, ended, session)
     built = build_trajectory(known, exchanges, form.builder, checker)
     item = SessionItem(known, built.session_paths, built.trajectory, list(exchanges), calls=built.calls)

@@ -125,7 +125,7 @@ class Runtime(Protocol):
         """A file or a folder, whole or not at all. Links are not followed: they come as links, and those that lead out
         of what was asked for, like devices and sockets, not at all; with `all_links` they come too, for a copy that
         goes into another runtime and that nobody here reads through a link. FileNotFoundError where there is no file
-        or folder of that name, TooLarge where it is more than `max_bytes`."""
+        or folder of that name, TransferTooLargeError where it is more than `max_bytes`."""
         ...
 
     async def delete(self, paths: list[str]) -> None:

@@ -112,7 +112,7 @@ def _list_unreadable(folder: str, names: list[str]) -> list[str]:
 
 
 def list_machine_mounts() -> list[str]:
-    """Folders of the machine that stand read-only over `machine_root`."""
+    """Folders of the machine that stand read-only over `build_machine_root`."""
     apart = (f"/{name}" for name in _USR_LINKS)
     return ["/usr", *(path for path in apart if Path(path).is_dir() and not Path(path).is_symlink())]
 

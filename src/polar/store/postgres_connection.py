@@ -87,8 +87,8 @@ class PostgresConnection:
         return self._connection
 
     def connect(self) -> None:
-        """Tries until the server has been away for `patience_s`; from then on once, so that callers hear of it at
-        once."""
+        """Tries until the server has been away for `max_outage_seconds`; from then on once, so that callers hear of
+        it at once."""
         self.close()
         wait_s = 0.02
         while True:

@@ -60,7 +60,7 @@ def pack(copy: SessionCopy) -> bytes:
 
 
 def unpack(data: bytes) -> SessionCopy:
-    """Whole and consistent, or CopyRefused."""
+    """Whole and consistent, or CopyRefusedError."""
     try:
         envelope = _envelope_decoder.decode(data)
     except msgspec.DecodeError as error:

@@ -96,7 +96,7 @@ def extend_with_context(
     compiled: bool = False,
 ) -> Tensor:
     """`out` and `normaliser` ([1, heads, queries]) are what somebody else's attention says of other keys. The context
-    has a round length: see `round_part`."""
+    has a round length: see `round_context_length`."""
     apply: Any = _ContextExtension.apply
     result: Tensor = apply(query, out, lse[..., None], context, scale, grain, compiled)
     return result

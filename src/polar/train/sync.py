@@ -113,7 +113,8 @@ class WeightSync:
         return await self._probe_replicas(await self._list_replicas(), version, {}, stop=False)
 
     async def update(self, weights: "Mapping[str, Tensor]", version: int) -> SyncReport:
-        """Raises SyncError. It may be called again then: with the same version, or after ProbeFailed a larger one."""
+        """Raises SyncError. It may be called again then: with the same version, or after ProbeFailedError a larger
+        one."""
         seconds: dict[str, float] = {}
         replicas = await self._list_replicas()
         lost = await self._find_lost_replicas(replicas)

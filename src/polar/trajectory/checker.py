@@ -112,8 +112,8 @@ class SessionChecker:
         return SessionCheck(session, self)
 
     def check_tree(self, checks: Sequence["SessionCheck"], tree: TreeTrajectory) -> None:
-        """The tree of these sessions. Raises HeldBack for all of them: their tokens share nodes, so none can be handed
-        on without the others."""
+        """The tree of these sessions. Raises HeldBackError for all of them: their tokens share nodes, so none can be
+        handed on without the others."""
         chosen = [check for check in checks if check.is_chosen]
         if not chosen:
             return
@@ -130,7 +130,7 @@ class SessionChecker:
             raise held
 
     def look_for_problems(self, session_id: str, find: Callable[[], Sequence[Problem]]) -> None:
-        """Raises HeldBack if there are any, or if they can't be looked for."""
+        """Raises HeldBackError if there are any, or if they can't be looked for."""
         began = time.thread_time()
         try:
             problems = find()
@@ -159,7 +159,7 @@ class SessionCheck:
             checker.watcher.session_skipped()
 
     def check_rows(self, exchanges: Sequence[Exchange]) -> None:
-        """The rows as they are stored, before anything is built of them. Raises HeldBack."""
+        """The rows as they are stored, before anything is built of them. Raises HeldBackError."""
         if self.is_chosen:
             contexts = self._contexts = ContextIndex()
             self._run_check(lambda: check_records(exchanges, contexts=contexts))
@@ -168,7 +168,7 @@ class SessionCheck:
         self, exchanges: Sequence[Exchange], paths: Sequence[TokenPath], roles: frozenset[ExchangeRole] | None = None
     ) -> None:
         """What the builder is given. `roles` are those that train, where they are not the session's own. Raises
-        HeldBack where it can't be compared."""
+        HeldBackError where it can't be compared."""
         if not self.is_chosen:
             return
         trainable_roles = RoleOverrides.from_metadata(self.session.metadata).trainable_roles
@@ -184,7 +184,7 @@ class SessionCheck:
         self._run_check(record)
 
     def check_traces(self, trajectory: Trajectory) -> None:
-        """What the builder made of it. Raises HeldBack."""
+        """What the builder made of it. Raises HeldBackError."""
         if self.is_chosen:
             self._run_check(lambda: check_trajectory(self.recorded, trajectory))
             self.checker.watcher.session_checked(None)

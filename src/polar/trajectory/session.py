@@ -104,7 +104,7 @@ def build_trajectory(
     session: Session, exchanges: Sequence[Exchange], builder: str, checker: SessionChecker
 ) -> SessionBuild:
     """What a builder makes of a session alone, checked. A tree is a group's: of one it is told as the traces it holds.
-    Raises HeldBack."""
+    Raises HeldBackError."""
     check = checker.begin(session)
     check.check_rows(exchanges)
     parts = read_session_calls(session, exchanges)

@@ -50,7 +50,7 @@ class NodeSpan(Struct, frozen=True, gc=False):
 
 
 class TokenTree(Struct):
-    """Made by `token_tree`. Parents stand before their children."""
+    """Made by `build_token_tree`. Parents stand before their children."""
 
     paths: tuple[TokenPath, ...]
     nodes: list[Node]
