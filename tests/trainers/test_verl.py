@@ -197,7 +197,8 @@ from verl.utils import tensordict_utils as tu
 
 given = []
 rollout = Space(n=4, val_kwargs=Space(n=2))
-naming = NamingAgentLoopManager(Space(generate_sequences=given.append), Space(actor_rollout_ref=Space(rollout=rollout)), {"a", "b"})
+config = Space(actor_rollout_ref=Space(rollout=rollout))
+naming = NamingAgentLoopManager(Space(generate_sequences=given.append), config, {"a", "b"})
 for step, more in ((3, {}), (3, {}), (3, {"validate": True}), (4, {})):
     batch = tu.get_tensordict({"task_id": numpy.array(["a", "b", "a"], dtype=object)})
     tu.assign_non_tensor(batch, global_steps=step, **more)

@@ -65,14 +65,22 @@ class Weighted:
         for part, verdict in verdicts:
             if verdict.reward is None:
                 return Verdict(reason=f"{part.name}: {verdict.reason}", detail=detail, evidence=evidence)
-        reward, turns = 0.0, dict[str, float]()
-        for part, verdict in verdicts:
-            reward += part.weight * (verdict.reward or 0.0)
-            for exchange, earned in verdict.turn_rewards.items():
-                turns[exchange] = turns.get(exchange, 0.0) + part.weight * earned
+        weights = [part.weight for part, _ in verdicts]
+        reward = _weighted_mean(weights, [verdict.reward or 0.0 for _, verdict in verdicts])
+        exchanges = dict.fromkeys(exchange for _, verdict in verdicts for exchange in verdict.turn_rewards)
+        turns = {
+            exchange: _weighted_mean(weights, [verdict.turn_rewards.get(exchange, 0.0) for _, verdict in verdicts])
+            for exchange in exchanges
+        }
         if any(part.required and verdict.reward == 0 for part, verdict in verdicts):
             reward = 0.0
         return Verdict(reward, turn_rewards=turns, detail=detail, evidence=evidence)
+
+
+def _weighted_mean(weights: list[float], values: list[float]) -> float:
+    """The weights add up to 1 but for rounding, which must not lead out of the values' range, or to infinity."""
+    mean = sum(weight * value for weight, value in zip(weights, values, strict=True))
+    return min(max(mean, min(values)), max(values))
 
 
 async def _evaluate_part(part: _Part, work: GradingContext) -> Verdict:

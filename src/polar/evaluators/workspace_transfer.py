@@ -23,9 +23,8 @@ Not everything that was taken is laid (`_Selection`):
 An uploaded folder takes the place of what had its name; only one that holds the workspace or an artifact, or is one, is
 merged with what is there. In the agent's own runtime (`refresh_runtime = false`) the same is removed.
 
-
-What can't be taken because of what the agent did is `UngradableWorkError`: a reward of 0. What the platform failed to do
-is SandboxError, what the task's author got wrong GraderError.
+What can't be taken because of what the agent did is `UngradableWorkError`: a reward of 0. What the platform failed to
+do is SandboxError, what the task's author got wrong GraderError.
 """
 
 import asyncio

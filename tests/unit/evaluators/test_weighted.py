@@ -1,5 +1,6 @@
 import json
 import math
+import sys
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -213,3 +214,13 @@ async def test_a_verdict_is_a_finite_reward_or_a_reason_and_never_both(
 def _among(mean: float, earned: list[float]) -> bool:
     room = 1e-9 * max(map(abs, earned))
     return min(earned) - room <= mean <= max(earned) + room
+
+
+async def test_the_mean_of_the_largest_rewards_is_finite(work: AgentWork, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("polar.evaluators.load", lambda _kind, _name: Given)
+    largest = sys.float_info.max
+    config = {"reward": largest, "turn_rewards": {"x1": largest}}
+    parts = [{"strategy": "given", "config": config, "weight": weight} for weight in (0.1, 0.2, 0.7, 0.7, 1 / 3)]
+    verdict = await Weighted({"parts": parts}).evaluate(work)
+    assert verdict.reward == largest
+    assert verdict.turn_rewards == {"x1": largest}
