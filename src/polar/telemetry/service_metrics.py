@@ -11,8 +11,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import GaugeMetricFamily
 
 from polar.store.base import Evidence, is_suspicious
-from polar.telemetry.gauges import GaugeCollector, make_gauge
-from polar.telemetry.labels import MAX_RUN_LABELS, LabelCap
+from polar.telemetry.metrics import MAX_RUN_LABELS, GaugeCollector, LabelCap, make_gauge
 
 _MAX_REASON_LABELS = 50
 _MAX_STAGE_LABELS = 20
