@@ -18,9 +18,9 @@ from msgspec import Struct
 from polar.bench.breaking_relay import relay_breaking_call
 from polar.bench.client import BenchError
 from polar.config import Settings
-from polar.data_plane import DataPlane
 from polar.engines.scripted.play import Play, ScriptedTurn
 from polar.engines.scripted.server import ScriptedServer
+from polar.gateway.data_plane import DataPlane
 from polar.harnesses import build_environment, filter_environment, load_harness
 from polar.harnesses.base import Harness, SetupRequest
 from polar.harnesses.files import write_setup

@@ -37,7 +37,7 @@ from polar.bench.pipeline_workload import WorkloadSession, make_sessions
 from polar.bench.process import ServerProcess
 from polar.bench.sandbox import LatencySummary
 from polar.config import EngineSettings, GatewaySettings, NodeSettings, PrewarmSettings, Settings
-from polar.data_plane import DataPlane
+from polar.gateway.data_plane import DataPlane
 from polar.harnesses import build_environment
 from polar.node.node_service import make_node
 from polar.rollout.models import AgentRequest, CustomShell, EvaluatorRequest, RuntimeRequest, TaskRequest

@@ -24,10 +24,10 @@ from polar import ids
 from polar.bench.calls import make_filler
 from polar.bench.client import BenchError, Connection, encode_post
 from polar.config import Settings
-from polar.data_plane import DataPlane
 from polar.dialects.base import Dialect
 from polar.engines.scripted import Play, ScriptedServer
 from polar.engines.scripted.server import TOKENIZER_FOLDER
+from polar.gateway.data_plane import DataPlane
 from polar.plugins import load
 from polar.rendering.continuation import RecordedTurn, TurnHistory
 from polar.rendering.model_codec import ModelCodec

@@ -10,7 +10,7 @@ from typing import cast
 
 import msgspec
 
-from polar.data_plane import DataPlane
+from polar.gateway.data_plane import DataPlane
 from polar.gateway.session_registry import SessionRegistry
 from polar.node.finished_session import FinishedSession
 from polar.node.task_plan import TaskPlan

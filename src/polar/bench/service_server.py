@@ -21,7 +21,7 @@ from polar.bench.service_host import SLOTS, make_no_op_worker
 from polar.bench.trajectory import make_conversation
 from polar.cli.common import run_async
 from polar.config import GatewaySettings, NodeSettings, ServerSettings, Settings, StoreSettings
-from polar.data_plane import tune_process
+from polar.gateway.process import tune_process
 from polar.node.node_service import make_node, make_worker
 from polar.node.worker import Worker
 from polar.service import Service

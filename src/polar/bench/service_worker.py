@@ -11,7 +11,8 @@ from pathlib import Path
 from polar.bench.service_host import make_no_op_worker
 from polar.bench.service_server import Address, build_settings, print_message, run_worker, wait_for_input_end
 from polar.cli.common import run_async
-from polar.data_plane import DataPlane, tune_process
+from polar.gateway.data_plane import DataPlane
+from polar.gateway.process import tune_process
 from polar.node.remote_server import RemoteServer
 
 

@@ -35,9 +35,9 @@ from polar.bench.client import BenchError, Connection, encode_get, encode_post
 from polar.bench.process import ServerProcess
 from polar.cli.common import run_async
 from polar.config import EngineSettings, GatewaySettings, ServerSettings, Settings
-from polar.data_plane import tune_process
 from polar.engines.scripted import Play, ScriptedServer
 from polar.engines.scripted.server import TOKENIZER_FOLDER
+from polar.gateway.process import tune_process
 from polar.service import Service
 
 PROMISED_SHARE = 0.02

@@ -32,7 +32,7 @@ from typing import Any
 from polar.bridges.engines import TrainerEngines
 from polar.bridges.rollouts import RolloutClient, SessionGroup
 from polar.bridges.settings import SettingsSource, load_settings
-from polar.closeable import AsyncCloseable
+from polar.client.closeable import AsyncCloseable
 from polar.errors import ConfigError
 from polar.export.art import FLAG_SAMPLED
 from polar.export.art import ArtExporter as Exporter

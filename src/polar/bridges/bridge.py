@@ -8,7 +8,7 @@ from polar.bridges.engines import TrainerEngines
 from polar.bridges.rollouts import RolloutClient, SessionGroup
 from polar.bridges.settings import SettingsSource, load_settings
 from polar.client.background_loop import BackgroundLoop
-from polar.closeable import Closeable
+from polar.client.closeable import Closeable
 from polar.rollout.models import PauseMode
 
 T = TypeVar("T")

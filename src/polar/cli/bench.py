@@ -28,8 +28,8 @@ from polar.bench import trajectory as trajectory_bench
 from polar.bench.peers import litellm
 from polar.bench.pipeline_plot import draw_svg as pipeline_picture
 from polar.cli.common import json_option, run_async
-from polar.data_plane import tune_process
 from polar.errors import ConfigError
+from polar.gateway.process import tune_process
 
 _LITELLM_ENVIRONMENT = Path(".cache/bench-litellm")
 HARNESS_FOLDERS = (

@@ -30,7 +30,7 @@ from polar.config import PriceSettings, Settings
 from polar.data.budget import Budget
 from polar.data.collection import Collection
 from polar.data.collection_lock import lock_collection
-from polar.data_plane import tune_process
+from polar.gateway.process import tune_process
 from polar.node.finished_session import FinishedSession
 from polar.node.local import LocalRollout
 from polar.node.task_plan import TaskPlan

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from polar.errors import ConfigError
-from polar.private_files import make_private_folder
+from polar.folders import make_private_folder
 
 _LOCK_FILE = "collecting.lock"
 

@@ -24,9 +24,9 @@ from pathlib import Path, PurePosixPath
 from msgspec import Struct
 from pydantic import Field
 
-from polar.changes import LINK_MODE, FileChange, find_changes, list_entries
 from polar.evaluators import links
 from polar.evaluators.base import GraderError, GradingContext, UngradableWorkError
+from polar.evaluators.changes import LINK_MODE, FileChange, find_changes, list_entries
 from polar.evaluators.links import TransferredEntries, escape_path
 from polar.evaluators.workspace_transfer import (
     BYTECODE_FOLDER,

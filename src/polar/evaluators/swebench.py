@@ -23,11 +23,11 @@ from polar.errors import ConfigError
 from polar.evaluators import patch_paths, protected_files, results, settings, signed_run
 from polar.evaluators.base import GraderError, GradingContext, UngradableWorkError
 from polar.evaluators.links import escape_path
+from polar.evaluators.patches import MAX_PATCH_BYTES, make_patch
 from polar.evaluators.project_tests import list_named_tests
 from polar.evaluators.protected_files import ProtectedFiles, ProtectionConfig, WorkspaceDiff
 from polar.evaluators.results import BrokenResultsError, RunResults
 from polar.evaluators.signed_run import RunnerCommand, SignedRun
-from polar.patches import MAX_PATCH_BYTES, make_patch
 from polar.runtimes.base import Runtime
 from polar.store.base import Evidence, Verdict
 

@@ -21,10 +21,11 @@ import msgspec
 from msgspec import Struct
 
 from polar import ids
-from polar.changes import find_changes
 from polar.config import Settings
 from polar.errors import PolarError, StoreError
 from polar.evaluators.base import GraderError, Outcome
+from polar.evaluators.changes import find_changes
+from polar.evaluators.patches import make_patch
 from polar.gateway.meter import Meter
 from polar.gateway.session_registry import SessionRegistry
 from polar.harnesses import build_environment
@@ -38,7 +39,6 @@ from polar.node.tamper_policy import apply_policy, bound_evidence
 from polar.node.task_plan import TaskPlan
 from polar.node.warm_pool import WarmPool
 from polar.node.workspace_snapshots import MAX_WORKSPACE_BYTES, WorkspaceSnapshots
-from polar.patches import make_patch
 from polar.runtimes.base import CommandResult, CorruptedRuntimeError, Runtime, SandboxError, TransferTooLargeError
 from polar.runtimes.prepare_steps import PrepareError
 from polar.runtimes.state_folder import remove_tree

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from polar.changes import find_changes
 from polar.errors import ConfigError
 from polar.evaluators import patch_paths
 from polar.evaluators.base import GraderError
+from polar.evaluators.changes import find_changes
+from polar.evaluators.patches import make_patch
 from polar.evaluators.swebench import SweBench
-from polar.patches import make_patch
 from polar.store.base import Verdict
 from tests.selection import leave_to_slow
 from tests.unit.evaluators.work import AgentWork, Place

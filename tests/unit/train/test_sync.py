@@ -15,6 +15,7 @@ from polar.client.async_client import AsyncClient, ClientError
 from polar.config import EngineSettings
 from polar.engines.scripted import Play, ScriptedTurn
 from polar.engines.scripted.sampler import expected_logprobs
+from polar.gateway.replica_observer import ReplicaObserver
 from polar.rollout.models import PauseMode
 from polar.service import Service
 from polar.store.base import Exchange
@@ -101,7 +102,8 @@ async def harness(service: Service) -> AsyncIterator[tuple["asyncio.Task[Exchang
         return exchange
 
     task = asyncio.create_task(call())
-    await wait_until(lambda: any(getattr(call, "sampled", []) for call in service.pool.replicas[0].running))
+    running = service.pool.replicas[0].running
+    await wait_until(lambda: any(isinstance(call, ReplicaObserver) and call.record.sampled for call in running))
     try:
         yield task, key
     finally:

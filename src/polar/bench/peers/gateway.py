@@ -16,7 +16,7 @@ from msgspec import Struct
 from polar.bench.loop_watch import LoopWatch
 from polar.cli.common import run_async
 from polar.config import EngineSettings, GatewaySettings, ServerSettings, Settings
-from polar.data_plane import tune_process
+from polar.gateway.process import tune_process
 from polar.service import Service
 
 

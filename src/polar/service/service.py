@@ -9,11 +9,10 @@ from pathlib import Path
 from types import TracebackType
 
 from polar.config import Settings
-from polar.control_plane import ControlPlane
-from polar.data_plane import DataPlane
 from polar.engines.fleet import EngineFleet
 from polar.engines.pool import EnginePool
 from polar.errors import ConfigError
+from polar.gateway.data_plane import DataPlane
 from polar.gateway.http import format_url, is_loopback
 from polar.gateway.session_registry import SessionRegistry
 from polar.node.node import Node
@@ -25,6 +24,7 @@ from polar.rollout.routes.app import create_app
 from polar.rollout.routes.service import current_health
 from polar.rollout.routes.service_parts import ServiceParts
 from polar.rollout.service import RolloutService
+from polar.service.control_plane import ControlPlane
 from polar.store.base import Store
 from polar.telemetry.service_metrics import ServiceMetrics
 from polar.telemetry.verify_metrics import VerifyMetrics

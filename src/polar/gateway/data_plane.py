@@ -2,12 +2,7 @@
 
 import asyncio
 import contextlib
-import ctypes
-import gc
 import logging
-import os
-import resource
-import sys
 from pathlib import Path
 from types import TracebackType
 
@@ -15,11 +10,11 @@ from polar.config import Settings
 from polar.engines.fleet import EngineFleet
 from polar.engines.pool import EnginePool
 from polar.errors import ConfigError, StoreError
+from polar.folders import make_private_folder
 from polar.gateway.app import Gateway
 from polar.gateway.call_journal import CallJournal, read_journal
 from polar.gateway.metrics import GatewayMetrics
 from polar.gateway.session_registry import SessionRegistry
-from polar.private_files import make_private_folder
 from polar.runtimes.state_folder import StateFolder
 from polar.store import open_store
 from polar.store.relational import RelationalStore
@@ -30,57 +25,11 @@ log = logging.getLogger(__name__)
 _JOURNAL_FILE = "calls.jsonl"
 
 
-def tune_process() -> None:
-    """Settings of the whole process for one that serves: call it once, when everything is imported.
-
-    A full garbage collection stops every stream for as long as it takes to walk all objects. What is imported stays
-    anyway, and calls leave no cycles behind: young objects are looked at in small portions, old ones hardly ever. The
-    store's thread gives way to the event loop soon. Tokenizers start no threads of their own: they have ours, and
-    processes for what is long. All threads allocate from one arena.
-    """
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(1_000, 5, 10_000)
-    sys.setswitchinterval(0.0005)
-    _share_malloc_arena()
-    _raise_open_files_limit()
-
-
-def _raise_open_files_limit() -> None:
-    """As far as the system allows: each open call takes two. macOS refuses more than OPEN_MAX where its hard limit is
-    infinite."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    try:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    except (OSError, ValueError):
-        with contextlib.suppress(OSError, ValueError):
-            resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, _OPEN_MAX), hard))
-
-
-_OPEN_MAX = 10_240
-"""Of macOS's sys/syslimits.h."""
-
-_M_ARENA_MAX = -8
-"""mallopt's parameter, of glibc's malloc.h."""
-
-
-def _share_malloc_arena() -> None:
-    """Has glibc give new threads no arenas of their own.
-
-    What one thread allocates and another frees goes back to the first one's arena, where holes are left. Caches that
-    many threads fill then take ever more memory, though they hold no more. The interpreter's lock keeps most threads
-    from allocating at the same time anyway. Other C libraries have no such parameter.
-    """
-    if sys.platform == "linux" and (mallopt := getattr(ctypes.CDLL(None), "mallopt", None)) is not None:
-        mallopt(_M_ARENA_MAX, 1)
-
-
 class DataPlane:
     """Use as an async context manager.
 
-    Where it is `steered`, somebody says how engines are to be (Pools.apply), and until then calls are held. Without
-    `engines` there are none before that."""
+    With `hold_calls`, calls wait until somebody says how the engines are to be (EngineFleet.apply). Without `engines`
+    there are none before that."""
 
     store: RelationalStore
     pools: EngineFleet
