@@ -92,7 +92,7 @@ class Gateway:
         self._stopping = False
 
     async def start(self) -> str:
-        """Listens; the address that harnesses are pointed at."""
+        """Listens, and returns the address that harnesses are pointed at."""
         await self.prompt_renderer.load_model(self._pools.default)  # before the first harness has to wait for it
         self._runner = web.ServerRunner(create_server(self.handle, self._encode_http_error), shutdown_timeout=2)
         await self._runner.setup()
@@ -105,7 +105,8 @@ class Gateway:
         return format_url(*self._runner.addresses[0][:2])
 
     async def stop(self) -> None:
-        """Cuts what runs, and records it. When the last harness is gone, so is all that was left to be corrected."""
+        """Gives up what runs, and records it. Once the connections are closed, so are the last generations that a
+        harness could have come back to."""
         self._stopping = True
         await self.generations.close()
         if self._runner is not None:

@@ -1,4 +1,4 @@
-"""What captures calls, in one process: the store, the engines, and the gateway that harnesses talk to."""
+"""Store, engines and gateway in one process: all that it takes to capture calls."""
 
 import asyncio
 import contextlib
@@ -97,8 +97,8 @@ class DataPlane:
         self.gateway_url = await self.gateway.start()
 
     async def _open_journal(self, stack: contextlib.AsyncExitStack) -> CallJournal:
-        """Where this process notes its calls. Those in journals of processes on this folder that are gone are recorded
-        as interrupted."""
+        """The journal of this process's calls. Calls in the journals of dead processes on this folder are recorded as
+        interrupted."""
         state = StateFolder(self.data_folder / "gateways")
         for left in state.iter_abandoned():
             interrupted = await self.store.record_interrupted(read_journal(left.folder / _JOURNAL_FILE))
@@ -123,8 +123,8 @@ class DataPlane:
         await asyncio.to_thread(state.close)
 
     async def load_policy_versions(self) -> dict[str, int]:
-        """What the engines hold, as far as it is known. One that was launched just now holds what it began with,
-        whatever was at its address before."""
+        """The version that each engine holds, by address, as far as it is known. An engine that was launched with this
+        process holds what it began with, whatever was at its address before."""
         return await self.store.policy_versions() | self.pool.launched_versions
 
     async def __aexit__(

@@ -1,4 +1,4 @@
-"""What a session has used of what it may: turns, sampled tokens, seconds.
+"""What a session has used of its limits: turns, sampled tokens, seconds.
 
     Meter (a session) --owns--> Clock <--hold, mark_busy, release-- CallTimer (a call)
 
@@ -106,8 +106,8 @@ class CallTimer:
 
 
 _PLATFORM_ERROR_KINDS = frozenset({"engine", "overloaded", "timeout", "internal", "rate_limit"})
-"""Kinds of errors that neither the harness nor the model is to blame for. (A session that has used up what it may is
-told of a rate limit too, but that call never begins.)"""
+"""Kinds of errors that neither the harness nor the model is to blame for. (A session that
+has used up its limits gets a rate-limit error too, but that call never begins.)"""
 
 
 class Meter:
@@ -126,8 +126,8 @@ class Meter:
         self._limit_reached = asyncio.Event()
 
     def begin_call(self, requested_tokens: int | None) -> int | None:
-        """A call begins: the most tokens it may sample, given what it asked for. Raises ApiError where the session has
-        no turn or no token left."""
+        """Counts a turn, and returns the most tokens that the call may sample, given what it asked for. Raises ApiError
+        where the session has no turn or no token left."""
         if self._max_turns is not None and self.turns >= self._max_turns:
             self._limit_reached.set()
             raise ApiError("rate_limit", f"The session has used up its turns ({self._max_turns}).")
