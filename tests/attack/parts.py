@@ -10,8 +10,8 @@ from urllib.parse import urlsplit
 
 from polar.gateway.data_plane import DataPlane
 from polar.gateway.generation import Generation
+from polar.records.exchange import Exchange
 from polar.service import Service
-from polar.store.base import Exchange
 from tests.attack.replies import DONE, GOOD, encode, response, stream
 from tests.conditions import wait_until
 from tests.integration.stack import settings

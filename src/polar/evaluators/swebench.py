@@ -28,8 +28,8 @@ from polar.evaluators.project_tests import list_named_tests
 from polar.evaluators.protected_files import ProtectedFiles, ProtectionConfig, WorkspaceDiff
 from polar.evaluators.results import BrokenResultsError, RunResults
 from polar.evaluators.signed_run import RunnerCommand, SignedRun
+from polar.records.session import Evidence, Verdict
 from polar.runtimes.base import Runtime
-from polar.store.base import Evidence, Verdict
 
 _APPLY_SECONDS = 120.0
 _MAX_LOG_TAIL_CHARS = 1000

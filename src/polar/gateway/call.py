@@ -5,10 +5,9 @@ HTTP request --(dialect)--> HarnessCall --(prompt_renderer)--> PreparedPrompt
 
 from msgspec import Struct
 
-from polar.dialects.base import Dialect, RawRequest
+from polar.dialects.base import Dialect
 from polar.engines.base import TokenPrompt
-from polar.rendering.context_mark import ContextMark
-from polar.store.base import Continuation
+from polar.records.exchange import ContextMark, Continuation, RawRequest
 from polar.types import Request
 
 

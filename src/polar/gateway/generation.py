@@ -34,8 +34,9 @@ from polar.gateway.prompt_renderer import PromptRenderer, parse_chunks
 from polar.gateway.replica_observer import ReplicaObserver
 from polar.gateway.session_registry import OpenSession
 from polar.gateway.token_record import TokenRecord
+from polar.records.exchange import ExchangeStatus, StartedCall
 from polar.rendering.families import ReplyParser
-from polar.store.base import ExchangeStatus, StartedCall, Store
+from polar.store.base import Store
 from polar.telemetry import tracing
 from polar.telemetry.logs import bind
 from polar.types import ReplyEvent, Request, TextDelta

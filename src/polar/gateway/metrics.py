@@ -6,7 +6,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import GaugeMetricFamily
 
 from polar.engines.pool import EnginePool
-from polar.store.base import Exchange
+from polar.records.exchange import Exchange
 from polar.telemetry.metrics import MAX_RUN_LABELS, GaugeCollector, LabelCap, make_gauge, strip_password
 
 

@@ -7,10 +7,10 @@
 Invariant: a token has a version only where it is known which weights sampled it.
 """
 
-from polar.engines.base import VersionSpan
 from polar.engines.replica import Replica
 from polar.gateway.meter import CallTimer
 from polar.gateway.token_record import TokenRecord
+from polar.records.exchange import VersionSpan
 
 
 class ReplicaObserver:

@@ -14,7 +14,8 @@ from polar import ids
 from polar.config import SamplingOverrides
 from polar.engines.replica import Replica
 from polar.gateway.meter import Meter
-from polar.store.base import Session, Store, Verdict
+from polar.records.session import Session, Verdict
+from polar.store.base import Store
 from polar.trajectory.roles import RoleOverrides
 
 _MAX_MODELS = 8

@@ -14,11 +14,11 @@ from array import array
 import numpy as np
 
 from polar import ids
-from polar.engines.base import SENTINEL_LOGPROB, Chunk, Engine, TokenIds, VersionSpan
+from polar.engines.base import Chunk, Engine
 from polar.gateway.call import HarnessCall, PreparedPrompt
 from polar.gateway.prompt_id_parser import PromptIdParser
+from polar.records.exchange import SENTINEL_LOGPROB, Exchange, ExchangeStatus, StartedCall, TokenIds, VersionSpan
 from polar.reply_parts import PartsBuilder
-from polar.store.base import Exchange, ExchangeStatus, StartedCall
 from polar.types import (
     FinishReason,
     ReasoningDelta,

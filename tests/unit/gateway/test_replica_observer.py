@@ -2,9 +2,10 @@
 
 from typing import Any
 
-from polar.engines.base import Capabilities, VersionSpan
+from polar.engines.base import Capabilities
 from polar.gateway.meter import CallTimer, Clock
 from polar.gateway.replica_observer import ReplicaObserver, VersionTracker
+from polar.records.exchange import VersionSpan
 
 
 class Record:

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 
 from polar.dialects.openai_chat import OpenAIChat
-from polar.engines.base import Capabilities, Chunk, TokenPrompt, VersionSpan
+from polar.engines.base import Capabilities, Chunk, TokenPrompt
 from polar.gateway.call import HarnessCall, PreparedPrompt
 from polar.gateway.prompt_id_parser import PromptIdParser
 from polar.gateway.token_record import TokenRecord
-from polar.store.base import Exchange, StartedCall
+from polar.records.exchange import Exchange, StartedCall, VersionSpan
 from polar.types import ReasoningDelta, Text, TextDelta, ToolCall, ToolCallDelta, ToolCallStart, Usage
 
 BODY = b'{"model":"m","messages":[{"role":"user","content":"hi"}]}'
