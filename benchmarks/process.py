@@ -1,0 +1,166 @@
+"""Processes of a benchmark: a server under measurement with its CPU time and memory, and how such a process speaks.
+
+benchmark ── a line on standard input ─► process      it ends when its input does
+          ◄─ a line of JSON on its standard output ──
+"""
+
+import asyncio
+import os
+import signal
+import sys
+import time
+from collections.abc import AsyncIterator, Coroutine, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TypeVar
+
+import msgspec
+import uvloop
+from msgspec import Struct
+
+from benchmarks.client import BenchmarkError, Connection, encode_get
+from polar.telemetry import logs
+
+T = TypeVar("T")
+
+
+class ServerProcess:
+    """Use as an async context manager. Its output goes to `log`, but for standard output where `speaks` is set: such
+    a server reads lines from its standard input, prints lines of JSON, and ends when its input does. Without a core it
+    runs on any."""
+
+    def __init__(
+        self,
+        argv: Sequence[str],
+        core: int | None,
+        log: Path,
+        *,
+        speaks: bool = False,
+        env: dict[str, str] | None = None,
+    ) -> None:
+        self._argv = argv
+        self._core = core
+        self._log = log
+        self._speaks = speaks
+        self._env = env
+        self._process: asyncio.subprocess.Process | None = None
+
+    async def __aenter__(self) -> "ServerProcess":
+        pipe = asyncio.subprocess.PIPE
+        variables = os.environ | (self._env or {})
+        variables.pop("DATABASE_URL", None)  # whose it is, it is not for a benchmark to write to
+        with self._log.open("wb") as log:
+            self._process = await asyncio.create_subprocess_exec(
+                *self._argv,
+                stdin=pipe if self._speaks else asyncio.subprocess.DEVNULL,
+                stdout=pipe if self._speaks else log,
+                stderr=log,
+                env=variables,
+                preexec_fn=self._pin,
+            )
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        process = self._running()
+        if process.returncode is None:
+            process.terminate()
+            try:
+                async with asyncio.timeout(10):
+                    await process.wait()
+            except TimeoutError:
+                process.kill()
+                await process.wait()
+
+    @property
+    def pid(self) -> int:
+        return self._running().pid
+
+    def cpu(self) -> float:
+        """Seconds of user and system time so far, of all threads: the process's CPU clock, to the nanosecond."""
+        return time.clock_gettime(~self.pid << 3 | 2)  # CLOCK_PROCESS_CPUTIME_ID of another process
+
+    def memory(self) -> int:
+        """Resident bytes."""
+        resident = Path(f"/proc/{self.pid}/statm").read_text(encoding="ascii").split()[1]
+        return int(resident) * os.sysconf("SC_PAGE_SIZE")
+
+    async def hear(self, type: type[T], timeout: float = 60) -> T:
+        """The next line that the server prints."""
+        process = self._running()
+        assert process.stdout is not None
+        try:
+            async with asyncio.timeout(timeout):
+                line = await process.stdout.readline()
+            return msgspec.json.decode(line, type=type)
+        except (TimeoutError, msgspec.DecodeError) as error:
+            raise self.failed("did not say what it was asked") from error
+
+    async def ended(self) -> None:
+        """Until it has."""
+        await self._running().wait()
+
+    def tell(self, line: str) -> None:
+        process = self._running()
+        assert process.stdin is not None
+        process.stdin.write(line.encode() + b"\n")
+
+    async def answers(self, port: int, path: str, timeout: float) -> None:
+        """Returns once the server answers 200 there."""
+        deadline = time.monotonic() + timeout
+        while time.monotonic() < deadline and self._running().returncode is None:
+            try:
+                connection = await Connection.open(port)
+                await connection.call(encode_get(path))
+                connection.close()
+                return
+            except (OSError, BenchmarkError):
+                await asyncio.sleep(0.2)
+        raise self.failed("did not start")
+
+    def failed(self, what: str) -> BenchmarkError:
+        tail = self._log.read_text(errors="replace").strip().splitlines()[-5:]
+        return BenchmarkError(f"{self._argv[0]} {what}: {' / '.join(tail) or 'it printed nothing'}")
+
+    def _running(self) -> asyncio.subprocess.Process:
+        assert self._process is not None
+        return self._process
+
+    def _pin(self) -> None:
+        if self._core is not None:
+            os.sched_setaffinity(0, {self._core})
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the bench, which ends its servers
+
+
+# The process's own side
+
+
+class Address(Struct):
+    """What a server with a control plane prints when it is ready."""
+
+    control: str
+
+
+def run_async(coroutine: Coroutine[Any, Any, T]) -> T:
+    """As Polar's own commands run: with uvloop, and with their log."""
+    logs.configure()
+    return uvloop.run(coroutine)
+
+
+def print_message(value: Any) -> None:
+    sys.stdout.buffer.write(msgspec.json.encode(value) + b"\n")
+    sys.stdout.buffer.flush()
+
+
+async def read_input_lines() -> AsyncIterator[bytes]:
+    """Without their ends."""
+    reader = asyncio.StreamReader()
+    await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
+    while line := await reader.readline():
+        yield line.rstrip(b"\n")
+
+
+async def wait_for_input_end() -> None:
+    async for _ in read_input_lines():
+        pass
