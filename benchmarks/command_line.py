@@ -6,8 +6,13 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import click
+from rich import progress as bars
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+Progress = Callable[[str], None]
+"""Takes what is measured now."""
+CountedProgress = Callable[[str, int, int], None]
+"""Takes what is measured now, and how many are done of how many."""
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one line of JSON.")
 tokenizer_option = click.option(
@@ -24,8 +29,8 @@ peer_python_option = click.option(
 )
 
 
-def make_progress_printer() -> Callable[[str], None]:
-    """Prints what is measured now, with the seconds since the start."""
+def make_progress_printer() -> Progress:
+    """Prints lines to standard error, with the seconds since the start."""
     console = Console(stderr=True)
     began = time.monotonic()
 
@@ -36,10 +41,16 @@ def make_progress_printer() -> Callable[[str], None]:
 
 
 @contextmanager
-def open_progress_bar() -> Iterator[Callable[[str, int, int], None]]:
-    """For what is counted: takes what is measured now, and how many are done of how many."""
-    columns = SpinnerColumn(), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}")
-    with Progress(*columns, console=Console(stderr=True)) as bar:
+def open_progress_bar() -> Iterator[CountedProgress]:
+    """A bar on standard error."""
+    columns = (
+        bars.SpinnerColumn(),
+        bars.BarColumn(),
+        bars.MofNCompleteColumn(),
+        bars.TimeElapsedColumn(),
+        bars.TextColumn("{task.description}"),
+    )
+    with bars.Progress(*columns, console=Console(stderr=True)) as bar:
         task = bar.add_task("")
 
         def progress(what: str, done: int, total: int) -> None:

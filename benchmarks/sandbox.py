@@ -25,7 +25,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.client import BenchmarkError
-from benchmarks.command_line import json_option, make_console, make_progress_printer
+from benchmarks.command_line import Progress, json_option, make_console, make_progress_printer
 from benchmarks.process import run_async
 from benchmarks.report import LatencySummary, Promise, describe_machine, promise_table
 from polar.runtimes.base import Limits, Runtime, RuntimeSpec
@@ -35,8 +35,6 @@ _LIMITS = Limits(cpus=1.0, memory_mb=512, processes=256)
 _COMMAND = ["/usr/bin/true"]
 _IMAGE = "polar-bench-sandbox"
 _LONGEST = 120.0  # seconds for one `docker run`
-
-Progress = Callable[[str], None]
 
 
 class SandboxPlan(Struct, frozen=True):

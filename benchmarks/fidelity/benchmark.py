@@ -2,7 +2,7 @@
 
     harness x mode x (whole | one reply dropped) -> recorded session -> each builder's data -> counts
 
-The same recorded sessions go through a baseline that merges by comparing prompts (peers/prompt_merging.py) and through
+The same recorded sessions go through a baseline that merges by comparing prompts (prompt_merging.py) and through
 our builders. Sessions in mode `engine` are what a gateway records that speaks chat with its engine: there every prompt
 is re-tokenised text.
 """
@@ -10,7 +10,7 @@ is re-tokenised text.
 import gc
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import click
@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.client import BenchmarkError
-from benchmarks.command_line import json_option, make_console, open_progress_bar, tokenizer_option
+from benchmarks.command_line import CountedProgress, json_option, make_console, open_progress_bar, tokenizer_option
 from benchmarks.fidelity import counts as counts
 from benchmarks.fidelity import prompt_merging
 from benchmarks.fidelity.counts import FidelityCounts
@@ -43,9 +43,6 @@ from polar.trajectory import builders
 from polar.trajectory.session import read_session_paths
 
 BASELINE = prompt_merging.NAME
-
-Progress = Callable[[str, int, int], None]
-"""What is done now, and how many of how many recordings are done."""
 
 
 class SessionFidelity(Struct):
@@ -71,7 +68,12 @@ class FidelityReport(Struct):
 
 
 async def run(
-    agents: Sequence[Agent], *, turns: int, tokenizer: str | None, progress: Progress, modes: Sequence[Mode] = MODES
+    agents: Sequence[Agent],
+    *,
+    turns: int,
+    tokenizer: str | None,
+    progress: CountedProgress,
+    modes: Sequence[Mode] = MODES,
 ) -> FidelityReport:
     report = FidelityReport(tokenizer, turns)
     recordings = [(agent, drops, mode) for drops in (False, True) for agent in agents for mode in modes]

@@ -1,6 +1,6 @@
 """How true training data is to what was sampled, counted token by token from the recorded exchanges.
 
-A builder's result, whoever's it is, comes here as `Trained` sequences: the tokens that a trainer runs through its
+A builder's result, whoever's it is, comes here as `TrainingSequence`s: the tokens that a trainer runs through its
 model, and which of them train as which sampled tokens. Each of those is looked at twice, by ways that share nothing:
 
     stored exchange    the tokens up to and with it are those of the exchange that sampled it

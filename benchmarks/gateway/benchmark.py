@@ -27,7 +27,7 @@ from rich.console import Console
 from benchmarks import calls
 from benchmarks.calls import TURNS, CallSize, L, S
 from benchmarks.client import BenchmarkError, Connection, encode_get
-from benchmarks.command_line import json_option, make_console, make_progress_printer
+from benchmarks.command_line import Progress, json_option, make_console, make_progress_printer
 from benchmarks.gateway.engine import FakeEngine
 from benchmarks.gateway.load import (
     CALLERS,
@@ -78,8 +78,6 @@ class GatewayPlan(Struct, frozen=True):
 QUICK = GatewayPlan(
     rounds=2, pairs=150, slow_pairs=5, stream_seconds=8.0, ramp_seconds=4.0, sessions=2_000, large_sessions=100
 )
-
-Progress = Callable[[str], None]
 
 
 class GatewayBench:

@@ -26,7 +26,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.client import BenchmarkError, Connection, encode_get
-from benchmarks.command_line import json_option, make_console, open_progress_bar
+from benchmarks.command_line import CountedProgress, json_option, make_console, open_progress_bar
 from benchmarks.pipeline.engine import EngineCall, Utilization, Window, compute_slot_series, compute_utilization
 from benchmarks.pipeline.runtime import (
     NAME,
@@ -52,7 +52,6 @@ STEP = 0.25  # seconds between the points of the picture
 _LIMIT = 600.0  # seconds of a session
 _ONE_BY_ONE = "one by one, {} workers"
 
-Progress = Callable[[str, int, int], None]
 Done = Callable[[], None]
 
 
@@ -108,7 +107,7 @@ class PipelineReport(Struct):
     prewarmed: float  # of the evaluations: the share whose runtime had been made before they began
 
 
-async def run(plan: PipelinePlan, progress: Progress) -> PipelineReport:
+async def run(plan: PipelinePlan, progress: CountedProgress) -> PipelineReport:
     work = make_sessions(
         plan.sessions, run=plan.run_seconds, tools=plan.tools, grading=plan.grading_seconds, seed=plan.seed
     )
@@ -148,7 +147,7 @@ class _Measured(Struct):
 
 class _Bench:
     def __init__(
-        self, plan: PipelinePlan, work: list[WorkloadSession], engine_url: str, folder: Path, progress: Progress
+        self, plan: PipelinePlan, work: list[WorkloadSession], engine_url: str, folder: Path, progress: CountedProgress
     ) -> None:
         self._plan = plan
         self._work = work

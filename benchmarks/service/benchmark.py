@@ -9,7 +9,7 @@ Server, workers and client are processes of their own, and all of them may run o
 """
 
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import click
@@ -18,7 +18,7 @@ from msgspec import Struct, field
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.command_line import json_option, make_console, make_progress_printer, peer_python_option
+from benchmarks.command_line import Progress, json_option, make_console, make_progress_printer, peer_python_option
 from benchmarks.process import run_async
 from benchmarks.report import MB, Promise, describe_machine, promise_table
 from benchmarks.service import databases as service_databases
@@ -30,8 +30,6 @@ from benchmarks.service.long_queue import LEASE, SIZE, SUBMIT, QueueCosts
 from benchmarks.service.peers import PeerQueue
 from benchmarks.service.results import POLAR, ReadCosts
 from benchmarks.service.throughput import NODE, ONE_PROCESS, TWO_WORKERS, Throughput
-
-Progress = Callable[[str], None]
 
 
 class ServicePlan(Struct, frozen=True):

@@ -2,7 +2,7 @@
 
     python -m benchmarks.service.client SERVER_URL
 
-Each line of its input is an Order, and is answered with what was Done.
+Each line of its input is a `ClientOrder`, and is answered with a `ClientResult`.
 """
 
 import asyncio

@@ -16,7 +16,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ import msgspec
 from msgspec import Struct, field
 
 from benchmarks.client import BenchmarkError, Connection, encode_post, get_port
-from benchmarks.command_line import json_option, make_progress_printer
+from benchmarks.command_line import Progress, json_option, make_progress_printer
 from benchmarks.polar_server import GatewayAddresses
 from benchmarks.process import ServerProcess, run_async
 from benchmarks.report import MB
@@ -87,7 +87,7 @@ class _Created(Struct):
     api_key: str
 
 
-async def run(plan: SoakPlan, progress: Callable[[str], None]) -> SoakReport:
+async def run(plan: SoakPlan, progress: Progress) -> SoakReport:
     report = SoakReport(plan)
     async with contextlib.AsyncExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="polar-soak-")))
@@ -114,7 +114,7 @@ class _Load:
         addresses: GatewayAddresses,
         service: ServerProcess,
         report: SoakReport,
-        progress: Callable[[str], None],
+        progress: Progress,
     ) -> None:
         self._plan = plan
         self._gateway, self._control = get_port(addresses.gateway), get_port(addresses.control)

@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.client import BenchmarkError, Connection, encode_get, encode_post, get_port
-from benchmarks.command_line import json_option, make_console, make_progress_printer, tokenizer_option
+from benchmarks.command_line import Progress, json_option, make_console, make_progress_printer, tokenizer_option
 from benchmarks.polar_server import GatewayAddresses
 from benchmarks.process import ServerProcess, run_async
 from benchmarks.stall.attack import KINDS, StatusCounts
@@ -88,7 +88,7 @@ class _Orders(Struct):
     engines: _Engines | None = None
 
 
-async def run(plan: StallPlan, progress: Callable[[str], None]) -> StallReport:
+async def run(plan: StallPlan, progress: Progress) -> StallReport:
     report = StallReport()
     async with contextlib.AsyncExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="polar-stall-")))

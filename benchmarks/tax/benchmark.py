@@ -8,7 +8,7 @@ CPUs is part of the tax, and so are log-probabilities, which nobody needs who do
 import contextlib
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.client import BenchmarkError
-from benchmarks.command_line import json_option, make_console, make_progress_printer
+from benchmarks.command_line import Progress, json_option, make_console, make_progress_printer
 from benchmarks.polar_server import GatewayAddresses
 from benchmarks.process import ServerProcess, run_async
 from benchmarks.report import Promise, describe_machine, print_promises
@@ -40,7 +40,6 @@ from polar.config import EngineSettings
 from polar.plugins import load
 
 OFF, LOGPROBS, ON = "engine alone", "with log-probabilities", "captured"
-Progress = Callable[[str], None]
 
 
 class TaxReport(Struct):

@@ -28,6 +28,7 @@ from benchmarks import calls
 from benchmarks.calls import draw_ids
 from benchmarks.client import BenchmarkError
 from benchmarks.command_line import (
+    Progress,
     json_option,
     make_console,
     make_progress_printer,
@@ -48,8 +49,6 @@ from polar.trajectory.types import TokenPath as TokenPath
 POLAR, POLAR_WHOLE = "Polar", "Polar, prefix_tree"
 PEERS = {"trl": "TRL", "areal": "AReaL"}
 _SCRIPT = Path(__file__).with_name("tree_builders.py")
-
-Progress = Callable[[str], None]
 
 
 class TrajectoryPlan(Struct, frozen=True):

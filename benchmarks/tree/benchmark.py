@@ -19,7 +19,7 @@ import torch
 import transformers
 
 from benchmarks.client import BenchmarkError
-from benchmarks.command_line import json_option, make_console, make_progress_printer
+from benchmarks.command_line import Progress, json_option, make_console, make_progress_printer
 from benchmarks.tree.flops import ModelSizes, add_flops, count_flops
 from benchmarks.tree.groups import (
     BUILDERS,
@@ -59,9 +59,6 @@ from benchmarks.tree.trl import TrlPacking, get_version
 from polar.errors import ConfigError, PolarError
 from polar.train.forest import Floats, Indices, pack_forest
 from polar.train.memory import enable_expandable_segments
-
-Progress = Callable[[str], None]
-"""Told what is done now, and what came of it."""
 
 SHORT = 10.0
 """Seconds: what a step takes once, for memory that it never had before, counts in a shorter one."""

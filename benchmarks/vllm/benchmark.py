@@ -25,7 +25,7 @@ from msgspec import Struct, field
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.command_line import json_option, make_console, make_progress_printer
+from benchmarks.command_line import Progress, json_option, make_console, make_progress_printer
 from benchmarks.polar_server import GatewayAddresses
 from benchmarks.process import ServerProcess, run_async
 from benchmarks.report import Promise, describe_machine, print_promises
@@ -101,7 +101,7 @@ class VllmReport(Struct):
 async def run(
     plan: VllmPlan,
     url: str,
-    progress: Callable[[str], None],
+    progress: Progress,
     *,
     tokenizer: str | None = None,
     data: Path | None = None,

@@ -2,7 +2,8 @@
 
     python -m benchmarks.vllm.load
 
-reads a `Job` a line from standard input and prepares it, prints `true`, starts on the next line, and prints a `Tally`.
+It reads a `LoadJob` a line from standard input and prepares it, prints `true`, starts on the next line, and prints a
+`LoadTally`.
 All ways hold the same kind of session: a prompt that all sessions share, then in each turn a message of the session's
 own and a reply. A session goes on from the reply that it got: as text where messages are sent, as token ids where ids
 are sent, so an engine's cache of prefixes is of use to every way.
