@@ -100,30 +100,34 @@ def make_request(size: CallSize, turn: int, *, stream: bool = False) -> Request:
         number = index - size.earlier_turns  # negative for what was said before the first call
         call_id = f"call_{index}"
         arguments = json.encode({"command": f"grep -rn 'def handle_{index}' src/", "timeout": 30}).decode()
-        said = f"{NONCE} {reply_text(size, max(number, 0))}" if number >= 0 else _earlier_text(size, index)
+        said = f"{NONCE} {make_reply_text(size, max(number, 0))}" if number >= 0 else _make_earlier_text(size, index)
         parts: list[Part] = [Text(said), ToolCall(call_id, "bash", arguments)]
         messages.append(Message("assistant", parts))
-        filler = make_filler(f"{size.name} result {index}", _result_bytes(size))
+        filler = make_filler(f"{size.name} result {index}", _compute_result_bytes(size))
         seen = f"{NONCE}\n{filler}\n{make_mark(size, max(number + 1, 0))}"
         messages.append(Message("tool", [ToolResult(call_id, [Text(seen)])]))
     return Request(
-        "bench", messages, tools=_tools(size), stream=stream, sampling=SamplingParams(temperature=1.0, max_tokens=4096)
+        "bench",
+        messages,
+        tools=_make_tools(size),
+        stream=stream,
+        sampling=SamplingParams(temperature=1.0, max_tokens=4096),
     )
 
 
 @cache
-def reply_text(size: CallSize, turn: int) -> str:
+def make_reply_text(size: CallSize, turn: int) -> str:
     """What the model says in answer to call number `turn`, about four characters a token."""
     return make_filler(f"{size.name} reply {turn}", size.sampled_tokens * 4 - 120)
 
 
 @cache
-def _earlier_text(size: CallSize, index: int) -> str:
+def _make_earlier_text(size: CallSize, index: int) -> str:
     return f"{NONCE} {make_filler(f'{size.name} earlier {index}', 300)}"
 
 
 @cache
-def _result_bytes(size: CallSize) -> int:
+def _compute_result_bytes(size: CallSize) -> int:
     """So that a request has its size in the mean."""
     results = size.earlier_turns + (TURNS - 1) / 2
     replies = (TURNS - 1) / 2 * (size.sampled_tokens * 4 - 120)
@@ -132,13 +136,13 @@ def _result_bytes(size: CallSize) -> int:
 
 
 @cache
-def _tools(size: CallSize) -> list[Tool]:
-    bash = Tool("bash", "Run a shell command and return what it printed.", _schema("bash"))
-    others = [Tool(f"tool_{n}", make_filler(f"tool {n}", 560), _schema(f"tool_{n}")) for n in range(1, size.tools)]
+def _make_tools(size: CallSize) -> list[Tool]:
+    bash = Tool("bash", "Run a shell command and return what it printed.", _make_schema("bash"))
+    others = [Tool(f"tool_{n}", make_filler(f"tool {n}", 560), _make_schema(f"tool_{n}")) for n in range(1, size.tools)]
     return [bash, *others]
 
 
-def _schema(name: str) -> Raw:
+def _make_schema(name: str) -> Raw:
     properties = {
         "command": {"type": "string", "description": f"What {name} is to do, as one line of text."},
         "timeout": {"type": "integer", "description": "Seconds until it is stopped.", "minimum": 1, "maximum": 600},
@@ -180,7 +184,7 @@ def make_conversation(turns: int) -> tuple[list[Exchange], list[int]]:
     exchanges, wholes = [], []
     for seq in range(turns):
         sampled = draw_ids(rng, S.sampled_tokens)
-        text = reply_text(S, seq)
+        text = make_reply_text(S, seq)
         body = make_template(S, seq).body(make_nonce(1))
         exchange = Exchange(
             exchange_id=f"x{seq}",

@@ -56,14 +56,14 @@ class ServerProcess:
                 stdout=pipe if self._speaks else log,
                 stderr=log,
                 env=variables,
-                preexec_fn=self._pin,
+                preexec_fn=self._prepare_child,
             )
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        process = self._running()
+        process = self._get_process()
         if process.returncode is None:
             process.terminate()
             try:
@@ -75,7 +75,7 @@ class ServerProcess:
 
     @property
     def pid(self) -> int:
-        return self._running().pid
+        return self._get_process().pid
 
     def cpu(self) -> float:
         """Seconds of user and system time so far, of all threads: the process's CPU clock, to the nanosecond."""
@@ -86,30 +86,30 @@ class ServerProcess:
         resident = Path(f"/proc/{self.pid}/statm").read_text(encoding="ascii").split()[1]
         return int(resident) * os.sysconf("SC_PAGE_SIZE")
 
-    async def hear(self, type: type[T], timeout: float = 60) -> T:
+    async def read_message(self, type: type[T], timeout: float = 60) -> T:
         """The next line that the server prints."""
-        process = self._running()
+        process = self._get_process()
         assert process.stdout is not None
         try:
             async with asyncio.timeout(timeout):
                 line = await process.stdout.readline()
             return msgspec.json.decode(line, type=type)
         except (TimeoutError, msgspec.DecodeError) as error:
-            raise self.failed("did not say what it was asked") from error
+            raise self.make_error("did not say what it was asked") from error
 
-    async def ended(self) -> None:
+    async def wait(self) -> None:
         """Until it has."""
-        await self._running().wait()
+        await self._get_process().wait()
 
-    def tell(self, line: str) -> None:
-        process = self._running()
+    def send_line(self, line: str) -> None:
+        process = self._get_process()
         assert process.stdin is not None
         process.stdin.write(line.encode() + b"\n")
 
-    async def answers(self, port: int, path: str, timeout: float) -> None:
+    async def wait_until_healthy(self, port: int, path: str, timeout: float) -> None:
         """Returns once the server answers 200 there."""
         deadline = time.monotonic() + timeout
-        while time.monotonic() < deadline and self._running().returncode is None:
+        while time.monotonic() < deadline and self._get_process().returncode is None:
             try:
                 connection = await Connection.open(port)
                 await connection.call(encode_get(path))
@@ -117,17 +117,17 @@ class ServerProcess:
                 return
             except (OSError, BenchmarkError):
                 await asyncio.sleep(0.2)
-        raise self.failed("did not start")
+        raise self.make_error("did not start")
 
-    def failed(self, what: str) -> BenchmarkError:
+    def make_error(self, what: str) -> BenchmarkError:
         tail = self._log.read_text(errors="replace").strip().splitlines()[-5:]
         return BenchmarkError(f"{self._argv[0]} {what}: {' / '.join(tail) or 'it printed nothing'}")
 
-    def _running(self) -> asyncio.subprocess.Process:
+    def _get_process(self) -> asyncio.subprocess.Process:
         assert self._process is not None
         return self._process
 
-    def _pin(self) -> None:
+    def _prepare_child(self) -> None:
         if self._core is not None:
             os.sched_setaffinity(0, {self._core})
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the bench, which ends its servers

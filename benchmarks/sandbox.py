@@ -66,12 +66,12 @@ async def run(plan: SandboxPlan, progress: Progress) -> SandboxReport:
         try:
             progress("bubblewrap")
             await kind.prepare(None)
-            cold, ready, removed = await _bubblewrap(kind, plan)
+            cold, ready, removed = await _measure_bubblewrap(kind, plan)
         finally:
             await kind.close()
     report = SandboxReport(plan, LatencySummary.of(cold), LatencySummary.of(ready), LatencySummary.of(removed))
     progress("docker")
-    docker, why_not = await _docker(plan)
+    docker, why_not = await _measure_docker(plan)
     if why_not is not None:
         report.absent["docker"] = why_not
     else:
@@ -79,7 +79,7 @@ async def run(plan: SandboxPlan, progress: Progress) -> SandboxReport:
     return report
 
 
-async def _bubblewrap(kind: Bubblewrap, plan: SandboxPlan) -> tuple[list[float], list[float], list[float]]:
+async def _measure_bubblewrap(kind: Bubblewrap, plan: SandboxPlan) -> tuple[list[float], list[float], list[float]]:
     cold: list[float] = []
     ready: list[float] = []
     removed: list[float] = []
@@ -91,23 +91,23 @@ async def _bubblewrap(kind: Bubblewrap, plan: SandboxPlan) -> tuple[list[float],
             runtime = await kind.create(f"bench-{run}-{turn}-{index}", RuntimeSpec(limits=_LIMITS))
             runtimes.append(runtime)
             await runtime.start()
-            await _succeed(runtime)
+            await _run_command(runtime)
 
-        launched = await _timed(launch, plan.wanted, plan.launching)
-        taken = await _timed(lambda index, runtimes=runtimes: _succeed(runtimes[index]), plan.wanted, 1)  # type: ignore[misc]
-        gone = await _timed(lambda index, runtimes=runtimes: runtimes[index].remove(), plan.wanted, plan.launching)  # type: ignore[misc]
+        launched = await _time_each(launch, plan.wanted, plan.launching)
+        taken = await _time_each(lambda index, runtimes=runtimes: _run_command(runtimes[index]), plan.wanted, 1)  # type: ignore[misc]
+        gone = await _time_each(lambda index, runtimes=runtimes: runtimes[index].remove(), plan.wanted, plan.launching)  # type: ignore[misc]
         if turn > 0:  # the first warms the machine's caches, as with the other side's image
             cold, ready, removed = cold + launched, ready + taken, removed + gone
     return cold, ready, removed
 
 
-async def _succeed(runtime: Runtime) -> None:
+async def _run_command(runtime: Runtime) -> None:
     completed = await runtime.run(_COMMAND)
     if completed.exit_code != 0:
         raise BenchmarkError(f"{_COMMAND[0]} ended with {completed.exit_code} in {runtime.id}.")
 
 
-async def _timed(work: Callable[[int], Awaitable[None]], count: int, at_once: int) -> list[float]:
+async def _time_each(work: Callable[[int], Awaitable[None]], count: int, at_once: int) -> list[float]:
     """Seconds of each, from when its turn came."""
     slots = asyncio.Semaphore(at_once)
 
@@ -120,30 +120,30 @@ async def _timed(work: Callable[[int], Awaitable[None]], count: int, at_once: in
     return await asyncio.gather(*(one(index) for index in range(count)))
 
 
-async def _docker(plan: SandboxPlan) -> tuple[list[float], str | None]:
+async def _measure_docker(plan: SandboxPlan) -> tuple[list[float], str | None]:
     program = shutil.which("docker")
     if program is None or plan.docker_runs == 0:
         return [], "docker is not installed" if program is None else "not asked for"
-    imported = await _call([program, "import", "-", _IMAGE], await asyncio.to_thread(_image))
+    imported = await _run_client([program, "import", "-", _IMAGE], await asyncio.to_thread(_build_image))
     if imported is not None:
         return [], f"docker can't be used: {imported}"
     limits = [f"--cpus={_LIMITS.cpus}", f"--memory={_LIMITS.memory_mb}m", f"--pids-limit={_LIMITS.processes}"]
 
     async def one(_: int) -> None:
         argv = [program, "run", "--rm", "--network", "none", *limits, _IMAGE, *_COMMAND]
-        if (error := await _call(argv)) is not None:
+        if (error := await _run_client(argv)) is not None:
             raise BenchmarkError(f"docker run failed: {error}")
 
     try:
         await one(0)
-        return await _timed(one, plan.docker_runs, plan.launching), None
+        return await _time_each(one, plan.docker_runs, plan.launching), None
     except BenchmarkError as error:
         return [], str(error)
     finally:
-        await _call([program, "rmi", "-f", _IMAGE])
+        await _run_client([program, "rmi", "-f", _IMAGE])
 
 
-async def _call(argv: list[str], stdin: bytes = b"") -> str | None:
+async def _run_client(argv: list[str], stdin: bytes = b"") -> str | None:
     """Runs a client to its end; what it complained of, or None."""
     pipe = asyncio.subprocess.PIPE
     process = await asyncio.create_subprocess_exec(*argv, stdin=pipe, stdout=asyncio.subprocess.DEVNULL, stderr=pipe)
@@ -160,7 +160,7 @@ async def _call(argv: list[str], stdin: bytes = b"") -> str | None:
     return lines[0] if lines else f"exit code {process.returncode}"
 
 
-def _image() -> bytes:
+def _build_image() -> bytes:
     """A root with one program and what it is linked against, so that no registry is asked."""
     program = Path(_COMMAND[0])
     listed = subprocess.run(["ldd", str(program)], capture_output=True, text=True, check=True).stdout
@@ -176,10 +176,10 @@ def _image() -> bytes:
 
 
 def list_promises(report: SandboxReport) -> list[Promise]:
-    return list(_promises(report))
+    return list(_iterate_promises(report))
 
 
-def _promises(report: SandboxReport) -> Iterator[Promise]:
+def _iterate_promises(report: SandboxReport) -> Iterator[Promise]:
     cold, ready = report.cold, report.ready
     how = f"{report.plan.wanted} wanted, {report.plan.launching} at a time"
     yield Promise(f"cold start, p50, {how}", "at most 30 ms", f"{cold.p50:.1f} ms", cold.p50 <= 30)
@@ -200,7 +200,7 @@ def show(report: SandboxReport, console: Console) -> None:
     table = Table(title="From launch until the first command has ended (ms)", title_justify="left")
     for column in ("", "p50", "p99", "longest", "measured"):
         table.add_column(column, justify="left" if not column else "right")
-    for name, times in _rows(report):
+    for name, times in _iterate_rows(report):
         figures = (f"{figure:.1f}" for figure in (times.p50, times.p99, times.longest))
         table.add_row(name, *figures, str(times.count))
     console.print(table)
@@ -209,7 +209,7 @@ def show(report: SandboxReport, console: Console) -> None:
     console.print(promise_table(list_promises(report)))
 
 
-def _rows(report: SandboxReport) -> Iterator[tuple[str, LatencySummary]]:
+def _iterate_rows(report: SandboxReport) -> Iterator[tuple[str, LatencySummary]]:
     yield "bubblewrap, cold", report.cold
     yield "bubblewrap, ready", report.ready
     if report.docker is not None:

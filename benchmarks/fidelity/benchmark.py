@@ -131,7 +131,7 @@ ECHO_WHOLE = frozenset({BUILT_IN, "pi", "codex", "claude_code", "qwen_code"})
 
 
 def list_promises(report: FidelityReport) -> Iterator[Promise]:
-    own = [it for measured in report.measured for it in _own(measured)]
+    own = [it for measured in report.measured for it in _select_own(measured)]
     if not own:
         return
     wrong = sum(max(it.wrong_context, it.wrong_logprob) for it in own)
@@ -143,8 +143,8 @@ def list_promises(report: FidelityReport) -> Iterator[Promise]:
     yield Promise("tokens that prefix_tree computes twice", "none", f"{extra:,}", extra == 0)
     whole = [it for it in report.measured if it.mode == "auto" and not it.dropped and it.harness in ECHO_WHOLE]
     for measured in whole:
-        traces = _of(measured, "prefix_merging").traces
-        what = f"{measured.harness}, auto: traces of {measured.agents} {_agents(measured.agents)}"
+        traces = _find_counts(measured, "prefix_merging").traces
+        what = f"{measured.harness}, auto: traces of {measured.agents} {_format_agents(measured.agents)}"
         yield Promise(what, str(measured.agents), str(traces), traces == measured.agents)
 
 
@@ -160,14 +160,14 @@ def to_json(report: FidelityReport) -> bytes:
 
 
 def show(report: FidelityReport, console: Console) -> None:
-    console.print(_table(report, dropped=False))
-    console.print(_table(report, dropped=True))
+    console.print(_make_table(report, dropped=False))
+    console.print(_make_table(report, dropped=True))
     for what, why in report.failed.items():
         console.print(f"{what} was not counted: {why}.", highlight=False)
     console.print(promise_table(list_promises(report)))
 
 
-def _table(report: FidelityReport, *, dropped: bool) -> Table:
+def _make_table(report: FidelityReport, *, dropped: bool) -> Table:
     title = f"{report.turns} turns, every {1 / DRIFT:.0f}th word drifts{', one reply dropped' if dropped else ''}"
     caption = (
         "wrong: of the tokens that train, those in a context they were not sampled in; lost: of the tokens delivered, "
@@ -186,40 +186,40 @@ def _table(report: FidelityReport, *, dropped: bool) -> Table:
         if harness not in (None, measured.harness):
             table.add_section()
         name, harness = "" if measured.harness == harness else measured.harness, measured.harness
-        table.add_row(name, measured.mode, *_figures(measured))
+        table.add_row(name, measured.mode, *_format_figures(measured))
     return table
 
 
-def _figures(measured: SessionFidelity) -> Iterator[str]:
-    baseline, own = _of(measured, BASELINE), list(_own(measured))
+def _format_figures(measured: SessionFidelity) -> Iterator[str]:
+    baseline, own = _find_counts(measured, BASELINE), list(_select_own(measured))
     yield str(measured.calls)
-    yield _share(baseline.wrong_context, baseline.trained)
-    yield _share(baseline.lost, measured.delivered)
-    yield _share(_most(max(it.wrong_context, it.wrong_logprob) for it in own), own[0].trained)
-    yield _share(_most(it.lost for it in own), measured.delivered)
-    yield f"{_of(measured, 'prefix_merging').traces} / {measured.agents}"
+    yield _format_share(baseline.wrong_context, baseline.trained)
+    yield _format_share(baseline.lost, measured.delivered)
+    yield _format_share(_find_largest(max(it.wrong_context, it.wrong_logprob) for it in own), own[0].trained)
+    yield _format_share(_find_largest(it.lost for it in own), measured.delivered)
+    yield f"{_find_counts(measured, 'prefix_merging').traces} / {measured.agents}"
     for builder in ("per_request", "prefix_merging", "prefix_tree"):
-        found = _of(measured, builder)
+        found = _find_counts(measured, builder)
         yield f"{found.computed / found.unique:.1f}" if found.unique else ""
 
 
-def _own(measured: SessionFidelity) -> Iterator[FidelityCounts]:
+def _select_own(measured: SessionFidelity) -> Iterator[FidelityCounts]:
     return (it for it in measured.counts if it.builder != BASELINE)
 
 
-def _of(measured: SessionFidelity, builder: str) -> FidelityCounts:
+def _find_counts(measured: SessionFidelity, builder: str) -> FidelityCounts:
     return next(it for it in measured.counts if it.builder == builder)
 
 
-def _most(values: Iterable[int]) -> int:
+def _find_largest(values: Iterable[int]) -> int:
     return max(values, default=0)
 
 
-def _share(part: int, whole: int) -> str:
+def _format_share(part: int, whole: int) -> str:
     return f"{part / whole:.1%}" if part else "0"
 
 
-def _agents(count: int) -> str:
+def _format_agents(count: int) -> str:
     return "agent" if count == 1 else "agents"
 
 

@@ -59,11 +59,13 @@ def count_tokens(built: BuiltSession, exchanges: Sequence[Exchange]) -> Fidelity
         builder=built.builder,
         traces=built.traces,
         computed=built.computed,
-        unique=_unique(built.trained),
+        unique=_count_unique(built.trained),
         trained=sum(span.stop - span.start for _, span in spans),
-        wrong_context=sum(_wrong_context(sequence.ids, span, by_id[span.exchange_id]) for sequence, span in spans),
-        wrong_logprob=sum(_wrong_logprob(sequence, span) for sequence, span in spans),
-        lost=_lost(by_id, (span for _, span in spans), built.excluded),
+        wrong_context=sum(
+            _count_wrong_contexts(sequence.ids, span, by_id[span.exchange_id]) for sequence, span in spans
+        ),
+        wrong_logprob=sum(_count_wrong_logprobs(sequence, span) for sequence, span in spans),
+        lost=_count_lost(by_id, (span for _, span in spans), built.excluded),
     )
 
 
@@ -86,14 +88,14 @@ def from_tree(tree: TreeTrajectory) -> BuiltSession:
     for term in tree.terms:
         assert term.logprobs is not None
         above = int(tree.depths[term.node])
-        ids = _down_to(tree, term.node)[: above + term.stop]
+        ids = _collect_path(tree, term.node)[: above + term.stop]
         logprobs = np.concatenate([np.zeros(above + term.start, np.float32), term.logprobs])
         span = Span(term.exchange_id, above + term.start, above + term.stop, term.offset)
         trained.append(TrainingSequence(ids, logprobs, [span]))
     return BuiltSession("prefix_tree", 1 if trained else 0, len(tree.ids), trained, tree.excluded)
 
 
-def _down_to(tree: TreeTrajectory, node: int) -> Ids:
+def _collect_path(tree: TreeTrajectory, node: int) -> Ids:
     pieces = []
     while node >= 0:
         pieces.append(tree.ids[tree.starts[node] : tree.starts[node + 1]])
@@ -101,7 +103,7 @@ def _down_to(tree: TreeTrajectory, node: int) -> Ids:
     return np.concatenate(pieces[::-1])
 
 
-def _wrong_context(ids: Ids, span: Span, exchange: Exchange) -> int:
+def _count_wrong_contexts(ids: Ids, span: Span, exchange: Exchange) -> int:
     assert exchange.prompt_ids is not None
     assert exchange.sampled_ids is not None
     if span.start != len(exchange.prompt_ids) + span.offset:
@@ -111,18 +113,18 @@ def _wrong_context(ids: Ids, span: Span, exchange: Exchange) -> int:
     return span.stop - max(int(other[0]), span.start) if len(other) else 0
 
 
-def _wrong_logprob(sequence: TrainingSequence, span: Span) -> int:
+def _count_wrong_logprobs(sequence: TrainingSequence, span: Span) -> int:
     expected = expected_logprobs(_VERSION, sequence.ids[: span.start], sequence.ids[span.start : span.stop])
     return int(np.count_nonzero(expected != sequence.logprobs[span.start : span.stop]))
 
 
-def _unique(trained: Iterable[TrainingSequence]) -> int:
+def _count_unique(trained: Iterable[TrainingSequence]) -> int:
     """The engine's state after each prefix is a 64-bit hash of it."""
     states = [context_states(_VERSION, it.ids[: max(span.stop for span in it.spans)])[1:] for it in trained if it.spans]
     return len(np.unique(np.concatenate(states))) if states else 0
 
 
-def _lost(exchanges: Mapping[str, Exchange], spans: Iterable[Span], excluded: Iterable[ExcludedSpan]) -> int:
+def _count_lost(exchanges: Mapping[str, Exchange], spans: Iterable[Span], excluded: Iterable[ExcludedSpan]) -> int:
     missing = {exchange_id: np.ones(exchange.delivered, bool) for exchange_id, exchange in exchanges.items()}
     for span in spans:
         missing[span.exchange_id][span.offset : span.offset + span.stop - span.start] = False

@@ -33,39 +33,39 @@ def build(exchanges: Sequence[Exchange]) -> BuiltSession:
     calls = [
         it for it in sorted(exchanges, key=lambda it: it.seq) if it.sampled_ids is not None and len(it.sampled_ids)
     ]
-    trained = [_merged(chain) for chain in _chains(calls)]
+    trained = [_merge_chain(chain) for chain in _make_chains(calls)]
     return BuiltSession(NAME, len(trained), sum(len(it.ids) for it in trained), trained, excluded=[])
 
 
-def _chains(calls: Sequence[Exchange]) -> list[list[Exchange]]:
+def _make_chains(calls: Sequence[Exchange]) -> list[list[Exchange]]:
     chains: list[list[Exchange]] = []
     for call in calls:
-        prompt = _prompt(call)
-        open_chains = [chain for chain in chains if _begins_with(prompt, _prompt(chain[-1]))]
+        prompt = _get_prompt(call)
+        open_chains = [chain for chain in chains if _begins_with(prompt, _get_prompt(chain[-1]))]
         if open_chains:
-            max(open_chains, key=lambda chain: len(_prompt(chain[-1]))).append(call)
+            max(open_chains, key=lambda chain: len(_get_prompt(chain[-1]))).append(call)
         else:
             chains.append([call])
     return chains
 
 
-def _merged(chain: Sequence[Exchange]) -> TrainingSequence:
-    end = next((int(_sampled(it)[-1]) for it in chain if it.finish_reason in _ENDS_ITSELF), None)
+def _merge_chain(chain: Sequence[Exchange]) -> TrainingSequence:
+    end = next((int(_get_sampled(it)[-1]) for it in chain if it.finish_reason in _ENDS_ITSELF), None)
     first = chain[0]
-    pieces = [_prompt(first)]
-    logprobs = [np.zeros(len(_prompt(first)), np.float32)]
+    pieces = [_get_prompt(first)]
+    logprobs = [np.zeros(len(_get_prompt(first)), np.float32)]
     spans: list[Span] = []
-    length = len(_prompt(first))
+    length = len(_get_prompt(first))
     before: Exchange | None = None
     for call in chain:
         if before is not None:
-            between = _between(before, call, end)
+            between = _find_between(before, call, end)
             if between is None:
                 break
             pieces.append(between)
             logprobs.append(np.zeros(len(between), np.float32))
             length += len(between)
-        sampled = _sampled(call)
+        sampled = _get_sampled(call)
         assert call.logprobs is not None
         pieces.append(sampled)
         logprobs.append(call.logprobs)
@@ -75,24 +75,24 @@ def _merged(chain: Sequence[Exchange]) -> TrainingSequence:
     return TrainingSequence(np.concatenate(pieces), np.concatenate(logprobs), spans)
 
 
-def _between(before: Exchange, call: Exchange, end: int | None) -> Ids | None:
+def _find_between(before: Exchange, call: Exchange, end: int | None) -> Ids | None:
     """What a prompt has between the earlier turn and its own; None where no end-of-turn token says so."""
-    beyond = _prompt(call)[len(_prompt(before)) :]
+    beyond = _get_prompt(call)[len(_get_prompt(before)) :]
     if end is None or end not in beyond:
         return None
     at = int(np.argmax(beyond == end))
-    return beyond[at + 1 :] if _sampled(before)[-1] == end else beyond[at:]
+    return beyond[at + 1 :] if _get_sampled(before)[-1] == end else beyond[at:]
 
 
 def _begins_with(prompt: Ids, beginning: Ids) -> bool:
     return len(beginning) <= len(prompt) and bool(np.array_equal(prompt[: len(beginning)], beginning))
 
 
-def _prompt(call: Exchange) -> Ids:
+def _get_prompt(call: Exchange) -> Ids:
     assert call.prompt_ids is not None
     return call.prompt_ids
 
 
-def _sampled(call: Exchange) -> Ids:
+def _get_sampled(call: Exchange) -> Ids:
     assert call.sampled_ids is not None
     return call.sampled_ids

@@ -99,7 +99,7 @@ async def record(
     workspace, home = folder / "workspace", folder / "home"
     workspace.mkdir()
     home.mkdir()
-    settings = _settings(mode, engine_url, tokenizer, drops=drops)
+    settings = _make_settings(mode, engine_url, tokenizer, drops=drops)
     async with contextlib.AsyncExitStack() as stack:
         service = await stack.enter_async_context(DataPlane(settings, folder / "data"))
         model = agent.preset.default_model if agent.preset else "polar"
@@ -120,11 +120,11 @@ async def record(
             ended = await service.sessions.end(session.session_id)
         assert ended is not None
         exchanges = [exchange async for exchange in service.store.exchanges(session.session_id)]
-    _check(agent, exchanges, turns)
+    _check_turns(agent, exchanges, turns)
     return RecordedSession(ended, exchanges)
 
 
-def _settings(mode: Mode, engine_url: str, tokenizer: str, *, drops: bool) -> Settings:
+def _make_settings(mode: Mode, engine_url: str, tokenizer: str, *, drops: bool) -> Settings:
     rendering = {"render": "engine"} if mode == "engine" else {"continuation": mode}
     engine = {"kind": "scripted", "urls": [engine_url], "tokenizer": tokenizer, **rendering}
     gateway = {"port": 0, "grace": 0} if drops else {"port": 0}
@@ -146,14 +146,14 @@ async def _run(agent: Agent, variables: dict[str, str], folder: Path, output: Pa
                 process.kill()
                 await process.wait()
     if status:
-        raise BenchmarkError(f"it ended with status {status}: {_last_line(output)}")
+        raise BenchmarkError(f"it ended with status {status}: {_read_last_line(output)}")
 
 
-def _last_line(output: Path) -> str:
+def _read_last_line(output: Path) -> str:
     return "".join(output.read_text(errors="replace").strip().splitlines()[-1:])[:200]
 
 
-def _check(agent: Agent, exchanges: Sequence[Exchange], turns: int) -> None:
+def _check_turns(agent: Agent, exchanges: Sequence[Exchange], turns: int) -> None:
     """All turns were played: else the figures would be those of another session."""
     whole = sum(exchange.status == "complete" and exchange.reply is not None for exchange in exchanges)
     if whole < turns - 1:
@@ -173,7 +173,7 @@ async def relay_breaking_call(url: str, call: int) -> AsyncIterator[str]:
         yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
     finally:
         server.close()
-        await _cancelled(relay.connections)
+        await _cancel_all(relay.connections)
 
 
 class _Relay:
@@ -192,20 +192,22 @@ class _Relay:
         to_reader, to_writer = await asyncio.open_connection(self._host, self._port)
         cut = asyncio.Event()
         ways = {
-            asyncio.create_task(self._requests(reader, to_writer, cut)),
-            asyncio.create_task(self._replies(to_reader, writer, cut)),
+            asyncio.create_task(self._relay_requests(reader, to_writer, cut)),
+            asyncio.create_task(self._relay_replies(to_reader, writer, cut)),
         }
         try:
             await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)  # where one side goes, the other goes
         finally:
-            await _cancelled(ways)
+            await _cancel_all(ways)
             for side in (writer, to_writer):
                 if cut.is_set():
                     side.transport.abort()
                 else:
                     side.close()
 
-    async def _requests(self, source: asyncio.StreamReader, sink: asyncio.StreamWriter, cut: asyncio.Event) -> None:
+    async def _relay_requests(
+        self, source: asyncio.StreamReader, sink: asyncio.StreamWriter, cut: asyncio.Event
+    ) -> None:
         while data := await source.read(1 << 16):
             if data.startswith(b"POST "):
                 if self._calls == self._call:
@@ -214,13 +216,15 @@ class _Relay:
             sink.write(data)
             await sink.drain()
 
-    async def _replies(self, source: asyncio.StreamReader, sink: asyncio.StreamWriter, cut: asyncio.Event) -> None:
+    async def _relay_replies(
+        self, source: asyncio.StreamReader, sink: asyncio.StreamWriter, cut: asyncio.Event
+    ) -> None:
         while (data := await source.read(1 << 16)) and not cut.is_set():
             sink.write(data)
             await sink.drain()
 
 
-async def _cancelled(tasks: set[asyncio.Task[None]]) -> None:
+async def _cancel_all(tasks: set[asyncio.Task[None]]) -> None:
     """What they raised is how their connections ended, which is of no interest."""
     for task in tasks:
         task.cancel()

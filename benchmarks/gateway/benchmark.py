@@ -121,7 +121,7 @@ async def run(
             progress("starting the servers")
             bench.targets = await servers.start_all(litellm_environment, against)
             for measurement in MEASUREMENTS if measurements is None else measurements:
-                _calm()
+                _collect_garbage()
                 await measurement(bench)
             return bench.report
     finally:
@@ -138,7 +138,7 @@ def _allow_files(count: int) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, count), hard))
 
 
-def _calm() -> None:
+def _collect_garbage() -> None:
     """Our own garbage collector must not show in a server's latencies."""
     gc.enable()
     gc.collect()
@@ -205,10 +205,12 @@ async def measure_added_latency(bench: GatewayBench) -> None:
                 form = "streamed" if stream else "whole"
                 bench.progress(f"first byte of {size.name}, {form}, through {target.name}")
                 pairs = bench.plan.slow_pairs if target.name in (LITELLM, LITELLM_VLLM) else bench.plan.pairs
-                bench.report.added.append(await _first_byte(bench, target, size, stream, pairs))
+                bench.report.added.append(await _measure_first_byte(bench, target, size, stream, pairs))
 
 
-async def _first_byte(bench: GatewayBench, target: Target, size: CallSize, stream: bool, pairs: int) -> AddedLatency:
+async def _measure_first_byte(
+    bench: GatewayBench, target: Target, size: CallSize, stream: bool, pairs: int
+) -> AddedLatency:
     warm = TURNS
     keys = await target.keys((warm + pairs) // TURNS + 1)
     ways = [(it, await Connection.open(it.port)) for it in (bench.direct, target)]
@@ -228,7 +230,9 @@ async def _first_byte(bench: GatewayBench, target: Target, size: CallSize, strea
             added.append(took[1] - took[0])
     for _, connection in ways:
         connection.close()
-    return AddedLatency(target.name, size.name, stream, len(added), statistics.median(direct), *_percentiles(added))
+    return AddedLatency(
+        target.name, size.name, stream, len(added), statistics.median(direct), *_compute_percentiles(added)
+    )
 
 
 # Many streams
@@ -262,19 +266,19 @@ async def measure_many_streams(bench: GatewayBench) -> None:
     running += [stream(bench.direct, "none", index * step * 10, direct) for index in range(plan.streams // 10)]
     server = bench.polar.server
     assert server is not None
-    server.tell("watch")
+    server.send_line("watch")
     cpu, began = server.cpu(), time.monotonic()
     await asyncio.gather(*running)
     seconds = time.monotonic() - began
     cpu = server.cpu() - cpu
     pace.tokens = 0
-    server.tell("report")
-    watched = await server.hear(LoopReport)
+    server.send_line("report")
+    watched = await server.read_message(LoopReport)
     expected = plan.streams * int(plan.stream_seconds * 10)
     if len(through) != expected:
         raise BenchmarkError(f"{len(through)} of {expected} tokens came through.")
     baseline = statistics.median(direct)
-    p50, p99 = _percentiles(through)
+    p50, p99 = _compute_percentiles(through)
     bench.report.streams = StreamDelays(
         streams=plan.streams,
         tokens=expected,
@@ -329,7 +333,7 @@ MEASUREMENTS: tuple[Measurement, ...] = (
 )
 
 
-def _percentiles(values: list[float]) -> tuple[float, float]:
+def _compute_percentiles(values: list[float]) -> tuple[float, float]:
     """The 50th and the 99th."""
     ordered = sorted(values)
     return ordered[len(ordered) // 2], ordered[min(len(ordered) - 1, len(ordered) * 99 // 100)]

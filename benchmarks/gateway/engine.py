@@ -19,7 +19,7 @@ from typing import Any, cast
 import msgspec
 from msgspec import Struct
 
-from benchmarks.calls import SIZES, TURNS, CallSize, find_mark, reply_text
+from benchmarks.calls import SIZES, TURNS, CallSize, find_mark, make_reply_text
 
 _LENGTH = re.compile(rb"\r\ncontent-length: *(\d+)", re.IGNORECASE)
 _STREAM = re.compile(rb'"stream": ?true')
@@ -99,20 +99,20 @@ class _Connection(asyncio.Protocol):
 
     def _answer(self, request: bytes) -> None:
         if request.startswith(b"GET"):
-            self._write(_whole(_MODELS))
+            self._write(_encode_response(_MODELS))
             return
         found = find_mark(request)
         if found is None:
-            self._write(_whole(b'{"error":{"message":"no mark in this request"}}', b"400 Bad Request"))
+            self._write(_encode_response(b'{"error":{"message":"no mark in this request"}}', b"400 Bad Request"))
             return
         size, turn = SIZES[found[0]], found[1]
         if not _STREAM.search(request):
-            self._write(_whole(make_reply(size, turn).whole))
+            self._write(_encode_response(make_reply(size, turn).whole))
         elif self._pace.tokens:
             _Pacer(self, size, self._pace)
         else:
             # vLLM sends the first event, with the prompt's ids, when it has the first token; the others come later.
-            events = [*map(_chunk, make_reply(size, turn).events)]
+            events = [*map(_encode_chunk, make_reply(size, turn).events)]
             self._write(_STREAM_HEAD + b"".join(events[:2]))
             rest = b"".join(events[2:]) + _LAST_CHUNK
             asyncio.get_running_loop().call_later(_SECOND_TOKEN, self._write, rest)
@@ -137,12 +137,12 @@ class _Pacer:
         self._interval = pace.interval
         self._loop = asyncio.get_running_loop()
         self._due = self._loop.time() + pace.interval
-        connection._write(_STREAM_HEAD + _chunk(first))
+        connection._write(_STREAM_HEAD + _encode_chunk(first))
         self._loop.call_at(self._due, self._tick)
 
     def _tick(self) -> None:
         if not self._left:
-            self._connection._write(_chunk(self._end) + _LAST_CHUNK)
+            self._connection._write(_encode_chunk(self._end) + _LAST_CHUNK)
             return
         self._left -= 1
         stamp = b"%0*d" % (STAMP_DIGITS, time.monotonic_ns())
@@ -151,12 +151,12 @@ class _Pacer:
             self._loop.call_at(self._due, self._tick)
 
 
-def _whole(body: bytes, status: bytes = b"200 OK") -> bytes:
+def _encode_response(body: bytes, status: bytes = b"200 OK") -> bytes:
     head = b"HTTP/1.1 %b\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
     return head % (status, len(body)) + body
 
 
-def _chunk(data: bytes) -> bytes:
+def _encode_chunk(data: bytes) -> bytes:
     return b"%x\r\n%b\r\n" % (len(data), data)
 
 
@@ -176,15 +176,15 @@ class EngineReply(Struct, frozen=True):
 
 @cache
 def make_reply(size: CallSize, turn: int) -> EngineReply:
-    ids = _session_ids(size)
+    ids = _draw_session_ids(size)
     growth = size.sampled_tokens + RESULT_TOKENS
     first = max(1, size.prompt_tokens - growth * (TURNS - 1) // 2)
     start = first + growth * turn
     prompt, sampled = ids[:start], ids[start : start + size.sampled_tokens]
-    text = reply_text(size, turn)
+    text = make_reply_text(size, turn)
     step = -(-len(text) // size.sampled_tokens)
     tokens = [text[step * index : step * (index + 1)] for index in range(size.sampled_tokens)]
-    logprobs = [_logprob(token, index) for index, token in enumerate(tokens)]
+    logprobs = [_make_logprob(token, index) for index, token in enumerate(tokens)]
     usage = {
         "prompt_tokens": len(prompt),
         "total_tokens": len(prompt) + len(sampled),
@@ -214,7 +214,7 @@ def make_reply(size: CallSize, turn: int) -> EngineReply:
         "token_ids": sampled,
     }
     whole = {
-        **_head("chat.completion"),
+        **_make_head("chat.completion"),
         "choices": [choice],
         "service_tier": None,
         "system_fingerprint": None,
@@ -224,7 +224,11 @@ def make_reply(size: CallSize, turn: int) -> EngineReply:
         "kv_transfer_params": None,
     }
     shown = min(STREAMED_TOKENS, size.sampled_tokens)
-    events = [_first(prompt), *(_token(tokens[n], logprobs[n], sampled[n]) for n in range(shown)), *_end(usage)]
+    events = [
+        _encode_first_event(prompt),
+        *(_encode_token_event(tokens[n], logprobs[n], sampled[n]) for n in range(shown)),
+        *_encode_last_events(usage),
+    ]
     return EngineReply(msgspec.json.encode(whole), events)
 
 
@@ -232,45 +236,47 @@ def make_reply(size: CallSize, turn: int) -> EngineReply:
 def make_stamped_stream(size: CallSize) -> tuple[bytes, bytes, bytes, bytes]:
     """A stream whose tokens say when they were sent: its first event, what stands before and after the stamp in
     each token's event, and its end."""
-    prompt = _session_ids(size)[: size.prompt_tokens]
+    prompt = _draw_session_ids(size)[: size.prompt_tokens]
     stamp = "~" + "0" * STAMP_DIGITS
-    before, after = _token(stamp, _logprob(" token", 0), 4711).split(stamp.encode())
+    before, after = _encode_token_event(stamp, _make_logprob(" token", 0), 4711).split(stamp.encode())
     usage = {"prompt_tokens": len(prompt), "total_tokens": len(prompt), "completion_tokens": 0}
-    return _first(prompt), before + b"~", after, b"".join(_end(usage))
+    return _encode_first_event(prompt), before + b"~", after, b"".join(_encode_last_events(usage))
 
 
-def _head(kind: str) -> dict[str, Any]:
+def _make_head(kind: str) -> dict[str, Any]:
     return {"id": "chatcmpl-b2c9a7d1e5f04c63", "object": kind, "created": 1_760_000_000, "model": "bench"}
 
 
-def _event(choices: list[Any], **more: Any) -> bytes:
-    return b"data: " + msgspec.json.encode({**_head("chat.completion.chunk"), "choices": choices, **more}) + b"\n\n"
+def _encode_event(choices: list[Any], **more: Any) -> bytes:
+    return (
+        b"data: " + msgspec.json.encode({**_make_head("chat.completion.chunk"), "choices": choices, **more}) + b"\n\n"
+    )
 
 
-def _choice(delta: dict[str, Any], **more: Any) -> dict[str, Any]:
+def _make_choice(delta: dict[str, Any], **more: Any) -> dict[str, Any]:
     return {"index": 0, "delta": delta, "logprobs": None, "finish_reason": None, "token_ids": None, **more}
 
 
-def _first(prompt: list[int]) -> bytes:
-    return _event([_choice({"role": "assistant", "content": ""})], prompt_token_ids=prompt)
+def _encode_first_event(prompt: list[int]) -> bytes:
+    return _encode_event([_make_choice({"role": "assistant", "content": ""})], prompt_token_ids=prompt)
 
 
-def _token(text: str, logprob: dict[str, Any], token_id: int) -> bytes:
-    return _event([_choice({"content": text}, logprobs={"content": [logprob]}, token_ids=[token_id])])
+def _encode_token_event(text: str, logprob: dict[str, Any], token_id: int) -> bytes:
+    return _encode_event([_make_choice({"content": text}, logprobs={"content": [logprob]}, token_ids=[token_id])])
 
 
-def _end(usage: dict[str, int]) -> list[bytes]:
-    last = _event([_choice({"content": ""}, finish_reason="stop", stop_reason=None, token_ids=[])])
-    return [last, _event([], usage=usage), b"data: [DONE]\n\n"]
+def _encode_last_events(usage: dict[str, int]) -> list[bytes]:
+    last = _encode_event([_make_choice({"content": ""}, finish_reason="stop", stop_reason=None, token_ids=[])])
+    return [last, _encode_event([], usage=usage), b"data: [DONE]\n\n"]
 
 
-def _logprob(token: str, index: int) -> dict[str, Any]:
+def _make_logprob(token: str, index: int) -> dict[str, Any]:
     value = -((index * 7919) % 1000 + 1) / 317.0
     return {"token": token, "logprob": value, "bytes": list(token.encode()), "top_logprobs": []}
 
 
 @cache
-def _session_ids(size: CallSize) -> list[int]:
+def _draw_session_ids(size: CallSize) -> list[int]:
     rng = random.Random(size.name)
     length = size.prompt_tokens + (size.sampled_tokens + RESULT_TOKENS) * (TURNS + 1)
     return [rng.randrange(100, 151_000) for _ in range(length)]

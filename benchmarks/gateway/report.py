@@ -59,10 +59,15 @@ class GatewayReport(Struct):
 
 
 def list_promises(report: GatewayReport) -> list[Promise]:
-    return [*_cost_promises(report), *_latency_promises(report), *_stream_promises(report), *_memory_promises(report)]
+    return [
+        *_list_cost_promises(report),
+        *_list_latency_promises(report),
+        *_list_stream_promises(report),
+        *_list_memory_promises(report),
+    ]
 
 
-def _cost_promises(report: GatewayReport) -> Iterator[Promise]:
+def _list_cost_promises(report: GatewayReport) -> Iterator[Promise]:
     for size, costs in report.costs.items():
         for peer, share in ((LITELLM, 40), (FASTAPI, 5)):
             if peer in costs:
@@ -71,14 +76,14 @@ def _cost_promises(report: GatewayReport) -> Iterator[Promise]:
                 yield Promise(what, f"at most 1/{share}", f"1/{ratio:.1f}", ratio >= share)
 
 
-def _latency_promises(report: GatewayReport) -> Iterator[Promise]:
+def _list_latency_promises(report: GatewayReport) -> Iterator[Promise]:
     for added in report.added:
         if added.server == POLAR:
-            what = f"added latency to the first byte, p50, {added.size} {_form(added.stream)}"
+            what = f"added latency to the first byte, p50, {added.size} {_describe_form(added.stream)}"
             yield Promise(what, "under 1 ms", f"{added.p50:.2f} ms", added.p50 < 1)
 
 
-def _stream_promises(report: GatewayReport) -> Iterator[Promise]:
+def _list_stream_promises(report: GatewayReport) -> Iterator[Promise]:
     if (streams := report.streams) is not None:
         what = f"{streams.streams} streams of 10 tokens a second"
         measured = f"{streams.added_p99:.1f} ms"
@@ -87,7 +92,7 @@ def _stream_promises(report: GatewayReport) -> Iterator[Promise]:
         yield Promise(f"{what}: stalls of the event loop over 10 ms", "none", longest, not streams.loop.stalls)
 
 
-def _memory_promises(report: GatewayReport) -> Iterator[Promise]:
+def _list_memory_promises(report: GatewayReport) -> Iterator[Promise]:
     if (memory := report.memory) is not None and memory.sessions >= 10_000:
         measured = f"{memory.connected / MB:.0f} MB"
         what = f"memory with {memory.sessions:,} open idle sessions"
@@ -95,12 +100,12 @@ def _memory_promises(report: GatewayReport) -> Iterator[Promise]:
 
 
 def to_json(report: GatewayReport) -> bytes:
-    costs = {size: {name: _cost(cost) for name, cost in found.items()} for size, found in report.costs.items()}
+    costs = {size: {name: _describe_cost(cost) for name, cost in found.items()} for size, found in report.costs.items()}
     return msgspec.json.encode(
         {
             "machine": describe_machine(),
             "cpu_per_call": costs,
-            "dialects": {name: _cost(cost) for name, cost in report.dialects.items()},
+            "dialects": {name: _describe_cost(cost) for name, cost in report.dialects.items()},
             "first_byte": report.added,
             "streams": report.streams,
             "memory": report.memory,
@@ -109,25 +114,25 @@ def to_json(report: GatewayReport) -> bytes:
     )
 
 
-def _cost(cost: Cost) -> dict[str, float]:
+def _describe_cost(cost: Cost) -> dict[str, float]:
     return {"calls": cost.calls, "cpu_ms": cost.cpu_ms, "calls_per_second": cost.per_second}
 
 
 def show(report: GatewayReport, console: Console) -> None:
     for table in (
-        _costs(report),
-        _dialects(report),
-        _added(report),
-        _streams(report),
-        _memory(report),
+        _make_cost_table(report),
+        _make_dialect_table(report),
+        _make_latency_table(report),
+        _make_stream_table(report),
+        _make_memory_table(report),
         promise_table(list_promises(report)),
     ):
         if table.row_count:
             console.print(table)
 
 
-def _costs(report: GatewayReport) -> Table:
-    table = _table(
+def _make_cost_table(report: GatewayReport) -> Table:
+    table = _make_table(
         "CPU per call and throughput on one core", "call", "server", "CPU ms", "of Polar's", "calls a second", "calls"
     )
     for size, costs in report.costs.items():
@@ -139,34 +144,34 @@ def _costs(report: GatewayReport) -> Table:
     return table
 
 
-def _dialects(report: GatewayReport) -> Table:
-    table = _table("Polar's dialects, S", "dialect", "CPU ms", "calls a second", "calls")
+def _make_dialect_table(report: GatewayReport) -> Table:
+    table = _make_table("Polar's dialects, S", "dialect", "CPU ms", "calls a second", "calls")
     for name, cost in report.dialects.items():
         table.add_row(name, f"{cost.cpu_ms:.2f}", f"{cost.per_second:.0f}", str(cost.calls))
     return table
 
 
-def _added(report: GatewayReport) -> Table:
+def _make_latency_table(report: GatewayReport) -> Table:
     title = "Added latency to the first byte, one caller (ms)"
-    table = _table(title, "call", "reply", "server", "engine alone, p50", "added p50", "added p99", "calls")
+    table = _make_table(title, "call", "reply", "server", "engine alone, p50", "added p50", "added p99", "calls")
     for row in report.added:
         figures = (f"{row.direct_p50:.2f}", f"{row.p50:.2f}", f"{row.p99:.2f}", str(row.calls))
-        table.add_row(row.size, _form(row.stream), row.server, *figures)
+        table.add_row(row.size, _describe_form(row.stream), row.server, *figures)
     return table
 
 
-def _streams(report: GatewayReport) -> Table:
-    table = _table("Many streams through Polar on one core", "", "")
+def _make_stream_table(report: GatewayReport) -> Table:
+    table = _make_table("Many streams through Polar on one core", "", "")
     if (found := report.streams) is None:
         return table
     loop = found.loop
     table.add_row("streams, tokens", f"{found.streams}, {found.tokens:,}")
     table.add_row(
-        "added delay per token, p50 / p99 / max (ms)", _three(found.added_p50, found.added_p99, found.added_max)
+        "added delay per token, p50 / p99 / max (ms)", _format_values(found.added_p50, found.added_p99, found.added_max)
     )
     table.add_row("engine alone, p50 (ms)", f"{found.direct_p50:.2f}")
     table.add_row("CPU per token (µs), share of the core", f"{found.cpu_per_token_us:.0f}, {found.core_busy:.0%}")
-    table.add_row("event loop late, p50 / p99 / max (ms)", _three(loop.late_p50, loop.late_p99, loop.late_max))
+    table.add_row("event loop late, p50 / p99 / max (ms)", _format_values(loop.late_p50, loop.late_p99, loop.late_max))
     busy = sum(stall.process_cpu >= stall.late / 2 for stall in loop.stalls)
     table.add_row(
         "stalls over 10 ms, of which by its own work (else the core was taken)", f"{len(loop.stalls)}, {busy}"
@@ -177,8 +182,8 @@ def _streams(report: GatewayReport) -> Table:
     return table
 
 
-def _memory(report: GatewayReport) -> Table:
-    table = _table("Polar's memory (MB)", "", "resident")
+def _make_memory_table(report: GatewayReport) -> Table:
+    table = _make_table("Polar's memory (MB)", "", "resident")
     if (found := report.memory) is None:
         return table
     table.add_row("before", f"{found.before / MB:.0f}")
@@ -190,16 +195,16 @@ def _memory(report: GatewayReport) -> Table:
     return table
 
 
-def _table(title: str, *columns: str) -> Table:
+def _make_table(title: str, *columns: str) -> Table:
     table = Table(title=title, title_justify="left", show_header=any(columns))
     for column in columns:
         table.add_column(column, justify="left" if column in ("", "call", "server", "reply", "dialect") else "right")
     return table
 
 
-def _three(*values: float) -> str:
+def _format_values(*values: float) -> str:
     return " / ".join(f"{value:.2f}" for value in values)
 
 
-def _form(stream: bool) -> str:
+def _describe_form(stream: bool) -> str:
     return "streamed" if stream else "whole"

@@ -52,18 +52,18 @@ class Servers:
         server = await self._start(
             "fastapi", [*_MODULE, "benchmarks.gateway.fastapi_httpx", engine, str(port), database]
         )
-        await server.answers(port, "/health", 30)
+        await server.wait_until_healthy(port, "/health", 30)
         targets[FASTAPI] = Target(FASTAPI, port, server)
         port = _find_free_port()
         server = await self._start("relay", [*_MODULE, "benchmarks.gateway.aiohttp_relay", engine, str(port)])
-        await server.answers(port, "/health", 30)
+        await server.wait_until_healthy(port, "/health", 30)
         targets[RELAY] = Target(RELAY, port, server)
         targets[POLAR] = await self.start_polar("polar")
         return targets
 
     async def start_polar(self, folder: str) -> Target:
         argv = [*_MODULE, "benchmarks.polar_server", self._engine_url, str(self._folder / folder)]
-        return await self._hear_polar(POLAR, await self._start(folder, argv, speaks=True))
+        return await self._wait_for_polar(POLAR, await self._start(folder, argv, speaks=True))
 
     async def _start_other(self, checkout: Path) -> Target:
         """By the other checkout's own `polar up`, whatever its modules are called; dependencies are this one's."""
@@ -77,12 +77,12 @@ class Servers:
         options = ["--no-node", "--json", "--port", "0", "--control-port", "0"]
         argv = [*_POLAR_UP, *options, "--config", str(config), "--data", str(folder / "data")]
         env = {"PYTHONPATH": os.pathsep.join([str(source.absolute()), str(plugins)])}
-        return await self._hear_polar(OTHER, await self._start("other", argv, speaks=True, env=env))
+        return await self._wait_for_polar(OTHER, await self._start("other", argv, speaks=True, env=env))
 
-    async def _hear_polar(self, name: str, server: ServerProcess) -> Target:
-        addresses = await server.hear(GatewayAddresses)
+    async def _wait_for_polar(self, name: str, server: ServerProcess) -> Target:
+        addresses = await server.read_message(GatewayAddresses)
         control = get_port(addresses.control)
-        await server.answers(control, "/health", 30)
+        await server.wait_until_healthy(control, "/health", 30)
         return Target(name, get_port(addresses.gateway), server, control_port=control)
 
     async def _start_litellm(self, name: str, provider: str, environment: Path) -> Target:
@@ -93,7 +93,7 @@ class Servers:
         config = self._folder / f"litellm-{provider}.yaml"
         argv = _build_litellm_argv(command, provider, self._engine_url, port, key, config)
         server = await self._start(f"litellm-{provider}", argv, env=_LITELLM_VARIABLES)
-        await server.answers(port, "/health/liveliness", 120)
+        await server.wait_until_healthy(port, "/health/liveliness", 120)
         return Target(name, port, server, key=key)
 
     async def _start(

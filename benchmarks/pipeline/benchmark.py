@@ -115,10 +115,10 @@ async def run(plan: PipelinePlan, progress: CountedProgress) -> PipelineReport:
         folder = Path(name)
         argv = [sys.executable, "-m", "benchmarks.pipeline.engine", str(plan.slots)]
         async with ServerProcess(argv, max(os.sched_getaffinity(0)), folder / "engine.log", speaks=True) as engine:
-            bench = _Bench(plan, work, await engine.hear(str), folder, progress)
-            staged = await bench.measure("stages and prewarming", plan.run_workers, bench.through_stages)
-            few = await bench.measure(_ONE_BY_ONE.format(plan.run_workers), plan.run_workers, bench.one_by_one)
-            many = await bench.measure(_ONE_BY_ONE.format(plan.workers), plan.workers, bench.one_by_one)
+            bench = _Bench(plan, work, await engine.read_message(str), folder, progress)
+            staged = await bench.measure("stages and prewarming", plan.run_workers, bench.run_through_stages)
+            few = await bench.measure(_ONE_BY_ONE.format(plan.run_workers), plan.run_workers, bench.run_one_by_one)
+            many = await bench.measure(_ONE_BY_ONE.format(plan.workers), plan.workers, bench.run_one_by_one)
     p50, p99 = np.percentile([session.seconds for session in work], [50, 99])
     return PipelineReport(
         plan,
@@ -182,13 +182,13 @@ class _Bench:
 
         self._progress(name, 0, total)
         async with DataPlane(self._settings, data) as service:
-            await self._calls()  # those with which the gateway made the engine's acquaintance
+            await self._take_calls()  # those with which the gateway made the engine's acquaintance
             kind = SimulatedBackend(
                 data / "simulated", service.gateway_url, start_seconds=plan.start_seconds, seed=plan.seed
             )
             began = await through(service, kind, data, workers, one_done)
             whole = Window(began, time.monotonic())
-        calls = await self._calls()
+        calls = await self._take_calls()
         lives = list(kind.lives.values())
         steady = Window(min(life.called_at for life in lives), max(life.called_at for life in lives))
         ended = sum(life.ended_at <= steady.end for life in lives)
@@ -205,13 +205,13 @@ class _Bench:
         )
         return _Measured(side, kind.lives)
 
-    async def through_stages(self, plane: DataPlane, kind: SimulatedBackend, _: Path, __: int, done: Done) -> float:
+    async def run_through_stages(self, plane: DataPlane, kind: SimulatedBackend, _: Path, __: int, done: Done) -> float:
         """The production node. When the first task came."""
         node = make_node(plane, SimulatedBackends(kind))
         async with node:
             await kind.started(self._plan.prewarm)  # the node was there before the tasks
             began = time.monotonic()
-            running = [await node.submit(await node.plan(_task(session))) for session in self._work]
+            running = [await node.submit(await node.plan(_make_task(session))) for session in self._work]
             for finished in asyncio.as_completed([one.finished for one in running]):
                 ended = await finished
                 if ended.verdict.reward != 1.0:
@@ -221,7 +221,7 @@ class _Bench:
                 done()
         return began
 
-    async def one_by_one(
+    async def run_one_by_one(
         self,
         service: DataPlane,
         kind: SimulatedBackend,
@@ -235,7 +235,7 @@ class _Bench:
 
         async def worker() -> None:
             for session in left:
-                await _from_init_to_evaluation(session, service, kind)
+                await _run_session(session, service, kind)
                 done()
 
         async with asyncio.TaskGroup() as group:
@@ -243,7 +243,7 @@ class _Bench:
                 group.create_task(worker())
         return began
 
-    async def _calls(self) -> list[EngineCall]:
+    async def _take_calls(self) -> list[EngineCall]:
         connection = await Connection.open(int(self._engine_url.rpartition(":")[2]))
         try:
             return msgspec.json.decode((await connection.call(encode_get("/calls"))).content(), type=list[EngineCall])
@@ -251,43 +251,43 @@ class _Bench:
             connection.close()
 
 
-async def _from_init_to_evaluation(session: WorkloadSession, service: DataPlane, kind: SimulatedBackend) -> None:
+async def _run_session(session: WorkloadSession, service: DataPlane, kind: SimulatedBackend) -> None:
     opened, key = await service.sessions.create({"task_id": str(session.number)})
-    agent = await _started(kind)
-    await agent.run(["agent"], env=build_environment(agent.gateway_url(), key, NAME) | _agent_variables(session))
+    agent = await _start_runtime(kind)
+    await agent.run(["agent"], env=build_environment(agent.gateway_url(), key, NAME) | _make_agent_variables(session))
     await service.sessions.end(opened.session_id)
     await agent.stop()
-    fresh = await _started(kind)
-    await fresh.run(["evaluate"], env=_evaluator_variables(session))
+    fresh = await _start_runtime(kind)
+    await fresh.run(["evaluate"], env=_make_evaluator_variables(session))
     await service.sessions.end(opened.session_id, Verdict(1.0))
     await fresh.remove()
     await agent.remove()
 
 
-async def _started(kind: SimulatedBackend) -> Runtime:
+async def _start_runtime(kind: SimulatedBackend) -> Runtime:
     runtime = await kind.create(secrets.token_hex(8), RuntimeSpec())
     await runtime.start()
     return runtime
 
 
-def _task(session: WorkloadSession) -> TaskRequest:
+def _make_task(session: WorkloadSession) -> TaskRequest:
     return TaskRequest(
         task_id=str(session.number),
         instruction="",
         timeout_seconds=_LIMIT,
         runtime=RuntimeRequest(backend=NAME),
-        agent=AgentRequest(custom_shell=CustomShell(command="agent"), env=_agent_variables(session)),
+        agent=AgentRequest(custom_shell=CustomShell(command="agent"), env=_make_agent_variables(session)),
         evaluator=EvaluatorRequest(
-            strategy="command", config={"command": ["evaluate"]}, env=_evaluator_variables(session)
+            strategy="command", config={"command": ["evaluate"]}, env=_make_evaluator_variables(session)
         ),
     )
 
 
-def _agent_variables(session: WorkloadSession) -> dict[str, str]:
+def _make_agent_variables(session: WorkloadSession) -> dict[str, str]:
     return {NUMBER: str(session.number), TURNS: msgspec.json.encode(session.turns).decode()}
 
 
-def _evaluator_variables(session: WorkloadSession) -> dict[str, str]:
+def _make_evaluator_variables(session: WorkloadSession) -> dict[str, str]:
     return {NUMBER: str(session.number), SECONDS: str(session.grading_seconds)}
 
 
@@ -311,11 +311,11 @@ def to_json(report: PipelineReport) -> bytes:
 
 
 def show(report: PipelineReport, console: Console) -> None:
-    for table in (_sides(report), _node(report), promise_table(list_promises(report))):
+    for table in (_make_side_table(report), _make_node_table(report), promise_table(list_promises(report))):
         console.print(table)
 
 
-def _sides(report: PipelineReport) -> Table:
+def _make_side_table(report: PipelineReport) -> Table:
     plan = report.plan
     title = (
         f"{plan.sessions} sessions, an engine with {plan.slots} slots; runs p50 {report.run_p50:.1f} s, "
@@ -335,11 +335,11 @@ def _sides(report: PipelineReport) -> Table:
     ):
         table.add_column(column, justify="right")
     for side in (report.stages, report.one_by_one, report.as_many_workers):
-        table.add_row(*_row(side))
+        table.add_row(*_format_side(side))
     return table
 
 
-def _row(side: Side) -> tuple[str, ...]:
+def _format_side(side: Side) -> tuple[str, ...]:
     steady, whole = side.steady, side.whole
     return (
         side.name,
@@ -354,7 +354,7 @@ def _row(side: Side) -> tuple[str, ...]:
     )
 
 
-def _node(report: PipelineReport) -> Table:
+def _make_node_table(report: PipelineReport) -> Table:
     table = Table(title="The node's stages", title_justify="left", show_header=False)
     refill = report.refill
     table.add_row(
@@ -387,9 +387,9 @@ def draw_svg(report: PipelineReport) -> str:
     ]
     for number, side in enumerate(sides):
         top = _TOP + number * (_HEIGHT + _GAP)
-        lines += _panel(side, report.plan.slots, top, _WIDTH / seconds, _COLOURS[number])
+        lines += _draw_panel(side, report.plan.slots, top, _WIDTH / seconds, _COLOURS[number])
     bottom = height - _BOTTOM
-    for tick in _ticks(seconds):
+    for tick in _choose_ticks(seconds):
         x = _LEFT + tick * _WIDTH / seconds
         lines.append(f'<text x="{x:.1f}" y="{bottom + 16}" text-anchor="middle">{tick}</text>')
     lines.append(f'<text x="{_LEFT}" y="{bottom + 34}">shaded: while there was more to do</text>')
@@ -397,7 +397,7 @@ def draw_svg(report: PipelineReport) -> str:
     return "\n".join([*lines, "</svg>", ""])
 
 
-def _panel(side: Side, slots: int, top: int, scale: float, colour: str) -> Iterator[str]:
+def _draw_panel(side: Side, slots: int, top: int, scale: float, colour: str) -> Iterator[str]:
     """`scale` is in pixels a second."""
     bottom = top + _HEIGHT
     told = f"{side.name}: {side.steady.slots:.1%} busy, {side.whole.slots:.1%} of the whole run"
@@ -415,7 +415,7 @@ def _panel(side: Side, slots: int, top: int, scale: float, colour: str) -> Itera
         yield f'<text x="{_LEFT - 6}" y="{y + 4}" text-anchor="end">{value}</text>'
 
 
-def _ticks(seconds: float) -> range:
+def _choose_ticks(seconds: float) -> range:
     step = next((step for step in _TICKS if seconds / step <= _MOST_TICKS), _TICKS[-1])
     return range(0, int(seconds) + 1, step)
 

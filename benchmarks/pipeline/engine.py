@@ -74,8 +74,8 @@ class SimulatedEngine:
         app = web.Application(client_max_size=1 << 28)
         app.add_routes(
             [
-                web.get("/v1/models", self._models),
-                web.post("/v1/chat/completions", self._chat),
+                web.get("/v1/models", self._list_models),
+                web.post("/v1/chat/completions", self._answer_chat),
                 web.get("/calls", self._take_calls),
             ]
         )
@@ -89,23 +89,23 @@ class SimulatedEngine:
         assert self._runner is not None
         await self._runner.cleanup()
 
-    async def _models(self, _: web.Request) -> web.Response:
-        return _json(_MODELS)
+    async def _list_models(self, _: web.Request) -> web.Response:
+        return _make_response(_MODELS)
 
-    async def _chat(self, request: web.Request) -> web.Response:
+    async def _answer_chat(self, request: web.Request) -> web.Response:
         arrived = time.monotonic()
         asked = msgspec.json.decode(await request.read(), type=_Asked)
         call = self._slots.take(arrived, asked.tokens * TOKEN_SECONDS)
         self._calls.append(call)
         await asyncio.sleep(call.ended - time.monotonic())
-        return _json(_reply(len(asked.messages) * _PROMPT, asked.tokens))
+        return _make_response(_encode_reply(len(asked.messages) * _PROMPT, asked.tokens))
 
     async def _take_calls(self, _: web.Request) -> web.Response:
         calls, self._calls = self._calls, []
-        return _json(msgspec.json.encode(calls))
+        return _make_response(msgspec.json.encode(calls))
 
 
-def _reply(prompt: int, tokens: int) -> bytes:
+def _encode_reply(prompt: int, tokens: int) -> bytes:
     """The ids of a session are one sequence: each is its place."""
     logprob = {"token": "a", "logprob": -0.5, "bytes": [97], "top_logprobs": []}
     choice = {
@@ -127,7 +127,7 @@ def _reply(prompt: int, tokens: int) -> bytes:
     return msgspec.json.encode(reply)
 
 
-def _json(body: bytes) -> web.Response:
+def _make_response(body: bytes) -> web.Response:
     return web.Response(body=body, content_type="application/json")
 
 
@@ -157,14 +157,14 @@ class Utilization(Struct, frozen=True):
 
 
 def compute_utilization(calls: Sequence[EngineCall], slots: int, window: Window) -> Utilization:
-    began, ended = _began(calls), np.array([call.ended for call in calls])
+    began, ended = _list_starts(calls), np.array([call.ended for call in calls])
     arrived = np.array([call.arrived for call in calls])
-    held = _overlap(began, ended, window)
+    held = _compute_overlap(began, ended, window)
     return Utilization(
         seconds=window.seconds,
         slots=float(held.sum()) / (slots * window.seconds),
-        full=_full(began, ended, slots, window) / window.seconds,
-        waiting=float(_overlap(arrived, began, window).sum()) / window.seconds,
+        full=_compute_full_seconds(began, ended, slots, window) / window.seconds,
+        waiting=float(_compute_overlap(arrived, began, window).sum()) / window.seconds,
     )
 
 
@@ -172,28 +172,28 @@ def compute_slot_series(calls: Sequence[EngineCall], window: Window, step: float
     """Slots in use, on average over each `step` seconds of the window."""
     edges = window.begin + step * np.arange(int(window.seconds / step) + 1)
     seconds = np.array([call.seconds for call in calls])
-    used: Times = np.clip(edges[:, None] - _began(calls), 0, seconds).sum(axis=1)  # slot-seconds up to each edge
+    used: Times = np.clip(edges[:, None] - _list_starts(calls), 0, seconds).sum(axis=1)  # slot-seconds up to each edge
     means: list[float] = (np.diff(used) / step).tolist()
     return means
 
 
-def _began(calls: Sequence[EngineCall]) -> Times:
+def _list_starts(calls: Sequence[EngineCall]) -> Times:
     return np.array([call.began for call in calls])
 
 
-def _overlap(begin: Times, end: Times, window: Window) -> Times:
+def _compute_overlap(begin: Times, end: Times, window: Window) -> Times:
     within: Times = np.minimum(end, window.end) - np.maximum(begin, window.begin)
     return np.maximum(within, 0.0)
 
 
-def _full(began: Times, ended: Times, slots: int, window: Window) -> float:
+def _compute_full_seconds(began: Times, ended: Times, slots: int, window: Window) -> float:
     """Seconds of the window with every slot in use. One that passes from call to call at a moment is never free."""
     times = np.concatenate([began, ended])
     changes = np.repeat([1, -1], len(began))
     order = np.lexsort((changes, times))
     in_use = np.cumsum(changes[order])[:-1]
     times = times[order]
-    spans = _overlap(times[:-1], times[1:], window)
+    spans = _compute_overlap(times[:-1], times[1:], window)
     return float(spans[in_use >= slots].sum())
 
 

@@ -82,13 +82,13 @@ class SimulatedRuntime:
         lived = self._backend.lives.setdefault(int(variables[NUMBER]), SessionTimeline())
         if TURNS in variables:
             self._agent = lived
-            await self._play(variables, lived)
+            await self._run_agent(variables, lived)
         else:
             lived.fresh_at = self._created_at
             await asyncio.sleep(float(variables[SECONDS]))
         return CommandResult(0, time.monotonic() - began)
 
-    async def _play(self, variables: dict[str, str], lived: SessionTimeline) -> None:
+    async def _run_agent(self, variables: dict[str, str], lived: SessionTimeline) -> None:
         base = urlsplit(variables["OPENAI_BASE_URL"])
         assert base.port is not None
         messages = [{"role": "user", "content": "Do what takes its time."}]

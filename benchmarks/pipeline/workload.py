@@ -36,19 +36,19 @@ class WorkloadSession(Struct, frozen=True):
 def make_sessions(count: int, *, run: float, tools: float, grading: float, seed: int) -> list[WorkloadSession]:
     """`run` and `grading` are medians in seconds, `tools` is the share of tools in a run."""
     rng = random.Random(seed)
-    runs = _quantiles(count, run, _RUN_SIGMA)
-    gradings = _quantiles(count, grading, _GRADING_SIGMA)
+    runs = _compute_quantiles(count, run, _RUN_SIGMA)
+    gradings = _compute_quantiles(count, grading, _GRADING_SIGMA)
     rng.shuffle(runs)
     rng.shuffle(gradings)
-    return [WorkloadSession(number, _turns(runs[number], tools, rng), gradings[number]) for number in range(count)]
+    return [WorkloadSession(number, _make_turns(runs[number], tools, rng), gradings[number]) for number in range(count)]
 
 
-def _quantiles(count: int, median: float, sigma: float) -> list[float]:
+def _compute_quantiles(count: int, median: float, sigma: float) -> list[float]:
     normal = NormalDist(math.log(median), sigma)
     return [math.exp(normal.inv_cdf((number + 0.5) / count)) for number in range(count)]
 
 
-def _turns(seconds: float, tools: float, rng: random.Random) -> tuple[WorkloadTurn, ...]:
+def _make_turns(seconds: float, tools: float, rng: random.Random) -> tuple[WorkloadTurn, ...]:
     """Turns that differ, and take so many seconds together."""
     weights = [rng.uniform(0.5, 1.5) for _ in range(max(1, round(seconds / _TURN_SECONDS)))]
     each = [seconds * weight / sum(weights) for weight in weights]

@@ -103,10 +103,10 @@ _ENOUGH = 100_000  # queued sessions, for what is promised of them
 
 
 def list_promises(report: ServiceReport) -> list[Promise]:
-    return list(_promises(report))
+    return list(_iterate_promises(report))
 
 
-def _promises(report: ServiceReport) -> Iterator[Promise]:
+def _iterate_promises(report: ServiceReport) -> Iterator[Promise]:
     for through in report.through:
         if through.form == ONE_PROCESS:
             rate = through.per_second
@@ -132,40 +132,47 @@ def to_json(report: ServiceReport) -> bytes:
 
 
 def show(report: ServiceReport, console: Console) -> None:
-    for table in (_through(report), _read(report), _queued(report), promise_table(list_promises(report))):
+    for table in (
+        _make_throughput_table(report),
+        _make_read_table(report),
+        _make_queue_table(report),
+        promise_table(list_promises(report)),
+    ):
         if table.row_count:
             console.print(table)
     for name, why in report.absent.items():
         console.print(f"{name} was not measured: {why}", highlight=False, markup=False)
 
 
-def _through(report: ServiceReport) -> Table:
+def _make_throughput_table(report: ServiceReport) -> Table:
     title = "From submission to the result: sessions a second, and CPU milliseconds a session"
-    table = _table(title, "", "database", "a second", "CPU", "of which", "sessions")
+    table = _make_table(title, "", "database", "a second", "CPU", "of which", "sessions")
     for one in report.through:
-        table.add_row(_FORMS[one.form], one.database, f"{one.per_second:.0f}", *_cpu(one.cpu_ms), f"{one.sessions:,}")
+        table.add_row(
+            _FORMS[one.form], one.database, f"{one.per_second:.0f}", *_format_cpu(one.cpu_ms), f"{one.sessions:,}"
+        )
     for peer in report.peers:
         name = f"{peer.name} {peer.version}, jobs"
-        table.add_row(name, peer.database, f"{peer.per_second:.0f}", *_cpu(peer.cpu_ms), f"{peer.jobs:,}")
+        table.add_row(name, peer.database, f"{peer.per_second:.0f}", *_format_cpu(peer.cpu_ms), f"{peer.jobs:,}")
     return table
 
 
-def _cpu(by_process: dict[str, float]) -> tuple[str, str]:
+def _format_cpu(by_process: dict[str, float]) -> tuple[str, str]:
     parts = ", ".join(f"{name} {figure:.2f}" for name, figure in by_process.items())
     return f"{sum(by_process.values()):.2f}", parts
 
 
-def _read(report: ServiceReport) -> Table:
-    table = _table("Results read over HTTP", "", "database", "MB/s", "CPU ms a MB", "tokens", "KB each", "results")
+def _make_read_table(report: ServiceReport) -> Table:
+    table = _make_table("Results read over HTTP", "", "database", "MB/s", "CPU ms a MB", "tokens", "KB each", "results")
     for one in report.read:
         figures = f"{one.mb_per_second:.1f}", f"{one.cpu_ms:.1f}", f"{one.tokens:,}", f"{one.size / 1000:.0f}"
         table.add_row(one.server, one.database, *figures, str(one.results))
     return table
 
 
-def _queued(report: ServiceReport) -> Table:
+def _make_queue_table(report: ServiceReport) -> Table:
     title = f"A long queue against a short one: calls for {SIZE} sessions, medians in ms (the server's CPU)"
-    table = _table(title, "", "database", "short", "long", "ratio")
+    table = _make_table(title, "", "database", "short", "long", "ratio")
     for one in report.queued:
         for call in one.long.ms:
             short, long = (f"{side.ms[call]:.2f} ({side.cpu_ms[call]:.2f})" for side in (one.short, one.long))
@@ -176,7 +183,7 @@ def _queued(report: ServiceReport) -> Table:
     return table
 
 
-def _table(title: str, *columns: str, right: bool = True) -> Table:
+def _make_table(title: str, *columns: str, right: bool = True) -> Table:
     table = Table(title=title, title_justify="left")
     for column in columns:
         table.add_column(column, justify="right" if right and column not in ("", "database", "of which") else "left")

@@ -43,11 +43,11 @@ _NO_REWARD, _HEAD = b'"reward":null', 1000
 async def serve(url: str) -> None:
     async with AsyncClient(url) as client:
         async for line in read_input_lines():
-            print_message(await _follow(client, msgspec.json.decode(line, type=ClientOrder)))
+            print_message(await _carry_out(client, msgspec.json.decode(line, type=ClientOrder)))
 
 
-async def _follow(client: AsyncClient, order: ClientOrder) -> ClientResult:
-    tasks = [] if order.submit is None else [_task(order, number) for number in range(order.count)]
+async def _carry_out(client: AsyncClient, order: ClientOrder) -> ClientResult:
+    tasks = [] if order.submit is None else [_make_task(order, number) for number in range(order.count)]
     began, cpu = time.monotonic(), time.process_time()
     size = usable = 0
     async with asyncio.TaskGroup() as group:
@@ -61,7 +61,7 @@ async def _follow(client: AsyncClient, order: ClientOrder) -> ClientResult:
     return ClientResult(time.monotonic() - began, time.process_time() - cpu, results.cursor, size, usable)
 
 
-def _task(order: ClientOrder, number: int) -> TaskRequest:
+def _make_task(order: ClientOrder, number: int) -> TaskRequest:
     task_id = f"{order.submit}-{number}"
     if order.task is None:
         return make_no_op_task(task_id)

@@ -25,7 +25,7 @@ class DatabaseBackend(Struct, frozen=True):
 @contextlib.contextmanager
 def open_backends(postgres: str | None, folder: Path) -> Iterator[tuple[list[DatabaseBackend], dict[str, str]]]:
     """Those that there are, and why others are not. `postgres` is the URL of a server where databases may be made."""
-    found, absent = [DatabaseBackend(SQLITE, sqlite)], {}
+    found, absent = [DatabaseBackend(SQLITE, open_sqlite)], {}
     with contextlib.ExitStack() as stack:
         try:
             import psycopg  # noqa: F401
@@ -45,17 +45,19 @@ def open_backends(postgres: str | None, folder: Path) -> Iterator[tuple[list[Dat
             postgres, pid = server.get_uri(), server.get_pid()
         url = postgres
         found.append(
-            DatabaseBackend(POSTGRES, lambda: _database(url), None if pid is None else lambda: read_family_cpu(pid))
+            DatabaseBackend(
+                POSTGRES, lambda: _create_database(url), None if pid is None else lambda: read_family_cpu(pid)
+            )
         )
         yield found, absent
 
 
-def sqlite() -> contextlib.AbstractContextManager[None]:
+def open_sqlite() -> contextlib.AbstractContextManager[None]:
     return contextlib.nullcontext()
 
 
 @contextlib.contextmanager
-def _database(server: str) -> Iterator[str]:
+def _create_database(server: str) -> Iterator[str]:
     import psycopg
 
     name = f"polar_bench_{secrets.token_hex(6)}"
@@ -70,18 +72,18 @@ def _database(server: str) -> Iterator[str]:
 def read_family_cpu(pid: int) -> float:
     """Seconds of user and system time of a process and its children, those that have ended included."""
     tick = os.sysconf("SC_CLK_TCK")
-    own = _times(pid)
+    own = _read_times(pid)
     spent = sum(own[11:15])  # its own, and that of children that it has seen end
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             with contextlib.suppress(OSError):  # it may just have ended
-                times = _times(int(entry.name))
+                times = _read_times(int(entry.name))
                 if times[1] == pid:
                     spent += times[11] + times[12]
     return spent / tick
 
 
-def _times(pid: int) -> list[int]:
+def _read_times(pid: int) -> list[int]:
     """The numbers in /proc/PID/stat behind its name; the first of them is for the state, which is no number."""
     fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
     return [0, *(int(field) for field in fields[1:])]

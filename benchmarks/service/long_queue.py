@@ -66,12 +66,12 @@ async def measure(kind: DatabaseBackend, few: int, many: int, calls: int, folder
             where = folder / kind.name / name
             where.mkdir(parents=True)
             store = stack.enter_context(kind.new())
-            sides.append(await stack.enter_async_context(_side(where, store)))
+            sides.append(await stack.enter_async_context(_start_side(where, store)))
         short, long = sides
         before = long.process.memory()
         await short.fill(few)
         took = await long.fill(many)
-        resident, peak = long.process.memory(), _peak(long.process)
+        resident, peak = long.process.memory(), _read_peak(long.process)
         for side in sides:
             await side.join()
         for number in range(_FIRST + calls):
@@ -103,14 +103,14 @@ class _Side:
 
     async def turn(self, number: int) -> None:
         tasks = [make_no_op_task(f"turn-{number}-{task}", _INSTRUCTION) for task in range(SIZE)]
-        await self._timed(SUBMIT, lambda: self._client.submit(tasks))
-        leases = await self._timed(LEASE, lambda: self._node.lease("caller", [], SIZE))
+        await self._time_call(SUBMIT, lambda: self._client.submit(tasks))
+        leases = await self._time_call(LEASE, lambda: self._node.lease("caller", [], SIZE))
         if len(leases) != SIZE:
             raise BenchmarkError(f"The server leased {len(leases)} sessions instead of {SIZE}.")
         ended = [SessionOutcome(lease.work_id, lease.fence, None, reward=1.0) for lease in leases]
-        await self._timed(FINISH, lambda: self._node.finish("caller", ended))
+        await self._time_call(FINISH, lambda: self._node.finish("caller", ended))
 
-    async def _timed(self, what: str, call: Callable[[], Awaitable[T]]) -> T:
+    async def _time_call(self, what: str, call: Callable[[], Awaitable[T]]) -> T:
         cpu, began = self.process.cpu(), time.perf_counter()
         answer = await call()
         self._seconds.setdefault(what, []).append(time.perf_counter() - began)
@@ -118,26 +118,26 @@ class _Side:
         return answer
 
     def costs(self) -> CallCosts:
-        return CallCosts(_medians(self._seconds), _medians(self._cpu))
+        return CallCosts(_compute_medians(self._seconds), _compute_medians(self._cpu))
 
 
 @contextlib.asynccontextmanager
-async def _side(folder: Path, store: str | None) -> AsyncIterator[_Side]:
+async def _start_side(folder: Path, store: str | None) -> AsyncIterator[_Side]:
     config = folder / "polar.toml"
     config.write_text("" if store is None else f"[store]\nurl = {msgspec.json.encode(store).decode()}\n", "utf-8")
     options = ["--no-node", "--json", "--port", "0", "--control-port", "0"]
     argv = [*_POLAR, "up", *options, "--config", str(config), "--data", str(folder / "data")]
     async with ServerProcess(argv, None, folder / "polar.log", speaks=True) as process:
-        url = (await process.hear(Address)).control
+        url = (await process.read_message(Address)).control
         async with AsyncClient(url) as client, RemoteServer(url, None) as node:
             yield _Side(process, client, node)
 
 
-def _medians(seconds: dict[str, list[float]]) -> dict[str, float]:
+def _compute_medians(seconds: dict[str, list[float]]) -> dict[str, float]:
     return {what: 1000 * statistics.median(some[_FIRST:]) for what, some in seconds.items()}
 
 
-def _peak(process: ServerProcess) -> int:
+def _read_peak(process: ServerProcess) -> int:
     """Resident bytes, at most so far."""
     status = Path(f"/proc/{process.pid}/status").read_text(encoding="ascii")
     [line] = [line for line in status.splitlines() if line.startswith("VmHWM:")]

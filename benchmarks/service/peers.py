@@ -40,14 +40,14 @@ async def measure(
     why = f"name an interpreter that has {peer} with --peer-python"
     for python in pythons:
         with found[0].new() as url:
-            answer = await _ask(python, peer, jobs, url or str(folder / f"{peer}.db"), found[0])
+            answer = await _run_peer(python, peer, jobs, url or str(folder / f"{peer}.db"), found[0])
         if isinstance(answer, PeerQueue):
             return answer
         why = answer
     return why
 
 
-async def _ask(python: Path, peer: str, jobs: int, place: str, kind: DatabaseBackend) -> PeerQueue | str:
+async def _run_peer(python: Path, peer: str, jobs: int, place: str, kind: DatabaseBackend) -> PeerQueue | str:
     before = 0.0 if kind.cpu is None else kind.cpu()
     pipe = asyncio.subprocess.PIPE
     try:

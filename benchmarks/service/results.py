@@ -45,7 +45,7 @@ async def measure(kind: DatabaseBackend, results: int, rounds: int, folder: Path
         sides = {POLAR: (server, await start_client(stack, url, where))}
         await run_order(sides[POLAR][1], ClientOrder(results, submit="long", page=_PAGE), server)
         if kind.name == SQLITE:
-            peer, peer_url = await _peer(stack, url, results, where)
+            peer, peer_url = await _start_peer(stack, url, results, where)
             (where / "peer").mkdir()
             sides[FASTAPI] = peer, await start_client(stack, peer_url, where / "peer")
         found: dict[str, list[tuple[ClientResult, float]]] = {name: [] for name in sides}
@@ -54,7 +54,7 @@ async def measure(kind: DatabaseBackend, results: int, rounds: int, folder: Path
                 before = process.cpu()
                 done = await run_order(client, ClientOrder(results, page=_PAGE), process)
                 found[name].append((done, process.cpu() - before))
-        tokens = await _tokens(url)
+        tokens = await _count_tokens(url)
     sizes = {done.size for some in found.values() for done, _ in some}
     if max(sizes) > 1.01 * min(sizes):  # numbers may be written in more than one way
         raise BenchmarkError(f"The same results were read as {min(sizes)} and as {max(sizes)} bytes.")
@@ -72,7 +72,9 @@ async def measure(kind: DatabaseBackend, results: int, rounds: int, folder: Path
     ]
 
 
-async def _peer(stack: contextlib.AsyncExitStack, url: str, results: int, folder: Path) -> tuple[ServerProcess, str]:
+async def _start_peer(
+    stack: contextlib.AsyncExitStack, url: str, results: int, folder: Path
+) -> tuple[ServerProcess, str]:
     """A server of the same documents."""
     documents = folder / "documents.jsonl"
     with documents.open("wb") as file:
@@ -81,10 +83,10 @@ async def _peer(stack: contextlib.AsyncExitStack, url: str, results: int, folder
                 file.write(result.data + b"\n")
     argv = [sys.executable, "-m", "benchmarks.service.json_results", str(documents), str(folder / "documents.db")]
     process = await stack.enter_async_context(ServerProcess(argv, None, folder / "peer.log", speaks=True))
-    return process, (await process.hear(Address)).control
+    return process, (await process.read_message(Address)).control
 
 
-async def _tokens(url: str) -> int:
+async def _count_tokens(url: str) -> int:
     """Of the first result."""
     async with AsyncClient(url) as client, client.results(0, raw=True, limit=1, count=1) as read:
         [result] = [result async for result in read]

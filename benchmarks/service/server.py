@@ -26,13 +26,13 @@ LONG_TURNS = 42  # of a session of about 50,000 tokens
 
 async def serve(form: Form, data: Path, store: str | None) -> None:
     tune_process()
-    async with Service(build_settings(store), data) as service, _working(form, service, data):
+    async with Service(build_settings(store), data) as service, _run_sessions(form, service, data):
         print_message(Address(service.control_url))
         await wait_for_input_end()
 
 
 @contextlib.asynccontextmanager
-async def _working(form: Form, service: Service, data: Path) -> AsyncIterator[None]:
+async def _run_sessions(form: Form, service: Service, data: Path) -> AsyncIterator[None]:
     if form == "none":
         yield
         return

@@ -58,16 +58,16 @@ async def measure(form: str, kind: DatabaseBackend, sessions: int, rounds: int, 
                 worker, _ = await start_process(stack, "worker", arguments, shared, where, name=name)
                 processes["workers"].append(worker)
         client = await start_client(stack, url, where)
-        order = ClientOrder(max(50, sessions // 10), submit="first", task=_node_task() if form == NODE else None)
-        cursor = (await _round(client, order, server)).cursor  # the first is for their caches
+        order = ClientOrder(max(50, sessions // 10), submit="first", task=make_node_task() if form == NODE else None)
+        cursor = (await _run_round(client, order, server)).cursor  # the first is for their caches
         rates: list[float] = []
         costs: list[dict[str, float]] = []
         for number in range(rounds):
-            before = _spent(processes, kind)
+            before = _read_cpu(processes, kind)
             order = ClientOrder(sessions, cursor, submit=f"round-{number}", task=order.task)
-            done = await _round(client, order, server)
+            done = await _run_round(client, order, server)
             cursor = done.cursor
-            after = _spent(processes, kind)
+            after = _read_cpu(processes, kind)
             spent = {name: after[name] - before[name] for name in after} | {"client": done.cpu}
             rates.append(sessions / done.seconds)
             costs.append({name: 1000 * seconds / sessions for name, seconds in spent.items()})
@@ -81,7 +81,7 @@ async def start_process(
     """A process of this benchmark's (server.py, worker.py), and the address that it prints."""
     argv = [sys.executable, "-m", f"benchmarks.service.{what}", *arguments, *([] if store is None else [store])]
     process = await stack.enter_async_context(ServerProcess(argv, None, folder / f"{what}{name}.log", speaks=True))
-    return process, (await process.hear(Address)).control
+    return process, (await process.read_message(Address)).control
 
 
 async def start_client(stack: contextlib.AsyncExitStack, url: str, folder: Path) -> ServerProcess:
@@ -90,33 +90,33 @@ async def start_client(stack: contextlib.AsyncExitStack, url: str, folder: Path)
 
 
 async def run_order(client: ServerProcess, order: ClientOrder, server: ServerProcess) -> ClientResult:
-    client.tell(msgspec.json.encode(order).decode())
-    done = asyncio.ensure_future(client.hear(ClientResult, _LONGEST))
-    ended = asyncio.ensure_future(server.ended())
+    client.send_line(msgspec.json.encode(order).decode())
+    done = asyncio.ensure_future(client.read_message(ClientResult, _LONGEST))
+    ended = asyncio.ensure_future(server.wait())
     try:
         await asyncio.wait({done, ended}, return_when=asyncio.FIRST_COMPLETED)
         if not done.done():
-            raise server.failed("ended while it was measured")
+            raise server.make_error("ended while it was measured")
         return done.result()
     finally:
         done.cancel()
         ended.cancel()
 
 
-async def _round(client: ServerProcess, order: ClientOrder, server: ServerProcess) -> ClientResult:
+async def _run_round(client: ServerProcess, order: ClientOrder, server: ServerProcess) -> ClientResult:
     done = await run_order(client, order, server)
     if done.usable != order.count:
         raise BenchmarkError(f"Of {order.count} sessions only {done.usable} went well.")
     return done
 
 
-def _spent(processes: dict[str, list[ServerProcess]], kind: DatabaseBackend) -> dict[str, float]:
+def _read_cpu(processes: dict[str, list[ServerProcess]], kind: DatabaseBackend) -> dict[str, float]:
     """Seconds of CPU time so far."""
     spent = {name: sum(one.cpu() for one in some) for name, some in processes.items() if some}
     return spent if kind.cpu is None else spent | {kind.name: kind.cpu()}
 
 
-def _node_task() -> str:
+def make_node_task() -> str:
     """An agent that does nothing, in a runtime in which nothing happens."""
     nothing = {NUMBER: "0", SECONDS: "0"}
     task = {

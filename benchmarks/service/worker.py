@@ -65,9 +65,9 @@ class NoOpHost:
         task = cast(TaskRequest, plan)
         self._free -= 1
         session, _ = await self._sessions.create({"task_id": task.task_id, "sample": sample}, task.run)
-        return _Running(asyncio.ensure_future(self._live(session, task, sample)))
+        return _Running(asyncio.ensure_future(self._run_session(session, task, sample)))
 
-    async def _live(self, session: Session, task: TaskRequest, sample: int) -> FinishedSession:
+    async def _run_session(self, session: Session, task: TaskRequest, sample: int) -> FinishedSession:
         verdict = Verdict(1.0)
         for call in self._calls:
             own = {"session_id": session.session_id, "exchange_id": f"{session.session_id}-{call.seq}"}
@@ -121,7 +121,7 @@ async def run_worker(worker: Worker) -> AsyncIterator[None]:
         stop.set()
 
 
-async def work(server_url: str, name: str, data: Path, store: str | None) -> None:
+async def serve(server_url: str, name: str, data: Path, store: str | None) -> None:
     tune_process()
     async with (
         RemoteServer(server_url, None) as server,
@@ -133,4 +133,4 @@ async def work(server_url: str, name: str, data: Path, store: str | None) -> Non
 
 
 if __name__ == "__main__":
-    run_async(work(sys.argv[1], sys.argv[2], Path(sys.argv[3]), sys.argv[4] if len(sys.argv) > 4 else None))
+    run_async(serve(sys.argv[1], sys.argv[2], Path(sys.argv[3]), sys.argv[4] if len(sys.argv) > 4 else None))

@@ -74,7 +74,7 @@ class SoakReport(Struct):
         """Of the last half, as a share: from the median of its first tenth to the median of its last one."""
         half = self.samples[len(self.samples) // 2 :]
         some = max(1, len(half) // 10)
-        begin, end = _median(half[:some]), _median(half[-some:])
+        begin, end = _compute_median(half[:some]), _compute_median(half[-some:])
         return end / begin - 1
 
     @property
@@ -97,11 +97,11 @@ async def run(plan: SoakPlan, progress: Progress) -> SoakReport:
             return await stack.enter_async_context(server)
 
         engine = await start("engine", "benchmarks.soak.engine", str(plan.long_turns), str(_REPLY_WORDS))
-        engine_url = await engine.hear(str)
+        engine_url = await engine.read_message(str)
         service = await start(
             "service", "benchmarks.polar_server", engine_url, str(folder / "data"), str(TOKENIZER_FOLDER)
         )
-        addresses = await service.hear(GatewayAddresses)
+        addresses = await service.read_message(GatewayAddresses)
         load = _Load(plan, addresses, service, report, progress)
         await asyncio.gather(*(load.call_until_done(number) for number in range(_CALLERS)))
     return report
@@ -143,17 +143,17 @@ class _Load:
     ) -> None:
         messages: list[dict[str, Any]] = [
             {"role": "system", "content": "You are an agent that repairs programs. " * 50},
-            {"role": "user", "content": _text(rng, words)},
+            {"role": "user", "content": _make_text(rng, words)},
         ]
         for _ in range(turns):
             body = {"model": "m", "messages": messages, "tools": [_TOOL], "stream": stream}
             answer = await connection.call(encode_post("/v1/chat/completions", msgspec.json.encode(body), key))
-            turn = _read_stream(answer.content()) if stream else _read_whole(answer.content())
+            turn = read_stream(answer.content()) if stream else _read_whole(answer.content())
             messages.append(turn)
             calls = turn.get("tool_calls") or []
             messages += [
-                {"role": "tool", "tool_call_id": call["id"], "content": _text(rng, words)} for call in calls
-            ] or [{"role": "user", "content": _text(rng, words)}]
+                {"role": "tool", "tool_call_id": call["id"], "content": _make_text(rng, words)} for call in calls
+            ] or [{"role": "user", "content": _make_text(rng, words)}]
             self._count_call()
             if self._calls >= self._plan.calls:
                 return
@@ -175,7 +175,7 @@ class _Load:
         return answer.content()
 
 
-def _text(rng: random.Random, words: int) -> str:
+def _make_text(rng: random.Random, words: int) -> str:
     """Unlike any other, as tools' results are."""
     return f"{rng.getrandbits(64):x} {' '.join(rng.choices(_WORDS, k=words))}"
 
@@ -185,7 +185,7 @@ def _read_whole(body: bytes) -> dict[str, Any]:
     return turn
 
 
-def _read_stream(body: bytes) -> dict[str, Any]:
+def read_stream(body: bytes) -> dict[str, Any]:
     """The turn put together from its deltas."""
     turn: dict[str, Any] = {"role": "assistant"}
     calls: list[dict[str, Any]] = []
@@ -208,7 +208,7 @@ def _read_stream(body: bytes) -> dict[str, Any]:
     return turn | {"tool_calls": calls} if calls else turn
 
 
-def _median(samples: Sequence[SoakSample]) -> float:
+def _compute_median(samples: Sequence[SoakSample]) -> float:
     return statistics.median(sample.resident for sample in samples)
 
 

@@ -25,16 +25,16 @@ class StatusCounts(Struct):
     statuses: dict[int, int]
 
 
-def _chat(text: bytes) -> bytes:
+def _encode_chat(text: bytes) -> bytes:
     return b'{"model":"m","messages":[{"role":"user","content":"%b"}]}' % text
 
 
-def _words(size: int) -> bytes:
+def _make_words(size: int) -> bytes:
     """Text that nobody has sent before."""
     return random.randbytes(size // 4 + 1).hex(" ", 2)[:size].encode()
 
 
-def _arguments(arguments: bytes) -> bytes:
+def _encode_arguments(arguments: bytes) -> bytes:
     call = b'{"id":"c","type":"function","function":{"name":"f","arguments":%b}}' % msgspec.json.encode(
         arguments.decode()
     )
@@ -42,31 +42,33 @@ def _arguments(arguments: bytes) -> bytes:
     return b'{"model":"m","messages":[{"role":"user","content":"hi"},%b]}' % turns
 
 
-def _numbers() -> bytes:
+def _make_numbers() -> bytes:
     return b'{"n":[%b],"at":%d}' % (b",".join(b"%d" % (n % 10) for n in range(40_000)), random.getrandbits(60))
 
 
-def _messages() -> bytes:
+def _encode_messages() -> bytes:
     messages = b",".join(b'{"role":"user","content":"%d"}' % random.randrange(1000) for _ in range(8_000))
     return b'{"model":"m","messages":[%b]}' % messages
 
 
-def _picture() -> bytes:
+def _encode_picture() -> bytes:
     data = b"A" * (8 * 1024 * 1024)
     part = b'{"type":"image_url","image_url":{"url":"data:image/png;base64,%b"}}' % data
     return b'{"model":"m","messages":[{"role":"user","content":[%b]}]}' % part
 
 
 BODIES: dict[str, Callable[[], bytes]] = {
-    "a full context of new text": lambda: _chat(_words(CONTEXT_LENGTH * 3 // 2)),
-    "text just short enough for the gateway itself": lambda: _chat(_words(30_000)),
-    "white space, a token of which is long": lambda: _chat(b" " * (2 * 1024 * 1024 + random.randrange(1000))),
-    "80 KB of numbers as arguments": lambda: _arguments(_numbers()),
-    "an integer of 900,000 digits": lambda: _arguments(b'{"n":1%b}' % (b"%09d" % random.randrange(10**9) * 100_000)),
-    "8,000 messages": _messages,
-    "a picture of 8 MB": _picture,
-    "12 MB of text (refused)": lambda: _chat(_words(12 * 1024 * 1024)),
-    "30 MB of text (refused)": lambda: _chat(b"word " * (_GIANT // 5)),
+    "a full context of new text": lambda: _encode_chat(_make_words(CONTEXT_LENGTH * 3 // 2)),
+    "text just short enough for the gateway itself": lambda: _encode_chat(_make_words(30_000)),
+    "white space, a token of which is long": lambda: _encode_chat(b" " * (2 * 1024 * 1024 + random.randrange(1000))),
+    "80 KB of numbers as arguments": lambda: _encode_arguments(_make_numbers()),
+    "an integer of 900,000 digits": lambda: _encode_arguments(
+        b'{"n":1%b}' % (b"%09d" % random.randrange(10**9) * 100_000)
+    ),
+    "8,000 messages": _encode_messages,
+    "a picture of 8 MB": _encode_picture,
+    "12 MB of text (refused)": lambda: _encode_chat(_make_words(12 * 1024 * 1024)),
+    "30 MB of text (refused)": lambda: _encode_chat(b"word " * (_GIANT // 5)),
 }
 HALF = f"{HALF_SENT} half-sent headers"
 KINDS = (*BODIES, HALF)

@@ -98,27 +98,27 @@ async def run(plan: StallPlan, progress: Progress) -> StallReport:
             return await stack.enter_async_context(server)
 
         engine = await start("engine", "benchmarks.stall.engine", plan.tokenizer)
-        engine_url = await engine.hear(str)
+        engine_url = await engine.read_message(str)
         gateway = await start("gateway", "benchmarks.polar_server", engine_url, str(folder / "data"), plan.tokenizer)
-        addresses = await gateway.hear(GatewayAddresses)
+        addresses = await gateway.read_message(GatewayAddresses)
         port, control = get_port(addresses.gateway), get_port(addresses.control)
-        keys = [await _session(control) for _ in range(2)]
+        keys = [await _create_session(control) for _ in range(2)]
         attacker = await start("attacker", "benchmarks.stall.attack", str(port), keys[0])
         progress("starting the processes that render")
         for size in (100_000, 2_000_000):
-            await _warm(port, keys[0], size)
+            await _warm_up(port, keys[0], size)
         beating = asyncio.create_task(_hold_a_lease(control, report))
         stack.callback(beating.cancel)
         for number in range(plan.rounds):
-            for kind in _turns(plan.kinds):
+            for kind in _alternate_with_idle(plan.kinds):
                 progress(f"round {number + 1} of {plan.rounds}: {kind}")
                 found = report.by_kind.setdefault(kind, Latencies())
                 if kind != IDLE:
-                    attacker.tell(kind)
+                    attacker.send_line(kind)
                 await _measure(plan.seconds, port, control, keys[1], found)
                 if kind != IDLE:
-                    attacker.tell("")
-                    for status, count in (await attacker.hear(StatusCounts, timeout=180)).statuses.items():
+                    attacker.send_line("")
+                    for status, count in (await attacker.read_message(StatusCounts, timeout=180)).statuses.items():
                         found.statuses[status] = found.statuses.get(status, 0) + count
                     await asyncio.sleep(1)  # what the attacker left unfinished ends
         if beating.done():
@@ -126,20 +126,20 @@ async def run(plan: StallPlan, progress: Progress) -> StallReport:
     return report
 
 
-def _turns(kinds: tuple[str, ...]) -> Iterator[str]:
+def _alternate_with_idle(kinds: tuple[str, ...]) -> Iterator[str]:
     for kind in kinds:
         yield IDLE
         yield kind
 
 
-async def _session(control: int) -> str:
+async def _create_session(control: int) -> str:
     connection = await Connection.open(control)
     answer = await connection.call(encode_post("/sessions", b"{}"))
     connection.close()
     return msgspec.json.decode(answer.content(), type=_Created).api_key
 
 
-async def _warm(port: int, key: str, size: int) -> None:
+async def _warm_up(port: int, key: str, size: int) -> None:
     """A prompt of so many bytes, so that who makes such prompts has started."""
     connection = await Connection.open(port)
     body = msgspec.json.encode({"model": "m", "messages": [{"role": "user", "content": f"a{' ' * size}b"}]})

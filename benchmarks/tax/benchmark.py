@@ -54,26 +54,28 @@ async def run(plan: TaxPlan, embedded: EngineSettings | None, vllm: str | None, 
         progress("starting the embedded engine")
         launched = await load("engines", embedded.kind).launch(embedded)
         try:
-            report.engines[embedded.kind] = await _taxed(launched.url, plan, lambda it: progress(f"embedded: {it}"))
+            report.engines[embedded.kind] = await _measure_ways(
+                launched.url, plan, lambda it: progress(f"embedded: {it}")
+            )
         finally:
             await launched.stop()
     if vllm is not None:
-        report.engines["vllm"] = await _taxed(vllm, plan, lambda it: progress(f"vllm: {it}"))
+        report.engines["vllm"] = await _measure_ways(vllm, plan, lambda it: progress(f"vllm: {it}"))
     return report
 
 
-async def _taxed(engine_url: str, plan: TaxPlan, progress: Progress) -> dict[str, RoundTotals]:
+async def _measure_ways(engine_url: str, plan: TaxPlan, progress: Progress) -> dict[str, RoundTotals]:
     measured = {OFF: RoundTotals(), LOGPROBS: RoundTotals(), ON: RoundTotals()}
     async with (
-        _gateway(engine_url) as (server, addresses),
+        start_gateway(engine_url) as (server, addresses),
         AsyncClient(addresses.control) as client,
-        _connections() as http,
+        open_connections() as http,
     ):
         captured = CapturedClient(addresses.gateway, client, http)
         progress("first conversations")
         begun = 0
         await measure(captured, plan, begun, RoundTotals())
-        between = _between(await captured.stored(addresses.control))
+        between = find_between(await captured.stored(addresses.control))
         alone = DirectClient(engine_url, between, logprobs=False)
         with_logprobs = DirectClient(engine_url, between, logprobs=True)
         ways: dict[str, ConversationClient] = {OFF: alone, LOGPROBS: with_logprobs, ON: captured}
@@ -86,7 +88,7 @@ async def _taxed(engine_url: str, plan: TaxPlan, progress: Progress) -> dict[str
                     cpu = server.cpu()
                     await measure(ways[name], plan, begun, measured[name])
                     measured[name].gateway_cpu += server.cpu() - cpu
-                _check(await captured.stored(addresses.control), plan)
+                check_capture(await captured.stored(addresses.control), plan)
         finally:
             await alone.close()
             await with_logprobs.close()
@@ -94,19 +96,19 @@ async def _taxed(engine_url: str, plan: TaxPlan, progress: Progress) -> dict[str
 
 
 @contextlib.asynccontextmanager
-async def _gateway(engine_url: str) -> AsyncIterator[tuple[ServerProcess, GatewayAddresses]]:
+async def start_gateway(engine_url: str) -> AsyncIterator[tuple[ServerProcess, GatewayAddresses]]:
     with tempfile.TemporaryDirectory(prefix="polar-bench-") as folder:
         argv = [sys.executable, "-m", "benchmarks.polar_server", engine_url, str(Path(folder) / "data")]
         async with ServerProcess(argv, None, Path(folder) / "log", speaks=True) as server:
-            yield server, await server.hear(GatewayAddresses)
+            yield server, await server.read_message(GatewayAddresses)
 
 
-def _connections() -> aiohttp.ClientSession:
+def open_connections() -> aiohttp.ClientSession:
     timeout = aiohttp.ClientTimeout(total=None, sock_read=600)
     return aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=timeout)
 
 
-def _between(sessions: list[list[StoredExchange]]) -> list[int]:
+def find_between(sessions: list[list[StoredExchange]]) -> list[int]:
     """The ids that a gateway puts between a turn that was sampled and the next one."""
     for first, second, *_ in sessions:
         if first.prompt_ids and first.sampled_ids and second.prompt_ids:
@@ -114,7 +116,7 @@ def _between(sessions: list[list[StoredExchange]]) -> list[int]:
     raise BenchmarkError("Polar captured no token ids: does the engine tell where its model's folder is?")
 
 
-def _check(sessions: list[list[StoredExchange]], plan: TaxPlan) -> None:
+def check_capture(sessions: list[list[StoredExchange]], plan: TaxPlan) -> None:
     """The figures are those of a gateway that kept everything, or there are none."""
     for exchanges in sessions:
         if len(exchanges) != plan.turns:
@@ -160,13 +162,13 @@ def show(report: TaxReport, console: Console) -> None:
     table = Table(title=title, title_justify="left")
     for column in ("engine", "", "tokens/s", "by round", "against the engine alone", "gateway's CPU, ms/token"):
         table.add_column(column, justify="left" if column in ("engine", "") else "right")
-    for row in _rows(report):
+    for row in _iterate_rows(report):
         table.add_row(*row)
     console.print(table)
     print_promises(list_promises(report), console)
 
 
-def _rows(report: TaxReport) -> Iterator[tuple[str, ...]]:
+def _iterate_rows(report: TaxReport) -> Iterator[tuple[str, ...]]:
     for kind, ways in report.engines.items():
         for way in (OFF, LOGPROBS, ON):
             rates = " ".join(f"{rate:.1f}" for rate in ways[way].rates)

@@ -69,13 +69,13 @@ class ConversationClient(Protocol):
 
 async def measure(way: ConversationClient, plan: TaxPlan, first: int, into: RoundTotals) -> None:
     """One round; its conversations are numbered from `first` on."""
-    await way.prepare([_opening(first + number, plan.words) for number in range(plan.conversations)])
+    await way.prepare([_make_opening(first + number, plan.words) for number in range(plan.conversations)])
     began = time.monotonic()
     tokens = await asyncio.gather(*(way.talk(number, plan) for number in range(plan.conversations)))
     into.add(sum(tokens), time.monotonic() - began)
 
 
-def _opening(number: int, words: int) -> str:
+def _make_opening(number: int, words: int) -> str:
     """The number comes first: nobody else's prompt goes on as this one does."""
     chosen = random.Random(number).choices(_WORDS, k=words)
     return f"{number}: continue this tale in your own words. {' '.join(chosen)}"
@@ -100,10 +100,10 @@ class DirectClient:
     async def prepare(self, openings: list[str]) -> None:
         await self._engine.start()
         async with aiohttp.ClientSession() as http:
-            self.prompts = [await self._ids(http, opening) for opening in openings]
+            self.prompts = [await self._tokenize(http, opening) for opening in openings]
 
-    async def _ids(self, http: aiohttp.ClientSession, opening: str) -> list[int]:
-        body = {"model": self._engine.model, "messages": _messages(opening), "add_generation_prompt": True}
+    async def _tokenize(self, http: aiohttp.ClientSession, opening: str) -> list[int]:
+        body = {"model": self._engine.model, "messages": _make_messages(opening), "add_generation_prompt": True}
         async with http.post(f"{self._url}/tokenize", json=body) as answer:
             if answer.status != 200:
                 raise BenchmarkError(f"{self._url}/tokenize answered {answer.status}: {(await answer.text())[:300]}")
@@ -185,7 +185,7 @@ class CapturedClient:
         self.sessions = [await self._client.new_session() for _ in openings]
 
     async def talk(self, number: int, plan: TaxPlan) -> int:
-        messages, count = _messages(self._openings[number]), 0
+        messages, count = _make_messages(self._openings[number]), 0
         headers = {"Authorization": f"Bearer {self.sessions[number]['api_key']}"}
         wish = {"model": "any", "temperature": 1.0, "max_tokens": plan.tokens, "stream": True}
         wish["stream_options"] = {"include_usage": True}
@@ -193,7 +193,7 @@ class CapturedClient:
             async with self._http.post(self._url, json=wish | {"messages": messages}, headers=headers) as answer:
                 if answer.status != 200:
                     raise BenchmarkError(f"The gateway answered {answer.status}: {(await answer.text())[:300]}")
-                text, sampled = await _read(answer)
+                text, sampled = await _read_reply(answer)
             count += sampled
             messages = [*messages, {"role": "assistant", "content": text}, {"role": "user", "content": _THEN}]
         return count
@@ -203,7 +203,7 @@ class CapturedClient:
         return [await read_exchanges(self._http, control_url, session["session_id"]) for session in self.sessions]
 
 
-async def _read(answer: aiohttp.ClientResponse) -> tuple[str, int]:
+async def _read_reply(answer: aiohttp.ClientResponse) -> tuple[str, int]:
     """What was said, and how many tokens that took."""
     parser, text, count = EventParser(), "", 0
     async for piece in answer.content.iter_any():
@@ -215,5 +215,5 @@ async def _read(answer: aiohttp.ClientResponse) -> tuple[str, int]:
     return text, count
 
 
-def _messages(opening: str) -> list[dict[str, str]]:
+def _make_messages(opening: str) -> list[dict[str, str]]:
     return [{"role": "user", "content": opening}]

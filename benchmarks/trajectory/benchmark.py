@@ -124,17 +124,17 @@ def measure_tree_rates(
         for shape in plan.shapes:
             progress(f"tokens into the tree, {shape}")
             paths = SHAPES[shape](np.random.default_rng(0))
-            report.rates += _own_rates(shape, paths, plan.rounds)
+            report.rates += _measure_own_rates(shape, paths, plan.rounds)
             sizes[shape] = report.rates[-1]
             sequences = [np.concatenate([path.prompt, path.sampled]) for path in paths]
             np.save(Path(name) / f"{shape}.ids.npy", np.concatenate(sequences))
             np.save(Path(name) / f"{shape}.lengths.npy", np.array([len(it) for it in sequences]))
         for peer in PEERS:
             progress(f"tokens into the tree, {PEERS[peer]}")
-            _peer_rates(report, peer, Path(name), sizes, peer_pythons)
+            _measure_peer_rates(report, peer, Path(name), sizes, peer_pythons)
 
 
-def _own_rates(shape: str, paths: list[TokenPath], rounds: int) -> Iterator[TreeRate]:
+def _measure_own_rates(shape: str, paths: list[TokenPath], rounds: int) -> Iterator[TreeRate]:
     tokens = sum(len(path.prompt) + len(path.sampled) for path in paths)
     session = [SessionPaths("bench", paths)]
     unique = build_token_tree(paths).num_tokens
@@ -142,11 +142,11 @@ def _own_rates(shape: str, paths: list[TokenPath], rounds: int) -> Iterator[Tree
         (POLAR, lambda: build_token_tree(paths)),
         (POLAR_WHOLE, lambda: builders.prefix_tree(session)),
     ):
-        seconds = min(_thread_seconds(build) for _ in range(rounds))
+        seconds = min(_time_on_thread(build) for _ in range(rounds))
         yield TreeRate(builder, shape, len(paths), tokens, unique, seconds)
 
 
-def _thread_seconds(work: Callable[[], object]) -> float:
+def _time_on_thread(work: Callable[[], object]) -> float:
     began = time.thread_time()
     work()
     return time.thread_time() - began
@@ -159,7 +159,7 @@ class _Answer(Struct):
     unique: int
 
 
-def _peer_rates(
+def _measure_peer_rates(
     report: TrajectoryReport, peer: str, folder: Path, sizes: dict[str, TreeRate], pythons: Sequence[Path]
 ) -> None:
     name = PEERS[peer]
@@ -178,7 +178,7 @@ def _peer_rates(
             continue
         for answer in (msgspec.json.decode(line, type=_Answer) for line in done.stdout.splitlines()):
             ours = sizes[answer.shape]
-            _check_peer(name, ours, answer.unique)
+            check_peer(name, ours, answer.unique)
             report.versions[name] = answer.version
             report.rates.append(
                 TreeRate(name, answer.shape, ours.sequences, ours.tokens, answer.unique, answer.seconds)
@@ -187,7 +187,7 @@ def _peer_rates(
         return
 
 
-def _check_peer(name: str, ours: TreeRate, unique: int) -> None:
+def check_peer(name: str, ours: TreeRate, unique: int) -> None:
     """The figures are those of the same tree, or there are none. TRL's has one more token at the end of each sequence
     and of each branch."""
     if not ours.unique <= unique <= ours.unique + 3 * ours.sequences:
@@ -197,7 +197,7 @@ def _check_peer(name: str, ours: TreeRate, unique: int) -> None:
 # Sessions of agents, as tokens
 
 
-def _session(
+def _make_session(
     rng: np.random.Generator,
     turns: int,
     tokens: int,
@@ -216,7 +216,7 @@ def _session(
     for turn in range(turns):
         for agent, context in enumerate(contexts):
             sampled = draw_ids(rng, growth // 3)
-            paths.append(_path(len(paths), context, sampled))
+            paths.append(_make_path(len(paths), context, sampled))
             echoed = sampled[len(sampled) // 2 :] if drops_thinking else sampled
             contexts[agent] = np.concatenate([context, echoed, draw_ids(rng, growth - len(sampled))])
         if len(contexts) <= subagents and turn % 10 == 0:
@@ -224,29 +224,29 @@ def _session(
     return paths
 
 
-def _group(rng: np.random.Generator) -> list[TokenPath]:
+def _make_group(rng: np.random.Generator) -> list[TokenPath]:
     prompt = draw_ids(rng, 8_000)
-    return [path for _ in range(16) for path in _session(rng, 40, 40_000, prompt=prompt)]
+    return [path for _ in range(16) for path in _make_session(rng, 40, 40_000, prompt=prompt)]
 
 
-def _siblings(rng: np.random.Generator) -> list[TokenPath]:
+def _make_siblings(rng: np.random.Generator) -> list[TokenPath]:
     prompt = draw_ids(rng, 8_000)
-    return [_path(number, prompt.copy(), draw_ids(rng, 300)) for number in range(1_000)]
+    return [_make_path(number, prompt.copy(), draw_ids(rng, 300)) for number in range(1_000)]
 
 
-def _shuffled(rng: np.random.Generator) -> list[TokenPath]:
-    paths = _session(rng, 100, 60_000, drops_thinking=True)
+def _make_shuffled(rng: np.random.Generator) -> list[TokenPath]:
+    paths = _make_session(rng, 100, 60_000, drops_thinking=True)
     return [paths[index] for index in rng.permutation(len(paths))]
 
 
 SHAPES: dict[str, Callable[[np.random.Generator], list[TokenPath]]] = {
-    "20 turns to 30k": lambda rng: _session(rng, 20, 30_000),
-    "200 turns to 100k": lambda rng: _session(rng, 200, 100_000),
-    "200 turns to 100k, thinking dropped": lambda rng: _session(rng, 200, 100_000, drops_thinking=True),
-    "100 turns to 60k, 4 sub-agents": lambda rng: _session(rng, 100, 60_000, subagents=4),
-    "100 turns to 60k, thinking dropped, shuffled": _shuffled,
-    "group of 16, 40 turns to 40k each": _group,
-    "1000 siblings after 8k": _siblings,
+    "20 turns to 30k": lambda rng: _make_session(rng, 20, 30_000),
+    "200 turns to 100k": lambda rng: _make_session(rng, 200, 100_000),
+    "200 turns to 100k, thinking dropped": lambda rng: _make_session(rng, 200, 100_000, drops_thinking=True),
+    "100 turns to 60k, 4 sub-agents": lambda rng: _make_session(rng, 100, 60_000, subagents=4),
+    "100 turns to 60k, thinking dropped, shuffled": _make_shuffled,
+    "group of 16, 40 turns to 40k each": _make_group,
+    "1000 siblings after 8k": _make_siblings,
 }
 FULL = TrajectoryPlan(tuple(SHAPES), context=rendering.CONTEXT)
 QUICK = TrajectoryPlan(
@@ -257,7 +257,7 @@ QUICK = TrajectoryPlan(
 )
 
 
-def _path(seq: int, prompt: Ids, sampled: Ids) -> TokenPath:
+def _make_path(seq: int, prompt: Ids, sampled: Ids) -> TokenPath:
     logprobs, versions = np.zeros(len(sampled), np.float32), np.zeros(len(sampled), np.int32)
     return TokenPath("bench", f"x{seq}", seq, prompt, sampled, logprobs, versions, len(sampled))
 
@@ -293,14 +293,14 @@ stored grew with turns squared."""
 
 def list_promises(report: TrajectoryReport) -> list[Promise]:
     return [
-        *_rate_promises(report),
-        *_peer_promises(report),
-        *_stored_promises(report),
-        *_rendering_promises(report),
+        *_list_rate_promises(report),
+        *_list_peer_promises(report),
+        *_list_stored_promises(report),
+        *_list_rendering_promises(report),
     ]
 
 
-def _rate_promises(report: TrajectoryReport) -> Iterator[Promise]:
+def _list_rate_promises(report: TrajectoryReport) -> Iterator[Promise]:
     own = [rate for rate in report.rates if rate.builder == POLAR]
     if own:
         slowest = min(own, key=lambda rate: rate.per_second)
@@ -309,7 +309,7 @@ def _rate_promises(report: TrajectoryReport) -> Iterator[Promise]:
         yield Promise(what, "at least 200 million", measured, slowest.per_second >= TOKENS_PER_SECOND)
 
 
-def _peer_promises(report: TrajectoryReport) -> Iterator[Promise]:
+def _list_peer_promises(report: TrajectoryReport) -> Iterator[Promise]:
     own = {rate.shape: rate.per_second for rate in report.rates if rate.builder == POLAR}
     for peer in report.versions:
         times, shape = min((own[it.shape] / it.per_second, it.shape) for it in report.rates if it.builder == peer)
@@ -317,15 +317,15 @@ def _peer_promises(report: TrajectoryReport) -> Iterator[Promise]:
         yield Promise(what, f"at least {TIMES_A_PEER} times", f"{times:.0f} times ({shape})", times >= TIMES_A_PEER)
 
 
-def _stored_promises(report: TrajectoryReport) -> Iterator[Promise]:
+def _list_stored_promises(report: TrajectoryReport) -> Iterator[Promise]:
     if len(report.stored) >= 3:
         first, second, before, last = (report.stored[index] for index in (0, 1, -2, -1))
-        ratio = _slope(before, last) / _slope(first, second)
+        ratio = _compute_slope(before, last) / _compute_slope(first, second)
         what = f"stored bytes per new token, turns {before.turns} to {last.turns} over {first.turns} to {second.turns}"
         yield Promise(what, f"at most {EVEN} times", f"{ratio:.2f} times", ratio <= EVEN)
 
 
-def _rendering_promises(report: TrajectoryReport) -> Iterator[Promise]:
+def _list_rendering_promises(report: TrajectoryReport) -> Iterator[Promise]:
     # The scripted engine's tokenizer is small, and quick beyond any model's.
     if (found := report.rendered) is not None and found.tokenizer != OWN:
         what = f"a turn at {found.context:,} tokens, rendered and encoded by difference against whole"
@@ -333,7 +333,7 @@ def _rendering_promises(report: TrajectoryReport) -> Iterator[Promise]:
         yield Promise(what, f"at least {TIMES_CHEAPER} times", measured, found.ratio >= TIMES_CHEAPER)
 
 
-def _slope(earlier: StorageCost, later: StorageCost) -> float:
+def _compute_slope(earlier: StorageCost, later: StorageCost) -> float:
     return (later.stored - earlier.stored) / (later.unique - earlier.unique)
 
 
@@ -353,16 +353,16 @@ def to_json(report: TrajectoryReport) -> bytes:
 
 
 def show(report: TrajectoryReport, console: Console) -> None:
-    console.print(_rates(report))
+    console.print(_make_rate_table(report))
     for peer, why in report.absent.items():
         console.print(f"{peer} was not measured: {why}.", highlight=False)
-    console.print(_stored(report))
+    console.print(_make_storage_table(report))
     if report.rendered is not None:
-        console.print(_rendered(report.rendered))
+        console.print(_make_rendering_table(report.rendered))
     console.print(promise_table(list_promises(report)))
 
 
-def _rates(report: TrajectoryReport) -> Table:
+def _make_rate_table(report: TrajectoryReport) -> Table:
     table = Table(title="Tokens into the tree, on one core", title_justify="left")
     for name in ("session", "builder"):
         table.add_column(name)
@@ -383,7 +383,7 @@ def _rates(report: TrajectoryReport) -> Table:
     return table
 
 
-def _stored(report: TrajectoryReport) -> Table:
+def _make_storage_table(report: TrajectoryReport) -> Table:
     table = Table(title="A session in the store (MB), by its turns", title_justify="left")
     for name in ("turns", "unique tokens", "tokens of all calls", "calls whole", "stored"):
         table.add_column(name, justify="right")
@@ -395,7 +395,7 @@ def _stored(report: TrajectoryReport) -> Table:
     return table
 
 
-def _rendered(found: RenderingCost) -> Table:
+def _make_rendering_table(found: RenderingCost) -> Table:
     table = Table(title="A turn at the end of a long conversation (ms)", title_justify="left")
     table.add_column("tokenizer")
     columns = "context", "messages", "by difference", "whole", "gateway adds to the first byte", "to the last"

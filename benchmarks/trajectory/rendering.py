@@ -64,8 +64,8 @@ async def measure(tokenizer: str | None, context: int = CONTEXT, window: int = W
     """The turns whose prompts have `context` tokens, give or take `window`."""
     folder = tokenizer or str(TOKENIZER_FOLDER)
     near = range(context - window, context + window)
-    messages, incremental, whole = await asyncio.to_thread(_render, folder, near)
-    added_first, added = await _through_the_gateway(folder, near)
+    messages, incremental, whole = await asyncio.to_thread(_measure_rendering, folder, near)
+    added_first, added = await _measure_gateway_share(folder, near)
     name = Path(tokenizer).name if tokenizer else OWN
     milliseconds = (median(it) * 1e3 for it in (incremental, whole, added_first, added))
     return RenderingCost(name, context, messages, len(whole), *milliseconds)
@@ -102,7 +102,7 @@ class _Talk:
 # Rendering alone
 
 
-def _render(folder: str, near: range) -> tuple[int, list[float], list[float]]:
+def _measure_rendering(folder: str, near: range) -> tuple[int, list[float], list[float]]:
     """The messages there, and seconds for each turn."""
     model, history, talk = ModelCodec.load(folder), TurnHistory(), _Talk()
     incremental: list[float] = []
@@ -121,27 +121,30 @@ def _render(folder: str, near: range) -> tuple[int, list[float], list[float]]:
             return len(talk.messages) - len(whole), incremental, whole  # two messages a turn: so many in the middle
         if prompt in near:
             incremental.append(took)
-            whole.append(_whole(model, request))
+            whole.append(_time_whole(model, request))
         if plan.mark is None:
             raise BenchmarkError("The template's prompts can't be continued.")
         exchange_id = ids.new_exchange_id()
-        reply = _reply(exchange_id, seq)
+        reply = _make_reply(exchange_id, seq)
         last = RecordedTurn(exchange_id, seq, plan.mark, digest_turn(reply), prompt, _SAMPLED, _SAMPLED)
         history.add(last)
         talk.go_on(reply)
     raise BenchmarkError(f"The conversation did not reach {near.stop} tokens.")
 
 
-def _reply(exchange_id: str, seq: int) -> list[Part]:
+def _make_reply(exchange_id: str, seq: int) -> list[Part]:
     arguments = msgspec.json.encode({"command": f"grep -rn 'def handle_{seq}' src/"}).decode()
     call = ToolCall(ids.make_call_id(exchange_id, 0), "bash", arguments)
     return [Reasoning(make_filler(f"thought {seq}", 240)), Text(make_filler(f"said {seq}", 160)), call]
 
 
-def _whole(model: ModelCodec, request: Request) -> float:
-    messages = [_plain(message) for message in request.messages]
+def _time_whole(model: ModelCodec, request: Request) -> float:
+    messages = [_encode_chat_message(message) for message in request.messages]
     tools = [
-        {"type": "function", "function": {"name": it.name, "description": it.description, "parameters": _schema(it)}}
+        {
+            "type": "function",
+            "function": {"name": it.name, "description": it.description, "parameters": _decode_schema(it)},
+        }
         for it in request.tools
     ]
     began = time.thread_time()
@@ -149,11 +152,11 @@ def _whole(model: ModelCodec, request: Request) -> float:
     return time.thread_time() - began
 
 
-def _schema(tool: Tool) -> Any:
+def _decode_schema(tool: Tool) -> Any:
     return msgspec.json.decode(bytes(tool.parameters or b"{}"))
 
 
-def _plain(message: Message) -> dict[str, Any]:
+def _encode_chat_message(message: Message) -> dict[str, Any]:
     """As a chat API has it, which is what templates are written for."""
     plain: dict[str, Any] = {"role": message.role, "content": ""}
     for part in message.parts:
@@ -174,7 +177,7 @@ def _plain(message: Message) -> dict[str, Any]:
 # The gateway's share
 
 
-async def _through_the_gateway(folder: str, near: range) -> tuple[list[float], list[float]]:
+async def _measure_gateway_share(folder: str, near: range) -> tuple[list[float], list[float]]:
     """Seconds added to the first and to the last byte of each streamed reply."""
     first: list[float] = []
     last: list[float] = []
@@ -192,7 +195,7 @@ async def _through_the_gateway(folder: str, near: range) -> tuple[list[float], l
                 for seq in range(_TURNS_AT_MOST):
                     body = dialect.encode_request(talk.request())
                     through = await gateway.call(encode_post("/v1/chat/completions", body, key))
-                    exchange = await _stored(service, session.session_id, seq)
+                    exchange = await _read_exchange(service, session.session_id, seq)
                     assert exchange.prompt_ids is not None
                     assert exchange.reply is not None
                     if seq and exchange.continuation != "recorded":
@@ -200,7 +203,7 @@ async def _through_the_gateway(folder: str, near: range) -> tuple[list[float], l
                     if len(exchange.prompt_ids) >= near.stop:
                         break
                     if len(exchange.prompt_ids) in near:
-                        straight = await direct.call(encode_post("/inference/v1/generate", _generate(exchange)))
+                        straight = await direct.call(encode_post("/inference/v1/generate", _encode_generate(exchange)))
                         first.append((through.first_at - through.sent_at) - (straight.first_at - straight.sent_at))
                         last.append((through.ended_at - through.sent_at) - (straight.ended_at - straight.sent_at))
                     talk.go_on(exchange.reply.parts)
@@ -209,11 +212,11 @@ async def _through_the_gateway(folder: str, near: range) -> tuple[list[float], l
     return first, last
 
 
-async def _stored(service: DataPlane, session_id: str, seq: int) -> Exchange:
+async def _read_exchange(service: DataPlane, session_id: str, seq: int) -> Exchange:
     return [exchange async for exchange in service.store.exchanges(session_id)][seq]
 
 
-def _generate(exchange: Exchange) -> bytes:
+def _encode_generate(exchange: Exchange) -> bytes:
     assert exchange.prompt_ids is not None
     sampling = {"max_tokens": 4096, "logprobs": 1}
     return msgspec.json.encode(

@@ -113,10 +113,12 @@ def make_small_group(scale: int = 1) -> BenchGroup:
 
 def count_costs(group: BenchGroup, sizes: ModelSizes, names: Sequence[str] = ALL) -> list[BuilderCost]:
     unique = BUILDERS["prefix_tree"](group).tokens
-    return [_counted(group.name, name, BUILDERS[name](group), unique, sizes)[0] for name in names if name in BUILDERS]
+    return [
+        _count_builder(group.name, name, BUILDERS[name](group), unique, sizes)[0] for name in names if name in BUILDERS
+    ]
 
 
-def _counted(
+def _count_builder(
     group: str, builder: str, batch: BuilderBatch, unique: int, sizes: ModelSizes
 ) -> tuple[BuilderCost, list[float]]:
     """And the FLOPs of each sequence."""
@@ -175,13 +177,13 @@ def run(
 
             def cell(steps: _Group = steps, name: str = name) -> str:
                 report.cells.append(steps.peer(report) if name == TRL else steps.cell(name, report.cells))
-                return _told(report.cells[-1])
+                return _describe_step(report.cells[-1])
 
             attempt(f"{group.name}, {name}", cell)
     return report
 
 
-def _told(cell: TimedStep) -> str:
+def _describe_step(cell: TimedStep) -> str:
     scaled = f" (scaled: {cell.share:.1%} was timed)" if cell.sampled else ""
     memory = "" if cell.memory is None else f", {cell.memory / 1e9:.1f} GB"
     reserved = "" if cell.reserved is None else f" of {cell.reserved / 1e9:.1f} GB reserved"
@@ -207,7 +209,7 @@ class _Group:
     def cell(self, name: str, before: Sequence[TimedStep]) -> TimedStep:
         """How long it will take is told by the last cell; the first one is timed whole, whatever it takes."""
         batch = BUILDERS[name](self._group)
-        counted, each = _counted(self._group.name, name, batch, self._unique, self._sizes)
+        counted, each = _count_builder(self._group.name, name, batch, self._unique, self._sizes)
         rate = before[-1].rate if before else None
         chosen = list(range(len(each)))
         if rate is not None and counted.flops.total > self._plan.limit * rate:
@@ -217,7 +219,7 @@ class _Group:
         some = batch.some(chosen)
         self._stepper.warm_up(some)
         share = 1.0 if len(chosen) == len(each) else timed / counted.flops.total
-        return self._cell(counted, lambda: self._stepper.step(some), some, share)
+        return self._time_step(counted, lambda: self._stepper.step(some), some, share)
 
     def peer(self, report: TreeReport) -> TimedStep:
         """TRL, on merged traces."""
@@ -238,14 +240,14 @@ class _Group:
         self._check_time(counted.flops.total, report.cells[-1].rate if report.cells else None)
         short = packing.rows(BUILDERS["prefix_merging"](make_small_group()))
         self._stepper.timed(lambda: packing.backward(short))
-        return self._cell(counted, lambda: self._stepper.timed(lambda: packing.backward(rows)), merged, 1.0)
+        return self._time_step(counted, lambda: self._stepper.timed(lambda: packing.backward(rows)), merged, 1.0)
 
     def _check_time(self, work: float, rate: float | None) -> None:
         """Of so many FLOPs: is there time left for them?"""
         if rate is not None and self._until is not None and time.monotonic() + work / rate > self._until:
             raise BenchmarkError(f"there was no time left: it takes about {work / rate:.0f} s")
 
-    def _cell(
+    def _time_step(
         self, counted: BuilderCost, step: Callable[[], StepTiming], batch: BuilderBatch, share: float
     ) -> TimedStep:
         steps = [step()]
@@ -258,13 +260,13 @@ class _Group:
             rounds=[it.seconds for it in steps],
             share=share,
             memory=steps[0].memory,
-            difference=self._difference(np.concatenate(batch.numbers), steps[0].logprobs, counted.trained),
+            difference=self._compare_logprobs(np.concatenate(batch.numbers), steps[0].logprobs, counted.trained),
             optimizer=min(it.optimizer for it in steps),
             reserved=steps[0].reserved,
             retries=sum(it.retries for it in steps),
         )
 
-    def _difference(self, numbers: Indices, logprobs: Floats, trained: int) -> float | None:
+    def _compare_logprobs(self, numbers: Indices, logprobs: Floats, trained: int) -> float | None:
         if self._logprobs is not None:
             return float(np.abs(self._logprobs[numbers] - logprobs).mean())
         if len(numbers) == trained:

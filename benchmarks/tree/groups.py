@@ -81,11 +81,11 @@ def make_synthetic_group(
 ) -> BenchGroup:
     """Sessions that share a system prompt and nothing else. A turn is so many observed tokens, then the sampled."""
     drawn = np.random.default_rng(_SEED)
-    prefix = _draw(drawn, system)
+    prefix = _draw_ids(drawn, system)
     group = []
     for number in range(sessions):
-        calls = _conversation(drawn, number, prefix, turns, sampled, observed)
-        group.append(_session(number, calls, sampled))
+        calls = _make_conversation(drawn, number, prefix, turns, sampled, observed)
+        group.append(_make_session(number, calls, sampled))
     about = f"{sessions} sessions, system prompt {system:,}, {turns} turns of {sampled} sampled + {observed} observed"
     return BenchGroup(name, about, group)
 
@@ -95,14 +95,14 @@ def make_subagent_group(
 ) -> BenchGroup:
     """Sessions that give errands to agents with a system prompt of their own. Turns are as in `synthetic`."""
     drawn = np.random.default_rng(_SEED)
-    prefix, helper = _draw(drawn, system), _draw(drawn, system // 2)
+    prefix, helper = _draw_ids(drawn, system), _draw_ids(drawn, system // 2)
     group = []
     for number in range(sessions):
-        calls = _conversation(drawn, number, prefix, turns, _SAMPLED, _OBSERVED)
+        calls = _make_conversation(drawn, number, prefix, turns, _SAMPLED, _OBSERVED)
         for errand in range(errands):
             first = sessions + number * errands + errand
-            calls += _conversation(drawn, first, helper, errand_turns, _SAMPLED, _OBSERVED)
-        group.append(_session(number, calls, _SAMPLED))
+            calls += _make_conversation(drawn, first, helper, errand_turns, _SAMPLED, _OBSERVED)
+        group.append(_make_session(number, calls, _SAMPLED))
     about = f"{sessions} sessions, system prompt {system:,}, {turns} turns, {errands} sub-agents of {errand_turns}"
     return BenchGroup(name, about, group)
 
@@ -110,31 +110,31 @@ def make_subagent_group(
 def make_compaction_group(name: str, *, sessions: int, system: int, turns: int, windows: int) -> BenchGroup:
     """Sessions that sum up what they have done after so many turns, and go on from there."""
     drawn = np.random.default_rng(_SEED)
-    prefix = _draw(drawn, system)
+    prefix = _draw_ids(drawn, system)
     group = []
     for number in range(sessions):
         calls: list[Ints] = []
         begin = prefix
         for window in range(windows):
-            calls += _conversation(drawn, number * windows + window, begin, turns, _SAMPLED, _OBSERVED)
+            calls += _make_conversation(drawn, number * windows + window, begin, turns, _SAMPLED, _OBSERVED)
             begin = np.concatenate([prefix, calls[-1][-_SAMPLED:]])  # the last turn was the summary
-        group.append(_session(number, calls, _SAMPLED))
+        group.append(_make_session(number, calls, _SAMPLED))
     about = f"{sessions} sessions, system prompt {system:,}, {windows} windows of {turns} turns"
     return BenchGroup(name, about, group)
 
 
-def _conversation(
+def _make_conversation(
     drawn: np.random.Generator, first: int, prefix: Ints, turns: int, sampled: int, observed: int
 ) -> list[Ints]:
     """What each turn's call sees and samples. The token behind the prefix is `first`: so conversations part there."""
-    rest = _draw(drawn, turns * (observed + sampled))
+    rest = _draw_ids(drawn, turns * (observed + sampled))
     rest[0] = first
     whole = np.concatenate([prefix, rest])
     return [whole[: len(prefix) + turn * (observed + sampled)] for turn in range(1, turns + 1)]
 
 
-def _session(number: int, calls: Sequence[Ints], sampled: int) -> SessionPaths:
-    return SessionPaths(str(number), [_path(number, seq, ids, sampled) for seq, ids in enumerate(calls)])
+def _make_session(number: int, calls: Sequence[Ints], sampled: int) -> SessionPaths:
+    return SessionPaths(str(number), [_make_path(number, seq, ids, sampled) for seq, ids in enumerate(calls)])
 
 
 def make_outline(name: str, about: str, sessions: Sequence[SessionPaths]) -> TreeOutline:
@@ -164,14 +164,14 @@ def make_group(drawing: TreeOutline) -> BenchGroup:
     siblings: dict[int, int] = {}
     whole: list[Ints] = []  # of each node, from the root to its end
     for length, parent in zip(drawing.lengths, drawing.parents, strict=True):
-        ids = _draw(drawn, length)
+        ids = _draw_ids(drawn, length)
         ids[0] = siblings[parent] = siblings.get(parent, -1) + 1
         whole.append(ids if parent == ROOT else np.concatenate([whole[parent], ids]))
     sessions: dict[int, SessionPaths] = {}
     for walk in drawing.walks:
         session = sessions.setdefault(walk.session, SessionPaths(str(walk.session), []))
         ids = whole[walk.end][: walk.prompt + walk.sampled]
-        session.paths.append(_path(walk.session, len(session.paths), ids, walk.sampled))
+        session.paths.append(_make_path(walk.session, len(session.paths), ids, walk.sampled))
     return BenchGroup(drawing.name, drawing.about, list(sessions.values()))
 
 
@@ -182,7 +182,7 @@ def read_outline(file: Path) -> TreeOutline:
         raise BenchmarkError(f"{file} is no recorded group: {error}") from error
 
 
-def _path(session: int, seq: int, ids: Ints, sampled: int) -> TokenPath:
+def _make_path(session: int, seq: int, ids: Ints, sampled: int) -> TokenPath:
     context = len(ids) - sampled
     return TokenPath(
         session_id=str(session),
@@ -196,7 +196,7 @@ def _path(session: int, seq: int, ids: Ints, sampled: int) -> TokenPath:
     )
 
 
-def _draw(drawn: np.random.Generator, count: int) -> Ints:
+def _draw_ids(drawn: np.random.Generator, count: int) -> Ints:
     return drawn.integers(0, _IDS, count, dtype=np.int32)
 
 
@@ -204,16 +204,16 @@ def _draw(drawn: np.random.Generator, count: int) -> Ints:
 
 
 def per_request(group: BenchGroup) -> BuilderBatch:
-    return _of_traces(group, builders.per_request)
+    return _batch_traces(group, builders.per_request)
 
 
 def prefix_merging(group: BenchGroup) -> BuilderBatch:
-    return _of_traces(group, builders.prefix_merging)
+    return _batch_traces(group, builders.prefix_merging)
 
 
 def prefix_tree(group: BenchGroup) -> BuilderBatch:
     built = builders.prefix_tree(group.sessions)
-    advantages, first = _advantages(group), _first_numbers(group)
+    advantages, first = _make_advantages(group), _number_calls(group)
     tokens, weights, numbers = [], [], []
     for term in built.terms:
         count = term.stop - term.start
@@ -237,8 +237,8 @@ BUILDERS: dict[str, Callable[[BenchGroup], BuilderBatch]] = {
 }
 
 
-def _of_traces(group: BenchGroup, build: Callable[[SessionPaths], Trajectory]) -> BuilderBatch:
-    advantages, first = _advantages(group), _first_numbers(group)
+def _batch_traces(group: BenchGroup, build: Callable[[SessionPaths], Trajectory]) -> BuilderBatch:
+    advantages, first = _make_advantages(group), _number_calls(group)
     batch = BuilderBatch([], [], [])
     for session in group.sessions:
         for trace in build(session).traces:
@@ -252,14 +252,14 @@ def _of_traces(group: BenchGroup, build: Callable[[SessionPaths], Trajectory]) -
     return batch
 
 
-def _advantages(group: BenchGroup) -> dict[str, float]:
+def _make_advantages(group: BenchGroup) -> dict[str, float]:
     """Some that differ, divided by the number of sessions."""
     count = len(group.sessions)
     spread = np.linspace(-1.0, 2.0, count)
     return {session.session_id: float(it) / count for session, it in zip(group.sessions, spread, strict=True)}
 
 
-def _first_numbers(group: BenchGroup) -> dict[str, int]:
+def _number_calls(group: BenchGroup) -> dict[str, int]:
     """The number of each call's first sampled token."""
     paths = [path for session in group.sessions for path in session.paths]
     numbers = np.cumsum([0, *(path.num_trainable for path in paths)])

@@ -90,7 +90,7 @@ def measure_peak(where: torch.device) -> float | None:
     left, right = (torch.randn(_SIDE, _SIDE, device=where, dtype=torch.bfloat16) for _ in range(2))
     for _ in range(3):
         left @ right
-    seconds = _seconds(where, lambda: [left @ right for _ in range(_PRODUCTS)])
+    seconds = _time_on_device(where, lambda: [left @ right for _ in range(_PRODUCTS)])
     return 2 * _SIDE**3 * _PRODUCTS / seconds
 
 
@@ -131,9 +131,9 @@ class TrainingStepper:
         """Packing is not timed: a trainer does it while another step runs."""
         packed = pack_forest(batch.trees)
         weights = torch.from_numpy(np.concatenate(batch.weights)).to(self._where)
-        return self.timed(lambda: self._within_memory(packed, weights))
+        return self.timed(lambda: self._compute_within_memory(packed, weights))
 
-    def _within_memory(self, packed: Forest, weights: Tensor) -> Tensor:
+    def _compute_within_memory(self, packed: Forest, weights: Tensor) -> Tensor:
         """As a trainer does it."""
         return self._retries.run(
             "The step",
@@ -160,8 +160,8 @@ class TrainingStepper:
                 torch.cuda.empty_cache()  # else memory is left where it is, as in a training
             torch.cuda.reset_peak_memory_stats(self._where)
         self._failed = True
-        computing = _seconds(self._where, lambda: logprobs.append(compute()))
-        optimizer = _seconds(self._where, update)
+        computing = _time_on_device(self._where, lambda: logprobs.append(compute()))
+        optimizer = _time_on_device(self._where, update)
         self._failed = False
         memory = reserved = None
         if self._where.type == "cuda":
@@ -190,27 +190,31 @@ def compute_gradient_differences(group: BenchGroup, where: torch.device, chunk_t
     torch.set_float32_matmul_precision("highest")
     try:
         model = make_random_model(load_config("tiny"), where, torch.float32)
-        reference = _gradient(model, lambda: _one_by_one(model, BUILDERS["per_request"](group), where))
+        reference = _compute_gradient(model, lambda: _compute_one_by_one(model, BUILDERS["per_request"](group), where))
         # Small chunks: so that trees are cut, and some of them are computed twice.
         tree = TreeModel(model, chunk_tokens=chunk_tokens, kept_tokens=2 * chunk_tokens)
-        return {name: _difference(model, tree, build(group), reference, where) for name, build in BUILDERS.items()}
+        return {
+            name: _compute_difference(model, tree, build(group), reference, where) for name, build in BUILDERS.items()
+        }
     finally:
         torch.set_float32_matmul_precision(before)
 
 
-def _difference(model: Any, tree: TreeModel, batch: BuilderBatch, reference: Tensor, where: torch.device) -> float:
+def _compute_difference(
+    model: Any, tree: TreeModel, batch: BuilderBatch, reference: Tensor, where: torch.device
+) -> float:
     weights = torch.from_numpy(np.concatenate(batch.weights)).to(where)
-    gradient = _gradient(model, lambda: backward(tree, pack_forest(batch.trees), weights))
+    gradient = _compute_gradient(model, lambda: backward(tree, pack_forest(batch.trees), weights))
     return float((gradient - reference).norm() / reference.norm())
 
 
-def _gradient(model: Any, compute: Callable[[], object]) -> Tensor:
+def _compute_gradient(model: Any, compute: Callable[[], object]) -> Tensor:
     model.zero_grad(set_to_none=True)
     compute()
     return torch.cat([parameter.grad.double().flatten() for parameter in model.parameters()])
 
 
-def _one_by_one(model: Any, batch: BuilderBatch, where: torch.device) -> None:
+def _compute_one_by_one(model: Any, batch: BuilderBatch, where: torch.device) -> None:
     """Each sequence by itself, with nothing of ours between."""
     for tree, weights in zip(batch.trees, batch.weights, strict=True):
         ids = torch.from_numpy(tree.ids.astype(np.int64)).to(where)
@@ -220,7 +224,7 @@ def _one_by_one(model: Any, batch: BuilderBatch, where: torch.device) -> None:
         (-(torch.from_numpy(weights).to(where) * logprobs).sum()).backward()
 
 
-def _seconds(where: torch.device, run: Callable[[], object]) -> float:
+def _time_on_device(where: torch.device, run: Callable[[], object]) -> float:
     if where.type == "cuda":
         torch.cuda.synchronize(where)
     began = time.perf_counter()

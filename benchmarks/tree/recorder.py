@@ -37,31 +37,31 @@ WORDS = ("amber", "bridge", "copper", "desert", "engine", "fabric", "garden", "h
 _PER_WORD = 1.35  # tokens, as the scripted engine spells them
 
 
-def play(seed: int, most_turns: int) -> Play:
+def make_play(seed: int, most_turns: int) -> Play:
     """Thinking, a sentence and a command that prints something; the call itself takes about 40 tokens."""
     random = Random(seed)
     turns = []
     for number in range(min(random.randint(14, 29), most_turns - 1)):
         said = max(20.0, random.lognormvariate(4.55, 0.6)) / _PER_WORD
         lines = max(3, round(random.lognormvariate(5.5, 0.8) / 12))
-        thought, told = _words(random, 0.6 * said), _words(random, 0.4 * said)
-        shell = f"for i in $(seq {lines}); do echo $i {_words(random, 6)}; done | tee note-{number}.txt"
+        thought, told = _make_words(random, 0.6 * said), _make_words(random, 0.4 * said)
+        shell = f"for i in $(seq {lines}); do echo $i {_make_words(random, 6)}; done | tee note-{number}.txt"
         turns.append(ScriptedTurn(reasoning=thought, text=told, shell=shell))
-    return Play([*turns, ScriptedTurn(reasoning=_words(random, 40), text=_words(random, 30))])
+    return Play([*turns, ScriptedTurn(reasoning=_make_words(random, 40), text=_make_words(random, 30))])
 
 
-def _words(random: Random, count: float) -> str:
+def _make_words(random: Random, count: float) -> str:
     return " ".join(random.choices(WORDS, k=max(1, round(count))))
 
 
-def record(harness: str, tokenizer: Path, folder: Path) -> list[SessionPaths]:
+def record_group(harness: str, tokenizer: Path, folder: Path) -> list[SessionPaths]:
     """Each session in a process of its own: what a gateway with its tokenizer leaves behind is large."""
     sessions = []
     with ProcessPoolExecutor(1, get_context("spawn"), max_tasks_per_child=1) as alone:
         for seed in range(SESSIONS):
             shutil.rmtree(folder, ignore_errors=True)
             folder.mkdir(parents=True)
-            session = alone.submit(one_session, harness, seed, tokenizer, folder).result()
+            session = alone.submit(record_session, harness, seed, tokenizer, folder).result()
             sessions.append(session)
             lengths = [len(path.sampled) for path in session.paths if path.num_trainable]
             longest = max(len(path.prompt) + len(path.sampled) for path in session.paths)
@@ -71,12 +71,12 @@ def record(harness: str, tokenizer: Path, folder: Path) -> list[SessionPaths]:
     return sessions
 
 
-def one_session(harness: str, seed: int, tokenizer: Path, folder: Path) -> SessionPaths:
+def record_session(harness: str, seed: int, tokenizer: Path, folder: Path) -> SessionPaths:
     (agent,) = fidelity_sessions.find_installed_agents([harness], HARNESS_FOLDERS)
-    return asyncio.run(_session(agent, play(seed, MOST_TURNS.get(harness, 30)), str(tokenizer), folder))
+    return asyncio.run(_run_session(agent, make_play(seed, MOST_TURNS.get(harness, 30)), str(tokenizer), folder))
 
 
-async def _session(agent: Agent, written: Play, tokenizer: str, folder: Path) -> SessionPaths:
+async def _run_session(agent: Agent, written: Play, tokenizer: str, folder: Path) -> SessionPaths:
     async with ScriptedServer(written, tokenizer=tokenizer, drift=DRIFT) as engine:
         turns = len(written.turns)
         found = await fidelity_sessions.record(
@@ -85,7 +85,7 @@ async def _session(agent: Agent, written: Play, tokenizer: str, folder: Path) ->
     return read_session_paths(found.session, found.exchanges)
 
 
-def tell(drawing: TreeOutline) -> None:
+def print_sizes(drawing: TreeOutline) -> None:
     group = make_group(drawing)
     tokens = {name: build(group).tokens for name, build in BUILDERS.items()}
     click.echo(f"{drawing.name}: " + ", ".join(f"{name} {count:,}" for name, count in tokens.items()))
@@ -94,17 +94,23 @@ def tell(drawing: TreeOutline) -> None:
 @click.command()
 @click.argument("folder", type=click.Path(path_type=Path, file_okay=False))
 @click.option("--tokenizer", required=True, type=click.Path(path_type=Path, exists=True, file_okay=False))
-@click.option("--harness", "harnesses", multiple=True, type=click.Choice(list(NAMES)), help="may be given twice")
+@click.option(
+    "--harness",
+    "harnesses",
+    multiple=True,
+    type=click.Choice(list(NAMES)),
+    help="Record only this one; may be repeated.",
+)
 def main(folder: Path, tokenizer: Path, harnesses: tuple[str, ...]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for harness in harnesses or NAMES:
         name = NAMES[harness]
         with tempfile.TemporaryDirectory(prefix="polar-trees-", ignore_cleanup_errors=True) as scratch:
-            sessions = record(harness, tokenizer.absolute(), Path(scratch) / "session")
+            sessions = record_group(harness, tokenizer.absolute(), Path(scratch) / "session")
         about = f"{ABOUT.get(harness, name)}: {SESSIONS} sessions of one task, 15 to 30 turns"
         drawing = make_outline(name, about, sessions)
         (folder / f"{name}.json").write_bytes(msgspec.json.encode(drawing) + b"\n")
-        tell(drawing)
+        print_sizes(drawing)
 
 
 if __name__ == "__main__":

@@ -99,18 +99,23 @@ def list_promises(report: TreeReport) -> list[Promise]:
     for cell in report.cells:
         by_group.setdefault(cell.counted.group, {})[cell.counted.builder] = cell
     return [
-        *_gradients(report),
-        *(promise for group, cells in by_group.items() if _TREE in cells for promise in _group(report, group, cells)),
+        *_list_gradient_promises(report),
+        *(
+            promise
+            for group, cells in by_group.items()
+            if _TREE in cells
+            for promise in _list_group_promises(report, group, cells)
+        ),
     ]
 
 
-def _gradients(report: TreeReport) -> Iterator[Promise]:
+def _list_gradient_promises(report: TreeReport) -> Iterator[Promise]:
     if report.gradients:
         most = max(report.gradients.values())
         yield Promise("gradients in fp32, the largest difference", f"at most {EXACT:.0e}", f"{most:.1e}", most <= EXACT)
 
 
-def _group(report: TreeReport, group: str, cells: dict[str, TimedStep]) -> Iterator[Promise]:
+def _list_group_promises(report: TreeReport, group: str, cells: dict[str, TimedStep]) -> Iterator[Promise]:
     tree = cells[_TREE]
     computed = tree.counted.computed / tree.counted.unique
     yield Promise(
@@ -159,7 +164,7 @@ def read_reports(files: Sequence[Path]) -> TreeReport:
 
 
 def show(report: TreeReport, console: Console) -> None:
-    console.print(_cells(report))
+    console.print(_make_table(report))
     console.print(_LEGEND, style="dim", highlight=False)
     console.print(promise_table(list_promises(report)))
     for name, difference in report.gradients.items():
@@ -194,7 +199,7 @@ _LEGEND = (
 )
 
 
-def _cells(report: TreeReport) -> Table:
+def _make_table(report: TreeReport) -> Table:
     peaks = [
         f"{rate / 1e12:.0f} TFLOP/s {kind}"
         for kind, rate in (("measured", report.peak), ("nominal", report.nominal))
@@ -211,11 +216,11 @@ def _cells(report: TreeReport) -> Table:
     for cell in report.cells:
         first = cell.counted.group != group
         group = cell.counted.group
-        table.add_row(group if first else "", *_row(report, cell, trees.get(group)))
+        table.add_row(group if first else "", *_format_row(report, cell, trees.get(group)))
     return table
 
 
-def _row(report: TreeReport, cell: TimedStep, tree: TimedStep | None) -> Iterator[str]:
+def _format_row(report: TreeReport, cell: TimedStep, tree: TimedStep | None) -> Iterator[str]:
     counted = cell.counted
     yield counted.builder
     yield f"{counted.sequences:,}"
@@ -276,7 +281,7 @@ def draw_svg(report: TreeReport) -> str:
     lines: list[str] = []
     top = _TOP
     for name, cells in groups.items():
-        lines += _panel(name, cells, top)
+        lines += _draw_panel(name, cells, top)
         top += _GROUP_GAP + len(cells) * (_BAR + _GAP)
     width, height = _LEFT + _WIDTH + _RIGHT, top + _BOTTOM
     title = f"Seconds of a training step ({report.plan.shape}, {report.dtype}, {report.device})"
@@ -289,7 +294,7 @@ def draw_svg(report: TreeReport) -> str:
     return "\n".join([*head, *lines, "</svg>", ""])
 
 
-def _panel(name: str, cells: list[TimedStep], top: int) -> Iterator[str]:
+def _draw_panel(name: str, cells: list[TimedStep], top: int) -> Iterator[str]:
     longest = max(cell.seconds for cell in cells)
     quickest = min(cell.seconds for cell in cells)
     yield f'<text x="16" y="{top}" font-weight="bold">{escape(name)}</text>'

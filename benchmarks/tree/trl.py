@@ -54,8 +54,8 @@ class TrlPacking:
         """Raises BenchmarkError where TRL is not installed, or no kernel runs on the model's device."""
         self._model = model
         self._device = next(model.parameters()).device
-        self.kernel, function = kernel or _kernel(self._device)
-        self._packing = _packing()
+        self.kernel, function = kernel or _choose_kernel(self._device)
+        self._packing = _load_packing()
         setattr(self._packing, "_flash_attn", lambda: SimpleNamespace(flash_attn_varlen_func=function))  # noqa: B010
         self._packing.register_tree_attention()
 
@@ -63,14 +63,14 @@ class TrlPacking:
         """All samples in one row, or in as few as fit. One row has as many unique tokens as TRL's budget allows."""
         budget = max(merged.tokens, 1)
         while True:
-            rows = self._rows(merged, budget)
+            rows = self._pack_rows(merged, budget)
             most = max(len(row.packed["tree_kv_index"]) for row in rows)
             if most <= _KEYS or len(rows) == len(merged.trees):
                 return rows
             budget = max(row.tokens for row in rows) // 2
 
-    def _rows(self, merged: BuilderBatch, budget: int) -> list[PackedRow]:
-        samples = [_sample(tree.ids, tree.tokens) for tree in merged.trees]
+    def _pack_rows(self, merged: BuilderBatch, budget: int) -> list[PackedRow]:
+        samples = [_make_sample(tree.ids, tree.tokens) for tree in merged.trees]
         first = np.cumsum([0, *(len(tree.tokens) for tree in merged.trees)])
         made: list[tuple[Any, list[int]]] = []
         for number, sample in enumerate(samples):
@@ -96,7 +96,9 @@ class TrlPacking:
         try:
             found = torch.zeros(sum(len(row.places) for row in rows), device=self._device)
             for row in rows:
-                logprobs = self._logprobs({name: tensor.to(self._device) for name, tensor in row.packed.items()})
+                logprobs = self._compute_logprobs(
+                    {name: tensor.to(self._device) for name, tensor in row.packed.items()}
+                )
                 found[row.places.to(self._device)] = logprobs.detach()
                 torch.autograd.backward(-(row.weights.to(self._device) * logprobs).sum())
             return found
@@ -104,7 +106,7 @@ class TrlPacking:
             self._model.gradient_checkpointing_disable()
             self._model.set_attn_implementation(before)
 
-    def _logprobs(self, packed: dict[str, Tensor]) -> Tensor:
+    def _compute_logprobs(self, packed: dict[str, Tensor]) -> Tensor:
         longest_q, longest_k = packed["tree_max_seqlens"].tolist()
         hidden = self._model.model(
             input_ids=packed["input_ids"][None],
@@ -119,13 +121,13 @@ class TrlPacking:
         labels = packed["shift_labels"]
         asked = (labels != _NO_LABEL).nonzero()[:, 0]
         pieces = [
-            checkpoint(self._chosen, hidden[some], labels[some], use_reentrant=False)
+            checkpoint(self._select_logprobs, hidden[some], labels[some], use_reentrant=False)
             for some in torch.split(asked, _LABELS)
         ]
         everywhere = torch.zeros(len(labels), device=hidden.device).index_copy(0, asked, torch.cat(pieces))
         return everywhere[packed["token_index"]]
 
-    def _chosen(self, hidden: Tensor, labels: Tensor) -> Tensor:
+    def _select_logprobs(self, hidden: Tensor, labels: Tensor) -> Tensor:
         logits = self._model.lm_head(hidden).float()
         chosen: Tensor = logits.gather(1, labels[:, None])[:, 0] - logits.logsumexp(1)
         return chosen
@@ -141,7 +143,7 @@ def get_version() -> str:
         return "unknown"
 
 
-def _packing() -> ModuleType:
+def _load_packing() -> ModuleType:
     """TRL's module by its file: importing it by name would import its trainers, too."""
     found = importlib.util.find_spec("trl")
     if found is None or not found.submodule_search_locations:
@@ -155,7 +157,7 @@ def _packing() -> ModuleType:
     return module
 
 
-def _sample(ids: Any, tokens: Any) -> dict[str, Any]:
+def _make_sample(ids: Any, tokens: Any) -> dict[str, Any]:
     mask = np.zeros(len(ids), np.int64)
     mask[tokens] = 1
     return {
@@ -167,16 +169,16 @@ def _sample(ids: Any, tokens: Any) -> dict[str, Any]:
     }
 
 
-def _kernel(where: torch.device) -> tuple[str, Kernel]:
+def _choose_kernel(where: torch.device) -> tuple[str, Kernel]:
     if where.type != "cuda":
         raise BenchmarkError("its attention runs on CUDA only")
     if importlib.util.find_spec("flash_attn_interface") is not None:
         module: Any = importlib.import_module("flash_attn_interface")
         return "FlashAttention 3", module.flash_attn_varlen_func
-    return "PyTorch's FlashAttention 2", _pytorch
+    return "PyTorch's FlashAttention 2", _attend_with_pytorch
 
 
-def _pytorch(
+def _attend_with_pytorch(
     query: Tensor,
     key: Tensor,
     value: Tensor,

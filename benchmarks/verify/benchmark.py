@@ -81,19 +81,21 @@ async def measure(tokenizer: str, rounds: int) -> list[CheckCost]:
     play = Play.random(0, max(size.turns for size in SIZES) + 1, 60)
     with tempfile.TemporaryDirectory(prefix="polar-bench-") as name:
         request = Path(name) / "request.json"
-        request.write_bytes(msgspec.json.encode({"body": _first_request(), "result": make_filler("result", 1_600)}))
+        request.write_bytes(
+            msgspec.json.encode({"body": _make_first_request(), "result": make_filler("result", 1_600)})
+        )
         async with ScriptedServer(play, tokenizer=tokenizer, max_model_len=1 << 20, drift=0) as engine:
             argv = [sys.executable, "-m", "benchmarks.verify.server", engine.url, tokenizer, f"{name}/data"]
             async with ServerProcess(argv, None, Path(name) / "server.log", speaks=True) as server:
-                control = get_port((await server.hear(Address)).control)
-                await server.answers(control, "/health", 60)
+                control = get_port((await server.read_message(Address)).control)
+                await server.wait_until_healthy(control, "/health", 60)
                 bench = _Bench(server, control, request)
                 await bench.run_task(ConversationSize(2, 2))  # whatever is imported and compiled on first use
                 for _ in range(rounds):
                     for size, costs in found.items():
                         costs.append(await bench.run_task(size))
     node = statistics.median(cost.session for cost in found.pop(_IDLE))
-    return [_median(costs, node) for costs in found.values()]
+    return [_compute_medians(costs, node) for costs in found.values()]
 
 
 class _Bench:
@@ -162,7 +164,7 @@ class _Bench:
             connection.close()
 
 
-def _first_request() -> dict[str, Any]:
+def _make_first_request() -> dict[str, Any]:
     """Some 8,500 tokens of system prompt and tools."""
     parameters = {"type": "object", "properties": {"command": {"type": "string"}}, "required": ["command"]}
     names = ["bash", *(f"tool_{number}" for number in range(1, 12))]
@@ -180,7 +182,7 @@ def _first_request() -> dict[str, Any]:
     return {"model": "scripted", "messages": messages, "tools": tools}
 
 
-def _median(costs: list[CheckCost], node: float) -> CheckCost:
+def _compute_medians(costs: list[CheckCost], node: float) -> CheckCost:
     session, handing, check = (
         statistics.median(getattr(cost, name) for cost in costs) for name in ("session", "handing", "check")
     )

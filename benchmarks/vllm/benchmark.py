@@ -124,7 +124,7 @@ async def run(
             order = WAYS[number % len(WAYS) :] + WAYS[: number % len(WAYS)]
             for level in plan.levels:
                 left = None if plan.seconds is None else plan.seconds - (time.monotonic() - began)
-                if left is not None and _expected_seconds(report, level) > left:
+                if left is not None and estimate_seconds(report, level) > left:
                     report.left_out.append(f"round {number + 1} of {level} sessions: too little time was left")
                     continue
                 for way in order:
@@ -136,7 +136,7 @@ async def run(
     return report
 
 
-def _expected_seconds(report: VllmReport, level: int) -> float:
+def estimate_seconds(report: VllmReport, level: int) -> float:
     """What all ways will take at a level: as they did there, or at the nearest level."""
     known = {it.sessions for it in report.measured}
     if not known:
@@ -193,7 +193,7 @@ class _Bench:
 
         gateway = await start("gateway", "benchmarks.polar_server", job.url, str(data), job.tokenizer)
         loads = [await start(f"load-{number}", "benchmarks.vllm.load") for number in range(plan.clients)]
-        addresses = await gateway.hear(GatewayAddresses, _START_SECONDS)
+        addresses = await gateway.read_message(GatewayAddresses, _START_SECONDS)
         client = await stack.enter_async_context(AsyncClient(addresses.control))
         return cls(plan, job, gateway, addresses, client, loads)
 
@@ -204,9 +204,9 @@ class _Bench:
         self._begun += sessions
         cpu, began = self._gateway.cpu(), time.monotonic()
         for load in self._loads:
-            load.tell("go")
+            load.send_line("go")
         tally = LoadTally()
-        for part in await asyncio.gather(*(load.hear(LoadTally, _ROUND_SECONDS) for load in self._loads)):
+        for part in await asyncio.gather(*(load.read_message(LoadTally, _ROUND_SECONDS) for load in self._loads)):
             tally.add(part)
         measured = RoundMeasurement(way, sessions, time.monotonic() - began, tally)
         captured: list[str] = []
@@ -215,7 +215,7 @@ class _Bench:
             step = max(1, sessions // self._plan.kept)
             captured = [session["session_id"] for session in opened[::step]][: self._plan.kept]
             measured.not_whole = await self._count_not_whole(captured)
-            await self._end([session["session_id"] for session in opened])
+            await self._end_sessions([session["session_id"] for session in opened])
         return measured, captured
 
     async def _prepare(self, number: int, way: WayName, sessions: int, opened: list[dict[str, str]]) -> None:
@@ -229,15 +229,15 @@ class _Bench:
             sessions=stop - start,
             keys=[session["api_key"] for session in opened[start:stop]],
         )
-        self._loads[number].tell(msgspec.json.encode(job).decode())
-        await self._loads[number].hear(bool, _PREPARE_SECONDS)
+        self._loads[number].send_line(msgspec.json.encode(job).decode())
+        await self._loads[number].read_message(bool, _PREPARE_SECONDS)
 
     async def _count_not_whole(self, session_ids: list[str]) -> int:
         async with aiohttp.ClientSession() as http:
             sessions = [await read_exchanges(http, self._addresses.control, name) for name in session_ids]
         return sum(count_incomplete_calls(exchanges, self._plan.shape.turns) for exchanges in sessions)
 
-    async def _end(self, session_ids: list[str]) -> None:
+    async def _end_sessions(self, session_ids: list[str]) -> None:
         gate = asyncio.Semaphore(_ENDS_AT_ONCE)
 
         async def end(session_id: str) -> None:
@@ -290,7 +290,7 @@ def percentile(values: Sequence[float], share: float) -> float:
 
 
 def to_json(report: VllmReport) -> bytes:
-    rounds = [_round(it) for it in report.measured]
+    rounds = [_describe_round(it) for it in report.measured]
     found = {
         str(level): {against: compute_ratios(report, against, level) for against in PROMISED}
         for level in report.plan.levels
@@ -309,7 +309,7 @@ def to_json(report: VllmReport) -> bytes:
     )
 
 
-def _round(it: RoundMeasurement) -> dict[str, Any]:
+def _describe_round(it: RoundMeasurement) -> dict[str, Any]:
     tally = msgspec.structs.asdict(it.tally)
     times = tally.pop("first_token_ms")
     return {
@@ -347,7 +347,7 @@ def show(report: VllmReport, console: Console) -> None:
     ):
         table.add_column(column, justify="right")
     for level in report.plan.levels:
-        for row in _rows(report, level):
+        for row in _iterate_rows(report, level):
             table.add_row(*row)
         table.add_section()
     console.print(table)
@@ -358,7 +358,7 @@ def show(report: VllmReport, console: Console) -> None:
     print_promises(list_promises(report), console)
 
 
-def _rows(report: VllmReport, level: int) -> Iterator[tuple[str, ...]]:
+def _iterate_rows(report: VllmReport, level: int) -> Iterator[tuple[str, ...]]:
     for way in WAYS:
         measured = report.find_rounds(way, level)
         if not measured:

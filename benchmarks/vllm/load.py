@@ -116,15 +116,15 @@ async def run_sessions(sessions: list[Session]) -> LoadTally:
 
 def make_system_prompt(shape: SessionShape) -> str:
     """The same in every session."""
-    return _text("system", shape.shared_words)
+    return _make_text("system", shape.shared_words)
 
 
 def make_message(session: int, turn: int, shape: SessionShape) -> str:
     """Unlike any other from its first word on."""
-    return f"{session}.{turn} {_text(f'{session} {turn}', shape.message_words)}"
+    return f"{session}.{turn} {_make_text(f'{session} {turn}', shape.message_words)}"
 
 
-def _text(seed: str, words: int) -> str:
+def _make_text(seed: str, words: int) -> str:
     return " ".join(random.Random(seed).choices(_WORDS, k=words))
 
 

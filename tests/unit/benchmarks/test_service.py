@@ -100,7 +100,7 @@ async def test_a_small_run(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.faults  # half a minute of servers and sessions
 async def test_a_round_in_which_sessions_fail_is_no_figure(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     broken = '{"task_id": "any", "instruction": "", "runtime": {"backend": "simulated"}, "agent": {"harness": "none"}}'
-    monkeypatch.setattr(service_throughput, "_node_task", lambda: broken)
-    kind = service_databases.DatabaseBackend("SQLite", service_databases.sqlite)
+    monkeypatch.setattr(service_throughput, "make_node_task", lambda: broken)
+    kind = service_databases.DatabaseBackend("SQLite", service_databases.open_sqlite)
     with pytest.raises(BenchmarkError, match="only 0 went well"):
         await service_throughput.measure(NODE, kind, 50, 1, tmp_path)

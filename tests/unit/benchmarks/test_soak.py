@@ -46,13 +46,13 @@ def test_a_turn_is_put_together_from_its_deltas() -> None:
         b'{"tool_calls":[{"index":0,"function":{"arguments":"{}"}}]}',
     )
     body = b"".join(b'data: {"choices":[{"delta":%b}]}\n\n' % delta for delta in deltas) + b"data: [DONE]\n\n"
-    assert soak._read_stream(body) == {
+    assert soak.read_stream(body) == {
         "role": "assistant",
         "content": "So be it.",
         "tool_calls": [{"id": "c", "type": "function", "function": {"name": "bash", "arguments": "{}"}}],
     }
     with pytest.raises(BenchmarkError, match="no turn"):
-        soak._read_stream(b"data: [DONE]\n\n")
+        soak.read_stream(b"data: [DONE]\n\n")
 
 
 @pytest.mark.slow

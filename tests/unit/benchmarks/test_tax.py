@@ -41,21 +41,21 @@ async def test_every_way_samples_and_takes_turns(capsys: pytest.CaptureFixture[s
 async def test_both_ways_send_the_same_prompts() -> None:
     async with (
         ScriptedServer(PLAY, model=str(TOKENIZER_FOLDER)) as engine,
-        tax._gateway(engine.url) as (_, addresses),
+        tax.start_gateway(engine.url) as (_, addresses),
         AsyncClient(addresses.control) as client,
-        tax._connections() as http,
+        tax.open_connections() as http,
     ):
         captured = CapturedClient(addresses.gateway, client, http)
         await measure(captured, PLAN, 0, RoundTotals())
         sessions = await captured.stored(addresses.control)
-        direct = DirectClient(engine.url, tax._between(sessions), logprobs=False)
+        direct = DirectClient(engine.url, tax.find_between(sessions), logprobs=False)
         await measure(direct, PLAN, 0, RoundTotals())
         await direct.close()
     assert [first.prompt_ids for first, _ in sessions] == direct.prompts
     for first, second in sessions:
         assert first.prompt_ids is not None
         assert first.sampled_ids is not None
-        assert second.prompt_ids == [*first.prompt_ids, *first.sampled_ids, *tax._between(sessions)]
+        assert second.prompt_ids == [*first.prompt_ids, *first.sampled_ids, *tax.find_between(sessions)]
 
 
 def test_a_ratio_is_of_tokens_a_second() -> None:
@@ -73,9 +73,9 @@ def test_a_ratio_is_of_tokens_a_second() -> None:
 def test_figures_of_a_gateway_that_kept_less_are_none() -> None:
     whole = StoredExchange([1, 2], [3], [-0.5], None, "rendered")
     gone_on = StoredExchange([1, 2, 3, 4], [5], [-0.5], None, "recorded")
-    tax._check([[whole, gone_on]], PLAN)
-    assert tax._between([[whole, gone_on]]) == [4]
+    tax.check_capture([[whole, gone_on]], PLAN)
+    assert tax.find_between([[whole, gone_on]]) == [4]
     short = StoredExchange([1, 2, 3, 4], [5], None, None, "recorded")
     for broken in ([whole], [whole, whole], [whole, short]):
         with pytest.raises(BenchmarkError):
-            tax._check([broken], PLAN)
+            tax.check_capture([broken], PLAN)

@@ -17,7 +17,7 @@ from benchmarks.trajectory.benchmark import (
     TrajectoryPlan,
     TrajectoryReport,
     TreeRate,
-    _check_peer,
+    check_peer,
     run,
 )
 from polar.trajectory.builders import per_request, prefix_merging
@@ -60,9 +60,9 @@ async def test_an_interpreter_without_the_peers_is_named(tmp_path: Path) -> None
 
 def test_a_peers_figures_count_only_for_the_same_tree() -> None:
     ours = TreeRate(POLAR, "a shape", sequences=10, tokens=1_000, unique=500, seconds=1.0)
-    _check_peer("TRL", ours, 510)
+    check_peer("TRL", ours, 510)
     with pytest.raises(BenchmarkError, match="TRL made a tree of 400 tokens"):
-        _check_peer("TRL", ours, 400)
+        check_peer("TRL", ours, 400)
 
 
 def test_promises_are_judged_by_the_worst_figure() -> None:

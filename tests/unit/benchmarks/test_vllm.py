@@ -68,10 +68,10 @@ def test_a_level_that_would_take_too_long_is_foreseen() -> None:
     report = VllmReport(
         PLAN, measured=[RoundMeasurement(way, 16, 10.0, LoadTally(tokens=1)) for way in (CHAT, GATEWAY, IDS)]
     )
-    assert vllm._expected_seconds(VllmReport(PLAN), 16) == 0.0
-    assert vllm._expected_seconds(report, 16) == pytest.approx(30.0)
-    assert 30.0 < vllm._expected_seconds(report, 128) < 8 * 30.0
-    assert 15.0 < vllm._expected_seconds(report, 8) < 30.0
+    assert vllm.estimate_seconds(VllmReport(PLAN), 16) == 0.0
+    assert vllm.estimate_seconds(report, 16) == pytest.approx(30.0)
+    assert 30.0 < vllm.estimate_seconds(report, 128) < 8 * 30.0
+    assert 15.0 < vllm.estimate_seconds(report, 8) < 30.0
 
 
 def test_captures_that_are_not_whole_are_counted() -> None:
