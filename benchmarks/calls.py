@@ -14,10 +14,9 @@ import numpy as np
 from msgspec import Raw, Struct, json
 
 from polar.dialects.base import Dialect
-from polar.engines.base import VersionSpan
 from polar.plugins import load
-from polar.store.base import Exchange
-from polar.trajectory.types import Ids
+from polar.records.exchange import Exchange, VersionSpan
+from polar.records.trajectory import Ids
 from polar.types import Message, Part, Reply, Request, SamplingParams, Text, Tool, ToolCall, ToolResult
 
 TURNS = 10

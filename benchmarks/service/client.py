@@ -15,7 +15,7 @@ from msgspec import Struct
 from benchmarks.process import print_message, read_input_lines, run_async
 from benchmarks.service.worker import make_no_op_task
 from polar.client.async_client import AsyncClient
-from polar.rollout.models import TaskRequest
+from polar.records.task import TaskRequest
 
 _PAGE = 200
 

@@ -39,12 +39,12 @@ from benchmarks.process import run_async
 from benchmarks.report import MB, Promise, describe_machine, promise_table
 from benchmarks.trajectory import rendering
 from benchmarks.trajectory.rendering import OWN, RenderingCost
-from polar.store.base import Session
+from polar.records.session import Session
+from polar.records.trajectory import Ids, SessionPaths
+from polar.records.trajectory import TokenPath as TokenPath
 from polar.store.sqlite import SqliteStore
 from polar.trajectory import builders
 from polar.trajectory.tree import build_token_tree
-from polar.trajectory.types import Ids, SessionPaths
-from polar.trajectory.types import TokenPath as TokenPath
 
 POLAR, POLAR_WHOLE = "Polar", "Polar, prefix_tree"
 PEERS = {"trl": "TRL", "areal": "AReaL"}

@@ -26,8 +26,8 @@ from benchmarks.fidelity.sessions import DRIFT, HARNESS_FOLDERS, Agent
 from benchmarks.tree.groups import BUILDERS, TreeOutline, make_group, make_outline
 from polar.engines.scripted.play import Play, ScriptedTurn
 from polar.engines.scripted.server import ScriptedServer
+from polar.records.trajectory import SessionPaths
 from polar.trajectory.session import read_session_paths
-from polar.trajectory.types import SessionPaths
 
 SESSIONS = 16
 NAMES = {"claude_code": "claude-code", "codex": "codex", "pi": "pi", "gemini_cli": "think-stripped"}

@@ -29,10 +29,10 @@ from benchmarks.tree.groups import (
 )
 from benchmarks.tree.report import BuilderCost, TimedStep, TreePlan, TreeReport, draw_svg
 from polar.errors import ConfigError
+from polar.records.trajectory import SessionPaths
+from polar.records.trajectory import TokenPath as TokenPath
 from polar.train.forest import pack_forest
 from polar.trajectory.tree import build_token_tree
-from polar.trajectory.types import SessionPaths
-from polar.trajectory.types import TokenPath as TokenPath
 
 SIZES = ModelSizes(layers=2, hidden=8, intermediate=16, heads=4, kv_heads=2, head_dim=4, vocabulary=32)
 FIXTURES = Path(__file__).parent.parent.parent / "fixtures" / "trees"
