@@ -1,7 +1,7 @@
-"""Processes of a benchmark: a server under measurement with its CPU time and memory, and how such a process speaks.
+"""Processes of a benchmark: a server under measurement, with its CPU time and memory, and the process's own side.
 
-benchmark ── a line on standard input ─► process      it ends when its input does
-          ◄─ a line of JSON on its standard output ──
+The benchmark writes lines to the process's standard input and reads lines of JSON from its standard output. The process
+ends when its input does, so that nothing outlives a benchmark that was killed.
 """
 
 import asyncio
@@ -25,9 +25,8 @@ T = TypeVar("T")
 
 
 class ServerProcess:
-    """Use as an async context manager. Its output goes to `log`, but for standard output where `speaks` is set: such
-    a server reads lines from its standard input, prints lines of JSON, and ends when its input does. Without a core it
-    runs on any."""
+    """An async context manager. Output goes to `log`, but for the standard output of a server that `speaks` as above.
+    Without a core the process runs on any."""
 
     def __init__(
         self,
@@ -48,7 +47,7 @@ class ServerProcess:
     async def __aenter__(self) -> "ServerProcess":
         pipe = asyncio.subprocess.PIPE
         variables = os.environ | (self._env or {})
-        variables.pop("DATABASE_URL", None)  # whose it is, it is not for a benchmark to write to
+        variables.pop("DATABASE_URL", None)  # a benchmark must not write to somebody's database
         with self._log.open("wb") as log:
             self._process = await asyncio.create_subprocess_exec(
                 *self._argv,
@@ -98,7 +97,7 @@ class ServerProcess:
             raise self.make_error("did not say what it was asked") from error
 
     async def wait(self) -> None:
-        """Until it has."""
+        """Waits until the process has ended."""
         await self._get_process().wait()
 
     def send_line(self, line: str) -> None:
@@ -143,7 +142,7 @@ class Address(Struct):
 
 
 def run_async(coroutine: Coroutine[Any, Any, T]) -> T:
-    """As Polar's own commands run: with uvloop, and with their log."""
+    """Runs a coroutine as Polar's own commands do: on uvloop, and with their log."""
     logs.configure()
     return uvloop.run(coroutine)
 

@@ -1,4 +1,4 @@
-"""Starts the servers that are compared."""
+"""The servers that `make bench-gateway` compares: Polar, another checkout of it, and its peers."""
 
 import contextlib
 import json
@@ -23,7 +23,7 @@ _POLAR_UP = (sys.executable, "-c", "from polar.cli.main import main; main()", "u
 
 
 class Servers:
-    """Use as an async context manager: what was started ends with it. All of them run on `core`."""
+    """An async context manager: the servers that it starts end with it. All of them run on `core`."""
 
     def __init__(self, engine_url: str, core: int, folder: Path) -> None:
         self._engine_url = engine_url

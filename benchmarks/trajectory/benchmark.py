@@ -2,7 +2,7 @@
 
     measure_tree_rates     whole sequences into the token tree on one core, against TRL's and AReaL's on the same data
     measure_stored_bytes   sessions of 10 to 200 turns in a real store
-    rendering      a turn at 30,000 tokens of context, by difference and whole (rendering.py)
+    rendering.measure      a turn at 30,000 tokens of context, by difference and whole (rendering.py)
 
 Figures are CPU seconds, the best of several rounds, so that other work on the machine shows as little as can be.
 """
