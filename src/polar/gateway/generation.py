@@ -103,9 +103,6 @@ class GenerationRegistry:
         groups = *self._running.values(), *self._orphans.values()
         await _give_up([generation for group in groups for generation in group])
 
-    def list_running(self, session: OpenSession) -> "Sequence[Generation]":
-        return list(self._running.get(session.session_id, ()))
-
     def list_orphans(self, session: OpenSession) -> "Sequence[Generation]":
         return list(self._orphans.get(session.session_id, ()))
 
