@@ -30,7 +30,7 @@ from polar.bench.tree_groups import (
     read_outline,
 )
 from polar.errors import PolarError
-from polar.train.forest import Floats, Indices, pack_forest
+from polar.train.packing import Floats, Indices, pack_forest
 
 if TYPE_CHECKING:
     from polar.bench.tree_model import StepTiming, TrainingStepper

@@ -13,7 +13,7 @@ import numpy as np
 from msgspec import Struct
 
 from polar.bench.client import BenchError
-from polar.train.forest import Floats, Indices, Ints, TokenTree, make_path_tree
+from polar.train.packing import Floats, Indices, Ints, TokenTree, make_path_tree
 from polar.trajectory import builders
 from polar.trajectory.tree import ROOT, build_token_tree
 from polar.trajectory.types import SessionPaths, Trajectory

@@ -32,12 +32,10 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from polar.bridges.advantages import compute_session_advantages
-from polar.bridges.bridge import Bridge
+from polar.bridges.bridge import BlockingBridge, TrainerBridge
 from polar.bridges.checks import check_temperature
-from polar.bridges.rollouts import GroupKeys
-from polar.bridges.sampling import build_sampling_overrides
+from polar.bridges.rollouts import GroupKeys, build_sampling_overrides, get_shared_groups
 from polar.bridges.settings import SettingsSource, load_settings
-from polar.bridges.shared_groups import get_shared_groups
 from polar.config import SamplingOverrides
 from polar.errors import ConfigError
 from polar.export.areal import ArealExporter, to_tensors
@@ -101,7 +99,7 @@ class PolarWorkflow:
         return _keys_by_engine.setdefault(engine, GroupKeys()).next_key(key, f"{self._settings.name}/{task}")
 
 
-def follow(trainer: Any, source: SettingsSource = None) -> Bridge:
+def follow(trainer: Any, source: SettingsSource = None) -> "ArealBridge":
     """From now on the trainer's engines are Polar's, and stand still while they get new weights. Raises ConfigError for
     a configuration that goes by rows where it should go by sessions, or computes at another temperature."""
     config = trainer.config
@@ -117,16 +115,16 @@ def follow(trainer: Any, source: SettingsSource = None) -> Bridge:
         raise ConfigError("A critic values rows, and a session may have several: train without one.")
     if config.actor.temperature != config.gconfig.temperature:
         raise ConfigError("actor.temperature must be gconfig.temperature: the one trains what the other samples.")
-    bridge = Bridge(source)
-    _GenerationGate(bridge, trainer.rollout).install_hooks(trainer)
+    bridge = ArealBridge(BlockingBridge(source), trainer.rollout)
+    bridge.install_hooks(trainer)
     return bridge
 
 
-class _GenerationGate:
+class ArealBridge(TrainerBridge):
     """Polar's generation, as AReaL's engines are: it stands still while they get weights, or sleep."""
 
-    def __init__(self, bridge: Bridge, engine: Any) -> None:
-        self._bridge = bridge
+    def __init__(self, bridge: BlockingBridge, engine: Any) -> None:
+        super().__init__(bridge)
         self._engine = engine
         self._shut = False
         self._asleep = False
@@ -150,7 +148,7 @@ class _GenerationGate:
             )
 
     def _attach(self) -> None:
-        self._bridge.run(self._bridge.engines.attach(_list_engine_urls(self._engine), self._engine.get_version()))
+        self.bridge.run(self.engines.attach(_list_engine_urls(self._engine), self._engine.get_version()))
 
     def _open_unless_asleep(self) -> None:
         if not self._asleep:  # else AReaL wakes them, and resumes then
@@ -159,7 +157,7 @@ class _GenerationGate:
 
     def _on_pause(self, pause: Callable[[], Any]) -> Any:
         done = pause()  # no further episodes
-        self._bridge.run(self._bridge.engines.begin_update("drain"))
+        self.bridge.run(self.engines.freeze("drain"))
         self._shut = True
         return done
 

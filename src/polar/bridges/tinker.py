@@ -30,7 +30,7 @@ from typing import Any
 from msgspec import Struct, field
 
 from polar.bridges.advantages import compute_session_advantages
-from polar.bridges.bridge import Bridge
+from polar.bridges.bridge import BlockingBridge
 from polar.bridges.rollouts import SessionGroup
 from polar.export.tinker import TinkerExporter as Exporter
 from polar.export.tinker import to_datum
@@ -44,7 +44,7 @@ class Batch(Struct):
     left_out: Counter[str] = field(default_factory=Counter)
 
 
-class Tinker(Bridge):
+class Tinker(BlockingBridge):
     """Use as a context manager, or close it."""
 
     _begun = False

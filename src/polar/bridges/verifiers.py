@@ -26,7 +26,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any, NamedTuple
 
-from polar.bridges.rollouts import RolloutClient
+from polar.bridges.bridge import AsyncBridge
 from polar.bridges.settings import SettingsSource, load_settings
 from polar.client.task_input import load_tasks
 from polar.config import SamplingOverrides
@@ -53,7 +53,7 @@ def plugin(source: SettingsSource = None) -> Plugin:
     from verifiers.v1.trace import ModelCall
 
     known = load_settings(source)
-    serving: ContextVar[RolloutClient] = ContextVar("serving")  # of the environment that an episode is of
+    serving: ContextVar[AsyncBridge] = ContextVar("serving")  # of the environment that an episode is of
 
     class PolarTask(vf.Task[vf.TaskData, vf.State, vf.TaskConfig]):
         @property
@@ -73,20 +73,20 @@ def plugin(source: SettingsSource = None) -> Plugin:
         agent: vf.AgentConfig = vf.AgentConfig(runtime=vf.SubprocessConfig())  # nothing runs in it
 
     class PolarEnv(vf.Env[PolarEnvConfig]):
-        _rollouts: RolloutClient | None = None  # while it is served
+        _bridge: AsyncBridge | None = None  # while it is served
 
         async def run(self, task: Any, agents: Any) -> None:
-            assert self._rollouts is not None
-            serving.set(self._rollouts)
+            assert self._bridge is not None
+            serving.set(self._bridge)
             await agents.agent.run(task)
 
         async def start(self) -> None:
-            self._rollouts = RolloutClient(known)
+            self._bridge = AsyncBridge(known)
 
         async def stop(self) -> None:
-            rollouts, self._rollouts = self._rollouts, None
-            if rollouts is not None:
-                await rollouts.close()
+            bridge, self._bridge = self._bridge, None
+            if bridge is not None:
+                await bridge.close()
 
     class PolarHarness(vf.Harness[vf.HarnessConfig]):
         APPENDS_SYSTEM_PROMPT = True
@@ -97,10 +97,10 @@ def plugin(source: SettingsSource = None) -> Plugin:
             self, ctx: Any, trace: Any, runtime: Any, endpoint: str, secret: str, mcp_urls: Any, data: Any
         ) -> Any:
             del runtime, endpoint, secret, mcp_urls  # Polar has its own
-            if (rollouts := serving.get(None)) is None:
+            if (bridge := serving.get(None)) is None:
                 raise vf.HarnessError("Polar's harness runs in Polar's environment only: name no other `env`.")
             sampling = _build_sampling(ctx.sampling)
-            group = await rollouts.run_group(data.id, trace.id, samples=1, sampling=sampling)
+            group = await bridge.rollouts.run_group(data.id, trace.id, samples=1, sampling=sampling)
             if not group.items:
                 reason = next(iter(group.left_out), "no_results")  # a task that was cancelled may have none
                 raise vf.HarnessError(f"Polar's session {group.name} can't be trained on: {reason}.")

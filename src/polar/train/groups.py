@@ -16,7 +16,7 @@ from msgspec import Struct, field
 from numpy.typing import NDArray
 
 from polar.errors import PolarError
-from polar.train.forest import TokenTree
+from polar.train.packing import TokenTree
 from polar.trajectory.checker import HOLD_REASONS, SessionChecker, is_in_checked_share
 from polar.trajectory.document_check import check_received, check_received_tree, find_hold_reason
 from polar.trajectory.tree import ROOT

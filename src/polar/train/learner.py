@@ -11,21 +11,21 @@ from msgspec import Struct, field
 from torch import Tensor
 
 from polar.errors import ConfigError, PolarError
+from polar.torch_runtime import is_out_of_memory
 from polar.train import grpo
 from polar.train.batch import Batch, TrainingGroup
-from polar.train.forest import Forest, make_path_tree, pack_forest
 from polar.train.groups import TokenColumns
-from polar.train.memory import OutOfMemory, OutOfMemoryRetrier, enable_expandable_segments, is_out_of_memory
+from polar.train.memory import OutOfMemory, OutOfMemoryRetrier, enable_expandable_segments
 from polar.train.model import get_trainable_parameters, load_frozen_copy, load_model
-from polar.train.sequential_model import SequentialModel
+from polar.train.packing import Forest, make_path_tree, pack_forest
+from polar.train.passes import LossFunction, SequentialModel, TreeModel
 from polar.train.settings import GrpoSettings, TrainSettings
-from polar.train.tree_model import LossFunction, TreeModel
 
 T = TypeVar("T")
 
 
 class ForestModel(Protocol):
-    """passes.TreeModel, or what stands in for it."""
+    """`passes.TreeModel`, or what stands in for it."""
 
     def logprobs(self, forest: Forest) -> Tensor: ...
 

@@ -25,9 +25,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from polar.errors import ConfigError
-from polar.train.chunks import Chunk
-from polar.train.device_transfer import to_device
-from polar.train.forest import Forest, Indices
+from polar.train.memory import to_device
+from polar.train.packing import Chunk, Forest, Indices
 from polar.trajectory.tree import ROOT
 
 BLOCK_TOKENS = 64

@@ -19,17 +19,18 @@ import numpy as np
 from msgspec import Struct, field
 from numpy.typing import NDArray
 
+from polar.torch_runtime import run_on_compute_thread
 from polar.train.batch import TrainingGroup, mark_stale_sessions, select_training_sessions
 from polar.train.checkpoint import CheckpointStore, JournalEntry, Progress
-from polar.train.compute_thread import run_on_compute_thread
-from polar.train.evaluation import Evaluation
 from polar.train.groups import RolloutGroup, TokenColumns
 from polar.train.learner import Learner, LearnerStats, compute_mean_ratio
 from polar.train.metrics import GpuMonitor, Metrics, StepMetrics
-from polar.train.rollouts import RolloutScheduler
+from polar.train.rollouts import Evaluation, RolloutScheduler
 from polar.train.settings import TrainSettings
-from polar.train.sync import ProbeFailedError, SyncError
 from polar.trajectory.checker import HOLD_REASONS
+from polar.weight_sync.base import ProbeFailedError, SyncError
+from polar.weight_sync.publisher import EngineVersions
+from polar.weight_sync.updater import SyncReport
 
 log = logging.getLogger(__name__)
 
@@ -39,30 +40,17 @@ _MAX_UPDATE_ATTEMPTS = 3  # of an update of the engines
 
 
 class WeightPublisher(Protocol):
-    """Where the weights go; see `weights.EngineWeights`."""
+    """Where the weights go; see `polar.weight_sync.publisher.ModelWeightPublisher`."""
 
-    async def read_versions(self) -> "EngineVersions": ...
+    async def read_versions(self) -> EngineVersions: ...
 
     async def has_trainer_weights(self, version: int) -> bool:
         """Whether all of them sample with the trainer's weights."""
         ...
 
-    async def publish(self, version: int) -> "WeightUpdateResult":
-        """They get them. Raises SyncError."""
+    async def publish(self, version: int) -> SyncReport:
+        """Gives the engines the trainer's weights. Raises SyncError."""
         ...
-
-
-class EngineVersions(Struct):
-    """Of the engines' weights: as the service labels what they sample, and as they say themselves."""
-
-    labeled: set[int]
-    held: set[int] = field(default_factory=set)
-
-
-class WeightUpdateResult(Struct):
-    max_logprob_difference: float  # difference of log-probabilities, engine against trainer
-    paused_seconds: float  # seconds
-    seconds: dict[str, float] = field(default_factory=dict)  # by step of the update
 
 
 class TrainingObserver(Protocol):
@@ -125,8 +113,8 @@ class Trainer:
         weights_lost: asyncio.Event,
         gpu: GpuMonitor,
     ) -> None:
-        """Without `engines` weights go nowhere (an engine without a model). `disturbed` is set when engines may have
-        lost their weights."""
+        """Without `publisher` weights go nowhere (an engine without a model). `weights_lost` is set when engines may
+        have lost their weights."""
         self._settings = settings
         self._learner = learner
         self._rollouts = rollouts
@@ -188,7 +176,7 @@ class Trainer:
             with self._timed("sync"):
                 updated = await self._publish_weights()
             if updated is not None:
-                metrics.probe_largest, metrics.stood_still = updated.max_logprob_difference, updated.paused_seconds
+                metrics.probe_largest, metrics.stood_still = updated.difference.largest, updated.paused_seconds
                 self._seconds |= updated.seconds
         metrics.version = progress.version
         await self._rollouts.submit()
@@ -277,7 +265,7 @@ class Trainer:
             self._progress.steps_of[self._progress.version] = self._progress.step
         await self._publish_weights()
 
-    async def _publish_weights(self) -> WeightUpdateResult | None:
+    async def _publish_weights(self) -> SyncReport | None:
         if self._publisher is None:
             return None
         for tried in range(1, _MAX_UPDATE_ATTEMPTS + 1):

@@ -28,7 +28,7 @@ from polar.bench.tree_groups import (
 from polar.bench.tree_plot import draw_svg
 from polar.cli.bench import command
 from polar.errors import ConfigError
-from polar.train.forest import pack_forest
+from polar.train.packing import pack_forest
 from polar.trajectory.tree import build_token_tree
 from polar.trajectory.types import SessionPaths
 from polar.trajectory.types import TokenPath as TokenPath
