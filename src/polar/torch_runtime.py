@@ -28,7 +28,7 @@ async def run_on_compute_thread(function: Callable[P, T], *args: P.args, **optio
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether memory ran out, whoever raised it: only PyTorch's allocator has an error of its own for that."""
+    """Whether memory ran out, whatever raised the error: only PyTorch's allocator has a type of its own for it."""
     import torch
 
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
@@ -37,7 +37,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def release_memory(device: "torch.device") -> None:
-    """Releases what nobody refers to any more, also in a circle."""
+    """Releases what is not referred to any more, reference cycles included."""
     gc.collect()
     if device.type == "cuda":
         import torch

@@ -15,9 +15,9 @@ changes nothing within an update; `weight` is not applied. (`ppo_n_minibatches` 
 one, which rows go together depends on how many there are.) `rewards` are advantages over the sessions of a group; AReaL
 would take them over rows, so `follow` refuses `reward_norm`, `adv_norm` by group, and whatever else goes by rows.
 
-Versions are AReaL's own, and each token has its own in `versions`. AReaL pauses its rollouts, updates weights, says
+Versions are AReaL's own, and each token has its own in `versions`. AReaL pauses its rollouts, updates weights, sets
 their version, saves, evaluates and only then resumes: `follow` has Polar's generation stand still until the version is
-said, so that an evaluation runs with the new weights. Sessions that train and run already go on with them too. A group
+set, so that an evaluation runs with the new weights. Sessions that train and run already go on with them too. A group
 without a session to train on is rejected (None), as AReaL has it. So is an episode that fails: where recorded
 log-probabilities are not of `gconfig`'s temperature, AReaL logs that for each of them, and gets none.
 
@@ -33,8 +33,7 @@ from weakref import WeakKeyDictionary
 
 from polar.bridges.advantages import compute_session_advantages
 from polar.bridges.bridge import BlockingBridge, TrainerBridge
-from polar.bridges.checks import check_temperature
-from polar.bridges.rollouts import GroupKeys, build_sampling_overrides, get_shared_groups
+from polar.bridges.rollouts import GroupKeys, build_sampling_overrides, check_temperature, get_shared_groups
 from polar.bridges.settings import SettingsSource, load_settings
 from polar.config import SamplingOverrides
 from polar.errors import ConfigError
@@ -79,9 +78,9 @@ class PolarWorkflow:
         group = await rollouts.run_group(task, key, samples=self._samples, sampling=self._sampling)
         if self._temperature is not None and not evaluates:
             check_temperature(group.items, self._temperature)
-        told = stats_tracker.get(workflow_context.stat_scope())
+        scope = stats_tracker.get(workflow_context.stat_scope())
         for reward in group.rewards:
-            told.scalar(reward=reward)
+            scope.scalar(reward=reward)
         if not group.items:
             return None
         credits = compute_session_advantages(group.rewards) if self._normalize and not evaluates else group.rewards
@@ -93,7 +92,7 @@ class PolarWorkflow:
         return dict(concat_padded_tensors(rows))
 
     def _group_key(self, engine: Any, task: str, *, evaluates: bool) -> str:
-        """A task is asked for once at each version; where data is so short that it comes again, again. What two ranks
+        """A task is run once at each version, and again where data is so short that it comes again. What two ranks
         ask for are two groups."""
         key = f"{'eval-' if evaluates else ''}v{engine.get_version()}{_rank_suffix(engine)}"
         return _keys_by_engine.setdefault(engine, GroupKeys()).next_key(key, f"{self._settings.name}/{task}")

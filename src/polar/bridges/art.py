@@ -55,7 +55,7 @@ class Art(AsyncBridge):
 
 
 def to_trajectory_group(group: SessionGroup) -> Any:
-    """A `TrajectoryGroup`. What was left out of the group is told in its metadata."""
+    """A `TrajectoryGroup`. What was left out of the group is counted in its metadata."""
     from art import Trajectory, TrajectoryGroup
 
     history = _make_history_class()

@@ -26,7 +26,7 @@ class Bridge(Protocol):
 
     - its module imports the trainer's package only inside functions, so it loads without the trainer;
     - what the trainer is handed is, to the bit, what an export of the same sessions says;
-    - a step that is asked for again, after a crash say, gets the same sessions (keys of groups follow from the step);
+    - a step that is run again, after a crash say, gets the same sessions (keys of groups follow from the step);
     - advantages are over sessions, and splitting a session into traces changes no gradient.
     """
 

@@ -118,10 +118,10 @@ def split_traces(run: Row) -> list[dict[str, Any]]:
 
 
 def collect_replies(item: SessionItem, result: SessionResult) -> dict[str, list[Part]]:
-    """What the model said in each call, as far as the messages of the result can be told apart."""
+    """What the model said in each call, as far as the messages of the result can be assigned to calls."""
     found: dict[str, list[Part]] = {}
-    for trace, told in zip(item.trajectory.traces, result.trajectory.traces, strict=True):
-        spoken = [message for message in told.response_messages if message.get("role") == "assistant"]
+    for trace, recorded in zip(item.trajectory.traces, result.trajectory.traces, strict=True):
+        spoken = [message for message in recorded.response_messages if message.get("role") == "assistant"]
         if len(spoken) == len(trace.spans):  # not so where a harness rewrote its history on the way
             found |= {span.exchange_id: _to_parts(one) for span, one in zip(trace.spans, spoken, strict=True)}
     return found
@@ -176,7 +176,7 @@ def agent_class() -> "type[SimpleResponsesAPIAgent]":
             return VerifyResponse.model_validate(await self._runs.run(row))
 
         async def responses(self, body: NeMoGymResponseCreateParamsNonStreaming) -> NeMoGymResponse:
-            """The same, where nobody asks for the reward: the task is named in `metadata`."""
+            """The same without a reward: the task is named in `metadata`."""
             asked = body.model_dump(exclude_unset=True)
             row = {**(asked.get("metadata") or {}), "responses_create_params": asked}
             return NeMoGymResponse.model_validate((await self._runs.run(row))["response"])

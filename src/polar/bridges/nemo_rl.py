@@ -41,9 +41,8 @@ from typing import Any, ParamSpec, TypeVar
 from msgspec import Struct
 
 from polar.bridges.bridge import BlockingBridge, TrainerBridge
-from polar.bridges.checks import check_temperature
 from polar.bridges.nemo_gym import Row, build_sampling_overrides, build_verify_response, get_task_id, split_traces
-from polar.bridges.rollouts import GroupKeys, SessionGroup, gather_or_cancel
+from polar.bridges.rollouts import GroupKeys, SessionGroup, check_temperature, gather_or_cancel
 from polar.errors import ConfigError, PolarError
 
 P = ParamSpec("P")
@@ -76,8 +75,8 @@ class NemoRl(TrainerBridge):
     """One for each training run."""
 
     def __init__(self, bridge: BlockingBridge, *, rows: int, step: int = 0, token_level: bool = True) -> None:
-        """`rows` is `train_global_batch_size`, `step` where training goes on: who goes on from a checkpoint gets the
-        sessions that had run when it broke off."""
+        """`rows` is `train_global_batch_size`, `step` where training starts: a run that resumes from a checkpoint gets
+        the sessions that had run when it broke off."""
         super().__init__(bridge)
         self.version = step
         self._rows = rows
@@ -114,7 +113,7 @@ class NemoRl(TrainerBridge):
         return refitted
 
     def wrap_validate(self, validate: Callable[P, T]) -> Callable[P, T]:
-        """What is asked for within has names of its own: training never gets a session of the validation, also where
+        """Groups that run within have names of their own: training never gets a session of the validation, even where
         both have the same tasks."""
 
         @wraps(validate)
@@ -161,8 +160,8 @@ class NemoRl(TrainerBridge):
         return groups
 
     def _step_key(self, wanted: Mapping[str, int]) -> str:
-        """Whoever goes on from a checkpoint may leave out a validation that was asked for first: so these tasks are
-        counted by themselves."""
+        """A run that resumes from a checkpoint may leave out a validation that came first: so its tasks are counted by
+        themselves."""
         digest = hashlib.sha256(json.dumps(sorted(wanted.items())).encode()).hexdigest()[:8]
         return f"{self.version}.validation-{digest}" if self._is_validating else f"{self.version}.{digest}"
 

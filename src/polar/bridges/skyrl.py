@@ -33,8 +33,13 @@ from itertools import groupby
 from typing import Any
 
 from polar.bridges.bridge import AsyncBridge
-from polar.bridges.checks import check_temperature
-from polar.bridges.rollouts import GroupKeys, SessionGroup, build_sampling_overrides, gather_or_cancel
+from polar.bridges.rollouts import (
+    GroupKeys,
+    SessionGroup,
+    build_sampling_overrides,
+    check_temperature,
+    gather_or_cancel,
+)
 from polar.bridges.settings import BridgeSettings, SettingsSource, load_settings
 from polar.config import EngineSettings, SamplingOverrides
 from polar.errors import ConfigError

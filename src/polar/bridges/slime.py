@@ -23,7 +23,7 @@ nothing (`remove_sample`): these trainers count rollouts.
 
 Versions are rollouts: the engines' weights when `generate_rollout(rollout_id)` is called are version `rollout_id`.
 Generation stands still from its return until the next call, since that is when these trainers load weights. Groups on
-their way are kept in the data source's metadata, and so in its checkpoint: whoever goes on from there gets the same.
+their way are kept in the data source's metadata, and so in its checkpoint: a run that resumes from it gets the same.
 
 The recorded log-probabilities must be of --rollout-temperature, as the trainer's are; else it says so and ends. Engines
 are not probed, since no model is where a rollout function runs: `train_rollout_logprob_abs_diff` tells the same.
@@ -51,13 +51,18 @@ from msgspec import Struct
 
 from polar.bridges.advantages import compute_session_advantages
 from polar.bridges.bridge import BlockingBridge, TrainerBridge
-from polar.bridges.checks import check_temperature, require_experts
-from polar.bridges.rollouts import SessionGroup, build_sampling_overrides, gather_or_cancel
+from polar.bridges.rollouts import (
+    SessionGroup,
+    build_sampling_overrides,
+    check_temperature,
+    gather_or_cancel,
+    require_experts,
+)
 from polar.errors import ConfigError, PolarError
 from polar.export.base import SessionItem, policy_version_runs
 from polar.export.slime import SlimeExporter
 
-_MAX_GROUP_ATTEMPTS = 3  # times that a group is asked for, before another takes its place
+_MAX_GROUP_ATTEMPTS = 3  # times that a group is run, before another takes its place
 _GROUP_RELATIVE_ESTIMATORS = frozenset(("grpo", "gspo", "cispo", "reinforce_plus_plus_baseline"))  # to the group's mean
 _SCALED_ESTIMATORS = _GROUP_RELATIVE_ESTIMATORS - {"reinforce_plus_plus_baseline"}
 _IN_FLIGHT_METADATA_KEY = "polar_on_their_way"  # among the data source's metadata
@@ -111,7 +116,7 @@ def normalize_rewards(args: Any, samples: list[Any]) -> tuple[list[float], list[
 
 
 def close() -> None:
-    """Ends this process's bridge. Groups on their way run on, and are found by whoever asks for them again."""
+    """Ends this process's bridge. Groups on their way run on, and are found when they are asked for again."""
     global _current_run
     with _lock:
         run, _current_run = _current_run, None
@@ -297,14 +302,14 @@ class SlimeBridge(TrainerBridge):
 
 def find_task_id(sample: Any, tasks: Mapping[str, Any]) -> str:
     """The task that a sample of the trainer's data names. Raises ConfigError."""
-    told = [(sample.metadata or {}).get("task_id"), sample.label, sample.prompt]
-    for name in told:
+    candidates = [(sample.metadata or {}).get("task_id"), sample.label, sample.prompt]
+    for name in candidates:
         if isinstance(name, str) and name in tasks:
             return name
     some = ", ".join(sorted(tasks)[:3])
     raise ConfigError(
         f"A row of the trainer's data names no task: neither metadata['task_id'], nor its label, nor its prompt is one "
-        f"({told}); tasks are {some}, for example."
+        f"({candidates}); tasks are {some}, for example."
     )
 
 

@@ -17,7 +17,7 @@ is divided by all trainable tokens of the batch instead.
 
 Tinker's models have no address that Polar could attach. What samples is an engine of your own, with the weights of each
 step: load them within `polar.updating(version)`. A trainer that starts again loads those of its first step so, before
-it asks for a batch: nobody knows how far the one before it came. Your engine is not probed: the bridge has no model to
+it asks for a batch: how far the one before it came is unknown. Your engine is not probed: the bridge has no model to
 score with. `forward_backward` returns Tinker's log-probabilities: compare them with those of the datums.
 
 What is left out: rewards of single turns; and a trace without a prompt, which has no input for its first token.

@@ -119,8 +119,8 @@ def build_nodes(item: SessionItem, result: SessionResult) -> list[dict[str, Any]
     """A session as the fields of verifiers' message nodes: a chain from a root of its own for each trace. Those that
     were sampled have a `call` besides, as the fields of its model calls."""
     made: list[dict[str, Any]] = []
-    for trace, told in zip(item.trajectory.traces, result.trajectory.traces, strict=True):
-        made += _build_chain(trace, told, first=len(made))
+    for trace, recorded in zip(item.trajectory.traces, result.trajectory.traces, strict=True):
+        made += _build_chain(trace, recorded, first=len(made))
     return made
 
 
@@ -133,7 +133,7 @@ def build_info(item: SessionItem) -> dict[str, Any]:
     }
 
 
-def _build_chain(trace: Trace, told: TraceResult, *, first: int) -> list[dict[str, Any]]:
+def _build_chain(trace: Trace, result: TraceResult, *, first: int) -> list[dict[str, Any]]:
     ids, recorded, begin = trace_token_ids(trace), require_logprobs(trace.logprobs), len(trace.prompt_ids)
     chain: list[dict[str, Any]] = []
 
@@ -142,7 +142,7 @@ def _build_chain(trace: Trace, told: TraceResult, *, first: int) -> list[dict[st
         chain.append({"parent": parent, "message": message, "sampled": False, **fields})
 
     seen = 0
-    for span, (before, reply) in zip(trace.spans, _split_turns(told, len(trace.spans)), strict=True):
+    for span, (before, reply) in zip(trace.spans, _split_turns(result, len(trace.spans)), strict=True):
         for one in before:
             add(_to_message(one))
         context, sampled = ids[seen : begin + span.start], ids[begin + span.start : begin + span.stop]
@@ -160,11 +160,11 @@ def _build_chain(trace: Trace, told: TraceResult, *, first: int) -> list[dict[st
     return chain
 
 
-def _split_turns(told: TraceResult, calls: int) -> list[tuple[list[ChatMessage], ChatMessage]]:
-    """Of each call, what came before it and what it said; as far as that is known."""
+def _split_turns(result: TraceResult, calls: int) -> list[tuple[list[ChatMessage], ChatMessage]]:
+    """The messages before each call and its reply, as far as they are known."""
     turns: list[tuple[list[ChatMessage], ChatMessage]] = []
-    before: list[ChatMessage] = list(told.prompt_messages)
-    for message in told.response_messages:
+    before: list[ChatMessage] = list(result.prompt_messages)
+    for message in result.response_messages:
         if message["role"] == "assistant":
             turns.append((before, message))
             before = []
@@ -193,8 +193,9 @@ def _to_message(chat: ChatMessage) -> dict[str, Any]:
 
 def _to_tool_call(call: Mapping[str, Any]) -> dict[str, Any]:
     kind = call.get("type", "function")
-    said = call[kind]
-    return {"id": call["id"], "type": kind, "name": said["name"], "arguments": said.get("arguments", said.get("input"))}
+    function = call[kind]
+    arguments = function.get("arguments", function.get("input"))
+    return {"id": call["id"], "type": kind, "name": function["name"], "arguments": arguments}
 
 
 def _to_content(content: str | Sequence[Mapping[str, Any]] | None) -> Any:

@@ -50,7 +50,7 @@ def fuse_model(model: Any) -> None:
     for module in model.modules():
         if type(module).__name__.endswith(("RMSNorm", "MLP")):
             module.compile(dynamic=True)
-        elif "forward" not in vars(module):  # else it is fused already, or somebody else's
+        elif "forward" not in vars(module):  # else it is fused already, or replaced by another library
             fused = _fuse_rotation(type(module).forward)
             if fused is not None:
                 module.forward = MethodType(fused, module)

@@ -39,7 +39,7 @@ _ACTIVATION_MEMORY_SHARE = {"cuda": 0.8, "cpu": 0.3}
 """Of the memory that is left: what activations may take of it."""
 _TOTAL_MEMORY_SHARE = {"cuda": 0.87, "cpu": 0.35}
 """Likewise, with keys and values that wait, their gradients, and copies of them. The rest is for what a layer takes
-while it computes, and for what the allocator has in pieces that nobody can use."""
+while it computes, and for what the allocator has in pieces too small to be used."""
 
 
 def to_device(array: NDArray[Any], device: torch.device) -> Tensor:
@@ -60,8 +60,9 @@ def enable_expandable_segments() -> None:
 
 
 def release_fragmented_memory(device: torch.device, needed: float) -> None:
-    """Between groups, for what needs so many bytes. Where the allocator can't join free memory (somebody has set it up
-    otherwise), it keeps blocks as long as the last group wanted them, and cuts them up for small things that stay."""
+    """Between groups, for what needs so many bytes. Where the allocator can't join free memory (the environment sets it
+    up otherwise), it keeps blocks as long as the last group wanted them, and cuts them up for small things that
+    stay."""
     if device.type != "cuda" or any(_EXPANDABLE_SEGMENTS in os.environ.get(name, "") for name in _ALLOCATOR_VARIABLES):
         return
     free, _ = torch.cuda.mem_get_info(device)
@@ -111,8 +112,8 @@ class OutOfMemoryRetrier:
 def plan_memory(
     model: Any, chunk_tokens: int | None, kept_tokens: int | None, *, grain: int, fused: bool
 ) -> tuple[int, MemoryBudget]:
-    """How many tokens go through at once, and what is kept of them. Where somebody says how many, that is what counts,
-    whatever room there is."""
+    """How many tokens go through at once, and what is kept of them. Numbers that are given count whatever room there
+    is."""
     device = next(model.parameters()).device
     left = max(0, _free_bytes(device) - _training_state_bytes(model))
     activations = _activation_bytes(model, fused)

@@ -118,8 +118,8 @@ class _Wandb:
             wandb = import_module("wandb")
         except ImportError as error:
             raise ConfigError("metrics.wandb takes the package wandb: pip install wandb.") from error
-        told = settings.model_dump(mode="json", exclude={"rollout": {"token"}, "sync": {"api_key"}, "polar": True})
-        self._run = wandb.init(project=project, id=run, name=run, dir=str(output), resume="allow", config=told)
+        config = settings.model_dump(mode="json", exclude={"rollout": {"token"}, "sync": {"api_key"}, "polar": True})
+        self._run = wandb.init(project=project, id=run, name=run, dir=str(output), resume="allow", config=config)
         # W&B's own step only grows: after a resume it would drop the steps that are trained again.
         self._run.define_metric("*", step_metric="step")
 
@@ -138,8 +138,8 @@ def _create_writers(output: Path, wanted: MetricsSettings, settings: TrainSettin
 
 
 class GpuMonitor:
-    """How busy the GPUs of this machine are, whoever uses them. Use as an async context manager; without nvidia-smi it
-    has nothing to say."""
+    """How busy the GPUs of this machine are, with all processes on them. Use as an async context manager. Without
+    nvidia-smi it measures nothing."""
 
     def __init__(self, *, enabled: bool) -> None:
         self._program = shutil.which("nvidia-smi") if enabled else None

@@ -22,8 +22,10 @@ def resolve_device(settings: ModelSettings) -> torch.device:
     try:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError, NotImplementedError) as error:  # depends on how torch was built
-        said = str(error).partition("\n")[0].partition(". ")[0].rstrip(".")
-        raise ConfigError(f"model.device: {settings.device!r} can't be used here: {said}. Set cpu or auto.") from error
+        reason = str(error).partition("\n")[0].partition(". ")[0].rstrip(".")
+        raise ConfigError(
+            f"model.device: {settings.device!r} can't be used here: {reason}. Set cpu or auto."
+        ) from error
     return device
 
 

@@ -49,7 +49,7 @@ MIN_CHUNK_TOKENS = 256
 class TokenTree(Struct):
     """Node i's ids are `ids[starts[i]:starts[i + 1]]`, below node `parents[i]` (ROOT for none), which stands before it.
 
-    What is asked for: the log-probabilities of the tokens at `tokens` (indices into `ids`), one entry for each sampling
+    What is wanted: the log-probabilities of the tokens at `tokens` (indices into `ids`), one entry for each sampling
     of a token, with logits divided by `temperature`."""
 
     ids: Ints
@@ -120,8 +120,8 @@ def make_path_tree(ids: Ints, tokens: Indices, temperature: Floats) -> TokenTree
 
 
 def _dissolve_tiny_nodes(tree: TokenTree) -> TokenTree:
-    """Without tiny nodes above long branches: these have their tokens again, and only the first is asked for them. No
-    branch has more than a few tokens again, however many such nodes there are above each other."""
+    """Without tiny nodes above long branches: each branch repeats their tokens, and only the first has their terms. No
+    branch repeats more than a few tokens, however many such nodes there are above each other."""
     tiny = _find_tiny_nodes(tree)
     if not tiny.any():
         return tree

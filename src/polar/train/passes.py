@@ -209,7 +209,7 @@ class TreeModel:
 
         Where memory runs out, a part of the gradient has been added: it must be discarded."""
         found = torch.zeros(len(forest.terms), device=self._device)
-        waiting: list[_ChunkPass] = []  # nobody else refers to them: what one holds is free when it has ended
+        waiting: list[_ChunkPass] = []  # the only references: what a pass holds is free when it has ended
         with compiler_settings():
             for chunk in self._plan_chunks(forest, training=True):
                 waiting.append(self._start_pass(forest, chunk, waiting))
@@ -370,7 +370,7 @@ def _tree_attention(
 
 
 def _make_fork(model: Any) -> Forest:
-    """All of its tokens are asked for."""
+    """A trunk with two branches, with a term for each of its tokens but the first."""
     vocabulary = model.get_input_embeddings().num_embeddings
     starts = np.array([0, _TRUNK_TOKENS, _TRUNK_TOKENS + _BRANCH_TOKENS, _TRUNK_TOKENS + 2 * _BRANCH_TOKENS], np.int64)
     ids = np.random.default_rng(0).integers(0, vocabulary, starts[-1]).astype(np.int32)

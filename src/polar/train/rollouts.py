@@ -2,9 +2,9 @@
 
 Groups to train on are submitted ahead of time, and read in the order in which they end.
 
-Which task is the next one follows from the seed alone, and so does its name at the service. So whoever starts anew
-submits the same again, and what has run, or runs, is not run twice. A group is settled once nothing more is wanted of
-it: it was trained on, or left out. So many groups are on their way, unsettled, that a step's worth of them can be
+Which task is the next one follows from the seed alone, and so does its name at the service. So a process that starts
+anew submits the same again, and what has run, or runs, is not run twice. A group is settled once nothing more is wanted
+of it: it was trained on, or left out. So many groups are on their way, unsettled, that a step's worth of them can be
 trained on while those of the next `max_lag` steps are sampled.
 """
 
@@ -190,7 +190,7 @@ class RolloutScheduler:
                 await self._ready.put(group)
 
     def _find_index(self, task_id: str) -> int | None:
-        """None of somebody else's: an evaluation's, say."""
+        """None for groups of others: an evaluation's, say."""
         epoch, _, name = task_id.removeprefix(f"{self._name}/").partition("/")
         ours = task_id.startswith(f"{self._name}/") and epoch.isdecimal() and name in self._tasks
         return self._order.get_group_index(int(epoch), name) if ours else None
@@ -199,7 +199,7 @@ class RolloutScheduler:
 _UNMODIFIED_SAMPLING = SamplingOverrides(
     top_p=1.0, top_k=0, min_p=0.0, presence_penalty=0.0, frequency_penalty=0.0, repetition_penalty=1.0
 )
-"""Whatever a harness asks for, it is sampled from the policy itself: else nobody could say how probable a token was."""
+"""Whatever a harness wants, tokens are sampled from the policy itself: else their probabilities would be unknown."""
 
 
 def merge_sampling(task: TaskRequest, settings: RolloutSettings, **others: object) -> object:

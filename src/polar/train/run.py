@@ -46,7 +46,7 @@ class TrainingResult(Struct):
     @property
     def held_out_before(self) -> float | None:
         """What the held-out tasks earned before the first step."""
-        return next((told.held_out for told in self.history if told.step == 0), None)
+        return next((metrics.held_out for metrics in self.history if metrics.step == 0), None)
 
     @property
     def held_out_after(self) -> float | None:

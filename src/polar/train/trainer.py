@@ -54,7 +54,7 @@ class WeightPublisher(Protocol):
 
 
 class TrainingObserver(Protocol):
-    """Somebody who looks on."""
+    """Is notified of what the trainer does."""
 
     def on_begin(self, history: list[StepMetrics], steps: int) -> None: ...
 
@@ -135,7 +135,7 @@ class Trainer:
         self._observer.on_begin(self._metrics.history, last)
         await self._align_engines()
         await self._rollouts.submit()
-        if not any(told.step == progress.step for told in self._metrics.history):
+        if not any(metrics.step == progress.step for metrics in self._metrics.history):
             metrics = StepMetrics(progress.step, progress.version)
             await self._evaluate(metrics)
             self._report(metrics)
@@ -223,7 +223,7 @@ class Trainer:
         process that made it: so many updates after the checkpoint that was gone on from."""
         known = [one for one in self._progress.steps_of if one <= version]
         if not known:
-            return 1 + self._progress.step + self._settings.rollout.max_lag  # nobody knows: too old
+            return 1 + self._progress.step + self._settings.rollout.max_lag  # unknown: too old
         nearest = max(known)
         return max(0, self._progress.step - self._progress.steps_of[nearest] - (version - nearest))
 
@@ -252,8 +252,8 @@ class Trainer:
             await self._align_engines()
 
     async def _align_engines(self) -> None:
-        """Makes sure that the engines have these weights, under their version. One that somebody has seen already may
-        stand for weights that were lost with a process before this one: then these get a larger one."""
+        """Makes sure that the engines have these weights, under their version. A version that the service or an engine
+        knows may stand for weights that were lost with a process before this one: then these get a larger one."""
         if self._publisher is None:
             return
         own, known = self._progress.version, await self._publisher.read_versions()
@@ -274,7 +274,7 @@ class Trainer:
             except SyncError as error:
                 if tried == _MAX_UPDATE_ATTEMPTS:
                     raise
-                log.warning("The engines are told again: %s", error)
+                log.warning("The engines get their weights again: %s", error)
                 if isinstance(error, ProbeFailedError):
                     self._progress.version += 1
                     self._progress.steps_of[self._progress.version] = self._progress.step
@@ -290,7 +290,7 @@ class Trainer:
             metrics.version = self._progress.version
             metrics.held_out, metrics.held_out_excluded = found.reward, found.reasons
 
-    # What is told
+    # Metrics
 
     def _build_metrics(self, collected: _CollectedGroups) -> StepMetrics:
         members = [member for group in collected.groups for member in group.members]

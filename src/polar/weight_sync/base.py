@@ -51,7 +51,7 @@ def create_transport(kind: str, folder: Path) -> WeightTransport:
 
 class SyncError(PolarError):
     """Engines did not get their weights. `paused`: generation stands still until an update succeeds. `pause_failure`:
-    why generation could not be stopped, though nobody knows the weights."""
+    why generation could not be stopped, though the weights are unknown."""
 
     def __init__(self, message: str, *, paused: bool, pause_failure: str | None = None) -> None:
         rest = "Generation stands still until an update succeeds." if paused else "Generation goes on as before."

@@ -62,7 +62,7 @@ def remove_other_stagings(run: Path, folder: Path) -> None:
 
 
 def remove_staged_weights(run: Path) -> None:
-    """Nobody goes on from here, so an engine that is started again needs no weights."""
+    """For a run that is not resumed: an engine that is started again needs no weights."""
     for place in (_memory_folder(run), _disk_folder(run)):
         shutil.rmtree(place, ignore_errors=True)
 
@@ -85,7 +85,7 @@ def move_weights_to_disk(run: Path, state: Path | None) -> None:
 
 
 def _memory_folder(run: Path) -> Path:
-    """The same one each time that it is asked for."""
+    """The same folder for the same run, in every process."""
     name = hashlib.sha256(str(run.resolve()).encode()).hexdigest()[:16]
     return (_SHARED_MEMORY / f"polar-weights-{os.getuid()}-{name}").resolve()
 
@@ -160,7 +160,7 @@ class WeightStaging:
         self._unfinished(version).rename(self.version_folder(version))
 
     def keep_only(self, version: int) -> None:
-        """All engines have this one, so nobody reads those before it."""
+        """All engines have this one, so those before it are not read any more."""
         for folder in self.folder.iterdir():
             if folder.name in (str(version), _SPARE_FOLDER):
                 continue
@@ -238,10 +238,10 @@ class _VersionReply(Struct):
 async def _read_version(engine: EngineHttpClient, path: str) -> int | None:
     body = await engine.request("GET", path)
     try:
-        told = msgspec.json.decode(body, type=_VersionReply)
+        reply = msgspec.json.decode(body, type=_VersionReply)
     except (ValueError, RecursionError) as error:
         raise EngineError(f"{engine.url}{path} did not answer with a version: {error}.") from error
-    version = told.version if told.version is not None else told.weight_version
+    version = reply.version if reply.version is not None else reply.weight_version
     return int(str(version)) if str(version).isdecimal() else None
 
 

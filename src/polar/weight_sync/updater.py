@@ -5,7 +5,7 @@
 Who loads the weights differs. A trainer that owns its engines does it between `freeze` and `label` (`WeightUpdater`);
 one that has the weights in its own process leaves it to a transport (`WeightSender`).
 
-Until the first replica is told to load, nothing has changed, and a failure lets generation go on as it was. From then
+Until the first replica begins to load, nothing has changed, and a failure lets generation go on as it was. From then
 on weights and labels may disagree, so whatever fails leaves generation standing still: the service keeps that through
 restarts, and the next update sets it going. An engine that is away is waited for.
 """
@@ -41,7 +41,7 @@ T = TypeVar("T")
 _FIRST_RETRY_SECONDS, _MAX_RETRY_SECONDS = 0.2, 5.0
 """Between two tries at an engine that is away."""
 _UNAVAILABLE_STATUSES = (502, 504)
-"""The service's answer where engines or nodes do not do what they are told, or not yet."""
+"""The service's answer where engines or nodes do not follow an order, or not yet."""
 PATIENCE_SECONDS = 300.0
 """How long an engine that is away is waited for, unless the caller says otherwise."""
 
@@ -86,7 +86,7 @@ class WeightUpdater:
     @asynccontextmanager
     async def updating(self, version: int, mode: PauseMode = "freeze") -> AsyncIterator[None]:
         """Generation stands still within, while the trainer loads the weights of `version`. Where that fails,
-        generation stays as it is: nobody knows the weights then. The next update sets it going, or
+        generation stays as it is: the weights are unknown then. The next update sets it going, or
         `resume_if_paused`."""
         await self.freeze(mode)
         yield
@@ -283,7 +283,7 @@ class WeightSender:
     async def _probe_replicas(
         self, replicas: list["_Replica"], version: int, seconds: dict[str, float], *, stop: bool
     ) -> SyncReport:
-        """`stop`: where an engine fails, nothing more is to be sampled with weights that nobody knows."""
+        """With `stop`, generation stands still where an engine fails: nothing more is sampled with unknown weights."""
         with _timed(seconds, "probe"):
             earlier = [sample for replica in replicas for sample in replica.samples]
             before = await self._probe.measure_difference(earlier) if earlier else None

@@ -10,8 +10,13 @@ import msgspec
 from aiohttp import web
 from msgspec import Struct
 
-from polar.bridges.checks import check_temperature
-from polar.bridges.rollouts import SessionGroup, build_sampling_overrides, get_shared_groups, has_failed
+from polar.bridges.rollouts import (
+    SessionGroup,
+    build_sampling_overrides,
+    check_temperature,
+    get_shared_groups,
+    has_failed,
+)
 from polar.bridges.settings import SettingsSource, load_settings
 from polar.dialects import sse
 from polar.engines.scripted import wire
@@ -197,8 +202,8 @@ class EngineServer:
         reply.usage = wire.UsageInfo(len(asked.prompt), len(asked.prompt) + sampled, sampled)
         if not asked.stream:
             return web.Response(body=_encode(reply), content_type=_JSON)
-        said = sse.encode_event(_encode(reply)) + sse.encode_event(b"[DONE]")
-        return web.Response(body=said, content_type="text/event-stream")
+        events = sse.encode_event(_encode(reply)) + sse.encode_event(b"[DONE]")
+        return web.Response(body=events, content_type="text/event-stream")
 
 
 def _build_choice(asked: _CompletionRequest, output: Any) -> wire.CompletionChoice:

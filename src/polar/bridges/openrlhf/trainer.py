@@ -55,10 +55,10 @@ def make_samples_generator(base: type[Any]) -> type[Any]:
             trains = self._phase == "train"
             step = f"{self._phase}-{self.step}"
             tasks = [str(task) for task in labels]
-            told = [
+            labels_with_keys = [
                 agent.GroupLabel(task, self._keys.next_key(step, task), samples, self.step, trains) for task in tasks
             ]
-            return super()._dispatch_prompts_to_vllm(prompts, told, **asked)
+            return super()._dispatch_prompts_to_vllm(prompts, labels_with_keys, **asked)
 
         def _process_response_into_experience(self, response: dict[str, Any], **asked: Any) -> Any:
             made = super()._process_response_into_experience
@@ -123,11 +123,11 @@ def make_experience_maker(base: type[Any]) -> type[Any]:
             """OpenRLHF's own, where all sessions are there. Where some were left out, its estimators would take what
             stands for them for samples: so rewards are made into credits here, and nothing is left for it to take off
             but a mean of 0."""
-            told = self.args.algo.advantage
+            settings = self.args.algo.advantage
             there = [bool(one.traces) for one in self._sessions]
             if all(there):
                 return list(super().compute_advantages_and_returns(episodes))
-            estimator, earned = told.estimator, [one.rewards for one in episodes]
+            estimator, earned = settings.estimator, [one.rewards for one in episodes]
             rewards = [float(one) for one in earned]
             given, deviations = neutralize_missing_sessions(
                 there, rewards, self.args.rollout.n_samples_per_prompt, estimator
@@ -135,10 +135,10 @@ def make_experience_maker(base: type[Any]) -> type[Any]:
             for one, credit in zip(episodes, given, strict=True):
                 one.rewards = one.rewards.new_tensor([credit]).float()
             try:
-                told.estimator = "dr_grpo" if estimator in ("rloo", "group_norm") else estimator
+                settings.estimator = "dr_grpo" if estimator in ("rloo", "group_norm") else estimator
                 computed = list(super().compute_advantages_and_returns(episodes))
             finally:
-                told.estimator = estimator
+                settings.estimator = estimator
             for one in computed:
                 one.rewards = earned[one.index[0]]
                 if "group_reward_std" in one.info:

@@ -7,8 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from polar.bridges.bridge import BlockingBridge, TrainerBridge
-from polar.bridges.checks import check_temperature
-from polar.bridges.rollouts import gather_or_cancel
+from polar.bridges.rollouts import check_temperature, gather_or_cancel
 from polar.bridges.settings import SettingsSource
 from polar.config import EngineSettings, SamplingOverrides
 from polar.errors import ConfigError
@@ -23,8 +22,8 @@ OWNER_KEY = "owner"
 
 def grpo_trainer(source: SettingsSource = None, *, engine: Mapping[str, Any] | None = None, **given: Any) -> Any:
     """A GRPOTrainer over Polar's sessions; `source` are the bridge's settings, and the rest is GRPOTrainer's. `engine`
-    is the [engine] section of the service: the run's engines get the weights of each step. Without it, somebody else
-    gives them. Raises ConfigError."""
+    is the [engine] section of the service: the run's engines get the weights of each step. Without it, something else
+    must give them. Raises ConfigError."""
     from polar.bridges.trl.trainers import PolarGRPOTrainer
 
     return PolarGRPOTrainer(RolloutFunc(source), engine_settings(engine), **given)

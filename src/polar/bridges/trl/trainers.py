@@ -18,8 +18,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 from polar.bridges.advantages import compute_session_advantages
 from polar.bridges.bridge import BlockingBridge
-from polar.bridges.checks import check_temperature
-from polar.bridges.rollouts import SessionGroup
+from polar.bridges.rollouts import SessionGroup, check_temperature
 from polar.bridges.trl.rollout_func import OWNER_KEY, RolloutFunc, build_rows, recorded_reward
 from polar.config import EngineSettings, SamplingOverrides
 from polar.errors import ConfigError
@@ -165,7 +164,8 @@ def make_async_grpo_trainer(bridge: BlockingBridge, engine: EngineSettings, *, a
 
 
 class WeightTransfer:
-    """A `WeightTransferProtocol`: one call does all, since the service is paused, told and resumed along with it."""
+    """A `WeightTransferProtocol`: one call does all, since the service is paused, labels and is resumed along with
+    it."""
 
     model: Any
 
@@ -256,7 +256,7 @@ class RolloutWorker:
     def _main(self) -> None:
         try:
             self._bridge.run(self._produce())
-        except Exception as error:  # noqa: BLE001 -- told by check_health
+        except Exception as error:  # noqa: BLE001 -- raised by check_health
             self._failure = error
 
     async def _produce(self) -> None:

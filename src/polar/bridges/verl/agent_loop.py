@@ -3,8 +3,13 @@
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from polar.bridges.checks import get_logit_scales, require_experts
-from polar.bridges.rollouts import SessionGroup, build_sampling_overrides, get_shared_groups
+from polar.bridges.rollouts import (
+    SessionGroup,
+    build_sampling_overrides,
+    get_logit_scales,
+    get_shared_groups,
+    require_experts,
+)
 from polar.bridges.settings import BridgeSettings, load_settings
 from polar.config import SamplingOverrides
 from polar.errors import ConfigError, PolarError
@@ -19,7 +24,8 @@ KEY_FIELD, SAMPLES_FIELD = "polar_key", "polar_samples"
 VALIDATION_PREFIX = "val-"
 """How keys of groups begin that are not trained on."""
 SCALES_FIELD = "polar_scales"
-"""Among a row's `extra_fields`: of which temperature its log-probabilities are, as `polar.bridges.checks` has it."""
+"""Among a row's `extra_fields`: of which temperature its log-probabilities are, as
+`polar.bridges.rollouts.check_logit_scales` has it."""
 
 
 def build_rows(tasks: Iterable[TaskRequest]) -> list[dict[str, Any]]:

@@ -22,8 +22,7 @@ from collections.abc import Container, Iterable
 from typing import Any
 
 from polar.bridges.bridge import BlockingBridge, TrainerBridge
-from polar.bridges.checks import check_logit_scales
-from polar.bridges.rollouts import GroupKeys
+from polar.bridges.rollouts import GroupKeys, check_logit_scales
 from polar.bridges.settings import BridgeSettings
 from polar.bridges.verl.agent_loop import (
     AGENT_LOOP_NAME,
@@ -214,8 +213,8 @@ def make_polar_trainer(base: Any, mode: str) -> Any:
             if keys and rollout.calculate_log_probs:
                 fields = ["extra_fields"]
                 data = transfer_queue.kv_batch_get(keys=keys, partition_id=batch.partition_id, select_fields=fields)
-                for told in map(dict, data["extra_fields"]):
-                    check_logit_scales(str(told["session_id"]), told.get(SCALES_FIELD, []), rollout.temperature)
+                for extra in map(dict, data["extra_fields"]):
+                    check_logit_scales(str(extra["session_id"]), extra.get(SCALES_FIELD, []), rollout.temperature)
 
         def _check_weights(self, batch: Any) -> None:
             """Of what was sampled with the weights that the actor has now."""
