@@ -16,8 +16,8 @@ from transformers.utils import logging as transformers_logging
 from polar.client.async_client import AsyncClient
 from polar.config import Settings
 from polar.engines.http_client import EngineHttpClient
+from polar.records.exchange import Exchange
 from polar.service import Service
-from polar.store.base import Exchange
 from polar.weight_sync.base import ProbeFailedError, SyncError
 from polar.weight_sync.files import VllmTransport
 from polar.weight_sync.merged_weights import get_merged_weights

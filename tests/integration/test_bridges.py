@@ -15,8 +15,8 @@ from polar.config import EngineSettings
 from polar.engines.scripted import Play, ScriptedServer, ScriptedTurn
 from polar.engines.scripted.sampler import route_experts
 from polar.errors import ConfigError
+from polar.records import wire
 from polar.service import Service
-from polar.trajectory import wire
 from polar.weight_sync.base import WeightMismatchError
 from polar.weight_sync.probe import make_scorer
 from polar.weight_sync.updater import WeightUpdater

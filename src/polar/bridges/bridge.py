@@ -9,7 +9,7 @@ from polar.bridges.rollouts import RolloutClient, SessionGroup
 from polar.bridges.settings import SettingsSource, load_settings
 from polar.client.background_loop import BackgroundLoop
 from polar.closeable import AsyncCloseable, Closeable
-from polar.rollout.models import PauseMode
+from polar.records.result import PauseMode
 from polar.weight_sync.updater import WeightUpdater
 
 T = TypeVar("T")

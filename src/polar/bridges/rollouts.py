@@ -22,12 +22,13 @@ from polar.client.task_input import load_tasks
 from polar.closeable import AsyncCloseable
 from polar.config import SamplingOverrides
 from polar.errors import ConfigError
-from polar.experts import Experts
 from polar.export.base import SessionItem
-from polar.rollout.models import SessionResult, TaskRequest
+from polar.records.experts import Experts
+from polar.records.result import SessionResult
+from polar.records.task import TaskRequest
+from polar.records.trajectory import Trace
 from polar.trajectory.checker import SessionChecker
 from polar.trajectory.document_check import check_received, find_hold_reason
-from polar.trajectory.types import Trace
 from polar.trajectory.verify import Problem
 
 _MAX_PENDING_GROUPS = 4096

@@ -28,8 +28,8 @@ from msgspec import Struct
 from msgspec.structs import replace
 from numpy.typing import NDArray
 
+from polar.records.trajectory import ROOT
 from polar.train.flash import round_context_length
-from polar.trajectory.tree import ROOT
 
 Ints = NDArray[np.int32]
 Indices = NDArray[np.int64]

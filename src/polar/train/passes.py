@@ -16,6 +16,7 @@ from msgspec import Struct, field
 from torch import Tensor
 
 from polar.errors import ConfigError
+from polar.records.trajectory import ROOT
 from polar.train import flash
 from polar.train.attention import AttentionMask
 from polar.train.fusion import compiler_settings, fuse_model
@@ -23,7 +24,6 @@ from polar.train.logprobs import LOGIT_BATCH_TERMS, compute_chosen_logprobs
 from polar.train.memory import choose_grain, plan_memory, release_fragmented_memory, to_device
 from polar.train.packing import Chunk, Chunker, Forest, Indices, TokenTree, pack_forest
 from polar.train.recurrent import Recurrence, patch_recurrent_layers
-from polar.trajectory.tree import ROOT
 
 _ATTENTION_NAME = "polar_tree"
 _TRUNK_TOKENS, _BRANCH_TOKENS = 7, 5  # tokens

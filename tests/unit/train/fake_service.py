@@ -13,9 +13,10 @@ import numpy as np
 import torch
 
 from polar.client.feed import RawResult
-from polar.rollout.models import SessionResult, TaskRequest, TaskStatus, TrajectoryResult
+from polar.records.result import SessionResult, TaskStatus, TrajectoryResult
+from polar.records.task import TaskRequest
+from polar.records.trajectory import SessionPaths, TokenPath
 from polar.train.learner import Learner
-from polar.trajectory.types import SessionPaths, TokenPath
 from polar.weight_sync.probe import Difference
 from polar.weight_sync.publisher import EngineVersions
 from polar.weight_sync.updater import SyncReport

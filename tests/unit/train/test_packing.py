@@ -5,9 +5,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from polar.records.trajectory import ROOT
 from polar.train import packing
 from polar.train.packing import Forest, MemoryBudget, TokenTree, pack_forest, split_into_chunks
-from polar.trajectory.tree import ROOT
 from tests.unit.train.trees import before, trees
 
 

@@ -10,10 +10,10 @@ import transformers
 from torch import Tensor
 
 from polar.errors import ConfigError
+from polar.records.trajectory import SessionPaths
 from polar.train import packing, passes
 from polar.train.packing import pack_forest
 from polar.train.passes import TreeModel
-from polar.trajectory.types import SessionPaths
 from tests.unit.train.trees import KINDS, VOCABULARY, group, group_tree
 
 SHAPE: dict[str, Any] = {

@@ -17,9 +17,9 @@ from polar.config import EngineSettings
 from polar.engines.scripted import Play, ScriptedTurn
 from polar.engines.scripted.sampler import expected_logprobs
 from polar.errors import ConfigError
-from polar.rollout.models import PauseMode
+from polar.records.exchange import Exchange
+from polar.records.result import PauseMode
 from polar.service import Service
-from polar.store.base import Exchange
 from polar.weight_sync.base import ProbeFailedError, SyncError
 from polar.weight_sync.files import VllmTransport
 from polar.weight_sync.probe import Probe, Tolerance
