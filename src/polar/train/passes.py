@@ -7,6 +7,7 @@ were inputs, and what comes back to them as gradients is added up; the chunk's o
 besides its own loss. This is the chain rule, so the gradient is that of the whole tree at once.
 """
 
+import copy
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -104,7 +105,7 @@ class _ChunkPass(Struct):
             at = 0
             for one, start, stop in context:
                 here = slice(at, at + stop - start)
-                key, value = (None if copy.grad is None else copy.grad[:, :, here] for copy in (keys, values))
+                key, value = (None if it.grad is None else it.grad[:, :, here] for it in (keys, values))
                 one.add_gradients(layer, start, stop, key, value)
                 at += stop - start
         self.context_copies.clear()
@@ -334,7 +335,17 @@ def _use_tree_attention(model: Any) -> None:
             'set [rollout] builder = "prefix_merging".'
         )
     AttentionInterface.register(_ATTENTION_NAME, _tree_attention)
+    _separate_config(model)
     model.set_attn_implementation(_ATTENTION_NAME)
+
+
+def _separate_config(model: Any) -> None:
+    """Gives the model a configuration of its own. Models that were made of one configuration share it, and it says
+    which attention they have."""
+    copies: dict[int, Any] = {}
+    for module in model.modules():
+        if "config" in vars(module):
+            module.config = copy.deepcopy(module.config, copies)
 
 
 def _tree_attention(

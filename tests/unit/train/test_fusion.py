@@ -53,7 +53,8 @@ def test_a_fused_model_leaves_others_of_its_class_alone(monkeypatch: pytest.Monk
 
 
 def test_a_tree_model_leaves_others_of_its_class_alone() -> None:
-    over_trees, plain = tiny.model(), tiny.model()
+    plain: Any = tiny.model()
+    over_trees = type(plain)(plain.config)  # which they share until then
     ids = torch.arange(1, 8)[None]
     before, attention = plain(ids).logits, plain.config._attn_implementation
     TreeModel(over_trees)
