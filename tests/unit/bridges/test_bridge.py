@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from importlib import import_module
 
 from polar import plugins
 from polar.bridges.areal import ArealBridge
@@ -32,6 +33,7 @@ BRIDGES: tuple[type[Bridge], ...] = (  # mypy compares each with the protocol
 )
 LOAD_ALL = """
 import sys
+from importlib import import_module
 from polar import plugins
 for name in plugins.names("bridges"):
     plugins.load("bridges", name)
@@ -63,3 +65,20 @@ def test_bridges_load_without_their_trainers() -> None:
     """Nor do they import PyTorch: a trainer may have to set it up first."""
     done = subprocess.run([sys.executable, "-c", LOAD_ALL], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_names_in_launch_scripts_stay() -> None:
+    """What the documents of an earlier version had users write."""
+    assert import_module("polar.bridges.verl_trainer").trainer is import_module("polar.bridges.verl.trainer")
+    for module, name in (
+        ("verl", "AgentLoop"),
+        ("slime", "generate_rollout"),
+        ("slime", "normalize_rewards"),
+        ("trl", "grpo_trainer"),
+        ("trl", "async_grpo_trainer"),
+        ("trl", "RolloutFunc"),
+        ("skyrl", "main"),
+        ("areal", "PolarWorkflow"),
+        ("nemo_gym", "agent_class"),
+    ):
+        assert callable(getattr(import_module(f"polar.bridges.{module}"), name))
