@@ -10,7 +10,7 @@ from typing import NamedTuple
 from msgspec import Struct
 
 from polar.dialects.base import EncodedError
-from polar.dialects.wire import encode
+from polar.dialects.raw_fields import encode
 from polar.errors import HTTP_STATUS, ApiError, ApiErrorKind
 
 

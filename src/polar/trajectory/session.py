@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 
 from polar import experts
-from polar.dialects.wire import cache_decoded_items
+from polar.dialects.raw_fields import cache_decoded_items
 from polar.engines.base import VersionSpan
 from polar.errors import StoreError
 from polar.harnesses import find_call_patterns

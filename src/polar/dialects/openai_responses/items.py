@@ -6,6 +6,9 @@ stream that was cut, and the next reply's items then follow them directly.
 
 Reasoning travels twice: as a summary and, packed, in the sealed content, so that an item whose visible text was dropped
 on its way still says what the model thought.
+
+Tools are functions, custom tools, namespaces of both, and a search that the harness runs itself: the model sees such a
+search as a function, `tool_search`. All other tools of the provider's own are hosted: recorded, and not shown.
 """
 
 import base64
@@ -15,9 +18,8 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from polar import ids
-from polar.dialects import openai_responses_wire as w
-from polar.dialects import wire
-from polar.dialects.openai_responses_tools import decode_tool, is_client_search
+from polar.dialects import raw_fields
+from polar.dialects.openai_responses import wire as w
 from polar.errors import ApiError
 from polar.types import (
     UNSET,
@@ -32,6 +34,9 @@ from polar.types import (
     ToolCall,
     ToolResult,
 )
+
+TOOL_SEARCH = "tool_search"
+"""The search over tools that the harness runs itself."""
 
 
 class ItemReader:
@@ -49,7 +54,7 @@ class ItemReader:
         self._exchange: str | None = None
 
     def read_item(self, raw: Raw, where: str) -> None:
-        head = wire.decode(w.ITEM_HEAD, raw, where)
+        head = raw_fields.decode(w.ITEM_HEAD, raw, where)
         kind = head.type or ("item_reference" if head.role is None else "message")
         reader = _ITEM_READERS.get(kind)
         if reader is None:
@@ -65,8 +70,8 @@ class ItemReader:
         """Tools are declared at the top, in items, and by searches; the last word on a name counts, in its first
         place."""
         for index, found in enumerate(tools):
-            self.runs_tool_search |= is_client_search(found)
-            for tool in decode_tool(found, f"{where}[{index}]"):
+            self.runs_tool_search |= _is_client_search(found)
+            for tool in _decode_tool(found, f"{where}[{index}]"):
                 place = len(self.tools)
                 if tool.kind != "hosted":
                     place = self._tool_positions.setdefault((tool.namespace, tool.name), place)
@@ -82,7 +87,7 @@ class ItemReader:
         self._exchange = exchange or self._exchange
 
     def _read_message(self, raw: Raw, where: str) -> None:
-        found = wire.decode(w.MESSAGE, raw, where)
+        found = raw_fields.decode(w.MESSAGE, raw, where)
         parts = _decode_content(found.content, f"{where}.content")
         if found.role != "assistant":
             self.add_message(Message(found.role, [*parts]))
@@ -94,11 +99,11 @@ class ItemReader:
     def _read_agent_message(self, raw: Raw, where: str) -> None:
         """From another agent of codex. What it calls encrypted is what a model wrote into a call: nothing here encrypts
         it."""
-        found = wire.decode(w.AGENT_MESSAGE, raw, where)
+        found = raw_fields.decode(w.AGENT_MESSAGE, raw, where)
         self.add_message(Message("user", [*_decode_content(found.content, f"{where}.content")]))
 
     def _read_reasoning(self, raw: Raw, where: str) -> None:
-        found = wire.decode(w.REASONING, raw, where)
+        found = raw_fields.decode(w.REASONING, raw, where)
         text = "".join([part.text or "" for part in found.content or ()])
         text = text or "\n\n".join([part.text or "" for part in found.summary or ()])
         seal = found.encrypted_content
@@ -108,17 +113,17 @@ class ItemReader:
         self._add_to_turn([Reasoning(text, seal or None)], found.id, seal)
 
     def _read_function_call(self, raw: Raw, where: str) -> None:
-        found = wire.decode(w.FUNCTION_CALL, raw, where)
+        found = raw_fields.decode(w.FUNCTION_CALL, raw, where)
         call = ToolCall(found.call_id, found.name, found.arguments, namespace=found.namespace)
         self._add_to_turn([call], found.id, found.call_id)
 
     def _read_custom_call(self, raw: Raw, where: str) -> None:
-        found = wire.decode(w.CUSTOM_CALL, raw, where)
+        found = raw_fields.decode(w.CUSTOM_CALL, raw, where)
         call = ToolCall(found.call_id, found.name, found.input, "custom", found.namespace)
         self._add_to_turn([call], found.id, found.call_id)
 
     def _read_object_call(self, raw: Raw, where: str) -> None:
-        found = wire.decode(w.OBJECT_CALL, raw, where)
+        found = raw_fields.decode(w.OBJECT_CALL, raw, where)
         said = (found.arguments, found.action, found.actions, found.operation)
         arguments = next((value for value in said if value is not UNSET), Raw(b"{}"))
         call_id = _require_call_id(found.call_id or found.id, where)
@@ -126,7 +131,7 @@ class ItemReader:
         self._add_to_turn([call], found.id, found.call_id)
 
     def _read_output(self, raw: Raw, where: str) -> None:
-        found = wire.decode(w.OUTPUT, raw, where)
+        found = raw_fields.decode(w.OUTPUT, raw, where)
         output = [found.output] if isinstance(found.output, w.PartIn) else found.output
         result = ToolResult(
             _require_call_id(found.call_id or found.id, where),
@@ -137,21 +142,21 @@ class ItemReader:
 
     def _read_object_output(self, raw: Raw, where: str) -> None:
         """The model sees the JSON. Tools that a search found can be called from now on."""
-        found = wire.decode(w.OBJECT_OUTPUT, raw, where)
+        found = raw_fields.decode(w.OBJECT_OUTPUT, raw, where)
         tools = w.null_to_none(found.tools)
         if tools is not None:
-            declared = wire.decode(w.TOOLS, tools, f"{where}.tools")
+            declared = raw_fields.decode(w.TOOLS, tools, f"{where}.tools")
             self.declare_tools(declared, f"{where}.tools")
         shown = tools or w.null_to_none(found.output) or Raw(b"[]")
         result = ToolResult(_require_call_id(found.call_id or found.id, where), [Text(_to_text(shown, where))])
         self.add_message(Message("tool", [result]))
 
     def _read_tools(self, raw: Raw, where: str) -> None:
-        self.declare_tools(wire.decode(w.ADDITIONAL_TOOLS, raw, where).tools, f"{where}.tools")
+        self.declare_tools(raw_fields.decode(w.ADDITIONAL_TOOLS, raw, where).tools, f"{where}.tools")
         self._turn = None
 
     def _read_configuration(self, raw: Raw, where: str) -> None:
-        found = wire.decode(w.CONFIGURATION_UPDATE, raw, where)
+        found = raw_fields.decode(w.CONFIGURATION_UPDATE, raw, where)
         self.effort = (found.reasoning.effort if found.reasoning else None) or self.effort
         self.text_config = found.text or self.text_config
         self._turn = None
@@ -281,11 +286,49 @@ def _require_call_id(found: str | None, where: str) -> str:
 def _to_text(raw: Raw, where: str) -> str:
     """JSON as text; where it is a string, what the string says."""
     if bytes(memoryview(raw)[:1]) == b'"':
-        return wire.decode(w.TEXT, raw, where)
+        return raw_fields.decode(w.TEXT, raw, where)
     try:
         return str(raw, "utf-8")
     except UnicodeDecodeError as error:
         raise ApiError("invalid_request", f"{where}: {error}.", param=where) from error
+
+
+# Tools
+
+
+def _is_client_search(tool: w.ToolIn) -> bool:
+    return tool.type == TOOL_SEARCH and tool.execution == "client"
+
+
+def _decode_tool(wire_tool: w.ToolIn, where: str, namespace: str | None = None) -> Iterator[Tool]:
+    description = wire_tool.description or ""
+    if wire_tool.type == "function" or wire_tool.type == "custom":
+        if not wire_tool.name:
+            raise ApiError("invalid_request", f"{where}.name is required.", param=f"{where}.name")
+        tool = Tool(wire_tool.name, description, namespace=namespace)
+        if wire_tool.type == "custom":
+            tool.kind, tool.grammar = "custom", w.null_to_none(wire_tool.format)
+        else:
+            tool.parameters, tool.strict = w.null_to_none(wire_tool.parameters), wire_tool.strict
+        yield tool
+    elif wire_tool.type == "namespace":
+        if not wire_tool.name or namespace is not None:
+            raise ApiError(
+                "invalid_request", f"{where}: a namespace has a name, and no namespaces inside.", param=where
+            )
+        for index, inner in enumerate(wire_tool.tools or ()):
+            for tool in _decode_tool(inner, f"{where}.tools[{index}]", wire_tool.name):
+                if index == 0 and description and tool.kind != "hosted":
+                    # said once, where the model first reads of the namespace
+                    tool.description = f"{description}\n\n{tool.description}"
+                yield tool
+    elif _is_client_search(wire_tool):
+        yield Tool(TOOL_SEARCH, description, w.null_to_none(wire_tool.parameters))
+    else:
+        yield Tool(wire_tool.type, kind="hosted", namespace=namespace)
+
+
+# Encoding
 
 
 def encode_messages(messages: Iterable[Message]) -> Iterator[w.InputItem]:

@@ -2,7 +2,7 @@
 
 Invariant: the same history gives the same messages on every turn. What a harness dropped or cut into pieces is restored
 from what it kept: ids of calls from the turn's signature or from their order, a turn's text from its pieces. The ideas
-behind this stand in `google`.
+behind this stand in the package's docstring.
 """
 
 import base64
@@ -12,9 +12,10 @@ import msgspec
 from msgspec import Raw
 
 from polar import ids
-from polar.dialects import google_wire as gw
-from polar.dialects import wire
-from polar.dialects.wire import encode
+from polar.dialects import raw_fields
+from polar.dialects.base import join_namespace
+from polar.dialects.google import wire as gw
+from polar.dialects.raw_fields import encode
 from polar.errors import ApiError
 from polar.types import Media, Message, Part, Reasoning, Text, ToolCall, ToolResult
 
@@ -178,7 +179,7 @@ def _decode_part(part: gw.Part, where: str, *, allow_empty: bool = False) -> Tex
     """A part that either side may send: text, media, or the traces of code that Google ran. Where that is `optional`
     (the part may only bring a signature), nothing at all is empty text."""
     if part.videoMetadata or part.video_metadata:
-        raise wire.unsupported_field_error(f"{where}.videoMetadata", "videos can't be cut here")
+        raise raw_fields.unsupported_field_error(f"{where}.videoMetadata", "videos can't be cut here")
     resolution = part.mediaResolution or part.media_resolution
     media = _decode_media(part.inlineData or part.inline_data, part.fileData or part.file_data, resolution)
     if media is not None:
@@ -247,10 +248,10 @@ def _decode_result_text(response: Raw, where: str) -> tuple[str, bool]:
     """What a tool answered, and whether that is an error: the one string that a response holds, or its JSON as sent."""
     if not response or bytes(response) == b"null":
         return "", False
-    held = wire.decode(_FIELDS, response, where)
+    held = raw_fields.decode(_FIELDS, response, where)
     key = next(iter(held)) if len(held) == 1 else ""
     if key in _TEXT_KEYS and bytes(memoryview(held[key])[:1]) == b'"':
-        return wire.decode(_STRING, held[key], where), key == "error"
+        return raw_fields.decode(_STRING, held[key], where), key == "error"
     return bytes(response).decode(), key == "error"
 
 
@@ -353,7 +354,3 @@ def encode_signature(seal: str | None) -> str | None:
 def to_wire_call_id(call_id: str) -> str:
     """The id under which a call goes out."""
     return f"call_{call_id}"
-
-
-def join_namespace(namespace: str | None, name: str) -> str:
-    return f"{namespace}__{name}" if namespace else name

@@ -10,9 +10,9 @@ import re
 import msgspec
 from msgspec import UNSET, Raw, Struct, UnsetType
 
-from polar.dialects.anthropic_blocks import join_namespace
-from polar.dialects.anthropic_wire import WireTool, WireToolChoice
-from polar.dialects.wire import unsupported_field_error
+from polar.dialects.anthropic.wire import WireTool, WireToolChoice
+from polar.dialects.base import join_namespace
+from polar.dialects.raw_fields import unsupported_field_error
 from polar.errors import ApiError
 from polar.types import Request, Tool, ToolChoice
 

@@ -1,43 +1,33 @@
-"""Anthropic's Messages API.
+"""A request, both ways: its fields, its messages and their content blocks.
 
-Two things set this dialect apart. A user message may mix tool results with text, so that one wire message can become
-several canonical ones. And the provider edits the conversation on its side (deferred tools, system messages that
-expire): what such a rule hides from the model is left out here, too.
-
-Request fields:
-  used      model, messages, system, max_tokens, stream, temperature, top_p, top_k, stop_sequences, tools, tool_choice,
-            thinking, output_config (effort, format), output_format
-  refused   what only Anthropic's servers can do and the model would notice: mcp_servers, thread, compaction, skills in
-            a container, output_config.task_budget, thinking between_tools, max_tokens 0, server-side content blocks
-  harmless  everything else, with one choice to know of: `context_management` asks the server to clear old tool results
-            or thinking from its own copy once the context has grown. The history is passed on as it was sent, and the
-            usage reported is that of the whole history, so that the harness's own accounting stays right.
+A tool call's input is JSON on the wire: its raw bytes are the canonical arguments, never re-serialised. What Anthropic
+shows its models as text (search results, plain-text documents, tool references) becomes text here.
 """
 
-import math
-import re
-from collections.abc import Mapping
 from contextlib import suppress
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 import msgspec
 from msgspec import UNSET, Raw
 
-from polar.dialects import anthropic_wire as aw
-from polar.dialects.anthropic_blocks import decode_tool_result, decode_turn_block, decode_visible_block, encode_part
-from polar.dialects.anthropic_reply import (
-    FINISH_REASONS,
-    AnthropicStreamEncoder,
-    build_reply,
-    decode_reply_block,
-    decode_usage,
-    encode_error_body,
+from polar.dialects.anthropic import wire as aw
+from polar.dialects.anthropic.tools import decode_tool_choice, decode_tools, encode_tools, require_json_object
+from polar.dialects.base import RawRequest, join_namespace
+from polar.dialects.raw_fields import decode, encode, unsupported_field_error
+from polar.errors import ApiError
+from polar.types import (
+    Media,
+    Message,
+    Part,
+    Reasoning,
+    Request,
+    ResponseFormat,
+    SamplingParams,
+    Text,
+    Thinking,
+    ToolCall,
+    ToolResult,
 )
-from polar.dialects.anthropic_tools import decode_tool_choice, decode_tools, encode_tools, require_json_object
-from polar.dialects.base import EncodedError, RawRequest, Route
-from polar.dialects.wire import decode, encode, split, unsupported_field_error
-from polar.errors import HTTP_STATUS, ApiError, ApiErrorKind
-from polar.types import Message, Part, Reply, Request, ResponseFormat, SamplingParams, Text, Thinking
 
 T = TypeVar("T")
 
@@ -57,7 +47,6 @@ _THINKING = msgspec.json.Decoder(aw.WireThinking | None)
 _OUTPUT_CONFIG = msgspec.json.Decoder(aw.OutputConfig | None)
 _OUTPUT_FORMAT = msgspec.json.Decoder(aw.OutputFormat | None)
 _CONTAINER = msgspec.json.Decoder(str | aw.Container | None)
-_REPLY = msgspec.json.Decoder(aw.WireReply)
 
 # claude-code's first system block is an accounting line whose value changes after compaction and from agent to agent.
 # It says nothing to the model; left in, it would break the prefix that turns and sub-agents share.
@@ -65,126 +54,44 @@ _BILLING_HEADER = "x-anthropic-billing-header:"
 
 _DEFAULT_MAX_TOKENS = 32_000  # Anthropic has no default of its own; this is what claude-code asks for
 
-_STATUS: dict[ApiErrorKind, int] = {
-    **HTTP_STATUS,
-    "overloaded": 529,
-    "engine": 500,  # harnesses retry it as they do 529, and it does not claim that there is too much to do
-}
+_UNPARSED = msgspec.json.Decoder(aw.UnparsedInput)
+_UNPARSED_KEY = b'{"__unparsedToolInput":'
+
+_REDACTED_SEAL_PREFIX = "redacted_thinking:"  # marks a seal that is the data of a redacted block
+
+# Requests, decoding.
 
 
-class Anthropic:
-    name = "anthropic"
-    routes: tuple[Route, ...] = (
-        Route("POST", re.compile(r"^/v1/messages$"), "generate"),
-        Route("POST", re.compile(r"^/v1/messages/(?P<verb>count_tokens)$"), "count_tokens"),
-        Route("GET", re.compile(r"^/v1/models$"), "list_models"),
-        Route("GET", re.compile(r"^/v1/models/(?P<model>.+)$"), "get_model"),
+def decode_request(raw_request: RawRequest, params: dict[str, str]) -> Request:
+    fields = raw_request.fields
+    counting = params.get("verb") == "count_tokens"
+    _refuse_server_features(fields, counting)
+    if not raw_request.items:
+        raise ApiError("invalid_request", "messages: at least one message is required.", param="messages")
+    loaded_tools: set[str] = set()
+    messages = _decode_system(fields) + _decode_messages(raw_request.items, loaded_tools)
+    choice, parallel = decode_tool_choice(_decode_optional(fields, "tool_choice", _TOOL_CHOICE))
+    thinking, response_format = _decode_output(fields)
+    return Request(
+        model=_decode_required(fields, "model", _STRING),
+        messages=messages,
+        tools=decode_tools(_decode_optional(fields, "tools", _TOOLS) or [], loaded_tools),
+        tool_choice=choice,
+        parallel_tool_calls=parallel,
+        sampling=SamplingParams(
+            temperature=_decode_optional(fields, "temperature", _MAYBE_FLOAT),
+            top_p=_decode_optional(fields, "top_p", _MAYBE_FLOAT),
+            top_k=_decode_optional(fields, "top_k", _MAYBE_INTEGER),
+            max_tokens=_decode_max_tokens(fields, counting),
+            stop=_decode_optional(fields, "stop_sequences", _MAYBE_STRINGS) or [],
+        ),
+        response_format=response_format,
+        thinking=thinking,
+        stream=_decode_optional(fields, "stream", _MAYBE_BOOL) or False,
     )
 
-    def recognizes(self, path: str, headers: Mapping[str, str]) -> bool:
-        """Every client of Anthropic's names the version of the API; the paths of the model list are OpenAI's, too."""
-        return path.startswith("/v1/messages") or "anthropic-version" in headers
 
-    def split(self, body: bytes) -> RawRequest:
-        _require_utf8(body)
-        return split(body, "messages")
-
-    def decode_request(self, raw_request: RawRequest, params: dict[str, str]) -> Request:
-        fields = raw_request.fields
-        counting = params.get("verb") == "count_tokens"
-        _refuse_server_features(fields, counting)
-        if not raw_request.items:
-            raise ApiError("invalid_request", "messages: at least one message is required.", param="messages")
-        loaded_tools: set[str] = set()
-        messages = _decode_system(fields) + _decode_messages(raw_request.items, loaded_tools)
-        choice, parallel = decode_tool_choice(_decode_optional(fields, "tool_choice", _TOOL_CHOICE))
-        thinking, response_format = _decode_output(fields)
-        return Request(
-            model=_decode_required(fields, "model", _STRING),
-            messages=messages,
-            tools=decode_tools(_decode_optional(fields, "tools", _TOOLS) or [], loaded_tools),
-            tool_choice=choice,
-            parallel_tool_calls=parallel,
-            sampling=SamplingParams(
-                temperature=_decode_optional(fields, "temperature", _MAYBE_FLOAT),
-                top_p=_decode_optional(fields, "top_p", _MAYBE_FLOAT),
-                top_k=_decode_optional(fields, "top_k", _MAYBE_INTEGER),
-                max_tokens=_decode_max_tokens(fields, counting),
-                stop=_decode_optional(fields, "stop_sequences", _MAYBE_STRINGS) or [],
-            ),
-            response_format=response_format,
-            thinking=thinking,
-            stream=_decode_optional(fields, "stream", _MAYBE_BOOL) or False,
-        )
-
-    def encode_request(self, request: Request) -> bytes:
-        """Leaves out what the API has no word for: seed, penalties, min_p, logit_bias, log-probabilities, names."""
-        messages = _list_messages(request)
-        system: list[aw.TextBlock] = []
-        if messages and messages[0].role in ("system", "developer"):
-            system, messages = _encode_system(messages[0]), messages[1:]
-        tools, choice = encode_tools(request)
-        sampling = request.sampling
-        return encode(
-            aw.WireRequest(
-                model=request.model,
-                max_tokens=_DEFAULT_MAX_TOKENS if sampling.max_tokens is None else sampling.max_tokens,
-                messages=_encode_messages(messages),
-                system=system or UNSET,
-                tools=tools or UNSET,
-                tool_choice=choice or UNSET,
-                temperature=sampling.temperature,
-                top_p=sampling.top_p,
-                top_k=sampling.top_k,
-                stop_sequences=sampling.stop or UNSET,
-                thinking=_encode_thinking(request.thinking) or UNSET,
-                output_config=_encode_output(request) or UNSET,
-                stream=request.stream,
-            )
-        )
-
-    def encode_reply(self, request: Request, reply: Reply) -> bytes:
-        return encode(build_reply(request, reply))
-
-    def decode_reply(self, body: bytes) -> Reply:
-        try:
-            _require_utf8(body)
-            reply = decode(_REPLY, body, "reply")
-        except ApiError as error:
-            raise ApiError("engine", error.message) from error
-        return Reply(
-            exchange_id=reply.id.removeprefix("msg_"),
-            model=reply.model,
-            created=0,
-            parts=[*map(decode_reply_block, reply.content)],
-            finish_reason=FINISH_REASONS.get(reply.stop_reason, "stop"),
-            stop_sequence=reply.stop_sequence,
-            usage=decode_usage(reply.usage),
-        )
-
-    def create_stream_encoder(self, request: Request, exchange_id: str, created: int) -> AnthropicStreamEncoder:  # noqa: ARG002
-        return AnthropicStreamEncoder(request, exchange_id)
-
-    def encode_count(self, tokens: int) -> bytes:
-        return encode(aw.TokenCount(tokens))
-
-    def encode_models(self, models: list[str], model: str | None) -> bytes:
-        if model is not None:
-            return encode(aw.ModelInfo(model, model))
-        listed = [aw.ModelInfo(name, name) for name in models]
-        return encode(aw.ModelList(listed, models[0] if models else None, models[-1] if models else None))
-
-    def encode_error(self, error: ApiError) -> EncodedError:
-        headers = {"content-type": "application/json"}
-        if error.retry_after is not None:
-            headers["retry-after"] = str(max(0, math.ceil(error.retry_after)))
-        return EncodedError(_STATUS[error.kind], encode_error_body(error), headers)
-
-
-# Reading a request.
-
-
-def _require_utf8(body: bytes) -> None:
+def require_utf8(body: bytes) -> None:
     """Raw JSON is cut out unread, so that bytes which are no text would only be found where it is used."""
     try:
         body.decode()
@@ -354,7 +261,102 @@ def _decode_thinking(fields: dict[str, Raw], effort: str | None) -> Thinking:
     return Thinking(enabled=True, effort=effort, budget=thinking.budget_tokens)
 
 
-# Writing a request.
+# Content blocks, decoding.
+
+
+def decode_visible_block(block: aw.VisibleBlock) -> list[Text | Media]:
+    """What a block that may stand in any turn says."""
+    if isinstance(block, aw.TextBlock):
+        return [Text(block.text)]
+    if isinstance(block, aw.ImageBlock):
+        return [_decode_media("image", block.source)]
+    if isinstance(block, aw.SearchResultBlock):
+        heading = _format_heading(("Title", block.title), ("Source", block.source))
+        return [*heading, *(Text(part.text) for part in block.content)]
+    source, title, context = block.source, ("Title", block.title), ("Context", block.context)
+    if isinstance(source, aw.TextSource):
+        return [*_format_heading(title, context), Text(source.data)]
+    if isinstance(source, aw.ContentSource):
+        content = [aw.TextBlock(source.content)] if isinstance(source.content, str) else source.content
+        return [*_format_heading(title, context), *(part for inner in content for part in decode_visible_block(inner))]
+    return [*_format_heading(context), _decode_media("file", source, block.title)]
+
+
+def decode_turn_block(block: aw.TurnBlock) -> Reasoning | ToolCall:
+    """What a block that only the model writes says."""
+    if isinstance(block, aw.ThinkingBlock):
+        return Reasoning(block.thinking, block.signature or None)
+    if isinstance(block, aw.RedactedThinkingBlock):
+        return Reasoning("", _REDACTED_SEAL_PREFIX + block.data)
+    return ToolCall(block.id, block.name, _decode_arguments(block.input))
+
+
+def decode_tool_result(block: aw.ToolResultBlock, loaded_tools: set[str]) -> ToolResult:
+    """The names of tools that a tool_reference brings in are added to `loaded`."""
+    parts: list[Text | Media] = []
+    if isinstance(block.content, str):
+        parts = [Text(block.content)] if block.content else []
+    else:
+        for inner in block.content or []:
+            if isinstance(inner, aw.ToolReference):
+                loaded_tools.add(inner.tool_name)
+                parts.append(Text(f"The tool {inner.tool_name} is available now."))
+            else:
+                parts += decode_visible_block(inner)
+    return ToolResult(block.tool_use_id, parts, is_error=block.is_error or False)
+
+
+def _decode_arguments(value: Raw) -> str:
+    """The input as it was sent; arguments that did not parse at the harness come back as the model wrote them."""
+    text = bytes(value)
+    if text.startswith(_UNPARSED_KEY):
+        with suppress(msgspec.DecodeError):  # then it only looks alike
+            return _UNPARSED.decode(text).text.raw
+    return text.decode()
+
+
+def _format_heading(*lines: tuple[str, str | None]) -> list[Text]:
+    """What Anthropic tells the model about a document besides its content."""
+    said = [f"{label}: {value}\n" for label, value in lines if value]
+    return [Text("".join(said) + "\n")] if said else []
+
+
+def _decode_media(
+    kind: Literal["image", "file"], source: aw.Base64Source | aw.UrlSource | aw.FileSource, name: str | None = None
+) -> Media:
+    if isinstance(source, aw.Base64Source):
+        return Media(kind, source.media_type, data=source.data, name=name)
+    if isinstance(source, aw.UrlSource):
+        return Media(kind, url=source.url, name=name)
+    return Media(kind, file_id=source.file_id, name=name)
+
+
+# Requests, encoding.
+
+
+def build_request(request: Request) -> aw.WireRequest:
+    """Leaves out what the API has no word for: seed, penalties, min_p, logit_bias, log-probabilities, names."""
+    messages = _list_messages(request)
+    system: list[aw.TextBlock] = []
+    if messages and messages[0].role in ("system", "developer"):
+        system, messages = _encode_system(messages[0]), messages[1:]
+    tools, choice = encode_tools(request)
+    sampling = request.sampling
+    return aw.WireRequest(
+        model=request.model,
+        max_tokens=_DEFAULT_MAX_TOKENS if sampling.max_tokens is None else sampling.max_tokens,
+        messages=_encode_messages(messages),
+        system=system or UNSET,
+        tools=tools or UNSET,
+        tool_choice=choice or UNSET,
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        stop_sequences=sampling.stop or UNSET,
+        thinking=_encode_thinking(request.thinking) or UNSET,
+        output_config=_encode_output(request) or UNSET,
+        stream=request.stream,
+    )
 
 
 def _list_messages(request: Request) -> list[Message]:
@@ -409,3 +411,55 @@ def _encode_output(request: Request) -> aw.OutputConfig | None:
     if wanted.kind == "text":
         return aw.OutputConfig(effort) if effort else None
     return aw.OutputConfig(effort, aw.OutputFormat(wanted.schema or Raw(b'{"type":"object"}')))
+
+
+# Content blocks, encoding.
+
+
+def encode_part(part: Part) -> aw.Block:
+    """A part of a conversation, as the harness would send it back."""
+    if isinstance(part, ToolResult):
+        return aw.ToolResultBlock(part.call_id, [*map(_encode_visible_block, part.parts)], part.is_error or None)
+    if isinstance(part, Text | Media):
+        return _encode_visible_block(part)
+    return encode_turn_block(part)
+
+
+def encode_turn_block(part: Reasoning | ToolCall) -> aw.TurnBlock:
+    if isinstance(part, ToolCall):
+        return aw.ToolUseBlock(part.id, join_namespace(part.namespace, part.name), _encode_input(part))
+    if not part.text and part.seal is not None and part.seal.startswith(_REDACTED_SEAL_PREFIX):
+        return aw.RedactedThinkingBlock(part.seal.removeprefix(_REDACTED_SEAL_PREFIX))
+    return aw.ThinkingBlock(part.text, part.seal or "")
+
+
+def _encode_visible_block(part: Text | Media) -> aw.TextBlock | aw.ImageBlock | aw.DocumentBlock:
+    if isinstance(part, Text):
+        return aw.TextBlock(part.text)
+    if part.kind not in ("image", "file"):
+        raise unsupported_field_error(part.kind, "Anthropic takes images and documents only")
+    source: aw.Base64Source | aw.UrlSource | aw.FileSource
+    if part.data is not None:
+        source = aw.Base64Source(part.media_type, part.data)
+    elif part.url is not None:
+        source = aw.UrlSource(part.url)
+    else:
+        source = aw.FileSource(part.file_id or "")
+    return aw.ImageBlock(source) if part.kind == "image" else aw.DocumentBlock(source, part.name)
+
+
+def _encode_input(call: ToolCall) -> Raw:
+    """A call's arguments as the JSON that the wire wants.
+
+    A freeform call's text goes into the field `input`; no arguments at all are an empty object. Arguments that are not
+    JSON are neither repaired nor dropped, but wrapped as claude-code wraps them, which `_arguments` undoes.
+    """
+    if call.kind == "custom":
+        return Raw(encode({"input": call.arguments}))
+    if not call.arguments:
+        return Raw(b"{}")
+    try:
+        msgspec.json.decode(call.arguments)
+    except (msgspec.DecodeError, RecursionError):
+        return Raw(encode(aw.UnparsedInput(aw.UnparsedText(call.arguments, len(call.arguments)))))
+    return Raw(call.arguments)

@@ -1,40 +1,21 @@
-"""Google's generateContent: the API of Gemini, as gemini-cli and pi speak it.
-
-What makes it unlike the others:
-
-- The path's verb says whether to stream, `?alt=sse` how: as server-sent events, or else as one JSON array, piece by
-  piece. The form travels in `Request.echo["alt"]`, and the stream's encoder says its own `content_type`.
-- Calls and results need no ids, and some harnesses drop those that we sent. Results are paired with calls by id, else
-  by name, else by order; ids that are missing are made from what is there, the same ones on every turn.
-- A thought's signature sits on whatever part comes after the thinking: the first call, else the last text. It has to
-  be base64. Ours holds the seal, so that a turn that lost its thoughts and ids still names its exchange. A signature
-  on text has no place in the canonical form; it becomes the seal of the turn's thinking, which may be empty.
-- Clients keep a stream's chunks as they came: text pieces side by side, even one content per chunk. In a model's turn,
-  neighbouring contents and neighbouring text are therefore one.
-- Arguments and results are JSON objects. Text travels inside one: `{"output": ...}` or `{"error": ...}` for a result.
-  Arguments that are no JSON object go out as `{"__unparsed_arguments": text}`: the harness's own check of the arguments
-  refuses the call, as it should, the model gets to see that, and on its way back the text is what it was. (Google's own
-  finish reason for this, MALFORMED_FUNCTION_CALL, makes harnesses throw the turn away.)
-"""
+"""What goes back to the harness: whole replies, streams in their two forms, errors."""
 
 import math
-import re
-from collections.abc import Mapping
 from datetime import UTC, datetime
 
 import msgspec
 from msgspec import Raw, Struct
 
 from polar import ids
-from polar.dialects import google_config, wire
-from polar.dialects import google_contents as gc
-from polar.dialects import google_wire as gw
-from polar.dialects.base import EncodedError, RawRequest, Route
-from polar.dialects.wire import encode
+from polar.dialects import raw_fields
+from polar.dialects.base import EncodedError
+from polar.dialects.google import contents as gc
+from polar.dialects.google import wire as gw
+from polar.dialects.google.requests import AS_ARRAY
+from polar.dialects.raw_fields import encode
 from polar.errors import HTTP_STATUS, ApiError, ApiErrorKind
 from polar.types import (
     FinishReason,
-    Message,
     Reasoning,
     Reply,
     ReplyEvent,
@@ -48,145 +29,7 @@ from polar.types import (
     Usage,
 )
 
-_CONTENT = msgspec.json.Decoder(gw.Content)
-_INSTRUCTION = msgspec.json.Decoder(gw.Content | str)
 _RESPONSE = msgspec.json.Decoder(gw.GenerateContentResponse)
-
-_MODELS = r"^/(?:v1|v1beta|v1alpha)/models"
-_AS_ARRAY = Raw(b'"json"')
-
-
-class Google:
-    name = "google"
-    routes: tuple[Route, ...] = (
-        Route(
-            "POST", re.compile(_MODELS + "/(?P<model>.+):(?P<verb>generateContent|streamGenerateContent)$"), "generate"
-        ),
-        Route("POST", re.compile(_MODELS + "/(?P<model>.+):(?P<verb>countTokens)$"), "count_tokens"),
-        Route("GET", re.compile(_MODELS + "$"), "list_models"),
-        Route("GET", re.compile(_MODELS + "/(?P<model>.+)$"), "get_model"),
-    )
-
-    def recognizes(self, path: str, headers: Mapping[str, str]) -> bool:
-        """The newest clients ask under /v1, where the model list is also OpenAI's and Anthropic's: the key tells."""
-        return (
-            path.startswith(("/v1beta", "/v1alpha"))
-            or path.endswith((":generateContent", ":streamGenerateContent", ":countTokens"))
-            or "x-goog-api-key" in headers
-        )
-
-    def split(self, body: bytes) -> RawRequest:
-        return wire.split(body, "contents")
-
-    def decode_request(self, raw_request: RawRequest, params: dict[str, str]) -> Request:
-        return _decode_request(raw_request, params)
-
-    def encode_request(self, request: Request) -> bytes:
-        """The body; model and verb stand in the path. Google knows system text only in front: later on it goes out as
-        the user's."""
-        messages = request.messages
-        if request.prompt is not None:
-            if not isinstance(request.prompt, str):
-                raise wire.unsupported_field_error("prompt", "Google takes no token ids")
-            messages = [Message("user", [Text(request.prompt)])]
-        leading = next((n for n, message in enumerate(messages) if message.role not in _SYSTEM_ROLES), len(messages))
-        instruction = [gc.encode_part(part, {}) for message in messages[:leading] for part in message.parts]
-        return encode(
-            gw.GenerateContentRequest(
-                contents=gc.encode_contents(messages[leading:]),
-                systemInstruction=gw.Content(instruction) if leading else None,
-                tools=google_config.encode_tools(request.tools),
-                toolConfig=google_config.encode_tool_choice(request),
-                generationConfig=google_config.encode_config(request),
-            )
-        )
-
-    def encode_reply(self, request: Request, reply: Reply) -> bytes:
-        return encode(_build_response(reply, _encode_reply_parts(reply, request.thinking.visible)))
-
-    def decode_reply(self, body: bytes) -> Reply:
-        try:
-            return _decode_reply(wire.decode(_RESPONSE, body, "reply"))
-        except (ApiError, UnicodeDecodeError) as error:
-            raise ApiError("engine", f"This is no reply of generateContent: {error}") from error
-
-    def create_stream_encoder(self, request: Request, exchange_id: str, created: int) -> "GoogleStreamEncoder":
-        return GoogleStreamEncoder(request, exchange_id, created)
-
-    def encode_count(self, tokens: int) -> bytes:
-        return encode(gw.TokenCount(tokens))
-
-    def encode_models(self, models: list[str], model: str | None) -> bytes:
-        if model is not None:
-            return encode(_encode_model(model))
-        return encode(gw.ModelList([_encode_model(name) for name in models]))
-
-    def encode_error(self, error: ApiError) -> EncodedError:
-        headers = {"content-type": "application/json"}
-        if error.retry_after is not None:
-            headers["retry-after"] = str(_retry_seconds(error.retry_after))
-        return EncodedError(HTTP_STATUS[error.kind], _encode_error_body(error), headers)
-
-
-def _encode_model(name: str) -> gw.Model:
-    name = name.removeprefix("models/")
-    return gw.Model(f"models/{name}", name)
-
-
-# Requests.
-
-_SYSTEM_ROLES = ("system", "developer")
-_UNSUPPORTED_FIELDS = (
-    ("cachedContent", "no cached content is kept here, send the whole contents"),
-    ("continuationToken", "no cut replies are kept here, send the whole contents"),
-)
-"""Fields that stand for content which we don't have. Safety settings, labels, service tiers and the like pass."""
-
-
-def _decode_request(raw_request: RawRequest, params: dict[str, str]) -> Request:
-    inner = _find_field(raw_request, "generateContentRequest")
-    if inner:  # countTokens may wrap what generateContent takes
-        raw_request = wire.split(bytes(inner), "contents")
-    for name, why in _UNSUPPORTED_FIELDS:
-        if _find_field(raw_request, name):
-            raise wire.unsupported_field_error(name, why)
-    if not raw_request.items:
-        raise gc.invalid_field_error("contents", "a list with at least one entry is required")
-
-    conversation = gc.ContentReader()
-    instruction = _find_field(raw_request, "systemInstruction")
-    if instruction is not None:
-        conversation.add_instruction(wire.decode(_INSTRUCTION, instruction, "systemInstruction"))
-    for index, raw in enumerate(raw_request.items):
-        where = f"contents[{index}]"
-        conversation.add_content(wire.decode(_CONTENT, raw, where), where)
-
-    config = google_config.decode_config(_find_field(raw_request, "generationConfig"))
-    tools = google_config.decode_tools(_find_field(raw_request, "tools"))
-    stream = params.get("verb") == "streamGenerateContent"
-    return Request(
-        model=params.get("model", "").removeprefix("models/"),
-        messages=conversation.messages,
-        tools=tools,
-        tool_choice=google_config.decode_tool_choice(_find_field(raw_request, "toolConfig"), tools),
-        sampling=google_config.decode_sampling(config),
-        response_format=google_config.decode_response_format(config),
-        thinking=google_config.decode_thinking(config),
-        stream=stream,
-        logprobs=(config.logprobs or 0) if config.responseLogprobs else None,
-        echo={"alt": _AS_ARRAY} if stream and params.get("alt") != "sse" else {},
-    )
-
-
-def _find_field(raw_request: RawRequest, name: str) -> Raw | None:
-    """A top-level field in either spelling; None where it is absent or null."""
-    raw = raw_request.fields.get(name) or raw_request.fields.get(
-        re.sub(r"[A-Z]", lambda capital: "_" + capital[0].lower(), name)
-    )
-    return None if raw is None or bytes(raw) == b"null" else raw
-
-
-# Replies.
 
 _WIRE_FINISH_REASONS: dict[FinishReason, str] = {
     "stop": "STOP",
@@ -206,6 +49,10 @@ _FINISH_REASONS: dict[str, FinishReason] = {
     "SPII": "content_filter",
 }
 """Any other reason means that something broke off the reply."""
+
+
+def build_reply(request: Request, reply: Reply) -> gw.GenerateContentResponse:
+    return _build_response(reply, _encode_reply_parts(reply, request.thinking.visible))
 
 
 def _encode_reply_parts(reply: Reply, shows_thoughts: bool) -> list[gw.Part]:
@@ -271,7 +118,14 @@ def _encode_logprobs(tokens: list[TokenLogprob]) -> gw.LogprobsResult:
     return gw.LogprobsResult(candidates(tokens), top)
 
 
-def _decode_reply(response: gw.GenerateContentResponse) -> Reply:
+def decode_reply(body: bytes) -> Reply:
+    try:
+        return _read_response(raw_fields.decode(_RESPONSE, body, "reply"))
+    except (ApiError, UnicodeDecodeError) as error:
+        raise ApiError("engine", f"This is no reply of generateContent: {error}") from error
+
+
+def _read_response(response: gw.GenerateContentResponse) -> Reply:
     candidate = response.candidates[0] if response.candidates else gw.Candidate()
     conversation = gc.ContentReader()
     conversation.add_content(
@@ -402,7 +256,7 @@ class GoogleStreamEncoder:
     last chunk has the finish reason, usage and, where no call carries it, the signature. No chunk is without a part."""
 
     def __init__(self, request: Request, exchange_id: str, created: int) -> None:
-        self._frames = _ArrayFrames() if request.echo.get("alt") == _AS_ARRAY else _SseFrames()
+        self._frames = _ArrayFrames() if request.echo.get("alt") == AS_ARRAY else _SseFrames()
         self.content_type = self._frames.content_type
         self._shows_thoughts = request.thinking.visible
         self._signature = gc.encode_signature(ids.make_seal(exchange_id, 0))
@@ -493,6 +347,13 @@ _CONTEXT_LENGTH_MESSAGE = "The input token count exceeds the maximum number of t
 """Harnesses know Google's overflow by these words alone: it has no code of its own."""
 
 _RPC = "type.googleapis.com/google.rpc."
+
+
+def encode_error(error: ApiError) -> EncodedError:
+    headers = {"content-type": "application/json"}
+    if error.retry_after is not None:
+        headers["retry-after"] = str(_retry_seconds(error.retry_after))
+    return EncodedError(HTTP_STATUS[error.kind], _encode_error_body(error), headers)
 
 
 def _retry_seconds(retry_after: float) -> int:

@@ -2,19 +2,21 @@
 
 A stream, put together by a client, is the same message as the whole reply of that turn, with one exception: arguments
 that are not JSON are sent as they are in a stream, since clients parse them themselves and each has its own way to tell
-the model of the error; a whole reply has to wrap them (see `anthropic_blocks`).
+the model of the error; a whole reply has to wrap them (see `requests`).
 """
 
 from typing import Literal
 
+import msgspec
 from msgspec import Raw
 from msgspec.structs import replace
 
 from polar import ids
-from polar.dialects import anthropic_wire as aw
 from polar.dialects import sse
-from polar.dialects.anthropic_blocks import decode_turn_block, encode_turn_block, join_namespace
-from polar.dialects.wire import encode
+from polar.dialects.anthropic import wire as aw
+from polar.dialects.anthropic.requests import decode_turn_block, encode_turn_block, require_utf8
+from polar.dialects.base import join_namespace
+from polar.dialects.raw_fields import decode, encode
 from polar.errors import ApiError, ApiErrorKind
 from polar.types import (
     FinishReason,
@@ -31,7 +33,9 @@ from polar.types import (
     Usage,
 )
 
-FINISH_REASONS: dict[str | None, FinishReason] = {
+_REPLY = msgspec.json.Decoder(aw.WireReply)
+
+_FINISH_REASONS: dict[str | None, FinishReason] = {
     "max_tokens": "length",
     "model_context_window_exceeded": "length",
     "tool_use": "tool_calls",
@@ -53,7 +57,24 @@ def build_reply(request: Request, reply: Reply) -> aw.WireReply:
     )
 
 
-def decode_reply_block(block: aw.ReplyBlock) -> Part:
+def decode_reply(body: bytes) -> Reply:
+    try:
+        require_utf8(body)
+        reply = decode(_REPLY, body, "reply")
+    except ApiError as error:
+        raise ApiError("engine", error.message) from error
+    return Reply(
+        exchange_id=reply.id.removeprefix("msg_"),
+        model=reply.model,
+        created=0,
+        parts=[*map(_decode_reply_block, reply.content)],
+        finish_reason=_FINISH_REASONS.get(reply.stop_reason, "stop"),
+        stop_sequence=reply.stop_sequence,
+        usage=_decode_usage(reply.usage),
+    )
+
+
+def _decode_reply_block(block: aw.ReplyBlock) -> Part:
     if isinstance(block, aw.TextBlock):
         return Text(block.text)
     part = decode_turn_block(block)
@@ -62,7 +83,7 @@ def decode_reply_block(block: aw.ReplyBlock) -> Part:
     return part
 
 
-def decode_usage(usage: aw.WireUsage) -> Usage:
+def _decode_usage(usage: aw.WireUsage) -> Usage:
     cached = usage.cache_read_input_tokens or 0
     return Usage(
         prompt=usage.input_tokens + cached + (usage.cache_creation_input_tokens or 0),

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta, Raw, Struct
 
-from polar.dialects import wire
+from polar.dialects import raw_fields
 from polar.errors import ApiError
 
 ABSENT = Raw(b"")
@@ -234,14 +234,14 @@ def decode_fields(raw: Raw | bytes, where: str) -> dict[str, Raw]:
     """An object's fields under their names in camelCase, without those that are null."""
     return {
         _camel_name(name) if "_" in name else name: value
-        for name, value in wire.decode(_OBJECT, raw, where).items()
+        for name, value in raw_fields.decode(_OBJECT, raw, where).items()
         if bytes(value) != b"null"
     }
 
 
 def to_camel_case(raw: Raw, where: str) -> bytes:
     """An object with its own keys (not those further in) in camelCase."""
-    return wire.encode(decode_fields(raw, where))
+    return raw_fields.encode(decode_fields(raw, where))
 
 
 # Schemas. Google's kind is a part of OpenAPI 3.0's: types in capitals, `nullable`, whole numbers as strings.
@@ -267,10 +267,10 @@ _NO_TYPE = "TYPE_UNSPECIFIED"
 
 def to_json_schema(raw: Raw, where: str) -> Raw:
     """A schema of Google's kind as an ordinary JSON schema; one that already is ordinary stays as it was sent."""
-    schema = wire.decode(_SCHEMA, raw, where)
+    schema = raw_fields.decode(_SCHEMA, raw, where)
     try:
         ordinary = _convert_schema(schema)
-        return raw if ordinary == schema else Raw(wire.encode(ordinary))
+        return raw if ordinary == schema else Raw(raw_fields.encode(ordinary))
     except (RecursionError, OverflowError) as error:  # the latter where a number has more than 64 bits
         raise ApiError("invalid_request", f"{where}: {error}.", param=where) from error
 

@@ -12,7 +12,7 @@ from msgspec import UNSET, Meta, Raw, Struct, UnsetType
 
 from polar import types
 from polar.dialects.base import RawRequest
-from polar.dialects.wire import decode, encode, unsupported_field_error
+from polar.dialects.raw_fields import decode, encode, unsupported_field_error
 from polar.errors import ApiError, EngineError
 from polar.types import FinishReason, SamplingParams
 

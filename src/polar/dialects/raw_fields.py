@@ -1,4 +1,4 @@
-"""What all dialects share: splitting a body into raw fields, and errors that name the field at fault."""
+"""Splits a body into raw fields and decodes them one by one. Errors name the field at fault."""
 
 import re
 from collections.abc import Iterator
@@ -77,8 +77,9 @@ def decode(decoder: "msgspec.json.Decoder[T]", raw: Raw | bytes, where: str) -> 
 
 
 def cached_results(maker: object) -> dict[int, tuple[Raw, Any]]:
-    """What was made of items, by their id(), each with the item, so that no other one gets its id; to be added to.
-    `kind` is whatever makes such things of items; it lives as long as the process."""
+    """What `maker` made of items, by id(item), for the caller to add to. Each entry holds its item, so that
+    no other object gets that id. `maker` is what turns items into results, a function say; it lives as long as the
+    process."""
     known = _decode_cache.get()
     if known is None:
         return {}
