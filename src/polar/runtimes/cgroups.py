@@ -49,7 +49,7 @@ class CgroupHierarchies:
 
     @classmethod
     @functools.cache
-    def of_this_process(cls) -> "CgroupHierarchies":
+    def detect(cls) -> "CgroupHierarchies":
         """Looked for once: on v2 the process may move for it, and would not find again where it came from."""
         unified, v1 = find_own_cgroups(Path("/proc/self/cgroup").read_text(), Path("/proc/self/mountinfo").read_text())
         if unified is not None and not (_is_writable(unified) and (unified / "cgroup.procs").exists()):

@@ -7,12 +7,11 @@ from typing import Any, cast
 
 import pytest
 
-from polar.runtimes import user_ranges
 from polar.runtimes.base import RuntimeSpec, SandboxError
-from polar.runtimes.bubblewrap import Bubblewrap
+from polar.runtimes.bubblewrap import Bubblewrap, user_ranges
+from polar.runtimes.bubblewrap.user_ranges import UserRange, UserRanges
 from polar.runtimes.cgroups import CgroupHierarchies
-from polar.runtimes.spawner_client import Spawner
-from polar.runtimes.user_ranges import UserRange, UserRanges
+from polar.runtimes.spawner.client import Spawner
 
 
 class FailingSpawner:

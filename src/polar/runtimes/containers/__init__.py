@@ -1,4 +1,4 @@
-"""`podman`: containers without a daemon (podman 4 or later)."""
+"""Containers of Docker and podman. What both share is in `backend`; here is what is different."""
 
 import os
 import resource
@@ -8,12 +8,23 @@ from pathlib import Path
 import msgspec
 
 from polar.runtimes.cgroups import CONTROLLERS
-from polar.runtimes.container_backend import ContainerBackend
+from polar.runtimes.containers.backend import ContainerBackend
+
+__all__ = ["Docker", "Podman"]
 
 _MAX_OPEN_FILES = 1 << 20  # podman's own limits, as far as we may keep them
 
 
+class Docker(ContainerBackend):
+    """Containers of a Docker daemon on this machine (20.10 or later)."""
+
+    name = "docker"
+    install_hint = "install Docker (Debian: docker.io) and start its daemon, dockerd"
+
+
 class Podman(ContainerBackend):
+    """Containers without a daemon (podman 4 or later)."""
+
     name = "podman"
     install_hint = "install podman"
 

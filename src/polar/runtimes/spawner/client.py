@@ -8,7 +8,6 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
@@ -18,48 +17,29 @@ import msgspec
 
 import polar
 from polar.runtimes.base import CommandResult, SandboxError
-from polar.runtimes.spawner import JOB_IN_FILE, MAX_MESSAGE_BYTES, UNPRIVILEGED
+from polar.runtimes.socket_process import SocketProcess
+from polar.runtimes.spawner.process import JOB_IN_FILE, MAX_MESSAGE_BYTES, UNPRIVILEGED
 
-_SPAWNER_CODE = "import sys; sys.path.append(sys.argv[1]); from polar.runtimes.spawner import main; main()"
+_SPAWNER_CODE = "import sys; sys.path.append(sys.argv[1]); from polar.runtimes.spawner.process import main; main()"
 _CHUNK_BYTES = 1 << 16
 
 
 class Spawner:
-    """The process of `spawner.py`, started when it is first needed, and anew if it is gone."""
+    """The process of `process.py`, started when it is first needed, and anew if it is gone."""
 
     def __init__(self, *, unprivileged: bool = False) -> None:
-        self._arguments = (UNPRIVILEGED,) if unprivileged else ()
-        self._process: subprocess.Popen[bytes] | None = None
-        self._socket: socket.socket | None = None
-        self._lock = threading.Lock()
+        package = str(Path(polar.__file__).parent.parent)
+        arguments = (UNPRIVILEGED,) if unprivileged else ()
+        argv = [sys.executable, "-I", "-S", "-c", _SPAWNER_CODE, package, *arguments]
+        self._process = SocketProcess(argv, env={"PATH": os.defpath}, cwd="/")
 
     def start(self) -> None:
-        self._connect()
+        self._process.connect()
 
     @property
     def process(self) -> "subprocess.Popen[bytes] | None":
         """The one that runs; what an earlier one had started is dead with it."""
-        return self._process if self._process is not None and self._process.poll() is None else None
-
-    def _connect(self) -> socket.socket:
-        with self._lock:
-            if self._socket is None or self._process is None or self._process.poll() is not None:
-                self.close()
-                ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-                package = str(Path(polar.__file__).parent.parent)
-                argv = [sys.executable, "-I", "-S", "-c", _SPAWNER_CODE, package, *self._arguments]
-                environment = {"PATH": os.defpath}
-                with its:
-                    self._process = subprocess.Popen(
-                        argv,
-                        stdin=its.fileno(),
-                        stdout=subprocess.DEVNULL,
-                        env=environment,
-                        start_new_session=True,
-                        cwd="/",
-                    )
-                self._socket = ours
-            return self._socket
+        return self._process.running
 
     async def spawn(self, job: dict[str, Any], fds: Sequence[int]) -> "SpawnedJob":
         """Asks for a job. The descriptors are lent, and may be closed once this has returned."""
@@ -74,7 +54,7 @@ class Spawner:
                 if len(message) > MAX_MESSAGE_BYTES:
                     given.append(_create_memfd(lent, message))
                     message = JOB_IN_FILE
-                socket.send_fds(self._connect(), [message], given)
+                socket.send_fds(self._process.connect(), [message], given)
             except OSError as error:
                 raise SandboxError(f"The spawner can't be reached: {error}.") from error
             kept.pop_all()
@@ -82,12 +62,7 @@ class Spawner:
 
     def close(self) -> None:
         """Ends the spawner, and with it everything that it started."""
-        if self._socket is not None:
-            self._socket.close()
-            self._socket = None
-        if self._process is not None:
-            self._process.wait()
-            self._process = None
+        self._process.close()
 
 
 def _create_memfd(held: contextlib.ExitStack, content: bytes) -> int:
@@ -164,9 +139,8 @@ class SpawnedJob:
 
     async def kill_all(self) -> None:
         """Has a supervisor kill everything below it, and waits until that is done."""
-        process = (
-            await self.wait_for_pidfd()
-        )  # alive, or dead with its number not given to another: the descriptor sees to it
+        # alive, or dead with its number not given to another: the descriptor sees to it
+        process = await self.wait_for_pidfd()
         if process is not None:
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(process, signal.SIGTERM)
@@ -184,7 +158,7 @@ def _resolve(future: "asyncio.Future[None]") -> None:
 
 
 class _OutputSink:
-    """Takes what a command writes, as it comes, and keeps the first `most` bytes. The rest is read and dropped, so that
+    """Takes what a command writes, as it comes, and keeps the first `max_bytes`. The rest is read and dropped, so that
     a talkative command is neither held up nor killed."""
 
     def __init__(self, path: Path | None, max_bytes: int) -> None:
@@ -227,7 +201,7 @@ class _OutputSink:
                 self._file.close()
 
 
-async def run(
+async def run_command(
     spawner: Spawner,
     job: dict[str, Any],
     fds: Sequence[int],

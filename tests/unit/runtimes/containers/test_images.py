@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from polar.runtimes.base import RuntimeSpec, SandboxError
-from polar.runtimes.container_cli import ContainerCli, ContainerCliError
-from polar.runtimes.docker import Docker
+from polar.runtimes.containers import Docker
+from polar.runtimes.containers.cli import ContainerCli, ContainerCliError
 
 
 class Engine:

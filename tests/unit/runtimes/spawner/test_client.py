@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from polar.runtimes import spawner_client
-from polar.runtimes.spawner_client import SpawnedJob
+from polar.runtimes.spawner.client import SpawnedJob, run_command
 
 
 class EndingSpawner:
@@ -40,7 +39,7 @@ async def test_a_cancellation_is_never_lost(tmp_path: Path, steps: int) -> None:
         spawned.close()
 
     running = asyncio.ensure_future(
-        spawner_client.run(
+        run_command(
             spawner, {}, (), stdin=b"", timeout=600.0, output=tmp_path / "out", max_output=1, kill=kill,
             follow=followed.set_result,
         )

@@ -19,10 +19,8 @@ from pathlib import Path
 from msgspec import Struct
 
 from polar.runtimes.base import SandboxError
-from polar.runtimes.spawner_client import Spawner
+from polar.runtimes.spawner.client import Spawner
 
-SHARED_USERS = "user ids (inotify, pipes and signals are shared)"
-"""What is not isolated where sandboxes have no range of their own."""
 RANGE_SIZE = 65536  # ids in a range, as in an image
 FIRST_ID = 0x7000_0000  # above what systemd gives to containers
 _RANGE_COUNT = 0xFFE  # below what systemd keeps for foreign images

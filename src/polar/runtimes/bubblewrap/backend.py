@@ -9,7 +9,7 @@ every process is dead. A disk limit is a file of that size with ext4 in it, on a
 tmpfs files would eat the sandbox's memory limit, and quotas are not set up on most machines. /dev/shm counts as
 memory.
 
-*Users.* Root inside is a user outside that no other sandbox has (user_ranges.py), so that what the kernel counts by
+*Users.* Root inside is a user outside that no other sandbox has (see `user_ranges`), so that what the kernel counts by
 user is the sandbox's own. The layers below are mounted with their owners mapped into its range; its own layer belongs
 to it. Where the kernel or a file system can't, it is the node's own user outside, without any capability there, and
 with the kernel's files in /proc read-only or hidden. Inside it may do with files what root may; it can't mount, set up
@@ -47,15 +47,16 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from polar.runtimes import files, linux, privileges, relay, roots, seccomp, spawner_client
-from polar.runtimes.base import CommandResult, CorruptedRuntimeError, FileState, RuntimeSpec, SandboxError
+from polar.runtimes import files, linux, relay, seccomp
+from polar.runtimes.base import SHARED_USERS, CommandResult, CorruptedRuntimeError, FileState, RuntimeSpec, SandboxError
+from polar.runtimes.bubblewrap import privileges, roots
+from polar.runtimes.bubblewrap.user_ranges import UserRange, UserRanges
 from polar.runtimes.cgroups import Cgroup, CgroupHierarchies
 from polar.runtimes.namespace_worker import NamespaceWorkers
 from polar.runtimes.relay import GATEWAY_PORT, GatewayRelay
-from polar.runtimes.spawner import STAGE_FOLDER
-from polar.runtimes.spawner_client import SpawnedJob, Spawner
+from polar.runtimes.spawner.client import SpawnedJob, Spawner, mark_out_of_memory, run_command
+from polar.runtimes.spawner.process import STAGE_FOLDER
 from polar.runtimes.state_folder import StateFolder, remove_tree
-from polar.runtimes.user_ranges import SHARED_USERS, UserRange, UserRanges
 
 _log = logging.getLogger(__name__)
 _PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
@@ -155,9 +156,8 @@ class BubblewrapRuntime:
                 raise _make_start_error(self._bwrap, said, restarting=restarting)
         if self._backend.unprivileged and self._spawner_process is not None:
             self._transfers.worker = self._backend.workers.get_for_process(self._spawner_process.pid)
-        mount_namespace = os.open(
-            f"/proc/{pid}/ns/mnt", os.O_RDONLY | os.O_CLOEXEC
-        )  # its mounts stay while this is open
+        # Its mounts stay while this is open.
+        mount_namespace = os.open(f"/proc/{pid}/ns/mnt", os.O_RDONLY | os.O_CLOEXEC)
         self._descriptors.callback(os.close, mount_namespace)
         self._root_fd = os.open(f"/proc/{pid}/root", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
         self._descriptors.callback(os.close, self._root_fd)
@@ -177,9 +177,8 @@ class BubblewrapRuntime:
         except ProcessLookupError:
             return None
         self._descriptors.callback(os.close, self._init_pidfd)
-        await _wait_readable(
-            ready, self._init_pidfd
-        )  # bwrap itself, which also writes to `ready`, does not hear of the end
+        # bwrap itself, which also writes to `ready`, does not hear of the end
+        await _wait_readable(ready, self._init_pidfd)
         os.set_blocking(ready, False)
         with contextlib.suppress(BlockingIOError):
             return pid if os.read(ready, 1) == b"\n" else None
@@ -293,7 +292,7 @@ class BubblewrapRuntime:
         began = time.monotonic()
         killed, stops = 0 if self._cgroup is None else self._cgroup.count_oom_kills(), self._stop_count
         try:
-            completed = await spawner_client.run(
+            completed = await run_command(
                 self._backend.spawner,
                 job,
                 (self._init_pidfd,),
@@ -314,9 +313,7 @@ class BubblewrapRuntime:
             raise SandboxError(f"Runtime {self.id} ended with the spawner, which is gone.")
         if self._stop_count > stops and completed.exit_code == 128 + signal.SIGKILL:
             completed = replace(completed, exit_code=None)
-        return spawner_client.mark_out_of_memory(
-            completed, self._cgroup is not None and self._cgroup.count_oom_kills() > killed
-        )
+        return mark_out_of_memory(completed, self._cgroup is not None and self._cgroup.count_oom_kills() > killed)
 
     async def _ended_from_inside(self) -> bool:
         """Whether the first process is gone, or about to be, and neither by us nor with the spawner."""
@@ -450,7 +447,7 @@ class Bubblewrap:
     async def _set_up(self) -> CgroupHierarchies:
         """What all runtimes share, once."""
         if self._cgroups is None:
-            self._cgroups = CgroupHierarchies.of_this_process()
+            self._cgroups = CgroupHierarchies.detect()
             if missing := self._cgroups.missing_controllers:
                 _log.warning("No cgroups for %s can be made here: such limits are not kept.", ", ".join(missing))
             self._state.record_cgroups(self._cgroups)
@@ -564,7 +561,7 @@ class Bubblewrap:
         return contextlib.nullcontext()
 
     def list_isolation_gaps(self) -> list[str]:
-        found = CgroupHierarchies.of_this_process().missing_limits
+        found = CgroupHierarchies.detect().missing_limits
         if self.unprivileged:
             found.append("disk limit (only the size of each file)")
         if self._shares_users:

@@ -1,33 +1,42 @@
 """Containers: what the kinds `docker` and `podman` share.
 
 A runtime is one container, whose first process is a shell that sleeps and reaps; commands are started in it with `exec`
-(container.py). Engines are driven through their command line, which Docker and podman have in common; their HTTP
+(runtime.py). Engines are driven through their command line, which Docker and podman have in common; their HTTP
 interfaces differ, and podman has one only where a service was started for it.
 
 A container carries three labels: its runtime's id, the process that made it, and that process's state folder. A sweep
 removes those of its own state folder whose process is gone, and touches no others.
+
+Images are names that the engine or its registry knows, and folders with a Dockerfile. `build:FOLDER` is built once by
+each node for each content of the folder: its tag is a hash over names, modes and bytes, so that a change of any file is
+another image. That nothing has changed since an earlier node is for the engine to find out, which knows what a
+Dockerfile starts from; that comes from the engine, or from the registry that it asks.
 """
 
 import asyncio
+import contextlib
 import hashlib
 import logging
 import os
 import secrets
 import shutil
+import stat
+import subprocess
+import tarfile
+import tempfile
+from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 
 import msgspec
+from msgspec import Struct
 
 from polar.runtimes import linux, seccomp
-from polar.runtimes.base import Limits, RuntimeSpec, SandboxError
+from polar.runtimes.base import SHARED_USERS, Limits, RuntimeSpec, SandboxError
 from polar.runtimes.cgroups import CONTROLLERS, LIMIT_NAMES, Controller
-from polar.runtimes.container_cli import ContainerCli, ContainerCliError
-from polar.runtimes.container_images import ContainerImage, ContainerImages
-from polar.runtimes.container_runtime import INIT_SCRIPT, ContainerRuntime, container_name, remove_container
+from polar.runtimes.containers.cli import ContainerCli, ContainerCliError
+from polar.runtimes.containers.runtime import INIT_SCRIPT, ContainerRuntime, container_name, remove_container
 from polar.runtimes.namespace_worker import NamespaceWorkers
-from polar.runtimes.trial import build_trial_image
-from polar.runtimes.user_ranges import SHARED_USERS
 
 log = logging.getLogger(__name__)
 
@@ -35,8 +44,112 @@ RUNTIME_LABEL = "polar.runtime"
 MAKER_LABEL = "polar.maker"
 STATE_LABEL = "polar.state"
 
+_BUILD_PREFIX = "build:"
+_BUILT_REPOSITORY = "localhost/polar-build"
+_BUILD_TIMEOUT_SECONDS = 3600.0  # to fetch or to build one
+_MAX_LOG_TAIL_CHARS = 4000  # characters of what a failed build printed
+_TRIAL_PROGRAMS = ("sh", "env", "sleep", "cat")
+_TRIAL_FOLDERS = ("dev", "etc", "proc", "sys", "tmp")
 _NO_IMAGE = ("no such image", "image not known", "unable to find image")
 _OWN_PROCESSES = 2  # the first process and its sleep count against the limit
+
+
+class ContainerImage(Struct, frozen=True):
+    name: str  # the engine's
+    user: str  # that commands run as
+
+
+class ContainerImages:
+    """Those of one engine. Made once, they are taken to be there until `forget` says otherwise."""
+
+    def __init__(self, cli: ContainerCli) -> None:
+        self._cli = cli
+        self._tasks: dict[str, asyncio.Task[ContainerImage]] = {}  # or being made so
+        self._tags: dict[Path, tuple[bytes, str]] = {}  # of folders, by how their files looked
+
+    async def ensure(self, image: str) -> ContainerImage:
+        """Fetches or builds what is not here; for those who ask at the same time, once."""
+        folder = Path(image.removeprefix(_BUILD_PREFIX)) if image.startswith(_BUILD_PREFIX) else None
+        name = image if folder is None else await asyncio.to_thread(self._compute_tag, folder)
+        if (making := self._tasks.get(name)) is None:
+            making = asyncio.create_task(self._fetch_or_build(name, folder))
+            self._tasks[name] = making
+            making.add_done_callback(lambda made: self._forget_failed(name, made))
+        return await asyncio.shield(making)
+
+    def forget(self, image: ContainerImage) -> None:
+        """It is gone from the engine (somebody pruned it): whoever asks next has it made again."""
+        made = self._tasks.get(image.name)
+        if made is None or not made.done() or made.cancelled() or made.exception() is not None:
+            return  # it is being made again already
+        if made.result() is image:
+            del self._tasks[image.name]
+
+    def _forget_failed(self, name: str, made: "asyncio.Task[ContainerImage]") -> None:
+        if made.cancelled() or made.exception() is not None:
+            del self._tasks[name]  # whoever asks next tries again
+
+    async def _fetch_or_build(self, name: str, folder: Path | None) -> ContainerImage:
+        if folder is not None:
+            await self._build(name, folder)
+            return ContainerImage(name, await self._inspect_user(name) or "0")
+        try:
+            user = await self._inspect_user(name)
+        except ContainerCliError:
+            await self._pull(name)
+            user = await self._inspect_user(name)
+        return ContainerImage(name, user or "0")
+
+    async def _inspect_user(self, name: str) -> str:
+        return await self._cli.call("image", "inspect", "--format", "{{.Config.User}}", name)
+
+    async def _pull(self, name: str) -> None:
+        try:
+            await self._cli.call("pull", "--quiet", name, seconds=_BUILD_TIMEOUT_SECONDS, cancellable=True)
+        except ContainerCliError as error:
+            raise SandboxError(f"The image {name} is not here, and can't be fetched: {error}") from error
+
+    async def _build(self, name: str, folder: Path) -> None:
+        arguments = ("build", "--force-rm", "--tag", name, str(folder))  # a step that fails leaves no container
+        try:
+            await self._cli.call(*arguments, seconds=_BUILD_TIMEOUT_SECONDS, cancellable=True)
+        except ContainerCliError as error:
+            raise SandboxError(f"The image of {folder} can't be built: {str(error)[-_MAX_LOG_TAIL_CHARS:]}") from error
+
+    def _compute_tag(self, folder: Path) -> str:
+        if not folder.is_absolute() or not (folder / "Dockerfile").is_file():
+            raise SandboxError(
+                f"The image {_BUILD_PREFIX}{folder} must be the absolute path of a folder with a Dockerfile."
+            )
+        looks = _hash_folder(folder, contents=False)
+        if (known := self._tags.get(folder)) is None or known[0] != looks:
+            known = looks, f"{_BUILT_REPOSITORY}:{_hash_folder(folder, contents=True).hex()[:32]}"
+            self._tags[folder] = known
+        return known[1]
+
+    async def close(self) -> None:
+        """Breaks off what is still being fetched or built."""
+        making = list(self._tasks.values())
+        for task in making:
+            task.cancel()
+        await asyncio.gather(*making, return_exceptions=True)
+        self._tasks.clear()
+
+
+def _hash_folder(folder: Path, *, contents: bool) -> bytes:
+    """Over everything in a folder: what it holds, or (which is quicker) how that looks."""
+    digest = hashlib.sha256()
+    for path in sorted(folder.rglob("*")):
+        found = path.lstat()
+        digest.update(os.fsencode(path.relative_to(folder)) + f"\0{found.st_mode:o}\0".encode())
+        if not contents:
+            digest.update(f"{found.st_size} {found.st_mtime_ns} {found.st_ino}\0".encode())
+        elif stat.S_ISLNK(found.st_mode):
+            digest.update(os.fsencode(os.readlink(path)) + b"\0")
+        elif stat.S_ISREG(found.st_mode):
+            with path.open("rb") as file:
+                digest.update(hashlib.file_digest(file, "sha256").digest())
+    return digest.digest()
 
 
 class ContainerBackend:
@@ -187,7 +300,7 @@ class ContainerBackend:
         )
 
     def trial_image(self) -> AbstractAsyncContextManager[str]:
-        return build_trial_image(self._cli)
+        return _build_trial_image(self._cli)
 
     def list_isolation_gaps(self) -> list[str]:
         found = [LIMIT_NAMES[name] for name in CONTROLLERS if name in self.missing_controllers]
@@ -243,3 +356,35 @@ def _identify_process(pid: int) -> str | None:
     except (FileNotFoundError, ProcessLookupError):
         return None
     return f"{pid}-{after_name.split()[19]}"
+
+
+@contextlib.asynccontextmanager
+async def _build_trial_image(cli: ContainerCli) -> AsyncIterator[str]:
+    """An image of this machine's shell and three programs, which no registry is asked for. It is removed again."""
+    name = f"localhost/polar-trial:{secrets.token_hex(6)}"
+    with tempfile.TemporaryDirectory() as folder:
+        packed = Path(folder, "root.tar")
+        await asyncio.to_thread(_pack_root, packed)
+        await cli.call("import", str(packed), name)
+    try:
+        yield name
+    finally:
+        await cli.call("image", "rm", name)
+
+
+def _pack_root(target: Path) -> None:
+    programs = {name: Path(found).resolve() for name in _TRIAL_PROGRAMS if (found := shutil.which(name))}
+    with tarfile.open(target, "w", dereference=True) as tar:
+        for name in _TRIAL_FOLDERS:
+            entry = tarfile.TarInfo(name)
+            entry.type, entry.mode = tarfile.DIRTYPE, 0o755
+            tar.addfile(entry)
+        for library in sorted(set().union(*map(_find_libraries, programs.values()))):
+            tar.add(library, library.lstrip("/"))
+        for name, program in programs.items():
+            tar.add(program, f"bin/{name}")
+
+
+def _find_libraries(program: Path) -> set[str]:
+    listed = subprocess.run(["ldd", str(program)], capture_output=True, text=True, check=False).stdout
+    return {word for word in listed.split() if word.startswith("/")}

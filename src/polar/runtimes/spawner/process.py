@@ -15,8 +15,17 @@ The jobs: `sandbox` (mounts in a namespace of its own, then bwrap), `inside` (a 
 with a supervisor, below which everything that it starts stays, daemons too).
 
 When the node dies, however it dies, the socket closes, the spawner ends, and with it every sandbox and every
-supervisor. A node without root has it in a user namespace (user_namespace.py). Nothing of the node's environment or
-memory is here. Only the standard library is used.
+supervisor. Nothing of the node's environment or memory is here. Only the standard library is
+used.
+
+A node without root has the spawner in a user namespace: in it, and below it, the node's user is root and may mount.
+
+    node (user 1000) -> spawner: user 0 of a user namespace, process 1 of a pid namespace -> mounts -> bwrap
+
+Only the node's own user and group are mapped, since mapping others takes `newuidmap`: files inside all belong to that
+user, as they do in a sandbox that root makes. The pid namespace is needed because only the owner of a namespace may
+enter it: the spawner steps into a sandbox's pid namespace for a fork, and must be able to step back. It also ends
+everything inside with the spawner.
 """
 
 import contextlib
@@ -32,11 +41,10 @@ import stat
 import sys
 import time
 import warnings  # noqa: F401  needed by os.execvpe, which imports it only then
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from polar.runtimes import linux
-from polar.runtimes.user_namespace import enter_user_and_pid_namespaces, overlay_options
 
 UNPRIVILEGED = "unprivileged"
 NOT_FOUND, NOT_EXECUTABLE = 127, 126  # as shells say it
@@ -537,5 +545,70 @@ _JOB_HANDLERS: dict[str, Callable[[Job, int, list[int]], None]] = {
     "local": _run_supervisor,
 }
 
+
+# A user namespace for a node without root.
+
+
+def enter_user_namespace() -> None:
+    """Makes this process, which must have one thread, root of a new user namespace."""
+    user, group = os.geteuid(), os.getegid()
+    linux.unshare(linux.CLONE_NEWUSER)
+    for file, value in (("setgroups", "deny"), ("uid_map", f"0 {user} 1"), ("gid_map", f"0 {group} 1")):
+        fd = os.open(f"/proc/self/{file}", os.O_WRONLY | os.O_CLOEXEC)
+        try:
+            os.write(fd, value.encode())
+        finally:
+            os.close(fd)
+
+
+def enter_user_and_pid_namespaces() -> None:
+    """Enters a new user namespace and a new pid namespace. Returns in a fork, which is process 1 there; this process
+    waits for it and exits. Each ends with the other."""
+    enter_user_namespace()
+    linux.unshare(linux.CLONE_NEWPID)
+    child = os.fork()
+    if child == 0:
+        linux.die_with_parent(signal.SIGKILL)
+        return
+    os.close(0)  # the spawner's socket: the node must see its end close with the fork
+    _, status = os.waitpid(child, 0)
+    os._exit(min(abs(os.waitstatus_to_exitcode(status)), 255))
+
+
+def overlay_options(lower: Sequence[str | int], layer: str | None = None, *, unprivileged: bool) -> str:
+    """Of an overlay over these folders. Without a layer, a folder that holds `upper` and `work`, it is read-only.
+    `userxattr`: in a user namespace an overlay may mark files only with attributes that their owner may set."""
+    options = [f"lowerdir={':'.join(map(str, lower))}"]
+    if layer is not None:
+        options += [f"upperdir={layer}/upper", f"workdir={layer}/work", "volatile"]
+    return ",".join([*options, "userxattr"] if unprivileged else options)
+
+
+def probe() -> None:
+    """Does in a folder (argument 2) what a sandbox needs there; argument 3 says whether without root. Prints the step
+    that failed and its error number, or nothing. The folder must be empty, and free of characters that overlays
+    separate options with."""
+    folder, unprivileged = sys.argv[2], sys.argv[3] == "unprivileged"
+    lower, _, _, root = folders = [os.path.join(folder, name) for name in ("lower", "upper", "work", "root")]
+    step = "namespace"
+    try:
+        if unprivileged:
+            enter_user_namespace()
+        step = "mounts"
+        linux.unshare(linux.CLONE_NEWNS)
+        linux.mount("none", "/", "none", linux.MS_REC | linux.MS_PRIVATE)
+        step = "folder"
+        for path in (*folders, f"{lower}/below"):
+            os.mkdir(path)
+        step = "overlay"
+        options = overlay_options([lower], folder, unprivileged=unprivileged)
+        linux.mount("overlay", root, "overlay", linux.MS_NOSUID | linux.MS_NODEV, options)
+        step = "layer"  # network file systems mount, and then fail at what marks a removed file
+        os.rmdir(f"{root}/below")
+        os.mkdir(f"{root}/below")
+    except OSError as error:
+        os.write(1, json.dumps({"step": step, "errno": error.errno}).encode())
+
+
 if __name__ == "__main__":
-    sys.exit("This is started by the node: see polar.runtimes.spawner_client.")
+    sys.exit("This is started by the node: see polar.runtimes.spawner.client.")

@@ -18,7 +18,7 @@ import polar
 from polar.runtimes.state_folder import remove_tree
 
 _CAP_SYS_ADMIN = 21
-_PROBE_CODE = "import sys; sys.path.append(sys.argv[1]); from polar.runtimes.user_namespace import probe; probe()"
+_PROBE_CODE = "import sys; sys.path.append(sys.argv[1]); from polar.runtimes.spawner.process import probe; probe()"
 _PROBE_SECONDS = 30.0
 _FULL_UID_MAP = ["0", "0", "4294967295"]
 _MIN_KERNEL = (5, 11)  # whose overlays can be mounted in a user namespace

@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from polar.runtimes import spawner, spawner_client
-from polar.runtimes.spawner_client import SpawnedJob, Spawner
+from polar.runtimes.spawner import client as spawner_client
+from polar.runtimes.spawner import process as spawner
+from polar.runtimes.spawner.client import SpawnedJob, Spawner
 
 LIMIT_SECONDS = 60.0  # for what takes milliseconds
 SLEEP = ["sleep", "1000"]
@@ -20,7 +21,7 @@ SLEEP = ["sleep", "1000"]
 SIGNAL_BEFORE_CALL = """
 import ctypes, functools, operator, os, signal, sys
 sys.path.append(sys.argv[1])
-from polar.runtimes import spawner
+from polar.runtimes.spawner import process as spawner
 raise_sigterm = functools.partial(ctypes.CDLL(None)["raise"], signal.SIGTERM)
 module, name, main = {module}, {name!r}, os.getpid()
 call = getattr(module, name)

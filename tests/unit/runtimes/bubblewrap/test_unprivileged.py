@@ -11,9 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from polar.runtimes import privileges
 from polar.runtimes.base import Limits, Mount, RuntimeSpec, SandboxError
-from polar.runtimes.bubblewrap import Bubblewrap, BubblewrapRuntime
+from polar.runtimes.bubblewrap import Bubblewrap, BubblewrapRuntime, privileges
 from polar.runtimes.trial import run_trial
 from tests.conditions import wait_until
 from tests.contract import left

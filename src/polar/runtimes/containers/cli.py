@@ -7,7 +7,7 @@ import signal
 from asyncio.subprocess import DEVNULL, PIPE, Process
 
 from polar.runtimes.base import SandboxError
-from polar.runtimes.spawner import find_descendants
+from polar.runtimes.spawner.process import find_descendants
 
 CALL_TIMEOUT_SECONDS = 120.0
 _TERMINATE_TIMEOUT_SECONDS = 10.0

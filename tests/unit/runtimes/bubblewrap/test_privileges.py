@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from polar.runtimes import privileges
-from polar.runtimes.privileges import ProbeFailure, explain_failure, find_file_system
+from polar.runtimes.bubblewrap import privileges
+from polar.runtimes.bubblewrap.privileges import ProbeFailure, explain_failure, find_file_system
 
 
 def settings(monkeypatch: pytest.MonkeyPatch, **values: str) -> None:
