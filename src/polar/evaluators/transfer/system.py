@@ -22,10 +22,10 @@ from pathlib import Path
 
 from msgspec import Struct
 
-from polar.evaluators import links
 from polar.evaluators.base import GraderError, GradingContext, UngradableWorkError
-from polar.evaluators.links import TransferredEntries, escape_path, is_below
-from polar.evaluators.workspace_transfer import (
+from polar.evaluators.transfer import links
+from polar.evaluators.transfer.links import TransferredEntries, escape_path, is_below
+from polar.evaluators.transfer.workspace import (
     MODULE_SUFFIXES,
     ArtifactTooLargeError,
     delete,

@@ -6,8 +6,8 @@ import pytest
 
 from polar.errors import ConfigError
 from polar.evaluators.answer import AnswerConfig
+from polar.evaluators.base import parse_config
 from polar.evaluators.command import CommandConfig
-from polar.evaluators.settings import parse_config
 from polar.evaluators.weighted import WeightedConfig
 from polar.rollout.models import RequestModel
 

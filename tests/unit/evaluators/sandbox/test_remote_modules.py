@@ -22,9 +22,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from polar.evaluators import remote_codec, remote_worker, reporter
-from polar.evaluators.remote_codec import MAX_DEPTH, MAX_INT_BYTES, NotPlainError, ProtocolError, decode, encode
-from polar.evaluators.remote_modules import RemoteFinder, RemoteObject, Worker, WorkerDiedError
+from polar.evaluators.sandbox import remote_codec, remote_worker, reporter
+from polar.evaluators.sandbox.remote_codec import MAX_DEPTH, MAX_INT_BYTES, NotPlainError, ProtocolError, decode, encode
+from polar.evaluators.sandbox.remote_modules import RemoteFinder, RemoteObject, Worker, WorkerDiedError
 
 SCRIPT = remote_worker.__file__
 

@@ -25,10 +25,10 @@ from msgspec import Struct
 from pydantic import Field
 
 from polar.changes import LINK_MODE, FileChange, find_changes, list_entries
-from polar.evaluators import links
 from polar.evaluators.base import GraderError, GradingContext, UngradableWorkError
-from polar.evaluators.links import TransferredEntries, escape_path
-from polar.evaluators.workspace_transfer import (
+from polar.evaluators.transfer import links
+from polar.evaluators.transfer.links import TransferredEntries, escape_path
+from polar.evaluators.transfer.workspace import (
     BYTECODE_FOLDER,
     BYTECODE_SUFFIXES,
     MODULE_SUFFIXES,

@@ -4,9 +4,9 @@ from typing import Any, cast
 
 import pytest
 
-from polar.evaluators import links
 from polar.evaluators.base import UngradableWorkError
-from polar.evaluators.links import TransferredEntries
+from polar.evaluators.transfer import links
+from polar.evaluators.transfer.links import TransferredEntries
 from polar.runtimes.base import CommandResult, Runtime, SandboxError
 from tests.unit.evaluators.work import Place
 

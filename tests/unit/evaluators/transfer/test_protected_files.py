@@ -4,8 +4,8 @@ import pytest
 
 from polar.changes import FileChange, FolderEntry
 from polar.evaluators.project_tests import list_named_tests
-from polar.evaluators.protected_files import ProtectedFiles, ProtectionConfig
 from polar.evaluators.signed_run import require_command
+from polar.evaluators.transfer.protected_files import ProtectedFiles, ProtectionConfig
 
 FILE = FolderEntry("100644", 1)
 PREPARED = [

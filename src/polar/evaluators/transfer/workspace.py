@@ -45,9 +45,9 @@ from msgspec.structs import replace
 from pydantic import AfterValidator, Field
 
 from polar.errors import PolarError
-from polar.evaluators import links
 from polar.evaluators.base import GraderError, GradingContext, UngradableWorkError
-from polar.evaluators.links import TransferredEntries, escape_path, is_below
+from polar.evaluators.transfer import links
+from polar.evaluators.transfer.links import TransferredEntries, escape_path, is_below
 from polar.rollout.models import RequestModel, UploadDir, UploadFile
 from polar.runtimes.base import Runtime, SandboxError, TransferTooLargeError
 from polar.store.base import Evidence

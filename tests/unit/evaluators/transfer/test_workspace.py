@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 
 from polar.errors import ConfigError
-from polar.evaluators import settings, workspace_transfer
-from polar.evaluators.base import GraderError, UngradableWorkError
-from polar.evaluators.workspace_transfer import TransferConfig
+from polar.evaluators.base import GraderError, UngradableWorkError, parse_config
+from polar.evaluators.transfer import workspace
+from polar.evaluators.transfer.workspace import TransferConfig
 from polar.runtimes.base import Runtime, SandboxError
 from tests.unit.evaluators.work import AgentWork, Place
 
@@ -16,7 +16,7 @@ PREPARED = {"old.py": "old", "kept.txt": "kept", "src/a.py": "a", "src/deep/b.py
 
 
 async def carried(work: AgentWork, **config: Any) -> dict[str, str]:
-    runtime = (await workspace_transfer.prepare_grading(work, settings.parse_config(TransferConfig, config))).runtime
+    runtime = (await workspace.prepare_grading(work, parse_config(TransferConfig, config))).runtime
     return await content(work, runtime)
 
 
@@ -82,7 +82,7 @@ async def test_a_glob_may_match_nothing(place: Place) -> None:
 async def test_an_artifact_may_be_outside_of_the_workspace(place: Place) -> None:
     work = await place.work()
     await work.agent_runtime.put(b"made", "/srv/data/result")
-    runtime = (await workspace_transfer.prepare_grading(work, TransferConfig(artifacts=["/srv/data"]))).runtime
+    runtime = (await workspace.prepare_grading(work, TransferConfig(artifacts=["/srv/data"]))).runtime
     assert await content(work, runtime, "/srv/data") == {"result": "made"}
 
 
@@ -172,14 +172,14 @@ async def test_links_that_lead_elsewhere_are_carried_and_not_followed(place: Pla
     (tmp_path / "secret").write_text("hunter2")
     prepare = [{"type": "exec", "command": "ln -s /usr/bin/env theirs"}]
     work = await place.work(f"ln -s {tmp_path}/secret out; ln -s {tmp_path} folder", runtime={"prepare": prepare})
-    taken = await workspace_transfer.collect_artifacts(work, TransferConfig())
+    taken = await workspace.collect_artifacts(work, TransferConfig())
     assert {path.name for path in taken.scratch.rglob("*") if path.is_symlink()} == {"theirs", "out", "folder"}
     fresh = await work.create_fresh_runtime()
     await taken.put_into(fresh)
     ran = await fresh.run(["sh", "-c", "readlink theirs out folder && ./theirs true"], output=work.logs / "log")
     assert ran.exit_code == 0
     assert (work.logs / "log").read_text().splitlines() == ["/usr/bin/env", f"{tmp_path}/secret", str(tmp_path)]
-    globbed = await workspace_transfer.collect_artifacts(work, TransferConfig(artifacts=["*", "folder/*"]))
+    globbed = await workspace.collect_artifacts(work, TransferConfig(artifacts=["*", "folder/*"]))
     assert globbed.copies == []
 
 
@@ -196,7 +196,7 @@ async def test_links_that_lead_elsewhere_are_carried_and_not_followed(place: Pla
 )
 def test_what_cant_be_used_names_its_field(config: dict[str, Any], field: str) -> None:
     with pytest.raises(ConfigError, match=rf"^{field}\b"):
-        settings.parse_config(TransferConfig, config)
+        parse_config(TransferConfig, config)
 
 
 async def test_names_that_the_graders_search_paths_would_find_first_are_not_laid(place: Place) -> None:
@@ -205,19 +205,19 @@ async def test_names_that_the_graders_search_paths_would_find_first_are_not_laid
     )
     work = await place.work(agent, files={"src/calc.py": "", "src/csv.py": ""})
     env = {"PATH": "bin:/usr/bin:/bin", "PYTHONPATH": "src"}
-    runtime = (await workspace_transfer.prepare_grading(work, TransferConfig(), env)).runtime
+    runtime = (await workspace.prepare_grading(work, TransferConfig(), env)).runtime
     assert set(await content(work, runtime)) == {"src/calc.py", "src/csv.py", "src/mine.py", "bin/mine", "tarfile.py"}
 
 
 async def test_a_folder_of_the_search_path_is_no_link_of_the_agents(place: Place) -> None:
     work = await place.work("mkdir tools; touch tools/grep; ln -s tools bin; ln -s tools other")
-    runtime = (await workspace_transfer.prepare_grading(work, TransferConfig(), {"PATH": "bin:/usr/bin:/bin"})).runtime
+    runtime = (await workspace.prepare_grading(work, TransferConfig(), {"PATH": "bin:/usr/bin:/bin"})).runtime
     assert set(await content(work, runtime)) == {"tools/grep", "other"}
 
 
 async def test_a_changed_program_with_the_name_of_another_one_is_not_laid(place: Place) -> None:
     work = await place.work("echo changed > bin/grep", files={"bin/grep": "a", "bin/sed": "b"})
-    runtime = (await workspace_transfer.prepare_grading(work, TransferConfig(), {"PATH": "bin:/usr/bin:/bin"})).runtime
+    runtime = (await workspace.prepare_grading(work, TransferConfig(), {"PATH": "bin:/usr/bin:/bin"})).runtime
     assert await content(work, runtime) == {"bin/sed": "b"}
 
 
@@ -229,7 +229,7 @@ async def test_a_package_with_the_name_of_the_graders_module_is_not_laid(place: 
 
 async def test_a_module_that_the_instruction_names_is_laid(place: Place) -> None:
     work = await place.work("mkdir src; touch src/queue.py", instruction="Write src/queue.py.")
-    runtime = (await workspace_transfer.prepare_grading(work, TransferConfig(), {"PYTHONPATH": "src"})).runtime
+    runtime = (await workspace.prepare_grading(work, TransferConfig(), {"PYTHONPATH": "src"})).runtime
     assert set(await content(work, runtime)) == {"src/queue.py"}
 
 
@@ -238,9 +238,7 @@ async def test_a_module_that_the_instruction_names_is_laid(place: Place) -> None
 async def test_a_sandbox_keeps_to_it_as_well(sandbox: Place, disk_mb: int | None) -> None:
     agent = "rm -r old.py tests; ln -s /etc tests; echo -n new > new.py; echo -n x > /tmp/outside"
     work = await sandbox.work(agent, files=PREPARED, runtime={"backend": "bubblewrap", "disk_mb": disk_mb})
-    runtime = (
-        await workspace_transfer.prepare_grading(work, settings.parse_config(TransferConfig, {"files": [GRADERS]}))
-    ).runtime
+    runtime = (await workspace.prepare_grading(work, parse_config(TransferConfig, {"files": [GRADERS]}))).runtime
     found = await content(work, runtime)
     assert found == {
         "kept.txt": "kept",
