@@ -21,8 +21,7 @@ import msgspec
 from msgspec import Struct
 
 from polar.harnesses.base import Package
-from polar.harnesses.installers.tools import PIP_INSTALL, InstallError, InstallTools
-from polar.harnesses.installers.wrapper import write_wrapper
+from polar.harnesses.install.tools import PIP_INSTALL, InstallError, InstallTools, write_wrapper
 
 _IGNORE_UNUSED = shutil.ignore_patterns(
     *("site-packages", "dist-packages", "test", "tests", "idlelib", "tkinter", "turtledemo", "ensurepip", "lib2to3"),

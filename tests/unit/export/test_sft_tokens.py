@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from polar.export.replay import replay_session
+from polar.export.sft_tokens import replay_session
 from polar.rendering.continuation import TurnHistory
 from polar.rendering.model_codec import ModelCodec
 from polar.trajectory.builders import prefix_merging

@@ -1,4 +1,4 @@
-"""Installs harnesses into the cache (see cache.py), with npm and pip as the user has them set up.
+"""Installs harnesses into the cache (see `harnesses.cache`), with npm and pip as the user has them set up.
 
     lock -> build in a folder beside -> bring the libraries that an image may lack -> run it -> seal -> rename
 
@@ -15,9 +15,9 @@ from polar.errors import ConfigError
 from polar.harnesses import cache as caches
 from polar.harnesses.base import Harness, Package
 from polar.harnesses.cache import Installation, Marker
-from polar.harnesses.installers import npm, pypi
-from polar.harnesses.installers.libraries import bundle_libraries
-from polar.harnesses.installers.tools import InstallError, InstallTools, Progress, last_lines
+from polar.harnesses.install import npm, pypi
+from polar.harnesses.install.libraries import bundle_libraries
+from polar.harnesses.install.tools import InstallError, InstallTools, Progress, last_lines
 from polar.runtimes.state_folder import remove_tree
 
 _CHECK_SECONDS = 300.0

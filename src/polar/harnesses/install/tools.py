@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import fcntl
 import os
+import shlex
 import shutil
 import signal
 import sys
@@ -21,6 +22,11 @@ _LOCK_POLL_SECONDS = 0.2
 
 Progress = Callable[[str], None]
 """Is told each step as it begins, in a few words."""
+_WRAPPER_SCRIPT = """\
+#!/bin/sh
+[ -L "$0" ] && exec "$(readlink -f "$0")" "$@"
+exec {words} "$@"
+"""
 
 
 class InstallError(PolarError):
@@ -159,3 +165,24 @@ def _remove_build_folders(home: Path) -> None:
 def last_lines(output: str, count: int = 12) -> str:
     lines = [line.rstrip() for line in output.splitlines() if line.strip()]
     return "\n".join(lines[-count:]) or "it said nothing"
+
+
+# The program that starts an installed harness: a few lines of sh, which find what they start by their own path, change
+# no variable of the environment, and are gone once the harness runs.
+
+
+def write_wrapper(
+    folder: Path, name: str, program: str, options: Sequence[str] = (), script: str | None = None
+) -> None:
+    """`folder`/bin/`name`. `program` and `script` are paths below the folder."""
+    words = [_quote_relative_path(program), *map(shlex.quote, options)]
+    if script is not None:
+        words.append(_quote_relative_path(script))
+    file = folder / "bin" / name
+    file.parent.mkdir(exist_ok=True)
+    file.write_text(_WRAPPER_SCRIPT.format(words=" ".join(words)))
+    file.chmod(0o755)
+
+
+def _quote_relative_path(path: str) -> str:
+    return '"${0%/*}"/../' + shlex.quote(path)

@@ -14,9 +14,8 @@ import shutil
 from pathlib import Path
 
 from polar.harnesses.base import Package
-from polar.harnesses.installers.libraries import set_search_path
-from polar.harnesses.installers.tools import InstallError, InstallTools
-from polar.harnesses.installers.wrapper import write_wrapper
+from polar.harnesses.install.libraries import set_search_path
+from polar.harnesses.install.tools import InstallError, InstallTools, write_wrapper
 
 NODE_VERSION = "22.23.3"
 _NODE_ARCHITECTURES = {"x86_64": "x64", "aarch64": "arm64"}

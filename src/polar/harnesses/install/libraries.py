@@ -12,7 +12,7 @@ import shutil
 import struct
 from pathlib import Path
 
-from polar.harnesses.installers.tools import InstallTools
+from polar.harnesses.install.tools import InstallTools
 
 _C_LIBRARY = re.compile(
     r"(linux-vdso|ld-linux.*|lib(c|m|mvec|dl|pthread|rt|util|resolv|anl|nss_.*|BrokenLocale|thread_db))\.so(\.|$)"
