@@ -24,7 +24,8 @@ from polar.engines.scripted.server import ScriptedServer
 from polar.harnesses import build_environment, filter_environment, load_harness
 from polar.harnesses.base import Harness, SetupRequest, write_setup
 from polar.plugins import names
-from polar.store.base import Exchange, Session
+from polar.records.exchange import Exchange
+from polar.records.session import Session
 
 BUILT_IN = "built-in"
 TASK = "Work through the steps one by one."

@@ -13,10 +13,11 @@ from msgspec import Meta, Struct
 
 from polar import ids
 from polar.dialects import openai_errors, raw_fields, sse
-from polar.dialects.base import EncodedError, RawRequest, Route, StreamEncoder
+from polar.dialects.base import EncodedError, Route, StreamEncoder
 from polar.dialects.openai_chat import OpenAIChat
 from polar.dialects.openai_chat import wire as w
 from polar.errors import ApiError
+from polar.records.exchange import RawRequest
 from polar.types import Reply, ReplyEvent, Request, Text, TextDelta, TokenLogprob, Usage
 
 TokenId: TypeAlias = Annotated[int, Meta(ge=0, lt=2**31)]

@@ -24,8 +24,8 @@ from pydantic import Field, field_validator, model_validator
 from polar.evaluators.base import GradingContext, UngradableWorkError, parse_config
 from polar.evaluators.transfer import workspace
 from polar.evaluators.transfer.workspace import RuntimePath
-from polar.rollout.models import RequestModel
-from polar.store.base import Verdict
+from polar.records.session import Verdict
+from polar.records.task import RequestModel
 
 _MAX_TEXT_CHARS = 100_000  # characters of the text, from its end
 _MAX_FILE_BYTES = 16 << 20  # bytes of the file

@@ -23,9 +23,10 @@ from pydantic_core import ErrorDetails
 
 from polar.config import JudgeSettings
 from polar.errors import ConfigError, PolarError
-from polar.rollout.models import RequestModel, TaskRequest
+from polar.records.exchange import Exchange
+from polar.records.session import Evidence, Verdict
+from polar.records.task import RequestModel, TaskRequest
 from polar.runtimes.base import Runtime
-from polar.store.base import Evidence, Exchange, Verdict
 
 EndReason = Literal["finished", "timeout", "length"]
 

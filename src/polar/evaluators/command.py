@@ -29,8 +29,8 @@ from pydantic import AliasChoices, Field, field_validator, model_validator
 from polar.evaluators.base import GraderError, GradingContext, UngradableWorkError, parse_config
 from polar.evaluators.transfer import workspace
 from polar.evaluators.transfer.workspace import RuntimePath, TransferConfig
+from polar.records.session import Evidence, Verdict
 from polar.runtimes.base import CommandResult, Runtime, SandboxError
-from polar.store.base import Evidence, Verdict
 
 _MAX_REWARD_BYTES = 4096  # bytes
 _EXIT_NOT_FOUND = 127  # as shells say it

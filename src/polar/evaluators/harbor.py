@@ -32,9 +32,9 @@ from pydantic import AfterValidator, AliasChoices, Field, field_validator
 from polar.evaluators.base import GraderError, GradingContext, UngradableWorkError, parse_config
 from polar.evaluators.transfer.system import transfer_changes
 from polar.evaluators.transfer.workspace import explain_put_error, get, imports_from_cwd, remove_folder
-from polar.rollout.models import RequestModel
+from polar.records.session import Evidence, Verdict
+from polar.records.task import RequestModel
 from polar.runtimes.base import CommandResult, CorruptedRuntimeError, Runtime, SandboxError, TransferTooLargeError
-from polar.store.base import Evidence, Verdict
 
 _TESTS_FOLDER = "/tests"
 _RESULTS_FOLDER = "/logs/verifier"

@@ -30,8 +30,8 @@ from polar.evaluators.base import GraderError, GradingContext, UngradableWorkErr
 from polar.evaluators.transfer import workspace
 from polar.evaluators.transfer.links import escape_path
 from polar.evaluators.transfer.workspace import RuntimePath, TransferConfig
-from polar.rollout.models import RequestModel
-from polar.store.base import Evidence, Verdict
+from polar.records.session import Evidence, Verdict
+from polar.records.task import RequestModel
 
 _MAX_ATTEMPTS = 3
 _FIRST_RETRY_SECONDS = 1.0  # seconds; twice as long each time

@@ -4,8 +4,8 @@ agent that gives up at once completes its session, too."""
 from typing import Any, ClassVar
 
 from polar.evaluators.base import GradingContext, parse_config
-from polar.rollout.models import RequestModel
-from polar.store.base import Verdict
+from polar.records.session import Verdict
+from polar.records.task import RequestModel
 
 
 class SessionCompleted:

@@ -29,8 +29,8 @@ from polar.evaluators.transfer import protected_files
 from polar.evaluators.transfer.links import escape_path
 from polar.evaluators.transfer.protected_files import ProtectedFiles, ProtectionConfig, WorkspaceDiff
 from polar.patches import MAX_PATCH_BYTES, list_patch_paths, make_patch
+from polar.records.session import Evidence, Verdict
 from polar.runtimes.base import Runtime
-from polar.store.base import Evidence, Verdict
 
 _APPLY_SECONDS = 120.0
 _MAX_LOG_TAIL_CHARS = 1000

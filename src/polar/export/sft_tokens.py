@@ -25,11 +25,11 @@ from polar.engines.tools import flatten_parts, flatten_request
 from polar.export.base import ExportNeed, SessionItem, SessionLines, trace_token_ids
 from polar.export.messages import ConversationCall, conversation_calls
 from polar.plugins import load
+from polar.records.trajectory import ExcludedSpan, Ids, SessionPaths, TokenPath, Trace, Trajectory
 from polar.rendering.continuation import RecordedTurn, TurnHistory
 from polar.rendering.model_codec import ModelCodec
 from polar.rendering.template import TemplateError
 from polar.rendering.turn_digest import digest_turn
-from polar.trajectory.types import ExcludedSpan, Ids, SessionPaths, TokenPath, Trace, Trajectory
 from polar.types import Media, Part, Request, ToolCall, ToolResult
 
 IGNORE_INDEX = -100

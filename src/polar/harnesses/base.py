@@ -10,8 +10,8 @@ import msgspec
 from msgspec import Struct, field
 
 from polar.errors import ConfigError
-from polar.rollout.models import McpServer
-from polar.trajectory.types import ExchangeRole
+from polar.records.exchange import ExchangeRole
+from polar.records.task import McpServer
 
 
 class RolePattern(Struct, frozen=True):

@@ -22,7 +22,7 @@ from polar.harnesses.base import (
     resolve_transport,
     toml_string,
 )
-from polar.rollout.models import McpServer
+from polar.records.task import McpServer
 
 # Nothing is asked and nothing is boxed in: whoever runs the harness decides where it runs. Web search, a tool that the
 # provider would run, is off: no engine has it.

@@ -25,7 +25,7 @@ from polar.harnesses.base import (
     read_settings,
     resolve_transport,
 )
-from polar.rollout.models import McpServer
+from polar.records.task import McpServer
 
 _ROOT_FOLDER = ".goose"
 _TOOL_TIMEOUT_SECONDS = (

@@ -22,7 +22,7 @@ from polar.harnesses.base import (
     as_json,
     read_settings,
 )
-from polar.rollout.models import McpServer
+from polar.records.task import McpServer
 
 # The libraries that speak these APIs are part of opencode.
 _APIS = {

@@ -24,7 +24,7 @@ from polar.harnesses.base import (
     read_settings,
     resolve_transport,
 )
-from polar.rollout.models import McpServer
+from polar.records.task import McpServer
 
 _CONFIG_FOLDER = ".openhands"
 _SCRIPT = '''\

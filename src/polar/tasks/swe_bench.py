@@ -22,7 +22,7 @@ from polar import validation_errors
 from polar.errors import ConfigError
 from polar.evaluators import load_evaluator
 from polar.patches import list_patch_paths
-from polar.rollout.models import TaskRequest
+from polar.records.task import TaskRequest
 from polar.tasks.task_files import read_text
 
 IMAGE_TEMPLATES = {

@@ -13,7 +13,7 @@ from polar.errors import ConfigError
 from polar.evaluators.base import GraderError
 from polar.evaluators.swebench import SweBench
 from polar.patches import list_patch_paths, make_patch
-from polar.store.base import Verdict
+from polar.records.session import Verdict
 from tests.selection import leave_to_slow
 from tests.unit.evaluators.work import AgentWork, Place
 

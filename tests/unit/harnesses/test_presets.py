@@ -14,7 +14,7 @@ from polar.errors import ConfigError
 from polar.harnesses import build_environment, filter_environment, find_by_command, load_harness
 from polar.harnesses.base import HarnessSetup, SetupRequest, toml_string, write_setup
 from polar.plugins import names
-from polar.rollout.models import McpServer
+from polar.records.task import McpServer
 
 URL, KEY, HOME = "http://10.0.0.1:1234", "sk-polar-0123456789abcdefghijklmnop", "/somewhere/home"
 STDIO = McpServer(name="my tools", command="/opt/serve", args=["--port", 'a "b"\n\x7f🙂'], env={"WORD": "te=al"})

@@ -21,9 +21,10 @@ from collections.abc import Mapping
 from polar.dialects.anthropic import wire as aw
 from polar.dialects.anthropic.replies import AnthropicStreamEncoder, build_reply, decode_reply, encode_error_body
 from polar.dialects.anthropic.requests import build_request, decode_request, require_utf8
-from polar.dialects.base import EncodedError, RawRequest, Route
+from polar.dialects.base import EncodedError, Route
 from polar.dialects.raw_fields import encode, split
 from polar.errors import HTTP_STATUS, ApiError, ApiErrorKind
+from polar.records.exchange import RawRequest
 from polar.types import (
     Reply,
     Request,

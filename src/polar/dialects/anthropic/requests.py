@@ -12,9 +12,10 @@ from msgspec import UNSET, Raw
 
 from polar.dialects.anthropic import wire as aw
 from polar.dialects.anthropic.tools import decode_tool_choice, decode_tools, encode_tools, require_json_object
-from polar.dialects.base import RawRequest, join_namespace
+from polar.dialects.base import join_namespace
 from polar.dialects.raw_fields import decode, encode, unsupported_field_error
 from polar.errors import ApiError
+from polar.records.exchange import RawRequest
 from polar.types import (
     Media,
     Message,

@@ -21,12 +21,13 @@ import re
 from collections.abc import Mapping
 
 from polar.dialects import raw_fields
-from polar.dialects.base import EncodedError, RawRequest, Route
+from polar.dialects.base import EncodedError, Route
 from polar.dialects.google import wire as gw
 from polar.dialects.google.replies import GoogleStreamEncoder, build_reply, decode_reply, encode_error
 from polar.dialects.google.requests import build_request, decode_request
 from polar.dialects.raw_fields import encode
 from polar.errors import ApiError
+from polar.records.exchange import RawRequest
 from polar.types import (
     Reply,
     Request,

@@ -7,10 +7,11 @@ import msgspec
 from msgspec import Raw
 
 from polar.dialects import raw_fields
-from polar.dialects.base import RawRequest, join_namespace
+from polar.dialects.base import join_namespace
 from polar.dialects.google import contents as gc
 from polar.dialects.google import wire as gw
 from polar.dialects.raw_fields import encode
+from polar.records.exchange import RawRequest
 from polar.types import (
     Message,
     Request,

@@ -9,11 +9,12 @@ import re
 from collections.abc import Mapping
 
 from polar.dialects import openai_errors, raw_fields
-from polar.dialects.base import EncodedError, RawRequest, Route, StreamEncoder
+from polar.dialects.base import EncodedError, Route, StreamEncoder
 from polar.dialects.openai_chat import wire as w
 from polar.dialects.openai_chat.replies import ChatStreamEncoder, build_reply, decode_reply
 from polar.dialects.openai_chat.requests import build_request, decode_request
 from polar.errors import ApiError
+from polar.records.exchange import RawRequest
 from polar.types import (
     Reply,
     Request,

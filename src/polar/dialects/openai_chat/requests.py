@@ -5,9 +5,10 @@ from collections.abc import Sequence
 import msgspec
 
 from polar.dialects import raw_fields
-from polar.dialects.base import RawRequest, join_namespace
+from polar.dialects.base import join_namespace
 from polar.dialects.openai_chat import wire as w
 from polar.errors import ApiError
+from polar.records.exchange import RawRequest
 from polar.types import (
     Media,
     Message,

@@ -9,11 +9,12 @@ import re
 from collections.abc import Mapping
 
 from polar.dialects import openai_errors, raw_fields
-from polar.dialects.base import EncodedError, RawRequest, Route, StreamEncoder
+from polar.dialects.base import EncodedError, Route, StreamEncoder
 from polar.dialects.openai_responses import wire as w
 from polar.dialects.openai_responses.replies import ResponsesStreamEncoder, decode_reply, encode_reply
 from polar.dialects.openai_responses.requests import build_request, decode_request
 from polar.errors import ApiError
+from polar.records.exchange import RawRequest
 from polar.types import (
     Reply,
     Request,

@@ -5,11 +5,11 @@ from collections.abc import Iterator, Sequence
 import msgspec
 
 from polar.dialects import raw_fields
-from polar.dialects.base import RawRequest
 from polar.dialects.openai_chat import wire as openai_chat_wire
 from polar.dialects.openai_responses import wire as w
 from polar.dialects.openai_responses.items import TOOL_SEARCH, ItemReader, encode_messages
 from polar.errors import ApiError
+from polar.records.exchange import RawRequest
 from polar.types import (
     UNSET,
     Message,
