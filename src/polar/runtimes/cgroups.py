@@ -32,7 +32,8 @@ def cgroup_name(id: str) -> str:
 
 
 class CgroupEntry(Struct, frozen=True):
-    """How a new process gets into a group: started in `into` (v2), and its own id written to each of `tasks` (v1)."""
+    """How a new process gets into a group: started in `unified_folder` (v2), and its own id
+    written to each of `tasks_files` (v1)."""
 
     unified_folder: str | None
     tasks_files: tuple[str, ...]

@@ -43,7 +43,7 @@ class NamespaceCaller(Protocol):
 
 class FileTransfers:
     """Those of one runtime that are under way. They run in threads, which go on when nobody waits for them any more:
-    until they are `done`, the root must stay open. A node without root has a worker do them."""
+    until `wait_until_idle` returns, the root must stay open. A node without root has a worker do them."""
 
     def __init__(self) -> None:
         self.worker: NamespaceCaller | None = None
@@ -208,7 +208,7 @@ class _TreeCopy:
         self._remaining_bytes = max_bytes
 
     def copy_entry(self, folder: int, name: str, target: Path, relative_path: PurePosixPath) -> None:
-        """The entry `name` of an open folder; `place` is where it stands below the top."""
+        """The entry `name` of an open folder; `relative_path` is where it stands below the top."""
         self._charge(_ENTRY_COST_BYTES)
         if len(relative_path.parts) > _MAX_DEPTH:
             raise TransferTooLargeError(f"{self._path} has more than {_MAX_DEPTH} folders below one another.")
@@ -249,7 +249,7 @@ class _TreeCopy:
 
 
 def stays_below(link_path: PurePosixPath, target: str) -> bool:
-    """Whether a link that stands at `place`, below the top of what is copied, can't lead above that top."""
+    """Whether a link that stands at `link_path`, below the top of what is copied, can't lead above that top."""
     parts = PurePosixPath(target).parts
     climbs = next((index for index, part in enumerate(parts) if part != ".."), len(parts))
     return not target.startswith("/") and ".." not in parts[climbs:] and climbs < len(link_path.parts)

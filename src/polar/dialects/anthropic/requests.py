@@ -148,7 +148,7 @@ def _decode_system(fields: dict[str, Raw]) -> list[Message]:
 
 
 def _decode_messages(items: list[Raw], loaded_tools: set[str]) -> list[Message]:
-    """The conversation; the names of tools that a tool_reference brings in are added to `loaded`."""
+    """The conversation; the names of tools that a tool_reference brings in are added to `loaded_tools`."""
     wire_messages = [_decode_message(item, f"messages[{index}]") for index, item in enumerate(items)]
     last_user = max((index for index, message in enumerate(wire_messages) if message.role == "user"), default=-1)
     messages: list[Message] = []
@@ -293,7 +293,7 @@ def decode_turn_block(block: aw.TurnBlock) -> Reasoning | ToolCall:
 
 
 def decode_tool_result(block: aw.ToolResultBlock, loaded_tools: set[str]) -> ToolResult:
-    """The names of tools that a tool_reference brings in are added to `loaded`."""
+    """The names of tools that a tool_reference brings in are added to `loaded_tools`."""
     parts: list[Text | Media] = []
     if isinstance(block.content, str):
         parts = [Text(block.content)] if block.content else []
@@ -453,7 +453,7 @@ def _encode_input(call: ToolCall) -> Raw:
     """A call's arguments as the JSON that the wire wants.
 
     A freeform call's text goes into the field `input`; no arguments at all are an empty object. Arguments that are not
-    JSON are neither repaired nor dropped, but wrapped as claude-code wraps them, which `_arguments` undoes.
+    JSON are neither repaired nor dropped, but wrapped as claude-code wraps them, which `_decode_arguments` undoes.
     """
     if call.kind == "custom":
         return Raw(encode({"input": call.arguments}))

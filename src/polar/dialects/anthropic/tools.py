@@ -162,7 +162,7 @@ _BASH = _ClientTool(
 
 
 def _make_editor_tool(commands: tuple[str, ...], insert_parameter: str) -> _ClientTool:
-    """`inserted` is the parameter that holds the text of `insert`: it was renamed in the version of July 2025."""
+    """`insert_parameter` is the one that holds the text of `insert`: it was renamed in the version of July 2025."""
     properties: dict[str, dict[str, object]] = {
         "command": _command_schema(*commands),
         "path": _string_schema("The file or directory."),

@@ -37,7 +37,7 @@ def invalid_field_error(where: str, why: str) -> ApiError:
 
 
 class _OpenCall(NamedTuple):
-    """A call that has no result yet. `ours` says that its id did not come over the wire."""
+    """A call that has no result yet. `has_generated_id`: its id did not come over the wire."""
 
     id: str
     name: str
@@ -176,8 +176,8 @@ def _add_text(turn: list[Part], text: str, seal: str | None) -> None:
 
 
 def _decode_part(part: gw.Part, where: str, *, allow_empty: bool = False) -> Text | Media:
-    """A part that either side may send: text, media, or the traces of code that Google ran. Where that is `optional`
-    (the part may only bring a signature), nothing at all is empty text."""
+    """A part that either side may send: text, media, or the traces of code that Google ran. With
+    `allow_empty` (the part may only bring a signature), nothing at all is empty text."""
     if part.videoMetadata or part.video_metadata:
         raise raw_fields.unsupported_field_error(f"{where}.videoMetadata", "videos can't be cut here")
     resolution = part.mediaResolution or part.media_resolution

@@ -69,7 +69,7 @@ class _PathRules:
     def __init__(
         self, fresh: Runtime, counted_paths: list[str], search_path: list[str], grader_paths: list[str]
     ) -> None:
-        """`search_path` are the folders in PATH, `own` the grader's places."""
+        """`search_path` are the folders in PATH."""
         self.workdir = posixpath.normpath(fresh.spec.workdir)
         self.counted_paths = [posixpath.normpath(path) for path in counted_paths]
         self._grader_paths = grader_paths
@@ -115,9 +115,9 @@ async def transfer_changes(
     env: dict[str, str],
     from_workdir: bool,
 ) -> SystemTransfer:
-    """The agent's changes that count, in a fresh runtime. `named` are the paths that the task counts besides, `own` the
-    places of the grader's, `env` its variables, and `from_workdir` says that its Python imports from the workspace.
-    Raises UngradableWorkError."""
+    """The agent's changes that count, in a fresh runtime. `counted_paths` are those that the task counts
+    besides, `env` the grader's variables, and `from_workdir` says that its Python imports from the workspace. Raises
+    UngradableWorkError."""
     fresh = await work.create_fresh_runtime()
     rules = _PathRules(fresh, counted_paths, await _read_search_path(work, fresh, env), grader_paths)
     mounts = [mount.target for runtime in (work.agent_runtime, fresh) for mount in runtime.spec.mounts]

@@ -33,8 +33,8 @@ class ContainerCli:
         self._command = command
 
     async def call(self, *arguments: str, seconds: float = CALL_TIMEOUT_SECONDS, cancellable: bool = False) -> str:
-        """Calls the engine; what it printed. Only a `breakable` call is broken off half-way: what another made, once
-        cancelled, would be there without our knowing."""
+        """Calls the engine, and returns what it printed. Only a `cancellable` call is broken off half-way: what another
+        one made would be there without our knowing."""
         if cancellable:
             return await self._call(arguments, seconds)
         task = asyncio.ensure_future(self._call(arguments, seconds))
