@@ -12,10 +12,11 @@ import msgspec
 from msgspec import Meta, Struct
 
 from polar import ids
-from polar.dialects import openai_errors, raw_fields, sse
+from polar.dialects import raw_fields, sse
 from polar.dialects.base import EncodedError, Route, StreamEncoder
 from polar.dialects.openai_chat import OpenAIChat
 from polar.dialects.openai_chat import wire as w
+from polar.dialects.openai_chat.replies import encode_error, encode_error_body
 from polar.errors import ApiError
 from polar.records.exchange import RawRequest
 from polar.types import Reply, ReplyEvent, Request, Text, TextDelta, TokenLogprob, Usage
@@ -136,7 +137,7 @@ class OpenAICompletions:
         return OpenAIChat().encode_models(models, model)
 
     def encode_error(self, error: ApiError) -> EncodedError:
-        return openai_errors.encode_error(error)
+        return encode_error(error)
 
 
 class CompletionStreamEncoder:
@@ -176,7 +177,7 @@ class CompletionStreamEncoder:
 
     def error(self, error: ApiError) -> bytes:
         """No [DONE] after it: a client that overlooks the error must not take the text for whole."""
-        return sse.encode_event(openai_errors.encode_error_body(error))
+        return sse.encode_event(encode_error_body(error))
 
     def keep_alive(self) -> bytes:
         return sse.KEEP_ALIVE_COMMENT

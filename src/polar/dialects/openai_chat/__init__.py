@@ -8,10 +8,10 @@ nothing put in front of it. Reasoning, which OpenAI itself never shows, travels 
 import re
 from collections.abc import Mapping
 
-from polar.dialects import openai_errors, raw_fields
+from polar.dialects import raw_fields
 from polar.dialects.base import EncodedError, Route, StreamEncoder
 from polar.dialects.openai_chat import wire as w
-from polar.dialects.openai_chat.replies import ChatStreamEncoder, build_reply, decode_reply
+from polar.dialects.openai_chat.replies import ChatStreamEncoder, build_reply, decode_reply, encode_error
 from polar.dialects.openai_chat.requests import build_request, decode_request
 from polar.errors import ApiError
 from polar.records.exchange import RawRequest
@@ -61,7 +61,7 @@ class OpenAIChat:
         return raw_fields.encode(w.ModelList("list", [_encode_model(name) for name in models]))
 
     def encode_error(self, error: ApiError) -> EncodedError:
-        return openai_errors.encode_error(error)
+        return encode_error(error)
 
 
 def _encode_model(name: str) -> w.Model:

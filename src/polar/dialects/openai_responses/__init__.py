@@ -8,8 +8,9 @@ turn.
 import re
 from collections.abc import Mapping
 
-from polar.dialects import openai_errors, raw_fields
+from polar.dialects import raw_fields
 from polar.dialects.base import EncodedError, Route, StreamEncoder
+from polar.dialects.openai_chat.replies import encode_error
 from polar.dialects.openai_responses import wire as w
 from polar.dialects.openai_responses.replies import ResponsesStreamEncoder, decode_reply, encode_reply
 from polar.dialects.openai_responses.requests import build_request, decode_request
@@ -58,4 +59,4 @@ class OpenAIResponses:
         return raw_fields.encode(w.ModelList([w.Model(name) for name in models]))
 
     def encode_error(self, error: ApiError) -> EncodedError:
-        return openai_errors.encode_error(error)
+        return encode_error(error)
