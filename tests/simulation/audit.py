@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from msgspec import Struct
 
-from polar.rollout.killer_detection import SUSPECT_KILLS
 from polar.rollout.protocol import INTERRUPTED, PLATFORM_REASONS, FinishStatus, SessionOutcome
+from polar.rollout.queue.selection import SUSPECT_KILLS
 
 if TYPE_CHECKING:
     from tests.simulation.world import World

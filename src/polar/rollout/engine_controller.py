@@ -9,7 +9,7 @@ from polar.errors import ConfigError, EngineError, PolarError
 from polar.rollout.events import EventBus
 from polar.rollout.lease_manager import LeaseManager
 from polar.rollout.queue import Queue
-from polar.rollout.run_registry import RunRegistry
+from polar.rollout.runs import RunRegistry
 from polar.store.base import Store
 
 

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from polar.rollout.events import EventBus
 from polar.rollout.models import ResultUnit
-from polar.rollout.records import Counts, Lane, TaskRow, Totals, WorkChange
+from polar.rollout.queue.records import Counts, Lane, TaskRow, Totals, WorkChange
 from polar.store.base import Evidence, is_suspicious
 
 

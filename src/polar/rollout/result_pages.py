@@ -16,7 +16,7 @@ import msgspec
 
 from polar.rollout.models import ResultUnit, SuspiciousFilter
 from polar.rollout.protocol import SessionOutcome
-from polar.rollout.records import TaskRow, WorkRow
+from polar.rollout.queue.records import TaskRow, WorkRow
 from polar.rollout.results import (
     ResultForm,
     render_ended_result,

@@ -9,7 +9,7 @@ from polar.export.base import SessionItem
 from polar.export.messages import conversation_calls, trace_messages
 from polar.rollout.models import SessionStatus, TaskState
 from polar.rollout.protocol import SessionOutcome
-from polar.rollout.records import TaskRow
+from polar.rollout.queue.records import TaskRow
 from polar.store.base import Exchange, Session
 from polar.trajectory import wire
 from polar.trajectory.checker import SessionChecker

@@ -1,7 +1,7 @@
 """The rollout service without its HTTP.
 
-    trainers ─► Rollout ─► Queue (the database: the truth) ◄─ Leasing ◄─ nodes
-                    Ledger: what is counted, and who waits        Steering ─► engines and policy, at every node
+    trainers ─► RolloutService ─► Queue (the database: the truth) ◄─ LeaseManager ◄─ nodes
+                    Ledger: what is counted, and who waits        EngineController ─► engines and policy, at every node
 
 What is in memory here can be made anew from the database by the next start.
 """
@@ -20,24 +20,27 @@ from polar.config import DEFAULT_RUN, Compat, ServerSettings
 from polar.errors import ConfigError, StoreError
 from polar.rollout.engine_controller import EngineController
 from polar.rollout.events import EventBus
-from polar.rollout.lease_manager import LeaseManager
+from polar.rollout.lease_manager import LeaseManager, NodeView
 from polar.rollout.ledger import Ledger
-from polar.rollout.members import NodeView, node_view
 from polar.rollout.models import ResultUnit, TaskRequest
-from polar.rollout.queue import Queue
-from polar.rollout.records import ConsumerPosition, Lane, NewTask, TaskRow, WorkRow
+from polar.rollout.queue import Queue, QueueDatabase, Superseded
+from polar.rollout.queue.database import TransactionalStore
+from polar.rollout.queue.records import ConsumerPosition, Lane, NewTask, TaskRow, WorkRow
 from polar.rollout.results import task_status
-from polar.rollout.retention import Retention
-from polar.rollout.run_registry import RunRegistry
-from polar.rollout.runs import Quotas, RunSettings
+from polar.rollout.runs import Quotas, RunRegistry, RunSettings
 from polar.rollout.semantics import SEMANTICS, TaskSemantics
-from polar.rollout.transactions import QueueDatabase, Superseded
 from polar.store.base import Store
 
 log = logging.getLogger(__name__)
 
-_RECOUNT_SECONDS = 60.0  # seconds
-_CHECKS_PER_TERM = 4  # a term, after silent nodes
+_RECOUNT_SECONDS = 60.0
+_CHECKS_PER_TERM = 4
+"""Looks for silent nodes in the time after which a silent node is lost."""
+_RETENTION_MARKS = 100
+"""In the time that results are kept."""
+_MAX_DELETED_TASKS = 50
+"""In one transaction: others write meanwhile."""
+_RETENTION_FACT = "retention"
 
 
 class SubmittedTask(Struct):
@@ -52,7 +55,7 @@ class RefusedTask(Struct):
     retry_after: float | None = None
 
 
-class RolloutStore(Store, QueueDatabase, Protocol):
+class RolloutStore(Store, TransactionalStore, Protocol):
     """A store that holds the queue, too."""
 
 
@@ -84,6 +87,7 @@ class RolloutService:
         self.ledger = Ledger(self.events)
         self.superseded = asyncio.Event()  # another server has taken over
         self.failed = asyncio.Event()  # something that it can't do without has ended
+        self._database: QueueDatabase
         self._queue: Queue
         self._policy: RunRegistry
         self._consumers: dict[tuple[str, str], ConsumerPosition] = {}
@@ -91,10 +95,11 @@ class RolloutService:
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def __aenter__(self) -> "RolloutService":
-        queue = self._queue = await Queue.open(self._store)
+        database = self._database = await QueueDatabase.open(self._store)
+        queue = self._queue = Queue(database)
         runs = {run: RunSettings.decode(text) for run, text in (await queue.runs()).items()}
         versions = await self._versions()  # only now: until then an older server may have set others
-        self._policy = RunRegistry(self._replicas, versions, runs, queue.epoch << 32, self._store_id)
+        self._policy = RunRegistry(self._replicas, versions, runs, database.epoch << 32, self._store_id)
         self.lease_manager = LeaseManager(
             queue,
             self.ledger,
@@ -104,12 +109,12 @@ class RolloutService:
             store=self._store,
             store_id=self._store_id,
             schedule=self._schedule,
-            recount=self._recount,
+            recount_if_uncertain=self._recount_if_uncertain,
         )
         self.engine_controller = EngineController(self._policy, self.lease_manager, queue, self._store, self.events)
         await queue.requeue(await queue.waiting_work())
         self._consumers = await queue.consumers()
-        queue.uncertain_commits += 1
+        database.uncertain_commits += 1  # nothing was counted yet
         await self._recount()
         self._schedule(0, self._maintain)
         if self._settings.retention_hours is not None:
@@ -177,8 +182,7 @@ class RolloutService:
         return None
 
     async def _check_queue_quota(self, task: TaskRequest, admitted_samples: int) -> RefusedTask | None:
-        if self._queue.is_uncertain:
-            await self._recount()
+        await self._recount_if_uncertain()
         most = self._policy.quotas(task.run).max_queued
         queued = self.ledger.run_counts(task.run).queued + admitted_samples if most is not None else 0
         if most is not None and task.num_samples > most:
@@ -283,17 +287,19 @@ class RolloutService:
     def nodes(self) -> list[NodeView]:
         """Those that run sessions."""
         return [
-            shown
-            for one in self.lease_manager.members.values()
-            if (shown := node_view(one)) is not None and shown.slots
+            shown for one in self.lease_manager.members.values() if (shown := one.view()) is not None and shown.slots
         ]
 
     # Looking after it
 
+    async def _recount_if_uncertain(self) -> None:
+        if self._database.is_uncertain:
+            await self._recount()
+
     async def _recount(self) -> None:
         """From time to time; and all that is in memory, where the queue is in doubt."""
-        doubts = self._queue.uncertain_commits
-        if self._queue.is_uncertain:
+        doubts = self._database.uncertain_commits
+        if self._database.is_uncertain:
             self.ledger.totals.update(await self._queue.totals())
             await self.lease_manager.restore()
             self.ledger.wake_all_readers()
@@ -301,7 +307,7 @@ class RolloutService:
         self.ledger.lanes = await self._queue.counts()
         for run in list(self._policy.runs):
             await self._count_untaken(run)
-        self._queue.reconciled_commits = max(doubts, self._queue.reconciled_commits)
+        self._database.reconcile(doubts)
 
     async def _count_untaken(self, run: str) -> None:
         """Only where a quota asks for it: it takes a look at the database."""
@@ -323,10 +329,10 @@ class RolloutService:
                 self.lease_manager.renew_terms()
             looked = now
             try:
-                await self._queue.check_epoch()
+                await self._database.check_epoch()
                 await self.lease_manager.expire_silent_members(now)
                 await self.lease_manager.record_lifetimes()
-                if now - counted > _RECOUNT_SECONDS or self._queue.is_uncertain:
+                if now - counted > _RECOUNT_SECONDS or self._database.is_uncertain:
                     counted = now
                     await self._recount()
             except Superseded as error:
@@ -366,3 +372,44 @@ def _to_new_task(task: TaskRequest) -> NewTask:
         request=task.model_dump_json(exclude_unset=True),
         rerun=task.semantics.resubmit_ended == "rerun",
     )
+
+
+class RetentionMark(Struct, array_like=True):
+    served_seconds: float  # of all servers so far
+    cursor: int  # of the last result then
+
+
+class Retention:
+    """How long ended tasks are kept.
+
+    Hours are those that servers have run on this database, one after the other: a clock that is set wrong makes
+    nothing older. From time to time a mark notes the last cursor; tasks that had ended by a mark that is old enough
+    are deleted.
+    """
+
+    def __init__(self, queue: Queue, hours: float) -> None:
+        self._queue = queue
+        self._seconds = hours * 3600
+        self._marks: list[RetentionMark] = []
+
+    async def run(self) -> None:
+        """Runs until it is cancelled."""
+        loop = asyncio.get_running_loop()
+        known = await self._queue.fact(_RETENTION_FACT)
+        self._marks = [RetentionMark(0.0, 0)] if known is None else msgspec.json.decode(known, type=list[RetentionMark])
+        began = loop.time() - self._marks[-1].served_seconds
+        while True:
+            await asyncio.sleep(self._seconds / _RETENTION_MARKS)
+            try:
+                await self._delete_expired(loop.time() - began)
+            except StoreError as error:
+                log.error("Expired tasks could not be deleted: %s", error)
+
+    async def _delete_expired(self, served: float) -> None:
+        self._marks.append(RetentionMark(served, await self._queue.last_cursor()))
+        old = [mark for mark in self._marks if mark.served_seconds <= served - self._seconds]
+        if old:
+            while await self._queue.delete_ended_tasks(old[-1].cursor, _MAX_DELETED_TASKS):
+                pass
+            self._marks = [mark for mark in self._marks if mark.served_seconds >= old[-1].served_seconds]
+        await self._queue.save_fact(_RETENTION_FACT, msgspec.json.encode(self._marks).decode())

@@ -9,7 +9,7 @@ from pydantic import AfterValidator, BaseModel, Field
 
 from polar.config import DEFAULT_RUN
 from polar.engines.desired_state import DesiredPool, PauseState
-from polar.rollout.members import NodeView
+from polar.rollout.lease_manager import NodeView
 from polar.rollout.routes.bodies import Body, RunName
 from polar.rollout.routes.openapi import error_responses
 from polar.rollout.routes.service_parts import ServiceParts

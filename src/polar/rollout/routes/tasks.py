@@ -14,7 +14,7 @@ from pydantic_core import PydanticSerializationError
 
 from polar.rollout.models import SessionStatus, SessionTiming, TaskRequest, TaskState, TaskStatus
 from polar.rollout.protocol import SessionOutcome
-from polar.rollout.records import TaskRow, WorkRow
+from polar.rollout.queue.records import TaskRow, WorkRow
 from polar.rollout.results import session_status, stage_timing, task_status
 from polar.rollout.routes.bodies import Body, RunName
 from polar.rollout.routes.openapi import error_responses
