@@ -2,10 +2,10 @@
 
 import asyncio
 import shutil
-from collections import OrderedDict
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+from cachetools import LRUCache
 from msgspec import Struct
 from pydantic import ValidationError
 
@@ -150,7 +150,7 @@ class PlanCache:
 
     def __init__(self, plan: Callable[[TaskRequest], Awaitable[TaskPlan]]) -> None:
         self._plan = plan
-        self._plans: OrderedDict[str, asyncio.Future[TaskPlan]] = OrderedDict()
+        self._plans: LRUCache[str, asyncio.Future[TaskPlan]] = LRUCache(_MAX_PLANS)
 
     async def get(self, lease: Lease) -> TaskPlan:
         """Raises ConfigError where the task can't be run here."""
@@ -161,8 +161,6 @@ class PlanCache:
             except ValidationError as error:
                 raise ConfigError(f"This node can't read the task; is it older than the server? {error}") from error
             planning = self._plans[lease.digest] = asyncio.ensure_future(self._plan(task))
-            if len(self._plans) > _MAX_PLANS:
-                self._plans.popitem(last=False)
         try:
             return await asyncio.shield(planning)
         except Exception:

@@ -13,6 +13,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from typing import NamedTuple, Protocol
 
 import msgspec
+from cachetools import LRUCache
 
 from polar.rollout.models import ResultUnit, SuspiciousFilter
 from polar.rollout.protocol import SessionOutcome
@@ -38,6 +39,9 @@ MAX_PAGE_BYTES = 32 * 1024 * 1024
 
 _MAX_LISTED_SESSIONS = 1000
 """Sessions of a task that are shown one by one."""
+
+_MAX_FORMS = 1000
+"""Of tasks, kept from page to page."""
 
 
 class ResultSource(Protocol):
@@ -96,7 +100,7 @@ class ResultPages:
         self.checker = checker or SessionChecker()
         self._rows = rows
         self._store = store
-        self._forms: dict[tuple[str, str], ResultForm] = {}
+        self._forms: LRUCache[tuple[str, str], ResultForm] = LRUCache(_MAX_FORMS)
 
     async def stream_page(
         self,
@@ -250,14 +254,11 @@ class ResultPages:
     async def _result_form(self, row: WorkRow) -> ResultForm:
         """As the task has it."""
         key = row.run, row.task_id
-        found = self._forms.pop(key, None)
-        if found is None:
+        form = self._forms.get(key)
+        if form is None:
             task = await self._rows.task(*key)
-            found = ResultForm() if task is None else result_form(task.request)
-        self._forms[key] = found
-        if len(self._forms) > 1000:
-            del self._forms[next(iter(self._forms))]
-        return found
+            form = self._forms[key] = ResultForm() if task is None else result_form(task.request)
+        return form
 
 
 def _passes(row: WorkRow | TaskRow, suspicious: SuspiciousFilter) -> bool:
