@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 from polar.bridges.engines import TrainerEngines
 from polar.bridges.rollouts import RolloutClient, SessionGroup
 from polar.bridges.settings import SettingsSource, load_settings
-from polar.client.background_loop import BackgroundLoop
+from polar.client.sync_client import BackgroundLoop
 from polar.closeable import Closeable
 from polar.rollout.models import PauseMode
 
