@@ -26,7 +26,7 @@ from polar.dialects.base import Dialect
 from polar.engines.base import VersionSpan
 from polar.plugins import load
 from polar.store.base import Exchange, Session
-from polar.store.sqlite import SqliteStore
+from polar.store.sqlite import open_sqlite_store
 from polar.trajectory import builders
 from polar.trajectory.tree import build_token_tree
 from polar.trajectory.types import Ids, SessionPaths
@@ -265,7 +265,7 @@ async def measure_stored_bytes(report: TrajectoryReport, plan: TrajectoryPlan, p
     with tempfile.TemporaryDirectory(prefix="polar-bench-") as name:
         for turns in plan.turns:
             path = Path(name) / f"{turns}.db"
-            store = SqliteStore.open(path)
+            store = open_sqlite_store(path)
             await store.create_session(Session("bench", b"bench", 0.0))
             for exchange in exchanges[:turns]:
                 await store.append(exchange)

@@ -141,8 +141,11 @@ class _CollectionTask(Struct):
 
 
 class Collection:
-    """Implements `node.local.SessionSource`. With `accept`, a task's samples are tried one after the other, until one earns
-    that much; so which of them are run depends on their rewards alone, however often the run is stopped."""
+    """Implements `node.local.SessionSource`.
+
+    With `accept`, a task's samples are tried one after the other, until one earns that much. So which of them are run
+    depends on their rewards alone, however often the run is stopped.
+    """
 
     def __init__(
         self,
