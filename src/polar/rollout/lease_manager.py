@@ -155,7 +155,7 @@ class LeaseManager:
         self,
         queue: Queue,
         ledger: Ledger,
-        policy: RunRegistry,
+        run_registry: RunRegistry,
         events: EventBus,
         settings: ServerSettings,
         *,
@@ -168,7 +168,7 @@ class LeaseManager:
         commit may have been lost or made unnoticed."""
         self._queue = queue
         self._ledger = ledger
-        self._policy = policy
+        self._run_registry = run_registry
         self._events = events
         self._settings = settings
         self._store = store
@@ -271,7 +271,8 @@ class LeaseManager:
             if counts.queued > 0 and lane.name in member.backends:
                 most = self._session_budget(lane.run, busy[lane.run])
                 if most > 0:
-                    version, isolates = self._policy.newest_version(lane.run), self._is_isolation_node(member, lane)
+                    version = self._run_registry.newest_version(lane.run)
+                    isolates = self._is_isolation_node(member, lane)
                     found.append(LeaseAllowance(lane, most, busy[lane.run], version, isolates))
         return found
 
@@ -292,7 +293,7 @@ class LeaseManager:
 
     def _session_budget(self, run: str, busy: int) -> int:
         """How many sessions of a run may begin now."""
-        quotas = self._policy.quotas(run)
+        quotas = self._run_registry.quotas(run)
         limits = [_UNLIMITED]
         if quotas.max_running is not None:
             limits.append(quotas.max_running - busy)
@@ -359,7 +360,7 @@ class LeaseManager:
 
     def _record_staleness(self, outcome: SessionOutcome, tracked: TrackedLease) -> None:
         limits = parse_staleness_limits(tracked.request)
-        newest = self._policy.newest_version(tracked.lane.run)
+        newest = self._run_registry.newest_version(tracked.lane.run)
         oldest = tracked.version if outcome.oldest_version is None else outcome.oldest_version
         outcome.lag = None if oldest is None else newest - oldest
         outcome.stale = limits.is_stale(oldest, newest)
@@ -380,10 +381,10 @@ class LeaseManager:
         if reported != (member.seen_generation, member.applied_generation, member.problems):
             member.seen_generation, member.applied_generation, member.problems = reported
             await self._notify()
-        orders = await member.next_orders(heartbeat, self._policy.engines.generation, self._settings.beat_seconds)
+        orders = await member.next_orders(heartbeat, self._run_registry.engines.generation, self._settings.beat_seconds)
         if member.lost:
             raise UnknownNode(f"Node {node_id} was silent for too long: join again.")
-        engines = self._policy.engines
+        engines = self._run_registry.engines
         orders.engines = self._engines_for(node_id) if engines.generation != heartbeat.seen else None
         return orders
 
@@ -392,10 +393,10 @@ class LeaseManager:
         return self._cancel(lambda one: (one.lane.run, one.task_id) == (run, task_id), reason)
 
     def cancel_stale(self, run: str) -> None:
-        newest = self._policy.newest_version(run)
+        newest = self._run_registry.newest_version(run)
 
         def is_stale(tracked: TrackedLease) -> bool:
-            if self._policy.replica_urls(tracked.lane.run) != self._policy.replica_urls(run):
+            if self._run_registry.replica_urls(tracked.lane.run) != self._run_registry.replica_urls(run):
                 return False
             limits = parse_staleness_limits(tracked.request)
             return limits.on_stale == "cancel" and limits.is_stale(tracked.version, newest)
@@ -418,7 +419,7 @@ class LeaseManager:
     def _engines_for(self, node_id: str) -> DesiredEngines:
         """All nodes share the engines: one of them is enough to send them to sleep, and not every engine stands being
         told twice."""
-        engines = self._policy.engines
+        engines = self._run_registry.engines
         if node_id == self.sleep_node_id:
             return engines
         pools = {

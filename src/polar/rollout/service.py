@@ -89,7 +89,7 @@ class RolloutService:
         self.failed = asyncio.Event()  # something that it can't do without has ended
         self._database: QueueDatabase
         self._queue: Queue
-        self._policy: RunRegistry
+        self._run_registry: RunRegistry
         self._consumers: dict[tuple[str, str], ConsumerPosition] = {}
         self._admission_lock = asyncio.Lock()  # what may be queued is looked at and used up by one at a time
         self._tasks: set[asyncio.Task[None]] = set()
@@ -99,11 +99,11 @@ class RolloutService:
         queue = self._queue = Queue(database)
         runs = {run: RunSettings.decode(text) for run, text in (await queue.runs()).items()}
         versions = await self._versions()  # only now: until then an older server may have set others
-        self._policy = RunRegistry(self._replicas, versions, runs, database.epoch << 32, self._store_id)
+        self._run_registry = RunRegistry(self._replicas, versions, runs, database.epoch << 32, self._store_id)
         self.lease_manager = LeaseManager(
             queue,
             self.ledger,
-            self._policy,
+            self._run_registry,
             self.events,
             self._settings,
             store=self._store,
@@ -111,7 +111,9 @@ class RolloutService:
             schedule=self._schedule,
             recount_if_uncertain=self._recount_if_uncertain,
         )
-        self.engine_controller = EngineController(self._policy, self.lease_manager, queue, self._store, self.events)
+        self.engine_controller = EngineController(
+            self._run_registry, self.lease_manager, queue, self._store, self.events
+        )
         await queue.requeue(await queue.waiting_work())
         self._consumers = await queue.consumers()
         database.uncertain_commits += 1  # nothing was counted yet
@@ -171,7 +173,7 @@ class RolloutService:
         return [answers[number] for number in range(len(tasks))]
 
     def _semantics(self, run: str) -> TaskSemantics:
-        return SEMANTICS[self._policy.compat(run) or self._settings.compat]
+        return SEMANTICS[self._run_registry.compat(run) or self._settings.compat]
 
     async def _check_runnable(self, task: TaskRequest) -> RefusedTask | None:
         if self._check is not None:
@@ -183,7 +185,7 @@ class RolloutService:
 
     async def _check_queue_quota(self, task: TaskRequest, admitted_samples: int) -> RefusedTask | None:
         await self._recount_if_uncertain()
-        most = self._policy.quotas(task.run).max_queued
+        most = self._run_registry.quotas(task.run).max_queued
         queued = self.ledger.run_counts(task.run).queued + admitted_samples if most is not None else 0
         if most is not None and task.num_samples > most:
             error = f"It has {task.num_samples} samples, more than the run may have queued ({most}): raise its quota."
@@ -249,7 +251,7 @@ class RolloutService:
     # Runs and nodes
 
     async def set_quotas(self, run: str, quotas: Quotas) -> None:
-        settings = self._policy.settings(run)
+        settings = self._run_registry.settings(run)
         settings.quotas = quotas
         await self._queue.save_run(run, settings.encode())
         await self._count_untaken(run)
@@ -257,15 +259,15 @@ class RolloutService:
 
     async def set_compat(self, run: str, compat: Compat | None) -> None:
         """Whose meaning the run's tasks have that are submitted from now on; None: the server's."""
-        settings = self._policy.settings(run)
+        settings = self._run_registry.settings(run)
         settings.compat = compat
         await self._queue.save_run(run, settings.encode())
 
     def compat(self, run: str) -> Compat | None:
-        return self._policy.compat(run)
+        return self._run_registry.compat(run)
 
     def quotas(self) -> dict[str, Quotas]:
-        return {run: settings.quotas for run, settings in self._policy.runs.items()}
+        return {run: settings.quotas for run, settings in self._run_registry.runs.items()}
 
     def status(self) -> dict[str, dict[str, int]]:
         """By run: sessions in each state."""
@@ -280,7 +282,7 @@ class RolloutService:
                 "done": totals.ended,
                 "usable": totals.usable,
             }
-            if self._policy.quotas(run).max_ahead is not None:
+            if self._run_registry.quotas(run).max_ahead is not None:
                 found[run]["untaken"] = self.ledger.untaken[run]
         return found
 
@@ -305,13 +307,13 @@ class RolloutService:
             self.ledger.wake_all_readers()
             self.events.mark_lagged("the store was in doubt")
         self.ledger.lanes = await self._queue.counts()
-        for run in list(self._policy.runs):
+        for run in list(self._run_registry.runs):
             await self._count_untaken(run)
         self._database.reconcile(doubts)
 
     async def _count_untaken(self, run: str) -> None:
         """Only where a quota asks for it: it takes a look at the database."""
-        if self._policy.quotas(run).max_ahead is not None:
+        if self._run_registry.quotas(run).max_ahead is not None:
             consumers = [taken for (of, _), taken in self._consumers.items() if of == run] or [
                 ConsumerPosition(0, "session")
             ]

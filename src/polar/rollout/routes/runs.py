@@ -160,7 +160,7 @@ def _add_quota_routes(router: APIRouter, parts: ServiceParts) -> None:
 
 
 def _add_engine_routes(router: APIRouter, parts: ServiceParts) -> None:
-    steering = parts.rollout.engine_controller
+    controller = parts.rollout.engine_controller
 
     @router.get("/policy", tags=["policy"], responses=error_responses())
     async def policy(run: RunQuery = None) -> PolicyInfo:
@@ -170,7 +170,7 @@ def _add_engine_routes(router: APIRouter, parts: ServiceParts) -> None:
     async def new_policy(body: PolicyUpdate, run: RunQuery = None) -> PolicyInfo:
         """The weights have changed: of one replica, or of all."""
         run = body.run or run or DEFAULT_RUN
-        if not await steering.set_version(run, body.version, body.replica, _APPLY_SECONDS):
+        if not await controller.set_version(run, body.version, body.replica, _APPLY_SECONDS):
             raise _unknown_replica_error(parts, run, body.replica)
         return describe_policy(parts, run)
 
@@ -179,13 +179,13 @@ def _add_engine_routes(router: APIRouter, parts: ServiceParts) -> None:
         """Holds generation. New calls wait until it is resumed."""
         wanted = body or PauseRequest()
         run = _require_own_engines(parts, wanted.run or run)
-        await steering.pause(run, wanted.mode, wanted.timeout)
+        await controller.pause(run, wanted.mode, wanted.timeout)
         return describe_policy(parts, run)
 
     @router.post("/policy/resume", tags=["policy"], responses=error_responses(400, 409, 413, 502, 504))
     async def resume(body: RunBody | None = None, run: RunQuery = None) -> PolicyInfo:
         run = _require_own_engines(parts, (body or RunBody()).run or run)
-        await steering.resume(run, _APPLY_SECONDS)
+        await controller.resume(run, _APPLY_SECONDS)
         return describe_policy(parts, run)
 
     @router.get("/engines", tags=["engines"], responses=error_responses())
@@ -197,14 +197,14 @@ def _add_engine_routes(router: APIRouter, parts: ServiceParts) -> None:
     async def add_engine(body: EngineRequest, run: RunQuery = None) -> PolicyInfo:
         """One more replica. With its first one, a run has engines of its own."""
         run = body.run or run or DEFAULT_RUN
-        await steering.add_replica(run, body.url, body.version, _APPLY_SECONDS)
+        await controller.add_replica(run, body.url, body.version, _APPLY_SECONDS)
         return describe_policy(parts, run)
 
     @router.delete("/engines", tags=["engines"], responses=error_responses(404, 504))
     async def remove_engine(url: Annotated[str, Query(max_length=2000)], run: RunQuery = None) -> PolicyInfo:
         """It gets no more calls; those that run there end there."""
         run = run or DEFAULT_RUN
-        if not await steering.remove_replica(run, url, _APPLY_SECONDS):
+        if not await controller.remove_replica(run, url, _APPLY_SECONDS):
             raise _unknown_replica_error(parts, run, url)
         return describe_policy(parts, run)
 
