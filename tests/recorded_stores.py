@@ -30,8 +30,10 @@ from polar.data_plane import DataPlane
 from polar.engines.scripted import TOKENIZER_FOLDER, PlaySet, ScriptedServer, ScriptedTurn
 from polar.engines.scripted.play import TurnContext
 from polar.plugins import names
+from polar.records.exchange import Exchange, StartedCall
+from polar.records.session import Evidence, Session, Verdict
 from polar.store import open_store
-from polar.store.base import Evidence, Exchange, Session, StartedCall, Store, Verdict
+from polar.store.base import Store
 from tests import captures
 from tests.integration.stack import settings
 from tests.unit.export.samples import Talk, said

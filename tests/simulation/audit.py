@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from msgspec import Struct
 
-from polar.rollout.protocol import INTERRUPTED, PLATFORM_REASONS, FinishStatus, SessionOutcome
+from polar.records.session import PLATFORM_REASONS
+from polar.rollout.protocol import INTERRUPTED, FinishStatus, SessionOutcome
 from polar.rollout.queue.selection import SUSPECT_KILLS
 
 if TYPE_CHECKING:

@@ -24,7 +24,7 @@ from polar.client.feed import RawResult, ResultOptions, Results
 from polar.client.submission import SubmitAnswer, TaskLike, TasksRefused, load_tasks
 from polar.closeable import AsyncCloseable
 from polar.config import DEFAULT_RUN
-from polar.rollout.models import GroupResult, NumberedResult, PauseMode, ResultUnit, SessionResult, TaskStatus
+from polar.records.result import GroupResult, NumberedResult, PauseMode, ResultUnit, SessionResult, TaskStatus
 
 __all__ = ["BUSY", "AsyncClient", "ClientError", "RawResult", "Results", "ServerEvent", "SubmitAnswer", "TasksRefused"]
 

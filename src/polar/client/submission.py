@@ -18,7 +18,7 @@ from pydantic import ValidationError
 from polar import validation_errors
 from polar.client.calls import BUSY, Calls, ClientError, retry_delays
 from polar.errors import ConfigError
-from polar.rollout.models import TaskRequest
+from polar.records.task import TaskRequest
 
 _MAX_BATCH_TASKS, _MAX_BATCH_BYTES = 200, 4 * 2**20
 _MAX_NAMED_TASKS = 5

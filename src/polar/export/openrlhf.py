@@ -2,7 +2,7 @@
 
 Who divides: the trainer; its loss is a mean over all tokens that train, so tokens count and not rows. Advantages are
 the trainer's, over `n_samples_per_prompt` rows that stand together, so a session of several traces needs a baseline of
-its own: `polar.bridges.openrlhf_trainer` has it. `weight` comes along under `polar`, where the trainer does not look.
+its own: `polar.bridges.openrlhf.trainer` has it. `weight` comes along under `polar`, where the trainer does not look.
 
 What is lost: policy versions are under `polar` only. `prompt` names the task (the text is in the tokens), `label` is
 null. A reward of null asks the trainer for its reward model.
@@ -11,7 +11,7 @@ null. A reward of null asks the trainer for its reward model.
 from typing import Any, ClassVar
 
 from polar.export.base import ExportNeed, SessionItem, TraceLines, pad_over_prompt, trace_metadata, trace_token_ids
-from polar.trajectory.types import Trace
+from polar.records.trajectory import Trace
 
 
 class OpenRlhfExporter(TraceLines):

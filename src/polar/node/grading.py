@@ -26,9 +26,10 @@ from polar.evaluators.base import Outcome
 from polar.node.finished_session import to_printable
 from polar.node.runtime_pool import WarmPool
 from polar.node.task_plan import TaskPlan
-from polar.rollout.models import OnTampering, TaskRequest
+from polar.records.exchange import Exchange
+from polar.records.session import Evidence, EvidenceKind, Session, Verdict, is_suspicious
+from polar.records.task import OnTampering, TaskRequest
 from polar.runtimes.base import CommandResult, Runtime
-from polar.store.base import Evidence, EvidenceKind, Exchange, Session, Verdict, is_suspicious
 from polar.trajectory.conversations import read_call
 from polar.trajectory.session import assign_session_roles
 from polar.types import Text

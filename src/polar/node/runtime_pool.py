@@ -15,7 +15,7 @@ from msgspec import Struct
 from polar.errors import ConfigError, PolarError
 from polar.node.stages import Stage
 from polar.plugins import load, names
-from polar.rollout.models import Step
+from polar.records.task import Step
 from polar.runtimes.base import Runtime, RuntimeBackend, RuntimeSpec, SandboxError, TransferTooLargeError
 from polar.runtimes.prepare_steps import PrepareError, run_prepare_steps
 from polar.runtimes.state_folder import remove_tree

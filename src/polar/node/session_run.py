@@ -36,10 +36,12 @@ from polar.node.runtime_pool import MAX_WORKSPACE_BYTES, WarmPool, WorkspaceSnap
 from polar.node.stages import Stage, StageName, StageTiming
 from polar.node.task_plan import TaskPlan
 from polar.patches import make_patch
+from polar.records.exchange import Exchange
+from polar.records.session import Evidence, Session, Verdict
 from polar.runtimes.base import CommandResult, CorruptedRuntimeError, Runtime, SandboxError, TransferTooLargeError
 from polar.runtimes.prepare_steps import PrepareError
 from polar.runtimes.state_folder import remove_tree
-from polar.store.base import Evidence, Exchange, Session, Store, Verdict
+from polar.store.base import Store
 from polar.telemetry import tracing
 from polar.telemetry.logs import bind
 

@@ -20,10 +20,10 @@ from polar.errors import ConfigError, PolarError, StoreError
 from polar.node.finished_session import FinishedSession
 from polar.node.remote_server import KeepAlive
 from polar.node.task_plan import PlanCache, TaskPlan
-from polar.rollout.models import TaskRequest
+from polar.records.session import NOT_RUNNABLE
+from polar.records.task import TaskRequest
 from polar.rollout.protocol import (
     INTERRUPTED,
-    NOT_RUNNABLE,
     FinishStatus,
     Heartbeat,
     HeartbeatResponse,

@@ -12,10 +12,10 @@ from msgspec import Struct
 from polar.config import ServerSettings
 from polar.engines.desired_state import DesiredEngines, DesiredPool
 from polar.errors import StoreError
+from polar.records.session import NOT_RUNNABLE
 from polar.rollout.events import EventBus
 from polar.rollout.ledger import Ledger
 from polar.rollout.protocol import (
-    NOT_RUNNABLE,
     CancelOrder,
     FinishStatus,
     Heartbeat,

@@ -18,17 +18,17 @@ from msgspec import Struct
 
 from polar.config import DEFAULT_RUN, Compat, ServerSettings
 from polar.errors import ConfigError, StoreError
+from polar.records.result import ResultUnit
+from polar.records.task import SEMANTICS, TaskRequest, TaskSemantics
 from polar.rollout.engine_controller import EngineController
 from polar.rollout.events import EventBus
 from polar.rollout.lease_manager import LeaseManager, NodeView
 from polar.rollout.ledger import Ledger
-from polar.rollout.models import ResultUnit, TaskRequest
 from polar.rollout.queue import Queue, QueueDatabase, Superseded
 from polar.rollout.queue.database import TransactionalStore
 from polar.rollout.queue.records import ConsumerPosition, Lane, NewTask, TaskRow, WorkRow
 from polar.rollout.results import task_status
 from polar.rollout.runs import Quotas, RunRegistry, RunSettings
-from polar.rollout.semantics import SEMANTICS, TaskSemantics
 from polar.store.base import Store
 
 log = logging.getLogger(__name__)

@@ -15,8 +15,8 @@ from hashlib import sha256
 import msgspec
 from msgspec import Raw, Struct
 
-from polar.dialects.base import RawRequest
 from polar.errors import StoreError
+from polar.records.exchange import RawRequest
 from polar.store.arrays import ID_SIZE
 from polar.store.base_link import damaged_store_error, split_bytes
 from polar.store.lineage import DIGEST_SIZE, compute_digest

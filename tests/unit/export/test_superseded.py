@@ -4,10 +4,10 @@ from pathlib import Path
 from typing import Any
 
 from polar.export.pipeline import ExportTally, Selection, select_items
+from polar.records.session import Session, Verdict
 from polar.rollout.protocol import SessionOutcome
 from polar.rollout.queue import Queue, QueueDatabase
 from polar.rollout.queue.records import Lane, LeaseAllowance, NewTask
-from polar.store.base import Session, Verdict
 from polar.store.relational import RelationalStore
 from polar.store.sqlite import open_sqlite_store
 from polar.trajectory.builders import prefix_merging

@@ -15,8 +15,9 @@ from functools import partial
 
 import msgspec
 
-from polar.rollout.models import ResultUnit
-from polar.rollout.protocol import INTERRUPTED, PLATFORM_REASONS, FinishStatus, Lease, LeaseId, SessionOutcome
+from polar.records.result import ResultUnit
+from polar.records.session import PLATFORM_REASONS
+from polar.rollout.protocol import INTERRUPTED, FinishStatus, Lease, LeaseId, SessionOutcome
 from polar.rollout.queue.database import QueueDatabase, fetch_number
 from polar.rollout.queue.records import (
     AdmittedTask,

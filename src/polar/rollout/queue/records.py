@@ -10,7 +10,7 @@ from typing import Any, Literal
 import msgspec
 from msgspec import Raw, Struct
 
-from polar.rollout.models import ResultUnit
+from polar.records.result import ResultUnit
 from polar.rollout.protocol import FinishStatus, Lease, LeaseId, SessionOutcome
 
 WorkState = Literal["queued", "leased", "waiting", "done"]

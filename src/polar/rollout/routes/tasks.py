@@ -13,17 +13,17 @@ from pydantic import BaseModel, Field, ValidationError, ValidatorFunctionWrapHan
 from pydantic_core import PydanticSerializationError
 
 from polar.plugins import names
-from polar.rollout.models import (
+from polar.records.result import (
     GroupResult,
     NumberedResult,
     ResultUnit,
     SessionStatus,
     SessionTiming,
     SuspiciousFilter,
-    TaskRequest,
     TaskState,
     TaskStatus,
 )
+from polar.records.task import TaskRequest
 from polar.rollout.protocol import SessionOutcome
 from polar.rollout.queue.records import TaskRow, WorkRow
 from polar.rollout.results import session_status, stage_timing, task_status
