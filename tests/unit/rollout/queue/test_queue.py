@@ -7,10 +7,10 @@ import pytest
 
 from polar.records.session import Verdict
 from polar.rollout.protocol import Lease, LeaseId, SessionOutcome
-from polar.rollout.queue import Queue
-from polar.rollout.records import ConsumerPosition, FinishResult, Lane, LeaseAllowance, NewTask, WorkChange
-from polar.rollout.retention import Retention
-from polar.rollout.transactions import Superseded
+from polar.rollout.queue import Queue, QueueDatabase
+from polar.rollout.queue.database import Superseded
+from polar.rollout.queue.records import ConsumerPosition, FinishResult, Lane, LeaseAllowance, NewTask, WorkChange
+from polar.rollout.service import Retention
 from polar.store.relational import RelationalStore
 from tests.conditions import wait_until
 from tests.unit.store.samples import exchange, session
@@ -40,7 +40,7 @@ def allowed(run: str = "default", lane: str = "local", *, most: int = 1000, busy
 
 @pytest.fixture
 async def queue(store: RelationalStore) -> Queue:
-    return await Queue.open(store)
+    return Queue(await QueueDatabase.open(store))
 
 
 async def leased(
@@ -362,7 +362,7 @@ async def test_callbacks_wait_until_somebody_says_otherwise(queue: Queue) -> Non
 async def test_a_server_that_another_one_has_replaced_writes_nothing(queue: Queue, store: RelationalStore) -> None:
     await queue.submit([new("a")])
     (lease,) = await leased(queue)
-    newer = await Queue.open(store)
+    newer = Queue(await QueueDatabase.open(store))
     for write in (
         queue.submit([new("b")]),
         queue.finish([ended(lease)], ATTEMPTS),
@@ -379,7 +379,7 @@ async def test_what_is_kept_of_runs_consumers_and_the_store(queue: Queue, store:
     await queue.save_run("r", '{"a":1}')
     await queue.save_consumer("r", "trainer", ConsumerPosition(3, "session"))
     await queue.save_consumer("r", "trainer", ConsumerPosition(5, "group"))
-    again = await Queue.open(store)
+    again = Queue(await QueueDatabase.open(store))
     assert await again.runs() == {"r": '{"a":1}'}
     assert await again.consumers() == {("r", "trainer"): ConsumerPosition(5, "group")}
     assert len({await store.store_id() for _ in range(3)}) == 1

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from polar.errors import ConfigError
-from polar.matrix.settings import load_matrix_settings
+from polar.matrix.matrix_run import load_matrix_settings
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 START = 'tasks = ["t"]\nharnesses = ["pi", "codex", "pi"]\n'

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from polar.node.tamper_policy import MAX_EVIDENCE, apply_policy, bound_evidence
+from polar.node.grading import MAX_EVIDENCE, apply_policy, bound_evidence
 from polar.records.session import PLATFORM_REASONS, Evidence, EvidenceKind, Verdict, is_suspicious
 from polar.records.task import OnTampering
 

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from polar.rollout.killer_detection import ISOLATION_KILLS, SuspectRecord, poisson_tail
+from polar.rollout.queue.selection import ISOLATION_KILLS, SuspectRecord, poisson_tail
 
 
 @pytest.mark.parametrize(("events", "expected"), [(1, 0.01), (3, 0.5), (4, 4.0), (9, 0.8), (20, 5.0)])

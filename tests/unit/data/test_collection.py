@@ -9,9 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from polar.config import PriceSettings
-from polar.data.budget import Budget
-from polar.data.collection import Collection
-from polar.data.collection_lock import lock_collection
+from polar.data.collection import Budget, Collection, lock_collection
 from polar.errors import ConfigError
 from polar.node.finished_session import FinishedSession
 from polar.node.task_plan import TaskPlan
