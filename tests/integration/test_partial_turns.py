@@ -18,7 +18,7 @@ from polar.cli.verify import VerifyFindings, verify_sessions
 from polar.data_plane import DataPlane
 from polar.dialects.sse import EventParser
 from polar.engines.scripted import Play, PlaySet, ScriptedTurn
-from polar.engines.scripted.tool_adapter import ScriptedCall as PlayedCall
+from polar.engines.scripted.play import ScriptedCall as PlayedCall
 from polar.store.base import Exchange, Store
 from polar.trajectory import session as sessions
 from polar.trajectory.builders import prefix_merging

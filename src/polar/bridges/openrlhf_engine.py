@@ -8,7 +8,7 @@ from aiohttp import web
 from msgspec import Struct
 
 from polar.dialects import sse
-from polar.engines.scripted import wire
+from polar.engines.api_server import wire
 
 _JSON = "application/json"
 _MAX_BODY_BYTES = 256 * 1024 * 1024

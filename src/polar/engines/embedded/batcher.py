@@ -17,8 +17,8 @@ import torch
 from msgspec import Struct
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from polar.engines.api_server.backend import SampledToken
 from polar.engines.embedded import attention
-from polar.engines.embedded.generation import SampledToken
 from polar.engines.embedded.kv_cache import CacheSlot, KVCache
 from polar.engines.embedded.options import EmbeddedOptions
 from polar.engines.embedded.sampler import SamplingState, sample_tokens

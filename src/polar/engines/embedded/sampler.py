@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 from msgspec import Struct
 
-from polar.engines.embedded.generation import SampledToken, SamplingOptions
+from polar.engines.api_server.backend import SampledToken, SamplingOptions
 
 
 class SamplingState(Struct):
