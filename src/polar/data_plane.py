@@ -79,7 +79,7 @@ def _share_malloc_arena() -> None:
 class DataPlane:
     """Use as an async context manager.
 
-    Where it is `steered`, somebody says how engines are to be (Pools.apply), and until then calls are held. Without
+    With `hold_calls`, somebody says how engines are to be (EngineFleet.apply), and until then calls are held. Without
     `engines` there are none before that."""
 
     store: RelationalStore

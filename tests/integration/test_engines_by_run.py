@@ -10,7 +10,7 @@ import aiohttp
 import pytest
 
 from polar.data_plane import DataPlane
-from polar.engines.desired_state import DesiredEngines, DesiredPool, DesiredReplica, PauseState
+from polar.engines.base import DesiredEngines, DesiredPool, DesiredReplica, PauseState
 from polar.engines.scripted import Play, ScriptedServer, ScriptedTurn
 from polar.gateway.meter import Meter
 from polar.store.base import Exchange

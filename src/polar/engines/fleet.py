@@ -5,8 +5,7 @@ import logging
 from collections.abc import Coroutine, Mapping
 
 from polar.config import DEFAULT_RUN, EngineSettings
-from polar.engines.base import normalize_engine_url
-from polar.engines.desired_state import DesiredEngines, DesiredReplica, PauseState
+from polar.engines.base import DesiredEngines, DesiredReplica, PauseState, normalize_engine_url
 from polar.engines.pool import EnginePool
 from polar.errors import EngineError
 from polar.plugins import load

@@ -1,20 +1,28 @@
-"""The replicas of one engine, as one.
+"""The replicas of one run's engine, as one: which one a call goes to, and pausing, weights and sleep of all of them.
 
-A session stays with one replica, for its prefix cache; it moves when that one is saturated, down or gone. Versions are
-kept per replica: a token's version is known if the replica held one version while the call ran, or if the call stood
-frozen while the version changed; otherwise it is unknown, and we say so.
+Versions are kept per replica: a token's version is known if the replica held one version while the call ran, or if the
+call stood frozen while the version changed; otherwise it is unknown, and we say so.
+
+A session stays where its prefix is cached. One without a replica gets it by rendezvous hashing: replicas are ordered by
+a hash that depends on the session's group alone. So sessions of one task, which begin with the same prompt, meet at one
+replica, at every gateway and also after a restart; and a replica that comes or goes changes nothing for groups whose
+first choice is another.
+
+Load comes first: a replica with clearly more calls than the mean takes no newcomers, which go to the next in their
+order. A session leaves its replica only at a much higher load, and takes its call's load along: so only the excess
+leaves, it spreads over different replicas, and it stays there, since a replica that took it is far below the load at
+which sessions leave.
 """
 
 import asyncio
+import hashlib
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
-from typing import TypeVar
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Iterable, Sequence
+from typing import Protocol, TypeVar
 
 from polar.config import EngineSettings
 from polar.engines.base import Chunk, Engine, LaunchedEngine, TokenPrompt, normalize_engine_url
-from polar.engines.gate import Gate
 from polar.engines.replica import Replica, RunningCall
-from polar.engines.routing import choose_replica
 from polar.errors import ConfigError, EngineError
 from polar.plugins import load
 from polar.types import Request
@@ -23,6 +31,40 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 _POLL_SECONDS = 0.05  # seconds between two looks at what still runs
+_NEWCOMER_LOAD_FACTOR = 1.25  # times the mean of calls: up to here a replica takes newcomers
+_RESIDENT_LOAD_FACTOR = 1.5  # times the mean: up to here it keeps those that it has
+_SLACK_CALLS = 16  # calls above the mean that no engine minds, and for which no session gives up its cache
+
+
+class Gate:
+    """Open, or holding every new call until it opens again."""
+
+    def __init__(self) -> None:
+        self._open = asyncio.Event()
+        self._open.set()
+        self.frozen = False
+        self.held = 0
+
+    @property
+    def paused(self) -> bool:
+        return not self._open.is_set()
+
+    def close(self) -> None:
+        self._open.clear()
+
+    def open(self) -> None:
+        self.frozen = False
+        self._open.set()
+
+    async def wait_until_open(self) -> None:
+        if self._open.is_set():
+            return
+        self.held += 1
+        try:
+            while self.paused:  # it may have closed again by the time that a call hears of its opening
+                await self._open.wait()
+        finally:
+            self.held -= 1
 
 
 class EnginePool:
@@ -59,7 +101,8 @@ class EnginePool:
         return {} if self._launched is None else {normalize_engine_url(self._launched.url): self._launched.version}
 
     async def start(self, *, may_sample: bool = True) -> None:
-        """Finds out what each replica can do; without `samples`, only what it can tell while it stands still."""
+        """Finds out what each replica can do; without `may_sample`, only what it can tell
+        while it stands still."""
         await asyncio.gather(*(replica.try_probe(may_sample=may_sample) for replica in self.replicas))
 
     async def close(self) -> None:
@@ -143,7 +186,7 @@ class EnginePool:
         """Samples on a replica, and on another where one can't be reached or refuses before its first chunk. While
         generation is paused, calls are held, also those whose engine goes away under them.
 
-        `chosen` is told where the call runs, each time before it starts there. Calls of a `group` begin alike.
+        `on_chosen` is called with the replica each time before the call starts there. Calls of a `group` begin alike.
         """
         tried: set[Replica] = set()
         while True:
@@ -286,7 +329,8 @@ class EnginePool:
 
     async def resume(self, *, exclusive: bool = True) -> None:
         """Lets calls go on, also where a replica can't be thawed or woken: that is told, and tried again by the next
-        resume. Where all of them sleep on, calls stay held. Who is not `alone` with the engines settles before."""
+        resume. Where all of them sleep on, calls stay held. Without `exclusive`, other gateways share the engines, and
+        whoever resumes has called `settle` before."""
         async with self._switch_lock:
             self._switch_count += 1
             self._should_sleep = False
@@ -315,7 +359,49 @@ async def _gather_outcomes(steps: Iterable[Awaitable[T]]) -> list[T | BaseExcept
 
 
 def _raise_first_failure(answers: Iterable[object]) -> None:
-    """Raises the first failure."""
     for answer in answers:
         if isinstance(answer, BaseException):
             raise answer
+
+
+# Routing
+
+
+class RoutableReplica(Protocol):
+    """What is asked of a replica."""
+
+    @property
+    def url(self) -> str: ...
+
+    @property
+    def running(self) -> Collection[object]: ...
+
+
+ReplicaT = TypeVar("ReplicaT", bound=RoutableReplica)
+
+
+def choose_replica(group: str, home: ReplicaT | None, replicas: Sequence[ReplicaT], max_calls: int) -> ReplicaT:
+    """One of `replicas`, of which there must be some. `home` is where the session was last; `max_calls` is how many
+    calls a replica should get at most. Where none has room, the least busy one is taken."""
+    mean = (1 + sum(len(replica.running) for replica in replicas)) / len(replicas)
+    if (
+        home is not None
+        and home in replicas
+        and len(home.running) < min(max_calls, max(_RESIDENT_LOAD_FACTOR * mean, mean + _SLACK_CALLS))
+    ):
+        return home
+    ordered = rank_replicas(group, replicas)
+    room = min(max_calls, max(1, int(_NEWCOMER_LOAD_FACTOR * mean)))
+    return next(
+        (replica for replica in ordered if len(replica.running) < room),
+        min(ordered, key=lambda replica: len(replica.running)),
+    )
+
+
+def rank_replicas(group: str, replicas: Sequence[ReplicaT]) -> list[ReplicaT]:
+    """The replicas as a group prefers them."""
+    return sorted(replicas, key=lambda replica: _rendezvous_hash(group, replica.url), reverse=True)
+
+
+def _rendezvous_hash(group: str, url: str) -> bytes:
+    return hashlib.blake2b(f"{group}\0{url}".encode("utf-8", "surrogatepass"), digest_size=8).digest()

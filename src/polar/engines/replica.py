@@ -87,8 +87,8 @@ class Replica:
         return self._is_probed
 
     async def ensure_probed(self, *, may_sample: bool = True) -> None:
-        """Finds out what the engine can do, once. Raises EngineError where it can't be reached. Without `samples`, only
-        what it can tell while it stands still."""
+        """Finds out what the engine can do, once. Raises EngineError where it can't be reached. Without `may_sample`,
+        only what it can tell while it stands still."""
         if self._is_probed:
             return
         async with self._probe_lock:

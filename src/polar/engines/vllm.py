@@ -17,7 +17,7 @@ from msgspec import Struct
 from polar.dialects.sse import EventParser
 from polar.engines import chat_wire as w
 from polar.engines.base import Capabilities, Chunk, EngineState, TokenPrompt
-from polar.engines.chat import ChatEngine
+from polar.engines.openai import OpenAIEngine
 from polar.engines.tools import flatten_request
 from polar.errors import EngineError
 from polar.rendering.tokenizer import Tokenizer, load_tokenizer
@@ -47,7 +47,7 @@ ReadIntoChunk = Callable[[Chunk, bytes], None]
 """Adds what a reply of ids, or an event of its stream, says. Raises ValueError where it is none."""
 
 
-class VllmEngine(ChatEngine):
+class VllmEngine(OpenAIEngine):
     extra_fields = b'"return_token_ids":true'
     capabilities = Capabilities(logprobs="raw", accepts_token_ids=True)
     _has_generate_route = True  # until the server says that it has no such route
@@ -180,7 +180,7 @@ class VllmEngine(ChatEngine):
             raise EngineError(f"{self.url} ended its stream without a finish reason.")
 
     def _make_chunk_reader(self, *, wants_logprobs: bool) -> ReadIntoChunk:
-        """`wants`: the harness asked for log-probabilities itself."""
+        """`wants_logprobs`: the harness asked for log-probabilities itself."""
         return lambda whole, data: self._read_into_chunk(whole, data, wants_logprobs)
 
     def _read_into_chunk(self, merged: Chunk, data: bytes, wants_logprobs: bool) -> None:

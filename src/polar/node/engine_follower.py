@@ -4,7 +4,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 
-from polar.engines.desired_state import DesiredEngines
+from polar.engines.base import DesiredEngines
 
 log = logging.getLogger(__name__)
 

@@ -3,8 +3,7 @@
 import asyncio
 from collections import defaultdict
 
-from polar.engines.base import normalize_engine_url
-from polar.engines.desired_state import DesiredEngines, PauseState
+from polar.engines.base import DesiredEngines, PauseState, normalize_engine_url
 from polar.errors import ConfigError, EngineError, PolarError
 from polar.rollout.events import EventBus
 from polar.rollout.lease_manager import LeaseManager

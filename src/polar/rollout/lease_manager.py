@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 from functools import partial
 
 from polar.config import ServerSettings
-from polar.engines.desired_state import DesiredEngines, DesiredPool
+from polar.engines.base import DesiredEngines, DesiredPool
 from polar.errors import StoreError
 from polar.rollout.events import EventBus
 from polar.rollout.ledger import Ledger

@@ -1,7 +1,7 @@
 """Which engines each run has, which version of the policy they hold, and whether they stand still."""
 
 from polar.config import DEFAULT_RUN, Compat
-from polar.engines.desired_state import DesiredEngines, DesiredPool, DesiredReplica, PauseState
+from polar.engines.base import DesiredEngines, DesiredPool, DesiredReplica, PauseState
 from polar.rollout.runs import Quotas, RunSettings
 
 

@@ -6,7 +6,7 @@ import msgspec
 from msgspec import Struct, field
 
 from polar.config import Compat
-from polar.engines.desired_state import PauseState
+from polar.engines.base import PauseState
 
 
 class Quotas(Struct, frozen=True):

@@ -8,7 +8,7 @@ from fastapi import APIRouter, HTTPException, Query
 from pydantic import AfterValidator, BaseModel, Field
 
 from polar.config import DEFAULT_RUN
-from polar.engines.desired_state import DesiredPool, PauseState
+from polar.engines.base import DesiredPool, PauseState
 from polar.rollout.members import NodeView
 from polar.rollout.routes.bodies import Body, RunName
 from polar.rollout.routes.openapi import error_responses

@@ -6,8 +6,7 @@ import pytest
 
 from polar.config import EngineSettings
 from polar.engines import fleet as module
-from polar.engines.base import EngineState
-from polar.engines.desired_state import DesiredEngines, DesiredPool, DesiredReplica, PauseState
+from polar.engines.base import DesiredEngines, DesiredPool, DesiredReplica, EngineState, PauseState
 from polar.engines.fleet import EngineFleet
 from polar.engines.pool import EnginePool
 from polar.errors import EngineError
