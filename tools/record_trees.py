@@ -27,8 +27,8 @@ from polar.bench.tree_groups import BUILDERS, TreeOutline, make_group, make_outl
 from polar.cli.bench import HARNESS_FOLDERS
 from polar.engines.scripted.play import Play, ScriptedTurn
 from polar.engines.scripted.server import ScriptedServer
+from polar.records.trajectory import SessionPaths
 from polar.trajectory.session import read_session_paths
-from polar.trajectory.types import SessionPaths
 
 SESSIONS = 16
 NAMES = {"claude_code": "claude-code", "codex": "codex", "pi": "pi", "gemini_cli": "think-stripped"}

@@ -23,7 +23,7 @@ from polar.export.skyrl import SkyRlExporter
 from polar.export.tinker import TinkerExporter
 from polar.export.trl import TrlExporter
 from polar.export.verl import VerlExporter
-from polar.trajectory.types import SessionPaths
+from polar.records.trajectory import SessionPaths
 from tests.unit.export.samples import Talk, exported, item, said
 from tests.unit.trajectory.samples import path
 

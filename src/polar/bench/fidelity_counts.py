@@ -15,8 +15,8 @@ import numpy as np
 from msgspec import Struct
 
 from polar.engines.scripted.sampler import context_states, expected_logprobs
-from polar.store.base import Exchange
-from polar.trajectory.types import ExcludedSpan, Ids, Logprobs, Span, Trajectory, TreeTrajectory
+from polar.records.exchange import Exchange, Logprobs
+from polar.records.trajectory import ExcludedSpan, Ids, Span, Trajectory, TreeTrajectory
 
 _VERSION = 0  # of the policy, all the time
 

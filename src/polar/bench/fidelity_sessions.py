@@ -25,7 +25,8 @@ from polar.harnesses import build_environment, filter_environment, load_harness
 from polar.harnesses.base import Harness, SetupRequest
 from polar.harnesses.files import write_setup
 from polar.plugins import names
-from polar.store.base import Exchange, Session
+from polar.records.exchange import Exchange
+from polar.records.session import Session
 
 BUILT_IN = "built-in"
 TASK = "Work through the steps one by one."

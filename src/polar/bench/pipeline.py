@@ -40,9 +40,9 @@ from polar.config import EngineSettings, GatewaySettings, NodeSettings, PrewarmS
 from polar.data_plane import DataPlane
 from polar.harnesses import build_environment
 from polar.node.node_service import make_node
-from polar.rollout.models import AgentRequest, CustomShell, EvaluatorRequest, RuntimeRequest, TaskRequest
+from polar.records.session import Verdict
+from polar.records.task import AgentRequest, CustomShell, EvaluatorRequest, RuntimeRequest, TaskRequest
 from polar.runtimes.base import Runtime, RuntimeSpec
-from polar.store.base import Verdict
 
 STEP = 0.25  # seconds between the points of the picture
 _LIMIT = 600.0  # seconds of a session

@@ -29,10 +29,10 @@ from polar.dialects.base import Dialect
 from polar.engines.scripted import Play, ScriptedServer
 from polar.engines.scripted.server import TOKENIZER_FOLDER
 from polar.plugins import load
+from polar.records.exchange import Exchange
 from polar.rendering.continuation import RecordedTurn, TurnHistory
 from polar.rendering.model_codec import ModelCodec
 from polar.rendering.turn_digest import digest_turn
-from polar.store.base import Exchange
 from polar.types import Message, Part, Reasoning, Request, Text, Tool, ToolCall, ToolResult
 
 OWN = "the scripted engine's"

@@ -16,7 +16,7 @@ from polar.bench.service_host import make_no_op_task
 from polar.bench.service_server import print_message, read_input_lines
 from polar.cli.common import run_async
 from polar.client.async_client import AsyncClient
-from polar.rollout.models import TaskRequest
+from polar.records.task import TaskRequest
 
 _PAGE = 200
 

@@ -15,9 +15,11 @@ from polar.gateway.session_registry import SessionRegistry
 from polar.node.finished_session import FinishedSession
 from polar.node.task_plan import TaskPlan
 from polar.node.worker import Worker, WorkerContext
-from polar.rollout.models import TaskRequest
+from polar.records.exchange import Exchange
+from polar.records.session import Session, Verdict
+from polar.records.task import TaskRequest
 from polar.rollout.protocol import RolloutServer
-from polar.store.base import Exchange, Session, Store, Verdict
+from polar.store.base import Store
 
 BACKEND = "nothing"
 SLOTS = 64

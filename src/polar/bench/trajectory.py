@@ -23,14 +23,14 @@ from msgspec import Struct, field
 from polar.bench import calls, rendering
 from polar.bench.client import BenchError
 from polar.dialects.base import Dialect
-from polar.engines.base import VersionSpan
 from polar.plugins import load
-from polar.store.base import Exchange, Session
+from polar.records.exchange import Exchange, VersionSpan
+from polar.records.session import Session
+from polar.records.trajectory import Ids, SessionPaths
+from polar.records.trajectory import TokenPath as TokenPath
 from polar.store.sqlite import SqliteStore
 from polar.trajectory import builders
 from polar.trajectory.tree import build_token_tree
-from polar.trajectory.types import Ids, SessionPaths
-from polar.trajectory.types import TokenPath as TokenPath
 from polar.types import Reply, SamplingParams, Text
 
 POLAR, POLAR_WHOLE = "Polar", "Polar, prefix_tree"

@@ -13,11 +13,11 @@ import numpy as np
 from msgspec import Struct
 
 from polar.bench.client import BenchError
+from polar.records.trajectory import ROOT, SessionPaths, Trajectory
+from polar.records.trajectory import TokenPath as TokenPath
 from polar.train.forest import Floats, Indices, Ints, TokenTree, make_path_tree
 from polar.trajectory import builders
-from polar.trajectory.tree import ROOT, build_token_tree
-from polar.trajectory.types import SessionPaths, Trajectory
-from polar.trajectory.types import TokenPath as TokenPath
+from polar.trajectory.tree import build_token_tree
 
 _SEED = 6
 _SAMPLED, _OBSERVED = 150, 350  # tokens of a turn

@@ -14,13 +14,12 @@ from polar.bench.client import BenchError
 from polar.bench.fidelity_counts import BuiltSession, FidelityCounts, TrainingSequence, count_tokens
 from polar.bench.fidelity_sessions import RecordedSession
 from polar.bench.peers import prompt_merging
-from polar.dialects.base import RawRequest
-from polar.engines.base import VersionSpan
 from polar.engines.scripted.sampler import expected_logprobs
-from polar.store.base import Exchange, Session
+from polar.records.exchange import Exchange, RawRequest, VersionSpan
+from polar.records.session import Session
+from polar.records.trajectory import ExcludedSpan, Ids, Span
 from polar.trajectory.builders import prefix_merging
 from polar.trajectory.session import read_session_paths
-from polar.trajectory.types import ExcludedSpan, Ids, Span
 from polar.types import Reply, Text
 
 END = 9  # of a turn

@@ -28,10 +28,10 @@ from polar.bench.tree_groups import (
 from polar.bench.tree_plot import draw_svg
 from polar.cli.bench import command
 from polar.errors import ConfigError
+from polar.records.trajectory import SessionPaths
+from polar.records.trajectory import TokenPath as TokenPath
 from polar.train.forest import pack_forest
 from polar.trajectory.tree import build_token_tree
-from polar.trajectory.types import SessionPaths
-from polar.trajectory.types import TokenPath as TokenPath
 
 SIZES = ModelSizes(layers=2, hidden=8, intermediate=16, heads=4, kv_heads=2, head_dim=4, vocabulary=32)
 FIXTURES = Path(__file__).parent.parent.parent / "fixtures" / "trees"

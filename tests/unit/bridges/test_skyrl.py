@@ -11,7 +11,7 @@ from polar.bridges import skyrl
 from polar.bridges.rollouts import GroupKeys, SessionGroup
 from polar.bridges.skyrl import build_lines, check_config, weight_advantages_by_session
 from polar.errors import ConfigError
-from polar.trajectory.types import SessionPaths
+from polar.records.trajectory import SessionPaths
 from tests.unit.export.samples import item
 from tests.unit.trajectory.samples import path
 

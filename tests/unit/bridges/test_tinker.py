@@ -11,7 +11,7 @@ import pytest
 from polar.bridges import tinker
 from polar.bridges.advantages import compute_session_advantages
 from polar.bridges.rollouts import SessionGroup
-from polar.trajectory.types import SessionPaths
+from polar.records.trajectory import SessionPaths
 from tests.trainers.splitting import split
 from tests.unit.export.samples import item
 from tests.unit.trajectory.samples import path

@@ -21,7 +21,7 @@ from polar.config import SamplingOverrides
 from polar.errors import ConfigError
 from polar.export.base import SessionItem
 from polar.export.trl import make_filler_row
-from polar.trajectory.types import SessionPaths
+from polar.records.trajectory import SessionPaths
 from tests.unit.export.samples import item
 from tests.unit.trajectory.samples import path
 

@@ -10,7 +10,7 @@ import pytest
 from polar.bridges import verifiers
 from polar.bridges.rollouts import SessionGroup
 from polar.bridges.verifiers import Plugin, build_info, build_nodes, plugin
-from polar.trajectory.types import SessionPaths
+from polar.records.trajectory import SessionPaths
 from polar.types import Text, ToolCall
 from tests.unit.bridges.telling import result
 from tests.unit.export.samples import Talk, item

@@ -8,7 +8,7 @@ import numpy as np
 from msgspec import json
 from numpy.typing import NDArray
 
-from polar.trajectory.types import Trace
+from polar.records.trajectory import Trace
 
 
 class Read(NamedTuple):

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from polar.export import parquet
 from polar.export.base import SessionItem
 from polar.export.parquet import ParquetExporter, read
+from polar.records.trajectory import SessionPaths, Trajectory
 from polar.trajectory.builders import per_request, prefix_merging
-from polar.trajectory.types import SessionPaths, Trajectory
 from tests.unit.export.samples import exported, item
 from tests.unit.trajectory.samples import path, sampled_sessions, session
 

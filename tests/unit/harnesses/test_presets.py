@@ -15,7 +15,7 @@ from polar.harnesses import build_environment, filter_environment, find_by_comma
 from polar.harnesses.base import HarnessSetup, SetupRequest
 from polar.harnesses.files import toml_string, write_setup
 from polar.plugins import names
-from polar.rollout.models import McpServer
+from polar.records.task import McpServer
 
 URL, KEY, HOME = "http://10.0.0.1:1234", "sk-polar-0123456789abcdefghijklmnop", "/somewhere/home"
 STDIO = McpServer(name="my tools", command="/opt/serve", args=["--port", 'a "b"\n\x7f🙂'], env={"WORD": "te=al"})

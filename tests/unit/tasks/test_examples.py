@@ -7,8 +7,8 @@ import pytest
 
 from polar.engines.scripted.play import OfferedTool, PlaySet, ScriptedTurn, TurnContext
 from polar.evaluators import load_evaluator
-from polar.rollout.models import TaskRequest
-from polar.store.base import Verdict
+from polar.records.session import Verdict
+from polar.records.task import TaskRequest
 from polar.tasks import read
 from tests.unit.evaluators.work import Place
 

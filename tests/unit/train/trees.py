@@ -5,10 +5,9 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from hypothesis import strategies as st
 
+from polar.records.trajectory import ROOT, SessionPaths, TokenPath
 from polar.train.forest import TokenTree
 from polar.trajectory.builders import prefix_tree
-from polar.trajectory.tree import ROOT
-from polar.trajectory.types import SessionPaths, TokenPath
 from tests.unit.trajectory.samples import path, session
 
 VOCABULARY = 90

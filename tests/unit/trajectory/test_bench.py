@@ -20,9 +20,9 @@ from polar.bench.trajectory import (
     _check_peer,
     run,
 )
+from polar.records.trajectory import SessionPaths
 from polar.trajectory.builders import per_request, prefix_merging
 from polar.trajectory.tree import build_token_tree
-from polar.trajectory.types import SessionPaths
 
 SMALL = TrajectoryPlan(("20 turns to 30k",), rounds=1, turns=(2, 4, 6))
 

@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from polar.trajectory import wire
+from polar.records import wire
+from polar.records.trajectory import NO_VERSION, SessionPaths, TokenPath, Trace, Trajectory, TreeTrajectory
 from polar.trajectory.builders import per_request, prefix_merging, prefix_tree
-from polar.trajectory.types import NO_VERSION, SessionPaths, TokenPath, Trace, Trajectory, TreeTrajectory
 
 from .samples import groups, path, sampled_sessions, session, symbols
 

@@ -4,8 +4,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from polar.trajectory.tree import ROOT, TokenTree, build_token_tree
-from polar.trajectory.types import Image, SessionPaths
+from polar.records.trajectory import ROOT, Image, SessionPaths
+from polar.trajectory.tree import TokenTree, build_token_tree
 
 from .samples import PLACEHOLDER, groups, path, sampled_sessions, symbols
 

@@ -21,8 +21,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from polar.bench.fidelity_counts import BuiltSession, TrainingSequence
-from polar.store.base import Exchange
-from polar.trajectory.types import Ids, Span
+from polar.records.exchange import Exchange
+from polar.records.trajectory import Ids, Span
 
 NAME = "prompt_merging"
 _ENDS_ITSELF = ("stop", "tool_calls")

@@ -14,7 +14,7 @@ from msgspec import Struct, field
 
 from polar.engines.api_server import wire
 from polar.engines.api_server.output_parser import OutputParser
-from polar.engines.base import VersionSpan
+from polar.records.exchange import VersionSpan
 from polar.rendering.tokenizer import TokenIds, Tokenizer
 
 FinishReason = Literal["stop", "length", "abort"]

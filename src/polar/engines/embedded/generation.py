@@ -10,8 +10,8 @@ from polar.engines.api_server.backend import (
     SampledToken,
     extend_spans,
 )
-from polar.engines.base import VersionSpan
 from polar.errors import EngineError
+from polar.records.exchange import VersionSpan
 from polar.rendering.tokenizer import Tokenizer
 
 

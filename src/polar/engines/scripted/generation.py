@@ -20,12 +20,12 @@ from polar.engines.api_server.backend import (
     extend_spans,
 )
 from polar.engines.api_server.output_parser import OutputParser
-from polar.engines.base import VersionSpan
 from polar.engines.scripted.play import Fault
 from polar.engines.scripted.sampler import advance, change_version, logprob, rank_alternatives, route_experts
 from polar.engines.scripted.script import BLOCK_TOKENS, Script
 from polar.errors import EngineError
-from polar.experts import to_wire
+from polar.records.exchange import VersionSpan
+from polar.records.experts import to_wire
 
 _UNSTREAMED_STEP_TOKENS = 64  # tokens at a time where nobody looks in between
 _GARBAGE = b'data: {"id": "chatcmpl-garb\xff\x00age", "choices": [{\n\n'

@@ -3,7 +3,7 @@ import base64
 import numpy as np
 import pytest
 
-from polar.experts import decode_experts, encode_experts, from_wire, to_wire
+from polar.records.experts import decode_experts, encode_experts, from_wire, to_wire
 
 ROUTED = np.arange(24, dtype=np.uint8).reshape(4, 3, 2)  # of a call with five tokens
 

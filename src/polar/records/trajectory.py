@@ -1,29 +1,27 @@
 """The nouns of training data: what was sampled where, and how it is handed out.
 
-    Exchange (a stored call) -> Path (its tokens) -> TokenTree (all of them together) -> Trace, or the tree itself
+    Exchange (a stored call) -> TokenPath (its tokens) -> TokenTree (all of them together) -> Trace, or the tree itself
 
 The invariant, for every trainable token in a `Trace` or a `Term`: the tokens before it on its path are exactly those
 that the engine conditioned on; its log-probability and its policy version are those of that sampling; and each
-sampled token is trainable exactly once, or stands in `Excluded` with a reason.
+sampled token is trainable exactly once, or stands in an `ExcludedSpan` with a reason.
 """
-
-from typing import Literal
 
 import numpy as np
 from msgspec import Struct, field
 from numpy.typing import NDArray
 
-from polar.experts import Experts
-
-ExchangeRole = Literal["main", "subagent", "compaction", "auxiliary", "retry"]
+from polar.records.exchange import ExchangeRole, Logprobs
+from polar.records.experts import Experts
 
 Ids = NDArray[np.int32]
-Logprobs = NDArray[np.float32]
 Mask = NDArray[np.uint8]
 
-TRAINABLE_ROLES: frozenset[ExchangeRole] = frozenset(("main", "subagent", "compaction"))
 NO_VERSION = -1
 """The policy version of a token that nobody sampled (context)."""
+
+ROOT = -1
+"""The parent of a tree's first nodes."""
 
 
 class Image(Struct, frozen=True, gc=False):

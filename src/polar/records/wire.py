@@ -8,9 +8,8 @@ from typing import Any
 
 import msgspec
 
-from polar import experts
-from polar.trajectory.tree import ROOT
-from polar.trajectory.types import Term, TokenCounts, Trace, Trajectory, TreeTrajectory
+from polar.records import experts
+from polar.records.trajectory import ROOT, Term, TokenCounts, Trace, Trajectory, TreeTrajectory
 
 
 class TraceMessages(msgspec.Struct):
