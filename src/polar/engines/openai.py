@@ -106,6 +106,9 @@ class OpenAIEngine:
             kind="unsupported",
         )
 
+    async def tokenize(self, text: str) -> list[int] | None:  # noqa: ARG002
+        return None
+
     async def reports_version_spans(self) -> bool:
         return False
 

@@ -15,14 +15,16 @@ which sessions leave.
 """
 
 import asyncio
+import contextlib
 import hashlib
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Iterable, Sequence
 from typing import Protocol, TypeVar
 
-from polar.config import EngineSettings
+from polar.config import DEFAULT_RUN, EngineSettings
 from polar.engines.base import Chunk, Engine, LaunchedEngine, TokenPrompt, normalize_engine_url
 from polar.engines.replica import Replica, RunningCall
+from polar.engines.run_model import RunModel
 from polar.errors import ConfigError, EngineError
 from polar.plugins import load
 from polar.types import Request
@@ -30,6 +32,7 @@ from polar.types import Request
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+_MODEL_CHECK_SECONDS = 5.0  # that whoever adds an engine waits for what it says of its model
 _POLL_SECONDS = 0.05  # seconds between two looks at what still runs
 _NEWCOMER_LOAD_FACTOR = 1.25  # times the mean of calls: up to here a replica takes newcomers
 _RESIDENT_LOAD_FACTOR = 1.5  # times the mean: up to here it keeps those that it has
@@ -68,13 +71,14 @@ class Gate:
 
 
 class EnginePool:
-    def __init__(self, engines: Iterable[Engine], max_inflight: int, launched: LaunchedEngine | None = None) -> None:
-        self.replicas = [Replica(engine) for engine in engines]
+    def __init__(self, engines: Iterable[Engine], model: RunModel, launched: LaunchedEngine | None = None) -> None:
+        self.model = model
+        self.replicas = [Replica(engine, model) for engine in engines]
         self.gate = Gate()
         self._switch_lock = asyncio.Lock()  # pausing and resuming take turns
         self._should_sleep = False  # it was to sleep, and nobody has said otherwise since
         self._switch_count = 0  # grows whenever somebody pauses or resumes
-        self._max_inflight = max_inflight
+        self._max_inflight = model.settings.max_inflight
         self._launched = launched
         self._probe_tasks: set[asyncio.Task[None]] = set()
         self._departing: dict[Replica, asyncio.Task[None]] = {}
@@ -84,16 +88,17 @@ class EnginePool:
         """The configured replicas; an engine that comes with a server of its own is launched where none is named. There
         may be none yet of the others (`urls = []`): a trainer adds its own."""
         kind = load("engines", settings.kind)
+        model = RunModel(DEFAULT_RUN, settings)
         launches = hasattr(kind, "launch")
         if settings.urls or ("urls" in settings.model_fields_set and not launches):
-            return cls([kind(url, settings) for url in settings.urls], settings.max_inflight)
+            return cls([kind(url, settings) for url in settings.urls], model)
         if not launches:
             raise ConfigError(
                 'No engine is configured: set [engine] urls, for example ["http://127.0.0.1:8000"], or [] where a '
                 "trainer adds its own."
             )
         launched: LaunchedEngine = await kind.launch(settings)
-        return cls([kind(launched.url, settings)], settings.max_inflight, launched)
+        return cls([kind(launched.url, settings)], model, launched)
 
     @property
     def launched_versions(self) -> dict[str, int]:
@@ -119,12 +124,25 @@ class EnginePool:
 
     def add(self, engine: Engine, version: int = 0) -> Replica:
         """Calls go there from now on."""
-        replica = Replica(engine, version)
+        replica = Replica(engine, self.model, version)
         self.replicas.append(replica)
         replica.check_for_restart()
         if not self.gate.paused:  # else when calls may go on: an engine that stands still can't tell
             self._start_probe(replica)
         return replica
+
+    async def check_models(self) -> list[str]:
+        """Why replicas are refused, which have another model than the run. One that does not answer soon, or stands
+        still, is looked at before its first call."""
+
+        async def check(replica: Replica) -> None:
+            with contextlib.suppress(EngineError, TimeoutError):
+                async with asyncio.timeout(_MODEL_CHECK_SECONDS):
+                    await replica.check_model()
+
+        if not self.gate.paused:
+            await asyncio.gather(*(check(replica) for replica in self.replicas))
+        return [replica.refusal for replica in self.replicas if replica.refusal is not None]
 
     def _start_probe(self, replica: Replica) -> None:
         meeting = asyncio.get_running_loop().create_task(replica.try_probe())

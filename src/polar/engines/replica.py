@@ -7,6 +7,7 @@ from typing import Protocol
 
 from polar.engines.base import Engine
 from polar.engines.probe import detect_logprob_kind
+from polar.engines.run_model import ModelMismatchError, RunModel
 from polar.errors import EngineError
 
 log = logging.getLogger(__name__)
@@ -26,8 +27,12 @@ class RunningCall(Protocol):
 
 
 class Replica:
-    def __init__(self, engine: Engine, version: int = 0) -> None:
+    def __init__(self, engine: Engine, model: RunModel, version: int = 0) -> None:
         self.engine = engine
+        self.refusal: str | None = None  # why it is not called: it has another model than its run
+        self._model = model
+        self._has_right_model = False
+        self._model_lock = asyncio.Lock()
         self.version = version
         self.frozen = False
         self.may_be_frozen = False  # it may stand frozen: nobody knows whether it heard what it was told
@@ -94,9 +99,10 @@ class Replica:
         async with self._probe_lock:
             if self._is_probed:
                 return
-            found = await self.engine.start()
+            await self.check_model()
             if not may_sample:
                 return
+            found = self.engine.capabilities
             if found.logprobs != "none":
                 try:
                     async with asyncio.timeout(_PROBE_TIMEOUT_SECONDS):
@@ -107,6 +113,20 @@ class Replica:
                     if isinstance(error, TimeoutError) or error.retry_elsewhere:
                         return  # and asked about again by the next call
             self._is_probed = True
+
+    async def check_model(self) -> None:
+        """Connects, and finds out once whether the engine has the run's model. Raises EngineError where it can't be
+        reached, or has not."""
+        async with self._model_lock:
+            if self._has_right_model:
+                return
+            await self.engine.start()
+            try:
+                await self._model.check(self.engine)
+            except ModelMismatchError as error:
+                self.refusal = str(error)
+                raise
+            self.refusal, self._has_right_model = None, True
 
     async def try_probe(self, *, may_sample: bool = True) -> None:
         """One that can't be reached yet is tried again by its first call."""

@@ -28,12 +28,17 @@ class _Count(Struct):
     count: int
 
 
+class _TokenList(Struct):
+    tokens: list[int] | None = None
+
+
 class _StateReply(Struct):
     is_sleeping: bool = False
     is_paused: bool = False
 
 
 _count = msgspec.json.Decoder(_Count)
+_token_list = msgspec.json.Decoder(_TokenList)
 _state_decoder = msgspec.json.Decoder(_StateReply)
 _GENERATE_PATH = "/inference/v1/generate"
 _PROCESS_START_METRIC = re.compile(r"^process_start_time_seconds ([0-9.e+]+)$", re.MULTILINE)
@@ -226,6 +231,17 @@ class VllmEngine(OpenAIEngine):
             return _count.decode(body).count
         except (ValueError, RecursionError) as error:
             raise EngineError(f"{self.url}/tokenize did not answer with a count: {error}.") from error
+
+    async def tokenize(self, text: str) -> list[int] | None:
+        fields = {"model": self.model, "prompt": text, "add_special_tokens": False}
+        try:
+            return _token_list.decode(await self._http.request("POST", "/tokenize", msgspec.json.encode(fields))).tokens
+        except (ValueError, RecursionError):
+            return None
+        except EngineError as error:
+            if error.retry_elsewhere:  # it could not be asked
+                raise
+            return None
 
     async def reports_version_spans(self) -> bool:
         """Only the token-in, token-out route reports them (vLLM: --enable-scale-out)."""

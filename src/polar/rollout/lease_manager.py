@@ -310,7 +310,7 @@ class LeaseManager:
         if node_id == self.sleep_node_id:
             return engines
         pools = {
-            run: DesiredPool(pool.replicas, "hold" if pool.paused == "sleep" else pool.paused, pool.since)
+            run: DesiredPool(pool.replicas, "hold" if pool.paused == "sleep" else pool.paused, pool.since, pool.engine)
             for run, pool in engines.pools.items()
         }
         return DesiredEngines(engines.generation, pools, engines.server)

@@ -1,12 +1,12 @@
 """Which engines each run has, which version of the policy they hold, and whether they stand still."""
 
 from polar.config import DEFAULT_RUN, Compat
-from polar.engines.base import DesiredEngines, DesiredPool, DesiredReplica, PauseState
+from polar.engines.base import DesiredEngines, DesiredPool, DesiredReplica, PauseState, RunEngine
 from polar.rollout.runs import Quotas, RunSettings
 
 
 class RunRegistry:
-    """The wanted state, in memory. Nodes make it so (engines.wanted), and whoever changes it keeps it (Rollout)."""
+    """The wanted state, in memory. Nodes make it so (EngineFleet.apply), and whoever changes it keeps it (Rollout)."""
 
     def __init__(
         self,
@@ -56,12 +56,12 @@ class RunRegistry:
     def pool_state(self, run: str) -> DesiredPool:
         settings = self.runs.get(run, RunSettings())
         replicas = [DesiredReplica(url, self.versions.get(url, 0)) for url in self.replica_urls(run)]
-        return DesiredPool(replicas, settings.paused, settings.since)
+        return DesiredPool(replicas, settings.paused, settings.since, settings.engine)
 
     def replica_urls(self, run: str) -> list[str]:
         """A run's own replicas, else the default's."""
         settings = self.runs.get(run, RunSettings())
-        if run != DEFAULT_RUN and not settings.added:
+        if run != DEFAULT_RUN and not self._has_own_engines(run):
             return self.replica_urls(DEFAULT_RUN)
         configured = self._configured if run == DEFAULT_RUN else []
         return [url for url in dict.fromkeys((*configured, *settings.added)) if url not in settings.removed]
@@ -71,7 +71,8 @@ class RunRegistry:
         return max((self.versions.get(url, 0) for url in self.replica_urls(run)), default=0)
 
     def _has_own_engines(self, run: str) -> bool:
-        return bool(self.runs[run].added)
+        """Engines, or a model that those of the default run don't have."""
+        return run in self.runs and (bool(self.runs[run].added) or self.runs[run].engine != RunEngine())
 
     def add_replica(self, run: str, url: str) -> None:
         settings = self.settings(run)

@@ -6,7 +6,7 @@ import msgspec
 from msgspec import Struct, field
 
 from polar.config import Compat
-from polar.engines.base import PauseState
+from polar.engines.base import PauseState, RunEngine
 
 
 class Quotas(Struct, frozen=True):
@@ -35,6 +35,7 @@ class RunSettings(Struct):
     paused: PauseState | None = None
     compat: Compat | None = None  # whose meaning its tasks have [default: the server's]
     since: int = 0  # the generation of the engines in which they were frozen last
+    engine: RunEngine = RunEngine()
 
     @classmethod
     def decode(cls, text: str) -> "RunSettings":

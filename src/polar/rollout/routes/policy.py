@@ -68,6 +68,7 @@ class ReplicaInfo(BaseModel):
     running: int = Field(description="calls of this process")
     down: bool = Field(description="it did not answer, and is left alone for a while")
     asleep: bool
+    refusal: str | None = Field(None, description="why it is not called: it has another model than the run")
 
 
 class PolicyInfo(BaseModel):
@@ -97,6 +98,7 @@ def describe_policy(parts: ServiceParts, run: str) -> PolicyInfo:
                 running=0 if replica is None else len(replica.running),
                 down=replica is not None and replica.down,
                 asleep=replica is not None and replica.asleep,
+                refusal=None if replica is None else replica.refusal,
             )
         )
     return PolicyInfo(
@@ -144,9 +146,10 @@ def add_routes(router: APIRouter, parts: ServiceParts) -> None:
         """A run's engines; a run without any of its own uses those of `default`."""
         return describe_policy(parts, run or DEFAULT_RUN)
 
-    @router.post("/engines", tags=["engines"], responses=error_responses(400, 413, 504))
+    @router.post("/engines", tags=["engines"], responses=error_responses(400, 413, 502, 504))
     async def add_engine(body: EngineRequest, run: RunQuery = None) -> PolicyInfo:
-        """One more replica. With its first one, a run has engines of its own."""
+        """One more replica. With its first one, a run has engines of its own. One that has another model than the
+        run is refused (502), and does not stay."""
         run = body.run or run or DEFAULT_RUN
         await steering.add_replica(run, body.url, body.version, _APPLY_SECONDS)
         return describe_policy(parts, run)
