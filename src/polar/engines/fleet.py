@@ -64,7 +64,7 @@ class EngineFleet:
     async def apply(self, engines: DesiredEngines) -> dict[str, list[str]]:
         """Makes everything be as the document says: replicas, their versions, pauses. What could not be done is
         returned by run, in words; the rest is done all the same, and the same document can be applied again. One that
-        is older than what is in force, and of the same server, is not heard; a newer one may be applied while an older
+        is older than what is in force, and of the same server, is ignored; a newer one may be applied while an older
         one still waits for calls to end."""
         if engines.server == self._server and engines.generation < self._generation:
             return {}
