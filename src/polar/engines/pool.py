@@ -15,7 +15,6 @@ which sessions leave.
 """
 
 import asyncio
-import contextlib
 import hashlib
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Iterable, Sequence
@@ -80,7 +79,7 @@ class EnginePool:
         self._switch_count = 0  # grows whenever somebody pauses or resumes
         self._max_inflight = model.settings.max_inflight
         self._launched = launched
-        self._probe_tasks: set[asyncio.Task[None]] = set()
+        self._probe_tasks: dict[Replica, asyncio.Task[None]] = {}
         self._departing: dict[Replica, asyncio.Task[None]] = {}
 
     @classmethod
@@ -111,12 +110,12 @@ class EnginePool:
         await asyncio.gather(*(replica.try_probe(may_sample=may_sample) for replica in self.replicas))
 
     async def close(self) -> None:
-        tasks = [*self._probe_tasks, *self._departing.values()]
+        tasks = [*self._probe_tasks.values(), *self._departing.values()]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         for replica in (*self.replicas, *self._departing):
-            await replica.engine.close()
+            await replica.close()
         if self._launched is not None:
             await self._launched.stop()
 
@@ -136,18 +135,22 @@ class EnginePool:
         still, is looked at before its first call."""
 
         async def check(replica: Replica) -> None:
-            with contextlib.suppress(EngineError, TimeoutError):
+            try:
                 async with asyncio.timeout(_MODEL_CHECK_SECONDS):
                     await replica.check_model()
+            except TimeoutError:
+                replica.mark_unreachable()
+            except EngineError as error:  # whoever probes it says so, too
+                log.debug("%s", error)
 
         if not self.gate.paused:
-            await asyncio.gather(*(check(replica) for replica in self.replicas))
+            await asyncio.gather(*(check(replica) for replica in self.replicas if not replica.down))
         return [replica.refusal for replica in self.replicas if replica.refusal is not None]
 
     def _start_probe(self, replica: Replica) -> None:
-        meeting = asyncio.get_running_loop().create_task(replica.try_probe())
-        self._probe_tasks.add(meeting)
-        meeting.add_done_callback(self._probe_tasks.discard)
+        if replica not in self._probe_tasks:
+            probe = self._probe_tasks[replica] = asyncio.get_running_loop().create_task(replica.try_probe())
+            probe.add_done_callback(lambda _: self._probe_tasks.pop(replica, None))
 
     def remove(self, replica: Replica) -> None:
         """It gets no more calls; its engine is let go when the last of those that run there has ended."""
@@ -160,8 +163,11 @@ class EnginePool:
                 await replica.thaw()
         except EngineError as error:
             log.warning("Calls at %s, which was removed, may stand still until they time out: %s", replica.url, error)
+        if (probe := self._probe_tasks.get(replica)) is not None:
+            probe.cancel()
+            await asyncio.wait({probe})
         await replica.wait_until_idle()
-        await replica.engine.close()
+        await replica.close()
         del self._departing[replica]
 
     @property

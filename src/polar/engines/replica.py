@@ -33,6 +33,7 @@ class Replica:
         self._model = model
         self._has_right_model = False
         self._model_lock = asyncio.Lock()
+        self._closed = False
         self.version = version
         self.frozen = False
         self.may_be_frozen = False  # it may stand frozen: nobody knows whether it heard what it was told
@@ -69,6 +70,11 @@ class Replica:
     async def wait_until_idle(self) -> None:
         """Until no call of ours runs there."""
         await self._idle.wait()
+
+    async def close(self) -> None:
+        async with self._model_lock:  # whoever asks it for its model would open another connection
+            self._closed = True
+        await self.engine.close()
 
     # Whether it can be reached
 
@@ -120,6 +126,8 @@ class Replica:
         async with self._model_lock:
             if self._has_right_model:
                 return
+            if self._closed:
+                raise EngineError(f"{self.url} was removed.", kind="overloaded", retry_elsewhere=True)
             await self.engine.start()
             try:
                 await self._model.check(self.engine)
