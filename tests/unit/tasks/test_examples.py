@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from polar.engines.scripted.play import PlaySet, ScriptedTurn, TurnContext
-from polar.engines.scripted.tool_adapter import OfferedTool
+from polar.engines.scripted.play import OfferedTool, PlaySet, ScriptedTurn, TurnContext
 from polar.evaluators import load_evaluator
 from polar.records.session import Verdict
 from polar.records.task import TaskRequest

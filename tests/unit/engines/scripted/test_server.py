@@ -11,7 +11,7 @@ import pytest
 from openai import AsyncOpenAI
 
 from polar.engines.scripted import Play, PlaySet, ScriptedTurn
-from tests.unit.scripted.client import BASH, CAPTURE, HELLO, Client, events, expected, merged, serving, whole
+from tests.unit.engines.scripted.client import BASH, CAPTURE, HELLO, Client, events, expected, merged, serving, whole
 
 RANDOM = Play.random(11, turns=3, words=60)
 

@@ -6,7 +6,7 @@ from math import exp
 import pytest
 import torch
 
-from polar.engines.embedded.generation import SampledToken, SamplingOptions
+from polar.engines.api_server.backend import SampledToken, SamplingOptions
 from polar.engines.embedded.sampler import SamplingState, sample_tokens
 
 LOGITS = torch.tensor([0.0, 1.0, 2.0, 3.0, -torch.inf, 2.5])

@@ -1,7 +1,8 @@
-"""vLLM's HTTP API, as far as the scripted engine speaks it (field names and order as vLLM 0.32 has them).
+"""vLLM's HTTP API, as far as our own engines speak it (field names and order as vLLM 0.32 has them).
 
-Requests take what they know and ignore the rest, as vLLM does. In replies a field that vLLM always sends is None or
-set; one that it leaves out where it says nothing is UNSET.
+Requests take what they know and ignore the rest, as vLLM does. Fields of type Any are there for engines to refuse:
+they would change the sampling. In replies a field that vLLM always sends is None or set; one that it leaves out where
+it says nothing is UNSET.
 """
 
 from typing import Annotated, Any, Literal
@@ -17,18 +18,47 @@ class StreamOptions(Struct):
     include_usage: bool | None = None
 
 
-class ChatRequest(Struct):
+class SamplingFields(Struct, kw_only=True):
+    """What all three generating routes take."""
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    max_tokens: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[TokenId] | None = None
+    include_stop_str_in_output: bool = False
+
+    n: int | None = None
+    presence_penalty: Any = None
+    frequency_penalty: Any = None
+    repetition_penalty: Any = None
+    min_tokens: Any = None
+    logit_bias: Any = None
+    ignore_eos: Any = None
+    bad_words: Any = None
+    allowed_token_ids: Any = None
+    prompt_logprobs: Any = None
+    structured_outputs: Any = None
+    guided_json: Any = None
+    guided_regex: Any = None
+    guided_choice: Any = None
+    guided_grammar: Any = None
+    response_format: Any = None
+    use_beam_search: Any = None
+    best_of: Any = None
+    logits_processors: Any = None
+    truncate_prompt_tokens: Any = None
+
+
+class ChatRequest(SamplingFields, kw_only=True):
     messages: list[dict[str, Any]]  # plain data, because templates read it by key
     model: str | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
-    max_tokens: int | None = None
     max_completion_tokens: int | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
-    include_stop_str_in_output: bool = False
-    seed: int | None = None
-    n: int | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     logprobs: bool | None = None
@@ -37,41 +67,38 @@ class ChatRequest(Struct):
     add_generation_prompt: bool = True
     chat_template_kwargs: dict[str, Any] | None = None
 
+    chat_template: Any = None
+    continue_final_message: Any = None
+    documents: Any = None
+    add_special_tokens: Any = None
+
     @property
     def callable_tools(self) -> list[dict[str, Any]]:
         """The tools, unless the request forbids their use."""
         return self.tools if self.tools and self.tool_choice != "none" else []
 
 
-class CompletionRequest(Struct):
+class CompletionRequest(SamplingFields, kw_only=True):
     prompt: str | list[TokenId | str | list[TokenId]]
     model: str | None = None
-    max_tokens: int | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
-    include_stop_str_in_output: bool = False
-    seed: int | None = None
-    n: int | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     logprobs: int | None = None
     return_token_ids: bool | None = None
     add_special_tokens: bool = True
 
+    echo: Any = None
+    suffix: Any = None
+    prompt_embeds: Any = None
 
-class SamplingParams(Struct):
-    max_tokens: int | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
-    include_stop_str_in_output: bool = False
-    seed: int | None = None
-    n: int | None = None
+
+class GenerateParameters(SamplingFields, kw_only=True):
     logprobs: int | None = None
 
 
 class GenerateRequest(Struct):
     token_ids: list[TokenId]
-    sampling_params: SamplingParams
+    sampling_params: GenerateParameters = field(default_factory=GenerateParameters)
     request_id: str | None = None
     model: str | None = None
     stream: bool | None = None
@@ -198,7 +225,7 @@ class ChatChoice(Struct):
     stop_reason: int | str | None
     token_ids: list[int] | None
     routed_experts: None = None
-    weight_versions: list[VersionSpan] | UnsetType = UNSET  # only the embedded engine has them here
+    weight_versions: list[VersionSpan] | UnsetType = UNSET  # not in vLLM
 
 
 class ChatReply(Struct):

@@ -6,10 +6,10 @@ import pytest
 
 from polar.config import EngineSettings
 from polar.engines import fleet as module
-from polar.engines.base import EngineState
-from polar.engines.desired_state import DesiredEngines, DesiredPool, DesiredReplica, PauseState
+from polar.engines.base import DesiredEngines, DesiredPool, DesiredReplica, EngineState, PauseState
 from polar.engines.fleet import EngineFleet
 from polar.engines.pool import EnginePool
+from polar.engines.run_model import RunModel
 from polar.errors import EngineError
 from tests.unit.engines.fakes import (
     FakeCall,
@@ -280,7 +280,7 @@ async def test_closing_closes_every_engine() -> None:
 
 
 async def waiting(*engines: FakeEngine) -> EngineFleet:
-    pools = EngineFleet(EngineSettings(), EnginePool(engines, max_inflight=512))
+    pools = EngineFleet(EngineSettings(), EnginePool(engines, RunModel("default", EngineSettings())))
     await pools.start_held()
     return pools
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from polar.engines.scripted import TOKENIZER_FOLDER, Play
 from polar.engines.scripted.sampler import (
-    Sampler,
+    DriftingEncoder,
     advance,
     change_version,
     context_state,
@@ -29,7 +29,7 @@ def test_sampled_ids_decode_to_the_text_and_re_encode_to_others() -> None:
     canonical, words = TOKENS.encode_words(TEXT)
     more = 0
     for context in range(20):
-        sampled = Sampler(TOKENS, drift=0.1).sample(TEXT, context)
+        sampled = DriftingEncoder(TOKENS, drift=0.1).encode(TEXT, context)
         assert TOKENS.decode(sampled) == TEXT
         assert sampled != canonical
         more += len(sampled) - len(canonical)  # a word that drifts has one token more
@@ -37,7 +37,7 @@ def test_sampled_ids_decode_to_the_text_and_re_encode_to_others() -> None:
 
 
 def test_markup_and_control_tokens_stay_tokens() -> None:
-    sampled = Sampler(TOKENS, drift=1.0).sample(TEXT, context=7)
+    sampled = DriftingEncoder(TOKENS, drift=1.0).encode(TEXT, context=7)
     assert sampled[0] == TOKENS.added_tokens["<think>"]
     assert sampled[-1] == TOKENS.eos_id
     assert TOKENS.added_tokens["</think>"] in sampled
@@ -45,15 +45,19 @@ def test_markup_and_control_tokens_stay_tokens() -> None:
 
 @given(st.text(), st.floats(0, 1), st.integers(0, 2**64 - 1))
 def test_any_text_survives_any_drift(text: str, drift: float, context: int) -> None:
-    assert TOKENS.decode(Sampler(TOKENS, drift).sample(text, context)) == text
+    assert TOKENS.decode(DriftingEncoder(TOKENS, drift).encode(text, context)) == text
 
 
 def test_drift_follows_seed_and_context() -> None:
-    sampler = Sampler(TOKENS, drift=0.3, seed=1)
-    assert sampler.sample(TEXT, 5) == sampler.sample(TEXT, 5) == Sampler(TOKENS, 0.3, 1).sample(TEXT, 5)
-    different = [sampler.sample(TEXT, 6), sampler.sample(TEXT, 5, seed=1), Sampler(TOKENS, 0.3, 2).sample(TEXT, 5)]
-    assert all(ids != sampler.sample(TEXT, 5) for ids in different)
-    assert Sampler(TOKENS, drift=0).sample(TEXT, 5) == TOKENS.encode(TEXT)
+    sampler = DriftingEncoder(TOKENS, drift=0.3, seed=1)
+    assert sampler.encode(TEXT, 5) == sampler.encode(TEXT, 5) == DriftingEncoder(TOKENS, 0.3, 1).encode(TEXT, 5)
+    different = [
+        sampler.encode(TEXT, 6),
+        sampler.encode(TEXT, 5, seed=1),
+        DriftingEncoder(TOKENS, 0.3, 2).encode(TEXT, 5),
+    ]
+    assert all(ids != sampler.encode(TEXT, 5) for ids in different)
+    assert DriftingEncoder(TOKENS, drift=0).encode(TEXT, 5) == TOKENS.encode(TEXT)
 
 
 @given(st.lists(st.integers(0, 200_000), max_size=40), st.integers(0, 10**6), st.integers(0, 10**6))

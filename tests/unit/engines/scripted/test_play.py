@@ -6,14 +6,19 @@ from typing import Any
 
 import pytest
 
-from polar.engines.scripted.play import Play, PlaySet, ScriptedFile, ScriptedTurn, TurnContext, render_output
-from polar.engines.scripted.tool_adapter import (
+from polar.engines.scripted.play import (
     OfferedTool,
+    Play,
+    PlaySet,
     ScriptedCall,
+    ScriptedFile,
+    ScriptedTurn,
+    TurnContext,
     make_any_call,
     make_shell_call,
     make_write_call,
     read_offered_tools,
+    render_output,
 )
 from polar.errors import ConfigError
 from tests.captures import load

@@ -7,7 +7,7 @@ from random import Random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from polar.engines.routing import choose_replica, rank_replicas
+from polar.engines.pool import choose_replica, rank_replicas
 
 MANY = 10_000
 

@@ -25,8 +25,8 @@ def _held_length(text: str, tags: tuple[str, ...]) -> int:
 
 
 class OutputParser:
-    """Events of one reply. `reasoning` says that the prompt ended in an open `<think>`, `tools` that calls are looked
-    for: without tools in the request their markup is text like any other."""
+    """Events of one reply. `starts_in_reasoning`: the prompt ended in an open `<think>`. `tools`: the request has
+    tools; without any, their markup is text like any other."""
 
     def __init__(self, starts_in_reasoning: bool = False, tools: bool = True) -> None:
         self._tags = (_THINK, _CALL) if tools else (_THINK,)
@@ -57,7 +57,7 @@ class OutputParser:
             return [ReasoningDelta(rest)]
         return [ToolCallDelta(rest) if self._part == self._arguments else TextDelta(rest)]
 
-    # Each part reads from `_rest` what it can, and says whether the next part may go on from there.
+    # Each part reads what it can from `_pending_text`, and returns whether the next part may go on from there.
 
     def _text(self, events: list[ReplyEvent]) -> bool:
         at = min((found for found in map(self._pending_text.find, self._tags) if found >= 0), default=-1)

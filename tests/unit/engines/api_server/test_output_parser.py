@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from polar.engines.scripted.output import OutputParser
+from polar.engines.api_server.output_parser import OutputParser
 from polar.types import ReasoningDelta, ReplyEvent, TextDelta, ToolCallDelta, ToolCallStart
 
 Read = tuple[str, str, list[tuple[str, str]]]

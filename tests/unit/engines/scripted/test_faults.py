@@ -8,7 +8,7 @@ import aiohttp
 import pytest
 
 from polar.engines.scripted import Play, ScriptedTurn
-from tests.unit.scripted.client import CAPTURE, HELLO, Client, merged, serving, whole
+from tests.unit.engines.scripted.client import CAPTURE, HELLO, Client, merged, serving, whole
 
 TEXT = "one two three four five six"
 CHAT = "/v1/chat/completions"
