@@ -29,7 +29,7 @@ from polar.gateway.prompt_id_parser import PromptIdParser
 from polar.gateway.prompt_renderer import PromptRenderer
 from polar.gateway.relay import send_reply, send_stream
 from polar.gateway.session_registry import OpenSession, SessionRegistry
-from polar.plugins import load, names
+from polar.plugins import load_all
 from polar.store.base import Store
 
 log = logging.getLogger(__name__)
@@ -78,7 +78,7 @@ class Gateway:
             settings.gateway.grace,
         )
         sessions.add_end_listener(self._forget)
-        self._dialects: list[Dialect] = [load("dialects", name)() for name in names("dialects")]
+        self._dialects: list[Dialect] = [dialect() for dialect in load_all("dialects").values()]
         self._runner: web.ServerRunner | None = None
         self._stopping = False
 

@@ -5,7 +5,7 @@ import logging
 from pathlib import Path
 
 from polar.errors import ConfigError
-from polar.plugins import load, names
+from polar.plugins import load, load_all
 from polar.runtimes.base import RuntimeBackend, SandboxError
 
 log = logging.getLogger(__name__)
@@ -15,7 +15,7 @@ class RuntimeBackends:
     def __init__(self, state: Path, gateway_url: str, allowed: list[str]) -> None:
         self._state = state
         self._gateway_url = gateway_url
-        self._allowed = allowed or list(names("runtimes"))
+        self._allowed = allowed or list(load_all("runtimes"))
         self._backends: dict[str, RuntimeBackend] = {}
         self._problems: dict[str, str | None] = {}
         self._availability_lock = asyncio.Lock()
