@@ -11,10 +11,10 @@ import pytest
 from polar.bridges import tinker
 from polar.bridges.advantages import compute_session_advantages
 from polar.bridges.rollouts import SessionGroup
+from polar.testing.conversations import item
+from polar.testing.token_paths import path
 from polar.trajectory.types import SessionPaths
 from tests.trainers.splitting import split
-from tests.unit.export.samples import item
-from tests.unit.trajectory.samples import path
 
 
 def group(*rewards: float) -> SessionGroup:

@@ -20,13 +20,13 @@ from polar.export.sft import SftExporter
 from polar.export.tree import TreeExporter
 from polar.store.base import Session
 from polar.store.sqlite import SqliteStore
+from polar.testing.conversations import Talk, said
+from polar.testing.token_paths import path
 from polar.trajectory.builders import prefix_merging, prefix_tree
 from polar.trajectory.checker import SessionChecker
 from polar.trajectory.types import SessionPaths, Trajectory, TreeTrajectory
 from tests.unit.export.reading import lines
-from tests.unit.export.samples import Talk, said
 from tests.unit.export.stored import START, fill, session
-from tests.unit.trajectory.samples import path
 
 SESSIONS: list[Session] = [
     session("good", 0, reward=1.0, metadata={"task_id": "t"}),

@@ -26,8 +26,8 @@ from polar.rollout.service import RolloutService
 from polar.store.base import Session, Store, Verdict
 from polar.store.sqlite import SqliteStore
 from polar.telemetry.verify_metrics import VerifyMetrics
+from polar.testing.conversations import Talk, said
 from polar.trajectory.checker import SessionChecker
-from tests.unit.export.samples import Talk, said
 
 ENGINE = "http://127.0.0.1:1"
 NODE = "n1"

@@ -8,6 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from polar.testing.token_paths import groups as sampled_groups
+from polar.testing.token_paths import path, session
 from polar.train.batch import Batch, TrainingGroup, mark_stale_sessions, select_training_sessions
 from polar.train.forest import pack_forest
 from polar.train.groups import TokenColumns, prune_tree
@@ -18,8 +20,6 @@ from polar.train.tree_model import TreeModel
 from polar.trajectory.types import SessionPaths
 from tests.unit.train import tiny
 from tests.unit.train.documents import BUILDERS, group
-from tests.unit.trajectory.samples import groups as sampled_groups
-from tests.unit.trajectory.samples import path, session
 
 MODEL = tiny.model(vocab_size=16).double()
 GRPO = GrpoSettings(filter=False, kl=0.1)

@@ -8,6 +8,7 @@ import torch
 import transformers
 
 from polar.errors import ConfigError
+from polar.testing.token_paths import path
 from polar.train.batch import TrainingGroup, select_training_sessions
 from polar.train.learner import Learner, LearnerStats
 from polar.train.model import export_model
@@ -15,7 +16,6 @@ from polar.train.settings import GrpoSettings, TrainSettings
 from polar.trajectory.types import SessionPaths
 from tests.unit.train import tiny
 from tests.unit.train.documents import group
-from tests.unit.trajectory.samples import path
 
 OLD_WEIGHTS = {
     *("consolidated.safetensors", "consolidated.safetensors.index.json", "model.safetensors.index.json"),

@@ -5,11 +5,11 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from hypothesis import strategies as st
 
+from polar.testing.token_paths import path, session
 from polar.train.forest import TokenTree
 from polar.trajectory.builders import prefix_tree
 from polar.trajectory.tree import ROOT
 from polar.trajectory.types import SessionPaths, TokenPath
-from tests.unit.trajectory.samples import path, session
 
 VOCABULARY = 90
 
