@@ -81,18 +81,6 @@ class ExporterContract(Contract):
         """What stands in an export, in its order. Formats that hold no traces leave this as it is."""
         raise NotImplementedError
 
-    async def select(self, folder: Path, exporter: Exporter) -> list[SessionItem]:
-        """The sample sessions that this exporter can take."""
-        store = await record_samples(folder / "polar.db")
-        try:
-            found = select_items(store, Selection(), exporter.needs, prefix_merging, ExportTally())
-            return [item async for item in found]
-        finally:
-            await store.close()
-
-    def write(self, exporter: Exporter, items: Iterable[SessionItem]) -> bytes:
-        return b"".join([*map(exporter.feed, items), exporter.finish()])
-
     def test_what_it_says_of_itself(self) -> None:
         exporter = self.make_exporter()
         assert exporter.name
@@ -102,9 +90,9 @@ class ExporterContract(Contract):
 
     async def test_it_writes_bytes_and_counts_rows(self, tmp_path: Path) -> None:
         exporter = self.make_exporter()
-        items = await self.select(tmp_path, exporter)
+        items = await select_samples(exporter, tmp_path)
         assert items, "none of the sample sessions has what this exporter needs"
-        data = self.write(exporter, items)
+        data = write_items(exporter, items)
         assert isinstance(data, bytes)
         assert data
         assert exporter.rows > 0
@@ -114,13 +102,13 @@ class ExporterContract(Contract):
             assert len(lines) == exporter.rows
 
     async def test_the_same_sessions_give_the_same_bytes(self, tmp_path: Path) -> None:
-        items = await self.select(tmp_path, self.make_exporter())
-        assert self.write(self.make_exporter(), items) == self.write(self.make_exporter(), items)
+        items = await select_samples(self.make_exporter(), tmp_path)
+        assert write_items(self.make_exporter(), items) == write_items(self.make_exporter(), items)
 
     async def test_sessions_are_left_as_they_are(self, tmp_path: Path) -> None:
-        items = await self.select(tmp_path, self.make_exporter())
+        items = await select_samples(self.make_exporter(), tmp_path)
         before = [_describe(item) for item in items]
-        self.write(self.make_exporter(), items)
+        write_items(self.make_exporter(), items)
         assert [_describe(item) for item in items] == before
 
     def test_without_sessions_there_are_no_rows(self) -> None:
@@ -130,8 +118,8 @@ class ExporterContract(Contract):
 
     async def test_what_it_wrote_are_the_recorded_traces(self, tmp_path: Path) -> None:
         exporter = self.make_exporter()
-        items = await self.select(tmp_path, exporter)
-        data = self.write(exporter, items)
+        items = await select_samples(exporter, tmp_path)
+        data = write_items(exporter, items)
         try:
             found = Counter(self.read(data))
         except NotImplementedError:
@@ -149,6 +137,26 @@ def _describe(item: SessionItem) -> Any:
 
 
 # Sessions to export
+
+
+async def export_samples(exporter: Exporter, folder: Path) -> bytes:
+    """What an exporter makes of the sample sessions. Their store is kept in `folder`."""
+    return write_items(exporter, await select_samples(exporter, folder))
+
+
+async def select_samples(exporter: Exporter, folder: Path) -> list[SessionItem]:
+    """The sample sessions that an exporter can take."""
+    store = await record_samples(folder / "polar.db")
+    try:
+        found = select_items(store, Selection(), exporter.needs, prefix_merging, ExportTally())
+        return [item async for item in found]
+    finally:
+        await store.close()
+
+
+def write_items(exporter: Exporter, items: Iterable[SessionItem]) -> bytes:
+    return b"".join([*map(exporter.feed, items), exporter.finish()])
+
 
 _ASK = {"role": "user", "content": "Which files are there? Größe, 東京 🙂"}
 _CALL = {"id": "call_1", "type": "function", "function": {"name": "bash", "arguments": '{"command": "ls"}'}}
