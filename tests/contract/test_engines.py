@@ -40,6 +40,7 @@ class TestOpenAI(_OnScriptedServer):
     plugin = load("engines", "openai")
 
 
+@pytest.mark.slow
 class TestEmbedded(EngineContract):
     """A model of two layers with random weights."""
 

@@ -18,6 +18,13 @@ BLOCKS = [
     for match in re.findall(r"^```(\w+)(?: (\S+))?\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
 ]
 PYTEST = (sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "-p", "no:cacheprovider")
+CONFTEST = """
+from hypothesis import settings
+
+pytest_plugins = ["polar.testing.fixtures"]
+settings.register_profile("quick", max_examples=20, derandomize=True)
+settings.load_profile("quick")
+"""
 
 
 def test_what_is_taken_from_the_example_stands_there() -> None:
@@ -33,7 +40,7 @@ def test_modules_pass_as_they_stand(tmp_path: Path) -> None:
         name = re.match(r"# (test_\w+\.py)\n", text)
         assert name is not None, text
         (tmp_path / name[1]).write_text(text)
-    (tmp_path / "conftest.py").write_text('pytest_plugins = ["polar.testing.fixtures"]\n')
+    (tmp_path / "conftest.py").write_text(CONFTEST)
     (tmp_path / "pytest.ini").write_text("[pytest]\n")
     done = subprocess.run([*PYTEST, str(tmp_path)], cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
