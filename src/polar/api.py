@@ -21,7 +21,8 @@ from polar.client.task_input import TaskLike, load_tasks
 from polar.config import EngineSettings, Settings
 from polar.errors import ConfigError
 from polar.node.local import LocalRollout
-from polar.rollout.models import SessionResult, TaskRequest
+from polar.records.result import SessionResult
+from polar.records.task import TaskRequest
 from polar.rollout.overrides import Overrides
 
 

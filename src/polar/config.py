@@ -18,7 +18,7 @@ DEFAULT_RUN = "default"
 
 
 Compat = Literal["polar", "nvidia"]
-"""Whose meaning tasks have where rollout systems differ (rollout.semantics)."""
+"""Whose meaning tasks have where rollout systems differ (records.task.TaskSemantics)."""
 
 Port = Annotated[int, Field(ge=0, le=65535)]
 

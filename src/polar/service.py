@@ -18,8 +18,8 @@ from polar.gateway.http import format_url, is_loopback
 from polar.gateway.session_registry import SessionRegistry
 from polar.node.node import Node
 from polar.node.node_service import make_node, make_worker
+from polar.records.task import TaskRequest
 from polar.rollout.callbacks import Callbacks
-from polar.rollout.models import TaskRequest
 from polar.rollout.result_pages import ResultPages
 from polar.rollout.routes.app import create_app
 from polar.rollout.routes.service import current_health

@@ -20,7 +20,7 @@ from msgspec import Struct, field
 from polar.config import load
 from polar.node.finished_session import FinishedSession
 from polar.node.local import LocalRollout
-from polar.rollout.models import TaskRequest
+from polar.records.task import TaskRequest
 from tests.attack.cheats import CALC, CHECK
 from tests.attack.cheats_of_tests import PYTEST, pytest_in_a_file
 

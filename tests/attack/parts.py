@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 from polar.data_plane import DataPlane
+from polar.records.exchange import Exchange
 from polar.service import Service
-from polar.store.base import Exchange
 from tests.attack.replies import DONE, GOOD, encode, response, stream
 from tests.conditions import wait_until
 from tests.integration.stack import settings

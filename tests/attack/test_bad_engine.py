@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from polar.data_plane import DataPlane
-from polar.store.base import Exchange
+from polar.records.exchange import Exchange
 from tests.attack.parts import (
     ANTHROPIC,
     CHAT,

@@ -19,7 +19,7 @@ from polar.config import load
 from polar.node.finished_session import FinishedSession
 from polar.node.local import LocalRollout
 from polar.plugins import load as load_plugin
-from polar.rollout.models import TaskRequest
+from polar.records.task import TaskRequest
 from polar.runtimes.base import Limits, RuntimeBackend, RuntimeSpec
 from tests.attack.cheats import CHEATS, CHECK, HONEST_FAILURE, HONEST_WORK, SCORED, WORKSPACE, Cheat, Scene, own_tests
 from tests.attack.cheats_of_tests import (

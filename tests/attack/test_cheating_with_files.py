@@ -16,7 +16,7 @@ from polar.config import load
 from polar.node.finished_session import FinishedSession
 from polar.node.local import LocalRollout
 from polar.plugins import load as load_plugin
-from polar.rollout.models import TaskRequest
+from polar.records.task import TaskRequest
 from polar.runtimes.base import RuntimeBackend
 from tests.attack.cheats_of_files import CHEATS, CHECK, HONEST, JUDGED, KNOWN, UPLOADED, Case
 from tests.contract.image import PLAIN, ensure_image

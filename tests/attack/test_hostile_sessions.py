@@ -23,7 +23,7 @@ from aiohttp import web
 from polar.config import load
 from polar.node.finished_session import FinishedSession
 from polar.node.local import LocalRollout
-from polar.rollout.models import TaskRequest
+from polar.records.task import TaskRequest
 from tests.attack.cheats import write
 
 pytestmark = pytest.mark.runtimes

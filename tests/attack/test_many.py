@@ -14,8 +14,8 @@ import msgspec
 import pytest
 
 from polar.gateway.generation import Generation
+from polar.records.exchange import Exchange
 from polar.service import Service
-from polar.store.base import Exchange
 from polar.types import Text
 from tests.attack.parts import DIALECTS, Answer, Dialect, Wire, ask, bench, comes_true
 from tests.attack.replies import DONE, STREAM_HEAD, chunked, encode, event, response

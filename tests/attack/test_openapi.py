@@ -28,7 +28,7 @@ from schemathesis.specs.openapi.checks import (
 )
 
 from polar.engines.scripted import ScriptedServer
-from polar.rollout.models import TaskRequest
+from polar.records.task import TaskRequest
 from polar.rollout.protocol import Heartbeat, JoinRequest, Lease, SessionOutcome, UnknownNode
 from polar.service import Service
 from tests.conditions import wait_until

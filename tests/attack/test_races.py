@@ -21,7 +21,6 @@ import pytest
 from polar.config import EngineSettings
 from polar.data_plane import DataPlane
 from polar.dialects.openai_chat import OpenAIChat
-from polar.engines.base import VersionSpan
 from polar.engines.pool import EnginePool
 from polar.engines.scripted import Play, ScriptedServer, ScriptedTurn
 from polar.errors import EngineError
@@ -32,8 +31,9 @@ from polar.gateway.metrics import GatewayMetrics
 from polar.gateway.prompt_id_parser import PromptIdParser
 from polar.gateway.prompt_renderer import PromptRenderer
 from polar.gateway.session_registry import SessionRegistry
+from polar.records.exchange import VersionSpan
+from polar.records.session import Verdict
 from polar.store import open_store
-from polar.store.base import Verdict
 from polar.types import Text
 from tests.attack.parts import CHAT, Bench, ByteEngine, Wire, ask, bench, comes_true, is_error, sampled, still_works
 from tests.attack.replies import (

@@ -24,11 +24,11 @@ from polar.client.async_client import AsyncClient, SubmitAnswer
 from polar.config import ServerSettings
 from polar.evaluators.base import GraderError
 from polar.node.finished_session import check_verdict
+from polar.records.result import TaskStatus
+from polar.records.session import Session, Verdict
 from polar.rollout.callbacks import AllowedHosts
-from polar.rollout.models import TaskStatus
 from polar.rollout.protocol import Lease, SessionOutcome
 from polar.store import session_copy
-from polar.store.base import Session, Verdict
 from polar.store.rows import ExchangeRow, SessionRow
 from polar.store.session_copy import SessionCopy
 from polar.store.sqlite import SqliteStore

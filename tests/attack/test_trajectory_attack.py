@@ -11,11 +11,11 @@ import pytest
 
 from polar.cli.verify import VerifyFindings, verify_sessions
 from polar.engines.scripted import TOKENIZER_FOLDER
+from polar.records.trajectory import SessionPaths
+from polar.records.trajectory import TokenPath as TokenPath
 from polar.store import open_store
 from polar.trajectory import session as sessions
 from polar.trajectory.builders import prefix_merging
-from polar.trajectory.types import SessionPaths
-from polar.trajectory.types import TokenPath as TokenPath
 from tests.attack.parts import bench
 from tests.attack.replies import DONE, event, stream
 from tests.integration.stack import settings

@@ -22,7 +22,7 @@ import pytest
 
 import polar
 from polar.engines.scripted.server import TOKENIZER_FOLDER
-from polar.rollout.models import NumberedResult
+from polar.records.result import NumberedResult
 from tests.cluster.machines import Machines, alive, command_line, wait_until
 from tests.fault.service.processes import POLAR, Server
 from tests.unit.store.servers import postgres_server

@@ -17,9 +17,9 @@ from typing import Any
 import pytest
 
 from polar.config import Settings
+from polar.records.exchange import Exchange
 from polar.rendering.tokenizer import Tokenizer
 from polar.service import Service
-from polar.store.base import Exchange
 from polar.trajectory import session as sessions
 from polar.trajectory.builders import prefix_merging
 from tests.engines.conftest import COMPLETIONS, GENERATE, ROOT, Recorder, met

@@ -16,8 +16,8 @@ from transformers.utils import logging as transformers_logging
 from polar.client.async_client import AsyncClient
 from polar.config import Settings
 from polar.engines.http_client import EngineHttpClient
+from polar.records.exchange import Exchange
 from polar.service import Service
-from polar.store.base import Exchange
 from polar.train.sync import ProbeFailedError, SyncError, WeightSync
 from polar.train.weight_sync.merged_weights import get_merged_weights
 from polar.train.weight_sync.probe import Probe, choose_tolerance, make_scorer

@@ -15,8 +15,8 @@ from google.genai import types as google_types
 from openai import AsyncOpenAI, BadRequestError
 
 from polar.config import Settings
+from polar.records.exchange import Exchange
 from polar.service import Service
-from polar.store.base import Exchange
 from tests.engines.conftest import CHAT, COMPLETIONS, GENERATE, Recorded, Recorder, met
 
 pytestmark = pytest.mark.engines

@@ -10,7 +10,7 @@ import msgspec
 
 from polar.config import load
 from polar.node.local import LocalRollout
-from polar.rollout.models import TaskRequest
+from polar.records.task import TaskRequest
 
 
 async def main(data: str, task: str, sessions: str, node: str) -> None:

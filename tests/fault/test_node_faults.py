@@ -14,7 +14,7 @@ from polar.config import load
 from polar.data_plane import tune_process
 from polar.node.finished_session import FinishedSession
 from polar.node.local import LocalRollout
-from polar.rollout.models import TaskRequest
+from polar.records.task import TaskRequest
 from polar.store import open_store
 from polar.testing import leftovers
 from tests.integration.agents import command

@@ -25,9 +25,10 @@ from polar.engines.scripted.server import TOKENIZER_FOLDER
 from polar.errors import StoreError
 from polar.gateway.session_registry import SessionRegistry
 from polar.node.local import LocalRollout
-from polar.rollout.models import SessionResult
+from polar.records.exchange import Exchange
+from polar.records.result import SessionResult
+from polar.records.session import Verdict
 from polar.store import open_store, postgres_connection
-from polar.store.base import Exchange, Verdict
 from polar.store.postgres import PostgresStore
 from polar.store.sql import Connection, WritingConnection
 from tests.conditions import wait_until

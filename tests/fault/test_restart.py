@@ -14,8 +14,8 @@ from polar.config import Settings
 from polar.engines.scripted import Play, PlaySet, ScriptedServer, ScriptedTurn
 from polar.engines.scripted.server import TOKENIZER_FOLDER
 from polar.gateway.session_registry import SessionRegistry
+from polar.records.exchange import Exchange
 from polar.store import open_store
-from polar.store.base import Exchange
 from tests.conditions import wait_until
 from tests.fault.test_kill import start_gateway
 

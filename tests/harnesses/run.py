@@ -19,10 +19,10 @@ import numpy as np
 from polar.dialects.base import Dialect
 from polar.engines.scripted.sampler import expected_logprobs
 from polar.plugins import load
+from polar.records.exchange import Exchange
+from polar.records.trajectory import SessionPaths
 from polar.store import open_store
-from polar.store.base import Exchange
 from polar.trajectory import session as sessions
-from polar.trajectory.types import SessionPaths
 from polar.types import Reasoning, Request, Text, ToolCall, ToolResult
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from polar.harnesses import load_harness
-from polar.rollout.models import McpServer
-from polar.store.base import Exchange
+from polar.records.exchange import Exchange
+from polar.records.task import McpServer
 from polar.types import Text
 from tests.harnesses.bare import TASK, Bare, run_bare
 from tests.harnesses.run import FIRST, LAST, Turn, asked, check, check_tokens, results, three_turns, workspace

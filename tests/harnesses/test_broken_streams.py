@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from polar.engines.scripted.sampler import expected_logprobs
-from polar.store.base import Exchange
+from polar.records.exchange import Exchange
 from polar.trajectory.builders import prefix_merging
 from polar.types import Text
 from tests.harnesses.run import NODE, PI, Run, Turn, asked, qwen3, run, verify, workspace

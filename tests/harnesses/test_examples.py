@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from polar.plugins import load
-from polar.rollout.models import SessionResult
+from polar.records.result import SessionResult
 from tests.contract.image import ensure_image
 from tests.harnesses.run import POLAR, ROOT
 

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
+from polar.records.trajectory import Trace
 from polar.trajectory.builders import prefix_merging
-from polar.trajectory.types import Trace
 from tests.harnesses.run import NODE, Run, Turn, check_tokens, qwen3, refused, run, verify, workspace
 
 TASK = "Write the files."

@@ -12,10 +12,10 @@ from typing import Any, Literal
 import numpy as np
 import pytest
 
+from polar.records.exchange import Exchange
+from polar.records.trajectory import Trace
 from polar.rendering.tokenizer import Tokenizer
-from polar.store.base import Exchange
 from polar.trajectory.builders import per_request, prefix_merging, prefix_tree
-from polar.trajectory.types import Trace
 from tests.harnesses.run import (
     NODE,
     PI,

@@ -4,7 +4,7 @@ import shlex
 import sys
 from typing import Any
 
-from polar.rollout.models import TaskRequest
+from polar.records.task import TaskRequest
 
 ASK = """
 import json, os, sys, time, urllib.request, urllib.error

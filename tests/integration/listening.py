@@ -13,7 +13,7 @@ from aiohttp.typedefs import Handler
 from polar.data_plane import DataPlane
 from polar.engines.scripted import Play, PlaySet, ScriptedServer
 from polar.engines.scripted.sampler import expected_logprobs
-from polar.store.base import Exchange
+from polar.records.exchange import Exchange
 from tests.integration.clients import Answer
 from tests.integration.stack import settings
 

@@ -7,8 +7,8 @@ from typing import Any
 
 from polar.config import Settings
 from polar.engines.scripted import Play, PlaySet, ScriptedServer
+from polar.records.exchange import Exchange
 from polar.service import Service
-from polar.store.base import Exchange
 from tests.conditions import wait_until
 
 

@@ -22,9 +22,9 @@ from polar.export.base import SessionItem, TraceLines
 from polar.export.slime import SlimeExporter
 from polar.export.trl import TrlExporter
 from polar.export.verl import VerlExporter
+from polar.records.trajectory import Trace
 from polar.rendering.tokenizer import Tokenizer
 from polar.trajectory.teacher import Teacher
-from polar.trajectory.types import Trace
 from tests.bridging import Served, serving
 
 TOLERANCE = 1e-4

@@ -11,7 +11,7 @@ import aiohttp
 from aiohttp import web
 
 from polar.engines.scripted import Play, ScriptedServer, ScriptedTurn
-from polar.rollout.models import TaskResult, TaskStatus
+from polar.records.result import TaskResult, TaskStatus
 from polar.service import Service
 from tests.integration.agents import command
 from tests.integration.stack import settings

@@ -16,9 +16,9 @@ from polar.config import EngineSettings
 from polar.engines.scripted import Play, ScriptedServer, ScriptedTurn
 from polar.engines.scripted.sampler import route_experts
 from polar.errors import ConfigError
+from polar.records import wire
 from polar.service import Service
 from polar.train.weight_sync.probe import make_scorer
-from polar.trajectory import wire
 from tests.bridging import TOKEN, served, serving, write_tasks
 from tests.integration.stack import settings as service_settings
 

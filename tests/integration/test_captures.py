@@ -20,7 +20,7 @@ from polar.engines.scripted import PlaySet, ScriptedTurn
 from polar.engines.scripted.play import TurnContext
 from polar.engines.scripted.tool_adapter import ScriptedCall as PlayedCall
 from polar.gateway import view
-from polar.store.base import Exchange
+from polar.records.exchange import Exchange
 from polar.trajectory.builders import prefix_merging
 from polar.trajectory.session import load_session_paths
 from tests import captures

@@ -20,7 +20,7 @@ from polar.cli.verify import verify_sessions
 from polar.data_plane import DataPlane
 from polar.engines.scripted import Play, PlaySet, ScriptedTurn
 from polar.engines.scripted.tool_adapter import ScriptedCall as PlayedCall
-from polar.store.base import Exchange
+from polar.records.exchange import Exchange
 from polar.trajectory import session as sessions
 from polar.trajectory.builders import prefix_merging
 from tests.integration.clients import (

@@ -11,7 +11,8 @@ import pytest
 from polar.engines.scripted import Play, ScriptedTurn
 from polar.engines.scripted.sampler import expected_logprobs
 from polar.gateway.generation import Generation
-from polar.store.base import Exchange, Verdict
+from polar.records.exchange import Exchange
+from polar.records.session import Verdict
 from tests.conditions import wait_until
 from tests.integration.stack import Stack, running
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import aiohttp
 
 from polar.engines.scripted import ScriptedServer
-from polar.store.base import Exchange
+from polar.records.exchange import Exchange
 from tests.conditions import wait_until
 from tests.integration.stack import Stack, running
 

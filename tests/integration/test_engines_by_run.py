@@ -13,7 +13,7 @@ from polar.data_plane import DataPlane
 from polar.engines.desired_state import DesiredEngines, DesiredPool, DesiredReplica, PauseState
 from polar.engines.scripted import Play, ScriptedServer, ScriptedTurn
 from polar.gateway.meter import Meter
-from polar.store.base import Exchange
+from polar.records.exchange import Exchange
 from tests.integration.stack import running, settings
 from tests.integration.test_policy import SLOW, control
 

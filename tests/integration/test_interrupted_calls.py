@@ -5,7 +5,7 @@ from typing import Any
 
 import aiohttp
 
-from polar.store.base import StartedCall
+from polar.records.exchange import StartedCall
 from tests.integration.stack import Stack, running
 
 

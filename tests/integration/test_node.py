@@ -17,7 +17,8 @@ from polar.gateway.meter import Clock, Meter, UsedUpLimit
 from polar.node.finished_session import FinishedSession
 from polar.node.local import LocalRollout
 from polar.node.node import RunningSession
-from polar.rollout.models import SessionResult, TaskRequest
+from polar.records.result import SessionResult
+from polar.records.task import TaskRequest
 from tests.integration.agents import task
 
 ONE_CALL = "print(ask())"

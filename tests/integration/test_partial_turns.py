@@ -19,10 +19,11 @@ from polar.data_plane import DataPlane
 from polar.dialects.sse import EventParser
 from polar.engines.scripted import Play, PlaySet, ScriptedTurn
 from polar.engines.scripted.tool_adapter import ScriptedCall as PlayedCall
-from polar.store.base import Exchange, Store
+from polar.records.exchange import Exchange
+from polar.records.trajectory import SessionPaths
+from polar.store.base import Store
 from polar.trajectory import session as sessions
 from polar.trajectory.builders import prefix_merging
-from polar.trajectory.types import SessionPaths
 from tests.conditions import wait_until
 from tests.integration.listening import Gateway, Listening
 from tests.integration.stack import settings

@@ -9,9 +9,9 @@ from typing import Any
 import aiohttp
 import numpy as np
 
-from polar.engines.base import VersionSpan
 from polar.engines.scripted import Play, ScriptedServer, ScriptedTurn
 from polar.engines.scripted.sampler import expected_logprobs
+from polar.records.exchange import VersionSpan
 from polar.service import Service
 from tests.conditions import wait_until
 from tests.integration.stack import Stack, running, settings, wait_until_settled

@@ -15,7 +15,8 @@ import pytest
 import polar as package
 from polar.errors import ConfigError
 from polar.harnesses.cache import Marker, seal
-from polar.rollout.models import SessionResult, TaskRequest
+from polar.records.result import SessionResult
+from polar.records.task import TaskRequest
 from tests.integration.test_cli import AGENT, POLAR, polar
 from tests.selection import leave_to_slow
 

@@ -8,7 +8,7 @@ import pytest
 
 from polar.gateway.meter import Meter
 from polar.node.finished_session import FinishedSession
-from polar.rollout.models import SessionResult
+from polar.records.result import SessionResult
 from tests.integration.agents import task
 from tests.integration.test_node import FOR_EVER, GRADED, ONE_CALL, one, rollout, until
 

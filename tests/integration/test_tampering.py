@@ -9,9 +9,10 @@ import pytest
 
 from polar.evaluators.base import GraderError, GradingContext
 from polar.node.finished_session import FinishedSession
-from polar.rollout.models import SessionResult, TaskRequest
+from polar.records.result import SessionResult
+from polar.records.session import Evidence, Session, Verdict
+from polar.records.task import TaskRequest
 from polar.runtimes.base import SandboxError
-from polar.store.base import Evidence, Session, Verdict
 from tests.integration.agents import task
 from tests.integration.test_node import ONE_CALL, rollout
 

@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from msgspec import Struct
 
+from polar.records.session import PLATFORM_REASONS
 from polar.rollout.killer_detection import SUSPECT_KILLS
-from polar.rollout.protocol import INTERRUPTED, PLATFORM_REASONS, FinishStatus, SessionOutcome
+from polar.rollout.protocol import INTERRUPTED, FinishStatus, SessionOutcome
 
 if TYPE_CHECKING:
     from tests.simulation.world import World

@@ -11,10 +11,10 @@ from polar.engines.desired_state import DesiredEngines
 from polar.errors import ConfigError, StoreError
 from polar.node.finished_session import FinishedSession
 from polar.node.worker import Worker, WorkerContext
-from polar.rollout.models import TaskRequest
+from polar.records.session import Verdict
+from polar.records.task import TaskRequest
 from polar.rollout.protocol import RolloutServer
 from polar.runtimes.base import SandboxError
-from polar.store.base import Verdict
 from tests.simulation.loop import Process
 from tests.simulation.network import RemoteServer
 from tests.simulation.schedule import REASONS, Machine, Task

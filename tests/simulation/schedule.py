@@ -5,7 +5,7 @@ from typing import Any
 
 from msgspec import Struct, field
 
-from polar.rollout.models import TaskRequest
+from polar.records.task import TaskRequest
 from polar.rollout.runs import Quotas
 
 LANES = ("one", "two")

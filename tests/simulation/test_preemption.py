@@ -3,7 +3,7 @@
 import msgspec
 import pytest
 
-from polar.rollout.models import TaskRequest
+from polar.records.task import TaskRequest
 from polar.rollout.protocol import SessionOutcome
 from tests.simulation.schedule import Fault, Machine, Schedule, Task
 from tests.simulation.world import Parts, World

@@ -116,7 +116,7 @@ def splitting(asked: dict[str, Any]) -> dict[str, Any]:
 
     from polar.bridges.bridge import Bridge
     from polar.bridges.verifiers import build_nodes
-    from polar.rollout.models import TraceResult
+    from polar.records.result import TraceResult
 
     like = episodes(asked | {"tasks": asked["tasks"][:1]})[0].traces[0]
     model = AutoModelForCausalLM.from_pretrained(asked["model"], dtype="float32")

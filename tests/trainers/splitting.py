@@ -4,7 +4,7 @@ import msgspec
 import numpy as np
 
 from polar.export.base import SessionItem
-from polar.trajectory.types import Span, Trace
+from polar.records.trajectory import Span, Trace
 
 
 def split(item: SessionItem) -> SessionItem:

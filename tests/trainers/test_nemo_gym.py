@@ -17,9 +17,9 @@ from polar.bridges.nemo_gym import split_traces
 from polar.bridges.nemo_rl import SessionAdvantageEstimator, build_batch
 from polar.client.async_client import AsyncClient
 from polar.export.atif import AtifExporter
+from polar.records.trajectory import Trace
 from polar.tasks.reader import read
 from polar.testing.conversations import Talk, exported, said
-from polar.trajectory.types import Trace
 from tests.bridging import TOKEN, Served, served, task
 from tests.trainers.running import NEWER, ROOT, found_by
 from tests.unit.bridges import nemo_contract as nemo_rl

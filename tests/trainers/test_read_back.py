@@ -23,9 +23,9 @@ from polar.export.skyrl import SkyRlExporter
 from polar.export.tinker import TinkerExporter
 from polar.export.trl import TrlExporter
 from polar.export.verl import VerlExporter
+from polar.records.trajectory import SessionPaths
 from polar.testing.conversations import Talk, exported, item, said
 from polar.testing.token_paths import path
-from polar.trajectory.types import SessionPaths
 
 pytestmark = pytest.mark.trainers
 

@@ -10,7 +10,7 @@ import pytest
 
 from polar.bridges.export_item import to_export_item
 from polar.client.async_client import AsyncClient
-from polar.trajectory.types import Trace
+from polar.records.trajectory import Trace
 from tests.bridging import TOKEN, Served, served, task
 from tests.trainers.running import found_by
 

@@ -26,7 +26,7 @@ from polar.config import SamplingOverrides
 from polar.errors import ConfigError
 from polar.export.base import SessionItem
 from polar.export.trl import TrlExporter, to_sample
-from polar.trajectory.types import Trace
+from polar.records.trajectory import Trace
 
 Given = dict[str, Any]
 GROUP = 4

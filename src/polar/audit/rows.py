@@ -4,7 +4,7 @@ import numpy as np
 from msgspec import Struct, field
 from numpy.typing import NDArray
 
-from polar.trajectory.types import Ids, Mask
+from polar.records.trajectory import Ids, Mask
 
 PROBLEM_KINDS = {
     "lengths": "ids, mask and log-probabilities do not fit together",

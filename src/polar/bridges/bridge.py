@@ -9,7 +9,7 @@ from polar.bridges.rollouts import RolloutClient, SessionGroup
 from polar.bridges.settings import SettingsSource, load_settings
 from polar.client.background_loop import BackgroundLoop
 from polar.closeable import Closeable
-from polar.rollout.models import PauseMode
+from polar.records.result import PauseMode
 
 T = TypeVar("T")
 

@@ -3,9 +3,9 @@
 from collections.abc import Iterable
 
 from polar.errors import ConfigError
-from polar.experts import Experts
 from polar.export.base import SessionItem
-from polar.trajectory.types import Trace
+from polar.records.experts import Experts
+from polar.records.trajectory import Trace
 
 
 def check_temperature(items: Iterable[SessionItem], temperature: float) -> None:

@@ -15,7 +15,7 @@ from polar.config import EngineSettings
 from polar.engines.base import Engine, normalize_engine_url
 from polar.errors import ConfigError, PolarError
 from polar.plugins import load
-from polar.rollout.models import PauseMode
+from polar.records.result import PauseMode
 from polar.train.weight_sync.probe import Difference, Probe, Scorer, choose_tolerance
 
 

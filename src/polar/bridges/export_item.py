@@ -5,11 +5,11 @@ from typing import Any, cast
 
 import numpy as np
 
-from polar import experts
 from polar.export.base import SessionItem
-from polar.rollout.models import SessionResult, TraceResult
-from polar.store.base import Evidence, EvidenceKind, Session
-from polar.trajectory.types import ExcludedSpan, SessionPaths, Span, TokenCounts, Trace, Trajectory
+from polar.records import experts
+from polar.records.result import SessionResult, TraceResult
+from polar.records.session import Evidence, EvidenceKind, Session
+from polar.records.trajectory import ExcludedSpan, SessionPaths, Span, TokenCounts, Trace, Trajectory
 
 
 def to_export_item(result: SessionResult) -> SessionItem:

@@ -46,8 +46,8 @@ from polar.config import SamplingOverrides
 from polar.errors import ConfigError
 from polar.export.base import SessionItem
 from polar.export.nemo_gym import make_response, verify_responses
-from polar.rollout.models import SessionResult
-from polar.trajectory.types import Trace
+from polar.records.result import SessionResult
+from polar.records.trajectory import Trace
 from polar.types import Part, Reasoning, Text, ToolCall
 
 if TYPE_CHECKING:

@@ -20,7 +20,8 @@ from polar.closeable import AsyncCloseable
 from polar.config import SamplingOverrides
 from polar.errors import ConfigError
 from polar.export.base import SessionItem
-from polar.rollout.models import SessionResult, TaskRequest
+from polar.records.result import SessionResult
+from polar.records.task import TaskRequest
 from polar.trajectory.checker import SessionChecker
 from polar.trajectory.document_check import check_received, find_hold_reason
 from polar.trajectory.verify import Problem

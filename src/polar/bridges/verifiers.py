@@ -31,8 +31,8 @@ from polar.bridges.settings import SettingsSource, load_settings
 from polar.client.task_input import load_tasks
 from polar.config import SamplingOverrides
 from polar.export.base import SessionItem, require_logprobs, trace_metadata, trace_token_ids
-from polar.rollout.models import SessionResult, TraceResult
-from polar.trajectory.types import Trace
+from polar.records.result import SessionResult, TraceResult
+from polar.records.trajectory import Trace
 
 ChatMessage = Mapping[str, Any]
 """As OpenAI's chat API spells it."""

@@ -40,7 +40,7 @@ from polar.config import SamplingOverrides
 from polar.errors import ConfigError, PolarError
 from polar.export.base import SessionItem
 from polar.export.verl import VerlExporter
-from polar.rollout.models import TaskRequest
+from polar.records.task import TaskRequest
 
 AGENT_LOOP_NAME = "polar"
 """Of the agent loop: the `name` in verl's list of them."""

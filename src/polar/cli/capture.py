@@ -30,10 +30,11 @@ from polar.errors import ConfigError
 from polar.harnesses import build_environment, filter_environment, find_by_command, load_harness
 from polar.harnesses.base import SetupRequest
 from polar.harnesses.files import write_setup
-from polar.store.base import Exchange, Verdict
+from polar.records.exchange import Exchange
+from polar.records.session import Verdict
+from polar.records.trajectory import ExcludedSpan
 from polar.trajectory.builders import prefix_merging
 from polar.trajectory.session import read_session_paths
-from polar.trajectory.types import ExcludedSpan
 
 
 @click.command("capture", context_settings={"allow_interspersed_args": False})

@@ -23,10 +23,10 @@ from polar.errors import ConfigError
 from polar.export.base import Exporter, FolderExporter
 from polar.export.pipeline import Builder, ExportTally, Selection, export, select_items
 from polar.plugins import load, names
-from polar.rollout.models import SuspiciousFilter
+from polar.records.exchange import ExchangeRole
+from polar.records.result import SuspiciousFilter
 from polar.store import open_store
 from polar.trajectory.checker import SessionChecker
-from polar.trajectory.types import ExchangeRole
 
 _DEFAULT_BUILDER = "prefix_merging"
 _SECONDS_BY_UNIT = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 604_800}

@@ -18,7 +18,7 @@ from polar.cli.run_tally import format_count
 from polar.cli.server import connect_client, server_options
 from polar.client.async_client import ClientError, RawResult, Results
 from polar.errors import ConfigError
-from polar.rollout.models import ResultUnit, SuspiciousFilter
+from polar.records.result import ResultUnit, SuspiciousFilter
 
 _ACKNOWLEDGE_SECONDS = 5.0  # seconds for telling the server what was taken, when interrupted
 

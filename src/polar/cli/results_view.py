@@ -11,8 +11,8 @@ from rich.text import Text
 
 from polar.cli.run_tally import format_count, format_counts
 from polar.cli.show_tokens import escape_controls
-from polar.rollout.models import SessionResult
-from polar.rollout.semantics import MASKED_REASONS
+from polar.records.result import SessionResult
+from polar.records.task import MASKED_REASONS
 
 _INTENDED_REASONS = MASKED_REASONS | {"early_stop", "stale"}
 """Reasons that a session has no reward because its task says so."""

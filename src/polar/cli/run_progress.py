@@ -17,7 +17,7 @@ from rich.text import Text
 from polar.cli.run_tally import RunTally, explain_reward, format_count, format_counts
 from polar.node.finished_session import FinishedSession
 from polar.node.node import NodeLoad
-from polar.store.base import is_suspicious
+from polar.records.session import is_suspicious
 from polar.telemetry import logs
 
 _RECENT_SESSIONS = 5  # sessions that ended last

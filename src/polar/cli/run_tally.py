@@ -6,8 +6,8 @@ from msgspec import Struct, field
 
 from polar.cli.show_tokens import escape_controls
 from polar.node.finished_session import FinishedSession
-from polar.rollout.semantics import MASKED_REASONS
-from polar.store.base import Verdict, is_suspicious
+from polar.records.session import Verdict, is_suspicious
+from polar.records.task import MASKED_REASONS
 
 STAGES = ("init", "ready", "run", "postrun")
 _MAX_EXPLANATION_CHARS = 120  # characters

@@ -13,9 +13,10 @@ from polar.config import Settings
 from polar.engines.scripted.server import TOKENIZER_FOLDER as SCRIPTED_TOKENIZER
 from polar.errors import ConfigError
 from polar.gateway import view
+from polar.records.exchange import Exchange
 from polar.rendering.tokenizer import Tokenizer
 from polar.store import open_store
-from polar.store.base import Exchange, Store
+from polar.store.base import Store
 from polar.trajectory import session as sessions
 from polar.trajectory.roles import read_call
 

@@ -6,11 +6,10 @@ from collections.abc import Iterable, Iterator, Sequence
 import numpy as np
 from rich.text import Text as Styled
 
-from polar.engines.base import TokenIds
+from polar.records.exchange import Exchange, TokenIds
+from polar.records.trajectory import TokenPath
 from polar.rendering.tokenizer import Tokenizer, decode_pieces
 from polar.store.arrays import NO_IDS, shared_prefix_length
-from polar.store.base import Exchange
-from polar.trajectory.types import TokenPath
 from polar.types import Reasoning, Text, ToolCall
 
 _EDGE_TOKENS = 60

@@ -15,8 +15,9 @@ from rich.tree import Tree
 from polar.cli.show_tokens import TokenView, escape_controls
 from polar.errors import ApiError
 from polar.plugins import load
-from polar.store.base import Evidence, Exchange, Session
-from polar.trajectory.types import TokenPath
+from polar.records.exchange import Exchange
+from polar.records.session import Evidence, Session
+from polar.records.trajectory import TokenPath
 from polar.types import Message, Part, Reasoning, Text, ToolCall, ToolResult
 
 _STATUS_STYLES = {"complete": "green", "partial": "yellow", "failed": "red", "interrupted": "red"}

@@ -15,7 +15,7 @@ from polar.cli.run_summary import with_file_width
 from polar.cli.server import connect_client, server_options
 from polar.cli.show_tokens import escape_controls
 from polar.client.async_client import AsyncClient
-from polar.rollout.models import TaskSession, TaskStatus
+from polar.records.result import TaskSession, TaskStatus
 
 _STAGES = ("init", "ready", "run", "postrun")
 

@@ -17,7 +17,8 @@ from polar.cli.server import connect_client, server_options
 from polar.cli.show_tokens import escape_controls
 from polar.cli.tasks import task_options
 from polar.client.async_client import BUSY, AsyncClient, SubmitAnswer
-from polar.rollout.models import TaskRequest, TaskStatus
+from polar.records.result import TaskStatus
+from polar.records.task import TaskRequest
 
 
 @click.command("submit")

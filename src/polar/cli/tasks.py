@@ -14,7 +14,7 @@ import msgspec
 from polar.cli.common import json_option
 from polar.cli.run_tally import format_count
 from polar.errors import ConfigError
-from polar.rollout.models import TaskRequest
+from polar.records.task import TaskRequest
 from polar.rollout.overrides import Overrides
 from polar.tasks import read_sources, swe_bench
 from polar.tasks.task_files import read_text

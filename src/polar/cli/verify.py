@@ -29,13 +29,15 @@ from polar.cli.show import open_existing_store
 from polar.cli.show_tokens import escape_controls
 from polar.config import Settings
 from polar.errors import ConfigError, PolarError, StoreError
+from polar.records.exchange import Exchange
+from polar.records.session import Session
+from polar.records.trajectory import SessionPaths
 from polar.rendering.tokenizer import Tokenizer
-from polar.store.base import Exchange, Session, Store
+from polar.store.base import Store
 from polar.trajectory import session as sessions
 from polar.trajectory.builders import per_request, prefix_merging, prefix_tree
 from polar.trajectory.roles import RoleOverrides
 from polar.trajectory.teacher import LargestDifference, LogprobComparison, Teacher, logprob_conditions
-from polar.trajectory.types import SessionPaths
 from polar.trajectory.verify import Problem, RecordedSession, check_records, check_trajectory, check_tree
 
 T = TypeVar("T")

@@ -25,7 +25,7 @@ from polar.client.submission import SubmitAnswer, TasksRefused
 from polar.client.task_input import TaskLike, load_tasks
 from polar.closeable import AsyncCloseable
 from polar.config import DEFAULT_RUN
-from polar.rollout.models import GroupResult, NumberedResult, PauseMode, ResultUnit, SessionResult, TaskStatus
+from polar.records.result import GroupResult, NumberedResult, PauseMode, ResultUnit, SessionResult, TaskStatus
 
 __all__ = ["BUSY", "AsyncClient", "ClientError", "RawResult", "Results", "ServerEvent", "SubmitAnswer", "TasksRefused"]
 

@@ -16,7 +16,7 @@ import msgspec
 from msgspec import Raw, Struct
 
 from polar.client.calls import Calls, ClientError, Query
-from polar.rollout.models import SuspiciousFilter
+from polar.records.result import SuspiciousFilter
 
 T = TypeVar("T")
 

@@ -9,7 +9,7 @@ import msgspec
 from msgspec import Struct
 
 from polar.client.calls import BUSY, Calls, ClientError, retry_delays
-from polar.rollout.models import TaskRequest
+from polar.records.task import TaskRequest
 
 _MAX_BATCH_TASKS, _MAX_BATCH_BYTES = 200, 4 * 2**20  # of one batch
 _MAX_NAMED_TASKS = 5  # refused tasks that an error names

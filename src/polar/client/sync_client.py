@@ -20,7 +20,7 @@ from polar.client.submission import SubmitAnswer
 from polar.client.task_input import TaskLike
 from polar.closeable import Closeable
 from polar.config import DEFAULT_RUN
-from polar.rollout.models import GroupResult, NumberedResult, PauseMode, ResultUnit, SessionResult, TaskStatus
+from polar.records.result import GroupResult, NumberedResult, PauseMode, ResultUnit, SessionResult, TaskStatus
 
 T = TypeVar("T")
 

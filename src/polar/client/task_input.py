@@ -9,7 +9,7 @@ from pydantic import ValidationError
 
 from polar import validation_errors
 from polar.errors import ConfigError
-from polar.rollout.models import TaskRequest
+from polar.records.task import TaskRequest
 
 TaskLike = str | os.PathLike[str] | dict[str, Any] | TaskRequest
 """A file or folder of tasks, the fields of one, or one."""

@@ -34,9 +34,10 @@ from polar.dialects.anthropic_reply import (
     encode_error_body,
 )
 from polar.dialects.anthropic_tools import decode_tool_choice, decode_tools, encode_tools, require_json_object
-from polar.dialects.base import EncodedError, RawRequest, Route
+from polar.dialects.base import EncodedError, Route
 from polar.dialects.wire import decode, encode, split, unsupported_field_error
 from polar.errors import HTTP_STATUS, ApiError, ApiErrorKind
+from polar.records.exchange import RawRequest
 from polar.types import Message, Part, Reply, Request, ResponseFormat, SamplingParams, Text, Thinking
 
 T = TypeVar("T")

@@ -11,9 +11,10 @@ import re
 from collections.abc import Mapping
 from typing import Literal, NamedTuple, Protocol
 
-from msgspec import Raw, Struct
+from msgspec import Struct
 
 from polar.errors import ApiError
+from polar.records.exchange import RawRequest
 from polar.types import Reply, ReplyEvent, Request, Usage
 
 RouteOperation = Literal["generate", "count_tokens", "list_models", "get_model"]
@@ -25,16 +26,6 @@ class Route(NamedTuple):
     method: str
     path: re.Pattern[str]
     operation: RouteOperation
-
-
-class RawRequest(Struct):
-    """A request's body, split but not yet understood: every top-level field as raw JSON, and the one list that grows
-    from turn to turn (messages, input, contents) as raw items. The store keeps these by difference; the dialect
-    decodes them."""
-
-    fields: dict[str, Raw]  # without the list
-    list_name: str
-    items: list[Raw]
 
 
 class EncodedError(Struct):

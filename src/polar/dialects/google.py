@@ -29,9 +29,10 @@ from polar import ids
 from polar.dialects import google_config, wire
 from polar.dialects import google_contents as gc
 from polar.dialects import google_wire as gw
-from polar.dialects.base import EncodedError, RawRequest, Route
+from polar.dialects.base import EncodedError, Route
 from polar.dialects.wire import encode
 from polar.errors import HTTP_STATUS, ApiError, ApiErrorKind
+from polar.records.exchange import RawRequest
 from polar.types import (
     FinishReason,
     Message,

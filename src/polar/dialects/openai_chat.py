@@ -13,7 +13,7 @@ import msgspec
 from polar import ids
 from polar.dialects import openai_chat_wire as w
 from polar.dialects import openai_errors, sse, wire
-from polar.dialects.base import EncodedError, RawRequest, Route, StreamEncoder
+from polar.dialects.base import EncodedError, Route, StreamEncoder
 from polar.dialects.openai_chat_messages import (
     decode_assistant,
     decode_messages,
@@ -24,6 +24,7 @@ from polar.dialects.openai_chat_messages import (
     join_namespace,
 )
 from polar.errors import ApiError, EngineError
+from polar.records.exchange import RawRequest
 from polar.types import (
     Raw,
     Reasoning,

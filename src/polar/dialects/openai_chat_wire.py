@@ -11,9 +11,9 @@ import msgspec
 from msgspec import UNSET, Meta, Raw, Struct, UnsetType
 
 from polar import types
-from polar.dialects.base import RawRequest
 from polar.dialects.wire import decode, encode, unsupported_field_error
 from polar.errors import ApiError, EngineError
+from polar.records.exchange import RawRequest
 from polar.types import FinishReason, SamplingParams
 
 S = TypeVar("S")

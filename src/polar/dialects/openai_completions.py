@@ -14,9 +14,10 @@ from msgspec import Meta, Struct
 from polar import ids
 from polar.dialects import openai_chat_wire as w
 from polar.dialects import openai_errors, sse, wire
-from polar.dialects.base import EncodedError, RawRequest, Route, StreamEncoder
+from polar.dialects.base import EncodedError, Route, StreamEncoder
 from polar.dialects.openai_chat import OpenAIChat
 from polar.errors import ApiError
+from polar.records.exchange import RawRequest
 from polar.types import Reply, ReplyEvent, Request, Text, TextDelta, TokenLogprob, Usage
 
 TokenId: TypeAlias = Annotated[int, Meta(ge=0, lt=2**31)]

@@ -14,10 +14,11 @@ import msgspec
 from polar import ids
 from polar.dialects import openai_chat_wire, openai_errors, sse, wire
 from polar.dialects import openai_responses_wire as w
-from polar.dialects.base import EncodedError, RawRequest, Route, StreamEncoder
+from polar.dialects.base import EncodedError, Route, StreamEncoder
 from polar.dialects.openai_responses_items import ItemReader, encode_messages, pack_seal
 from polar.dialects.openai_responses_tools import TOOL_SEARCH, decode_tool_choice, encode_tool_choice, encode_tools
 from polar.errors import ApiError, ApiErrorKind, EngineError
+from polar.records.exchange import RawRequest
 from polar.types import (
     UNSET,
     FinishReason,

@@ -9,8 +9,8 @@ from typing import Any, TypeVar
 import msgspec
 from msgspec import Raw
 
-from polar.dialects.base import RawRequest
 from polar.errors import ApiError
+from polar.records.exchange import RawRequest
 
 T = TypeVar("T")
 

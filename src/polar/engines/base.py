@@ -7,30 +7,17 @@ sampled: the events that a harness may see, and beside them the token ids and lo
 from collections.abc import AsyncGenerator
 from typing import Literal, Protocol
 
-import numpy as np
 from msgspec import Struct, field
-from numpy.typing import NDArray
 
+from polar.records.exchange import LogprobKind, TokenIds, VersionSpan
 from polar.types import FinishReason, ReplyEvent, Request, SamplingParams, TokenLogprob, Usage
 
-TokenIds = NDArray[np.int32]
 EngineState = Literal["running", "frozen", "asleep"]
-LogprobKind = Literal["raw", "processed", "none"]
-SENTINEL_LOGPROB = -1000.0
-"""No sampled token is this unlikely; engines write such numbers (-9999, say) where they have none."""
 
 
 def normalize_engine_url(url: str) -> str:
     """An engine's address, as it is told apart from others: people write it with and without the API's own path."""
     return url.rstrip("/").removesuffix("/v1")
-
-
-class VersionSpan(Struct, frozen=True, array_like=True, gc=False):
-    """Sampled tokens `start` to `stop` (exclusive) came from policy `version`."""
-
-    version: int
-    start: int
-    stop: int
 
 
 class Chunk(Struct, gc=False):

@@ -13,7 +13,8 @@ import msgspec
 import numpy as np
 from msgspec import Raw, Struct
 
-from polar.engines.base import Chunk, VersionSpan
+from polar.engines.base import Chunk
+from polar.records.exchange import VersionSpan
 from polar.types import (
     FinishReason,
     ReasoningDelta,

@@ -9,8 +9,9 @@ from collections.abc import Awaitable, Callable
 import msgspec
 from msgspec import Raw, Struct
 
-from polar.engines.base import Chunk, Engine, LogprobKind
+from polar.engines.base import Chunk, Engine
 from polar.errors import EngineError
+from polar.records.exchange import LogprobKind
 from polar.types import Message, Request, SamplingParams, Text, Tool
 
 

@@ -16,7 +16,7 @@ from pydantic import Field
 from polar.config import EngineSettings, SettingsSection
 from polar.engines.base import Capabilities, Chunk, EngineState, TokenPrompt
 from polar.engines.vllm import SLEEP_TIMEOUT_SECONDS, ReadIntoChunk, VllmEngine
-from polar.experts import encode_experts
+from polar.records.experts import encode_experts
 from polar.types import FinishReason, Request, Usage
 
 

@@ -3,7 +3,7 @@
 from polar.errors import ConfigError
 from polar.evaluators.base import Evaluator
 from polar.plugins import load
-from polar.rollout.models import EvaluatorRequest
+from polar.records.task import EvaluatorRequest
 
 
 def load_evaluator(request: EvaluatorRequest) -> Evaluator:

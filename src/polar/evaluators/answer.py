@@ -21,8 +21,8 @@ from pydantic import Field, field_validator, model_validator
 from polar.evaluators import pattern_search, settings, workspace_transfer
 from polar.evaluators.base import GradingContext, UngradableWorkError
 from polar.evaluators.workspace_transfer import RuntimePath
-from polar.rollout.models import RequestModel
-from polar.store.base import Verdict
+from polar.records.session import Verdict
+from polar.records.task import RequestModel
 
 _MAX_TEXT_CHARS = 100_000  # characters of the text, from its end
 _MAX_FILE_BYTES = 16 << 20  # bytes of the file

@@ -21,9 +21,10 @@ from msgspec import Struct, field
 
 from polar.config import JudgeSettings
 from polar.errors import PolarError
-from polar.rollout.models import TaskRequest
+from polar.records.exchange import Exchange
+from polar.records.session import Evidence, Verdict
+from polar.records.task import TaskRequest
 from polar.runtimes.base import Runtime
-from polar.store.base import Evidence, Exchange, Verdict
 
 EndReason = Literal["finished", "timeout", "length"]
 

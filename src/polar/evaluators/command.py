@@ -29,8 +29,8 @@ from pydantic import AliasChoices, Field, field_validator, model_validator
 from polar.evaluators import settings, workspace_transfer
 from polar.evaluators.base import GraderError, GradingContext, UngradableWorkError
 from polar.evaluators.workspace_transfer import RuntimePath, TransferConfig
+from polar.records.session import Evidence, Verdict
 from polar.runtimes.base import CommandResult, Runtime, SandboxError
-from polar.store.base import Evidence, Verdict
 
 _MAX_REWARD_BYTES = 4096  # bytes
 _EXIT_NOT_FOUND = 127  # as shells say it

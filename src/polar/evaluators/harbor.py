@@ -33,9 +33,9 @@ from polar.evaluators import settings
 from polar.evaluators.base import GraderError, GradingContext, UngradableWorkError
 from polar.evaluators.system_transfer import transfer_changes
 from polar.evaluators.workspace_transfer import explain_put_error, get, imports_from_cwd, remove_folder
-from polar.rollout.models import RequestModel
+from polar.records.session import Evidence, Verdict
+from polar.records.task import RequestModel
 from polar.runtimes.base import CommandResult, CorruptedRuntimeError, Runtime, SandboxError, TransferTooLargeError
-from polar.store.base import Evidence, Verdict
 
 _TESTS_FOLDER = "/tests"
 _RESULTS_FOLDER = "/logs/verifier"

@@ -30,8 +30,8 @@ from polar.evaluators import settings, workspace_transfer
 from polar.evaluators.base import GraderError, GradingContext, UngradableWorkError
 from polar.evaluators.links import escape_path
 from polar.evaluators.workspace_transfer import RuntimePath, TransferConfig
-from polar.rollout.models import RequestModel
-from polar.store.base import Evidence, Verdict
+from polar.records.session import Evidence, Verdict
+from polar.records.task import RequestModel
 
 _MAX_ATTEMPTS = 3
 _FIRST_RETRY_SECONDS = 1.0  # seconds; twice as long each time

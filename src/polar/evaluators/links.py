@@ -26,8 +26,8 @@ from msgspec import Struct
 
 from polar.changes import find_changes, list_entries
 from polar.evaluators.base import UngradableWorkError
+from polar.records.session import Evidence
 from polar.runtimes.base import Runtime, SandboxError, TransferTooLargeError
-from polar.store.base import Evidence
 
 _MAX_LINK_STEPS = 40  # links on the way of one path, as in the kernel
 _MAX_FOLDER_BYTES = 64 << 20

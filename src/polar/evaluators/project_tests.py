@@ -40,8 +40,8 @@ from polar.evaluators.workspace_transfer import (
     to_absolute,
     upload_grader_files,
 )
+from polar.records.session import Evidence, Verdict
 from polar.runtimes.base import CommandResult, Runtime
-from polar.store.base import Evidence, Verdict
 
 _BROKEN_EXIT_CODES = (0, 126, 127)  # how a command ends, without results, that no agent could make write any
 _DISCOVERY_GLOB = "test*.py"  # by unittest

@@ -43,9 +43,9 @@ from polar.evaluators.workspace_transfer import (
     limit_evidence,
     walk,
 )
-from polar.rollout.models import RequestModel
+from polar.records.session import Evidence
+from polar.records.task import RequestModel
 from polar.runtimes.base import Runtime, TransferTooLargeError
-from polar.store.base import Evidence
 
 _MB = 1 << 20
 _PACKAGE_FILE = "__init__.py"

@@ -17,7 +17,7 @@ from xml.etree import ElementTree
 from msgspec import Struct
 
 from polar.errors import PolarError
-from polar.store.base import Evidence, EvidenceKind
+from polar.records.session import Evidence, EvidenceKind
 
 _MAX_JUNIT_BYTES = 64 << 20  # of all files of a run
 _MAX_JUNIT_DEPTH = 100

@@ -5,8 +5,8 @@ from typing import Any, ClassVar
 
 from polar.evaluators import settings
 from polar.evaluators.base import GradingContext
-from polar.rollout.models import RequestModel
-from polar.store.base import Verdict
+from polar.records.session import Verdict
+from polar.records.task import RequestModel
 
 
 class SessionCompleted:

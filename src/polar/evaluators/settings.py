@@ -6,7 +6,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from polar.errors import ConfigError
-from polar.rollout.models import RequestModel
+from polar.records.task import RequestModel
 
 _Settings = TypeVar("_Settings", bound=RequestModel)
 _UNKNOWN_FIELD = "extra_forbidden"

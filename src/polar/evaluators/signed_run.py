@@ -21,8 +21,8 @@ from polar.evaluators.base import GraderError, UngradableWorkError
 from polar.evaluators.links import is_below
 from polar.evaluators.results import BrokenResultsError, RunResults
 from polar.evaluators.workspace_transfer import MissingArtifactError, explain_put_error, get
+from polar.records.session import Evidence
 from polar.runtimes.base import CommandResult, Runtime, SandboxError
-from polar.store.base import Evidence
 
 UPLOADED_SCRIPTS = (
     "reporter.py",

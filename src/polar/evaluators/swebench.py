@@ -28,8 +28,8 @@ from polar.evaluators.protected_files import ProtectedFiles, ProtectionConfig, W
 from polar.evaluators.results import BrokenResultsError, RunResults
 from polar.evaluators.signed_run import RunnerCommand, SignedRun
 from polar.patches import MAX_PATCH_BYTES, make_patch
+from polar.records.session import Evidence, Verdict
 from polar.runtimes.base import Runtime
-from polar.store.base import Evidence, Verdict
 
 _APPLY_SECONDS = 120.0
 _MAX_LOG_TAIL_CHARS = 1000

@@ -35,8 +35,8 @@ from polar.evaluators.workspace_transfer import (
     get,
     limit_evidence,
 )
+from polar.records.session import Evidence
 from polar.runtimes.base import FileState, Runtime, SandboxError, TransferTooLargeError
-from polar.store.base import Evidence
 
 _SYSTEM_NAMES = (
     *("bin", "boot", "dev", "etc", "home", "lib", "lib32", "lib64", "libx32", "media", "node_modules", "opt", "proc"),

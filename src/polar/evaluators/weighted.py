@@ -15,9 +15,9 @@ from pydantic import Field
 from polar.errors import ConfigError
 from polar.evaluators import load_evaluator, settings
 from polar.evaluators.base import Evaluator, GraderError, GradingContext
-from polar.rollout.models import EvaluatorRequest, RequestModel
+from polar.records.session import Verdict
+from polar.records.task import EvaluatorRequest, RequestModel
 from polar.runtimes.base import Runtime
-from polar.store.base import Verdict
 
 
 class PartConfig(RequestModel):

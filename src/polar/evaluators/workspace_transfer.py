@@ -48,9 +48,9 @@ from polar.errors import PolarError
 from polar.evaluators import links
 from polar.evaluators.base import GraderError, GradingContext, UngradableWorkError
 from polar.evaluators.links import TransferredEntries, escape_path, is_below
-from polar.rollout.models import RequestModel, UploadDir, UploadFile
+from polar.records.session import Evidence
+from polar.records.task import RequestModel, UploadDir, UploadFile
 from polar.runtimes.base import Runtime, SandboxError, TransferTooLargeError
-from polar.store.base import Evidence
 
 _MB = 1 << 20
 _GLOB_CHARS = frozenset("*?[")

@@ -18,7 +18,7 @@ from polar.export.base import (
     trace_metadata,
     trace_token_ids,
 )
-from polar.trajectory.types import NO_VERSION, Trace
+from polar.records.trajectory import NO_VERSION, Trace
 
 
 class ArealExporter(TraceLines):

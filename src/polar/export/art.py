@@ -11,7 +11,7 @@ raw completions: tokens, and which of them were sampled.
 from typing import Any, ClassVar
 
 from polar.export.base import ExportNeed, SessionItem, TraceLines, pad_over_prompt, trace_metadata, trace_token_ids
-from polar.trajectory.types import Trace
+from polar.records.trajectory import Trace
 
 FLAG_EXACT = 1 << 0
 FLAG_SAMPLED = 1 << 1

@@ -19,10 +19,11 @@ import numpy as np
 from msgspec import Struct, field
 from numpy.typing import NDArray
 
-from polar.store.base import Exchange, Session
+from polar.records.exchange import TRAINABLE_ROLES, Exchange, ExchangeRole
+from polar.records.session import Session
+from polar.records.trajectory import NO_VERSION, Ids, SessionPaths, Trace, Trajectory
 from polar.trajectory.checker import SessionCheck
 from polar.trajectory.session import SessionCall
-from polar.trajectory.types import NO_VERSION, TRAINABLE_ROLES, ExchangeRole, Ids, SessionPaths, Trace, Trajectory
 
 ExportNeed = Literal[
     "traces",  # at least one: a session with nothing to train is left out

@@ -14,11 +14,11 @@ from msgspec import Struct
 
 from polar.dialects.openai_chat import OpenAIChat
 from polar.export.base import SessionItem
-from polar.store.base import Exchange
+from polar.records.exchange import Exchange, ExchangeRole
+from polar.records.trajectory import Trace
+from polar.records.wire import NO_TRACE_MESSAGES, TraceMessages
 from polar.trajectory.conversations import ModelCall, link_turns
 from polar.trajectory.session import read_session_calls
-from polar.trajectory.types import ExchangeRole, Trace
-from polar.trajectory.wire import NO_TRACE_MESSAGES, TraceMessages
 from polar.types import Message, Part, Reasoning, Request, Tool, ToolCall, ToolResult
 
 _CHAT_DIALECT = OpenAIChat()

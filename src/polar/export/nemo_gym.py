@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 
 from polar.export.base import ExportNeed, SessionItem, SessionLines, require_logprobs, trace_metadata, trace_token_ids
 from polar.export.messages import conversation_calls
-from polar.trajectory.types import Trace
+from polar.records.trajectory import Trace
 from polar.types import Part, Reasoning, Text, ToolCall
 
 Replies = Mapping[str, Sequence[Part]]

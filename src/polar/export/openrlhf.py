@@ -11,7 +11,7 @@ null. A reward of null asks the trainer for its reward model.
 from typing import Any, ClassVar
 
 from polar.export.base import ExportNeed, SessionItem, TraceLines, pad_over_prompt, trace_metadata, trace_token_ids
-from polar.trajectory.types import Trace
+from polar.records.trajectory import Trace
 
 
 class OpenRlhfExporter(TraceLines):

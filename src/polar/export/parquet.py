@@ -20,7 +20,7 @@ import numpy as np
 
 from polar.errors import ConfigError
 from polar.export.base import ExportNeed, SessionItem
-from polar.trajectory.types import ExcludedSpan, Span, TokenCounts, Trace, Trajectory
+from polar.records.trajectory import ExcludedSpan, Span, TokenCounts, Trace, Trajectory
 
 if TYPE_CHECKING:
     import pyarrow as pa

@@ -18,13 +18,15 @@ from msgspec import Struct, field
 from polar.errors import ConfigError
 from polar.export.base import Exporter, ExportNeed, SessionItem, session_group_id
 from polar.export.messages import digest_conversations
-from polar.rollout.models import SuspiciousFilter
+from polar.records.exchange import ExchangeRole
+from polar.records.result import SuspiciousFilter
+from polar.records.session import Session
+from polar.records.trajectory import ExcludedSpan, SessionPaths, Trajectory
 from polar.rollout.samples import SampleKey, final_verdict, sample_key
-from polar.store.base import Session, Store
+from polar.store.base import Store
 from polar.trajectory.checker import HeldBackError, SessionChecker
 from polar.trajectory.roles import RoleOverrides
 from polar.trajectory.session import read_session_paths as sampled_of
-from polar.trajectory.types import ExchangeRole, ExcludedSpan, SessionPaths, Trajectory
 
 _PAGE_SIZE = 100
 

@@ -21,7 +21,7 @@ from polar.export.base import (
     reward_per_token,
     trace_token_ids,
 )
-from polar.trajectory.types import Trace
+from polar.records.trajectory import Trace
 
 _DEFAULT_TEMPERATURE = 1.0
 """Of a call that named none."""

@@ -16,11 +16,11 @@ import numpy as np
 from polar.engines.tools import flatten_parts, flatten_request
 from polar.export.base import SessionItem
 from polar.export.messages import ConversationCall, conversation_calls
+from polar.records.trajectory import ExcludedSpan, Ids, SessionPaths, TokenPath
 from polar.rendering.continuation import RecordedTurn, TurnHistory
 from polar.rendering.model_codec import ModelCodec
 from polar.rendering.template import TemplateError
 from polar.rendering.turn_digest import digest_turn
-from polar.trajectory.types import ExcludedSpan, Ids, SessionPaths, TokenPath
 from polar.types import Media, Part, Request, ToolCall, ToolResult
 
 _CUT_OFF_REASONS = frozenset(("length", "abort", "content_filter"))

@@ -23,8 +23,8 @@ import numpy as np
 from polar.export.base import ExportNeed, SessionItem, SessionLines, trace_token_ids
 from polar.export.replay import replay_session
 from polar.plugins import load
+from polar.records.trajectory import Trace, Trajectory
 from polar.rendering.model_codec import ModelCodec
-from polar.trajectory.types import Trace, Trajectory
 
 IGNORE_INDEX = -100
 _NO_TOKENS_REASON = "session without recorded tokens (--tokenizer renders it)"

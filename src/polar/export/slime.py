@@ -22,7 +22,7 @@ from polar.export.base import (
     trace_metadata,
     trace_token_ids,
 )
-from polar.trajectory.types import Trace
+from polar.records.trajectory import Trace
 
 _STATUS_BY_FINISH_REASON = {"length": "truncated", "abort": "aborted"}
 

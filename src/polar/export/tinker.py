@@ -23,7 +23,7 @@ from polar.export.base import (
     trace_metadata,
     trace_token_ids,
 )
-from polar.trajectory.types import Trace
+from polar.records.trajectory import Trace
 
 
 class TinkerExporter(TraceLines):

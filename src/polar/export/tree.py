@@ -10,10 +10,10 @@ What is lost: roles and agents, which are the traces' matter.
 from typing import Any, ClassVar
 
 from polar.export.base import ExportNeed, JsonLines, SessionItem
-from polar.trajectory import wire
+from polar.records import wire
+from polar.records.trajectory import SessionPaths
 from polar.trajectory.builders import prefix_tree
 from polar.trajectory.checker import HeldBackError, SessionCheck
-from polar.trajectory.types import SessionPaths
 
 
 class TreeExporter(JsonLines):

@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from polar.export.base import ExportNeed, SessionItem, TraceLines, logprobs_as_list, trace_metadata
-from polar.trajectory.types import Trace
+from polar.records.trajectory import Trace
 
 
 class TrlExporter(TraceLines):

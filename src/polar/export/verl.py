@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from polar.export.base import ExportNeed, SessionItem, TraceLines, logprobs_as_list, policy_version_runs, trace_metadata
-from polar.trajectory.types import Trace
+from polar.records.trajectory import Trace
 
 
 class VerlExporter(TraceLines):

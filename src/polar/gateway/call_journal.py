@@ -16,7 +16,7 @@ from pathlib import Path
 
 import msgspec
 
-from polar.store.base import StartedCall
+from polar.records.exchange import StartedCall
 
 log = logging.getLogger(__name__)
 

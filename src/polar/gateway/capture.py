@@ -9,17 +9,25 @@ import numpy as np
 from msgspec import Struct
 
 from polar import ids
-from polar.dialects.base import Dialect, RawRequest
-from polar.engines.base import Chunk, TokenIds, TokenPrompt, VersionSpan
+from polar.dialects.base import Dialect
+from polar.engines.base import Chunk, TokenPrompt
 from polar.engines.replica import Replica
 from polar.errors import ApiError
 from polar.gateway.meter import Clock
 from polar.gateway.prompt_id_parser import PromptIdParser
 from polar.gateway.session_registry import OpenSession
 from polar.gateway.trainability import find_untrainable_reason
-from polar.rendering.context_mark import ContextMark
+from polar.records.exchange import (
+    ContextMark,
+    Continuation,
+    Exchange,
+    ExchangeStatus,
+    RawRequest,
+    StartedCall,
+    TokenIds,
+    VersionSpan,
+)
 from polar.reply_parts import PartsBuilder
-from polar.store.base import Continuation, Exchange, ExchangeStatus, StartedCall
 from polar.types import (
     FinishReason,
     ReasoningDelta,

@@ -24,8 +24,9 @@ from polar.gateway.capture import Capture, HarnessCall, PreparedPrompt
 from polar.gateway.metrics import GatewayMetrics
 from polar.gateway.prompt_id_parser import PromptIdParser
 from polar.gateway.prompt_renderer import PromptRenderer, parse_chunks
+from polar.records.exchange import ExchangeStatus
 from polar.rendering.families import ReplyParser
-from polar.store.base import ExchangeStatus, Store
+from polar.store.base import Store
 from polar.telemetry import tracing
 from polar.telemetry.logs import bind
 from polar.types import ReplyEvent, Request, TextDelta

@@ -6,7 +6,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import GaugeMetricFamily
 
 from polar.engines.pool import EnginePool
-from polar.store.base import Exchange
+from polar.records.exchange import Exchange
 from polar.telemetry.gauges import GaugeCollector, make_gauge
 from polar.telemetry.labels import MAX_RUN_LABELS, LabelCap, strip_password
 

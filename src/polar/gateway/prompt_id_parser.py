@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 from msgspec import Struct
 
-from polar.engines.base import TokenIds
+from polar.records.exchange import TokenIds
 from polar.store.sized_cache import SizedCache
 
 _ids_decoder = msgspec.json.Decoder(list[int])

@@ -19,7 +19,7 @@ import numpy as np
 from msgspec import Struct
 
 from polar.config import EngineSettings
-from polar.engines.base import Chunk, TokenIds, TokenPrompt
+from polar.engines.base import Chunk, TokenPrompt
 from polar.engines.fleet import EngineFleet
 from polar.engines.pool import EnginePool
 from polar.engines.tools import CallTranslator, flatten_parts, flatten_request
@@ -27,6 +27,7 @@ from polar.errors import ApiError
 from polar.gateway.capture import HarnessCall, PreparedPrompt
 from polar.gateway.session_registry import OpenSession
 from polar.gateway.stop_strings import StopStringFilter
+from polar.records.exchange import Continuation, Exchange, TokenIds
 from polar.rendering.continuation import RecordedPrefix, RecordedTurn, TurnHistory
 from polar.rendering.encoder import SPELLING_BREAK, NewTextLimitExceeded, new_text_limit
 from polar.rendering.families import ReplyParser
@@ -36,7 +37,7 @@ from polar.rendering.template import TemplateError
 from polar.rendering.turn_digest import digest_turn
 from polar.rendering.worker import WorkerSetup
 from polar.rendering.worker_pool import RenderTimeout, WorkerDied, WorkerPool
-from polar.store.base import Continuation, Exchange, Store
+from polar.store.base import Store
 from polar.store.sized_cache import SizedCache
 from polar.types import ReasoningDelta, ReplyEvent, Request, Text, ToolResult
 

@@ -14,8 +14,9 @@ from polar import ids
 from polar.config import SamplingOverrides
 from polar.engines.replica import Replica
 from polar.gateway.meter import Meter
+from polar.records.session import Session, Verdict
 from polar.rendering.continuation import TurnHistory
-from polar.store.base import Session, Store, Verdict
+from polar.store.base import Store
 from polar.trajectory.roles import RoleOverrides
 
 if TYPE_CHECKING:

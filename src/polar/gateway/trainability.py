@@ -5,8 +5,7 @@ A call that fails a check is kept whole and marked with the reason; nothing is r
 
 import numpy as np
 
-from polar.engines.base import SENTINEL_LOGPROB, VersionSpan
-from polar.store.base import Exchange
+from polar.records.exchange import SENTINEL_LOGPROB, Exchange, VersionSpan
 from polar.types import Request
 
 

@@ -7,7 +7,8 @@ from msgspec import Raw
 
 from polar.errors import ApiError
 from polar.plugins import load
-from polar.store.base import Exchange, Session
+from polar.records.exchange import Exchange
+from polar.records.session import Session
 from polar.trajectory.roles import CallLabel
 from polar.types import Reply
 

@@ -6,8 +6,8 @@ from typing import Any, Literal, Protocol
 
 from msgspec import Struct, field
 
-from polar.rollout.models import McpServer
-from polar.trajectory.types import ExchangeRole
+from polar.records.exchange import ExchangeRole
+from polar.records.task import McpServer
 
 
 class RolePattern(Struct, frozen=True):

@@ -15,7 +15,7 @@ from polar.harnesses.base import CallPatterns, HarnessSetup, Package, RolePatter
 from polar.harnesses.files import toml_string
 from polar.harnesses.mcp import resolve_transport
 from polar.harnesses.settings import CommonSettings, read_settings
-from polar.rollout.models import McpServer
+from polar.records.task import McpServer
 
 # Nothing is asked and nothing is boxed in: whoever runs the harness decides where it runs. Web search, a tool that the
 # provider would run, is off: no engine has it.

@@ -18,7 +18,7 @@ from polar.errors import ConfigError
 from polar.harnesses.base import CallPatterns, HarnessSetup, Package, RolePattern, SetupRequest
 from polar.harnesses.mcp import resolve_transport
 from polar.harnesses.settings import CommonSettings, read_settings
-from polar.rollout.models import McpServer
+from polar.records.task import McpServer
 
 _ROOT_FOLDER = ".goose"
 _TOOL_TIMEOUT_SECONDS = (

@@ -2,7 +2,7 @@
 
 from typing import Any, Literal
 
-from polar.rollout.models import McpServer
+from polar.records.task import McpServer
 
 
 def resolve_transport(server: McpServer) -> Literal["stdio", "http", "sse"]:

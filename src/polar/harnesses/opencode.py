@@ -15,7 +15,7 @@ from typing import Any, Literal
 from polar.harnesses.base import CallPatterns, HarnessSetup, Package, RolePattern, SetupRequest
 from polar.harnesses.files import as_json
 from polar.harnesses.settings import CommonSettings, read_settings
-from polar.rollout.models import McpServer
+from polar.records.task import McpServer
 
 # The libraries that speak these APIs are part of opencode.
 _APIS = {

@@ -18,7 +18,7 @@ from polar.harnesses.base import CallPatterns, HarnessSetup, Package, RolePatter
 from polar.harnesses.files import as_json
 from polar.harnesses.mcp import resolve_transport
 from polar.harnesses.settings import read_settings
-from polar.rollout.models import McpServer
+from polar.records.task import McpServer
 
 _CONFIG_FOLDER = ".openhands"
 _SCRIPT = '''\

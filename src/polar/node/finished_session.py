@@ -8,7 +8,7 @@ import msgspec
 from msgspec import Struct
 
 from polar.evaluators.base import GraderError, Outcome
-from polar.store.base import Verdict, is_suspicious
+from polar.records.session import Verdict, is_suspicious
 
 _MAX_LIST_ITEMS = 1000  # of a list in a verdict's detail
 _MAX_REASON_CHARS = 200  # characters: it is counted by, and stands in tables

@@ -7,9 +7,10 @@ from polar.config import JudgeSettings
 from polar.evaluators.base import Outcome
 from polar.node.task_plan import TaskPlan
 from polar.node.warm_pool import WarmPool
-from polar.rollout.models import TaskRequest
+from polar.records.exchange import Exchange
+from polar.records.session import Evidence, Session
+from polar.records.task import TaskRequest
 from polar.runtimes.base import CommandResult, Runtime
-from polar.store.base import Evidence, Exchange, Session
 from polar.trajectory.conversations import read_call
 from polar.trajectory.session import assign_session_roles
 from polar.types import Text

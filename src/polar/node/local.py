@@ -22,11 +22,11 @@ from polar.node.finished_session import FinishedSession
 from polar.node.node import Node, NodeLoad, RunningSession
 from polar.node.node_service import make_node
 from polar.node.task_plan import TaskPlan
-from polar.rollout.models import TaskRequest
+from polar.records.task import TaskRequest
+from polar.records.trajectory import SessionPaths
 from polar.rollout.results import render_session_result
 from polar.trajectory.checker import HeldBackError, SessionChecker
 from polar.trajectory.session import build_trajectory, hold_back_session
-from polar.trajectory.types import SessionPaths
 from polar.types import UsageTotals
 
 _POLL_SECONDS = 1.0  # between two looks at what is wanted, where that may be a matter of time
@@ -166,7 +166,7 @@ class LocalRollout:
         return self.node.load()
 
     async def build_result(self, plan: TaskPlan, finished: FinishedSession) -> dict[str, Any]:
-        """The session as trainers read it (models.SessionResult); held back where it fails the check."""
+        """The session as trainers read it (records.result.SessionResult); held back where it fails the check."""
         store = self.plane.store
         session = await store.session(finished.session_id)
         assert session is not None

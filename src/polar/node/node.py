@@ -26,10 +26,11 @@ from polar.node.stages import Stage, StageName
 from polar.node.task_plan import TaskPlan, make_plan, prewarm_recipe
 from polar.node.warm_pool import WarmPool
 from polar.node.workspace_snapshots import WorkspaceSnapshots
-from polar.rollout.models import TaskRequest
+from polar.records.session import Verdict
+from polar.records.task import TaskRequest
 from polar.runtimes.base import SandboxError
 from polar.runtimes.state_folder import StateFolder
-from polar.store.base import Store, Verdict
+from polar.store.base import Store
 from polar.types import UsageTotals
 
 log = logging.getLogger(__name__)

@@ -8,7 +8,7 @@ from pydantic import ValidationError
 
 from polar.errors import ConfigError
 from polar.node.task_plan import TaskPlan
-from polar.rollout.models import TaskRequest
+from polar.records.task import TaskRequest
 from polar.rollout.protocol import Lease
 
 _MAX_PLANS = 256

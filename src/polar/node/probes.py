@@ -20,8 +20,9 @@ from typing import Any
 import msgspec
 from msgspec import Raw
 
-from polar.rollout.models import Exec, Step
-from polar.store.base import Evidence, Exchange
+from polar.records.exchange import Exchange
+from polar.records.session import Evidence
+from polar.records.task import Exec, Step
 from polar.types import Text, ToolCall
 
 _MAX_PATHS = 200

@@ -39,10 +39,12 @@ from polar.node.task_plan import TaskPlan
 from polar.node.warm_pool import WarmPool
 from polar.node.workspace_snapshots import MAX_WORKSPACE_BYTES, WorkspaceSnapshots
 from polar.patches import make_patch
+from polar.records.exchange import Exchange
+from polar.records.session import Evidence, Session, Verdict
 from polar.runtimes.base import CommandResult, CorruptedRuntimeError, Runtime, SandboxError, TransferTooLargeError
 from polar.runtimes.prepare_steps import PrepareError
 from polar.runtimes.state_folder import remove_tree
-from polar.store.base import Evidence, Exchange, Session, Store, Verdict
+from polar.store.base import Store
 from polar.telemetry import tracing
 from polar.telemetry.logs import bind
 

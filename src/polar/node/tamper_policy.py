@@ -21,8 +21,8 @@ from typing import Any, get_args
 import msgspec
 
 from polar.node.finished_session import to_printable
-from polar.rollout.models import OnTampering
-from polar.store.base import Evidence, EvidenceKind, Verdict, is_suspicious
+from polar.records.session import Evidence, EvidenceKind, Verdict, is_suspicious
+from polar.records.task import OnTampering
 
 log = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ from polar.harnesses.cache import Installation, cache_folder, find_installation
 from polar.node.probes import upload_targets
 from polar.node.warm_pool import RuntimeRecipe
 from polar.plugins import load
-from polar.rollout.models import AgentRequest, RuntimeRequest, Step, TaskRequest
+from polar.records.task import AgentRequest, RuntimeRequest, Step, TaskRequest
 from polar.runtimes import seccomp
 from polar.runtimes.base import Limits, Mount, Network, RuntimeSpec
 

@@ -17,7 +17,7 @@ from msgspec import Struct
 from polar.errors import PolarError
 from polar.node.runtime_backends import RuntimeBackends
 from polar.node.stages import Stage
-from polar.rollout.models import Step
+from polar.records.task import Step
 from polar.runtimes.base import Runtime, RuntimeSpec, SandboxError
 from polar.runtimes.prepare_steps import run_prepare_steps
 

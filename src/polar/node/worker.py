@@ -22,10 +22,10 @@ from polar.node.finished_session import FinishedSession
 from polar.node.keep_alive import KeepAlive
 from polar.node.plan_cache import PlanCache
 from polar.node.task_plan import TaskPlan
-from polar.rollout.models import TaskRequest
+from polar.records.session import NOT_RUNNABLE
+from polar.records.task import TaskRequest
 from polar.rollout.protocol import (
     INTERRUPTED,
-    NOT_RUNNABLE,
     FinishStatus,
     Heartbeat,
     HeartbeatResponse,

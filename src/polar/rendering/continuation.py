@@ -26,7 +26,7 @@ import numpy as np
 from msgspec import Struct, field
 
 from polar import ids
-from polar.rendering.context_mark import ContextMark
+from polar.records.exchange import ContextMark
 from polar.rendering.encoder import BREAK_PLACEHOLDER, SPELLING_BREAK, TURN_PLACEHOLDER, PromptEncoder
 from polar.rendering.messages import ContextMessage, Conversation, ModelTurn
 from polar.rendering.seams import SeamProver

@@ -11,7 +11,7 @@ import numpy as np
 from msgspec import Struct
 
 from polar.errors import PolarError
-from polar.rendering.context_mark import ContextMark
+from polar.records.exchange import ContextMark
 from polar.rendering.continuation import BranchReason, RecordedTurn, TurnHistory
 from polar.rendering.encoder import SPELLING_BREAK, count_utf8_bytes
 from polar.rendering.model_codec import ModelCodec

@@ -21,7 +21,7 @@ import msgspec
 import numpy as np
 from msgspec import Struct
 
-from polar.rendering.context_mark import ContextMark
+from polar.records.exchange import ContextMark
 from polar.rendering.continuation import BranchReason, ContinuationMode
 from polar.rendering.encoder import SPELLING_BREAK
 from polar.rendering.model_codec import ModelCodec

@@ -9,11 +9,11 @@ from functools import partial
 from polar.config import ServerSettings
 from polar.engines.desired_state import DesiredEngines, DesiredPool
 from polar.errors import StoreError
+from polar.records.session import NOT_RUNNABLE
 from polar.rollout.events import EventBus
 from polar.rollout.ledger import Ledger
 from polar.rollout.members import NodeMember
 from polar.rollout.protocol import (
-    NOT_RUNNABLE,
     FinishStatus,
     Heartbeat,
     HeartbeatResponse,

@@ -8,10 +8,10 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
+from polar.records.result import ResultUnit
+from polar.records.session import Evidence, is_suspicious
 from polar.rollout.events import EventBus
-from polar.rollout.models import ResultUnit
 from polar.rollout.records import Counts, Lane, TaskRow, Totals, WorkChange
-from polar.store.base import Evidence, is_suspicious
 
 
 class QueueMetrics(Protocol):

@@ -1,439 +1,77 @@
-"""The wire models: what a task is made of, and what comes back.
-
-The fields are those that bridges for NVIDIA's Polar send and read, so that its task files run here unchanged; what is
-ours is added. Names that other systems use for the same thing are taken as well. A field that isn't known is an error
-that names it: a misspelt limit must not be no limit.
-"""
-
-import posixpath
-from functools import cache
-from types import NoneType
-from typing import Annotated, Any, Literal, get_args
-
-from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
-
-from polar.config import DEFAULT_RUN, SamplingOverrides
-from polar.rollout.semantics import POLAR, SEMANTICS, OnLimit, TaskSemantics
-
-OnTampering = Literal["zero", "keep", "exclude"]
-"""What a session with proven evidence of tampering earns: 0, what its evaluator said, or no reward at all."""
-
-SuspiciousFilter = Literal["keep", "only", "exclude"]
-"""Of results: all of them, only sessions with proven evidence of tampering, or all but those."""
-
-SessionStatus = Literal["COMPLETED", "ERROR", "TIMEOUT"]
-TaskState = Literal["running", "completed", "failed"]
-ResultUnit = Literal["session", "group"]
-"""What results are read by: sessions, or tasks with all of their sessions."""
-PauseMode = Literal["freeze", "hold", "drain", "sleep"]
-"""What becomes of calls that run when generation is paused."""
-
-
-class RequestModel(BaseModel):
-    """A part of a request. Null stands for a field's default, unless null is a value of the field's own."""
-
-    model_config = ConfigDict(extra="forbid", populate_by_name=True)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _drop_nulls(cls, data: Any) -> Any:
-        if not isinstance(data, dict) or None not in data.values():
-            return data
-        return {name: value for name, value in data.items() if value is not None or name not in cls._not_nullable()}
-
-    @classmethod
-    @cache
-    def _not_nullable(cls) -> frozenset[str]:
-        """Names of the optional fields that null is no value of, with their aliases."""
-        names: set[str] = set()
-        for name, field in cls.model_fields.items():
-            if not field.is_required() and NoneType not in get_args(field.annotation):
-                alias = field.validation_alias
-                names |= {name, *(map(str, alias.choices) if isinstance(alias, AliasChoices) else ())}
-        return frozenset(names)
-
-
-def _unsupported_field(hint: str) -> BeforeValidator:
-    """Of a field that there is no equal of here: `instead` says what to use in its place. Empty values are taken."""
-
-    def refuse(value: Any) -> None:
-        if value not in (None, {}, []):
-            raise ValueError(hint)
-
-    return BeforeValidator(refuse)
-
-
-class StepModel(RequestModel):
-    """A step that is written with the fields of all kinds of steps has null in those of the others."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _drop_nulls_of_other_steps(cls, data: Any) -> Any:
-        if not isinstance(data, dict):
-            return data
-        return {name: value for name, value in data.items() if value is not None or name not in _STEP_FIELDS}
-
-
-_STEP_FIELDS = frozenset(("source", "target", "command", "cwd", "env"))
-
-
-class Upload(StepModel):
-    max_attempts: Literal[1] = Field(1, exclude=True, description="uploads are not tried again")
-    retry_backoff_seconds: float = Field(0, ge=0, le=0, exclude=True)
-
-
-class UploadFile(Upload):
-    """A file into the runtime: one of this machine, or its content."""
-
-    type: Literal["upload_file"]
-    source: str | None = Field(None, validation_alias=AliasChoices("source", "src", "local_path", "path"))
-    content: str | None = None
-    target: str = Field(validation_alias=AliasChoices("target", "dst", "dest", "remote_path"))
-
-    @model_validator(mode="after")
-    def _check_source(self) -> "UploadFile":
-        if (self.source is None) == (self.content is None):
-            raise ValueError("it takes either `source` or `content`")
-        return self
-
-
-class UploadDir(Upload):
-    """A folder of this machine into the runtime; folders are merged."""
-
-    type: Literal["upload_dir"]
-    source: str = Field(validation_alias=AliasChoices("source", "src", "local_path", "path"))
-    target: str = Field(validation_alias=AliasChoices("target", "dst", "dest", "remote_path"))
-
-
-class Exec(StepModel):
-    """A command in the runtime: words, or a line for `sh -c`. It must end with 0."""
-
-    type: Literal["exec"]
-    command: str | list[str] = Field(validation_alias=AliasChoices("command", "cmd"))
-    cwd: str | None = None
-    env: dict[str, str] = {}
-    timeout_seconds: float = Field(600, gt=0, validation_alias=AliasChoices("timeout_seconds", "timeout"))
-    max_attempts: int = Field(1, ge=1, le=10)
-    retry_backoff_seconds: float = Field(
-        0, ge=0, le=60, description="before the second try; doubled each time, up to 5"
-    )
-
-
-def _normalize_network(name: Any) -> Any:
-    """A container engine's default networks are not handed out: `allow_internet` says what a sandbox may reach."""
-    return None if name in ("host", "bridge", "default") else name
-
-
-Step = Annotated[UploadFile | UploadDir | Exec, Field(discriminator="type")]
-
-
-class RuntimeRequest(RequestModel):
-    backend: str = "bubblewrap"
-    image: str | None = None
-    prepare: list[Step] = []
-    eval_prepare: list[Step] | None = Field(
-        None, description="in the evaluator's fresh runtime: besides `prepare`, unless `semantics` says otherwise"
-    )
-    env: dict[str, str] = {}
-    network: Annotated[Literal["gateway", "none", "internet"] | None, BeforeValidator(_normalize_network)] = None
-    allow_internet: bool = False
-    workdir: str = "/workspace"
-    cpus: float | None = Field(None, gt=0)
-    memory_mb: int | None = Field(None, gt=0)
-    disk_mb: int | None = Field(None, gt=0, validation_alias=AliasChoices("disk_mb", "storage_mb"))
-    processes: int | None = Field(1024, gt=0)
-    gpus: int = Field(0, ge=0)
-    seccomp: bool | list[str] = Field(
-        True, description="false: system calls are not filtered; a list: calls and address families allowed besides"
-    )
-    kwargs: Annotated[
-        None, _unsupported_field("set the fields of `runtime` itself: cpus, memory_mb, disk_mb, network, env")
-    ] = Field(None, exclude=True)
-    import_path: Annotated[
-        None,
-        _unsupported_field(
-            "code is never named over HTTP: install it as an entry point of polar.runtimes, and name that in `backend`"
-        ),
-    ] = Field(None, exclude=True)
-    internet_volumes: Annotated[
-        None,
-        _unsupported_field(
-            "folders of the machine are never mounted: copy them in with an `upload_dir` step of `prepare`"
-        ),
-    ] = Field(None, exclude=True)
-    direct_exec_init_command: Annotated[None, _unsupported_field("make it an `exec` step of `prepare`")] = Field(
-        None, exclude=True
-    )
-
-    @field_validator("workdir")
-    @classmethod
-    def _check_workdir(cls, workdir: str) -> str:
-        if not posixpath.isabs(workdir) or posixpath.normpath(workdir) == "/":
-            raise ValueError("it must be an absolute path, and not the root")
-        return posixpath.normpath(workdir)
-
-    @property
-    def effective_network(self) -> Literal["gateway", "none", "internet"]:
-        return self.network or ("internet" if self.allow_internet else "gateway")
-
-
-def _normalize_transport(name: Any) -> Any:
-    return "http" if name in ("streamable-http", "streamable_http") else name
-
-
-class McpServer(RequestModel):
-    """A server of tools: a command that speaks over its standard input and output, or an address."""
-
-    name: str
-    command: str | None = None
-    args: list[str] = []
-    env: dict[str, str] = {}
-    url: str | None = None
-    headers: dict[str, str] = {}
-    transport: Annotated[Literal["stdio", "http", "sse"] | None, BeforeValidator(_normalize_transport)] = Field(
-        None, validation_alias=AliasChoices("transport", "type"), description="[default: told by command or url]"
-    )
-
-    @model_validator(mode="after")
-    def _check_address(self) -> "McpServer":
-        if (self.command is None) == (self.url is None):
-            raise ValueError("it takes either `command` or `url`")
-        return self
-
-
-class CustomShell(RequestModel):
-    command: str
-    cwd: str | None = None
-    env: dict[str, str] = {}
-
-
-def _list_servers(value: Any) -> Any:
-    """A table by name, as most harnesses write it, is as good as a list."""
-    if isinstance(value, dict):
-        return [{"name": name, **server} if isinstance(server, dict) else server for name, server in value.items()]
-    return value
-
-
-class AgentRequest(RequestModel):
-    harness: str = Field("shell", description="a preset's name, perhaps with a version: pi@0.87.1")
-    model_name: str | None = None
-    settings: dict[str, Any] = {}
-    env: dict[str, str] = {}
-    mcp_servers: Annotated[list[McpServer], BeforeValidator(_list_servers)] = []
-    skills_path: str | None = None
-    custom_shell: CustomShell | None = None
-    import_path: Annotated[
-        None,
-        _unsupported_field(
-            "code is never named over HTTP: install it as an entry point of polar.harnesses, and name that in "
-            "`harness`; or use the harness `shell` with `custom_shell`"
-        ),
-    ] = Field(None, exclude=True)
-
-    @property
-    def preset(self) -> str:
-        return self.harness.partition("@")[0]
-
-    @property
-    def version(self) -> str | None:
-        return self.harness.partition("@")[2] or None
-
-
-class BuilderRequest(RequestModel):
-    strategy: str = "prefix_merging"
-    config: dict[str, Any] = {}
-
-
-class EvaluatorRequest(RequestModel):
-    strategy: str
-    config: dict[str, Any] = {}
-    env: dict[str, str] = {}
-    refresh_runtime: bool = Field(True, description="false: in the agent's own runtime as it runs; the verdict says so")
-
-
-class Budget(RequestModel):
-    """What a session may use up besides its seconds. A turn is a model call of the harness, whoever in it makes it;
-    tokens are sampled ones."""
-
-    turns: int | None = Field(None, gt=0)
-    tokens: int | None = Field(None, gt=0)
-
-
-def _resolve_semantics(value: Any) -> Any:
-    if isinstance(value, str):
-        if value not in SEMANTICS:
-            raise ValueError(f"there are no semantics {value!r}; known: {', '.join(SEMANTICS)}")
-        return SEMANTICS[value]
-    return value
-
-
-class TaskRequest(RequestModel):
-    task_id: str = Field(min_length=1, max_length=200)
-    instruction: str
-    num_samples: int = Field(1, ge=1, le=100_000)
-    timeout_seconds: float = Field(600, gt=0)
-    budget: Budget = Budget()
-    on_timeout: OnLimit = "grade"
-    on_length: OnLimit = "grade"
-    suspicious: OnTampering = Field("zero", description="what a session earns that tampered with its grading")
-    sampling: SamplingOverrides = SamplingOverrides()
-    runtime: RuntimeRequest = RuntimeRequest()
-    agent: AgentRequest = AgentRequest()
-    builder: BuilderRequest = BuilderRequest()
-    evaluator: EvaluatorRequest | None = None
-    dispatch_priority: int = Field(0, ge=0, le=100, validation_alias=AliasChoices("dispatch_priority", "priority"))
-    early_stop_min_usable_sessions: int | None = Field(None, ge=1, lt=2**31)
-    oldest_version: int | None = Field(None, ge=0, lt=2**31, description="of the policy, that a consumer still takes")
-    max_lag: int | None = Field(
-        None, ge=0, lt=2**31, description="versions that the policy may be ahead when a session ends"
-    )
-    on_stale: Literal["mark", "cancel"] = Field(
-        "mark", description="sessions that are too old: delivered, and marked as stale; or ended as soon as they are"
-    )
-    callback_url: str | None = None
-    run: str = Field(DEFAULT_RUN, min_length=1, max_length=200)
-    metadata: dict[str, Any] = {}
-    semantics: Annotated[TaskSemantics, BeforeValidator(_resolve_semantics)] = Field(
-        POLAR, description="what it means where systems differ: polar, nvidia, or each of it [default: the server's]"
-    )
-
-    @model_validator(mode="after")
-    def _with_defaults(self) -> "TaskRequest":
-        self._set_defaults()
-        return self
-
-    def _set_defaults(self) -> None:
-        """What the task leaves open is as its semantics have it: written down, so that every reader finds the same."""
-        if self.semantics != POLAR:
-            if "on_timeout" not in self.model_fields_set:
-                self.on_timeout = self.semantics.on_timeout
-            if "strategy" not in self.builder.model_fields_set:
-                self.builder = self.builder.model_copy(update={"strategy": self.semantics.builder})
-
-    def with_semantics(self, semantics: TaskSemantics) -> "TaskRequest":
-        """With these semantics, unless it names its own."""
-        if "semantics" in self.model_fields_set or semantics == self.semantics:
-            return self
-        adopted = self.model_copy(update={"semantics": semantics})
-        adopted._set_defaults()
-        return adopted
-
-
-class EvidenceResult(BaseModel):
-    """An observation that the agent interfered with its grading (store.base.Evidence)."""
-
-    model_config = ConfigDict(extra="allow")
-
-    kind: str
-    subject: str = Field(description="the path, test or program that it is about")
-    proven: bool = Field(False, description="honest work can't explain it")
-    detail: str = ""
-    count: int = Field(1, description="observations that this entry stands for")
-
-
-class TraceResult(BaseModel):
-    model_config = ConfigDict(extra="allow")
-
-    prompt_ids: list[int]
-    response_ids: list[int]
-    loss_mask: list[int]
-    response_logprobs: list[float] | None = None
-    prompt_messages: list[dict[str, Any]] = Field([], description="empty where a bare prompt was sampled from")
-    response_messages: list[dict[str, Any]] = []
-    tools: list[Any] | None = None
-    finish_reason: str | None = None
-    reward: float | None = None
-    metadata: dict[str, Any] = {}
-
-
-class TrajectoryResult(BaseModel):
-    model_config = ConfigDict(extra="allow")
-
-    status: SessionStatus
-    traces: list[TraceResult] = []
-    metadata: dict[str, Any] = {}
-    error: str | None = None
-
-
-class SessionTiming(BaseModel):
-    """Milliseconds in each stage. Bridges forbid other fields here, so ours are in the result's `metadata.timing`."""
-
-    model_config = ConfigDict(extra="forbid")
-
-    register_to_init_queue_ms: float = Field(0.0, description="waiting for INIT")
-    init_ms: float = 0.0
-    run_ms: float = 0.0
-    postrun_ms: float = 0.0
-
-
-class SessionResult(BaseModel):
-    model_config = ConfigDict(extra="allow")
-
-    session_id: str
-    task_id: str
-    status: SessionStatus
-    reward: float | None = None
-    reason: str | None = None  # why there is no reward
-    trajectory: TrajectoryResult
-    timing: SessionTiming = SessionTiming()
-    node_id: str | None = None
-    error: str | None = None
-    evidence: list[EvidenceResult] = Field([], description="of tampering; metadata.suspicious: some of it is proven")
-    metadata: dict[str, Any] = {}
-
-
-class TaskSession(BaseModel):
-    """Where one session of a task is by now."""
-
-    model_config = ConfigDict(extra="allow")
-
-    sample: int
-    state: Literal["queued", "leased", "waiting", "done"] = Field(description="waiting: for another try")
-    attempt: int = Field(0, description="tries that the platform failed")
-    node: str | None = Field(None, description="that has it, or had it last")
-    id: str | None = Field(None, description="of the session that it ended with")
-
-
-class TaskStatus(BaseModel):
-    model_config = ConfigDict(extra="allow")
-
-    task_id: str
-    run: str = DEFAULT_RUN
-    status: TaskState
-    total_sessions: int = 0
-    completed_sessions: int = Field(0, description="that have ended, with a reward or without")
-    usable_sessions: int = Field(0, description="that have ended with a reward")
-    cancelled: str | None = Field(None, description="why it is ended early: cancelled, early_stop")
-    cancelled_sessions: int | None = Field(None, description="that this call ends, now or soon; DELETE alone tells it")
-    created_at: float | None = Field(None, description="seconds since 1970")
-    ended_at: float | None = None
-    cursor: int | None = Field(None, description="of its end, among groups")
-    sessions: list[TaskSession] = Field([], description="the first 1000")
-    results: list[SessionResult] = Field([], description="of the sessions that have ended by now")
-    result_paths: list[str] = Field([], description="always empty: results are not in files")
-
-
-class TaskResult(TaskStatus):
-    """What is posted to `callback_url`."""
-
-
-class NumberedResult(SessionResult):
-    """A session's result, and where it stands in the order in which they ended."""
-
-    cursor: int
-    sample: int
-
-
-class GroupResult(BaseModel):
-    """All sessions of a task that has ended."""
-
-    model_config = ConfigDict(extra="allow")
-
-    task_id: str
-    run: str = DEFAULT_RUN
-    status: TaskState
-    asked: int  # sessions
-    usable: int  # those with a reward
-    cancelled: int
-    cursor: int
-    results: list[SessionResult] = []
+"""The records of tasks and results under the name that bridges for NVIDIA's Polar import."""
+
+from polar.config import SamplingOverrides
+from polar.records.result import (
+    EvidenceResult,
+    GroupResult,
+    NumberedResult,
+    PauseMode,
+    ResultUnit,
+    SessionResult,
+    SessionStatus,
+    SessionTiming,
+    SuspiciousFilter,
+    TaskResult,
+    TaskSession,
+    TaskState,
+    TaskStatus,
+    TraceResult,
+    TrajectoryResult,
+)
+from polar.records.task import (
+    AgentRequest,
+    Budget,
+    BuilderRequest,
+    CustomShell,
+    EvaluatorRequest,
+    Exec,
+    McpServer,
+    OnLimit,
+    OnTampering,
+    RequestModel,
+    RuntimeRequest,
+    Step,
+    StepModel,
+    TaskRequest,
+    TaskSemantics,
+    Upload,
+    UploadDir,
+    UploadFile,
+)
+
+__all__ = [
+    "AgentRequest",
+    "Budget",
+    "BuilderRequest",
+    "CustomShell",
+    "EvaluatorRequest",
+    "EvidenceResult",
+    "Exec",
+    "GroupResult",
+    "McpServer",
+    "NumberedResult",
+    "OnLimit",
+    "OnTampering",
+    "PauseMode",
+    "RequestModel",
+    "ResultUnit",
+    "RuntimeRequest",
+    "SamplingOverrides",
+    "SessionResult",
+    "SessionStatus",
+    "SessionTiming",
+    "Step",
+    "StepModel",
+    "SuspiciousFilter",
+    "TaskRequest",
+    "TaskResult",
+    "TaskSemantics",
+    "TaskSession",
+    "TaskState",
+    "TaskStatus",
+    "TraceResult",
+    "TrajectoryResult",
+    "Upload",
+    "UploadDir",
+    "UploadFile",
+]

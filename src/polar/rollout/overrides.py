@@ -8,7 +8,7 @@ from pydantic import ValidationError
 from polar import validation_errors
 from polar.errors import ConfigError
 from polar.harnesses import load_harness
-from polar.rollout.models import AgentRequest, TaskRequest
+from polar.records.task import AgentRequest, TaskRequest
 
 
 class Overrides(Struct, frozen=True):

@@ -12,16 +12,10 @@ from msgspec import Raw, Struct, field
 
 from polar.engines.desired_state import DesiredEngines
 from polar.errors import PolarError
-from polar.store.base import Evidence
+from polar.records.session import Evidence
 
 FinishStatus = Literal["taken", "lost"]
 
-
-NOT_RUNNABLE = "not_runnable"
-"""The node can't run the task: it has not the harness, say, or not the image. Others may."""
-
-PLATFORM_REASONS = frozenset({"sandbox_failed", "store_failed", "engine_failed", "node_failed", NOT_RUNNABLE})
-"""Reasons for which a session is tried again: they say nothing of the agent."""
 
 INTERRUPTED = "interrupted"
 """The node closed: the session goes back, and nothing is counted."""

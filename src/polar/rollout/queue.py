@@ -15,8 +15,9 @@ from functools import partial
 
 import msgspec
 
+from polar.records.session import PLATFORM_REASONS
 from polar.rollout.killer_detection import CONTROL_RATIO, SUSPECT_KILLS, SuspectRecord
-from polar.rollout.protocol import INTERRUPTED, PLATFORM_REASONS, FinishStatus, Lease, LeaseId, SessionOutcome
+from polar.rollout.protocol import INTERRUPTED, FinishStatus, Lease, LeaseId, SessionOutcome
 from polar.rollout.queue_reads import QueueReads
 from polar.rollout.queue_rows import (
     count_parameters,

@@ -1,6 +1,6 @@
 """What there is in the queue, and what is kept beside it: runs, consumers, facts."""
 
-from polar.rollout.models import ResultUnit
+from polar.records.result import ResultUnit
 from polar.rollout.protocol import LeaseId
 from polar.rollout.queue_rows import restore_lease
 from polar.rollout.records import ConsumerPosition, Counts, Lane, TaskRow, Totals, TrackedLease, WorkRow

@@ -4,7 +4,7 @@ from typing import Literal
 
 from msgspec import Struct
 
-from polar.rollout.models import ResultUnit
+from polar.records.result import ResultUnit
 from polar.rollout.protocol import FinishStatus, LeaseId, SessionOutcome
 
 WorkState = Literal["queued", "leased", "waiting", "done"]

@@ -14,7 +14,9 @@ from typing import NamedTuple, Protocol
 
 import msgspec
 
-from polar.rollout.models import ResultUnit, SuspiciousFilter
+from polar.records import wire
+from polar.records.result import ResultUnit, SuspiciousFilter
+from polar.records.session import SessionRecord, is_suspicious
 from polar.rollout.protocol import SessionOutcome
 from polar.rollout.records import TaskRow, WorkRow
 from polar.rollout.results import (
@@ -25,8 +27,7 @@ from polar.rollout.results import (
     task_status,
     with_outcome,
 )
-from polar.store.base import SessionRecord, Store, is_suspicious
-from polar.trajectory import wire
+from polar.store.base import Store
 from polar.trajectory.checker import HeldBackError, SessionChecker
 from polar.trajectory.session import GroupTree
 
@@ -134,7 +135,7 @@ class ResultPages:
     async def stream_status(
         self, task: TaskRow, *, results: bool, cancelled_sessions: int | None = None
     ) -> AsyncIterator[bytes]:
-        """A task (models.TaskStatus), with the results that there are by now where they are wanted."""
+        """A task (records.result.TaskStatus), with the results that there are by now where they are wanted."""
         document: dict[str, object] = {
             "task_id": task.task_id,
             "run": task.run,
@@ -233,8 +234,8 @@ class ResultPages:
             separator = b","
 
     async def _render_sessions(self, rows: list[WorkRow], builder: str | None) -> AsyncIterator[_Pieces]:
-        """models.SessionResult of each, and its place among the others: as many at a time as the store reads in one
-        go, since going from thread to thread takes longer than making a short one."""
+        """records.result.SessionResult of each, and its place among the others: as many at a time as the store reads in
+        one go, since going from thread to thread takes longer than making a short one."""
         left = iter(rows)
         async for some in self._store.read_sessions([row.session_id for row in rows]):
             views = [await self._gather_inputs(row, one, builder) for one, row in zip(some, left, strict=False)]

@@ -1,4 +1,4 @@
-"""A finished session as trainers read it: models.SessionResult, as a plain document."""
+"""A finished session as trainers read it: records.result.SessionResult, as a plain document."""
 
 from collections.abc import Sequence
 from typing import Any, Literal
@@ -7,14 +7,15 @@ import msgspec
 
 from polar.export.base import SessionItem
 from polar.export.messages import conversation_calls, trace_messages
-from polar.rollout.models import SessionStatus, TaskState
+from polar.records import wire
+from polar.records.exchange import Exchange
+from polar.records.result import SessionStatus, TaskState
+from polar.records.session import Session
+from polar.records.trajectory import SessionPaths, TokenCounts, Trajectory
 from polar.rollout.protocol import SessionOutcome
 from polar.rollout.records import TaskRow
-from polar.store.base import Exchange, Session
-from polar.trajectory import wire
 from polar.trajectory.checker import SessionChecker
 from polar.trajectory.session import TRACE_BUILDER, build_trajectory
-from polar.trajectory.types import SessionPaths, TokenCounts, Trajectory
 
 
 class _Builder(msgspec.Struct):
@@ -186,7 +187,7 @@ def _mask_traces(trajectory: dict[str, Any]) -> None:
 
 
 def stage_timing(stages: dict[str, float]) -> dict[str, float]:
-    """models.SessionTiming of the seconds in each stage."""
+    """records.result.SessionTiming of the seconds in each stage."""
     named = {
         "register_to_init_queue_ms": "queued",
         "init_ms": "init",

@@ -8,9 +8,8 @@ import hashlib
 
 import msgspec
 
-from polar.rollout.models import TaskRequest
-from polar.rollout.semantics import MASKED_REASONS
-from polar.store.base import Session, Verdict
+from polar.records.session import Session, Verdict
+from polar.records.task import MASKED_REASONS, TaskRequest
 
 _EXECUTION_FIELDS = {
     "num_samples",

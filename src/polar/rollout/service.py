@@ -18,19 +18,19 @@ from msgspec import Struct
 
 from polar.config import DEFAULT_RUN, Compat, ServerSettings
 from polar.errors import ConfigError, StoreError
+from polar.records.result import ResultUnit
+from polar.records.task import SEMANTICS, TaskRequest, TaskSemantics
 from polar.rollout.engine_controller import EngineController
 from polar.rollout.events import EventBus
 from polar.rollout.lease_manager import LeaseManager
 from polar.rollout.ledger import Ledger
 from polar.rollout.members import NodeView, node_view
-from polar.rollout.models import ResultUnit, TaskRequest
 from polar.rollout.queue import Queue
 from polar.rollout.records import ConsumerPosition, Lane, NewTask, TaskRow, WorkRow
 from polar.rollout.results import task_status
 from polar.rollout.retention import Retention
 from polar.rollout.run_registry import RunRegistry
 from polar.rollout.runs import Quotas, RunSettings
-from polar.rollout.semantics import SEMANTICS, TaskSemantics
 from polar.rollout.transactions import QueueDatabase, Superseded
 from polar.store.base import Store
 

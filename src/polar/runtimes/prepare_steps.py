@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from polar.errors import PolarError
-from polar.rollout.models import Exec, Step, UploadDir, UploadFile
+from polar.records.task import Exec, Step, UploadDir, UploadFile
 from polar.runtimes.base import Runtime
 
 _MAX_BACKOFF_SECONDS = 5.0

@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from polar.engines.base import TokenIds
-from polar.store.base import Logprobs
+from polar.records.exchange import Logprobs, TokenIds
 
 _INT32 = np.dtype("<i4")
 _FLOAT32 = np.dtype("<f4")

@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping
 from sys import maxsize
 from typing import NamedTuple
 
-from polar.engines.base import TokenIds
 from polar.errors import StoreError
+from polar.records.exchange import TokenIds
 from polar.store.arrays import ID_SIZE, NO_IDS, bytes_to_ids
 from polar.store.sql import Connection, Queries
 

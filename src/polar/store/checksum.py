@@ -12,8 +12,8 @@ from hashlib import sha256
 
 import msgspec
 
+from polar.records.exchange import Exchange
 from polar.store.arrays import ids_to_bytes, logprobs_to_bytes
-from polar.store.base import Exchange
 
 _FORMAT = b"\x02"
 _LEGACY_DIGEST_BYTES = 16

@@ -7,7 +7,7 @@ from collections.abc import Collection
 import msgspec
 from msgspec import Raw, Struct
 
-from polar.dialects.base import RawRequest
+from polar.records.exchange import RawRequest
 from polar.store.arrays import ID_SIZE
 from polar.store.base_link import split_bytes
 from polar.store.lineage import DIGEST_SIZE

@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 from msgspec import Raw
 
-from polar.engines.base import TokenIds
+from polar.records.exchange import TokenIds
 from polar.store.sized_cache import SizedCache
 
 DIGEST_SIZE = 16

@@ -11,12 +11,11 @@ from typing import TypeVar
 import msgspec
 from msgspec import Raw
 
-from polar.dialects.base import RawRequest
-from polar.engines.base import TokenIds
 from polar.errors import StoreError
+from polar.records.exchange import Exchange, RawRequest, TokenIds
+from polar.records.session import Session, SessionRecord
 from polar.store import session_copy
 from polar.store.arrays import bytes_to_ids
-from polar.store.base import Exchange, Session, SessionRecord
 from polar.store.base_link import (
     SHARES_ALL,
     BaseLink,

@@ -18,12 +18,11 @@ import msgspec
 import numpy as np
 from msgspec import Raw
 
-from polar.dialects.base import RawRequest
-from polar.engines.base import TokenIds
 from polar.errors import StoreError
+from polar.records.exchange import Exchange, ExchangeStatus, RawRequest, StartedCall, TokenIds
+from polar.records.session import Session, Verdict
 from polar.store import session_copy
 from polar.store.arrays import NO_IDS, ids_to_bytes, shared_prefix_length
-from polar.store.base import Exchange, ExchangeStatus, Session, StartedCall, Verdict
 from polar.store.base_link import load_context, split_bytes
 from polar.store.checksum import compute_checksum
 from polar.store.lineage import DIGEST_SIZE, Digester, Lineage

@@ -9,10 +9,10 @@ from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol, TypeVar
 
-from polar.engines.base import TokenIds
 from polar.errors import StoreError
+from polar.records.exchange import Exchange, ExchangeStatus, StartedCall, TokenIds
+from polar.records.session import Session, SessionRecord, Verdict
 from polar.store import session_copy
-from polar.store.base import Exchange, ExchangeStatus, Session, SessionRecord, StartedCall, Verdict
 from polar.store.base_link import damaged_store_error
 from polar.store.group_commit import GroupCommit, TransactionBackend, store_closed_error
 from polar.store.reader import Reader

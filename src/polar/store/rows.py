@@ -6,11 +6,18 @@ from typing import Any, Literal
 import msgspec
 from msgspec import Struct, field
 
-from polar.dialects.base import RawRequest
-from polar.engines.base import LogprobKind, TokenIds, VersionSpan
-from polar.rendering.context_mark import ContextMark
+from polar.records.exchange import (
+    ContextMark,
+    Continuation,
+    Exchange,
+    ExchangeStatus,
+    LogprobKind,
+    RawRequest,
+    TokenIds,
+    VersionSpan,
+)
+from polar.records.session import Evidence, Session
 from polar.store.arrays import bytes_to_ids, bytes_to_logprobs, ids_to_bytes, logprobs_to_bytes
-from polar.store.base import Continuation, Evidence, Exchange, ExchangeStatus, Session
 from polar.types import FinishReason, Reply, SamplingParams, TokenLogprob, Usage
 
 

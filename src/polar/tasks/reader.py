@@ -16,7 +16,7 @@ from polar.errors import ConfigError
 from polar.evaluators import load_evaluator
 from polar.harnesses import to_preset_name
 from polar.plugins import PluginKind, names
-from polar.rollout.models import TaskRequest
+from polar.records.task import TaskRequest
 from polar.tasks import harbor, task_paths
 from polar.tasks.task_files import TASK_FILE_SUFFIXES, TaskTable, read_task_file, read_text
 

@@ -21,7 +21,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from polar import validation_errors
 from polar.errors import ConfigError
 from polar.evaluators import load_evaluator, patch_paths
-from polar.rollout.models import TaskRequest
+from polar.records.task import TaskRequest
 from polar.tasks.task_files import read_text
 
 IMAGE_TEMPLATES = {

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from polar.plugins import load, names
-from polar.rollout.models import Step, TaskRequest, UploadDir, UploadFile
+from polar.records.task import Step, TaskRequest, UploadDir, UploadFile
 
 _BUILD_PREFIX = "build:"
 _SOURCE_FIELDS = ("source", "src", "local_path", "path")

@@ -18,7 +18,8 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter
 from opentelemetry.trace import Span, SpanKind, Status, StatusCode, Tracer, set_span_in_context
 
-from polar.store.base import Exchange, Verdict, is_suspicious
+from polar.records.exchange import Exchange
+from polar.records.session import Verdict, is_suspicious
 from polar.telemetry.tracing import SessionAttributes, SessionSpan, Tracing
 from polar.types import Request
 

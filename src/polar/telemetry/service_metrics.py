@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import GaugeMetricFamily
 
-from polar.store.base import Evidence, is_suspicious
+from polar.records.session import Evidence, is_suspicious
 from polar.telemetry.gauges import GaugeCollector, make_gauge
 from polar.telemetry.labels import MAX_RUN_LABELS, LabelCap
 

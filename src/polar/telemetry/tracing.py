@@ -10,7 +10,8 @@ from contextlib import asynccontextmanager, contextmanager
 from msgspec import Struct
 
 from polar.errors import ConfigError
-from polar.store.base import Exchange, Verdict
+from polar.records.exchange import Exchange
+from polar.records.session import Verdict
 from polar.types import Request
 
 

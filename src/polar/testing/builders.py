@@ -20,11 +20,11 @@ import msgspec
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from polar.records import wire
+from polar.records.trajectory import NO_VERSION, SessionPaths, TokenPath, Trajectory, TreeTrajectory
 from polar.testing.contract import Contract
 from polar.testing.token_paths import groups, path, session, symbols
-from polar.trajectory import wire
 from polar.trajectory.document_check import check_received, check_received_tree
-from polar.trajectory.types import NO_VERSION, SessionPaths, TokenPath, Trajectory, TreeTrajectory
 
 TrainedToken = tuple[str, tuple[int, ...], int, float | None, int, Fraction]
 """Session, context, token, log-probability, version, weight."""

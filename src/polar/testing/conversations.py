@@ -8,14 +8,13 @@ import msgspec
 import numpy as np
 from msgspec import Raw
 
-from polar.dialects.base import RawRequest
-from polar.engines.base import VersionSpan
 from polar.export.base import Exporter, SessionItem
 from polar.export.pipeline import Builder
-from polar.store.base import Exchange, Session
+from polar.records.exchange import Exchange, ExchangeRole, RawRequest, VersionSpan
+from polar.records.session import Session
+from polar.records.trajectory import SessionPaths
 from polar.trajectory.builders import prefix_merging
 from polar.trajectory.session import read_session_paths as sampled_of
-from polar.trajectory.types import ExchangeRole, SessionPaths
 from polar.types import Part, Reply, SamplingParams, Text, Usage
 
 

@@ -22,8 +22,9 @@ import pytest
 import pytest_asyncio
 
 from polar.config import EngineSettings
-from polar.engines.base import Capabilities, Chunk, Engine, EngineState, LogprobKind, TokenPrompt
+from polar.engines.base import Capabilities, Chunk, Engine, EngineState, TokenPrompt
 from polar.errors import EngineError
+from polar.records.exchange import LogprobKind
 from polar.testing import leftovers
 from polar.testing.contract import Contract, assert_helpful
 from polar.types import FinishReason, Message, Request, SamplingParams, Text, TextDelta

@@ -22,8 +22,8 @@ import pytest_asyncio
 
 from polar.errors import ConfigError
 from polar.evaluators.base import Evaluator, Outcome
+from polar.records.session import Verdict
 from polar.runtimes.local import Local
-from polar.store.base import Verdict
 from polar.testing import leftovers
 from polar.testing.contract import Contract, assert_helpful
 from polar.testing.grading import FINISHED, AgentWork, WorkFactory

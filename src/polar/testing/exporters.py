@@ -25,13 +25,13 @@ from numpy.typing import NDArray
 
 from polar.export.base import Exporter, ExportNeed, SessionItem
 from polar.export.pipeline import ExportTally, Selection, select_items
-from polar.store.base import Session
+from polar.records import wire
+from polar.records.session import Session
+from polar.records.trajectory import Trace
 from polar.store.sqlite import SqliteStore
 from polar.testing.contract import Contract
 from polar.testing.conversations import Talk, said
-from polar.trajectory import wire
 from polar.trajectory.builders import prefix_merging
-from polar.trajectory.types import Trace
 from polar.types import Part, Text, ToolCall
 
 _START = 1_700_000_000.0

@@ -15,10 +15,11 @@ from polar.config import Settings
 from polar.data_plane import DataPlane
 from polar.engines.scripted import Play, PlaySet, ScriptedServer, ScriptedTurn
 from polar.harnesses import build_environment
-from polar.store.base import Exchange, Session, Verdict
+from polar.records.exchange import Exchange
+from polar.records.session import Session, Verdict
+from polar.records.trajectory import Trajectory
 from polar.trajectory.checker import SessionChecker
 from polar.trajectory.session import build_trajectory
-from polar.trajectory.types import Trajectory
 
 
 class ScriptedEngineServer:

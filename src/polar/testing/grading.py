@@ -6,10 +6,11 @@ from typing import Any
 
 from polar.config import JudgeSettings
 from polar.evaluators.base import Outcome
-from polar.rollout.models import TaskRequest
+from polar.records.exchange import Exchange
+from polar.records.session import Evidence
+from polar.records.task import TaskRequest
 from polar.runtimes.base import Limits, Runtime, RuntimeBackend, RuntimeSpec
 from polar.runtimes.prepare_steps import run_prepare_steps
-from polar.store.base import Evidence, Exchange
 
 FINISHED = Outcome("finished", 0, 1.0)
 

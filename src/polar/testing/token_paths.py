@@ -6,7 +6,8 @@ from collections.abc import Sequence
 import numpy as np
 from hypothesis import strategies as st
 
-from polar.trajectory.types import ExchangeRole, ExcludedSpan, Ids, Image, SessionPaths, TokenPath
+from polar.records.exchange import ExchangeRole
+from polar.records.trajectory import ExcludedSpan, Ids, Image, SessionPaths, TokenPath
 
 PLACEHOLDER = 9
 ROLES: list[ExchangeRole] = ["main", "subagent", "compaction", "auxiliary"]

@@ -20,9 +20,9 @@ import numpy as np
 from msgspec import Struct
 from msgspec.structs import replace
 
+from polar.records.trajectory import ROOT
 from polar.train.flash import round_context_length
 from polar.train.forest import Forest, Indices
-from polar.trajectory.tree import ROOT
 
 MIN_CHUNK_TOKENS = 256
 """Tokens of a chunk: fewer take about as long as so many, and free next to no memory."""

@@ -7,7 +7,7 @@ from typing import Any
 from msgspec import Struct, field
 
 from polar.client.async_client import AsyncClient
-from polar.rollout.models import TaskRequest
+from polar.records.task import TaskRequest
 from polar.train.rollouts import merge_sampling
 from polar.train.settings import EvaluationSettings, RolloutSettings
 

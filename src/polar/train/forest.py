@@ -12,7 +12,7 @@ import numpy as np
 from msgspec import Struct
 from numpy.typing import NDArray
 
-from polar.trajectory.tree import ROOT
+from polar.records.trajectory import ROOT
 
 Ints = NDArray[np.int32]
 Indices = NDArray[np.int64]

@@ -16,14 +16,11 @@ from msgspec import Struct, field
 from numpy.typing import NDArray
 
 from polar.errors import PolarError
-from polar.train.forest import TokenTree
-from polar.trajectory.checker import HOLD_REASONS, SessionChecker, is_in_checked_share
-from polar.trajectory.document_check import check_received, check_received_tree, find_hold_reason
-from polar.trajectory.tree import ROOT
-from polar.trajectory.types import (
+from polar.records.exchange import Logprobs
+from polar.records.trajectory import (
+    ROOT,
     ExcludedSpan,
     Ids,
-    Logprobs,
     Span,
     Term,
     TokenCounts,
@@ -32,6 +29,9 @@ from polar.trajectory.types import (
     TreeSession,
     TreeTrajectory,
 )
+from polar.train.forest import TokenTree
+from polar.trajectory.checker import HOLD_REASONS, SessionChecker, is_in_checked_share
+from polar.trajectory.document_check import check_received, check_received_tree, find_hold_reason
 from polar.trajectory.verify import Problem
 
 CHECK_ALL = SessionChecker()

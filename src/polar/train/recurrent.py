@@ -25,10 +25,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from polar.errors import ConfigError
+from polar.records.trajectory import ROOT
 from polar.train.chunks import Chunk
 from polar.train.device_transfer import to_device
 from polar.train.forest import Forest, Indices
-from polar.trajectory.tree import ROOT
 
 BLOCK_TOKENS = 64
 """The rule works on so many tokens at once: filling a run up to as many costs nothing."""

@@ -16,7 +16,7 @@ from msgspec import Struct
 
 from polar.client.async_client import AsyncClient
 from polar.config import SamplingOverrides
-from polar.rollout.models import TaskRequest
+from polar.records.task import TaskRequest
 from polar.train import groups
 from polar.train.groups import RolloutGroup
 from polar.train.settings import RolloutSettings

@@ -12,7 +12,7 @@ from polar.client.async_client import AsyncClient
 from polar.client.task_input import load_tasks
 from polar.config import EngineSettings
 from polar.errors import ConfigError
-from polar.rollout.models import TaskRequest
+from polar.records.task import TaskRequest
 from polar.rollout.overrides import Overrides
 from polar.train import reward_plot
 from polar.train.checkpoint import CheckpointStore

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from polar.errors import ConfigError
+from polar.records.trajectory import ROOT
 from polar.train.forest import Forest, TokenTree, pack_forest
-from polar.trajectory.tree import ROOT
 
 _TRUNK_TOKENS, _BRANCH_TOKENS = 7, 5  # tokens
 _TOLERANCE_BY_DTYPE = {torch.float32: 1e-3, torch.float64: 1e-3}

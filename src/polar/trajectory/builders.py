@@ -16,13 +16,13 @@ from collections.abc import Iterable, Sequence
 import msgspec
 import numpy as np
 
-from polar.experts import Experts
-from polar.trajectory.tree import ROOT, TokenTree, build_token_tree
-from polar.trajectory.types import (
+from polar.records.exchange import Logprobs
+from polar.records.experts import Experts
+from polar.records.trajectory import (
     NO_VERSION,
+    ROOT,
     ExcludedSpan,
     Ids,
-    Logprobs,
     Mask,
     SessionPaths,
     Span,
@@ -34,6 +34,7 @@ from polar.trajectory.types import (
     TreeSession,
     TreeTrajectory,
 )
+from polar.trajectory.tree import TokenTree, build_token_tree
 
 
 def per_request(session: SessionPaths) -> Trajectory:

@@ -26,9 +26,10 @@ from collections.abc import Callable, Sequence
 from typing import Literal, Protocol
 
 from polar.errors import PolarError
-from polar.store.base import Exchange, Session
+from polar.records.exchange import Exchange, ExchangeRole
+from polar.records.session import Session
+from polar.records.trajectory import TokenPath, Trajectory, TreeTrajectory
 from polar.trajectory.roles import RoleOverrides
-from polar.trajectory.types import ExchangeRole, TokenPath, Trajectory, TreeTrajectory
 from polar.trajectory.verify import ContextIndex, Problem, RecordedSession, check_records, check_trajectory, check_tree
 
 log = logging.getLogger(__name__)

@@ -19,7 +19,7 @@ from typing import NamedTuple
 from msgspec import Struct, field, json, structs
 
 from polar import ids, plugins
-from polar.store.base import Exchange, ExchangeStatus
+from polar.records.exchange import Exchange, ExchangeStatus
 from polar.types import Media, Message, Reasoning, Reply, Request, Text, ToolCall, ToolResult
 
 

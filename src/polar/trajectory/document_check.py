@@ -14,8 +14,9 @@ from math import isclose
 import numpy as np
 from numpy.typing import NDArray
 
+from polar.records.exchange import Logprobs
+from polar.records.trajectory import NO_VERSION, ExcludedSpan, Ids, Term, Trace, Trajectory, TreeTrajectory
 from polar.trajectory.checker import HeldBackError, HoldReason, SessionChecker, is_in_checked_share
-from polar.trajectory.types import NO_VERSION, ExcludedSpan, Ids, Logprobs, Term, Trace, Trajectory, TreeTrajectory
 from polar.trajectory.verify import describe_malformed_tree
 from polar.trajectory.verify_rows import MAX_LOGPROB, MIN_LOGPROB, Problem, ProblemKind
 

@@ -21,8 +21,8 @@ from msgspec import Struct, field
 
 from polar.errors import ConfigError
 from polar.harnesses.base import CallPatterns, RolePattern
+from polar.records.exchange import TRAINABLE_ROLES, ExchangeRole
 from polar.trajectory.conversations import Conversation, ModelCall, Turn, link_turns, message_text, read_call
-from polar.trajectory.types import TRAINABLE_ROLES, ExchangeRole
 
 __all__ = ["CallLabel", "CallPatterns", "ModelCall", "RoleOverrides", "RolePattern", "assign_roles", "read_call"]
 

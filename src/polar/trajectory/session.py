@@ -8,18 +8,14 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
-from polar import experts
 from polar.dialects.wire import cache_decoded_items
-from polar.engines.base import VersionSpan
 from polar.errors import StoreError
 from polar.harnesses import find_call_patterns
 from polar.plugins import load as load_plugin
-from polar.store.base import Exchange, Session, Store
-from polar.trajectory import wire
-from polar.trajectory.checker import HeldBackError, SessionCheck, SessionChecker
-from polar.trajectory.roles import CallLabel, ModelCall, RoleOverrides, assign_roles, read_call
-from polar.trajectory.teacher import logprob_conditions
-from polar.trajectory.types import (
+from polar.records import experts, wire
+from polar.records.exchange import Exchange, VersionSpan
+from polar.records.session import Session
+from polar.records.trajectory import (
     NO_VERSION,
     ExcludedSpan,
     Ids,
@@ -31,6 +27,10 @@ from polar.trajectory.types import (
     TreeSession,
     TreeTrajectory,
 )
+from polar.store.base import Store
+from polar.trajectory.checker import HeldBackError, SessionCheck, SessionChecker
+from polar.trajectory.roles import CallLabel, ModelCall, RoleOverrides, assign_roles, read_call
+from polar.trajectory.teacher import logprob_conditions
 from polar.types import Media, Message, Request, ToolResult
 
 NO_IDS: Ids = np.empty(0, np.int32)

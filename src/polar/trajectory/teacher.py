@@ -21,8 +21,8 @@ from msgspec import Struct, field
 from numpy.typing import NDArray
 
 from polar.errors import ConfigError
-from polar.store.base import Exchange
-from polar.trajectory.types import Ids, Trace
+from polar.records.exchange import Exchange
+from polar.records.trajectory import Ids, Trace
 
 _FORWARD_TOKENS = 512
 """Tokens in one forward pass."""

@@ -21,10 +21,7 @@ from collections.abc import Sequence
 import numpy as np
 from msgspec import Struct
 
-from polar.trajectory.types import Ids, TokenPath
-
-ROOT = -1
-"""Where a node has no parent, and where an empty path ends."""
+from polar.records.trajectory import ROOT, Ids, TokenPath
 
 _FIRST_BLOCK_TOKENS, _MAX_BLOCK_TOKENS = 256, 32 * 1024
 """Tokens compared at once: few at first, where paths part most often, then as many as the processor's cache likes."""

@@ -20,15 +20,13 @@ import numpy as np
 from msgspec import Struct
 from numpy.typing import NDArray
 
-from polar.store.base import Exchange, Session
-from polar.trajectory.types import (
+from polar.records.exchange import TRAINABLE_ROLES, Exchange, ExchangeRole, Logprobs
+from polar.records.session import Session
+from polar.records.trajectory import (
     NO_VERSION,
-    TRAINABLE_ROLES,
-    ExchangeRole,
     ExcludedSpan,
     Ids,
     Image,
-    Logprobs,
     Term,
     TokenPath,
     Trace,

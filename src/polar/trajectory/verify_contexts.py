@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from polar.store.base import Exchange
-from polar.trajectory.types import Ids
+from polar.records.exchange import Exchange
+from polar.records.trajectory import Ids
 
 _NO_IDS: Ids = np.empty(0, np.int32)
 _MAX_LINKS = 8

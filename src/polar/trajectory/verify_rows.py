@@ -9,9 +9,9 @@ from typing import Literal
 import numpy as np
 from msgspec import Struct
 
-from polar.store.base import Exchange
+from polar.records.exchange import Exchange, Logprobs
+from polar.records.trajectory import Ids
 from polar.store.checksum import matches_checksum
-from polar.trajectory.types import Ids, Logprobs
 from polar.trajectory.verify_contexts import ContextIndex, ExchangeContext
 
 ProblemKind = Literal[

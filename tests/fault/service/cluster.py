@@ -15,7 +15,7 @@ from typing import Any
 from polar.client.async_client import AsyncClient
 from polar.engines.scripted import ScriptedServer
 from polar.engines.scripted.server import TOKENIZER_FOLDER
-from polar.rollout.models import NumberedResult
+from polar.records.result import NumberedResult
 from tests.fault.service.processes import Node, Server
 
 PATIENCE = 120.0

@@ -1,7 +1,7 @@
 """Sessions made by hand, as the service tells of them."""
 
 from polar.export.base import SessionItem
-from polar.rollout.models import SessionResult
+from polar.records.result import SessionResult
 from polar.rollout.results import render_session_result
 
 

@@ -23,10 +23,10 @@ from polar.bridges.rollouts import SessionGroup
 from polar.bridges.settings import load_settings
 from polar.errors import ConfigError
 from polar.export.base import SessionItem
+from polar.records.trajectory import SessionPaths, Trace
 from polar.testing.conversations import Talk, item, said
 from polar.testing.token_paths import path
 from polar.trajectory.builders import per_request, prefix_merging
-from polar.trajectory.types import SessionPaths, Trace
 from polar.types import Text
 from tests.bridging import served, serving, task
 from tests.unit.bridges import nemo_contract as nemo_rl

@@ -11,9 +11,9 @@ from polar.bridges import skyrl
 from polar.bridges.rollouts import GroupKeys, SessionGroup
 from polar.bridges.skyrl import build_lines, check_config, weight_advantages_by_session
 from polar.errors import ConfigError
+from polar.records.trajectory import SessionPaths
 from polar.testing.conversations import item
 from polar.testing.token_paths import path
-from polar.trajectory.types import SessionPaths
 
 
 def group(asked: int, *rewards: float, scale: float | None = 1.0) -> SessionGroup:

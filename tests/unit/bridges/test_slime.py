@@ -17,9 +17,9 @@ from polar.bridges.rollouts import SessionGroup
 from polar.bridges.slime_samples import build_samples, pad_to_ranks
 from polar.errors import ConfigError
 from polar.export.base import SessionItem
+from polar.records.trajectory import SessionPaths
 from polar.testing.conversations import item as item_of
 from polar.testing.token_paths import path
-from polar.trajectory.types import SessionPaths
 from tests.trainers.splitting import split
 from tests.unit.bridges import slime_contract as contract
 from tests.unit.train import tiny

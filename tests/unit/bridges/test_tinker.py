@@ -11,9 +11,9 @@ import pytest
 from polar.bridges import tinker
 from polar.bridges.advantages import compute_session_advantages
 from polar.bridges.rollouts import SessionGroup
+from polar.records.trajectory import SessionPaths
 from polar.testing.conversations import item
 from polar.testing.token_paths import path
-from polar.trajectory.types import SessionPaths
 from tests.trainers.splitting import split
 
 

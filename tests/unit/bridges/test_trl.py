@@ -21,9 +21,9 @@ from polar.config import SamplingOverrides
 from polar.errors import ConfigError
 from polar.export.base import SessionItem
 from polar.export.trl import make_filler_row
+from polar.records.trajectory import SessionPaths
 from polar.testing.conversations import item
 from polar.testing.token_paths import path
-from polar.trajectory.types import SessionPaths
 
 PAD = 99
 

@@ -10,9 +10,9 @@ import pytest
 from polar.bridges import verifiers
 from polar.bridges.rollouts import SessionGroup
 from polar.bridges.verifiers import Plugin, build_info, build_nodes, plugin
+from polar.records.trajectory import SessionPaths
 from polar.testing.conversations import Talk, item
 from polar.testing.token_paths import path
-from polar.trajectory.types import SessionPaths
 from polar.types import Text, ToolCall
 from tests.unit.bridges.telling import result
 

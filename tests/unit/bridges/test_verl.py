@@ -17,7 +17,7 @@ from polar.config import SamplingOverrides
 from polar.errors import ConfigError, PolarError
 from polar.export.base import SessionItem
 from polar.export.verl import trajectory_keys
-from polar.rollout.models import TaskRequest
+from polar.records.task import TaskRequest
 from polar.testing.conversations import item
 from polar.testing.token_paths import path, session
 from polar.trajectory.builders import per_request

@@ -3,7 +3,7 @@
 import pytest
 
 from polar.errors import ConfigError
-from polar.rollout.models import TaskRequest
+from polar.records.task import TaskRequest
 from polar.rollout.overrides import Overrides
 
 TASK = TaskRequest.model_validate(

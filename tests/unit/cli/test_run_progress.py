@@ -16,7 +16,7 @@ from polar.config import EngineSettings
 from polar.evaluators.base import Outcome
 from polar.node.finished_session import FinishedSession
 from polar.node.node import NodeLoad
-from polar.store.base import Evidence, Verdict
+from polar.records.session import Evidence, Verdict
 
 LOAD = NodeLoad(waiting=1, init=2, ready=1, run=3, postrun=1, calls=4, held=2, paused=True, tokens=120)
 

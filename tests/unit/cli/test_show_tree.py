@@ -13,10 +13,9 @@ from rich.console import Console
 from rich.tree import Tree
 
 from polar.cli.show_tree import render_tree
-from polar.dialects.base import RawRequest
-from polar.engines.base import VersionSpan
-from polar.store.base import Evidence, Exchange, Session
-from polar.trajectory.types import ExcludedSpan, TokenPath
+from polar.records.exchange import Exchange, RawRequest, VersionSpan
+from polar.records.session import Evidence, Session
+from polar.records.trajectory import ExcludedSpan, TokenPath
 from polar.types import Reasoning, Reply, Text, ToolCall
 
 SESSION = Session("s1", b"", 0.0, status="ended", reward=0.5)

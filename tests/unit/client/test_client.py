@@ -13,7 +13,7 @@ from aiohttp import web
 from polar.client import submission
 from polar.client.async_client import AsyncClient, ClientError, TasksRefused
 from polar.errors import ConfigError
-from polar.rollout.models import TaskRequest
+from polar.records.task import TaskRequest
 from tests.unit.client.plane import Plane
 
 

@@ -11,7 +11,7 @@ from aiohttp import web
 
 from polar.client import calls, feed
 from polar.client.async_client import AsyncClient, ClientError
-from polar.rollout.models import GroupResult, NumberedResult
+from polar.records.result import GroupResult, NumberedResult
 from tests.unit.client.plane import Plane
 
 

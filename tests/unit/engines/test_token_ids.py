@@ -11,11 +11,12 @@ import pytest
 from aiohttp import web
 
 from polar.config import EngineSettings
-from polar.engines.base import Chunk, TokenPrompt, VersionSpan
+from polar.engines.base import Chunk, TokenPrompt
 from polar.engines.sglang import SglangEngine
 from polar.engines.vllm import VllmEngine
 from polar.errors import ConfigError, EngineError
-from polar.experts import decode_experts
+from polar.records.exchange import VersionSpan
+from polar.records.experts import decode_experts
 from polar.types import Request, SamplingParams
 
 PROMPT = TokenPrompt(np.array([5, 6, 7], np.int32), b"5,6,7")

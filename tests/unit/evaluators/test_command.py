@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from polar.errors import ConfigError
 from polar.evaluators.base import GraderError
 from polar.evaluators.command import Command, parse_number
+from polar.records.session import Verdict
 from polar.runtimes.base import SandboxError
-from polar.store.base import Verdict
 from polar.testing.grading import AgentWork, WorkFactory
 
 

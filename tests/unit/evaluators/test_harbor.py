@@ -9,7 +9,7 @@ import pytest
 from polar.errors import ConfigError
 from polar.evaluators.base import GraderError
 from polar.evaluators.harbor import Harbor, read_rewards
-from polar.store.base import Verdict
+from polar.records.session import Verdict
 from polar.testing.grading import AgentWork, WorkFactory
 
 JUDGE = """\

@@ -14,7 +14,7 @@ from polar.evaluators.confinement import MIN_LANDLOCK_VERSION, landlock_version
 from polar.evaluators.results import BrokenResultsError
 from polar.evaluators.signed_run import Isolation, SignedRun
 from polar.plugins import load
-from polar.store.base import Evidence
+from polar.records.session import Evidence
 from polar.testing.grading import WITH_PLUGINS, WITHOUT_PLUGINS, WorkFactory
 from tests.contract.image import OTHER, PLAIN, ensure_image
 from tests.selection import leave_to_slow

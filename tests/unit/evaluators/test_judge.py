@@ -12,7 +12,7 @@ from polar.config import JudgeSettings
 from polar.errors import ConfigError
 from polar.evaluators.base import GraderError
 from polar.evaluators.judge import Judge
-from polar.store.base import Verdict
+from polar.records.session import Verdict
 from polar.testing.grading import AgentWork, WorkFactory
 
 SECRET = "sk-of-the-operator"

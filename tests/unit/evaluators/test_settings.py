@@ -9,7 +9,7 @@ from polar.evaluators.answer import AnswerConfig
 from polar.evaluators.command import CommandConfig
 from polar.evaluators.settings import parse_config
 from polar.evaluators.weighted import WeightedConfig
-from polar.rollout.models import RequestModel
+from polar.records.task import RequestModel
 
 RIGHT = {"command": "true"}
 

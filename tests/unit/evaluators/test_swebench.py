@@ -14,7 +14,7 @@ from polar.evaluators import patch_paths
 from polar.evaluators.base import GraderError
 from polar.evaluators.swebench import SweBench
 from polar.patches import make_patch
-from polar.store.base import Verdict
+from polar.records.session import Verdict
 from polar.testing.grading import AgentWork, WorkFactory
 from tests.selection import leave_to_slow
 

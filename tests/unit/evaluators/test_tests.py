@@ -18,7 +18,7 @@ from polar.evaluators import results, signed_run
 from polar.evaluators.base import GraderError
 from polar.evaluators.protected_files import ProtectedFiles, ProtectionConfig
 from polar.evaluators.results import BrokenResultsError, CaseResult, RunResults
-from polar.store.base import Verdict
+from polar.records.session import Verdict
 from polar.testing.grading import WITH_PLUGINS, WITHOUT_PLUGINS, WorkFactory
 from tests.selection import leave_to_slow
 

@@ -13,8 +13,8 @@ from polar.config import JudgeSettings
 from polar.errors import ConfigError
 from polar.evaluators.base import GraderError, GradingContext
 from polar.evaluators.weighted import Weighted
+from polar.records.session import Evidence, Verdict
 from polar.runtimes.base import SandboxError
-from polar.store.base import Evidence, Verdict
 from polar.testing.grading import AgentWork, WorkFactory
 
 

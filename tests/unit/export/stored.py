@@ -5,7 +5,7 @@ from typing import Any
 
 import msgspec
 
-from polar.store.base import Session
+from polar.records.session import Session
 from polar.store.sqlite import SqliteStore
 from polar.testing.conversations import Talk, said
 

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from polar.export import parquet
 from polar.export.base import SessionItem
 from polar.export.parquet import ParquetExporter, read
+from polar.records.trajectory import SessionPaths, Trajectory
 from polar.testing.conversations import exported, item
 from polar.testing.token_paths import path, sampled_sessions, session
 from polar.trajectory.builders import per_request, prefix_merging
-from polar.trajectory.types import SessionPaths, Trajectory
 
 
 def fingerprint(trajectory: Trajectory) -> list[object]:

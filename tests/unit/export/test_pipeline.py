@@ -18,13 +18,13 @@ from polar.export.polar import PolarExporter
 from polar.export.prime_rl import PrimeRlExporter
 from polar.export.sft import SftExporter
 from polar.export.tree import TreeExporter
-from polar.store.base import Session
+from polar.records.session import Session
+from polar.records.trajectory import SessionPaths, Trajectory, TreeTrajectory
 from polar.store.sqlite import SqliteStore
 from polar.testing.conversations import Talk, said
 from polar.testing.token_paths import path
 from polar.trajectory.builders import prefix_merging, prefix_tree
 from polar.trajectory.checker import SessionChecker
-from polar.trajectory.types import SessionPaths, Trajectory, TreeTrajectory
 from tests.unit.export.reading import lines
 from tests.unit.export.stored import START, fill, session
 

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from polar.export.replay import replay_session
+from polar.records.trajectory import Trace
 from polar.rendering.continuation import TurnHistory
 from polar.rendering.model_codec import ModelCodec
 from polar.testing.conversations import Talk, said
 from polar.trajectory.builders import prefix_merging
-from polar.trajectory.types import Trace
 from polar.types import Message, Part, Reasoning, Request, Text, ToolCall
 from tests.unit.rendering.families.models import TOOLS
 from tests.unit.rendering.talkers import TALKERS, Says

@@ -4,10 +4,10 @@ from pathlib import Path
 from typing import Any
 
 from polar.export.pipeline import ExportTally, Selection, select_items
+from polar.records.session import Session, Verdict
 from polar.rollout.protocol import SessionOutcome
 from polar.rollout.queue import Queue
 from polar.rollout.records import Lane, LeaseAllowance, NewTask
-from polar.store.base import Session, Verdict
 from polar.store.sqlite import SqliteStore
 from polar.trajectory.builders import prefix_merging
 

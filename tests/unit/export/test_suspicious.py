@@ -12,8 +12,8 @@ from click.testing import CliRunner, Result
 from polar.bridges import export_item
 from polar.cli.export import command
 from polar.export.base import trace_metadata
-from polar.rollout.models import SessionResult
-from polar.store.base import Evidence
+from polar.records.result import SessionResult
+from polar.records.session import Evidence
 from tests.unit.export.stored import fill, session
 
 PROVEN = Evidence("test_edited", "tests/test_a.py", True)

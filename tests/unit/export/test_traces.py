@@ -24,11 +24,11 @@ from polar.export.tinker import TinkerExporter
 from polar.export.tree import TreeExporter
 from polar.export.trl import TrlExporter, to_rollout_columns
 from polar.export.verl import VerlExporter
+from polar.records.trajectory import SessionPaths
 from polar.testing.conversations import exported, item
 from polar.testing.exporters import ExportedTrace
 from polar.testing.token_paths import path, sampled_sessions, session
 from polar.trajectory.builders import per_request, prefix_merging
-from polar.trajectory.types import SessionPaths
 from tests.unit.export import reading, schemas
 from tests.unit.export.test_messages import two_turns
 

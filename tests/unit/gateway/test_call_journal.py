@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from polar.gateway.call_journal import MAX_JOURNAL_BYTES, CallJournal, read_journal
-from polar.store.base import StartedCall
+from polar.records.exchange import StartedCall
 
 
 def make_call(number: int, model: str = "m") -> StartedCall:

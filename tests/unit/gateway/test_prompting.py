@@ -9,9 +9,8 @@ from msgspec.structs import replace
 from polar.config import EngineSettings
 from polar.gateway.prompt_renderer import PromptRenderer
 from polar.gateway.session_registry import OpenSession
-from polar.rendering.context_mark import ContextMark
+from polar.records.exchange import ContextMark, Exchange
 from polar.rendering.continuation import TurnHistory
-from polar.store.base import Exchange
 from tests.unit.store import samples
 
 MARK = ContextMark("digest", 3, "turns", "opening")

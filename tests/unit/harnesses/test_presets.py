@@ -13,7 +13,7 @@ from polar.harnesses import build_environment, filter_environment, find_by_comma
 from polar.harnesses.base import HarnessSetup, SetupRequest
 from polar.harnesses.files import toml_string, write_setup
 from polar.plugins import names
-from polar.rollout.models import McpServer
+from polar.records.task import McpServer
 from polar.testing.harnesses import HOME, INSTRUCTION, KEY, REMOTE_SERVER, STDIO_SERVER, URL, parse_files
 
 NEEDED: dict[str, dict[str, Any]] = {

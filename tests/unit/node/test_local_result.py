@@ -10,8 +10,8 @@ from polar.config import Settings
 from polar.node.finished_session import FinishedSession
 from polar.node.local import LocalRollout
 from polar.node.task_plan import TaskPlan
-from polar.rollout.models import TaskRequest
-from polar.store.base import Session, Verdict
+from polar.records.session import Session, Verdict
+from polar.records.task import TaskRequest
 from polar.store.sqlite import SqliteStore
 from polar.testing.conversations import Talk, said
 

@@ -6,9 +6,8 @@ import msgspec
 import pytest
 from msgspec import Raw
 
-from polar.dialects.base import RawRequest
 from polar.node.probes import GraderPathProbes
-from polar.store.base import Exchange
+from polar.records.exchange import Exchange, RawRequest
 from polar.types import Reasoning, Reply, Text, ToolCall
 from tests.unit.store.samples import exchange
 

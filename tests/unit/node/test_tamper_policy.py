@@ -9,9 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from polar.node.tamper_policy import MAX_EVIDENCE, apply_policy, bound_evidence
-from polar.rollout.models import OnTampering
-from polar.rollout.protocol import PLATFORM_REASONS
-from polar.store.base import Evidence, EvidenceKind, Verdict, is_suspicious
+from polar.records.session import PLATFORM_REASONS, Evidence, EvidenceKind, Verdict, is_suspicious
+from polar.records.task import OnTampering
 
 PROVEN = Evidence("test_edited", "tests/test_a.py", True)
 UNPROVEN = Evidence("grader_path", "/tests")

@@ -16,14 +16,15 @@ from polar.config import EngineSettings, ServerSettings
 from polar.engines.fleet import EngineFleet
 from polar.gateway.metrics import GatewayMetrics
 from polar.gateway.session_registry import SessionRegistry
+from polar.records.session import Session, Verdict
+from polar.records.task import TaskRequest
 from polar.rollout.callbacks import Callbacks
-from polar.rollout.models import TaskRequest
 from polar.rollout.protocol import Heartbeat, JoinRequest, Lease, SessionOutcome
 from polar.rollout.result_pages import ResultPages
 from polar.rollout.routes.app import create_app
 from polar.rollout.routes.service_parts import ServiceParts
 from polar.rollout.service import RolloutService
-from polar.store.base import Session, Store, Verdict
+from polar.store.base import Store
 from polar.store.sqlite import SqliteStore
 from polar.telemetry.verify_metrics import VerifyMetrics
 from polar.testing.conversations import Talk, said

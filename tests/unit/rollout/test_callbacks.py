@@ -10,9 +10,9 @@ import pytest
 from aiohttp import web
 
 from polar.config import ServerSettings
+from polar.records.result import TaskResult
 from polar.rollout import callbacks
 from polar.rollout.callbacks import AllowedHosts
-from polar.rollout.models import TaskResult
 from tests.conditions import wait_until
 from tests.unit.rollout.served import Served, served, task
 

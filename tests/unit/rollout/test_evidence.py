@@ -10,10 +10,10 @@ from prometheus_client import CollectorRegistry
 
 from polar.node.finished_session import FinishedSession
 from polar.node.worker import _fill_outcome
+from polar.records.result import SessionResult
+from polar.records.session import Evidence, Session, Verdict
 from polar.rollout import result_pages
-from polar.rollout.models import SessionResult
 from polar.rollout.protocol import SessionOutcome
-from polar.store.base import Evidence, Session, Verdict
 from polar.store.sqlite import SqliteStore
 from polar.telemetry.service_metrics import ServiceMetrics
 from tests.unit.rollout.served import NODE, Served, page_of, served, task

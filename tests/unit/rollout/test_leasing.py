@@ -9,8 +9,8 @@ import pytest
 from polar.config import ServerSettings
 from polar.engines.desired_state import DesiredEngines
 from polar.errors import ConfigError, EngineError
+from polar.records.task import TaskRequest
 from polar.rollout.engine_controller import NotAppliedYet
-from polar.rollout.models import TaskRequest
 from polar.rollout.protocol import Heartbeat, JoinRequest, Lease, SessionOutcome, UnknownNode
 from polar.rollout.runs import Quotas
 from polar.rollout.service import RolloutService

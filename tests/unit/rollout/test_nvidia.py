@@ -9,9 +9,8 @@ from fastapi import FastAPI, Request
 
 from polar import plugins
 from polar.errors import ConfigError
+from polar.records.task import NVIDIA, POLAR, TaskRequest
 from polar.rollout import models
-from polar.rollout.models import TaskRequest
-from polar.rollout.semantics import NVIDIA, POLAR
 from tests import nvidia
 from tests.unit.rollout.listening import listening
 from tests.unit.rollout.served import NODE, Served, served, task

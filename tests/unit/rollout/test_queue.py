@@ -5,12 +5,12 @@ import asyncio
 import msgspec
 import pytest
 
+from polar.records.session import Verdict
 from polar.rollout.protocol import Lease, LeaseId, SessionOutcome
 from polar.rollout.queue import Queue
 from polar.rollout.records import ConsumerPosition, FinishResult, Lane, LeaseAllowance, NewTask, WorkChange
 from polar.rollout.retention import Retention
 from polar.rollout.transactions import Superseded
-from polar.store.base import Verdict
 from polar.store.relational import RelationalStore
 from tests.conditions import wait_until
 from tests.unit.store.samples import exchange, session

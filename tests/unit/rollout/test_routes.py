@@ -7,8 +7,8 @@ from urllib.parse import quote
 
 import pytest
 
+from polar.records.result import SessionResult, TaskResult, TaskStatus
 from polar.rollout import result_pages
-from polar.rollout.models import SessionResult, TaskResult, TaskStatus
 from polar.rollout.protocol import SessionOutcome
 from polar.trajectory import session as sessions
 from tests.unit.rollout.served import NODE, beating, page_of, served, task

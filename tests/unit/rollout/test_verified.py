@@ -10,9 +10,9 @@ import msgspec
 import numpy as np
 import pytest
 
+from polar.records.trajectory import Trajectory, TreeTrajectory
 from polar.trajectory import checker
 from polar.trajectory import session as sessions
-from polar.trajectory.types import Trajectory, TreeTrajectory
 from tests.unit.rollout.served import Served, page_of, served, task
 from tests.unit.rollout.test_callbacks import receiving
 

@@ -7,9 +7,8 @@ import msgspec
 import numpy as np
 from msgspec import Raw
 
-from polar.dialects.base import RawRequest
-from polar.engines.base import TokenIds, VersionSpan
-from polar.store.base import Exchange, Session
+from polar.records.exchange import Exchange, RawRequest, TokenIds, VersionSpan
+from polar.records.session import Session
 from polar.types import Reasoning, Reply, SamplingParams, Text, TokenLogprob, ToolCall, Usage
 
 

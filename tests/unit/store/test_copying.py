@@ -14,8 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from polar.errors import StoreError
+from polar.records.exchange import Exchange
+from polar.records.session import Evidence, Verdict
 from polar.store import session_copy
-from polar.store.base import Evidence, Exchange, Verdict
 from polar.store.checksum import compute_checksum
 from polar.store.relational import RelationalStore
 from polar.store.rows import ExchangeRow, SessionRow

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from polar.store.base import Exchange
+from polar.records.exchange import Exchange
 from polar.store.sqlite import SqliteStore
 from tests.unit.store.samples import conversation, session
 

@@ -1,6 +1,6 @@
 """Calls whose gateway was killed, as the store records them."""
 
-from polar.store.base import StartedCall
+from polar.records.exchange import StartedCall
 from polar.store.relational import RelationalStore
 from tests.unit.store.samples import exchange, session
 

@@ -2,7 +2,7 @@
 
 import asyncio
 
-from polar.store.base import Evidence, Verdict
+from polar.records.session import Evidence, Verdict
 from polar.store.relational import RelationalStore
 from tests.unit.store.places import Place
 from tests.unit.store.samples import exchange, fingerprint, session

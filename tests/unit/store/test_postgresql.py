@@ -13,8 +13,9 @@ import pytest
 
 from polar.config import StoreSettings
 from polar.errors import StoreError
+from polar.records.exchange import StartedCall
+from polar.records.session import Verdict
 from polar.store import open_store, session_copy
-from polar.store.base import StartedCall, Verdict
 from polar.store.postgres import PostgresStore
 from polar.store.reader import Reader
 from polar.store.recorder import Recorder

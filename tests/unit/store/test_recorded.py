@@ -1,6 +1,6 @@
 """Sessions read whole, several at a time."""
 
-from polar.store.base import SessionRecord
+from polar.records.session import SessionRecord
 from polar.store.relational import RelationalStore
 from tests.unit.store.samples import conversation, fingerprint, session
 

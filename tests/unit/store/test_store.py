@@ -7,7 +7,9 @@ import numpy as np
 import pytest
 
 from polar.errors import StoreError
-from polar.store.base import Exchange, Store, Verdict
+from polar.records.exchange import Exchange
+from polar.records.session import Verdict
+from polar.store.base import Store
 from polar.store.lineage import Lineage
 from polar.store.relational import RelationalStore
 from tests import captures

@@ -11,8 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import Struct
 
-from polar.engines.base import TokenIds
-from polar.store.base import Exchange
+from polar.records.exchange import Exchange, TokenIds
 from polar.store.lineage import Lineage
 from polar.store.relational import LINEAGE_MEMORY_BYTES
 from tests.unit.store.places import Place

@@ -8,8 +8,8 @@ import pytest
 from polar.engines.scripted.play import PlaySet, ScriptedTurn, TurnContext
 from polar.engines.scripted.tool_adapter import OfferedTool
 from polar.evaluators import load_evaluator
-from polar.rollout.models import TaskRequest
-from polar.store.base import Verdict
+from polar.records.session import Verdict
+from polar.records.task import TaskRequest
 from polar.tasks import read
 from polar.testing.grading import WorkFactory
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from polar.errors import ConfigError
-from polar.rollout.models import Exec, TaskRequest, UploadFile
+from polar.records.task import Exec, TaskRequest, UploadFile
 from polar.tasks import read
 
 # As `harbor init` and the tasks of Terminal-Bench have it, with every field that we know.

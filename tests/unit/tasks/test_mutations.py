@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from polar.errors import ConfigError
-from polar.rollout.models import TaskRequest
+from polar.records.task import TaskRequest
 from polar.tasks import read
 
 EXAMPLES = Path(__file__).parents[3] / "examples"

@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from polar.errors import ConfigError
-from polar.rollout.models import Exec, TaskRequest, UploadDir, UploadFile
+from polar.records.task import Exec, TaskRequest, UploadDir, UploadFile
 from polar.tasks import read, read_sources
 
 TASK: dict[str, Any] = {"instruction": "Do it.", "evaluator": {"strategy": "command", "config": {"command": "true"}}}

@@ -19,7 +19,7 @@ from polar.bridges.settings import BridgeSettings
 from polar.cli.tasks import command
 from polar.errors import ConfigError
 from polar.evaluators import load_evaluator
-from polar.rollout.models import Exec, TaskRequest
+from polar.records.task import Exec, TaskRequest
 from polar.tasks import read, swe_bench
 from polar.tasks.swe_bench import SweBenchOptions
 from polar.testing.grading import WorkFactory

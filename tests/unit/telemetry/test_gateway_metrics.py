@@ -4,10 +4,9 @@ from typing import Any, cast
 
 from msgspec import Struct, field
 
-from polar.dialects.base import RawRequest
 from polar.engines.pool import EnginePool
 from polar.gateway.metrics import GatewayMetrics
-from polar.store.base import Exchange
+from polar.records.exchange import Exchange, RawRequest
 from polar.types import Usage
 
 

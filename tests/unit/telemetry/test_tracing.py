@@ -12,9 +12,9 @@ from opentelemetry.semconv._incubating.attributes import gen_ai_attributes as ge
 from opentelemetry.semconv.attributes import error_attributes, server_attributes
 from opentelemetry.trace import SpanKind, StatusCode
 
-from polar.engines.base import VersionSpan
 from polar.errors import ConfigError
-from polar.store.base import Verdict
+from polar.records.exchange import VersionSpan
+from polar.records.session import Verdict
 from polar.telemetry import tracing
 from polar.telemetry.otlp import OpenTelemetry
 from polar.telemetry.tracing import SessionAttributes

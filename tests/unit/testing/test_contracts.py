@@ -17,7 +17,7 @@ from polar.harnesses.pi import Pi
 from polar.evaluators.answer import Answer
 from polar.dialects.openai_chat import OpenAIChat
 from polar.export.trl import TrlExporter
-from polar.store.base import Verdict
+from polar.records.session import Verdict
 from polar.testing import *
 from polar.testing.exporters import ExportedTrace
 from polar.trajectory.builders import per_request

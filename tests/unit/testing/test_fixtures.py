@@ -12,7 +12,7 @@ from polar.testing.gateway import LoopbackGateway, ScriptedEngineServer
 
 __all__ = ["polar_gateway", "scripted_engine"]
 
-SHELL = {"type": "object", "properties": {"command": {"type": "string"}}, "required": ["command"]}
+SHELL: dict[str, object] = {"type": "object", "properties": {"command": {"type": "string"}}, "required": ["command"]}
 
 
 def ask(gateway: LoopbackGateway, *messages: str) -> str:

@@ -5,11 +5,11 @@ from typing import Any
 
 import msgspec
 
+from polar.records import wire
+from polar.records.trajectory import SessionPaths
 from polar.train import groups
 from polar.train.groups import RolloutGroup
-from polar.trajectory import wire
 from polar.trajectory.builders import per_request, prefix_merging, prefix_tree
-from polar.trajectory.types import SessionPaths
 
 _TRACES = {"per_request": per_request, "prefix_merging": prefix_merging}
 BUILDERS = ("prefix_tree", *_TRACES)

@@ -13,10 +13,11 @@ import numpy as np
 import torch
 
 from polar.client.feed import RawResult
-from polar.rollout.models import SessionResult, TaskRequest, TaskStatus, TrajectoryResult
+from polar.records.result import SessionResult, TaskStatus, TrajectoryResult
+from polar.records.task import TaskRequest
+from polar.records.trajectory import SessionPaths, TokenPath
 from polar.train.learner import Learner
 from polar.train.trainer import EngineVersions, WeightUpdateResult
-from polar.trajectory.types import SessionPaths, TokenPath
 from tests.unit.train import documents
 
 VOCABULARY = 16

@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from polar.records.trajectory import SessionPaths
 from polar.testing.token_paths import groups as sampled_groups
 from polar.testing.token_paths import path, session
 from polar.train.batch import Batch, TrainingGroup, mark_stale_sessions, select_training_sessions
@@ -17,7 +18,6 @@ from polar.train.learner import UpdateLoss
 from polar.train.sequential_model import SequentialModel
 from polar.train.settings import GrpoSettings
 from polar.train.tree_model import TreeModel
-from polar.trajectory.types import SessionPaths
 from tests.unit.train import tiny
 from tests.unit.train.documents import BUILDERS, group
 

@@ -5,10 +5,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from polar.records.trajectory import ROOT
 from polar.train import forest as forest_module
 from polar.train.chunks import MemoryBudget, split_into_chunks
 from polar.train.forest import Forest, TokenTree, pack_forest
-from polar.trajectory.tree import ROOT
 from tests.unit.train.trees import before, trees
 
 

@@ -10,11 +10,11 @@ import transformers
 from torch import Tensor
 
 from polar.errors import ConfigError
+from polar.records.trajectory import SessionPaths
 from polar.train import forest as forest_module
 from polar.train import tree_model
 from polar.train.forest import pack_forest
 from polar.train.tree_model import TreeModel
-from polar.trajectory.types import SessionPaths
 from tests.unit.train.trees import KINDS, VOCABULARY, group, group_tree
 
 SHAPE: dict[str, Any] = {

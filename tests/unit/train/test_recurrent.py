@@ -14,9 +14,9 @@ import transformers
 from torch import Tensor
 
 from polar.errors import ConfigError
+from polar.records.trajectory import ROOT
 from polar.train.forest import TokenTree, pack_forest
 from polar.train.tree_model import TreeModel
-from polar.trajectory.tree import ROOT
 from tests.selection import leave_to_slow
 from tests.unit.train.trees import VOCABULARY, before
 

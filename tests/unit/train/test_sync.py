@@ -15,9 +15,9 @@ from polar.client.async_client import AsyncClient, ClientError
 from polar.config import EngineSettings
 from polar.engines.scripted import Play, ScriptedTurn
 from polar.engines.scripted.sampler import expected_logprobs
-from polar.rollout.models import PauseMode
+from polar.records.exchange import Exchange
+from polar.records.result import PauseMode
 from polar.service import Service
-from polar.store.base import Exchange
 from polar.train.sync import ProbeFailedError, SyncError, WeightSync
 from polar.train.weight_sync.probe import Probe, Tolerance
 from polar.train.weight_sync.transports import VllmTransport

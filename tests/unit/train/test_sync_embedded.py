@@ -11,8 +11,8 @@ from transformers import AutoModelForCausalLM
 from polar.client.async_client import AsyncClient
 from polar.config import EngineSettings
 from polar.engines.embedded.server import EmbeddedServer
+from polar.records.exchange import Exchange
 from polar.service import Service
-from polar.store.base import Exchange
 from polar.train.sync import WeightSync
 from polar.train.weight_sync.merged_weights import get_merged_weights
 from polar.train.weight_sync.probe import Probe, choose_tolerance, make_scorer

@@ -13,14 +13,14 @@ import torch
 import transformers
 
 from polar.errors import ConfigError
-from polar.rollout.models import TaskRequest
+from polar.records.task import TaskRequest
+from polar.records.trajectory import SessionPaths
 from polar.train.checkpoint import CheckpointStore, JournalEntry, Progress
 from polar.train.learner import Learner
 from polar.train.metrics import StepMetrics
 from polar.train.run import TrainingTasks, train_with_client
 from polar.train.settings import TrainSettings
 from polar.train.trainer import NullObserver, WeightUpdateResult
-from polar.trajectory.types import SessionPaths
 from tests.unit.train import tiny
 from tests.unit.train.fake_service import VOCABULARY, FakeEngines, FakeService
 

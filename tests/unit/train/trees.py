@@ -5,11 +5,10 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from hypothesis import strategies as st
 
+from polar.records.trajectory import ROOT, SessionPaths, TokenPath
 from polar.testing.token_paths import path, session
 from polar.train.forest import TokenTree
 from polar.trajectory.builders import prefix_tree
-from polar.trajectory.tree import ROOT
-from polar.trajectory.types import SessionPaths, TokenPath
 
 VOCABULARY = 90
 

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from polar.records import wire
+from polar.records.trajectory import NO_VERSION, SessionPaths, TokenPath, Trace, Trajectory
 from polar.testing.token_paths import groups, path, sampled_sessions, session, symbols
-from polar.trajectory import wire
 from polar.trajectory.builders import per_request, prefix_merging, prefix_tree
-from polar.trajectory.types import NO_VERSION, SessionPaths, TokenPath, Trace, Trajectory
 
 TRACE_BUILDERS = [per_request, prefix_merging]
 

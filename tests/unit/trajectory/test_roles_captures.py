@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 
 from polar import harnesses, ids, plugins
-from polar.dialects.base import RawRequest
-from polar.store.base import Exchange
+from polar.records.exchange import Exchange, RawRequest
 from polar.trajectory.roles import CallLabel, ModelCall, assign_roles, read_call
 from polar.types import Part, Reasoning, Reply, Text, ToolCall
 from tests import captures

@@ -4,9 +4,9 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
+from polar.records.trajectory import ROOT, Image, SessionPaths
 from polar.testing.token_paths import PLACEHOLDER, groups, path, sampled_sessions, symbols
-from polar.trajectory.tree import ROOT, TokenTree, build_token_tree
-from polar.trajectory.types import Image, SessionPaths
+from polar.trajectory.tree import TokenTree, build_token_tree
 
 
 def shown(tree: TokenTree) -> list[tuple[int, int, list[int]]]:

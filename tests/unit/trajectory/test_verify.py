@@ -11,13 +11,9 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from polar.dialects.base import RawRequest
-from polar.engines.base import VersionSpan
-from polar.store.base import Exchange, Session
-from polar.trajectory.builders import per_request, prefix_merging, prefix_tree
-from polar.trajectory.types import (
-    TRAINABLE_ROLES,
-    ExchangeRole,
+from polar.records.exchange import TRAINABLE_ROLES, Exchange, ExchangeRole, RawRequest, VersionSpan
+from polar.records.session import Session
+from polar.records.trajectory import (
     ExcludedSpan,
     Image,
     SessionPaths,
@@ -28,6 +24,7 @@ from polar.trajectory.types import (
     TreeSession,
     TreeTrajectory,
 )
+from polar.trajectory.builders import per_request, prefix_merging, prefix_tree
 from polar.trajectory.verify import Problem, RecordedSession, check_records, check_trajectory, check_tree
 
 ROLES: dict[str, ExchangeRole] = {"a": "auxiliary", "r": "retry", "s": "subagent"}

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from polar.engines.base import VersionSpan
 from polar.errors import StoreError
+from polar.records.exchange import VersionSpan
 from polar.store.sqlite import SqliteStore
 from polar.trajectory.verify import Problem, check_records
 from tests.unit.store.samples import conversation, session

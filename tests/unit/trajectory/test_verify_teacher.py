@@ -8,12 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from polar.engines.base import VersionSpan
 from polar.errors import ConfigError
-from polar.store.base import Exchange
+from polar.records.exchange import Exchange, VersionSpan
+from polar.records.trajectory import SessionPaths
 from polar.trajectory.builders import prefix_merging, prefix_tree
 from polar.trajectory.teacher import LogprobComparison, LogprobConditions, Teacher, logprob_conditions
-from polar.trajectory.types import SessionPaths
 from polar.types import SamplingParams
 from tests.unit.trajectory.test_verify import paths_of, row
 

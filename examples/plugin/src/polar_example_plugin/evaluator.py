@@ -7,9 +7,9 @@ from pydantic import Field
 
 from polar.evaluators.base import GradingContext
 from polar.evaluators.settings import parse_config
-from polar.rollout.models import RequestModel
+from polar.records.session import Verdict
+from polar.records.task import RequestModel
 from polar.runtimes.base import TransferTooLargeError
-from polar.store.base import Verdict
 
 MAX_FILE_BYTES = 1 << 20
 

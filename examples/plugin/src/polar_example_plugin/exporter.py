@@ -12,7 +12,7 @@ from statistics import fmean, pstdev
 from typing import Any, ClassVar
 
 from polar.export.base import ExportNeed, JsonLines, SessionItem, logprobs_as_list, trace_token_ids
-from polar.trajectory.types import Trace
+from polar.records.trajectory import Trace
 
 IGNORED_LABEL = -100
 

@@ -6,8 +6,8 @@ from typing import Literal
 
 from msgspec import Struct, field
 
-from polar.engines.base import VersionSpan
 from polar.errors import EngineError
+from polar.records.exchange import VersionSpan
 from polar.rendering.tokenizer import Tokenizer
 
 Finish = Literal["stop", "length", "abort"]

@@ -11,9 +11,9 @@ from contextlib import asynccontextmanager
 
 from msgspec import Struct, field
 
-from polar.engines.base import VersionSpan
 from polar.engines.scripted.play import Fault, ScriptedTurn, TurnContext, render_output
 from polar.engines.scripted.sampler import Sampler, advance, change_version, context_states, logprob
+from polar.records.exchange import VersionSpan
 from polar.rendering.tokenizer import TokenIds, Tokenizer, decode_pieces
 
 BLOCK_TOKENS = 16

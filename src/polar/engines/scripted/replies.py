@@ -16,7 +16,7 @@ from polar.engines.scripted import wire
 from polar.engines.scripted.generation import Generation, Step
 from polar.engines.scripted.output import OutputParser
 from polar.engines.scripted.sampler import rank_alternatives, route_experts
-from polar.experts import to_wire
+from polar.records.experts import to_wire
 from polar.rendering.tokenizer import Tokenizer
 from polar.types import ReasoningDelta, ReplyEvent, TextDelta, ToolCallDelta, ToolCallStart
 

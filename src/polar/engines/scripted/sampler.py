@@ -14,7 +14,7 @@ from random import Random
 import numpy as np
 from numpy.typing import NDArray
 
-from polar.experts import Experts
+from polar.records.experts import Experts
 from polar.rendering.tokenizer import TokenIds, Tokenizer
 
 Words = NDArray[np.uint64]

@@ -7,7 +7,7 @@ from fastapi.responses import Response
 from pydantic import BaseModel
 
 from polar.plugins import names
-from polar.rollout.models import GroupResult, NumberedResult, ResultUnit, SuspiciousFilter
+from polar.records.result import GroupResult, NumberedResult, ResultUnit, SuspiciousFilter
 from polar.rollout.routes.bodies import INT64_LIMIT, Name, RunName
 from polar.rollout.routes.openapi import error_responses
 from polar.rollout.routes.service_parts import ServiceParts

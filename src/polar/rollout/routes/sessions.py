@@ -10,12 +10,13 @@ from pydantic import BaseModel, Field, field_validator, model_validator
 
 from polar.gateway import view
 from polar.plugins import names
-from polar.rollout.models import EvidenceResult
+from polar.records.result import EvidenceResult
+from polar.records.session import Session, Verdict
 from polar.rollout.routes.bodies import Body, RunName, StoredText, is_deeper_than
 from polar.rollout.routes.openapi import error_responses, streamed_response
 from polar.rollout.routes.service_parts import ServiceParts
 from polar.rollout.routes.tasks import stream_response
-from polar.store.base import Session, Store, Verdict
+from polar.store.base import Store
 from polar.trajectory.session import encode_trajectory, load_roles
 
 _MAX_METADATA_DEPTH = 100

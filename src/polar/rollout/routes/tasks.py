@@ -12,7 +12,8 @@ from msgspec import Struct
 from pydantic import BaseModel, Field, ValidationError, ValidatorFunctionWrapHandler, WrapValidator
 from pydantic_core import PydanticSerializationError
 
-from polar.rollout.models import SessionStatus, SessionTiming, TaskRequest, TaskState, TaskStatus
+from polar.records.result import SessionStatus, SessionTiming, TaskState, TaskStatus
+from polar.records.task import TaskRequest
 from polar.rollout.protocol import SessionOutcome
 from polar.rollout.records import TaskRow, WorkRow
 from polar.rollout.results import session_status, stage_timing, task_status

@@ -10,8 +10,9 @@ import numpy as np
 from msgspec import Struct
 from numpy.typing import NDArray
 
-from polar.engines.base import SENTINEL_LOGPROB, Engine, TokenPrompt
+from polar.engines.base import Engine, TokenPrompt
 from polar.errors import EngineError
+from polar.records.exchange import SENTINEL_LOGPROB
 from polar.train.compute_thread import run_on_compute_thread
 from polar.types import Request, SamplingParams
 

@@ -1,0 +1,95 @@
+import msgspec
+import numpy as np
+import pytest
+
+from polar.records import wire
+from polar.testing.token_paths import path, session
+from polar.trajectory.builders import per_request, prefix_merging, prefix_tree
+
+SESSION = session(path(0, [1, 2], [3, 4], trainable=1), path(1, [1, 2, 3, 5], [6], reward=0.5, agent_id="a", scale=0.7))
+
+
+def test_a_trace_has_the_fields_that_trainers_read() -> None:
+    (trace,) = msgspec.json.decode(msgspec.json.encode(wire.trajectory_to_dict(prefix_merging(SESSION))))["traces"]
+    assert trace == {
+        "prompt_ids": [1, 2],
+        "response_ids": [3, 5, 6],
+        "loss_mask": [1, 0, 1],
+        "response_logprobs": [-1 / 64, 0.0, -1 - 1 / 64],
+        "prompt_messages": [],
+        "response_messages": [],
+        "tools": None,
+        "finish_reason": "finish 1",
+        "reward": 1.0,
+        "reason": None,
+        "weight": 1.0,
+        "policy_versions": [0, -1, 1],
+        "exchange_ids": ["s-x0", "s-x1"],
+        "role": "main",
+        "agent_id": None,
+        "branch_reason": "reason 0",
+        "temperature": None,
+        "metadata": {
+            "session_id": "s",
+            "spans": [
+                {"exchange_id": "s-x0", "start": 0, "stop": 1, "offset": 0},
+                {"exchange_id": "s-x1", "start": 2, "stop": 3, "offset": 0},
+            ],
+            "turn_rewards": {"s-x1": 0.5},
+            "scales": {"s-x1": 0.7},
+        },
+    }
+
+
+def test_a_trajectory_says_what_is_not_in_it() -> None:
+    made = wire.trajectory_to_dict(per_request(SESSION), error="cut", status="ERROR")
+    assert (made["status"], made["error"], len(made["traces"])) == ("ERROR", "cut", 2)
+    assert made["metadata"] == {
+        "session_id": "s",
+        "builder": "per_request",
+        "excluded": [{"exchange_id": "s-x0", "start": 1, "stop": 2, "reason": "undelivered"}],
+        "tokens": {"computed": 8, "unique": 5, "trainable": 2},
+        "reward": 1.0,
+        "reason": None,
+    }
+
+
+def test_messages_are_those_of_each_trace() -> None:
+    said = [wire.TraceMessages(prompt=["hello"], tools=[]), wire.TraceMessages(response=["bye"])]
+    one, other = wire.trajectory_to_dict(per_request(SESSION), said)["traces"]
+    assert (one["prompt_messages"], one["response_messages"], one["tools"]) == (["hello"], [], [])
+    assert (other["prompt_messages"], other["response_messages"], other["tools"]) == ([], ["bye"], None)
+    with pytest.raises(ValueError, match="shorter"):
+        wire.trajectory_to_dict(per_request(SESSION), said[:1])
+
+
+def test_a_tree() -> None:
+    fork = session(path(0, [1, 2], [3]), path(1, [1, 2], [4], logprobs=False, scale=0.7))
+    made = msgspec.json.decode(msgspec.json.encode(wire.tree_to_dict(prefix_tree([fork]))))
+    assert made["nodes"] == [
+        {"node": 0, "parent": None, "depth": 0, "ids": [1, 2]},
+        {"node": 1, "parent": 0, "depth": 2, "ids": [3]},
+        {"node": 2, "parent": 0, "depth": 2, "ids": [4]},
+    ]
+    assert made["terms"][1] == {
+        "session_id": "s",
+        "exchange_id": "s-x1",
+        "node": 2,
+        "start": 0,
+        "stop": 1,
+        "offset": 0,
+        "logprobs": None,
+        "policy_versions": [1],
+        "weight": 0.5,
+        "scale": 0.7,
+    }
+    told = {"session_id": "s", "reward": 1.0, "reason": None, "turn_rewards": {}, "suspicious": False}
+    assert made["sessions"] == [told]
+    assert (made["excluded"], made["tokens"]) == ([], {"computed": 4, "unique": 4, "trainable": 2})
+
+
+def test_log_probabilities_keep_their_bits() -> None:
+    one = path(0, [1], [2, 3, 4])
+    one.logprobs = np.array([-0.1, -1e-7, -12.345678], np.float32)
+    (trace,) = msgspec.json.decode(msgspec.json.encode(wire.trajectory_to_dict(per_request(session(one)))))["traces"]
+    assert np.array_equal(np.array(trace["response_logprobs"], np.float32), one.logprobs)
