@@ -18,7 +18,9 @@ from polar.errors import ConfigError
 
 log = logging.getLogger(__name__)
 
-PluginKind = Literal["dialects", "engines", "harnesses", "runtimes", "evaluators", "builders", "exporters"]
+PluginKind = Literal[
+    "dialects", "engines", "harnesses", "runtimes", "evaluators", "builders", "exporters", "bridges", "weight_sync"
+]
 PLUGIN_KINDS: tuple[PluginKind, ...] = get_args(PluginKind)
 
 _OWN_DISTRIBUTIONS = ("polar", "polar-rl")
@@ -30,6 +32,8 @@ _PROTOCOLS: dict[PluginKind, str] = {
     "runtimes": "polar.runtimes.base:RuntimeBackend",
     "evaluators": "polar.evaluators.base:Evaluator",
     "exporters": "polar.export.base:Exporter",
+    "bridges": "polar.bridges.bridge:Bridge",
+    "weight_sync": "polar.weight_sync.base:WeightTransport",
 }
 """What a plug-in is a class of, by name, since this module imports nothing above it. Builders are functions."""
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from polar.records.trajectory import ROOT, SessionPaths, TokenPath
 from polar.testing.token_paths import path, session
-from polar.train.forest import TokenTree
+from polar.train.packing import TokenTree
 from polar.trajectory.builders import prefix_tree
 
 VOCABULARY = 90
