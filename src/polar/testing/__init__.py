@@ -6,8 +6,9 @@
     pytest_plugins = ["polar.testing.fixtures"]           # in conftest.py: scripted_engine, polar_gateway
 
 A suite checks what the core relies on: shapes, errors of the right type with a sentence, cleaning up, cancellation,
-determinism, round trips. Bridges and weight sync have no suite yet. Polar's own plug-ins pass the same suites. This package is the only one that imports pytest,
-and nothing else in Polar imports it.
+determinism, round trips. Polar's own plug-ins pass the same suites. Bridges and weight sync have no suite yet.
+
+Only this package depends on pytest, and nothing else in Polar imports it.
 """
 
 from importlib import import_module
