@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from polar.runtimes.podman import Podman
+from polar.runtimes.containers import Podman
 from polar.testing.runtimes import EVERYTHING, Promise
 from tests.contract.containers import ContainerContract
 

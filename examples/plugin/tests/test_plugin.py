@@ -10,8 +10,7 @@ from polar_example_plugin.exporter import AdvantageExporter
 from polar_example_plugin.harness import Oneshot
 from polar_example_plugin.runtime import TemplateBackend
 
-from polar.harnesses.base import SetupRequest
-from polar.harnesses.files import write_setup
+from polar.harnesses.base import SetupRequest, write_setup
 from polar.runtimes.base import RuntimeSpec
 from polar.testing.exporters import export_samples
 from polar.testing.gateway import LoopbackGateway, ScriptedEngineServer

@@ -28,7 +28,8 @@ from polar.export.pipeline import ExportTally, Selection, select_items
 from polar.records import wire
 from polar.records.session import Session
 from polar.records.trajectory import Trace
-from polar.store.sqlite import SqliteStore
+from polar.store.relational import RelationalStore
+from polar.store.sqlite import open_sqlite_store
 from polar.testing.contract import Contract
 from polar.testing.conversations import Talk, said
 from polar.trajectory.builders import prefix_merging
@@ -164,10 +165,10 @@ _CALLED = {"role": "assistant", "content": "I look.", "tool_calls": [_CALL]}
 _RESULT = {"role": "tool", "tool_call_id": "call_1", "content": "notes.txt"}
 
 
-async def record_samples(path: Path) -> SqliteStore:
+async def record_samples(path: Path) -> RelationalStore:
     """A store with sessions of every sort: good, bad and unfinished ones of one task, one with a sub-agent, one whose
     engine told no log-probabilities, one that trains nothing."""
-    store = SqliteStore.open(path)
+    store = open_sqlite_store(path)
     good, bad = _solve("good", "notes.txt"), _solve("bad", "There are none.")
     delegating = _solve("delegating", "notes.txt")
     delegating.call([{"role": "user", "content": "You look into files."}], said("I did."), role="subagent")
@@ -200,7 +201,7 @@ def _solve(session_id: str, answer: str) -> Talk:
 
 
 async def _record(
-    store: SqliteStore,
+    store: RelationalStore,
     index: int,
     talk: Talk,
     *,

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from polar.client.background_loop import BackgroundLoop
+from polar.client.sync_client import BackgroundLoop
 from polar.config import Settings
 from polar.data_plane import DataPlane
 from polar.engines.scripted import Play, PlaySet, ScriptedServer, ScriptedTurn

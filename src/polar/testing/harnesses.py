@@ -21,8 +21,7 @@ import yaml
 
 from polar.errors import ConfigError
 from polar.harnesses import build_environment, filter_environment, find_by_command
-from polar.harnesses.base import CallPatterns, Harness, HarnessSetup, Package, SetupRequest
-from polar.harnesses.files import write_setup
+from polar.harnesses.base import CallPatterns, Harness, HarnessSetup, Package, SetupRequest, write_setup
 from polar.records.task import McpServer
 from polar.testing.contract import Contract, assert_helpful
 from polar.testing.gateway import LoopbackGateway

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from msgspec import Struct
 
 from polar.client.async_client import AsyncClient
-from polar.client.task_input import load_tasks
+from polar.client.submission import load_tasks
 from polar.config import EngineSettings
 from polar.errors import ConfigError
 from polar.records.task import TaskRequest

@@ -10,8 +10,7 @@ import pytest
 
 from polar.errors import ConfigError
 from polar.harnesses import build_environment, filter_environment, find_by_command, load_harness
-from polar.harnesses.base import HarnessSetup, SetupRequest
-from polar.harnesses.files import toml_string, write_setup
+from polar.harnesses.base import HarnessSetup, SetupRequest, toml_string, write_setup
 from polar.plugins import names
 from polar.records.task import McpServer
 from polar.testing.harnesses import HOME, INSTRUCTION, KEY, REMOTE_SERVER, STDIO_SERVER, URL, parse_files

@@ -5,8 +5,7 @@ from typing import Any, ClassVar
 
 from pydantic import Field
 
-from polar.evaluators.base import GradingContext
-from polar.evaluators.settings import parse_config
+from polar.evaluators.base import GradingContext, parse_config
 from polar.records.session import Verdict
 from polar.records.task import RequestModel
 from polar.runtimes.base import TransferTooLargeError

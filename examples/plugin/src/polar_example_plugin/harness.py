@@ -10,8 +10,7 @@ from typing import Any
 
 from msgspec import Struct
 
-from polar.harnesses.base import CallPatterns, HarnessSetup, Package, SetupRequest
-from polar.harnesses.settings import read_settings
+from polar.harnesses.base import CallPatterns, HarnessSetup, Package, SetupRequest, read_settings
 
 
 class OneshotSettings(Struct, frozen=True, forbid_unknown_fields=True):
