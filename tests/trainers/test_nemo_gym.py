@@ -19,10 +19,10 @@ from polar.client.async_client import AsyncClient
 from polar.export.atif import AtifExporter
 from polar.records.trajectory import Trace
 from polar.tasks.reader import read
+from polar.testing.conversations import Talk, exported, said
 from tests.bridging import TOKEN, Served, served, task
 from tests.trainers.running import NEWER, ROOT, found_by
 from tests.unit.bridges import nemo_contract as nemo_rl
-from tests.unit.export.samples import Talk, exported, said
 
 pytestmark = pytest.mark.trainers
 

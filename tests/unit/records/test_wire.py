@@ -3,8 +3,8 @@ import numpy as np
 import pytest
 
 from polar.records import wire
+from polar.testing.token_paths import path, session
 from polar.trajectory.builders import per_request, prefix_merging, prefix_tree
-from tests.unit.trajectory.samples import path, session
 
 SESSION = session(path(0, [1, 2], [3, 4], trainable=1), path(1, [1, 2, 3, 5], [6], reward=0.5, agent_id="a", scale=0.7))
 

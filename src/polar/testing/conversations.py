@@ -86,7 +86,7 @@ class Talk:
             reply=Reply(name, "m", 1, list(parts), "stop"),
             prompt_ids=prompt,
             sampled_ids=np.arange(3, dtype=np.int32) + 10 * seq,
-            logprobs=-np.arange(1, 4, dtype=np.float32) / 7 - seq,
+            logprobs=(-np.arange(1, 4) / 7 - seq).astype(np.float32),
             logprob_kind="raw",
             delivered=3,
             sampling=SamplingParams(temperature=1.0),

@@ -1,4 +1,4 @@
-"""Work for evaluators: real runtimes, in which a script plays the agent."""
+"""What evaluators are given: real runtimes, in which a script plays the agent."""
 
 import secrets
 from pathlib import Path
@@ -21,10 +21,10 @@ WITH_PLUGINS = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": ""}
 
 
 class AgentWork:
-    """A `Work` as the node would hand it over."""
+    """The GradingContext of one session, as a node would hand it over."""
 
-    def __init__(self, place: "Place", task: TaskRequest, agent: Runtime, folder: Path) -> None:
-        self._place = place
+    def __init__(self, factory: "WorkFactory", task: TaskRequest, agent: Runtime, folder: Path) -> None:
+        self._factory = factory
         self.task = task
         self.session_id = agent.id
         self.outcome = FINISHED
@@ -44,25 +44,25 @@ class AgentWork:
     async def create_fresh_runtime(self) -> Runtime:
         if self.live:
             return self.agent_runtime
-        runtime = await self._place.runtime(self.task)
+        runtime = await self._factory.runtime(self.task)
         steps = [*self.task.runtime.prepare, *(self.task.runtime.eval_prepare or [])]
         await run_prepare_steps(runtime, steps, log=self.logs / "eval_prepare.log")
         self.freshly_made.append(runtime)
         return runtime
 
 
-class Place:
-    """A kind of runtime at work. Whoever makes it closes the kind afterwards."""
+class WorkFactory:
+    """Makes sessions to grade in runtimes of one backend. The caller closes the backend afterwards."""
 
-    def __init__(self, kind: RuntimeBackend, folder: Path) -> None:
-        self._kind = kind
+    def __init__(self, backend: RuntimeBackend, folder: Path) -> None:
+        self._backend = backend
         self._folder = folder
 
     async def runtime(self, task: TaskRequest) -> Runtime:
         wanted = task.runtime
         limits = Limits(wanted.cpus, wanted.memory_mb, wanted.processes, wanted.disk_mb)
         spec = RuntimeSpec(image=wanted.image, workdir=wanted.workdir, env=wanted.env, limits=limits, network="none")
-        runtime = await self._kind.create(f"t{secrets.token_hex(8)}", spec)
+        runtime = await self._backend.create(f"t{secrets.token_hex(8)}", spec)
         await runtime.start()
         return runtime
 
@@ -75,8 +75,8 @@ class Place:
         evaluator: dict[str, Any] | None = None,
         **task: Any,
     ) -> AgentWork:
-        """The script `agent` has run over `files` (of the prepared workspace), and is dead (unless the evaluator's
-        `refresh_runtime` is false). `runtime`, `evaluator` and `task` are fields of the TaskRequest."""
+        """Runs the script `agent` over `files` (of the prepared workspace), and stops the runtime unless the
+        evaluator's `refresh_runtime` is false. `runtime`, `evaluator` and `task` are fields of the TaskRequest."""
         steps = [{"type": "upload_file", "target": path, "content": text} for path, text in (files or {}).items()]
         runtime, evaluator = runtime or {}, evaluator or {}
         request = TaskRequest.model_validate(

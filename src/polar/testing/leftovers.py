@@ -1,14 +1,14 @@
 """What is on the machine because of a test: processes, mounts, cgroups, loop devices, descriptors, folders.
 
-Others use the machine too, so everything is told by names of ours: a mark in the environment of what commands start,
-the state folder in mounts and arguments, ids in the names of cgroups.
+Others use the machine too, so what is a test's own is recognized by its names: a mark in the environment of what
+commands start, the state folder in mounts and arguments, ids in the names of cgroups.
 """
 
 import os
 from pathlib import Path
 
 
-def processes(mark: str, *, children: bool = True) -> list[str]:
+def list_processes(mark: str, *, children: bool = True) -> list[str]:
     """Those that carry the mark in their environment or arguments, and children of this process."""
     found = []
     wanted = mark.encode()
@@ -26,12 +26,12 @@ def processes(mark: str, *, children: bool = True) -> list[str]:
     return found
 
 
-def everything(state: Path, ids: list[str], mark: str) -> dict[str, list[str]]:
+def list_all(state: Path, ids: list[str], mark: str) -> dict[str, list[str]]:
     """By kind of thing; all empty when nothing is left."""
     mounts = Path("/proc/self/mountinfo").read_text().splitlines()
     backing = [path.read_text().strip() for path in Path("/sys/block").glob("loop*/loop/backing_file")]
     return {
-        "processes": processes(mark),
+        "processes": list_processes(mark),
         "mounts": [line for line in mounts if str(state) in line or any(id in line for id in ids)],
         "cgroups": [folder for folder, _, _ in os.walk("/sys/fs/cgroup") if any(id in folder for id in ids)],
         "loop devices": [path for path in backing if str(state) in path],
@@ -39,5 +39,5 @@ def everything(state: Path, ids: list[str], mark: str) -> dict[str, list[str]]:
     }
 
 
-def descriptors() -> int:
+def count_descriptors() -> int:
     return len(os.listdir("/proc/self/fd"))
