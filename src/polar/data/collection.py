@@ -15,8 +15,8 @@ from polar.backoff import backoff_delays
 from polar.data.budget import NO_LIMIT, Budget, Spending
 from polar.node.finished_session import FinishedSession
 from polar.node.task_plan import TaskPlan
+from polar.records.sample import final_verdict, is_final, sample_key
 from polar.records.session import PLATFORM_REASONS, Verdict
-from polar.rollout.samples import final_verdict, is_final, sample_key
 from polar.store.base import Store
 from polar.types import UsageTotals
 

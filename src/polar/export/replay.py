@@ -16,7 +16,8 @@ import numpy as np
 from polar.engines.tools import flatten_parts, flatten_request
 from polar.export.base import SessionItem
 from polar.export.messages import ConversationCall, conversation_calls
-from polar.records.trajectory import ExcludedSpan, Ids, SessionPaths, TokenPath
+from polar.records.spans import ExcludedSpan
+from polar.records.trajectory import Ids, SessionPaths, TokenPath
 from polar.rendering.continuation import RecordedTurn, TurnHistory
 from polar.rendering.model_codec import ModelCodec
 from polar.rendering.template import TemplateError

@@ -6,7 +6,7 @@ from typing import Any, Literal, Protocol
 
 from msgspec import Struct, field
 
-from polar.records.exchange import ExchangeRole
+from polar.records.spans import ExchangeRole
 from polar.records.task import McpServer
 
 

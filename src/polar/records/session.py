@@ -52,6 +52,26 @@ class Verdict(Struct, frozen=True):
     evidence: list[Evidence] = field(default_factory=list)  # of tampering
 
 
+class SessionSummary(Struct):
+    """A session without its calls: what a stored session and a received result both say, and exporters write."""
+
+    session_id: str
+    created_at: float
+    run: str = "default"
+    metadata: dict[str, Any] = field(default_factory=dict)
+    ended_at: float | None = None
+    reward: float | None = None
+    reason: str | None = None  # why there is no reward, where somebody said so
+    suspicious: bool = False  # its agent is proven to have tampered with its grading
+    evidence: list[Evidence] = field(default_factory=list)  # of that
+
+    @property
+    def group_id(self) -> str:
+        """The task that it is a sample of. Without one, a session is a group of its own."""
+        named = (self.metadata.get(key) for key in ("task_id", "group"))
+        return str(next((name for name in named if name is not None), self.session_id))
+
+
 class Session(Struct):
     """One harness run. The key itself is never stored, only its SHA-256."""
 
@@ -70,6 +90,20 @@ class Session(Struct):
     @property
     def suspicious(self) -> bool:
         return is_suspicious(self.evidence)
+
+    @property
+    def summary(self) -> SessionSummary:
+        return SessionSummary(
+            self.session_id,
+            self.created_at,
+            self.run,
+            self.metadata,
+            self.ended_at,
+            self.reward,
+            self.reason,
+            self.suspicious,
+            self.evidence,
+        )
 
 
 class SessionRecord(Struct):

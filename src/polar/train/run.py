@@ -13,7 +13,7 @@ from polar.client.task_input import load_tasks
 from polar.config import EngineSettings
 from polar.errors import ConfigError
 from polar.records.task import TaskRequest
-from polar.rollout.overrides import Overrides
+from polar.tasks.overrides import Overrides
 from polar.train import reward_plot
 from polar.train.checkpoint import CheckpointStore
 from polar.train.compute_thread import run_on_compute_thread

@@ -26,8 +26,9 @@ from collections.abc import Callable, Sequence
 from typing import Literal, Protocol
 
 from polar.errors import PolarError
-from polar.records.exchange import Exchange, ExchangeRole
+from polar.records.exchange import Exchange
 from polar.records.session import Session
+from polar.records.spans import ExchangeRole
 from polar.records.trajectory import TokenPath, Trajectory, TreeTrajectory
 from polar.trajectory.roles import RoleOverrides
 from polar.trajectory.verify import ContextIndex, Problem, RecordedSession, check_records, check_trajectory, check_tree

@@ -12,11 +12,12 @@ from msgspec import Struct
 from pydantic import BaseModel, Field, ValidationError, ValidatorFunctionWrapHandler, WrapValidator
 from pydantic_core import PydanticSerializationError
 
+from polar.export.polar import session_status, stage_timing
 from polar.records.result import SessionStatus, SessionTiming, TaskState, TaskStatus
 from polar.records.task import TaskRequest
 from polar.rollout.protocol import SessionOutcome
 from polar.rollout.records import TaskRow, WorkRow
-from polar.rollout.results import session_status, stage_timing, task_status
+from polar.rollout.results import task_status
 from polar.rollout.routes.bodies import Body, RunName
 from polar.rollout.routes.openapi import error_responses
 from polar.rollout.routes.service_parts import ServiceParts
