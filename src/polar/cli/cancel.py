@@ -37,7 +37,7 @@ def command(
                     failed = 1
                     continue
                 ended = f"{format_count(answer.cancelled_sessions or 0, 'session')} cancelled"
-                click.echo(answer.model_dump_json(exclude_unset=True) if as_json else f"{task_id}: {ended}")
+                click.echo(answer.model_dump_json() if as_json else f"{task_id}: {ended}")
         return failed
 
     return run_async(cancel())

@@ -55,7 +55,7 @@ async def _show_server(client: AsyncClient, as_json: bool) -> None:
 async def _show_task(client: AsyncClient, task_id: str, as_json: bool) -> None:
     task = await client.task(task_id)
     if as_json:
-        click.echo(task.model_dump_json(exclude_unset=True))
+        click.echo(task.model_dump_json())
         return
     click.echo(
         f"{escape_controls(task.task_id)}: {task.status}, {task.completed_sessions} of "

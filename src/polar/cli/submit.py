@@ -114,7 +114,7 @@ async def _wait_for_tasks(client: AsyncClient, tasks: list[TaskRequest], as_json
         async for task in client.as_completed([task.task_id for task in tasks], on_status=seen):
             ended += [results_view.session_from_result(result) for result in task.results]
             if as_json:
-                _write_lines(result.model_dump_json(exclude_unset=True).encode() for result in task.results)
+                _write_lines(result.model_dump_json().encode() for result in task.results)
     if not as_json:
         with_file_width(Console()).print(results_view.session_table(ended))
         click.echo(f"{format_count(len(ended), 'session')}: {results_view.describe_mean_reward(ended)}.")

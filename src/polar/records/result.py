@@ -6,7 +6,7 @@ The fields are those that bridges for NVIDIA's Polar read; ours are added.
 from typing import Any, Literal
 
 import msgspec
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, SerializerFunctionWrapHandler, model_serializer
 
 from polar.config import DEFAULT_RUN
 from polar.records.spans import ExchangeRole, ExcludedSpan, Span, TokenCounts
@@ -64,6 +64,14 @@ class TraceResult(ResultModel):
     temperature: float | None = Field(None, description="null where its exchanges differ in it")
     routed_experts: str | None = Field(None, description="of all tokens but the last: a .npy file in base64")
     metadata: dict[str, Any] = {}
+
+    @model_serializer(mode="wrap")
+    def _leave_out_missing_experts(self, serialize: SerializerFunctionWrapHandler):  # type: ignore[no-untyped-def]
+        """As the server sends a trace without them. A return type here would take the fields out of the JSON schema."""
+        document: dict[str, Any] = serialize(self)
+        if self.routed_experts is None:
+            document.pop("routed_experts", None)
+        return document
 
     @property
     def spans(self) -> list[Span]:
