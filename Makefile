@@ -9,8 +9,7 @@ unexport PYTHONDONTWRITEBYTECODE
 PYTEST = $(BIN)/python -m pytest $(PYTEST_OPTIONS)
 
 .PHONY: setup demo test check lint types imports harnesses test-slow test-properties test-harnesses test-engines test-trainers \
-	test-runtimes test-faults test-containers test-cluster test-simulation test-all test-repeat bench-stall bench-verify \
-	bench-soak
+	test-runtimes test-faults test-containers test-cluster test-simulation test-all test-repeat
 
 setup: $(VENV)/.ready
 
@@ -131,17 +130,12 @@ test-cluster: setup $(VENV)/.ray
 test-simulation: setup
 	$(BIN)/python -m tests.simulation 0 10000 & $(BIN)/python -m tests.simulation 10000 10000 && wait $$!
 
-# What the automatic check of sessions costs, as a share of their CPU: docs/benchmarks.md. VERIFY="--rounds 3".
-bench-verify: setup
-	$(BIN)/python -m polar.bench.verify $(VERIFY)
-
-# What a caller with the longest allowed bodies costs everybody else: docs/benchmarks.md. BENCH="--quick" passes options.
-bench-stall: setup
-	$(BIN)/polar bench stall $(BENCH)
-
-# Whether the service's memory stops growing: docs/benchmarks.md. SOAK="--calls 10000" makes fewer calls.
-bench-soak: setup
-	$(BIN)/polar bench soak --csv .cache/soak.csv --plot .cache/soak.svg $(SOAK)
+# The benchmarks, each against its peers in one run: docs/benchmarks.md. BENCH="--quick" passes options on;
+# BENCH=--help lists them. `make bench-vllm` takes the URL of a vLLM server: BENCH=http://127.0.0.1:8000.
+BENCHMARKS := $(addprefix bench-,gateway fidelity trajectory tree sandbox pipeline service tax stall soak verify vllm)
+.PHONY: $(BENCHMARKS)
+$(BENCHMARKS): bench-%: setup
+	$(BIN)/python -m benchmarks $* $(BENCH)
 
 lint: setup
 	$(BIN)/ruff check .

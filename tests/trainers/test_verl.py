@@ -192,7 +192,7 @@ def test_a_split_session_has_the_same_gradient(tmp_path: Path) -> None:
 NAMED = """
 import json, verl, numpy
 from types import SimpleNamespace as Space
-from polar.bridges.verl_trainer import NamingAgentLoopManager
+from polar.bridges.verl.trainer import NamingAgentLoopManager
 from verl.utils import tensordict_utils as tu
 
 given = []

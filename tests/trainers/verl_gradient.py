@@ -20,8 +20,8 @@ from verl.trainer.ppo.v1.utils import compute_advantage_for_multi_trajectories
 from verl.utils import tensordict_utils as tu
 from verl.workers.engine_workers import ActorRolloutRefWorker
 
-from polar.bridges.shared_groups import get_shared_groups
-from polar.bridges.verl import AgentLoop, build_outputs
+from polar.bridges.rollouts import get_shared_groups
+from polar.bridges.verl.agent_loop import AgentLoop, build_outputs
 from polar.client.async_client import AsyncClient
 from polar.export.base import SessionItem
 from polar.export.verl import to_data_proto, trajectory_keys

@@ -27,7 +27,6 @@ _COMMANDS = {
     "export": "sessions in a trainer's format",
     "harness": "install harnesses, for any runtime",
     "doctor": "what works here, and what an engine can do",
-    "bench": "the benchmarks, each against its peers in the same run",
     "demo": "a small model learns to use a tool, on this machine",
 }
 

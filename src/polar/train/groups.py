@@ -20,7 +20,7 @@ from polar.records.exchange import Logprobs
 from polar.records.result import GroupResult
 from polar.records.spans import ExcludedSpan
 from polar.records.trajectory import ROOT, Ids, Trace, TreeTrajectory
-from polar.train.forest import TokenTree
+from polar.train.packing import TokenTree
 from polar.trajectory.checker import HOLD_REASONS, SessionChecker, is_in_checked_share
 from polar.trajectory.document_check import check_received, check_received_tree, find_hold_reason
 from polar.trajectory.verify import Problem
@@ -87,18 +87,18 @@ class RolloutGroup(Struct):
 def group_from_tree(data: bytes, tree: dict[str, Any], index: int, checker: SessionChecker = CHECK_ALL) -> RolloutGroup:
     """`data` is the group as the feed gave it, and `tree` its `prefix_tree`. Sessions that aren't in the tree, since
     they ended before they began, say, are still members. Those that fail the check are members with that reason."""
-    told = GroupResult.model_validate_json(data)
+    document = GroupResult.model_validate_json(data)
     received = wire.tree_from_dict(tree)
     in_tree = {session.session_id: session for session in received.sessions}
     members = []
-    for one in told.results:
+    for one in document.results:
         member = GroupMember(one.session_id, one.reward, one.reason, suspicious=one.suspicious)
         if (there := in_tree.get(one.session_id)) is not None:
             member.turn_rewards = there.turn_rewards
             if there.reason in HOLD_REASONS:  # the service held it back when it made the tree
                 member.reward, member.reason = None, there.reason
         members.append(member)
-    group = RolloutGroup(index, told.task_id, told.cursor, members, [], unique=received.tokens.unique)
+    group = RolloutGroup(index, document.task_id, document.cursor, members, [], unique=received.tokens.unique)
     group.excluded_tokens.update(_count_excluded(received.excluded))
     problems = _make_problem_finder(received)
     for member in members:
@@ -123,10 +123,10 @@ def group_from_tree(data: bytes, tree: dict[str, Any], index: int, checker: Sess
 
 def group_from_traces(data: bytes, index: int, checker: SessionChecker = CHECK_ALL) -> RolloutGroup:
     """Of a group as the feed gave it: each trace is a tree of one path."""
-    told = GroupResult.model_validate_json(data)
-    group = RolloutGroup(index, told.task_id, told.cursor, [], [])
+    document = GroupResult.model_validate_json(data)
+    group = RolloutGroup(index, document.task_id, document.cursor, [], [])
     walks = []
-    for result in told.results:
+    for result in document.results:
         member = GroupMember(result.session_id, result.reward, result.reason, suspicious=result.suspicious)
         group.members.append(member)
         trajectory = wire.trajectory_from_result(result)
@@ -154,7 +154,7 @@ def _hold_back_if_invalid(
 
 
 def _make_problem_finder(tree: TreeTrajectory) -> Callable[[str], list[Problem]]:
-    """Looks for problems when the first session is asked for. What is wrong with a whole tree is every session's."""
+    """Looks for problems when they are first needed. What is wrong with a whole tree counts for every session."""
     found: list[Problem] | None = None
 
     def problems(session_id: str) -> list[Problem]:
@@ -215,7 +215,7 @@ def _flatten_trace(trace: Trace) -> _FlatTree:
 
 
 def _build_group(group: RolloutGroup, walks: list[_FlatTree]) -> RolloutGroup:
-    """A token without anything before it is predicted by nothing, and those of whose sampling nobody knows the
+    """A token without anything before it is predicted by nothing, and those that were sampled at an unknown
     temperature can't be compared with anything: neither is trained."""
     places = {member.session_id: place for place, member in enumerate(group.members)}
     turns: dict[str, set[str]] = {name: set() for name in places}

@@ -116,7 +116,7 @@ class MetricsSettings(SettingsSection):
     """`metrics.jsonl` is written in any case."""
 
     tensorboard: bool = False
-    wandb: str | None = Field(None, description="the project, where W&B is to be told")
+    wandb: str | None = Field(None, description="the W&B project that metrics go to")
 
 
 class SyncSettings(SettingsSection):

@@ -1,0 +1,1 @@
+"""Whether what is trained on was sampled so, with real harnesses."""

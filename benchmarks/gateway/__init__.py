@@ -1,0 +1,1 @@
+"""What capturing a call costs: CPU, latency, streams and memory, against other proxies."""

@@ -1,0 +1,1 @@
+"""How busy the node's stages keep an engine."""

@@ -1,0 +1,1 @@
+"""Throughput of the rollout service, reading of results, and long queues."""

@@ -1,0 +1,1 @@
+"""What a caller with the longest bodies costs other callers."""

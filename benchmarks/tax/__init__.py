@@ -1,0 +1,1 @@
+"""What capturing takes from an engine's throughput."""

@@ -1,0 +1,1 @@
+"""What a training step costs with each builder."""

@@ -1,0 +1,1 @@
+"""What the automatic check of sessions costs."""

@@ -1,0 +1,1 @@
+"""A vLLM server through a capturing gateway, and without it."""
