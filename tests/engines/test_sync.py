@@ -19,10 +19,10 @@ from polar.engines.http_client import EngineHttpClient
 from polar.records.exchange import Exchange
 from polar.service import Service
 from polar.weight_sync.base import ProbeFailedError, SyncError
-from polar.weight_sync.files import VllmTransport
 from polar.weight_sync.merged_weights import get_merged_weights
 from polar.weight_sync.probe import Probe, choose_tolerance, make_scorer
 from polar.weight_sync.updater import WeightSender
+from polar.weight_sync.vllm import VllmFileTransport
 from tests.engines.conftest import ROOT
 
 pytestmark = pytest.mark.engines
@@ -53,7 +53,7 @@ def model() -> Any:
 async def own_weights(vllm_url: str, tmp_path: Path) -> AsyncIterator[None]:
     """The weights that the server began with, afterwards: other tests use them, too."""
     yield
-    engine, sync = EngineHttpClient(vllm_url, None, 60), VllmTransport(tmp_path / "own")
+    engine, sync = EngineHttpClient(vllm_url, None, 60), VllmFileTransport(tmp_path / "own")
     await engine.request("POST", "/pause?mode=keep")
     sync.prepare(get_merged_weights(loaded()), 0)
     await sync.load(engine, 0)
@@ -78,7 +78,7 @@ async def setup(url: str, model: Any, data: Path) -> AsyncIterator[Setup]:
     )
     probe = Probe(make_scorer(model), model.config.vocab_size, choose_tolerance("float32"))
     async with Service(settings, data / "service") as service, AsyncClient(service.control_url) as client:
-        sync = WeightSender(client, VllmTransport(data / "weights"), settings.engine, probe)
+        sync = WeightSender(client, VllmFileTransport(data / "weights"), settings.engine, probe)
         try:
             yield Setup(service, client, sync)
         finally:

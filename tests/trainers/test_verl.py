@@ -17,8 +17,8 @@ import yaml
 from safetensors.torch import load_file
 
 from polar.bridges.verl import build_rows
+from polar.client.submission import load_tasks
 from polar.client.sync_client import Client
-from polar.client.task_input import load_tasks
 from tests.bridging import TOKEN, Served, served
 
 pytestmark = pytest.mark.trainers

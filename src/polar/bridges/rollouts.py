@@ -17,7 +17,7 @@ from msgspec import Struct, field
 
 from polar.bridges.settings import BridgeSettings
 from polar.client.async_client import AsyncClient
-from polar.client.task_input import load_tasks
+from polar.client.submission import load_tasks
 from polar.closeable import AsyncCloseable
 from polar.config import SamplingOverrides
 from polar.errors import ConfigError

@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 
 from polar.bridges.bridge import AsyncBridge
 from polar.bridges.settings import SettingsSource, load_settings
-from polar.client.task_input import load_tasks
+from polar.client.submission import load_tasks
 from polar.config import SamplingOverrides
 from polar.export.base import SessionItem, require_logprobs, trace_metadata, trace_token_ids
 from polar.records.result import SessionResult, TraceResult

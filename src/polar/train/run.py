@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from msgspec import Struct
 
 from polar.client.async_client import AsyncClient
-from polar.client.task_input import load_tasks
+from polar.client.submission import load_tasks
 from polar.config import EngineSettings
 from polar.errors import ConfigError
 from polar.records.task import TaskRequest
@@ -77,7 +77,13 @@ async def train(settings: TrainSettings, watcher: TrainingObserver | None = None
         if engine.kind != _WEIGHTLESS_ENGINE_KIND:
             sync = settings.sync
             publisher = ModelWeightPublisher(
-                client, engine, learner, output, tolerance=sync.tolerance, patience=sync.patience
+                client,
+                engine,
+                learner,
+                output,
+                transport=sync.transport,
+                tolerance=sync.tolerance,
+                patience=sync.patience,
             )
         disturbed = asyncio.Event() if service is None else service.restarted
         training = train_with_client(client, settings, learner, publisher, tasks, watcher or NullObserver(), disturbed)

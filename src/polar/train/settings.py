@@ -124,6 +124,9 @@ class SyncSettings(SettingsSection):
 
     kind: str | None = Field(None, description="of the engines, where the server isn't started here")
     api_key: str | None = Field(None, repr=False)
+    transport: str | None = Field(
+        None, description="how weights get there; vllm_ipc: in memory, on one GPU [default: as the engines' kind does]"
+    )
     tolerance: float | None = Field(None, gt=0, description="of log-probabilities, engine against trainer")
     patience: float = Field(300, gt=0, description="seconds to wait for an engine that is away")
 

@@ -15,9 +15,8 @@ if TYPE_CHECKING:
 class WeightTransport(Protocol):
     """Weights on their way to the replicas of a run. Failures of an engine are EngineErrors.
 
-    A plug-in of the entry-point group `polar.weight_sync`, by the kind of the engines. It is called with the folder
-    that files of weights go to. A kind that sends tensors from GPU to GPU has nothing to write beforehand, and its
-    `load` does what the engine's own API asks for (docs/weights.md)."""
+    A plug-in of the entry-point group `polar.weight_sync`. The one with the name of the engines' kind is used unless
+    another is named. It is called with the folder that files of weights go to (docs/weights.md)."""
 
     def prepare(self, weights: "Mapping[str, Tensor]", version: int) -> None:
         """Gets ready what replicas will load, while engines still sample. Called in a thread."""
@@ -41,12 +40,12 @@ class WeightTransport(Protocol):
         ...
 
 
-def create_transport(kind: str, folder: Path) -> WeightTransport:
-    """For engines of this kind; `folder` is where files of weights go. Raises ConfigError."""
-    if kind not in plugins.names("weight_sync"):
+def create_transport(name: str, folder: Path) -> WeightTransport:
+    """By its name, or by the kind of the engines; `folder` is where files of weights go. Raises ConfigError."""
+    if name not in plugins.names("weight_sync"):
         known = ", ".join(plugins.names("weight_sync"))
-        raise ConfigError(f"Engines of the kind {kind} can't be given new weights; those that can: {known}.")
-    return cast(WeightTransport, plugins.load("weight_sync", kind)(folder))
+        raise ConfigError(f"There is no transport of weights for {name!r}. Available: {known}.")
+    return cast(WeightTransport, plugins.load("weight_sync", name)(folder))
 
 
 class SyncError(PolarError):

@@ -1,5 +1,5 @@
 """Weights as files, for engines on the same machine: in memory where there is room, else in the run's own folder.
-Two kinds of engines read them: Polar's embedded one, and vLLM.
+Polar's embedded engine reads them, and vLLM (`vllm.py`).
 
 The latest ones stay while the run goes on, so that an engine that is started again finds them. In memory those before
 them stay as well, as a spare file: the next ones overwrite it, since memory that is had takes a fraction of the time of
@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 
 _SHARED_MEMORY = Path("/dev/shm")
 _WEIGHTS_FILE, _SPARE_FOLDER = "model.safetensors", "spare"
-_LOAD_SECONDS = 600.0
+LOAD_SECONDS = 600.0
 """How long an engine may take to read its weights."""
 
 _TensorSpecs = dict[str, tuple[torch.dtype, torch.Size]]
@@ -213,10 +213,12 @@ def _overwrite(file: Path, weights: Mapping[str, Tensor]) -> None:
         place.view(tensor.dtype).view(tensor.shape).copy_(tensor.detach())
 
 
-# Kinds of engines that read them
+# Engines that read them
 
 
-class _FileTransport:
+class FileTransport:
+    """What transports of files have in common."""
+
     def __init__(self, folder: Path) -> None:
         self.staging = WeightStaging(folder)
 
@@ -235,8 +237,8 @@ class _VersionReply(Struct):
     weight_version: str | int | None = None
 
 
-async def _read_version(engine: EngineHttpClient, path: str) -> int | None:
-    body = await engine.request("GET", path)
+def parse_version(engine: EngineHttpClient, path: str, body: bytes) -> int | None:
+    """The version in an engine's answer; None where its label is none of ours. Raises EngineError."""
     try:
         reply = msgspec.json.decode(body, type=_VersionReply)
     except (ValueError, RecursionError) as error:
@@ -245,33 +247,13 @@ async def _read_version(engine: EngineHttpClient, path: str) -> int | None:
     return int(str(version)) if str(version).isdecimal() else None
 
 
-class EmbeddedTransport(_FileTransport):
+class EmbeddedTransport(FileTransport):
     """Polar's own engine: one call does all of it."""
 
     async def load(self, engine: EngineHttpClient, version: int) -> None:
         body = {"path": str(self.staging.weights_file(version)), "version": version}
-        await engine.request("POST", "/update_weights", msgspec.json.encode(body), timeout=_LOAD_SECONDS)
+        await engine.request("POST", "/update_weights", msgspec.json.encode(body), timeout=LOAD_SECONDS)
 
     async def read_version(self, engine: EngineHttpClient) -> int | None:
-        return await _read_version(engine, "/weight_version")
-
-
-class VllmTransport(_FileTransport):
-    """vLLM, by its development routes: the weights are read anew from a folder; then the calls that stand frozen and
-    the prefix cache lose their keys and values, which are computed again when generation goes on."""
-
-    async def load(self, engine: EngineHttpClient, version: int) -> None:
-        reload = {"method": "reload_weights", "kwargs": {"weights_path": str(self.staging.version_folder(version))}}
-        await _post(engine, "/collective_rpc", reload)
-        await _post(engine, "/reset_prefix_cache?reset_running_requests=true")
-        await _post(engine, "/update_weight_version", {"new_version": str(version)})
-
-    async def read_version(self, engine: EngineHttpClient) -> int | None:
-        return await _read_version(engine, "/weight_info")
-
-
-async def _post(engine: EngineHttpClient, path: str, body: Mapping[str, object] | None = None) -> None:
-    data = None if body is None else msgspec.json.encode(body)
-    if not await engine.post_if_supported(path, data, timeout=_LOAD_SECONDS):
-        route = path.partition("?")[0]
-        raise EngineError(f"{engine.url} has no {route}: start vLLM with VLLM_SERVER_DEV_MODE=1.", kind="unsupported")
+        path = "/weight_version"
+        return parse_version(engine, path, await engine.request("GET", path))

@@ -65,17 +65,19 @@ class ModelWeightPublisher:
         model: ScoringModel,
         output: Path,
         *,
+        transport: str | None = None,
         tolerance: float | None = None,
         patience: float = PATIENCE_SECONDS,
     ) -> None:
         """`engine` has the kind of the run's engines; `output` is where files go that don't fit into memory;
+        `transport` is a plug-in of polar.weight_sync [default: the one of the engines' kind];
         `tolerance` is the probe's [default: by what engine and model compute in]."""
         self._client = client
         self._engine = engine
         self._model = model
         self._output = output
         self._folder = choose_staging_folder(output, count_weight_bytes(model.model.state_dict()))
-        self._transport = create_transport(engine.kind, self._folder)
+        self._transport = create_transport(transport or engine.kind, self._folder)
         allowed = _choose_tolerance(engine, model) if tolerance is None else Tolerance(tolerance, tolerance)
         probe = Probe(model.score, model.vocab_size, allowed)
         self._sender = WeightSender(client, self._transport, engine, probe, patience=patience)

@@ -347,7 +347,7 @@ async def test_the_embedded_engine_is_told_file_and_version(tmp_path: Path) -> N
 
 
 def test_other_kinds_of_engines_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="scripted can't be given new weights; those that can: embedded, vllm"):
+    with pytest.raises(ConfigError, match=r"'scripted'.* Available: embedded, vllm, vllm_ipc"):
         create_transport("scripted", tmp_path)
 
 

@@ -21,9 +21,9 @@ from polar.records.exchange import Exchange
 from polar.records.result import PauseMode
 from polar.service import Service
 from polar.weight_sync.base import ProbeFailedError, SyncError
-from polar.weight_sync.files import VllmTransport
 from polar.weight_sync.probe import Probe, Tolerance
 from polar.weight_sync.updater import WeightSender, WeightUpdater
+from polar.weight_sync.vllm import VllmFileTransport
 from tests.conditions import wait_until
 from tests.integration.stack import settings
 from tests.selection import leave_to_slow
@@ -46,7 +46,7 @@ class Trainer:
         self.version = 0
         probe = Probe(self._score, 1000, EXACT)
         kind = EngineSettings(kind="vllm", timeout=120)
-        self.sync = WeightSender(client, VllmTransport(folder), kind, probe, patience=patience)
+        self.sync = WeightSender(client, VllmFileTransport(folder), kind, probe, patience=patience)
 
     def _score(self, prompt: list[int], sampled: list[int]) -> list[float]:
         found: list[float] = expected_logprobs(self.version, _ids(prompt), _ids(sampled)).tolist()
