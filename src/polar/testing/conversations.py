@@ -10,8 +10,9 @@ from msgspec import Raw
 
 from polar.export.base import Exporter, SessionItem
 from polar.export.pipeline import Builder
-from polar.records.exchange import Exchange, ExchangeRole, RawRequest, VersionSpan
+from polar.records.exchange import Exchange, RawRequest, VersionSpan
 from polar.records.session import Session
+from polar.records.spans import ExchangeRole
 from polar.records.trajectory import SessionPaths
 from polar.trajectory.builders import prefix_merging
 from polar.trajectory.session import read_session_paths as sampled_of
@@ -34,7 +35,7 @@ def session(session_id: str, reward: float | None, reason: str | None, *, task_i
 
 def item(sampled: SessionPaths, build: Builder = prefix_merging, *, task_id: str | None = None) -> SessionItem:
     made = session(sampled.session_id, sampled.reward, sampled.reason, task_id=task_id)
-    return SessionItem(made, sampled, build(sampled))
+    return SessionItem(made.summary, sampled, build(sampled))
 
 
 def exported(exporter: Exporter, items: Sequence[SessionItem]) -> bytes:
@@ -101,7 +102,7 @@ class Talk:
     def item(self, reward: float | None = 1.0, reason: str | None = None, *, task_id: str | None = None) -> SessionItem:
         made = session(self.session_id, reward, reason, task_id=task_id, roles=self.roles)
         sampled = sampled_of(made, self.exchanges)
-        return SessionItem(made, sampled, prefix_merging(sampled), self.exchanges)
+        return SessionItem(made.summary, sampled, prefix_merging(sampled), self.exchanges)
 
 
 def token_of(word: bytes) -> int:

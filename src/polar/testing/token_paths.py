@@ -6,8 +6,8 @@ from collections.abc import Sequence
 import numpy as np
 from hypothesis import strategies as st
 
-from polar.records.exchange import ExchangeRole
-from polar.records.trajectory import ExcludedSpan, Ids, Image, SessionPaths, TokenPath
+from polar.records.spans import ExchangeRole, ExcludedSpan
+from polar.records.trajectory import Ids, Image, SessionPaths, TokenPath
 
 PLACEHOLDER = 9
 ROLES: list[ExchangeRole] = ["main", "subagent", "compaction", "auxiliary"]

@@ -159,7 +159,9 @@ def test_no_logprobs_where_a_format_needs_them() -> None:
     """A session is whole or not there: half of it would carry the weight of all."""
     one = SessionPaths("s", [path(0, [1], [2]), path(1, [5], [6], logprobs=False)], 1.0)
     tally = ExportTally()
-    assert not has_trainable_traces(SessionItem(SESSIONS[0], one, prefix_merging(one)), PrimeRlExporter.needs, tally)
+    assert not has_trainable_traces(
+        SessionItem(SESSIONS[0].summary, one, prefix_merging(one)), PrimeRlExporter.needs, tally
+    )
     assert list(tally.left_out) == ["without log-probabilities"]
 
 

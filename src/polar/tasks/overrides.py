@@ -1,4 +1,4 @@
-"""What whoever starts a run wants otherwise than the tasks say."""
+"""Settings of a run that take the place of what its tasks say."""
 
 from typing import Any
 
