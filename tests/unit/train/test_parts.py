@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from polar.cli.train_progress import TrainProgress, render_reward_curve
+from polar.cli.train import TrainProgress, render_reward_curve
 from polar.errors import ConfigError
 from polar.train import atomic_files, reward_plot
 from polar.train.checkpoint import CheckpointStore, JournalEntry, truncate_after_step
