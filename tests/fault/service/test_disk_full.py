@@ -123,15 +123,17 @@ async def refused(cluster: Cluster, name: str) -> tuple[int, str]:
 async def test_a_nodes_disk(tmp_path: Path, disk: Disk) -> None:
     """What runs there is tried again; and sessions that can't begin there are nobody's fault: none of that counts."""
     mark = tmp_path / "go"
+    # Larger than the room that ended sessions leave: a small one may well begin, and even earn something.
+    large = {"padding": "x" * 2**16}
     async with Cluster(tmp_path, POLAR_SERVER__ATTEMPTS="2") as cluster:
         node = await cluster.node("small", data=disk.folder / "data")
-        await cluster.submit(quick("before"), task("begun", f"{until_there(mark)}; {ASK}"))
+        await cluster.submit(quick("before"), task("begun", f"{until_there(mark)}; {ASK}", metadata=large))
         await cluster.reader.until(lambda: len(cluster.reader.got) == 1)
         await cluster.in_stage("small", "run")
         disk.fill()
         try:
             mark.touch()
-            await cluster.submit(*(quick(f"t{number}", 2) for number in range(4)))
+            await cluster.submit(*(quick(f"t{number}", 2, metadata=large) for number in range(4)))
 
             async def tried(_: Cluster) -> bool:
                 return node.said().count("could not begin here") >= 2 * 8

@@ -159,10 +159,11 @@ def _resolve(future: "asyncio.Future[None]") -> None:
 
 class _OutputSink:
     """Takes what a command writes, as it comes, and keeps the first `max_bytes`. The rest is read and dropped, so that
-    a talkative command is neither held up nor killed."""
+    a talkative command is neither held up nor killed; so is what can't be written (`error`)."""
 
     def __init__(self, path: Path | None, max_bytes: int) -> None:
         self.is_truncated = False
+        self.error: OSError | None = None  # why something was not kept
         self._remaining_bytes = max_bytes
         self._file: IO[bytes] | None = None if path is None else path.open("wb", buffering=0)
         self._loop = asyncio.get_running_loop()
@@ -177,9 +178,16 @@ class _OutputSink:
         kept = data[: self._remaining_bytes]
         self._remaining_bytes -= len(kept)
         self.is_truncated |= len(kept) < len(data)
-        if self._file is not None and kept:
-            self._file.write(kept)
+        self._write(kept)
         return len(data)
+
+    def _write(self, data: bytes) -> None:
+        """After the first failure no more is kept: a log with a gap would be misread."""
+        while data and self._file is not None and self.error is None:
+            try:
+                data = data[self._file.write(data) :]
+            except OSError as error:
+                self.error = error
 
     def close_write_end(self) -> None:
         os.close(self.write_fd)
@@ -235,6 +243,8 @@ async def run_command(
         sink.close()
     if spawned.error is not None:
         raise SandboxError(f"The command could not be started: {spawned.error}.")
+    if sink.error is not None:  # whoever reads the output would take it for all that the command wrote
+        raise SandboxError(f"The command's output can't be written to {output}: {sink.error.strerror}.")
     return CommandResult(
         None if timed_out else spawned.exit_code,
         time.monotonic() - began,

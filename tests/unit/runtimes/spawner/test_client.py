@@ -1,4 +1,4 @@
-"""Following a command: what happens when its end and a cancellation come together."""
+"""Following a command: when its end and a cancellation come together, and when its output can't be written."""
 
 import asyncio
 import os
@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from polar.runtimes.base import SandboxError
 from polar.runtimes.spawner.client import SpawnedJob, run_command
 
 
@@ -53,4 +54,27 @@ async def test_a_cancellation_is_never_lost(tmp_path: Path, steps: int) -> None:
     await asyncio.wait({running})
     assert running.cancelled() == was_cancelled
     spawned.close()
+    spawner.close()
+
+
+class TalkingSpawner(EndingSpawner):
+    """Its command writes something, and ends."""
+
+    async def spawn(self, job: dict[str, Any], fds: Sequence[int]) -> SpawnedJob:
+        _, output = fds
+        os.write(output, b"said")
+        self.end_command()
+        return await super().spawn(job, fds)
+
+
+async def test_output_that_a_full_disk_does_not_take_is_the_platforms_failure() -> None:
+    """The command is not held up; its output is not taken for all that it wrote."""
+    spawner = TalkingSpawner()
+
+    async def kill(spawned: SpawnedJob) -> None:
+        spawned.close()
+
+    full = Path("/dev/full")
+    with pytest.raises(SandboxError, match="output can't be written to /dev/full: No space left on device"):
+        await run_command(spawner, {}, (), stdin=b"", timeout=600.0, output=full, max_output=9, kill=kill)
     spawner.close()
