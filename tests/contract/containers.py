@@ -15,6 +15,7 @@ from polar.runtimes.base import Limits, Runtime, SandboxError
 from polar.runtimes.containers.backend import STATE_LABEL
 from polar.runtimes.containers.cli import ContainerCli
 from polar.testing import leftovers
+from polar.testing.contract import requires
 from polar.testing.runtimes import EVERYTHING, MarkedRuntimes, RuntimeContract
 from tests.attack import sandbox_attacks as attacks
 from tests.contract.image import OTHER, PLAIN, ensure_image
@@ -131,8 +132,8 @@ class ContainerContract(RuntimeContract):
         await runtime.stop()
         await running
 
+    @requires("processes")
     async def test_a_full_container_is_not_our_failure(self, runtimes: MarkedRuntimes) -> None:
-        self.needs("processes")
         runtime = await runtimes.new(limits=Limits(processes=20))
         await runtime.run(["sh", "-c", FILL])
         assert (await runtimes.shell(runtime, "echo alive")).output == "alive\n"
@@ -149,11 +150,11 @@ class ContainerContract(RuntimeContract):
         finally:
             _call(engine, "rm", container)
 
+    @requires("processes")
     async def test_a_container_that_what_runs_inside_has_ended_is_not_our_failure(
         self, runtimes: MarkedRuntimes
     ) -> None:
         """The first process can't start its sleep again: no process is left to it."""
-        self.needs("processes")
         runtime = await runtimes.new(limits=Limits(processes=20))
         await runtime.run(["sh", "-c", f"touch up; {FILL}"])
         others = [asyncio.create_task(runtimes.shell(runtime, f": > up{i}; exec sleep 60")) for i in range(2)]

@@ -37,7 +37,12 @@ class TestVllm(_OnScriptedServer):
 
 
 class TestOpenAI(_OnScriptedServer):
+    """It knows of a server what every chat API has."""
+
     plugin = load("engines", "openai")
+    accepts_token_ids = False
+    can_freeze = False
+    can_sleep = False
 
 
 @pytest.mark.slow
@@ -46,6 +51,7 @@ class TestEmbedded(EngineContract):
 
     plugin = load("engines", "embedded")
     same_again = True
+    can_sleep = False
     model: ClassVar[Path]
 
     @pytest.fixture(scope="class", autouse=True)
@@ -65,12 +71,15 @@ class TestSglang(EngineContract):
 
     plugin = load("engines", "sglang")
     same_again = True
+    can_freeze = False
 
     @asynccontextmanager
     async def serve(self) -> AsyncIterator[str]:
         app = web.Application()
         app.add_routes([web.get("/v1/models", _models), web.post("/generate", _generate)])
         app.add_routes([web.post("/v1/chat/completions", _chat), web.post("/tokenize", _tokenize)])
+        memory = ("/release_memory_occupation", "/resume_memory_occupation")
+        app.add_routes([web.post(path, _release_or_resume) for path in memory])
         runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
         await runner.setup()
         site = web.TCPSite(runner, "127.0.0.1", 0)
@@ -117,6 +126,10 @@ async def _generate(request: web.Request) -> web.StreamResponse:
     if not asked.get("stream"):
         return web.json_response(event(len(ids)))
     return await _stream(request, [event(count) for count in range(1, len(ids) + 1)])
+
+
+async def _release_or_resume(_: web.Request) -> web.Response:
+    return web.json_response({})
 
 
 async def _tokenize(_: web.Request) -> web.Response:

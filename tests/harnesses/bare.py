@@ -45,7 +45,7 @@ async def run_bare(
 ) -> Bare:
     """`files` are put into the home besides the preset's."""
     preset, chosen = load_harness(name), dict(settings or {})
-    program = _program(name)
+    program = find_program(name)
     folder, home, data, play = workspace(tmp_path), tmp_path / "home", tmp_path / "data", tmp_path / "play.json"
     folder.mkdir(exist_ok=True)
     home.mkdir()
@@ -70,7 +70,8 @@ async def run_bare(
     return Bare(Run(turns, exchanges, summary, output, sampled, data), status, output, home)
 
 
-def _program(name: str) -> Path:
+def find_program(name: str) -> Path:
+    """Of the harness that `make harnesses` installed."""
     installed = find_installation(CACHE, load_harness(name))
     if installed is None:
         if name == "openhands":

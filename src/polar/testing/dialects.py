@@ -19,7 +19,7 @@ from polar.dialects.base import Dialect, RouteOperation
 from polar.dialects.sse import EventParser
 from polar.errors import HTTP_STATUS, ApiError, ApiErrorKind
 from polar.ids import make_call_id
-from polar.testing.contract import Contract, assert_helpful
+from polar.testing.contract import Contract, assert_helpful, requires
 from polar.types import (
     Message,
     Raw,
@@ -126,9 +126,8 @@ class DialectContract(Contract):
     def test_a_stream_is_asked_for(self, dialect: Dialect) -> None:
         assert self.through(dialect, self.make_request(stream=True)).stream
 
+    @requires("has_tools")
     def test_calls_and_results_belong_together(self, dialect: Dialect) -> None:
-        if not self.has_tools:
-            pytest.skip(f"{self.plugin.__name__} has no tools (has_tools)")
         read = self.through(dialect, self.make_conversation())
         parts = [part for message in read.messages for part in message.parts]
         calls = [part for part in parts if isinstance(part, ToolCall)]

@@ -26,7 +26,7 @@ from polar.engines.base import Capabilities, Chunk, Engine, EngineState, TokenPr
 from polar.errors import EngineError
 from polar.records.exchange import LogprobKind
 from polar.testing import leftovers
-from polar.testing.contract import Contract, assert_helpful
+from polar.testing.contract import Contract, assert_helpful, requires
 from polar.types import FinishReason, Message, Request, SamplingParams, Text, TextDelta
 
 PROMPT_IDS = (5, 6, 7, 8)
@@ -38,6 +38,10 @@ class EngineContract(Contract):
     kind = "engines"
     settings: ClassVar[Mapping[str, Any]] = {}  # fields of EngineSettings
     same_again: ClassVar[bool] = False  # whether the same prompt, sampled at temperature 0, has the same reply
+    accepts_token_ids: ClassVar[bool] = True  # these four are compared with what the engine says
+    tells_context_length: ClassVar[bool] = True
+    can_freeze: ClassVar[bool] = True
+    can_sleep: ClassVar[bool] = True
 
     def serve(self) -> AbstractAsyncContextManager[str]:
         """A server for this engine: its address."""
@@ -72,10 +76,6 @@ class EngineContract(Contract):
         async with aclosing(engine.generate(request, stream=stream, prompt=prompt)) as chunks:
             return [chunk async for chunk in chunks]
 
-    def needs_ids(self, engine: Engine) -> None:
-        if not engine.capabilities.accepts_token_ids:
-            pytest.skip(f"{self.plugin.__name__} takes no token ids")
-
     # What there is
 
     async def test_it_finds_out_what_the_server_can_do(self) -> None:
@@ -96,6 +96,17 @@ class EngineContract(Contract):
             folder = engine.find_tokenizer_folder()
             assert folder is None or isinstance(folder, str)
 
+    async def test_it_can_do_what_the_suite_was_told(self, engine: Engine) -> None:
+        """What is declared decides which tests there are, so it must be what the engine says of itself."""
+        found = {"accepts_token_ids": engine.capabilities.accepts_token_ids}
+        found["tells_context_length"] = engine.capabilities.context_length is not None
+        if found_freeze := await engine.freeze():
+            await engine.thaw()
+        if found_sleep := await engine.sleep():
+            await engine.wake()
+        found |= {"can_freeze": found_freeze, "can_sleep": found_sleep}
+        assert found == {name: getattr(self, name) for name in found}
+
     async def test_sampling_is_filled_in_and_what_was_asked_for_stays(self, engine: Engine) -> None:
         asked = SamplingParams(temperature=0.25, top_p=0.5, max_tokens=7, stop=["END"])
         used = engine.apply_sampling_defaults(asked)
@@ -114,9 +125,9 @@ class EngineContract(Contract):
         assert usage[-1].prompt > 0
         assert usage[-1].completion > 0
 
+    @requires("accepts_token_ids")
     @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
     async def test_ids_in_and_ids_out(self, engine: Engine, stream: bool) -> None:
-        self.needs_ids(engine)
         chunks = await self.sample(engine, self.make_request(max_tokens=5), stream=stream, ids=PROMPT_IDS)
         assert_well_formed(chunks)
         ids = [id for chunk in chunks for id in chunk.ids]
@@ -128,15 +139,14 @@ class EngineContract(Contract):
         for chunk in chunks:
             assert chunk.prompt_ids is None or chunk.prompt_ids.tolist() == list(PROMPT_IDS)
 
+    @requires("accepts_token_ids")
     async def test_a_limit_is_kept_and_said(self, engine: Engine) -> None:
-        self.needs_ids(engine)
         chunks = await self.sample(engine, self.make_request(max_tokens=2), stream=True, ids=PROMPT_IDS)
         assert sum(len(chunk.ids) for chunk in chunks) == 2
         assert chunks_finish(chunks) == "length"
 
+    @requires("same_again", "accepts_token_ids")
     async def test_the_same_prompt_has_the_same_reply(self, engine: Engine) -> None:
-        if not self.same_again:
-            pytest.skip(f"{self.plugin.__name__} does not promise this (same_again)")
         request = self.make_request(max_tokens=5, temperature=0.0)
         replies = [await self.sample(engine, request, stream=stream, ids=PROMPT_IDS) for stream in (False, True, True)]
         ids = [[id for chunk in chunks for id in chunk.ids] for chunks in replies]
@@ -198,11 +208,10 @@ class EngineContract(Contract):
         finally:
             await engine.close()
 
+    @requires("accepts_token_ids", "tells_context_length")
     async def test_a_prompt_that_no_context_holds(self, engine: Engine) -> None:
-        self.needs_ids(engine)
         length = engine.capabilities.context_length
-        if length is None:
-            pytest.skip(f"{self.plugin.__name__} does not tell its context length")
+        assert length is not None
         with pytest.raises(EngineError) as error:
             await self.sample(engine, self.make_request(), stream=True, ids=(1,) * (length + 1))
         assert error.value.kind == "context_length"
@@ -210,9 +219,9 @@ class EngineContract(Contract):
 
     # States
 
+    @requires("can_freeze")
     async def test_what_can_be_frozen_goes_on_when_it_is_thawed(self, engine: Engine) -> None:
-        if not await engine.freeze():
-            pytest.skip(f"{self.plugin.__name__} can't be frozen")
+        assert await engine.freeze()
         assert await engine.get_state() in (None, "frozen")
         sampling = asyncio.create_task(self.sample(engine, self.make_request(), stream=True))
         await asyncio.sleep(0.05)
@@ -221,9 +230,9 @@ class EngineContract(Contract):
         assert_well_formed(await sampling)
         assert await engine.get_state() in (None, "running")
 
+    @requires("can_sleep")
     async def test_what_can_sleep_wakes_up_again(self, engine: Engine) -> None:
-        if not await engine.sleep():
-            pytest.skip(f"{self.plugin.__name__} can't sleep")
+        assert await engine.sleep()
         assert await engine.get_state() in (None, "asleep")
         await engine.wake()
         assert_well_formed(await self.sample(engine, self.make_request(), stream=True))

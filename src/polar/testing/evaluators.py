@@ -25,7 +25,7 @@ from polar.evaluators.base import Evaluator, Outcome
 from polar.records.session import Verdict
 from polar.runtimes.local import Local
 from polar.testing import leftovers
-from polar.testing.contract import Contract, assert_helpful
+from polar.testing.contract import Contract, assert_helpful, requires
 from polar.testing.grading import FINISHED, AgentWork, WorkFactory
 
 _NO_GATEWAY = "http://127.0.0.1:1"
@@ -111,9 +111,8 @@ class EvaluatorContract(Contract):
             assert verdict.reward is not None, verdict.reason
         assert solved.reward > failed.reward  # type: ignore[operator]
 
+    @requires("same_again")
     async def test_the_same_work_earns_the_same(self, works: WorkFactory) -> None:
-        if not self.same_again:
-            pytest.skip(f"{self.plugin.__name__} does not promise this (same_again)")
         for run in (self.solved, self.failed):
             first, second = await self.grade(works, run), await self.grade(works, run)
             assert (first.reward, first.reason, first.turn_rewards) == (

@@ -23,7 +23,7 @@ from polar.errors import ConfigError
 from polar.harnesses import build_environment, filter_environment, find_by_command
 from polar.harnesses.base import CallPatterns, Harness, HarnessSetup, Package, SetupRequest, write_setup
 from polar.records.task import McpServer
-from polar.testing.contract import Contract, assert_helpful
+from polar.testing.contract import Contract, assert_helpful, requires
 from polar.testing.gateway import LoopbackGateway
 
 URL, KEY, HOME = "http://10.0.0.1:1234", "sk-polar-0123456789abcdefghijklmnop", "/somewhere/home"
@@ -120,9 +120,8 @@ class HarnessContract(Contract):
             assert not any("tee" in word.split() or "||" in word for word in argv[:-1])
         assert argv == harness.build_command(INSTRUCTION, dict(self.settings))
 
+    @requires("runs_here")
     def test_it_talks_to_the_gateway(self, tmp_path: Path) -> None:
-        if not self.runs_here:
-            pytest.skip(f"{self.plugin.__name__} is not run here (runs_here)")
         harness = self.make_harness()
         home, workdir = tmp_path / "home", tmp_path / "work"
         home.mkdir()

@@ -4,7 +4,7 @@
         plugin = Mine
         promises = EVERYTHING
 
-`promises` names what a backend keeps of what not every one can; tests of the rest are skipped, saying so. Each test
+`promises` names what a backend keeps of what not every one can; there are no tests of the rest. Each test
 ends with a look at the machine: no process, mount, cgroup, loop device, descriptor or folder may be left. The tests
 need bash and the usual small programs in the runtime.
 """
@@ -35,7 +35,7 @@ from polar.runtimes.base import (
     TransferTooLargeError,
 )
 from polar.testing import killed_node, leftovers
-from polar.testing.contract import Contract, assert_helpful
+from polar.testing.contract import Contract, assert_helpful, requires
 
 Promise = Literal["root", "network", "cpu", "memory", "processes", "disk"]
 EVERYTHING: frozenset[Promise] = frozenset({"root", "network", "cpu", "memory", "processes", "disk"})
@@ -138,9 +138,9 @@ class RuntimeContract(Contract):
             assert await runtimes.find_leftovers() == {}
             assert leftovers.count_descriptors() <= before
 
-    def needs(self, promise: Promise) -> None:
-        if promise not in self.promises:
-            pytest.skip(f"{self.plugin.__name__} does not promise this ({promise})")
+    @classmethod
+    def has_capability(cls, name: str) -> bool:
+        return name in cls.promises
 
     # Commands
 
@@ -352,17 +352,16 @@ class RuntimeContract(Contract):
         with pytest.raises(SandboxError, match="restarted"):
             await never.restart()
 
+    @requires("network")
     async def test_restarted_it_reaches_the_gateway(self, runtimes: MarkedRuntimes) -> None:
-        self.needs("network")
         runtime = await runtimes.new()
         await runtime.stop()
         await runtime.restart()
         host, _, port = runtime.gateway_url().removeprefix("http://").rpartition(":")
         assert (await runtimes.shell(runtime, ASK.format(host=host, port=port))).output.endswith("hello")
 
+    @requires("memory", "processes")
     async def test_restarted_it_has_its_limits(self, runtimes: MarkedRuntimes) -> None:
-        self.needs("memory")
-        self.needs("processes")
         runtime = await runtimes.new(limits=Limits(memory_mb=64, processes=20))
         await runtime.stop()
         await runtime.restart()
@@ -371,8 +370,8 @@ class RuntimeContract(Contract):
         ran = await runtimes.shell(runtime, "for i in $(seq 60); do sleep 60 & echo $i; done", timeout=2)
         assert 0 < len([line for line in ran.output.splitlines() if line.isdigit()]) <= 20
 
+    @requires("disk")
     async def test_a_full_disk_does_not_prevent_a_restart(self, runtimes: MarkedRuntimes) -> None:
-        self.needs("disk")
         runtime = await runtimes.new(limits=Limits(disk_mb=32))
         await runtimes.shell(runtime, "echo kept > first; cat /dev/zero > big; for i in $(seq 20000); do : > f$i; done")
         await runtime.stop()
@@ -384,9 +383,9 @@ class RuntimeContract(Contract):
         assert "full\n" in ran.output
         assert ran.code == 0
 
+    @requires("root")
     async def test_links_that_it_left_lead_nowhere_at_a_restart(self, runtimes: MarkedRuntimes) -> None:
         """What a start makes or mounts over are folders of the runtime, whatever is in their place by then."""
-        self.needs("root")
         outside = runtimes.scratch / "outside"
         outside.mkdir()
         shared = runtimes.scratch / "shared"
@@ -404,8 +403,8 @@ class RuntimeContract(Contract):
                 assert ran.output in ("of the machine", "cat: /opt/below/shared/tool: No such file or directory\n")
             assert os.listdir(outside) == []
 
+    @requires("root")
     async def test_what_can_not_be_started_any_more_says_that_it_is_spoiled(self, runtimes: MarkedRuntimes) -> None:
-        self.needs("root")
         runtime = await runtimes.new()
         await runtimes.shell(runtime, "cd /; rm -rf /bin/sh /bin/cat /lib64 /lib; rm -rf /usr/lib64 /usr/bin/sh")
         await runtime.stop()
@@ -492,8 +491,8 @@ class RuntimeContract(Contract):
             assert sorted(path.name for path in runtimes.scratch.iterdir() if "out" in path.name) == []
         await runtime.get("/workspace/large", runtimes.scratch / "out", max_bytes=200_000)
 
+    @requires("root")
     async def test_mounted_folders_can_only_be_read(self, runtimes: MarkedRuntimes) -> None:
-        self.needs("root")
         shared = runtimes.scratch / "shared"
         shared.mkdir()
         (shared / "tool").write_text("of the machine")
@@ -506,15 +505,15 @@ class RuntimeContract(Contract):
 
     # Walls
 
+    @requires("root")
     async def test_home_and_workdir_are_the_same_in_every_runtime(self, runtimes: MarkedRuntimes) -> None:
-        self.needs("root")
         for _ in range(2):
             ran = await runtimes.shell(await runtimes.new(), "pwd; echo $HOME; touch here $HOME/there && hostname")
             assert ran.output.splitlines()[:2] == ["/workspace", "/home/agent"]
             assert ran.code == 0
 
+    @requires("root")
     async def test_runtimes_do_not_see_each_other_nor_the_machine(self, runtimes: MarkedRuntimes) -> None:
-        self.needs("root")
         secret = f"key-{secrets.token_hex(8)}"
         one, other = await runtimes.new(env={"KEY": secret}), await runtimes.new()
         running = asyncio.create_task(runtimes.shell(one, f"echo {secret} > mine; echo {secret} > /tmp/mine; sleep 60"))
@@ -531,8 +530,8 @@ class RuntimeContract(Contract):
         await one.stop()
         await running
 
+    @requires("root")
     async def test_the_kernel_can_not_be_told_anything(self, runtimes: MarkedRuntimes) -> None:
-        self.needs("root")
         runtime = await runtimes.new()
         for script in (
             "cat /proc/sys/vm/swappiness > /proc/sys/vm/swappiness",  # harmless where it works
@@ -544,16 +543,16 @@ class RuntimeContract(Contract):
         ):
             assert (await runtimes.shell(runtime, script)).code != 0, script
 
+    @requires("root")
     async def test_a_runtime_outlives_what_its_commands_do_to_it(self, runtimes: MarkedRuntimes) -> None:
-        self.needs("root")
         runtime = await runtimes.new()
         await runtimes.shell(runtime, "kill -9 1; kill -9 -1", timeout=30)
         assert (await runtimes.shell(runtime, "echo alive")).output == "alive\n"
         orphans = "for i in 1 2 3 4 5; do (setsid true &); done; sleep 0.3; cat /proc/[0-9]*/stat | grep -c ') Z ' "
         assert (await runtimes.shell(runtime, orphans)).output == "0\n"
 
+    @requires("network")
     async def test_the_gateway_is_reached_and_nothing_else(self, runtimes: MarkedRuntimes) -> None:
-        self.needs("network")
         runtime = await runtimes.new()
         host, _, port = runtime.gateway_url().removeprefix("http://").rpartition(":")
         asked = await asyncio.gather(*(runtimes.shell(runtime, ASK.format(host=host, port=port)) for _ in range(4)))
@@ -566,16 +565,16 @@ class RuntimeContract(Contract):
         interfaces = await runtimes.shell(runtime, "cat /proc/net/dev")
         assert [line.split(":")[0].strip() for line in interfaces.output.splitlines()[2:]] == ["lo"]
 
+    @requires("network")
     async def test_without_a_network_there_is_not_even_the_gateway(self, runtimes: MarkedRuntimes) -> None:
-        self.needs("network")
         runtime = await runtimes.new(network="none")
         host, _, port = runtime.gateway_url().removeprefix("http://").rpartition(":")
         assert (await runtimes.shell(runtime, ASK.format(host=host, port=port))).code != 0
 
     # Limits
 
+    @requires("memory")
     async def test_a_command_that_takes_too_much_memory_says_so(self, runtimes: MarkedRuntimes) -> None:
-        self.needs("memory")
         runtime = await runtimes.new(limits=Limits(memory_mb=64))
         ran = await runtimes.shell(runtime, TAKE_MEMORY)
         assert ran.completed.out_of_memory
@@ -584,8 +583,8 @@ class RuntimeContract(Contract):
         assert (await runtimes.shell(runtime, "echo alive")).output == "alive\n"
         assert not (await runtimes.shell(runtime, "exit 1")).completed.out_of_memory
 
+    @requires("processes")
     async def test_processes_are_limited(self, runtimes: MarkedRuntimes) -> None:
-        self.needs("processes")
         runtime = await runtimes.new(limits=Limits(processes=20))
         output = runtimes.scratch / "started"
         script = "for i in $(seq 60); do sleep 60 & echo $i; done"
@@ -595,8 +594,8 @@ class RuntimeContract(Contract):
         after = await runtime.run(["true"])  # what the first left may stand in its way: its own failure, not ours
         assert after.exit_code in (0, 126)
 
+    @requires("disk")
     async def test_the_disk_is_limited(self, runtimes: MarkedRuntimes) -> None:
-        self.needs("disk")
         runtime = await runtimes.new(limits=Limits(disk_mb=32))
         ran = await runtimes.shell(runtime, "head -c 60000000 /dev/zero > /workspace/big")
         assert ran.code != 0
@@ -604,8 +603,8 @@ class RuntimeContract(Contract):
         ran = await runtimes.shell(runtime, "rm big; head -c 10000000 /dev/zero > /tmp/small && stat -c %s /tmp/small")
         assert ran.output == "10000000\n"
 
+    @requires("cpu")
     async def test_cpu_time_is_limited(self, runtimes: MarkedRuntimes) -> None:
-        self.needs("cpu")
         runtime = await runtimes.new(limits=Limits(cpus=0.2))
         script = (
             "timeout 1 sh -c 'while :; do :; done'; cut -d ' ' -f 16,17 /proc/$$/stat"  # of ended children, in ticks

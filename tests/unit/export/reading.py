@@ -1,11 +1,14 @@
 """Each format of traces, read back into what a trace says. Written from the trainers' side: where a trainer finds the
 tokens, what it trains, and which log-probability it takes for that."""
 
+import tempfile
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from msgspec import json
 
+from polar.export.parquet import read as read_parquet
+from polar.export.sft_tokens import IGNORE_INDEX
 from polar.testing.exporters import ExportedTrace
 
 
@@ -103,6 +106,57 @@ def polar(row: Any) -> Iterator[ExportedTrace]:
         yield ExportedTrace.make(trace["prompt_ids"] + trace["response_ids"], mask, logprobs, trace["reward"])
 
 
+def sft_tokens(row: Any) -> Iterator[ExportedTrace]:
+    mask = [label != IGNORE_INDEX for label in row["labels"]]
+    assert all(
+        label == token for label, token, trains in zip(row["labels"], row["input_ids"], mask, strict=True) if trains
+    )
+    yield ExportedTrace.make(row["input_ids"], mask, None, row["metadata"]["reward"])
+
+
+def tree(row: Any) -> Iterator[ExportedTrace]:
+    """Each exchange that trains, with all that stands before it: a branch inside of what was sampled cuts it in
+    terms."""
+    rewards = {session["session_id"]: session["reward"] for session in row["sessions"]}
+    nodes = {node["node"]: node for node in row["nodes"]}
+
+    def context(number: int | None) -> list[int]:
+        return [] if number is None else context(nodes[number]["parent"]) + nodes[number]["ids"]
+
+    exchanges: dict[str, list[Any]] = {}
+    for term in row["terms"]:
+        exchanges.setdefault(term["exchange_id"], []).append(term)
+    for terms in exchanges.values():
+        terms.sort(key=lambda term: term["offset"])
+        last = terms[-1]
+        before = context(nodes[last["node"]]["parent"])
+        tokens = before + nodes[last["node"]]["ids"][: last["stop"]]
+        known = [term["logprobs"] for term in terms]
+        sampled = sum(term["stop"] - term["start"] for term in terms)
+        prompt = len(tokens) - sampled
+        logprobs = None if None in known else [value for values in known for value in values]
+        mask = [0] * prompt + [1] * sampled
+        yield ExportedTrace.make(tokens, mask, _padded(prompt, logprobs), rewards[last["session_id"]])
+
+
+def atif(row: Any) -> Iterator[ExportedTrace]:
+    """Each call of a trajectory and of those inside it."""
+    for trajectory in [row, *row.get("subagent_trajectories", [])]:
+        for step in trajectory["steps"]:
+            if (metrics := step.get("metrics")) is not None:
+                prompt, sampled = metrics["prompt_token_ids"], metrics["completion_token_ids"]
+                logprobs = _padded(len(prompt), metrics.get("logprobs"))
+                mask = [0] * len(prompt) + [1] * len(sampled)
+                yield ExportedTrace.make(prompt + sampled, mask, logprobs, row["extra"]["reward"])
+
+
+def parquet(data: bytes) -> list[ExportedTrace]:
+    with tempfile.NamedTemporaryFile(suffix=".parquet") as file:
+        file.write(data)
+        file.flush()
+        return [ExportedTrace.from_trace(trace) for one in read_parquet(file.name) for trace in one.traces]
+
+
 READERS: dict[str, Callable[[Any], Iterator[ExportedTrace]]] = {
     "polar": polar,
     "slime": slime,
@@ -115,6 +169,9 @@ READERS: dict[str, Callable[[Any], Iterator[ExportedTrace]]] = {
     "areal": areal,
     "tinker": tinker,
     "art": art,
+    "sft-tokens": sft_tokens,
+    "tree": tree,
+    "atif": atif,
 }
 
 
@@ -123,4 +180,6 @@ def lines(data: bytes) -> list[Any]:
 
 
 def read(name: str, data: bytes) -> list[ExportedTrace]:
+    if name == "parquet":
+        return parquet(data)
     return [found for line in lines(data) for found in READERS[name](line)]

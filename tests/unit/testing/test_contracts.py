@@ -4,10 +4,12 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from polar import testing
+from polar.testing.contract import _REQUIRED_ATTRIBUTE, Contract
 
 FAULTY = '''
 import json, random
@@ -118,6 +120,76 @@ def test_faults_are_found(tmp_path: Path) -> None:
     for name, test in re.findall(r"^FAILED test_faulty\.py::(\w+)::(\w+)", done.stdout, re.MULTILINE):
         found.setdefault(name, set()).add(test)
     assert found == EXPECTED, done.stdout + done.stderr
+
+
+INAPPLICABLE: dict[tuple[type[Contract], str], set[str]] = {
+    (testing.DialectContract, "has_tools"): {"test_calls_and_results_belong_together"},
+    (testing.EngineContract, "accepts_token_ids"): {
+        "test_ids_in_and_ids_out",
+        "test_a_limit_is_kept_and_said",
+        "test_the_same_prompt_has_the_same_reply",
+        "test_a_prompt_that_no_context_holds",
+    },
+    (testing.EngineContract, "tells_context_length"): {"test_a_prompt_that_no_context_holds"},
+    (testing.EngineContract, "can_freeze"): {"test_what_can_be_frozen_goes_on_when_it_is_thawed"},
+    (testing.EngineContract, "can_sleep"): {"test_what_can_sleep_wakes_up_again"},
+    (testing.EngineContract, "same_again"): {"test_the_same_prompt_has_the_same_reply"},
+    (testing.EvaluatorContract, "same_again"): {"test_the_same_work_earns_the_same"},
+    (testing.ExporterContract, "keeps_tokens"): {"test_what_it_wrote_are_the_recorded_traces"},
+    (testing.HarnessContract, "runs_here"): {"test_it_talks_to_the_gateway"},
+    (testing.RuntimeContract, "root"): {
+        "test_links_that_it_left_lead_nowhere_at_a_restart",
+        "test_what_can_not_be_started_any_more_says_that_it_is_spoiled",
+        "test_mounted_folders_can_only_be_read",
+        "test_home_and_workdir_are_the_same_in_every_runtime",
+        "test_runtimes_do_not_see_each_other_nor_the_machine",
+        "test_the_kernel_can_not_be_told_anything",
+        "test_a_runtime_outlives_what_its_commands_do_to_it",
+    },
+    (testing.RuntimeContract, "network"): {
+        "test_restarted_it_reaches_the_gateway",
+        "test_the_gateway_is_reached_and_nothing_else",
+        "test_without_a_network_there_is_not_even_the_gateway",
+    },
+    (testing.RuntimeContract, "memory"): {
+        "test_restarted_it_has_its_limits",
+        "test_a_command_that_takes_too_much_memory_says_so",
+    },
+    (testing.RuntimeContract, "processes"): {"test_restarted_it_has_its_limits", "test_processes_are_limited"},
+    (testing.RuntimeContract, "disk"): {"test_a_full_disk_does_not_prevent_a_restart", "test_the_disk_is_limited"},
+    (testing.RuntimeContract, "cpu"): {"test_cpu_time_is_limited"},
+}
+"""What a plug-in without a capability is not asked, by suite and capability."""
+
+
+def declare(suite: type[Contract], **capabilities: bool) -> type[Contract]:
+    """A plug-in's suite with just these capabilities; promises are those of runtimes."""
+    declared: dict[str, Any] = capabilities
+    if suite is testing.RuntimeContract:
+        declared = {"promises": frozenset(name for name, is_kept in capabilities.items() if is_kept)}
+    return type("Declared", (suite,), {"plugin": object, **declared})
+
+
+@pytest.mark.parametrize(("suite", "capability"), INAPPLICABLE, ids=str)
+def test_a_capability_decides_which_tests_there_are(suite: type[Contract], capability: str) -> None:
+    able = {name: True for kind, name in INAPPLICABLE if kind is suite}
+    assert declare(suite, **able).list_inapplicable_tests() == []
+    without = declare(suite, **{**able, capability: False})
+    assert set(without.list_inapplicable_tests()) == INAPPLICABLE[suite, capability]
+    again = type("Able", (without,), vars(declare(suite, **able)) | {"__module__": __name__})
+    assert again.list_inapplicable_tests() == []
+
+
+def test_every_condition_is_known_here() -> None:
+    """So that no test is left out because of a name that no plug-in declares."""
+    suites = [getattr(testing, name) for name in testing.__all__ if name.endswith("Contract")]
+    found = {
+        (suite, capability)
+        for suite in suites
+        for test in suite._find_conditional_tests().values()
+        for capability in getattr(test, _REQUIRED_ATTRIBUTE)
+    }
+    assert found == INAPPLICABLE.keys()
 
 
 def test_there_is_a_suite_for_each_kind() -> None:
