@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import pytest
 import pytest_asyncio
@@ -10,6 +11,8 @@ from aiohttp import web
 from polar.config import JudgeSettings
 from polar.evaluators.base import Outcome
 from polar.plugins import load
+from polar.runtimes.base import RuntimeBackend
+from polar.runtimes.bubblewrap import Bubblewrap
 from polar.testing import AgentRun, EvaluatorContract
 from polar.testing.grading import AgentWork, WorkFactory
 
@@ -42,6 +45,59 @@ class TestProjectTests(EvaluatorContract):
     }
     solved = AgentRun("sed -i 's/a - b/a + b/' calc.py")
     failed = AgentRun("echo '# nothing' >> calc.py")
+
+
+TEST_PATCH = """\
+diff --git a/test_calc.py b/test_calc.py
+new file mode 100644
+--- /dev/null
++++ b/test_calc.py
+@@ -0,0 +1,5 @@
++import calc
++
++
++def test_add():
++    assert calc.add(1, 2) == 3
+"""
+
+
+@pytest.mark.slow
+class TestSweBench(EvaluatorContract):
+    plugin = load("evaluators", "swebench")
+    config = {
+        "instance_id": "calc-1",
+        "test_patch": TEST_PATCH,
+        "FAIL_TO_PASS": ["test_calc.py::test_add"],
+        "test_command": f"{sys.executable} -m pytest {{files}}",
+    }
+    files = {"calc.py": "def add(a, b):\n    return a - b\n"}
+    solved = TestProjectTests.solved
+    failed = TestProjectTests.failed
+
+
+@pytest.mark.runtimes
+class TestHarbor(EvaluatorContract):
+    """Its tests stand at the root, so it takes a runtime that has one."""
+
+    plugin = load("evaluators", "harbor")
+    files = {"hello.txt": "not yet"}
+    solved = HELLO
+    failed = WRONG
+
+    @pytest.fixture(autouse=True)
+    async def tests(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        backend = self.make_backend(tmp_path / "state")
+        why = await backend.check_availability()
+        await backend.close()
+        if why is not None:
+            pytest.skip(f"no bubblewrap here: {why}")
+        folder = tmp_path / "tests"
+        folder.mkdir()
+        (folder / "test.sh").write_text(f"if {CHECK}; then echo 1; else echo 0; fi > /logs/verifier/reward.txt\n")
+        monkeypatch.setattr(type(self), "config", {"tests": str(folder)})
+
+    def make_backend(self, folder: Path) -> RuntimeBackend:
+        return Bubblewrap(folder, "http://127.0.0.1:1")
 
 
 class TestAnswer(EvaluatorContract):

@@ -6,7 +6,7 @@
     pytest_plugins = ["polar.testing.fixtures"]           # in conftest.py: scripted_engine, polar_gateway
 
 A suite checks what the core relies on: shapes, errors of the right type with a sentence, cleaning up, cancellation,
-determinism, round trips. Polar's own plug-ins pass the same suites. Bridges and weight sync have no suite yet.
+determinism, round trips. Polar's own plug-ins pass the same suites.
 
 Only this package depends on pytest, and nothing else in Polar imports it.
 """
@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 if TYPE_CHECKING:
+    from polar.testing.bridges import BridgeContract
     from polar.testing.builders import BuilderContract
     from polar.testing.dialects import DialectContract
     from polar.testing.engines import EngineContract
@@ -24,9 +25,11 @@ if TYPE_CHECKING:
     from polar.testing.exporters import ExporterContract
     from polar.testing.harnesses import HarnessContract
     from polar.testing.runtimes import RuntimeContract
+    from polar.testing.weight_sync import WeightSyncContract
 
 __all__ = [
     "AgentRun",
+    "BridgeContract",
     "BuilderContract",
     "DialectContract",
     "EngineContract",
@@ -34,10 +37,12 @@ __all__ = [
     "ExporterContract",
     "HarnessContract",
     "RuntimeContract",
+    "WeightSyncContract",
 ]
 
 _MODULES = {
     "AgentRun": "polar.testing.evaluators",
+    "BridgeContract": "polar.testing.bridges",
     "BuilderContract": "polar.testing.builders",
     "DialectContract": "polar.testing.dialects",
     "EngineContract": "polar.testing.engines",
@@ -45,6 +50,7 @@ _MODULES = {
     "ExporterContract": "polar.testing.exporters",
     "HarnessContract": "polar.testing.harnesses",
     "RuntimeContract": "polar.testing.runtimes",
+    "WeightSyncContract": "polar.testing.weight_sync",
 }
 
 pytest.register_assert_rewrite(*sorted({*_MODULES.values(), "polar.testing.contract"}))  # failures say what was found

@@ -7,7 +7,8 @@
         failed = AgentRun("echo red > answer.txt")
 
 `solved` and `failed` are sessions of which the first earns more; more of either are added by tests of one's own. Runs
-are real: their scripts run in `local` runtimes, and the evaluator makes what runtimes it wants.
+are real: their scripts run in runtimes (`local` ones, unless `make_backend` says otherwise), and the evaluator makes
+what runtimes it wants.
 """
 
 import asyncio
@@ -23,6 +24,7 @@ import pytest_asyncio
 from polar.errors import ConfigError
 from polar.evaluators.base import Evaluator, Outcome
 from polar.records.session import Verdict
+from polar.runtimes.base import RuntimeBackend
 from polar.runtimes.local import Local
 from polar.testing import leftovers
 from polar.testing.contract import Contract, assert_helpful, requires
@@ -62,7 +64,7 @@ class EvaluatorContract(Contract):
 
     @pytest_asyncio.fixture
     async def works(self, tmp_path: Path) -> AsyncIterator[WorkFactory]:
-        backend = Local(tmp_path / "state", _NO_GATEWAY)
+        backend = self.make_backend(tmp_path / "state")
         mark = str(tmp_path / "state")
         try:
             yield WorkFactory(backend, tmp_path)
@@ -71,6 +73,10 @@ class EvaluatorContract(Contract):
                     await asyncio.sleep(0.02)
         finally:
             await backend.close()
+
+    def make_backend(self, folder: Path) -> RuntimeBackend:
+        """Whose runtimes agents and graders run in. Override it for an evaluator that `local` is not enough for."""
+        return Local(folder, _NO_GATEWAY)
 
     def make_evaluator(self) -> Evaluator:
         """With `config`. Override it for a config that is known only when the tests run."""

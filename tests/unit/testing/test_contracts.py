@@ -13,6 +13,7 @@ from polar.testing.contract import _REQUIRED_ATTRIBUTE, Contract
 
 FAULTY = '''
 import json, random
+from polar.bridges.bridge import AsyncBridge
 from polar.errors import ConfigError
 from polar.harnesses.base import HarnessSetup
 from polar.harnesses.pi import Pi
@@ -21,8 +22,11 @@ from polar.dialects.openai_chat import OpenAIChat
 from polar.export.trl import TrlExporter
 from polar.records.session import Verdict
 from polar.testing import *
+from polar.testing.bridges import read_group
 from polar.testing.exporters import ExportedTrace
+from polar.testing.weight_sync import VllmWeightServer
 from polar.trajectory.builders import per_request
+from polar.weight_sync.vllm import VllmFileTransport
 
 
 class KeyInFile(Pi):
@@ -87,6 +91,47 @@ class Careless(OpenAIChat):
 
 class TestCareless(DialectContract):
     plugin = Careless
+
+
+class TestMainOnly(BridgeContract):
+    """Hands over the first trace of each session."""
+
+    plugin = AsyncBridge
+
+    async def take_groups(self, bridge, tasks):
+        groups = await bridge.rollouts.run_groups(tasks, "step-1")
+        return [[session[:1] for session in read_group(group)] for group in groups]
+
+
+class Leaking(AsyncBridge):
+    async def close(self):
+        """Forgets its connections."""
+
+
+class TestLeaking(BridgeContract):
+    plugin = Leaking
+    close_seconds = 0.1
+
+
+class Believing(VllmFileTransport):
+    """Takes its own word for what an engine has, and keeps every file."""
+
+    async def load(self, engine, version):
+        await super().load(engine, version)
+        self.loaded = version
+
+    async def read_version(self, engine):
+        return getattr(self, "loaded", None)
+
+    def release_previous(self, version):
+        pass
+
+
+class TestBelieving(WeightSyncContract):
+    plugin = Believing
+
+    def make_server(self):
+        return VllmWeightServer()
 '''
 
 CONFTEST = """
@@ -107,6 +152,14 @@ EXPECTED = {
         "test_a_trainer_accepts_it",
     },
     "TestCareless": {"test_whatever_else_is_wrong_is_an_api_error"},
+    "TestMainOnly": {"test_the_trainer_is_handed_what_the_service_recorded"},
+    "TestLeaking": {"test_closing_stops_what_it_started"},
+    "TestBelieving": {
+        "test_an_engine_that_lost_its_weights_is_seen",
+        "test_failures_of_an_engine_are_engine_errors",
+        "test_earlier_weights_do_not_pile_up",
+        "test_closed_it_leaves_what_an_engine_needs_and_nothing_else",
+    },
 }
 
 

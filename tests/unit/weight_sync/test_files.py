@@ -10,13 +10,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
-from aiohttp import web
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from polar.engines.embedded.weights import WeightUpdate, load_update, save_update
-from polar.engines.http_client import EngineHttpClient
 from polar.errors import ConfigError
 from polar.weight_sync import files
 from polar.weight_sync.base import create_transport
@@ -321,29 +319,6 @@ def test_weights_that_cannot_be_moved_stay_where_the_engine_finds_them(
     assert f"stay in {staged.folder}" in caplog.text
     move_weights_to_disk(run, None)  # of an engine that remembers nothing
     assert list(memory.iterdir()) == []
-
-
-async def test_the_embedded_engine_is_told_file_and_version(tmp_path: Path) -> None:
-    told: list[Any] = []
-
-    async def handle(request: web.BaseRequest) -> web.Response:
-        if request.path == "/update_weights":
-            told.append(await request.json())
-        return web.json_response({"version": 4})
-
-    runner = web.ServerRunner(web.Server(handle))
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    engine = EngineHttpClient("http://{}:{}".format(*runner.addresses[0][:2]), None, 5)
-    sync = EmbeddedTransport(tmp_path)
-    sync.prepare({"a": torch.ones(2)}, 4)
-    await sync.load(engine, 4)
-    assert await sync.read_version(engine) == 4
-    (order,) = told
-    assert order["version"] == 4
-    assert load_file(order["path"])["a"].tolist() == [1.0, 1.0]
-    await engine.close()
-    await runner.cleanup()
 
 
 def test_other_kinds_of_engines_are_refused(tmp_path: Path) -> None:
