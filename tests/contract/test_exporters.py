@@ -4,7 +4,8 @@ from collections.abc import Iterable, Sequence
 
 from polar.export.base import SessionItem
 from polar.plugins import load, names
-from polar.records.trajectory import Ids, Logprobs
+from polar.records.exchange import Logprobs
+from polar.records.trajectory import Ids
 from polar.testing import ExporterContract
 from polar.testing.exporters import ExportedTrace
 from tests.unit.export import reading
