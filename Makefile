@@ -8,7 +8,7 @@ NODE := .cache/node
 unexport PYTHONDONTWRITEBYTECODE
 PYTEST = $(BIN)/python -m pytest $(PYTEST_OPTIONS)
 
-.PHONY: setup demo test check lint types imports harnesses test-slow test-properties test-harnesses test-engines test-trainers \
+.PHONY: setup demo test check docs lint types imports harnesses test-slow test-properties test-harnesses test-engines test-trainers \
 	test-runtimes test-faults test-containers test-cluster test-simulation test-all test-repeat
 
 setup: $(VENV)/.ready
@@ -136,6 +136,18 @@ BENCHMARKS := $(addprefix bench-,gateway fidelity trajectory tree sandbox pipeli
 .PHONY: $(BENCHMARKS)
 $(BENCHMARKS): bench-%: setup
 	$(BIN)/python -m benchmarks $* $(BENCH)
+
+# The site, in site/: open site/index.html. Nothing in it is fetched from elsewhere.
+DOCS := .cache/docs
+$(DOCS)/.ready: docs/requirements.txt
+	$(PYTHON) -m venv $(DOCS)/venv
+	$(DOCS)/venv/bin/python -m pip install -q -r $<
+	touch $@
+
+docs: setup $(DOCS)/.ready
+	$(BIN)/python -m tools.docs $(DOCS)/pages
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/venv/bin/mkdocs build --clean
+	$(BIN)/python -m tools.docs.check_site site
 
 lint: setup
 	$(BIN)/ruff check .

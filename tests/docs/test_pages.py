@@ -1,0 +1,52 @@
+"""The pages that the site is made of, and links between them."""
+
+from pathlib import Path
+
+import pytest
+
+from tools.docs.check_site import find_external_resources
+from tools.docs.pages import BrokenLinkError, build_pages, rewrite_links
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_pages_of_the_repository(tmp_path: Path) -> None:
+    """Every relative link of the documents leads to a file of the repository, or to a generated page."""
+    build_pages(ROOT, tmp_path, {"settings.md": "# Settings\n"})
+    assert (tmp_path / "index.md").is_file()
+    assert (tmp_path / "project" / "CHANGELOG.md").is_file()
+    assert "ask_model" in (tmp_path / "source" / "examples" / "hello" / "agent.py.md").read_text()
+
+
+def test_navigation_has_every_page() -> None:
+    navigation = (ROOT / "mkdocs.yml").read_text()
+    for page in (ROOT / "docs").rglob("*.md"):
+        assert page.relative_to(ROOT / "docs").as_posix() in navigation, page
+
+
+def test_links_in_code_are_left_alone() -> None:
+    text = "[a](b.md) `[a](b.md)`\n```\n[a](b.md)\n```\n[web](https://example.com) [here](#there) [c](d.md#e)"
+    expected = "[a](X) `[a](b.md)`\n```\n[a](b.md)\n```\n[web](https://example.com) [here](#there) [c](X#e)"
+    assert rewrite_links(text, lambda _: "X") == expected
+
+
+def test_a_broken_link_is_named(tmp_path: Path) -> None:
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs" / "index.md").write_text("[x](nowhere.md)")
+    with pytest.raises(BrokenLinkError, match=r"docs/index.md: there is no nowhere.md."):
+        build_pages(tmp_path, tmp_path / "pages", {})
+
+
+def test_what_is_loaded_from_elsewhere_is_found(tmp_path: Path) -> None:
+    (tmp_path / "bad.html").write_text(
+        '<link rel="stylesheet" href="https://fonts.example/x.css"><script src=//cdn.example/x.js></script>'
+        '<img src="https://img.example/x.png"><a href="https://example.com">fine</a><link rel="canonical" href="https://x.example">'
+    )
+    (tmp_path / "bad.css").write_text("@font-face{src:url(https://fonts.example/y.woff)}")
+    found = find_external_resources(tmp_path)
+    assert sorted(line.partition(": ")[2] for line in found) == [
+        "//cdn.example/x.js",
+        "https://fonts.example/x.css",
+        "https://fonts.example/y.woff",
+        "https://img.example/x.png",
+    ]
