@@ -1,5 +1,5 @@
-"""The smallest agent with a tool: it asks a model, runs the shell commands that the model calls for, and stops when the model
-only talks. Standard library only. It knows the OpenAI API, and has never heard of Polar.
+"""The smallest agent with a tool: it asks a model, runs the shell commands that the model calls for, and stops when the
+model only talks. It needs nothing but Python. It knows the OpenAI API, and has never heard of Polar.
 
     OPENAI_BASE_URL=... OPENAI_API_KEY=... python agent.py "What is in this folder?"
 """
