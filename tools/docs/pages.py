@@ -36,11 +36,11 @@ def build_pages(root: Path, target: Path, reference: Mapping[str, str]) -> None:
         if file.is_file() and file.suffix not in _NO_PAGES:
             name = PurePosixPath(file.relative_to(root))
             _write_page(root, name, target / name.relative_to("docs"), linked)
-    for name in PROJECT_FILES:
+    for name in map(PurePosixPath, PROJECT_FILES):
         if (root / name).is_file():
-            _write_page(root, PurePosixPath(name), target / _site_path(PurePosixPath(name)), linked)
-    for name, text in reference.items():
-        page = target / "reference" / name
+            _write_page(root, name, target / _site_path(name), linked)
+    for page_name, text in reference.items():
+        page = target / "reference" / page_name
         page.parent.mkdir(parents=True, exist_ok=True)
         page.write_text(text, encoding="utf-8")
     for name in sorted(linked):

@@ -82,7 +82,8 @@ def _find_models(annotation: Any) -> list[type[BaseModel]]:
 
 def _repeated(annotation: Any) -> str:
     """What stands for the key or the number in the name of a setting that is a table or list of tables."""
-    return {dict: "NAME.", list: "N."}.get(get_origin(annotation) or object, "")
+    origin = get_origin(annotation)
+    return "NAME." if origin is dict else "N." if origin is list else ""
 
 
 def render_settings() -> str:
