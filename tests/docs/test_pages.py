@@ -1,5 +1,6 @@
 """The pages that the site is made of, and links between them."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,26 @@ def test_navigation_has_every_page() -> None:
     navigation = (ROOT / "mkdocs.yml").read_text()
     for page in (ROOT / "docs").rglob("*.md"):
         assert page.relative_to(ROOT / "docs").as_posix() in navigation, page
+
+
+def test_pages_that_code_and_files_mention_exist() -> None:
+    """Errors, docstrings and examples that send a reader to docs/X.md, with the heading that they name."""
+    mention = re.compile(r"\bdocs/([\w/-]+\.(?:md|svg|png))(?:#([\w-]+))?")
+    files = [*map(ROOT.joinpath, ("README.md", "ARCHITECTURE.md", "Makefile", "CONTRIBUTING.md", "SECURITY.md"))]
+    for folder in ("src", "examples", "tools", "benchmarks"):
+        files += [path for path in (ROOT / folder).rglob("*") if path.suffix in (".py", ".md", ".toml", ".sh", ".yaml")]
+    for file in files:
+        for page, anchor in mention.findall(file.read_text(encoding="utf-8")):
+            if page == "X.md":
+                continue
+            path = ROOT / "docs" / page
+            assert path.is_file(), f"{file.relative_to(ROOT)} mentions docs/{page}"
+            assert not anchor or anchor in _anchors(path), f"{file.relative_to(ROOT)}: docs/{page} has no #{anchor}"
+
+
+def _anchors(page: Path) -> set[str]:
+    headings = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w\s-]", "", heading).strip().lower().replace(" ", "-") for heading in headings}
 
 
 def test_links_in_code_are_left_alone() -> None:
